@@ -1,0 +1,38 @@
+"""Personalised federated learning under mixtures of distributions.
+
+Importing the package is cheap: torch and scikit-learn are loaded when a name that needs them is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fedgmm.estimators import FederatedGaussianMixture
+    from fedgmm.selection import ComponentSelection, select_components
+
+_HOMES = {
+    "FederatedGaussianMixture": "fedgmm.estimators",
+    "ComponentSelection": "fedgmm.selection",
+    "select_components": "fedgmm.selection",
+}
+
+__all__ = [
+    "ComponentSelection",
+    "FederatedGaussianMixture",
+    "__version__",
+    "select_components",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'fedgmm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

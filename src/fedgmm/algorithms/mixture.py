@@ -1,0 +1,381 @@
+"""Federated mixtures. Here: the federated Gaussian mixture, the paper's unsupervised algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from fedgmm.algorithms.base import RoundInfo
+from fedgmm.core.aggregate import (
+    Aggregation,
+    aggregate_gaussians,
+    aggregate_weights,
+    within_client_moments,
+)
+from fedgmm.core.estep import responsibilities
+from fedgmm.core.gaussians import (
+    CovarianceType,
+    Gaussians,
+    Moments,
+    gaussians,
+    log_densities,
+    residuals,
+    weighted_moments,
+)
+from fedgmm.core.initialise import (
+    FEWEST_ROWS_SENT,
+    Centroids,
+    Start,
+    local_clusters,
+    nearest,
+    server_means,
+)
+from fedgmm.core.mstep import client_weights
+from fedgmm.core.randomness import row_uniforms
+from fedgmm.core.streaming import Block, accumulate
+from fedgmm.data.federated import ClientRows
+
+Assign = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
+"""Responsibilities ``(n, M)`` and log-evidence ``(n,)`` of a block from its residuals ``(M, n, d)``,
+client codes ``(n,)`` and place among all rows."""
+
+# The start looks at no more than this many local centroids: enough for any M, and the cost of a
+# start does not grow with the number of clients.
+_MOST_CENTROIDS = 50_000
+_LLOYD_ITERATIONS = 10
+
+
+@dataclass(frozen=True)
+class MixtureShared:
+    """What the server broadcasts: the Gaussians and the federation's weights ``(M,)``."""
+
+    gaussians: Gaussians
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class GivenStart:
+    """Parts of the start that the user gives: weights ``(M,)``, means ``(M, d)``, covariances."""
+
+    weights: Tensor | None = None
+    means: Tensor | None = None
+    covariances: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MixtureUpdate:
+    """What clients send, as sums; stacked clients share one sum of moments.
+
+    Attributes:
+        counts: ``γ_c(m)``, ``(C, M)``.
+        moments: around the current means, summed over the clients.
+        log_likelihood: summed over rows, a scalar.
+    """
+
+    counts: Tensor
+    moments: Moments
+    log_likelihood: Tensor
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Accumulator of one lane; tensors are added to in place."""
+
+    counts: Tensor
+    first: Tensor
+    second: Tensor
+    log_likelihood: Tensor
+    client_first: Tensor | None
+
+
+@dataclass(frozen=True)
+class FederatedGMM:
+    """Shared Gaussians, private weights.
+
+    Attributes:
+        components: ``M``.
+        covariance_type: see :mod:`fedgmm.core.gaussians`.
+        aggregation: ``"exact"`` or the paper's.
+        shared_weights: one ``π`` for all clients, the classical pooled model.
+        reg_covar: added to every variance.
+        dtype: precision of the products; sums and parameters are float64.
+    """
+
+    components: int
+    covariance_type: CovarianceType = "full"
+    aggregation: Aggregation = "exact"
+    shared_weights: bool = False
+    reg_covar: float = 1e-6
+    dtype: torch.dtype = torch.float64
+
+    # ------------------------------------------------------------------ the two steps of a round
+
+    def client_step(
+        self, shared: MixtureShared, personal: Tensor, rows: ClientRows
+    ) -> tuple[Tensor, MixtureUpdate]:
+        """E-step and M-step on every client in ``rows``; ``personal`` is ``π_c``, ``(C, M)``."""
+        log_pi = torch.log(shared.weights.expand_as(personal) if self.shared_weights else personal)
+
+        def e_step(difference: Tensor, codes: Tensor, _: slice) -> tuple[Tensor, Tensor]:
+            densities = log_densities(difference, shared.gaussians)
+            return responsibilities(densities.add_(log_pi.index_select(0, codes)))
+
+        update = self._sum_over_rows(rows, shared.gaussians, e_step)
+        return client_weights(update.counts, rows.rows_per_client), update
+
+    def server_step(
+        self, shared: MixtureShared, update: MixtureUpdate
+    ) -> tuple[MixtureShared, RoundInfo]:
+        """New Gaussians and the federation's weights from the clients' sums."""
+        moments = update.moments
+        mean_log_likelihood = float(update.log_likelihood / update.counts.sum())
+        empty = torch.nonzero(moments.counts <= moments.counts.sum() * 1e-12).flatten().tolist()
+        new = MixtureShared(
+            aggregate_gaussians(moments, shared.gaussians, self.reg_covar),
+            aggregate_weights(update.counts),
+        )
+        return new, RoundInfo(mean_log_likelihood, tuple(empty))
+
+    def _sum_over_rows(self, rows: ClientRows, current: Gaussians, assign: Assign) -> MixtureUpdate:
+        """One pass over all rows: responsibilities, counts and moments around ``current.means``."""
+        kind, device = current.covariance_type, rows.device
+        clients, (m, d) = len(rows.names), current.means.shape
+        second_shape = {"full": (m, d, d), "tied": (d, d), "diag": (m, d)}.get(kind, (m,))
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        def start() -> _Sums:
+            own = zeros(m, clients, d) if self.aggregation == "paper" else None
+            return _Sums(zeros(clients, m), zeros(m, d), zeros(*second_shape), zeros(), own)
+
+        def add_block(sums: _Sums, block: Block) -> None:
+            x, codes, place = rows.read(block)
+            difference = residuals(x, current.means, self.dtype)
+            q, log_evidence = assign(difference, codes, place)
+            moments, weighted = weighted_moments(difference, q, kind)
+            sums.counts.index_add_(0, codes, q)
+            sums.first.add_(moments.first)
+            sums.second.add_(moments.second)
+            sums.log_likelihood.add_(log_evidence.sum())
+            if sums.client_first is not None:
+                sums.client_first.index_add_(1, codes, weighted.double())
+
+        total, *others = accumulate(rows.blocks(m), start, add_block, device)
+        for lane in others:
+            total.counts.add_(lane.counts)
+            total.first.add_(lane.first)
+            total.second.add_(lane.second)
+            total.log_likelihood.add_(lane.log_likelihood)
+            if total.client_first is not None and lane.client_first is not None:
+                total.client_first.add_(lane.client_first)
+        moments = Moments(total.counts.sum(0), total.first, total.second)
+        if total.client_first is not None:
+            own_first = total.client_first.transpose(0, 1)
+            moments = within_client_moments(moments, total.counts, own_first, kind)
+        return MixtureUpdate(total.counts, moments, total.log_likelihood)
+
+    # ------------------------------------------------------------------ the start
+
+    def start(
+        self, rows: ClientRows, start: Start, seed: int, given: GivenStart | None = None
+    ) -> MixtureShared:
+        """Shared Gaussians and weights from sums and local centroids; no raw row is sent.
+
+        What is ``given`` is kept; with means given, every row counts for its nearest mean.
+        """
+        given = given or GivenStart()
+        weights, means, covariances = given.weights, given.means, given.covariances
+        if self.covariance_type == "identity":
+            covariances = torch.ones(self.components, dtype=torch.float64, device=rows.device)
+        if weights is None or means is None or covariances is None:
+            whole = self._whole_federation(rows)
+            assign: Assign = _nearest_component
+            if means is not None:
+                centres = means
+            elif start == "random":
+                centres = whole.means.expand(self.components, -1)
+                assign = self._random_assignment(rows, seed)
+            else:
+                centres = self._means_from_centroids(rows, whole, start, seed)
+            found = self._from_assignment(rows, centres, whole, assign)
+            weights = found.weights if weights is None else weights
+            means = found.gaussians.means if means is None else means
+            covariances = found.gaussians.covariances if covariances is None else covariances
+        return MixtureShared(gaussians(means, covariances, self.covariance_type), weights)
+
+    def _from_assignment(
+        self, rows: ClientRows, centres: Tensor, whole: Gaussians, assign: Assign
+    ) -> MixtureShared:
+        """One M-step from given responsibilities; an empty component gets the overall spread."""
+        current = gaussians(
+            centres, _spread(whole, self.components, self.covariance_type), self.covariance_type
+        )
+        exact = replace(self, aggregation="exact")
+        update = exact._sum_over_rows(rows, current, assign)
+        shared, _ = exact.server_step(MixtureShared(current, whole.means.new_empty(0)), update)
+        # A weight of zero could never grow again.
+        weights = (update.counts.sum(0) + 1e-3).clamp_min(0)
+        return replace(shared, weights=weights / weights.sum())
+
+    def _whole_federation(self, rows: ClientRows) -> Gaussians:
+        """One diagonal Gaussian over all rows: its mean, then its variances around that mean."""
+        one = FederatedGMM(1, "diag")
+        ones = torch.ones(1, rows.columns, dtype=torch.float64, device=rows.device)
+        current = Gaussians(torch.zeros_like(ones), ones, ones, "diag")
+        for _ in range(2):  # the second pass takes the variances around the mean of the first
+            moments = one._sum_over_rows(rows, current, _everything_to_one).moments
+            shift = moments.first / moments.counts[:, None]
+            variances = moments.second / moments.counts[:, None] - shift.square()
+            current = Gaussians(current.means + shift, variances.clamp_min(0.0), ones, "diag")
+        return current
+
+    def _random_assignment(self, rows: ClientRows, seed: int) -> Assign:
+        codes_of_rows = rows.codes.cpu().numpy()
+
+        def assign(difference: Tensor, codes: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+            keys, positions = rows.keys[codes_of_rows[place]], rows.positions[place]
+            draws = [row_uniforms(seed, m, keys, positions) for m in range(self.components)]
+            q = torch.from_numpy(np.stack(draws, axis=-1)).to(difference.device)
+            return q / q.sum(-1, keepdim=True), q.new_zeros(len(q))
+
+        return assign
+
+    def _means_from_centroids(
+        self, rows: ClientRows, whole: Gaussians, start: Start, seed: int
+    ) -> Tensor:
+        means = torch.from_numpy(
+            server_means(local_centroids(rows, self.components, seed), self.components, start, seed)
+            if self.components > 1
+            else whole.means.cpu().numpy()
+        ).to(rows.device)
+        missing = self.components - len(means)
+        if missing:  # too few centroids: draw the rest from the overall mean and variances
+            noise = np.random.default_rng(seed).standard_normal((missing, rows.columns))
+            drawn = whole.means + whole.covariances.sqrt() * torch.from_numpy(noise).to(rows.device)
+            means = torch.cat([means.reshape(-1, rows.columns), drawn])
+        return means
+
+
+def _everything_to_one(difference: Tensor, _: Tensor, __: slice) -> tuple[Tensor, Tensor]:
+    q = torch.ones(difference.shape[-2], 1, dtype=torch.float64, device=difference.device)
+    return q, q.new_zeros(len(q))
+
+
+def _nearest_component(difference: Tensor, _: Tensor, __: slice) -> tuple[Tensor, Tensor]:
+    distances = torch.linalg.vector_norm(difference, dim=-1)
+    q = one_hot(distances.argmin(0), len(distances)).double()
+    return q, q.new_zeros(len(q))
+
+
+def _spread(whole: Gaussians, components: int, kind: CovarianceType) -> Tensor:
+    """The overall variances as covariances of ``components`` Gaussians."""
+    variances = whole.covariances[0]
+    variances = torch.where(variances > 0, variances, 1.0)
+    match kind:
+        case "full":
+            return torch.diag(variances).expand(components, -1, -1)
+        case "tied":
+            return torch.diag(variances)
+        case "diag":
+            return variances.expand(components, -1)
+        case "spherical":
+            return variances.mean().expand(components)
+        case _:
+            return torch.ones(components, dtype=variances.dtype, device=variances.device)
+
+
+def local_centroids(rows: ClientRows, clusters: int, seed: int) -> Centroids:
+    """Every client clusters its own rows; all clients at once, none sees another's.
+
+    Args:
+        rows: the clients' rows.
+        clusters: at most this many centroids a client.
+        seed: draws belong to a client's name and row, so the order of clients does not matter.
+    """
+    most_clients = max(1, _MOST_CENTROIDS // clusters)
+    if len(rows.names) > most_clients:
+        lots = row_uniforms(seed, 0, rows.keys, np.zeros(len(rows.keys), dtype=np.int64))
+        chosen = np.sort(np.argsort(lots, kind="stable")[:most_clients])
+        rows = rows.select(torch.from_numpy(chosen).to(rows.device))
+
+    wanted = local_clusters(rows.rows_per_client, clusters)
+    active = torch.arange(clusters, device=rows.device) < wanted[:, None]
+    centres, active = _far_apart_rows(rows, active, seed)
+    for _ in range(_LLOYD_ITERATIONS):
+        sums, counts = _lloyd_step(rows, centres, active)
+        moved = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centres)
+        settled = torch.equal(moved, centres)
+        centres = moved
+        if settled:
+            break
+    sent = counts >= FEWEST_ROWS_SENT
+    return Centroids(centres[sent].cpu().numpy(), counts[sent].cpu().numpy())
+
+
+def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """k-means++ within every client: rows drawn in proportion to their squared distance.
+
+    Returns the centres ``(C, k, d)`` and which of them are in use ``(C, k)``; a client with fewer
+    different rows than clusters uses fewer.
+    """
+    clients, clusters = active.shape
+    codes = rows.codes.cpu().numpy()
+    keys = rows.keys[codes]
+    centres = torch.zeros(clients, clusters, rows.columns, dtype=torch.float64, device=rows.device)
+    active = active.clone()
+    squared = torch.full((len(rows),), 1.0, dtype=torch.float64, device=rows.device)
+    for j in range(clusters):
+        uniform = torch.from_numpy(row_uniforms(seed, j + 1, keys, rows.positions)).to(rows.device)
+        # argmax of log D² + Gumbel noise is a draw with probability proportional to D²
+        score = squared.log() - (-uniform.log()).log()
+        best = torch.full((clients,), -torch.inf, dtype=torch.float64, device=rows.device)
+        best.scatter_reduce_(0, rows.codes, score, "amax")
+        is_best = (score == best[rows.codes]) & (score > -torch.inf)
+        winners = torch.nonzero(is_best).flatten()
+        chosen = torch.zeros(clients, dtype=torch.int64, device=rows.device)
+        chosen[rows.codes[winners]] = winners
+        active[:, j] &= best > -torch.inf
+        centres[:, j] = rows.take(chosen)
+        if j + 1 < clusters:
+            squared = _squared_distances(rows, centres[:, : j + 1], active[:, : j + 1])
+    return centres, active
+
+
+def _squared_distances(rows: ClientRows, centres: Tensor, active: Tensor) -> Tensor:
+    """Squared distance of every row to the nearest of its client's centres, ``(N,)``."""
+    out = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
+
+    def write(_: None, block: Block) -> None:
+        x, codes, place = rows.read(block)
+        out[place] = nearest(x.double(), centres[codes], active[codes])[1]
+
+    accumulate(rows.blocks(centres.shape[1]), lambda: None, write, rows.device)
+    return out
+
+
+def _lloyd_step(rows: ClientRows, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums ``(C, k, d)`` and counts ``(C, k)`` of the rows nearest to each centre."""
+    clients, clusters, d = centres.shape
+
+    def start() -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(clients * clusters, d, dtype=torch.float64, device=rows.device)
+        return sums, sums.new_zeros(clients * clusters)
+
+    def add_block(total: tuple[Tensor, Tensor], block: Block) -> None:
+        x, codes, _ = rows.read(block)
+        x = x.double()
+        labels, _ = nearest(x, centres[codes], active[codes])
+        cell = codes * clusters + labels
+        total[0].index_add_(0, cell, x)
+        total[1].index_add_(0, cell, torch.ones_like(cell, dtype=torch.float64))
+
+    lanes = accumulate(rows.blocks(clusters), start, add_block, rows.device)
+    sums = torch.stack([lane[0] for lane in lanes]).sum(0).reshape(clients, clusters, d)
+    counts = torch.stack([lane[1] for lane in lanes]).sum(0).reshape(clients, clusters)
+    return sums, counts

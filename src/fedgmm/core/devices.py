@@ -1,0 +1,29 @@
+"""Where tensors live and in which precision the heavy products run."""
+
+from __future__ import annotations
+
+import torch
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def resolve_device(name: str) -> torch.device:
+    """A torch device from its name, or from ``"auto"``: a CUDA card if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device={name!r} cannot be used here ({reason}); use 'cpu', 'cuda' or 'auto'."
+        ) from None
+    return device
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """``"float64"`` or ``"float32"`` as a torch dtype."""
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {sorted(_DTYPES)}, got {name!r}.")
+    return _DTYPES[name]

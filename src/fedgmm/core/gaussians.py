@@ -1,0 +1,259 @@
+"""The shared Gaussians: densities, weighted moments, and moments back to parameters.
+
+Shapes: ``N`` rows, ``d`` columns, ``M`` components; every function takes any leading dimensions.
+Covariances are stored as scikit-learn stores them:
+
+=============  =================  ==============================================
+type           ``covariances``    what is shared
+=============  =================  ==============================================
+``full``       ``(M, d, d)``      nothing
+``tied``       ``(d, d)``         one matrix for all components
+``diag``       ``(M, d)``         nothing; off-diagonal entries are zero
+``spherical``  ``(M,)``           one variance for all columns
+``identity``   ``(M,)``           fixed at one, the setting of the paper's theorem
+=============  =================  ==============================================
+
+Means and covariances are float64. Rows may be float32: the difference to a mean is taken in float64
+and only then rounded, so an offset of the data costs no precision.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.linalg import cholesky_or_repair, matmul_upper, weighted_gram
+
+CovarianceType = Literal["full", "tied", "diag", "spherical", "identity"]
+COVARIANCE_TYPES: tuple[str, ...] = get_args(CovarianceType)
+
+
+class CovarianceRepairWarning(UserWarning):
+    """A covariance was not positive definite and was moved to the nearest one that is."""
+
+
+@dataclass(frozen=True)
+class Gaussians:
+    """``M`` Gaussians in ``d`` dimensions.
+
+    Attributes:
+        means: ``μ``, ``(M, d)``.
+        covariances: ``Σ``, shaped by ``covariance_type`` (see the module's table).
+        precisions_cholesky: ``W`` with ``W Wᵀ = Σ⁻¹``, shaped like ``covariances``; the whitened
+            residual of a row is ``(x - μ) W``. For diag and spherical it is one over the deviation.
+        covariance_type: one of ``COVARIANCE_TYPES``.
+    """
+
+    means: Tensor
+    covariances: Tensor
+    precisions_cholesky: Tensor
+    covariance_type: CovarianceType
+
+    @cached_property
+    def log_determinants(self) -> Tensor:
+        """``log |W_m| = -½ log |Σ_m|``: ``(M,)``, or ``(1,)`` for tied."""
+        whiteners = self.precisions_cholesky
+        match self.covariance_type:
+            case "full" | "tied":
+                return whiteners.diagonal(dim1=-2, dim2=-1).log().sum(-1).reshape(-1)
+            case "diag":
+                return whiteners.log().sum(-1)
+            case _:
+                return self.means.shape[-1] * whiteners.log()
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Weighted sums over rows, taken around the means that were current when they were made.
+
+    They are additive over rows and over clients, and small numbers stay small: nothing cancels.
+
+    Attributes:
+        counts: ``Σ_i q_i(m)``, ``(..., M)``.
+        first: ``Σ_i q_i(m) (x_i - μ_m)``, ``(..., M, d)``.
+        second: ``Σ_i q_i(m) (x_i - μ_m)(x_i - μ_m)ᵀ``: ``(..., M, d, d)`` for full, summed over
+            components ``(..., d, d)`` for tied, its diagonal ``(..., M, d)`` for diag, the trace
+            ``(..., M)`` for spherical and identity.
+    """
+
+    counts: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def gaussians(means: Tensor, covariances: Tensor, covariance_type: CovarianceType) -> Gaussians:
+    """Gaussians from means ``(M, d)`` and covariances, which are repaired if they have to be."""
+    if covariance_type in ("full", "tied"):
+        stack = covariances if covariance_type == "full" else covariances[None]
+        stack, factors, repaired = cholesky_or_repair(stack)
+        # W = L⁻ᵀ: one triangular solve a round, so that every row costs one product.
+        identity = torch.eye(stack.shape[-1], dtype=stack.dtype, device=stack.device)
+        whiteners = torch.linalg.solve_triangular(factors, identity, upper=False).mT.contiguous()
+        if covariance_type == "tied":
+            stack, whiteners = stack[0], whiteners[0]
+    else:
+        stack, repaired = _positive_variances(covariances)
+        whiteners = stack.rsqrt()
+    _warn_repaired(repaired, covariance_type)
+    return Gaussians(means, stack, whiteners, covariance_type)
+
+
+def _positive_variances(variances: Tensor) -> tuple[Tensor, list[int]]:
+    """Variances ``(M, ...)`` with zeros raised to a sliver of the largest, and which rows changed."""
+    limits = torch.finfo(variances.dtype)
+    bad = ~(variances > limits.tiny)
+    if not bool(bad.any()):
+        return variances, []
+    floor = variances.max().clamp_min(limits.tiny**0.5) * limits.eps
+    repaired = torch.nonzero(bad.reshape(len(bad), -1).any(-1)).flatten().tolist()
+    return torch.where(bad, floor, variances), repaired
+
+
+def _warn_repaired(repaired: list[int], covariance_type: CovarianceType) -> None:
+    for component in repaired:
+        owner = (
+            "shared by all components" if covariance_type == "tied" else f"of component {component}"
+        )
+        warnings.warn(
+            f"The covariance {owner} was not positive definite and was repaired; the component "
+            "may sit on too few distinct rows. Fewer components or a larger reg_covar avoid this.",
+            CovarianceRepairWarning,
+            stacklevel=4,
+        )
+
+
+def residuals(x: Tensor, means: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``x_i - μ_m`` for rows ``(..., N, d)`` and means ``(M, d)``: ``(..., M, N, d)``."""
+    difference = x.unsqueeze(-3) - means.unsqueeze(-2)
+    return difference if dtype is None else difference.to(dtype)
+
+
+def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
+    """``log N(x_i; μ_m, Σ_m)`` from the residuals.
+
+    Args:
+        difference: ``x_i - μ_m``, ``(..., M, N, d)``.
+        shared: the Gaussians.
+
+    Returns:
+        ``(..., N, M)``, float64.
+    """
+    d = difference.shape[-1]
+    whiteners = shared.precisions_cholesky.to(difference.dtype)
+    # ‖(x - μ) W‖² = (x - μ)ᵀ Σ⁻¹ (x - μ)
+    match shared.covariance_type:
+        case "full" | "tied":
+            norms = torch.linalg.vector_norm(matmul_upper(difference, whiteners), dim=-1)
+        case "diag":
+            norms = torch.linalg.vector_norm(difference * whiteners.unsqueeze(-2), dim=-1)
+        case _:
+            norms = torch.linalg.vector_norm(difference, dim=-1) * whiteners.unsqueeze(-1)
+    distances = norms.to(torch.float64).square()
+    # log N = -½ (‖(x - μ) W‖² + d log 2π) + log |W|
+    constants = shared.log_determinants - 0.5 * d * math.log(2.0 * math.pi)
+    log_density: Tensor = distances.mul_(-0.5).add_(constants.unsqueeze(-1)).mT
+    return log_density
+
+
+def weighted_moments(
+    difference: Tensor, weights: Tensor, covariance_type: CovarianceType
+) -> tuple[Moments, Tensor]:
+    """Sums over rows of ``q``, ``q (x - μ)`` and ``q (x - μ)(x - μ)ᵀ``, in float64.
+
+    Args:
+        difference: ``x_i - μ_m``, ``(..., M, N, d)``.
+        weights: ``q_i(m)``, ``(..., N, M)``.
+        covariance_type: decides the shape of the second moment.
+
+    Returns:
+        The moments and the weighted residuals ``q_i(m) (x_i - μ_m)``, ``(..., M, N, d)``.
+    """
+    weighted = difference * weights.mT.unsqueeze(-1).to(difference.dtype)
+    match covariance_type:
+        case "full":
+            second = weighted_gram(weighted, difference)
+        case "tied":
+            second = weighted_gram(weighted, difference).sum(-3)
+        case "diag":
+            second = (weighted * difference).sum(-2)
+        case _:
+            second = (weighted * difference).sum((-2, -1))
+    moments = Moments(
+        counts=weights.sum(-2),
+        first=weighted.sum(-2).to(torch.float64),
+        second=second.to(torch.float64),
+    )
+    return moments, weighted
+
+
+def outer(vectors: Tensor, weights: Tensor, covariance_type: CovarianceType) -> Tensor:
+    """``w_m v_m v_mᵀ`` shaped like a second moment; vectors ``(..., M, d)``, weights ``(..., M)``."""
+    weighted = vectors * weights.unsqueeze(-1)
+    match covariance_type:
+        case "full":
+            return weighted.unsqueeze(-1) * vectors.unsqueeze(-2)
+        case "tied":
+            return weighted.mT @ vectors
+        case "diag":
+            return weighted * vectors
+        case _:
+            return (weighted * vectors).sum(-1)
+
+
+def maximise(moments: Moments, shared: Gaussians, reg_covar: float) -> Gaussians:
+    """The Gaussians that maximise the expected log-likelihood, given moments around ``shared.means``.
+
+    With ``n = Σ q``, ``δ = Σ q (x - μ) / n``::
+
+        μ' = μ + δ        Σ' = Σ q (x - μ)(x - μ)ᵀ / n - δ δᵀ + reg_covar · I
+
+    A component without rows keeps its parameters.
+    """
+    kind = shared.covariance_type
+    total = moments.counts.sum()
+    alive = moments.counts > total * torch.finfo(torch.float64).eps
+    counts = torch.where(alive, moments.counts, 1.0)
+    shift = torch.where(alive[:, None], moments.first / counts[:, None], 0.0)
+    means = shared.means + shift
+    if kind == "identity":
+        return Gaussians(means, shared.covariances, shared.precisions_cholesky, kind)
+
+    centred = moments.second - outer(shift, torch.where(alive, counts, 0.0), kind)
+    match kind:
+        case "full":
+            covariances = centred / counts[:, None, None]
+            covariances = (covariances + covariances.mT) / 2
+            covariances.diagonal(dim1=-2, dim2=-1).add_(reg_covar)
+            covariances = torch.where(alive[:, None, None], covariances, shared.covariances)
+        case "tied":
+            covariances = (centred + centred.mT) / 2 / total
+            covariances.diagonal().add_(reg_covar)
+        case "diag":
+            covariances = centred.clamp_min(0.0) / counts[:, None] + reg_covar
+            covariances = torch.where(alive[:, None], covariances, shared.covariances)
+        case _:
+            d = shared.means.shape[-1]
+            covariances = centred.clamp_min(0.0) / (d * counts) + reg_covar
+            covariances = torch.where(alive, covariances, shared.covariances)
+    return gaussians(means, covariances, kind)
+
+
+def covariance_parameters(covariance_type: CovarianceType, components: int, columns: int) -> int:
+    """How many free numbers the covariances hold."""
+    match covariance_type:
+        case "full":
+            return components * columns * (columns + 1) // 2
+        case "tied":
+            return columns * (columns + 1) // 2
+        case "diag":
+            return components * columns
+        case "spherical":
+            return components
+        case _:
+            return 0

@@ -1,0 +1,79 @@
+"""A start without pooled data: local centroids with counts become the shared Gaussians.
+
+One exchange, in the manner of k-FED: every client clusters its own rows and sends a few centroids
+with their counts; the server clusters the centroids. A centroid of a single row would *be* that row,
+so it stays at home, and so does a client that has only one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Start = Literal["kmeans", "k-means++", "random"]
+STARTS: tuple[str, ...] = get_args(Start)
+
+FEWEST_ROWS_SENT = 2
+"""A centroid that stands for fewer rows is not sent."""
+
+
+@dataclass(frozen=True)
+class Centroids:
+    """What clients send for the start: centroids ``(K, d)`` and the rows behind each, ``(K,)``."""
+
+    points: NDArray[np.float64]
+    counts: NDArray[np.float64]
+
+
+def local_clusters(rows: Tensor, most: int) -> Tensor:
+    """How many clusters a client of ``N_c`` rows looks for: at least two rows each, ``(C,)``."""
+    return (rows // FEWEST_ROWS_SENT).clamp(1, most)
+
+
+def nearest(x: Tensor, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest centre of each row among its own candidates.
+
+    Args:
+        x: rows, ``(N, d)``.
+        centres: candidates of each row, ``(N, k, d)``.
+        active: which candidates count, ``(N, k)``.
+
+    Returns:
+        The index ``(N,)`` and the squared distance ``(N,)``.
+    """
+    distances = (x.unsqueeze(-2) - centres).square_().sum(-1)
+    distances.masked_fill_(~active, torch.inf)
+    smallest = distances.min(-1)
+    return smallest.indices, smallest.values
+
+
+def server_means(sent: Centroids, components: int, start: Start, seed: int) -> NDArray[np.float64]:
+    """Means for the shared Gaussians from the clients' centroids.
+
+    Args:
+        sent: all clients' centroids.
+        components: ``M``.
+        start: ``"kmeans"`` clusters the centroids; ``"k-means++"`` picks among them, far apart.
+        seed: for the clustering's own draws.
+
+    Returns:
+        Up to ``M`` means ``(k, d)``; fewer where the clients sent fewer different centroids.
+    """
+    from sklearn.cluster import KMeans, kmeans_plusplus
+
+    # The order in which clients answered must not matter.
+    order = np.lexsort(sent.points.T[::-1])
+    points, counts = sent.points[order], sent.counts[order]
+    distinct = len(np.unique(points, axis=0))
+    if distinct <= components:
+        return np.unique(points, axis=0)
+    if start == "k-means++":
+        means, _ = kmeans_plusplus(points, components, sample_weight=counts, random_state=seed)
+        return np.asarray(means)
+    clustering = KMeans(components, n_init=10, random_state=seed).fit(points, sample_weight=counts)
+    return np.asarray(clustering.cluster_centers_, dtype=np.float64)

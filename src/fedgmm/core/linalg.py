@@ -1,0 +1,93 @@
+"""Small linear algebra on tensors that every equation shares."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SPLIT_FROM = 16  # columns; below, one product costs less than two smaller ones
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` for matrices or stacks of matrices.
+
+    On the CPU the product goes through NumPy: its BLAS runs stacks of narrow matrices
+    (tens of columns) up to 2.5 times faster than the one inside torch. Not differentiable there.
+    """
+    if a.device.type == "cpu":
+        return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))
+    return a @ b
+
+
+def matmul_upper(a: Tensor, upper: Tensor) -> Tensor:
+    """``a @ upper`` for upper triangular ``(..., d, d)``, leaving out the quarter that is zero."""
+    d = upper.shape[-1]
+    if a.device.type != "cpu" or d < _SPLIT_FROM:
+        return matmul(a, upper)
+    half, left, right = d // 2, a.numpy(), upper.numpy()
+    out = np.empty(left.shape, dtype=left.dtype)
+    np.matmul(left[..., :half], right[..., :half, :half], out=out[..., :half])
+    np.matmul(left, right[..., half:], out=out[..., half:])
+    return torch.from_numpy(out)
+
+
+def weighted_gram(weighted: Tensor, rows: Tensor) -> Tensor:
+    """``Σ_i (w_i r_i) r_iᵀ``, ``(..., d, d)``, from ``w r`` and ``r``, both ``(..., N, d)``.
+
+    It is symmetric: one quarter is the mirror of another.
+    """
+    d = rows.shape[-1]
+    if rows.device.type != "cpu" or d < _SPLIT_FROM:
+        return matmul(weighted.mT, rows)
+    half, left, right = d // 2, weighted.mT.numpy(), rows.numpy()
+    out = np.empty((*left.shape[:-1], d), dtype=right.dtype)
+    np.matmul(left[..., :half, :], right[..., :half], out=out[..., :half, :half])
+    np.matmul(left, right[..., half:], out=out[..., half:])
+    out[..., half:, :half] = np.swapaxes(out[..., :half, half:], -1, -2)
+    return torch.from_numpy(out)
+
+
+def cholesky_or_repair(matrices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Lower Cholesky factors of symmetric matrices, repairing those that are not positive definite.
+
+    A matrix counts as singular when a pivot of its *correlation* matrix is within rounding of zero,
+    so columns of very different scales are no reason for a repair.
+
+    Args:
+        matrices: ``(K, d, d)``, finite, float64.
+
+    Returns:
+        The matrices (repaired where needed) ``(K, d, d)``, their factors ``(K, d, d)``, and the
+        indices that were repaired.
+    """
+    d = matrices.shape[-1]
+    floor = 10.0 * d * torch.finfo(matrices.dtype).eps
+    factors, info = torch.linalg.cholesky_ex(matrices)
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    pivots = factors.diagonal(dim1=-2, dim2=-1).square()
+    healthy = (info == 0) & (pivots > floor * diagonal).all(-1)
+    repaired = torch.nonzero(~healthy).flatten().tolist()
+    if repaired:
+        matrices, factors = matrices.clone(), factors.clone()
+        for k in repaired:
+            matrices[k] = _nearest_well_conditioned(matrices[k], floor)
+            factors[k] = torch.linalg.cholesky(matrices[k])
+    return matrices, factors, repaired
+
+
+def _nearest_well_conditioned(matrix: Tensor, floor: float) -> Tensor:
+    """Raise the eigenvalues of the correlation matrix of ``matrix`` ``(d, d)`` to ``10 * floor``."""
+    variances = matrix.diagonal()
+    largest = variances.max().clamp_min(torch.finfo(matrix.dtype).tiny ** 0.5)
+    # A variance of exactly zero has no scale of its own; it borrows one from the largest.
+    variances = torch.where(variances > 0, variances, largest * torch.finfo(matrix.dtype).eps)
+    scale = variances.sqrt()
+    correlation = matrix / scale[:, None] / scale
+    correlation = (correlation + correlation.mT) / 2
+    correlation.diagonal().fill_(1.0)
+    eigenvalues, vectors = torch.linalg.eigh(correlation)
+    eigenvalues = eigenvalues.clamp_min(10.0 * floor)
+    mended = (vectors * eigenvalues) @ vectors.mT * scale[:, None] * scale
+    symmetric: Tensor = (mended + mended.mT) / 2
+    return symmetric

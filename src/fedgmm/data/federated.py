@@ -1,0 +1,158 @@
+"""Rows of many clients, kept as they came."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgmm.core.randomness import client_keys
+from fedgmm.core.streaming import Block, block_rows, blocks_of
+
+# Clients with fewer rows are copied together into common chunks, so that no block is tiny.
+_OWN_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ClientRows:
+    """The rows of ``C`` clients, in chunks that are views of the caller's arrays where possible.
+
+    Attributes:
+        chunks: matrices ``(n_k, d)``; together ``N`` rows.
+        codes: the client of each row, an index into ``names``, ``(N,)`` int64.
+        names: the clients, in the order of ``codes``.
+    """
+
+    chunks: tuple[Tensor, ...]
+    codes: Tensor
+    names: tuple[Hashable, ...]
+
+    @property
+    def columns(self) -> int:
+        """``d``."""
+        return int(self.chunks[0].shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.chunks[0].device
+
+    @cached_property
+    def rows_per_client(self) -> Tensor:
+        """``N_c``, ``(C,)`` int64."""
+        return torch.bincount(self.codes, minlength=len(self.names))
+
+    @cached_property
+    def keys(self) -> NDArray[np.uint64]:
+        """A fixed number for each client's name, for random draws; ``(C,)``."""
+        return client_keys(self.names)
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """Each row's place within its client, ``(N,)``."""
+        codes = self.codes.cpu().numpy()
+        order = np.argsort(codes, kind="stable")
+        starts = np.concatenate(
+            [[0], np.cumsum(np.bincount(codes, minlength=len(self.names)))[:-1]]
+        )
+        places = np.empty(len(codes), dtype=np.int64)
+        places[order] = np.arange(len(codes)) - starts[codes[order]]
+        return places
+
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        lengths = [len(chunk) for chunk in self.chunks]
+        return [0, *np.cumsum(lengths).tolist()]
+
+    def __len__(self) -> int:
+        """How many rows there are in all."""
+        return len(self.codes)
+
+    def blocks(self, components: int) -> list[Block]:
+        """Cut the rows into blocks for ``components`` residuals a row."""
+        rows = block_rows(components, self.columns, self.device)
+        return blocks_of([len(chunk) for chunk in self.chunks], rows)
+
+    def read(self, block: Block) -> tuple[Tensor, Tensor, slice]:
+        """Rows ``(n, d)`` and client codes ``(n,)`` of a block, and its place among all rows."""
+        chunk, start, stop = block
+        first = self._first_rows[chunk]
+        place = slice(first + start, first + stop)
+        return self.chunks[chunk][start:stop].contiguous(), self.codes[place], place
+
+    def take(self, indices: Tensor) -> Tensor:
+        """The rows with these places among all rows, ``(k, d)`` float64."""
+        out = torch.empty(len(indices), self.columns, dtype=torch.float64, device=self.device)
+        edges = torch.tensor(self._first_rows[1:], device=indices.device)
+        chunk_of = torch.searchsorted(edges, indices, right=True)
+        for chunk in torch.unique(chunk_of).tolist():
+            here = chunk_of == chunk
+            out[here] = self.chunks[chunk][indices[here] - self._first_rows[chunk]].double()
+        return out
+
+    def select(self, clients: Tensor) -> ClientRows:
+        """Only the rows of some clients, given as sorted codes; these rows are copied."""
+        new_code = torch.full((len(self.names),), -1, dtype=torch.int64, device=self.device)
+        new_code[clients] = torch.arange(len(clients), device=self.device)
+        codes = new_code[self.codes]
+        chunks = []
+        for chunk, first in zip(self.chunks, self._first_rows, strict=False):
+            here = codes[first : first + len(chunk)] >= 0
+            if bool(here.any()):
+                chunks.append(chunk[here])
+        names = tuple(self.names[code] for code in clients.tolist())
+        return ClientRows(tuple(chunks), codes[codes >= 0], names)
+
+    def to(self, device: torch.device) -> ClientRows:
+        """The same rows on another device."""
+        if self.device == device:
+            return self
+        return ClientRows(
+            tuple(chunk.to(device) for chunk in self.chunks), self.codes.to(device), self.names
+        )
+
+
+def client_rows(
+    matrices: Sequence[NDArray[np.floating]], codes: NDArray[np.int64], names: Iterable[Hashable]
+) -> ClientRows:
+    """Rows from checked matrices ``(n_k, d)`` and the client of each row, ``(N,)``."""
+    return ClientRows(
+        tuple(_view(chunk) for chunk in _merge_small(matrices)),
+        torch.from_numpy(np.ascontiguousarray(codes, dtype=np.int64)),
+        tuple(names),
+    )
+
+
+def _merge_small(matrices: Sequence[NDArray[np.floating]]) -> list[NDArray[np.floating]]:
+    """Copy runs of small matrices into larger ones; leave large ones where they are."""
+    merged: list[NDArray[np.floating]] = []
+    waiting: list[NDArray[np.floating]] = []
+    rows_waiting = 0
+    for matrix in matrices:
+        large = len(matrix) >= _OWN_CHUNK_ROWS
+        if waiting and (large or rows_waiting >= 16 * _OWN_CHUNK_ROWS):
+            merged.append(np.concatenate(waiting))
+            waiting, rows_waiting = [], 0
+        if large:
+            merged.append(matrix)
+        else:
+            waiting.append(matrix)
+            rows_waiting += len(matrix)
+    if waiting:
+        merged.append(waiting[0] if len(waiting) == 1 else np.concatenate(waiting))
+    return merged
+
+
+def _view(matrix: NDArray[np.floating]) -> Tensor:
+    """A tensor over the same memory. It is only ever read."""
+    if any(stride < 0 for stride in matrix.strides):
+        matrix = matrix.copy()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(matrix)

@@ -1,0 +1,169 @@
+"""From what a user passes to checked rows of named clients, with errors that name the culprit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from fedgmm.data.federated import ClientRows, client_rows
+
+NO_CLIENT = -1
+"""Code of a row that belongs to no client."""
+
+Pairs = list[tuple[Hashable, Any]]
+
+
+def as_pairs(X: Any) -> Pairs | None:
+    """``(client, rows)`` pairs if ``X`` is a mapping or an iterable of pairs, else ``None``."""
+    if hasattr(X, "shape") or hasattr(X, "__array__") or isinstance(X, str):
+        return None  # arrays and tables; some sparse matrices are mappings too
+    if isinstance(X, Mapping):
+        return list(X.items())
+    if isinstance(X, Sequence):
+        return list(X) if len(X) and _is_pair(X[0]) else None
+    if isinstance(X, Iterable):
+        return list(X)
+    return None
+
+
+def _is_pair(item: Any) -> bool:
+    """A client's name and a matrix; a plain row of two numbers is not one."""
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        return False
+    return isinstance(item[0], Hashable) and (
+        getattr(item[1], "ndim", None) == 2
+        or (isinstance(item[1], (list, tuple)) and len(item[1]) > 0 and np.ndim(item[1][0]) == 1)
+    )
+
+
+def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Hashable]]:
+    """Numeric matrices with the same columns, and the clients' names.
+
+    Raises:
+        ValueError: no client, a client twice, an empty client, or different column counts.
+        TypeError: an entry that is not a pair.
+    """
+    if not pairs:
+        raise ValueError("X holds no client; pass at least one (client, rows) pair.")
+    matrices: list[NDArray[np.floating]] = []
+    names: list[Hashable] = []
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(
+                f"Expected (client, rows) pairs, got {type(pair).__name__}: {pair!r:.60}."
+            )
+        name, rows = pair
+        matrices.append(_matrix(rows, name))
+        names.append(name)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
+    columns = matrices[0].shape[1]
+    for name, matrix in zip(names, matrices, strict=True):
+        if matrix.shape[1] != columns:
+            raise ValueError(
+                f"Client {name!r} has {matrix.shape[1]} columns, but client {names[0]!r} has "
+                f"{columns}; all clients need the same columns."
+            )
+    return matrices, names
+
+
+def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:
+    if not (
+        isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype in (np.float32, np.float64)
+    ):
+        if hasattr(rows, "toarray"):
+            raise TypeError(f"Client {name!r}: sparse rows are not supported; pass a dense array.")
+        try:
+            array = np.asarray(rows)
+            if array.dtype.kind == "c":
+                raise ValueError("Complex data not supported")
+            rows = array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Client {name!r} holds data that are not numeric: {error}.") from None
+        if rows.ndim != 2:
+            raise ValueError(
+                f"Client {name!r}: expected a 2D array of rows and columns, got {rows.ndim}D."
+            )
+    if not len(rows):
+        raise ValueError(f"Client {name!r} is empty; leave it out or give it at least one row.")
+    return rows  # type: ignore[no-any-return]
+
+
+def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], list[Hashable]]:
+    """Codes ``(N,)`` and the distinct clients, sorted where they can be; no id is ``NO_CLIENT``.
+
+    Raises:
+        ValueError: not one id a row.
+    """
+    ids = np.asarray(clients)
+    if ids.ndim != 1:
+        raise ValueError(f"clients must hold one id per row (1D), got shape {ids.shape}.")
+    if len(ids) != rows:
+        raise ValueError(
+            f"clients has {len(ids)} entries, but X has {rows} rows; give one id per row."
+        )
+    # Rows of a client usually stand together: work on runs, not on rows.
+    starts = np.concatenate([[0], np.flatnonzero(ids[1:] != ids[:-1]) + 1])
+    run_ids = ids[starts].tolist()
+    known = [name for name in run_ids if not _is_missing(name)]
+    try:
+        names = sorted(set(known))
+    except TypeError:  # names of several kinds keep the order of their first appearance
+        names = list(dict.fromkeys(known))
+    code_of = {name: code for code, name in enumerate(names)}
+    run_codes = np.array([code_of.get(name, NO_CLIENT) for name in run_ids], dtype=np.int64)
+    return np.repeat(run_codes, np.diff(np.append(starts, rows))), names
+
+
+def _is_missing(name: Any) -> bool:
+    # NaN is the only value that differs from itself; pandas' NA refuses to be compared.
+    return name is None or type(name).__name__ in ("NAType", "NaTType") or bool(name != name)
+
+
+def checked_rows(
+    matrices: Sequence[NDArray[np.floating]],
+    codes: NDArray[np.int64],
+    names: Sequence[Hashable],
+    column_names: Sequence[str] | None = None,
+) -> ClientRows:
+    """Rows of named clients, all finite.
+
+    Raises:
+        ValueError: a row without a client; NaN, infinity or a number too large to square, with the
+            client and the column.
+    """
+    if (codes == NO_CLIENT).any():
+        row = int(np.argmax(codes == NO_CLIENT))
+        raise ValueError(
+            f"Row {row} has no client (its id is missing); every row needs one in fit."
+        )
+    rows = client_rows(matrices, codes, names)
+    largest = float(np.sqrt(np.finfo(np.float64).max)) * 1e-4
+    first = 0
+    for chunk in rows.chunks:
+        smallest, greatest = torch.aminmax(chunk)  # NaN comes through as NaN
+        if not (abs(float(smallest)) < largest and abs(float(greatest)) < largest):
+            row, column = torch.nonzero(~(chunk.abs() < largest))[0].tolist()
+            _raise_bad_value(
+                float(chunk[row, column]),
+                names[int(codes[first + row])],
+                column_names[column] if column_names is not None else column,
+                first + row,
+            )
+        first += len(chunk)
+    return rows
+
+
+def _raise_bad_value(value: float, client: Hashable, column: str | int, row: int) -> None:
+    if np.isnan(value):
+        what = "NaN"
+    elif np.isinf(value):
+        what = "infinity"
+    else:
+        what = f"{value:.3g}, a value too large to square in float64; rescale it"
+    raise ValueError(f"Input X contains {what}: client {client!r}, column {column!r}, row {row}.")
