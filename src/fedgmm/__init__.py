@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fedgmm.data.dataset import FederatedDataset
     from fedgmm.estimators import FederatedGaussianMixture
+    from fedgmm.inference.model import FederatedModel
     from fedgmm.selection import ComponentSelection, select_components
+    from fedgmm.training import TrainingOptions, train
 
 _HOMES = {
+    "FederatedDataset": "fedgmm.data.dataset",
+    "FederatedModel": "fedgmm.inference.model",
+    "TrainingOptions": "fedgmm.training",
+    "train": "fedgmm.training",
     "FederatedGaussianMixture": "fedgmm.estimators",
     "ComponentSelection": "fedgmm.selection",
     "select_components": "fedgmm.selection",
@@ -22,9 +29,13 @@ _HOMES = {
 
 __all__ = [
     "ComponentSelection",
+    "FederatedDataset",
     "FederatedGaussianMixture",
+    "FederatedModel",
+    "TrainingOptions",
     "__version__",
     "select_components",
+    "train",
 ]
 
 

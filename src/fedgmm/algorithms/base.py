@@ -7,14 +7,33 @@ on a client's own machine the same functions see one client.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
-from fedgmm.data.federated import ClientRows
+from torch import Tensor
+
+from fedgmm.core.gaussians import Gaussians
+from fedgmm.core.networks import Network, Params
+from fedgmm.data.dataset import LabelledRows
 
 Shared = TypeVar("Shared")
 Personal = TypeVar("Personal")
 Update = TypeVar("Update")
+Data = TypeVar("Data", bound="Clients", contravariant=True)
+
+
+class Clients(Protocol):
+    """Rows of named clients, some of which can be picked."""
+
+    @property
+    def names(self) -> tuple[Hashable, ...]:
+        """The clients."""
+        ...
+
+    def select(self, clients: Tensor) -> Self:
+        """Only some clients, given as sorted codes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,15 +49,65 @@ class RoundInfo:
     empty_components: tuple[int, ...] = ()
 
 
-class Method(Protocol[Shared, Personal, Update]):
+class DivergedError(ArithmeticError):
+    """Training produced numbers that are not finite; says on which client."""
+
+    def __init__(self, client: Hashable) -> None:
+        super().__init__(f"training diverged on client {client!r}")
+        self.client = client
+
+
+class Method(Protocol[Shared, Personal, Update, Data]):
     """One federated method."""
 
     def client_step(
-        self, shared: Shared, personal: Personal, rows: ClientRows
+        self, shared: Shared, personal: Personal, rows: Data, round_number: int = 1
     ) -> tuple[Personal, Update]:
         """What the clients in ``rows`` do with the broadcast parameters."""
         ...
 
     def server_step(self, shared: Shared, update: Update) -> tuple[Shared, RoundInfo]:
         """What the server makes of the clients' sums."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """All that prediction needs, the same for every method.
+
+    With Gaussians or several learners, a row's learners are mixed by the client's weights. Otherwise
+    every client has one learner of its own, or shares one.
+
+    Attributes:
+        net: the network.
+        learners: stacked parameters, ``(G, ...)``.
+        gaussians: the shared Gaussians, if the method has any.
+        client_weights: ``π_c(m1, m2)`` flattened, ``(C, M1 · G)``; ``None`` if clients are assigned.
+        weights: the federation's own weights, ``(M1 · G,)``; ``None`` if clients are assigned.
+        assignment: the learner of each client, ``(C,)``; ``None`` if learners are mixed.
+        default_learner: whom to ask for a row without a client; ``None`` if there is nobody.
+    """
+
+    net: Network
+    learners: Params
+    gaussians: Gaussians | None = None
+    client_weights: Tensor | None = None
+    weights: Tensor | None = None
+    assignment: Tensor | None = None
+    default_learner: int | None = None
+
+
+class SupervisedMethod(Method[Shared, Personal, Update, LabelledRows], Protocol):
+    """A method that learns labels."""
+
+    def init(self, rows: LabelledRows, learner: Params | None = None) -> tuple[Shared, Personal]:
+        """The start; ``learner`` is a trained one to start from, ``(...)`` without a learner axis."""
+        ...
+
+    def finish(self, shared: Shared, personal: Personal, rows: LabelledRows) -> Personal:
+        """What clients do once after the last round."""
+        ...
+
+    def prediction(self, shared: Shared, personal: Personal) -> Prediction:
+        """The fitted model."""
         ...

@@ -24,6 +24,7 @@ from fedgmm.core.gaussians import (
     Moments,
     gaussians,
     log_densities,
+    occupied,
     residuals,
     weighted_moments,
 )
@@ -116,7 +117,7 @@ class FederatedGMM:
     # ------------------------------------------------------------------ the two steps of a round
 
     def client_step(
-        self, shared: MixtureShared, personal: Tensor, rows: ClientRows
+        self, shared: MixtureShared, personal: Tensor, rows: ClientRows, round_number: int = 1
     ) -> tuple[Tensor, MixtureUpdate]:
         """E-step and M-step on every client in ``rows``; ``personal`` is ``π_c``, ``(C, M)``."""
         log_pi = torch.log(shared.weights.expand_as(personal) if self.shared_weights else personal)
@@ -134,15 +135,21 @@ class FederatedGMM:
         """New Gaussians and the federation's weights from the clients' sums."""
         moments = update.moments
         mean_log_likelihood = float(update.log_likelihood / update.counts.sum())
-        empty = torch.nonzero(moments.counts <= moments.counts.sum() * 1e-12).flatten().tolist()
+        empty = torch.nonzero(~occupied(moments.counts)).flatten().tolist()
         new = MixtureShared(
             aggregate_gaussians(moments, shared.gaussians, self.reg_covar),
             aggregate_weights(update.counts),
         )
         return new, RoundInfo(mean_log_likelihood, tuple(empty))
 
-    def _sum_over_rows(self, rows: ClientRows, current: Gaussians, assign: Assign) -> MixtureUpdate:
-        """One pass over all rows: responsibilities, counts and moments around ``current.means``."""
+    def _sum_over_rows(
+        self, rows: ClientRows, current: Gaussians, assign: Assign, learners: int = 1
+    ) -> MixtureUpdate:
+        """One pass over all rows: responsibilities, counts and moments around ``current.means``.
+
+        With ``learners`` the responsibilities are ``q(m1, m2)``, flattened; the Gaussians see
+        ``Σ_m2 q(m1, m2)``.
+        """
         kind, device = current.covariance_type, rows.device
         clients, (m, d) = len(rows.names), current.means.shape
         second_shape = {"full": (m, d, d), "tied": (d, d), "diag": (m, d)}.get(kind, (m,))
@@ -152,13 +159,15 @@ class FederatedGMM:
 
         def start() -> _Sums:
             own = zeros(m, clients, d) if self.aggregation == "paper" else None
-            return _Sums(zeros(clients, m), zeros(m, d), zeros(*second_shape), zeros(), own)
+            return _Sums(
+                zeros(clients, m * learners), zeros(m, d), zeros(*second_shape), zeros(), own
+            )
 
         def add_block(sums: _Sums, block: Block) -> None:
             x, codes, place = rows.read(block)
             difference = residuals(x, current.means, self.dtype)
             q, log_evidence = assign(difference, codes, place)
-            moments, weighted = weighted_moments(difference, q, kind)
+            moments, weighted = weighted_moments(difference, _over_learners(q, learners), kind)
             sums.counts.index_add_(0, codes, q)
             sums.first.add_(moments.first)
             sums.second.add_(moments.second)
@@ -174,10 +183,11 @@ class FederatedGMM:
             total.log_likelihood.add_(lane.log_likelihood)
             if total.client_first is not None and lane.client_first is not None:
                 total.client_first.add_(lane.client_first)
-        moments = Moments(total.counts.sum(0), total.first, total.second)
+        own_counts = _over_learners(total.counts, learners)
+        moments = Moments(own_counts.sum(0), total.first, total.second)
         if total.client_first is not None:
             own_first = total.client_first.transpose(0, 1)
-            moments = within_client_moments(moments, total.counts, own_first, kind)
+            moments = within_client_moments(moments, own_counts, own_first, kind)
         return MixtureUpdate(total.counts, moments, total.log_likelihood)
 
     # ------------------------------------------------------------------ the start
@@ -194,7 +204,7 @@ class FederatedGMM:
         if self.covariance_type == "identity":
             covariances = torch.ones(self.components, dtype=torch.float64, device=rows.device)
         if weights is None or means is None or covariances is None:
-            whole = self._whole_federation(rows)
+            whole = self.overall(rows)
             assign: Assign = _nearest_component
             if means is not None:
                 centres = means
@@ -223,7 +233,7 @@ class FederatedGMM:
         weights = (update.counts.sum(0) + 1e-3).clamp_min(0)
         return replace(shared, weights=weights / weights.sum())
 
-    def _whole_federation(self, rows: ClientRows) -> Gaussians:
+    def overall(self, rows: ClientRows) -> Gaussians:
         """One diagonal Gaussian over all rows: its mean, then its variances around that mean."""
         one = FederatedGMM(1, "diag")
         ones = torch.ones(1, rows.columns, dtype=torch.float64, device=rows.device)
@@ -260,6 +270,11 @@ class FederatedGMM:
             drawn = whole.means + whole.covariances.sqrt() * torch.from_numpy(noise).to(rows.device)
             means = torch.cat([means.reshape(-1, rows.columns), drawn])
         return means
+
+
+def _over_learners(joint: Tensor, learners: int) -> Tensor:
+    """``Σ_m2 q(m1, m2)``: ``(..., M1 · M2)`` to ``(..., M1)``."""
+    return joint if learners == 1 else joint.reshape(*joint.shape[:-1], -1, learners).sum(-1)
 
 
 def _everything_to_one(difference: Tensor, _: Tensor, __: slice) -> tuple[Tensor, Tensor]:

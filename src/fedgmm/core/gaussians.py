@@ -33,6 +33,8 @@ from fedgmm.core.linalg import cholesky_or_repair, matmul_upper, weighted_gram
 CovarianceType = Literal["full", "tied", "diag", "spherical", "identity"]
 COVARIANCE_TYPES: tuple[str, ...] = get_args(CovarianceType)
 
+_FARTHEST = 1e150  # deviations; its square is still a float64
+
 
 class CovarianceRepairWarning(UserWarning):
     """A covariance was not positive definite and was moved to the nearest one that is."""
@@ -145,7 +147,9 @@ def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
         ``(..., N, M)``, float64.
     """
     d = difference.shape[-1]
-    whiteners = shared.precisions_cholesky.to(difference.dtype)
+    # A deviation too small for float32 must not become an infinity that turns zero into NaN.
+    widest = torch.finfo(difference.dtype).max ** 0.5
+    whiteners = shared.precisions_cholesky.clamp(-widest, widest).to(difference.dtype)
     # ‖(x - μ) W‖² = (x - μ)ᵀ Σ⁻¹ (x - μ)
     match shared.covariance_type:
         case "full" | "tied":
@@ -154,7 +158,8 @@ def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
             norms = torch.linalg.vector_norm(difference * whiteners.unsqueeze(-2), dim=-1)
         case _:
             norms = torch.linalg.vector_norm(difference, dim=-1) * whiteners.unsqueeze(-1)
-    distances = norms.to(torch.float64).square()
+    # However far a row lies, its log density stays finite: -inf for all components has no softmax.
+    distances = norms.to(torch.float64).clamp_max(_FARTHEST).square()
     # log N = -½ (‖(x - μ) W‖² + d log 2π) + log |W|
     constants = shared.log_determinants - 0.5 * d * math.log(2.0 * math.pi)
     log_density: Tensor = distances.mul_(-0.5).add_(constants.unsqueeze(-1)).mT
@@ -206,6 +211,11 @@ def outer(vectors: Tensor, weights: Tensor, covariance_type: CovarianceType) -> 
             return (weighted * vectors).sum(-1)
 
 
+def occupied(counts: Tensor) -> Tensor:
+    """Which components have rows, ``(M,)``: more than rounding could leave behind."""
+    return counts > counts.sum() * torch.finfo(torch.float64).eps
+
+
 def maximise(moments: Moments, shared: Gaussians, reg_covar: float) -> Gaussians:
     """The Gaussians that maximise the expected log-likelihood, given moments around ``shared.means``.
 
@@ -217,7 +227,7 @@ def maximise(moments: Moments, shared: Gaussians, reg_covar: float) -> Gaussians
     """
     kind = shared.covariance_type
     total = moments.counts.sum()
-    alive = moments.counts > total * torch.finfo(torch.float64).eps
+    alive = occupied(moments.counts)
     counts = torch.where(alive, moments.counts, 1.0)
     shift = torch.where(alive[:, None], moments.first / counts[:, None], 0.0)
     means = shared.means + shift

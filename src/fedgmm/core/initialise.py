@@ -66,8 +66,7 @@ def server_means(sent: Centroids, components: int, start: Start, seed: int) -> N
     """
     from sklearn.cluster import KMeans, kmeans_plusplus
 
-    # The order in which clients answered must not matter.
-    order = np.lexsort(sent.points.T[::-1])
+    order = _fixed_order(sent.points)
     points, counts = sent.points[order], sent.counts[order]
     distinct = len(np.unique(points, axis=0))
     if distinct <= components:
@@ -77,3 +76,17 @@ def server_means(sent: Centroids, components: int, start: Start, seed: int) -> N
         return np.asarray(means)
     clustering = KMeans(components, n_init=10, random_state=seed).fit(points, sample_weight=counts)
     return np.asarray(clustering.cluster_centers_, dtype=np.float64)
+
+
+def _fixed_order(points: NDArray[np.float64]) -> NDArray[np.intp]:
+    """An order of the centroids ``(K, d)`` that does not depend on who answered first.
+
+    Nor may it hang on the last bits of the clients' sums, as it would where a column is constant but
+    for rounding: columns are compared in coarse steps first.
+    """
+    if not len(points):
+        return np.arange(0)
+    # An odd step keeps round numbers away from its edges.
+    step = np.pi * (1e-6 * np.ptp(points, axis=0) + 1e-12 * np.abs(points).max(0))
+    coarse = np.rint(points / np.where(step > 0, step, 1.0))
+    return np.lexsort([*points.T[::-1], *coarse.T[::-1]])

@@ -77,7 +77,11 @@ def cholesky_or_repair(matrices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
 
 
 def _nearest_well_conditioned(matrix: Tensor, floor: float) -> Tensor:
-    """Raise the eigenvalues of the correlation matrix of ``matrix`` ``(d, d)`` to ``10 * floor``."""
+    """Raise the eigenvalues of the correlation matrix of ``matrix`` ``(d, d)`` to ``10 * floor``.
+
+    The floor is relative to the largest one: a variance that is nothing but rounding makes
+    "correlations" far above one.
+    """
     variances = matrix.diagonal()
     largest = variances.max().clamp_min(torch.finfo(matrix.dtype).tiny ** 0.5)
     # A variance of exactly zero has no scale of its own; it borrows one from the largest.
@@ -87,7 +91,7 @@ def _nearest_well_conditioned(matrix: Tensor, floor: float) -> Tensor:
     correlation = (correlation + correlation.mT) / 2
     correlation.diagonal().fill_(1.0)
     eigenvalues, vectors = torch.linalg.eigh(correlation)
-    eigenvalues = eigenvalues.clamp_min(10.0 * floor)
+    eigenvalues = eigenvalues.clamp_min(10.0 * floor * float(eigenvalues[-1].clamp_min(1.0)))
     mended = (vectors * eigenvalues) @ vectors.mT * scale[:, None] * scale
     symmetric: Tensor = (mended + mended.mT) / 2
     return symmetric

@@ -73,7 +73,11 @@ def accumulate(
             for block in share:
                 if stop.is_set():
                     break
-                add_block(accumulator, block)
+                try:
+                    add_block(accumulator, block)
+                except BaseException:
+                    stop.set()  # the other lanes' work is lost anyway
+                    raise
         return accumulator
 
     if lanes <= 1:

@@ -151,7 +151,8 @@ def _merge_small(matrices: Sequence[NDArray[np.floating]]) -> list[NDArray[np.fl
 
 def _view(matrix: NDArray[np.floating]) -> Tensor:
     """A tensor over the same memory. It is only ever read."""
-    if any(stride < 0 for stride in matrix.strides):
+    # torch wants strides that count whole numbers; a field of a record array may have others.
+    if any(stride < 0 or stride % matrix.itemsize for stride in matrix.strides):
         matrix = matrix.copy()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")

@@ -31,12 +31,11 @@ def as_pairs(X: Any) -> Pairs | None:
 
 
 def _is_pair(item: Any) -> bool:
-    """A client's name and a matrix; a plain row of two numbers is not one."""
+    """A client's name and something that holds rows; a plain row of two numbers is not one."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
     return isinstance(item[0], Hashable) and (
-        getattr(item[1], "ndim", None) == 2
-        or (isinstance(item[1], (list, tuple)) and len(item[1]) > 0 and np.ndim(item[1][0]) == 1)
+        isinstance(item[1], (list, tuple)) or len(getattr(item[1], "shape", ())) > 0
     )
 
 
@@ -72,6 +71,27 @@ def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Ha
     return matrices, names
 
 
+def columns_of_pairs(pairs: Pairs) -> list[str] | None:
+    """The column names of the clients' tables; ``None`` where no client has a table with names.
+
+    Raises:
+        ValueError: two tables whose columns differ in name or order.
+    """
+    first: tuple[Hashable, list[str]] | None = None
+    for name, rows in pairs:
+        columns = list(getattr(rows, "columns", ()))
+        if not columns or not all(isinstance(column, str) for column in columns):
+            continue
+        if first is None:
+            first = name, columns
+        elif columns != first[1]:
+            raise ValueError(
+                f"Client {name!r} has the columns {columns}, but client {first[0]!r} has "
+                f"{first[1]}; all clients need the same columns in the same order."
+            )
+    return None if first is None else first[1]
+
+
 def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:
     if not (
         isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype in (np.float32, np.float64)
@@ -80,17 +100,19 @@ def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:
             raise TypeError(f"Client {name!r}: sparse rows are not supported; pass a dense array.")
         try:
             array = np.asarray(rows)
-            if array.dtype.kind == "c":
-                raise ValueError("Complex data not supported")
+            if array.dtype.kind in "cmMV":  # NumPy would cast dates and drop imaginary parts
+                raise ValueError(f"they are of type {array.dtype}")
             rows = array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
         except (TypeError, ValueError) as error:
             raise ValueError(f"Client {name!r} holds data that are not numeric: {error}.") from None
-        if rows.ndim != 2:
+        if rows.ndim != 2 and rows.shape != (0,):  # an empty list is an empty client, see below
             raise ValueError(
                 f"Client {name!r}: expected a 2D array of rows and columns, got {rows.ndim}D."
             )
     if not len(rows):
         raise ValueError(f"Client {name!r} is empty; leave it out or give it at least one row.")
+    if not rows.shape[1]:
+        raise ValueError(f"Client {name!r} has no columns.")
     return rows  # type: ignore[no-any-return]
 
 
@@ -100,7 +122,7 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
     Raises:
         ValueError: not one id a row.
     """
-    ids = np.asarray(clients)
+    ids = _ids(clients)
     if ids.ndim != 1:
         raise ValueError(f"clients must hold one id per row (1D), got shape {ids.shape}.")
     if len(ids) != rows:
@@ -108,9 +130,13 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
             f"clients has {len(ids)} entries, but X has {rows} rows; give one id per row."
         )
     # Rows of a client usually stand together: work on runs, not on rows.
-    starts = np.concatenate([[0], np.flatnonzero(ids[1:] != ids[:-1]) + 1])
+    try:
+        changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1
+    except TypeError:  # pandas' NA refuses to be compared
+        changes = np.arange(1, len(ids))
+    starts = np.concatenate([[0], changes])
     run_ids = ids[starts].tolist()
-    known = [name for name in run_ids if not _is_missing(name)]
+    known = [name for name in run_ids if not is_missing(name)]
     try:
         names = sorted(set(known))
     except TypeError:  # names of several kinds keep the order of their first appearance
@@ -120,7 +146,19 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
     return np.repeat(run_codes, np.diff(np.append(starts, rows))), names
 
 
-def _is_missing(name: Any) -> bool:
+def _ids(clients: ArrayLike) -> NDArray[Any]:
+    """Ids as an array in which each keeps its kind: NumPy makes ``"nan"`` of NaN beside a string."""
+    ids = np.asarray(clients)
+    if isinstance(clients, (list, tuple)) and ids.ndim == 1 and ids.dtype.kind in "US":
+        kind = str if ids.dtype.kind == "U" else bytes
+        if not all(isinstance(name, kind) for name in clients):
+            ids = np.empty(len(clients), dtype=object)
+            ids[:] = clients
+    return ids
+
+
+def is_missing(name: Any) -> bool:
+    """Whether a client's id says that there is none: ``None``, NaN, NaT or NA."""
     # NaN is the only value that differs from itself; pandas' NA refuses to be compared.
     return name is None or type(name).__name__ in ("NAType", "NaTType") or bool(name != name)
 
@@ -130,8 +168,16 @@ def checked_rows(
     codes: NDArray[np.int64],
     names: Sequence[Hashable],
     column_names: Sequence[str] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> ClientRows:
     """Rows of named clients, all finite.
+
+    Args:
+        matrices: ``(n_k, d)``; together ``N`` rows.
+        codes: the client of each row, ``(N,)``.
+        names: the clients.
+        column_names: for messages.
+        dtype: the precision in which the numbers will be squared.
 
     Raises:
         ValueError: a row without a client; NaN, infinity or a number too large to square, with the
@@ -143,7 +189,7 @@ def checked_rows(
             f"Row {row} has no client (its id is missing); every row needs one in fit."
         )
     rows = client_rows(matrices, codes, names)
-    largest = float(np.sqrt(np.finfo(np.float64).max)) * 1e-4
+    largest = torch.finfo(dtype).max ** 0.5 * 1e-4
     first = 0
     for chunk in rows.chunks:
         smallest, greatest = torch.aminmax(chunk)  # NaN comes through as NaN
@@ -154,16 +200,53 @@ def checked_rows(
                 names[int(codes[first + row])],
                 column_names[column] if column_names is not None else column,
                 first + row,
+                str(dtype).removeprefix("torch."),
             )
         first += len(chunk)
     return rows
 
 
-def _raise_bad_value(value: float, client: Hashable, column: str | int, row: int) -> None:
+def _raise_bad_value(
+    value: float, client: Hashable, column: str | int, row: int, precision: str
+) -> None:
     if np.isnan(value):
         what = "NaN"
     elif np.isinf(value):
         what = "infinity"
     else:
-        what = f"{value:.3g}, a value too large to square in float64; rescale it"
+        what = f"{value:.3g}, a value too large to square in {precision}; rescale it"
     raise ValueError(f"Input X contains {what}: client {client!r}, column {column!r}, row {row}.")
+
+
+def codes_of_known_clients(clients: Any, rows: int, known: Sequence[Hashable]) -> NDArray[np.int64]:
+    """Positions in ``known`` of each row's client, ``(N,)``; ``NO_CLIENT`` for a row without one.
+
+    Args:
+        clients: one id per row, one id for all rows, or ``None``.
+        rows: ``N``.
+        known: the clients there are.
+
+    Raises:
+        ValueError: an id that is not among ``known``.
+    """
+    if clients is None:
+        return np.full(rows, NO_CLIENT, dtype=np.int64)
+    position = {name: code for code, name in enumerate(known)}
+    if np.ndim(clients) == 0:
+        own = clients.item() if isinstance(clients, np.generic) else clients
+        names, codes = [own], np.zeros(rows, dtype=np.int64)
+        if is_missing(own):
+            return np.full(rows, NO_CLIENT, dtype=np.int64)
+    else:
+        codes, names = encode_clients(clients, rows)
+    unknown = [name for name in names if name not in position]
+    if unknown:
+        shown = ", ".join(repr(name) for name in list(known)[:5]) + (
+            ", …" if len(known) > 5 else ""
+        )
+        raise ValueError(
+            f"Unknown client {unknown[0]!r}: the model knows {len(known)} client(s) ({shown}). "
+            "Leave the client out to use the federation's own weights."
+        )
+    lookup = np.array([*(position[name] for name in names), NO_CLIENT], dtype=np.int64)
+    return np.asarray(lookup[codes])

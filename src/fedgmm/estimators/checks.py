@@ -28,6 +28,12 @@ def check_non_negative(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless ``value`` is true or false."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:

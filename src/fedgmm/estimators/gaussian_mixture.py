@@ -35,12 +35,15 @@ from fedgmm.data.inputs import (
     NO_CLIENT,
     as_pairs,
     checked_rows,
+    columns_of_pairs,
     encode_clients,
+    is_missing,
     matrices_of_pairs,
 )
 from fedgmm.estimators.checks import (
     array_of_names,
     check_choice,
+    check_flag,
     check_integer,
     check_non_negative,
     given_array,
@@ -48,7 +51,7 @@ from fedgmm.estimators.checks import (
 )
 from fedgmm.federation.loop import OnRound, Run, run_rounds
 
-Rows = ArrayLike | Mapping[Hashable, ArrayLike] | Iterable[tuple[Hashable, ArrayLike]]
+Rows = ArrayLike | Mapping[Any, ArrayLike] | Iterable[tuple[Any, ArrayLike]]
 FloatArray = NDArray[np.float64]
 MixtureRun = Run[MixtureShared, Tensor]
 
@@ -192,6 +195,20 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         self, X: Rows, *, clients: ArrayLike | None = None, on_round: Iterable[OnRound] = ()
     ) -> Self:
         """Like :meth:`fit`, calling each of ``on_round`` with the round's number and its facts."""
+        before = dict(vars(self))
+        try:
+            best, rows = self._best_run(X, clients, on_round)
+        except BaseException:  # bad input, or Ctrl-C before the first round: the last fit stays
+            self.__dict__ = before
+            raise
+        self._keep(best, rows)
+        self._warn(best)
+        return self
+
+    def _best_run(
+        self, X: Rows, clients: ArrayLike | None, on_round: Iterable[OnRound]
+    ) -> tuple[MixtureRun, ClientRows]:
+        """The best of ``n_init`` runs, and the rows it saw."""
         method = self._method()
         device = resolve_device(self.device)
         rows = self._rows_to_fit(X, clients).to(device)
@@ -233,9 +250,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
                 best.interrupted = True
                 break
         assert best is not None
-        self._keep(best, rows)
-        self._warn(best)
-        return self
+        return best, rows
 
     def fit_predict(
         self, X: Rows, y: object = None, *, clients: ArrayLike | None = None
@@ -252,6 +267,8 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         check_integer("verbose", self.verbose, 0)
         check_non_negative("tol", self.tol)
         check_non_negative("reg_covar", self.reg_covar)
+        check_flag("shared_weights", self.shared_weights)
+        check_flag("warm_start", self.warm_start)
         check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
         check_choice("init_params", self.init_params, STARTS)
@@ -276,8 +293,25 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
             matrices = [matrix]
         else:
             matrices, codes, names = self._rows_of_pairs(pairs, clients)
+            if any(map(is_missing, names)):
+                unnamed = next(filter(is_missing, names))
+                raise ValueError(f"{unnamed!r} cannot name a client; in fit each has a name.")
             self.n_features_in_ = matrices[0].shape[1]
-        return checked_rows(matrices, codes, names, getattr(self, "feature_names_in_", None))
+            columns = columns_of_pairs(pairs)
+            if columns is not None:
+                self.feature_names_in_ = np.array(columns, dtype=object)
+            elif hasattr(self, "feature_names_in_"):
+                del self.feature_names_in_  # of an earlier fit
+        return self._checked(matrices, codes, names)
+
+    def _checked(
+        self,
+        matrices: list[NDArray[np.floating]],
+        codes: NDArray[np.int64],
+        names: list[Hashable],
+    ) -> ClientRows:
+        columns = getattr(self, "feature_names_in_", None)
+        return checked_rows(matrices, codes, names, columns, resolve_dtype(self.dtype))
 
     def _rows_of_pairs(
         self, pairs: list[tuple[Hashable, Any]], clients: ArrayLike | None
@@ -325,6 +359,11 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
                 f"warm_start needs the last fit's shape {self.means_.shape}, got n_components="
                 f"{self.n_components} and {rows.columns} columns; set warm_start=False."
             )
+        if self._kind != self.covariance_type:
+            raise ValueError(
+                f"warm_start needs the last fit's covariance_type={self._kind!r}, got "
+                f"{self.covariance_type!r}; set warm_start=False."
+            )
         shared = MixtureShared(
             self._gaussians(rows.device), torch.from_numpy(self.weights_).to(rows.device)
         )
@@ -349,6 +388,8 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     def _keep(self, run: MixtureRun, rows: ClientRows) -> None:
         """Set the fitted attributes."""
         shared = run.shared
+        # What the fitted arrays mean must not change with set_params.
+        self._kind: CovarianceType = shared.gaussians.covariance_type
         personal = shared.weights.expand_as(run.personal) if self.shared_weights else run.personal
         self.means_ = shared.gaussians.means.cpu().numpy().copy()
         self.covariances_ = shared.gaussians.covariances.cpu().numpy().copy()
@@ -410,7 +451,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     def predict_proba(self, X: Rows, *, clients: ArrayLike | None = None) -> FloatArray:
         """Responsibilities of the components for every row, ``(n_rows, n_components)``."""
         rows = self._rows_to_score(X, clients)
-        out = np.empty((len(rows), self.n_components))
+        out = np.empty((len(rows), len(self.weights_)))
         self._for_blocks(rows, lambda joint, place: _write(out, place, responsibilities(joint)[0]))
         return out
 
@@ -421,17 +462,22 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
 
         ``clients`` is one id for all rows or one per row; ``None`` draws from the federation.
         """
-        check_is_fitted(self)
+        check_is_fitted(self, "means_")
         check_integer("n_samples", n_samples, 1)
         generator = check_random_state(self.random_state)
         if clients is None or np.ndim(clients) == 0:
             weights = self._weights_table()[self._codes(clients, 1)[0]]
             counts = generator.multinomial(n_samples, weights / weights.sum())
-            labels = np.repeat(np.arange(self.n_components), counts)
+            labels = np.repeat(np.arange(len(weights)), counts)
         else:
-            weights = self._weights_table()[self._codes(clients, len(np.asarray(clients)))]
-            draws = generator.uniform(size=(len(weights), 1)) * weights.sum(-1, keepdims=True)
-            labels = (draws > weights.cumsum(-1)).sum(-1).clip(max=self.n_components - 1)
+            if len(np.asarray(clients)) != n_samples:
+                raise ValueError(
+                    f"clients has {len(np.asarray(clients))} entries, but n_samples={n_samples}; "
+                    "give one id for all, or one per row."
+                )
+            weights = self._weights_table()[self._codes(clients, n_samples)]
+            draws = generator.uniform(size=(n_samples, 1)) * weights.sum(-1, keepdims=True)
+            labels = (draws >= weights.cumsum(-1)).sum(-1).clip(max=weights.shape[1] - 1)
         noise = torch.from_numpy(generator.standard_normal((len(labels), self.n_features_in_)))
         return _colour(noise, labels, self._gaussians(torch.device("cpu"))), labels
 
@@ -459,11 +505,6 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         parameters = covariance_parameters(self._kind, m, d) + m * d + weight_sets * (m - 1)
         return float(scores.sum()), len(scores), parameters
 
-    @property
-    def _kind(self) -> CovarianceType:
-        kind: CovarianceType = self.covariance_type  # type: ignore[assignment]
-        return kind
-
     def _gaussians(self, device: torch.device) -> Gaussians:
         return Gaussians(
             torch.from_numpy(self.means_).to(device),
@@ -478,7 +519,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
 
     def _rows_to_score(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
         """Checked rows whose codes index :meth:`_weights_table`."""
-        check_is_fitted(self)
+        check_is_fitted(self, "means_")
         pairs = as_pairs(X)
         if pairs is None:
             matrices = [
@@ -494,10 +535,17 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
                     f"X has {matrices[0].shape[1]} columns, but the model was fitted on "
                     f"{self.n_features_in_}."
                 )
+            columns = columns_of_pairs(pairs)
+            fitted_columns = getattr(self, "feature_names_in_", np.array(columns))
+            if columns is not None and columns != fitted_columns.tolist():
+                raise ValueError(
+                    f"X has the columns {columns}, but the model was fitted on "
+                    f"{fitted_columns.tolist()}."
+                )
         codes = self._codes(clients, sum(map(len, matrices)))
         codes = np.where(codes == NO_CLIENT, len(self.clients_), codes)
         names = [*self.clients_.tolist(), None]
-        rows = checked_rows(matrices, codes, names, getattr(self, "feature_names_in_", None))
+        rows = self._checked(matrices, codes, names)
         return rows.to(resolve_device(self.device))
 
     def _codes(self, clients: ArrayLike | None, rows: int) -> NDArray[np.int64]:
@@ -530,7 +578,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
             densities = log_densities(residuals(x, shared.means, dtype), shared)
             write(densities + log_pi[codes], place)
 
-        accumulate(rows.blocks(self.n_components), lambda: None, visit, rows.device)
+        accumulate(rows.blocks(len(self.weights_)), lambda: None, visit, rows.device)
 
 
 def _write(out: NDArray[Any], place: slice, values: Tensor) -> None:

@@ -1,0 +1,79 @@
+"""FedGMM without its density (FedEM, and with one learner FedAvg and FedProx), and FedAvg+."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedgmm.algorithms.base import Prediction, RoundInfo
+from fedgmm.algorithms.fedgmm import FedGMM, FedGMMShared, FedGMMUpdate
+from fedgmm.algorithms.mixture import FederatedGMM
+from fedgmm.core.learners import expand_clients
+from fedgmm.core.networks import Params
+from fedgmm.data.dataset import LabelledRows
+
+NO_GAUSSIANS = FederatedGMM(1, "identity")
+"""A single component says nothing about rows: responsibilities do not depend on it."""
+
+
+def without_density(method: FedGMM, learners: int) -> FedGMM:
+    """FedEM with ``learners`` learners; with one, FedAvg."""
+    start = method.start if learners > 1 else "random"
+    if start == "tied":  # there is nothing to tie to
+        start = "split"
+    return replace(method, gaussians=NO_GAUSSIANS, density=False, learners=learners, start=start)
+
+
+@dataclass(frozen=True)
+class FedAvgPlus:
+    """FedAvg, then every client tunes the global learner on its own rows.
+
+    Attributes:
+        average: FedAvg.
+        epochs: of the tuning.
+    """
+
+    average: FedGMM
+    epochs: int = 1
+
+    def init(
+        self, rows: LabelledRows, learner: Params | None = None
+    ) -> tuple[FedGMMShared, Params]:
+        """FedAvg's start; a client's own learner is the global one until it is tuned."""
+        shared, _ = self.average.init(rows, learner)
+        return shared, expand_clients(shared.learners, len(rows.names))
+
+    def client_step(
+        self, shared: FedGMMShared, personal: Params, rows: LabelledRows, round_number: int = 1
+    ) -> tuple[Params, FedGMMUpdate]:
+        """FedAvg's round; nothing personal yet."""
+        weights = torch.ones(len(rows.names), 1, dtype=torch.float64, device=rows.device)
+        _, update = self.average.client_step(shared, weights, rows, round_number)
+        return personal, update
+
+    def server_step(
+        self, shared: FedGMMShared, update: FedGMMUpdate
+    ) -> tuple[FedGMMShared, RoundInfo]:
+        """FedAvg's average."""
+        return self.average.server_step(shared, update)
+
+    def finish(self, shared: FedGMMShared, personal: Params, rows: LabelledRows) -> Params:
+        """Tune the global learner on every client."""
+        training = self.average.training
+        sgd = replace(training.sgd, epochs=self.epochs)
+        start = expand_clients(shared.learners, len(rows.names))
+        return training.train_personal(start, rows, training.rounds + 1, sgd)
+
+    def prediction(self, shared: FedGMMShared, personal: Params) -> Prediction:
+        """Each client's tuned learner; the global one for everybody else."""
+        clients = len(next(iter(personal.values())))
+        learners = {
+            name: torch.cat([value[:, 0], shared.learners[name]])
+            for name, value in personal.items()
+        }
+        assignment: Tensor = torch.arange(clients)
+        return Prediction(
+            self.average.training.net, learners, assignment=assignment, default_learner=clients
+        )

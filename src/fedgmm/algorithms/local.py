@@ -1,0 +1,78 @@
+"""Local: every client trains alone. The frame for methods whose clients have learners of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedgmm.algorithms.base import Prediction, RoundInfo
+from fedgmm.algorithms.local_training import LocalTraining
+from fedgmm.core.learners import expand_clients, log_likelihoods, plan_batches, take_clients
+from fedgmm.core.networks import Params
+from fedgmm.data.dataset import LabelledRows
+
+_ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well the clients' learners fit, as sums: log-likelihood and rows."""
+
+    log_likelihood: Tensor
+    rows: int
+
+    def info(self) -> RoundInfo:
+        """The mean over rows."""
+        return RoundInfo(float(self.log_likelihood) / max(self.rows, 1))
+
+
+def fit_of_own_learners(training: LocalTraining, personal: Params, rows: LabelledRows) -> Fit:
+    """Log-likelihood of the rows under each client's own learner, ``(C, 1, ...)``."""
+    total = torch.zeros((), dtype=torch.float64, device=rows.device)
+    one = {name: value[0] for name, value in personal.items()}
+    order = torch.arange(len(rows), device=rows.device)
+    with torch.inference_mode():
+        for clients in training.groups(rows, one):
+            plan = plan_batches(rows.offsets, clients, [order], _ROWS_AT_ONCE)
+            own = take_clients(personal, plan.clients)
+            for step in plan.steps:
+                active = take_clients(own, slice(0, len(step.rows)))
+                inputs = rows.inputs[step.rows].to(training.dtype)
+                fit = log_likelihoods(training.net, active, inputs, rows.labels[step.rows])
+                total += (fit[..., 0] * step.mask).sum()
+    return Fit(total, len(rows))
+
+
+@dataclass(frozen=True)
+class Local:
+    """No federation: the client's own rows and nothing else."""
+
+    training: LocalTraining
+
+    def init(self, rows: LabelledRows, learner: Params | None = None) -> tuple[None, Params]:
+        """The same start for every client."""
+        start = self.training.initial(1, rows.device, learner)
+        return None, expand_clients(start, len(rows.names))
+
+    def client_step(
+        self, shared: None, personal: Params, rows: LabelledRows, round_number: int = 1
+    ) -> tuple[Params, Fit]:
+        """Another round of training at home."""
+        fit = fit_of_own_learners(self.training, personal, rows)
+        return self.training.train_personal(personal, rows, round_number), fit
+
+    def server_step(self, shared: None, update: Fit) -> tuple[None, RoundInfo]:
+        """There is no server."""
+        return None, update.info()
+
+    def finish(self, shared: None, personal: Params, rows: LabelledRows) -> Params:
+        """Nothing is left to do."""
+        return personal
+
+    def prediction(self, shared: None, personal: Params) -> Prediction:
+        """Each client's own learner."""
+        learners = {name: value[:, 0] for name, value in personal.items()}
+        clients = len(next(iter(learners.values())))
+        return Prediction(self.training.net, learners, assignment=torch.arange(clients))

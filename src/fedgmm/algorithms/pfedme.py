@@ -1,0 +1,122 @@
+"""pFedMe (T. Dinh et al., 2020): personal learners as Moreau envelopes around a global one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedgmm.algorithms.base import Prediction, RoundInfo
+from fedgmm.algorithms.local import Fit, fit_of_own_learners
+from fedgmm.algorithms.local_training import LocalTraining, check_finite
+from fedgmm.core.learners import expand_clients, train_moreau, weighted_sum
+from fedgmm.core.networks import Params
+from fedgmm.core.servers import ServerOptimiser, ServerState
+from fedgmm.data.dataset import LabelledRows
+
+
+@dataclass(frozen=True)
+class PFedMeShared:
+    """The global learner ``w``, ``(1, ...)``, and the server optimiser's state."""
+
+    learners: Params
+    server: ServerState
+
+
+@dataclass(frozen=True)
+class PFedMeUpdate:
+    """``Σ_c N_c w_c``, ``(1, ...)``, ``Σ_c N_c``, and the fit of the personal learners."""
+
+    learners: Params
+    rows: Tensor
+    fit: Fit
+
+
+@dataclass(frozen=True)
+class PFedMe:
+    """Bi-level personalisation.
+
+    Attributes:
+        training: ``lr`` is ``η`` of the local learners.
+        penalty: ``λ``, how strongly a personal learner is held to the local one.
+        inner_steps: gradient steps towards the proximal point on each batch.
+        inner_lr: their size; ``None`` takes the largest that ``λ`` allows, up to the learning rate.
+        mixing: ``β``: the server moves to ``(1 - β) w + β · average``.
+        server: further optimiser of the server.
+    """
+
+    training: LocalTraining
+    penalty: float = 15.0
+    inner_steps: int = 5
+    inner_lr: float | None = None
+    mixing: float = 1.0
+    server: ServerOptimiser = field(default_factory=ServerOptimiser)
+
+    def init(
+        self, rows: LabelledRows, learner: Params | None = None
+    ) -> tuple[PFedMeShared, Params]:
+        """One global learner; personal learners start there."""
+        start = self.training.initial(1, rows.device, learner)
+        return PFedMeShared(start, ServerState()), expand_clients(start, len(rows.names))
+
+    def client_step(
+        self, shared: PFedMeShared, personal: Params, rows: LabelledRows, round_number: int = 1
+    ) -> tuple[Params, PFedMeUpdate]:
+        """Local rounds of proximal points."""
+        training = self.training
+        options = training.options(round_number)
+        # gradient steps on f + λ/2 ‖·‖² are stable below 1 / (λ + curvature of f)
+        inner_lr = self.inner_lr or min(options.lr, 0.5 / self.penalty)
+        counts = rows.features.rows_per_client.double()
+        moved = {name: value.clone() for name, value in personal.items()}
+        total: Params = {}
+        for clients in training.groups(rows, shared.learners):
+            plan = training.plan(rows, clients, round_number, options)
+            local, own = train_moreau(
+                training.net,
+                expand_clients(shared.learners, len(clients)),
+                rows.inputs,
+                rows.labels,
+                plan,
+                options,
+                self.penalty,
+                self.inner_steps,
+                inner_lr,
+            )
+            check_finite(own, plan.clients, rows)
+            for name, value in weighted_sum(local, counts[plan.clients, None]).items():
+                total[name] = total[name] + value if name in total else value
+                moved[name][plan.clients] = own[name]
+        fit = fit_of_own_learners(training, moved, rows)
+        return moved, PFedMeUpdate(total, counts.sum(), fit)
+
+    def server_step(
+        self, shared: PFedMeShared, update: PFedMeUpdate
+    ) -> tuple[PFedMeShared, RoundInfo]:
+        """``w ← (1 - β) w + β Σ_c N_c w_c / Σ_c N_c``."""
+        target = {
+            name: (1.0 - self.mixing) * shared.learners[name].double()
+            + self.mixing * value / update.rows
+            for name, value in update.learners.items()
+        }
+        learners, server = self.server.step(shared.learners, target, shared.server)
+        return PFedMeShared(learners, server), update.fit.info()
+
+    def finish(self, shared: PFedMeShared, personal: Params, rows: LabelledRows) -> Params:
+        """Nothing is left to do."""
+        return personal
+
+    def prediction(self, shared: PFedMeShared, personal: Params) -> Prediction:
+        """Each client's personal learner; the global one for everybody else."""
+        clients = len(next(iter(personal.values())))
+        learners = {
+            name: torch.cat([value[:, 0], shared.learners[name]])
+            for name, value in personal.items()
+        }
+        return Prediction(
+            self.training.net,
+            learners,
+            assignment=torch.arange(clients),
+            default_learner=clients,
+        )

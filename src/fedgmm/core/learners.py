@@ -1,0 +1,358 @@
+"""Learners ``P_θ(y|x)``: their likelihood, and their weighted training on many clients at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from fedgmm.core.networks import Dense, Network, Params
+
+
+def log_likelihoods(net: Network, params: Params, inputs: Tensor, labels: Tensor) -> Tensor:
+    """``log P_θm(y_i|x_i)`` of every learner.
+
+    Args:
+        net: the network.
+        params: stacked parameters, ``(*C, M, ...)``.
+        inputs: ``(*C, n, *shape)``.
+        labels: class indices, ``(*C, n)``.
+
+    Returns:
+        ``(*C, n, M)``.
+    """
+    logits = net.logits(params, inputs)
+    if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)): a softmax over two numbers is slow
+        margins = logits[..., 1] - logits[..., 0]
+        signs = (2 * labels - 1).to(logits.dtype).unsqueeze(-1)
+        return logsigmoid(margins * signs)
+    log_probabilities = torch.log_softmax(logits, dim=-1)
+    index = labels[..., None, None].expand(*log_probabilities.shape[:-1], 1)
+    return log_probabilities.gather(-1, index).squeeze(-1)
+
+
+# ---------------------------------------------------------------------- parameters as vectors
+
+
+def stack(params: list[Params]) -> Params:
+    """Parameters of several learners along a new first axis."""
+    return {name: torch.stack([own[name] for own in params]) for name in params[0]}
+
+
+def expand_clients(params: Params, clients: int) -> Params:
+    """The same parameters for every client: ``(M, ...)`` to ``(C, M, ...)``, copied."""
+    return {name: value.expand(clients, *value.shape).clone() for name, value in params.items()}
+
+
+def take_clients(params: Params, index: Tensor | slice) -> Params:
+    """Parameters of some clients, along the first axis."""
+    return {name: value[index] for name, value in params.items()}
+
+
+def weighted_sum(params: Params, weights: Tensor) -> Params:
+    """``Σ_c w_c(m) θ_mc`` in float64: ``(C, M, ...)`` and ``(C, M)`` to ``(M, ...)``."""
+    sums = {}
+    for name, value in params.items():
+        flat = value.flatten(2).double() if value.dim() > 2 else value.double()[..., None]
+        total = torch.einsum("cm,cmp->mp", weights.double(), flat)
+        sums[name] = total.reshape(value.shape[1:])
+    return sums
+
+
+def flatten(params: Params) -> Tensor:
+    """All parameters of each client and learner as one vector: ``(C, M, P)``, float64."""
+    return torch.cat([value.flatten(2).double() for value in params.values()], dim=-1)
+
+
+# ---------------------------------------------------------------------- stochastic gradients
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Options of local training.
+
+    Attributes:
+        lr: learning rate.
+        momentum: within a round; buffers start at zero every round.
+        weight_decay: ``L2`` penalty, added to the gradient.
+        proximal: strength ``ρ`` of ``ρ/2 ‖θ - anchor‖²``.
+        batch_size: rows a step.
+        epochs: passes over the client's rows.
+    """
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    proximal: float = 0.0
+    batch_size: int = 128
+    epochs: int = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of stacked training: which rows the first ``len(rows)`` clients of the plan see.
+
+    Attributes:
+        rows: row numbers, ``(A, B)``.
+        mask: one for a row, zero for padding, ``(A, B)``.
+    """
+
+    rows: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Who sees which rows, in which step.
+
+    Attributes:
+        clients: client codes with the most steps first, ``(C,)``; the clients of a step are the
+            first of them, so those that are done simply drop off the end.
+        steps: the steps of a round, in order.
+    """
+
+    clients: Tensor
+    steps: list[Step]
+
+
+def plan_batches(
+    offsets: Tensor, clients: Tensor, orders: list[Tensor], batch_size: int
+) -> BatchPlan:
+    """Cut every client's shuffled rows into batches, for all clients side by side.
+
+    Args:
+        offsets: first row of each client and, last, the number of rows, ``(C_all + 1,)``.
+        clients: codes of the clients that train, ``(C,)``.
+        orders: one permutation of the rows an epoch, ``(N,)``, that keeps a client's rows together.
+        batch_size: rows a step.
+    """
+    sizes = (offsets[1:] - offsets[:-1])[clients]
+    by_size = torch.argsort(sizes, descending=True, stable=True)
+    clients, sizes = clients[by_size], sizes[by_size]
+    width = int(sizes[0])
+    batch = min(batch_size, width)
+    columns = torch.arange(batch, device=offsets.device)
+    steps: list[Step] = []
+    for order in orders:
+        for first in range(0, width, batch):
+            active = int((sizes > first).sum())
+            mask = first + columns < sizes[:active, None]
+            place = offsets[clients[:active], None] + first + columns
+            steps.append(Step(order[torch.where(mask, place, 0)], mask))
+    return BatchPlan(clients, steps)
+
+
+def train_local(
+    net: Network,
+    params: Params,
+    inputs: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    plan: BatchPlan,
+    options: SGD,
+    anchor: Params | None = None,
+) -> Params:
+    """Weighted SGD on every client and learner at once.
+
+    The loss of a batch is ``Σ_i w_i(m) · CE_i(θ_m) / Σ_i w_i(m)``: weights are normalised within the
+    client's batch, so a small responsibility does not mean a small step.
+
+    Args:
+        net: the network.
+        params: start, ``(C, M, ...)`` in the plan's order of clients.
+        inputs: all rows, ``(N, *shape)``.
+        labels: class indices, ``(N,)``.
+        weights: responsibilities of the learners, ``(N, M)``; ``None`` means one.
+        plan: the batches.
+        options: the optimiser.
+        anchor: centre of the proximal term, shaped like ``params``.
+
+    Returns:
+        Trained parameters, ``(C, M, ...)``.
+    """
+    params = {name: value.clone() for name, value in params.items()}
+    momentum = {name: torch.zeros_like(value) for name, value in params.items()}
+    for step in plan.steps:
+        active = slice(0, len(step.rows))
+        own = {name: value[active].detach().requires_grad_() for name, value in params.items()}
+        loss = batch_loss(net, own, inputs, labels, weights, step)
+        gradients = torch.autograd.grad(loss.sum(), list(own.values()))
+        with torch.no_grad():
+            for name, gradient in zip(own, gradients, strict=True):
+                value = params[name][active]
+                if options.weight_decay:
+                    gradient = gradient + options.weight_decay * value
+                if options.proximal and anchor is not None:
+                    gradient = gradient + options.proximal * (value - anchor[name][active])
+                if options.momentum:
+                    gradient = momentum[name][active].mul_(options.momentum).add_(gradient)
+                value.sub_(options.lr * gradient)
+    return params
+
+
+def train_moreau(
+    net: Network,
+    params: Params,
+    inputs: Tensor,
+    labels: Tensor,
+    plan: BatchPlan,
+    options: SGD,
+    penalty: float,
+    inner_steps: int,
+    inner_lr: float,
+) -> tuple[Params, Params]:
+    """The local rounds of pFedMe on every client at once.
+
+    On each batch the personal learner is the proximal point of the local one, found by gradient
+    steps, and the local learner then moves towards it::
+
+        θ̃ ≈ argmin_θ  f(θ; batch) + λ/2 ‖θ - w‖²          w ← w - η λ (w - θ̃)
+
+    Args:
+        net: the network.
+        params: local learners ``w``, ``(C, M, ...)`` in the plan's order of clients.
+        inputs: all rows, ``(N, *shape)``.
+        labels: class indices, ``(N,)``.
+        plan: the batches.
+        options: ``lr`` is ``η``.
+        penalty: ``λ``.
+        inner_steps: gradient steps of an inner problem.
+        inner_lr: their size.
+
+    Returns:
+        The local learners and the personal ones, both ``(C, M, ...)``.
+    """
+    local = {name: value.clone() for name, value in params.items()}
+    personal = {name: value.clone() for name, value in params.items()}
+    for step in plan.steps:
+        active = slice(0, len(step.rows))
+        for _ in range(inner_steps):
+            own = {
+                name: value[active].detach().requires_grad_() for name, value in personal.items()
+            }
+            loss = batch_loss(net, own, inputs, labels, None, step)
+            gradients = torch.autograd.grad(loss.sum(), list(own.values()))
+            for name, gradient in zip(own, gradients, strict=True):
+                value = personal[name][active]
+                pull = penalty * (value - local[name][active])
+                value.sub_(inner_lr * (gradient + pull))
+        for name, value in local.items():
+            distance = value[active] - personal[name][active]
+            value[active].sub_(options.lr * penalty * distance)
+    return local, personal
+
+
+def batch_loss(
+    net: Network,
+    params: Params,
+    inputs: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    step: Step,
+) -> Tensor:
+    """Weighted mean cross-entropy of one step, ``(A, M)``."""
+    dtype = next(iter(params.values())).dtype
+    x, y = _take_rows(inputs, step.rows).to(dtype), _take_rows(labels, step.rows)
+    w = step.mask.unsqueeze(-1).to(dtype)
+    if weights is not None:
+        w = w * _take_rows(weights, step.rows).to(dtype)
+    share = w / w.sum(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    return -(share * log_likelihoods(net, params, x, y)).sum(1)
+
+
+def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """``values[rows]`` for row numbers ``(A, B)``; a flat selection is several times faster."""
+    taken = values.index_select(0, rows.reshape(-1))
+    return taken.reshape(*rows.shape, *values.shape[1:])
+
+
+# ---------------------------------------------------------------------- exact steps, linear learners
+
+
+@dataclass(frozen=True)
+class NewtonSums:
+    """Gradient and Hessian of the weighted cross-entropy of ``M`` linear learners.
+
+    Both are sums over rows and over clients. Coordinates are contrasts of the classes: logits are
+    ``contrasts(K) @ β``, so two classes need one coordinate and none is redundant.
+
+    Attributes:
+        gradient: ``(M, (K-1)·p)`` with ``p = columns + 1``.
+        hessian: ``(M, (K-1)·p, (K-1)·p)``.
+        weight: ``Σ_i w_i(m)``, ``(M,)``.
+    """
+
+    gradient: Tensor
+    hessian: Tensor
+    weight: Tensor
+
+
+def contrasts(classes: int) -> Tensor:
+    """An orthonormal basis ``(K, K-1)`` of the logits that sum to zero."""
+    helmert: Tensor = torch.zeros(classes, classes - 1, dtype=torch.float64)
+    for k in range(1, classes):
+        helmert[:k, k - 1] = 1.0
+        helmert[k, k - 1] = -float(k)
+    lengths: Tensor = torch.linalg.vector_norm(helmert, dim=0)
+    return helmert / lengths
+
+
+def newton_sums(
+    net: Dense, params: Params, inputs: Tensor, labels: Tensor, weights: Tensor
+) -> NewtonSums:
+    """Gradient and Hessian of ``Σ_i w_i(m) CE_i(θ_m)`` on a block of rows.
+
+    Args:
+        net: a linear network.
+        params: ``(M, ...)``.
+        inputs: ``(n, d)``.
+        labels: ``(n,)``.
+        weights: ``w_i(m)``, ``(n, M)``.
+    """
+    x = inputs.flatten(1).double()
+    x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype, device=x.device)], dim=1)
+    basis = contrasts(net.classes).to(x.device)
+    probabilities = torch.softmax(net.logits(params, inputs).double(), dim=-1)
+    truth = torch.nn.functional.one_hot(labels, net.classes).double()
+    w = weights.double()
+    # ∂CE/∂β = Bᵀ (p - y) xᵀ
+    error = (probabilities - truth[:, None]) @ basis * w[..., None]
+    gradient = error.flatten(1).mT @ x
+    # ∂²CE/∂β² = Bᵀ (diag p - p pᵀ) B ⊗ x xᵀ
+    pb = probabilities @ basis
+    curvature = torch.einsum("kr,nmk,ks->nmrs", basis, probabilities, basis)
+    curvature = (curvature - pb[..., :, None] * pb[..., None, :]) * w[..., None, None]
+    n, m, r, _ = curvature.shape
+    p = x.shape[1]
+    hessian = torch.empty(m, r, p, r, p, dtype=x.dtype, device=x.device)
+    for a in range(r):
+        for b in range(a, r):
+            # one product for all learners: (M·p, n) @ (n, p)
+            scaled = curvature[:, :, a, b].mT[:, None] * x.mT
+            block = (scaled.reshape(m * p, n) @ x).reshape(m, p, p)
+            hessian[:, a, :, b] = block
+            hessian[:, b, :, a] = block.mT
+    return NewtonSums(gradient.reshape(m, r * p), hessian.reshape(m, r * p, r * p), w.sum(0))
+
+
+def newton_step(net: Dense, params: Params, sums: NewtonSums, ridge: float) -> Params:
+    """``β ← β - (H + ridge·I)⁻¹ (g + ridge·β)`` for every learner that has weight.
+
+    The bias is not penalised beyond what keeps the system solvable.
+    """
+    weight, bias = params["0.weight"].double(), params["0.bias"].double()
+    m, k, d = weight.shape
+    basis = contrasts(k).to(weight.device)
+    beta = (basis.mT @ torch.cat([weight, bias[..., None]], dim=-1)).reshape(m, -1)
+    penalty = torch.full((k - 1, d + 1), ridge, dtype=torch.float64, device=weight.device)
+    penalty[:, -1] = min(ridge, 1e-3)
+    penalty = penalty.reshape(-1)
+    system = sums.hessian + torch.diag(penalty)
+    direction = torch.linalg.solve(system, (sums.gradient + penalty * beta)[..., None])[..., 0]
+    alive = (sums.weight > 1e-9)[:, None] & torch.isfinite(direction).all(-1, keepdim=True)
+    beta = torch.where(alive, beta - direction, beta)
+    logits = basis @ beta.reshape(m, k - 1, d + 1)
+    dtype = params["0.weight"].dtype
+    return {"0.weight": logits[..., :d].to(dtype), "0.bias": logits[..., d].to(dtype)}

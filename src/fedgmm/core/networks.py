@@ -1,0 +1,196 @@
+"""Supervised networks as functions of stacked parameters.
+
+A network's parameters are a dictionary of tensors. Stacked parameters carry leading axes: any number
+for clients, then one for learners. ``logits`` evaluates all of them at once::
+
+    parameters  (*C, M, ...)      inputs  (*C, n, *shape)      ->      logits  (*C, n, M, K)
+
+Linear networks and MLPs are written with matrix products that take leading axes; any other
+``torch.nn.Module`` is vectorised by ``torch.func``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+Params = dict[str, Tensor]
+ModuleFactory = Callable[[], nn.Module]
+
+
+class Network(Protocol):
+    """Something that turns inputs into class logits."""
+
+    @property
+    def classes(self) -> int:
+        """``K``."""
+        ...
+
+    def initial(self, generator: torch.Generator) -> Params:
+        """Random parameters of one learner, float32, on the CPU."""
+        ...
+
+    def logits(self, params: Params, inputs: Tensor) -> Tensor:
+        """Logits of every learner: ``(*C, n, M, K)``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Fully connected layers with ReLU between them; without hidden layers, logistic regression.
+
+    Attributes:
+        columns: inputs are flattened to this many numbers.
+        classes: ``K``.
+        hidden: widths of the hidden layers.
+    """
+
+    columns: int
+    classes: int
+    hidden: tuple[int, ...] = ()
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers a row, from the inputs to the logits."""
+        return (self.columns, *self.hidden, self.classes)
+
+    def initial(self, generator: torch.Generator) -> Params:
+        """Uniform in ``±1/√fan_in``, torch's own default for linear layers."""
+        params: Params = {}
+        for layer, (fan_in, fan_out) in enumerate(zip(self.widths, self.widths[1:], strict=False)):
+            bound = 1.0 / math.sqrt(fan_in)
+            for name, shape in (("weight", (fan_out, fan_in)), ("bias", (fan_out,))):
+                uniform = torch.rand(shape, generator=generator)
+                params[f"{layer}.{name}"] = (2.0 * uniform - 1.0) * bound
+        return params
+
+    def logits(self, params: Params, inputs: Tensor) -> Tensor:
+        """Logits ``(*C, n, M, K)``."""
+        clients = params["0.weight"].dim() - 3
+        x = inputs.flatten(clients + 1)
+        weight, bias = params["0.weight"], params["0.bias"]
+        # The learners read the same rows: one product for all of them.
+        learners, width = weight.shape[-3], weight.shape[-2]
+        hidden = x @ weight.flatten(-3, -2).mT + bias.flatten(-2).unsqueeze(-2)
+        hidden = hidden.reshape(*hidden.shape[:-1], learners, width)
+        for layer in range(1, len(self.widths) - 1):
+            weight, bias = params[f"{layer}.weight"], params[f"{layer}.bias"]
+            hidden = torch.relu(hidden).transpose(-3, -2) @ weight.mT + bias.unsqueeze(-2)
+            hidden = hidden.transpose(-3, -2)
+        return hidden
+
+
+@dataclass(frozen=True)
+class Vectorised:
+    """Any module, evaluated for stacked parameters by ``torch.func.vmap``.
+
+    Attributes:
+        factory: makes a module that maps ``(n, *shape)`` to logits ``(n, K)``.
+        classes: ``K``.
+    """
+
+    factory: ModuleFactory
+    classes: int
+
+    @cached_property
+    def _skeleton(self) -> nn.Module:
+        return self.factory().to("meta")
+
+    def initial(self, generator: torch.Generator) -> Params:
+        """The module's own initialisation, seeded by the generator."""
+        seed = int(torch.randint(2**62, (), generator=generator))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = self.factory()
+        if any(True for _ in module.buffers()):
+            raise ValueError(
+                f"{type(module).__name__} has buffers (such as BatchNorm's running statistics), "
+                "which are not supported; use GroupNorm or LayerNorm."
+            )
+        return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    def logits(self, params: Params, inputs: Tensor) -> Tensor:
+        """Logits ``(*C, n, M, K)``."""
+
+        def one(own: Params, x: Tensor) -> Tensor:
+            out: Tensor = functional_call(self._skeleton, own, (x,))
+            return out
+
+        # learners share their client's rows
+        every_learner = vmap(one, in_dims=(0, None), out_dims=-2, randomness="different")
+        axes = inputs.dim() - self._input_axes(params, inputs)
+        for _ in range(axes):
+            every_learner = vmap(every_learner, in_dims=(0, 0), randomness="different")
+        out: Tensor = every_learner(params, inputs)
+        return out
+
+    def _input_axes(self, params: Params, inputs: Tensor) -> int:
+        """How many axes of ``inputs`` belong to rows and their shape, not to clients."""
+        name, own = next(iter(self._skeleton.named_parameters()))
+        return inputs.dim() - (params[name].dim() - own.dim() - 1)
+
+
+class ConvNet(nn.Module):
+    """Two convolutions (3×3, max pooling, dropout) and two dense layers, for small images."""
+
+    def __init__(self, channels: int, size: int, classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(dropout),
+        )
+        self.classifier = nn.Sequential(
+            nn.Linear(64 * (size // 4) ** 2, 128),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(128, classes),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(n, K)`` of images ``(n, channels, size, size)``."""
+        logits: Tensor = self.classifier(self.features(x).flatten(1))
+        return logits
+
+
+LEARNERS = ("linear", "mlp", "cnn")
+
+
+def network(learner: str | ModuleFactory, input_shape: tuple[int, ...], classes: int) -> Network:
+    """A network by name (``"linear"``, ``"mlp"``, ``"cnn"``) or from a module factory.
+
+    Args:
+        learner: a name, or a function without arguments that makes a ``torch.nn.Module``.
+        input_shape: shape of one input, ``(d,)`` or ``(channels, height, width)``.
+        classes: ``K``.
+    """
+    if callable(learner):
+        return Vectorised(learner, classes)
+    columns = math.prod(input_shape)
+    match learner:
+        case "linear":
+            return Dense(columns, classes)
+        case "mlp":
+            return Dense(columns, classes, hidden=(64,))
+        case "cnn":
+            if len(input_shape) != 3 or input_shape[1] != input_shape[2] or input_shape[1] < 4:
+                raise ValueError(
+                    f"learner='cnn' needs square images (channels, size, size) of at least 4 pixels, "
+                    f"got inputs of shape {input_shape}."
+                )
+            channels, size, _ = input_shape
+            return Vectorised(lambda: ConvNet(channels, size, classes), classes)
+    raise ValueError(
+        f"learner must be one of {list(LEARNERS)} or a module factory, got {learner!r}."
+    )

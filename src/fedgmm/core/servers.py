@@ -1,0 +1,68 @@
+"""Server optimisers: what the server does with the clients' average.
+
+The average minus the current parameters is a pseudo-gradient; the optimiser decides the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+from fedgmm.core.networks import Params
+
+ServerKind = Literal["average", "momentum", "adam"]
+SERVER_KINDS: tuple[str, ...] = get_args(ServerKind)
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """Moving averages of the pseudo-gradient and of its square, and the number of steps."""
+
+    first: Params = field(default_factory=dict)
+    second: Params = field(default_factory=dict)
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class ServerOptimiser:
+    """How the server moves.
+
+    Attributes:
+        kind: ``"average"`` takes the average as it is; ``"momentum"`` and ``"adam"`` treat the
+            difference to it as a gradient.
+        lr: step size; for ``"adam"`` 0.01 is a good start.
+        momentum: decay of the first average.
+        decay: decay of the second average.
+        floor: smallest denominator of Adam.
+    """
+
+    kind: ServerKind = "average"
+    lr: float = 1.0
+    momentum: float = 0.9
+    decay: float = 0.99
+    floor: float = 1e-3
+
+    def step(
+        self, current: Params, average: Params, state: ServerState
+    ) -> tuple[Params, ServerState]:
+        """New parameters from the clients' average, both ``(M, ...)``."""
+        if self.kind == "average" and self.lr == 1.0:
+            return {name: average[name].to(value.dtype) for name, value in current.items()}, state
+        moved, first, second = {}, {}, {}
+        for name, value in current.items():
+            delta = average[name].double() - value.double()
+            past = state.first.get(name, torch.zeros_like(delta))
+            match self.kind:
+                case "average":
+                    step = delta
+                case "momentum":
+                    step = first[name] = self.momentum * past + delta
+                case _:
+                    first[name] = self.momentum * past + (1.0 - self.momentum) * delta
+                    squares = state.second.get(name, torch.zeros_like(delta))
+                    second[name] = self.decay * squares + (1.0 - self.decay) * delta.square()
+                    step = first[name] / (second[name].sqrt() + self.floor)
+            moved[name] = (value.double() + self.lr * step).to(value.dtype)
+        return moved, ServerState(first, second, state.steps + 1)

@@ -1,0 +1,431 @@
+"""``train(dataset, algorithm) -> FederatedModel``: one door to every method."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from fedgmm.algorithms.averaging import FedAvgPlus, without_density
+from fedgmm.algorithms.base import RoundInfo, SupervisedMethod
+from fedgmm.algorithms.clustered import ClusteredFL
+from fedgmm.algorithms.fedgmm import LEARNER_STARTS, FedGMM
+from fedgmm.algorithms.local import Local
+from fedgmm.algorithms.local_training import SCHEDULES, LocalTraining
+from fedgmm.algorithms.mixture import FederatedGMM
+from fedgmm.algorithms.pfedme import PFedMe
+from fedgmm.core.aggregate import AGGREGATIONS
+from fedgmm.core.devices import resolve_device, resolve_dtype
+from fedgmm.core.gaussians import COVARIANCE_TYPES
+from fedgmm.core.learners import SGD
+from fedgmm.core.networks import Dense, ModuleFactory, Network, Params, network
+from fedgmm.core.scaling import Scaling, scaling_of
+from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
+from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.federated import ClientRows
+from fedgmm.estimators.checks import check_choice, check_integer, check_non_negative
+from fedgmm.federation.loop import Answers, Participation, Run, run_rounds
+from fedgmm.inference.model import FederatedModel
+
+ALGORITHMS = (
+    "fedgmm",
+    "fedem",
+    "fedavg",
+    "fedprox",
+    "fedavg+",
+    "local",
+    "clustered",
+    "pfedme",
+)
+
+OnTrainingRound = Callable[[dict[str, float]], None]
+"""Called after every round with its entry of the history."""
+
+
+class DivergenceWarning(UserWarning):
+    """Training stopped because a client's learner was no longer finite."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Everything that decides a run, with defaults that work.
+
+    Attributes:
+        algorithm: one of ``ALGORITHMS``.
+        rounds: most rounds.
+        components: ``M1`` Gaussians.
+        learners: ``M2`` learners.
+        learner: ``"linear"``, ``"mlp"``, ``"cnn"`` or a function that makes a ``torch.nn.Module``.
+        solver: of the learners: ``"sgd"``, ``"newton"`` (linear only), or ``"auto"``: exact steps
+            for linear learners of the mixture methods, gradient steps otherwise.
+        start: of the learners: ``"tied"`` to the Gaussians, ``"split"`` from one, ``"random"``; or
+            ``"auto"``: tied for FedGMM, random otherwise.
+        warmup: rounds of one shared learner (FedAvg) that come first and count as rounds.
+        lr: learning rate of local SGD.
+        momentum: within a client's round.
+        weight_decay: of local SGD.
+        schedule: of the learning rate: ``"constant"``, ``"cosine"`` or ``"sqrt"``.
+        local_epochs: passes over a client's rows in a round.
+        batch_size: rows a step.
+        covariance_type: of the Gaussians.
+        aggregation: ``"exact"`` or ``"paper"``.
+        reg_covar: added to every variance; inputs are standardised.
+        ridge: penalty of exact steps.
+        server: ``"average"``, ``"momentum"`` or ``"adam"``.
+        server_lr: step size of the server.
+        server_momentum: its momentum.
+        participation: share of the clients that take part in a round.
+        patience: stop after this many rounds without a better validation log-likelihood, and keep
+            the best round; ``None`` runs to the end.
+        tol: stop when the training log-likelihood changes by less in a round; ``None`` never does.
+        proximal: strength of FedProx.
+        finetune_epochs: of FedAvg+.
+        penalty: ``λ`` of pFedMe.
+        inner_steps: of pFedMe.
+        mixing: ``β`` of pFedMe.
+        standardise: scale columns to mean zero and variance one, from sums over clients.
+        seed: of everything random.
+        device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
+        dtype: of the learners and of the Gaussians' products.
+    """
+
+    algorithm: str = "fedgmm"
+    rounds: int = 100
+    components: int = 3
+    learners: int = 3
+    learner: str | ModuleFactory = "linear"
+    solver: str = "auto"
+    start: str = "auto"
+    warmup: int = 0
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    local_epochs: int = 1
+    batch_size: int = 128
+    covariance_type: str = "full"
+    aggregation: str = "exact"
+    reg_covar: float = 1e-3
+    ridge: float = 1.0
+    server: str = "average"
+    server_lr: float = 1.0
+    server_momentum: float = 0.9
+    participation: float = 1.0
+    patience: int | None = None
+    tol: float | None = 1e-6
+    proximal: float = 0.1
+    finetune_epochs: int = 1
+    penalty: float = 15.0
+    inner_steps: int = 5
+    mixing: float = 1.0
+    standardise: bool = True
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def check(self) -> None:
+        """Raise ``ValueError`` or ``TypeError`` with the option's name and value."""
+        for name in (
+            "rounds",
+            "components",
+            "learners",
+            "batch_size",
+            "local_epochs",
+            "inner_steps",
+        ):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("warmup", "seed", "finetune_epochs"):
+            check_integer(name, getattr(self, name), 0)
+        positive = ("lr", "server_lr", "penalty")
+        for name in (
+            *positive,
+            "momentum",
+            "weight_decay",
+            "reg_covar",
+            "ridge",
+            "proximal",
+            "mixing",
+        ):
+            check_non_negative(name, getattr(self, name))
+            if name in positive and getattr(self, name) == 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
+        if not 0 < self.participation <= 1:
+            raise ValueError(f"participation must lie in (0, 1], got {self.participation!r}.")
+        if self.patience is not None:
+            check_integer("patience", self.patience, 1)
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_choice("solver", self.solver, ("auto", "sgd", "newton"))
+        check_choice("start", self.start, ("auto", *LEARNER_STARTS))
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("server", self.server, SERVER_KINDS)
+        check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
+        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+
+    def record(self) -> dict[str, Any]:
+        """The options as plain values, for saving."""
+        values = asdict(self)
+        if not isinstance(self.learner, str):
+            values["learner"] = "custom"
+        return values
+
+
+def train(
+    dataset: FederatedDataset,
+    algorithm: str = "fedgmm",
+    *,
+    options: TrainingOptions | None = None,
+    answers: Answers | None = None,
+    on_round: Iterable[OnTrainingRound] = (),
+    **changes: Any,
+) -> FederatedModel:
+    """Train a method on the clients' training rows.
+
+    Args:
+        dataset: the clients.
+        algorithm: one of ``ALGORITHMS``.
+        options: a complete set of options; ``algorithm`` and ``changes`` are laid over it.
+        answers: which clients answer in a round; those that do not are left out of its aggregate.
+        on_round: called after every round with its entry of the history.
+        **changes: any field of :class:`TrainingOptions`, such as ``rounds=50``.
+
+    Returns:
+        The model of the last round, or of the best one where ``patience`` is set. Ctrl-C and
+        divergence end training early with a warning and leave the last good state.
+    """
+    unknown = set(changes) - set(TrainingOptions.__dataclass_fields__)
+    if unknown:
+        raise TypeError(f"train() has no option {sorted(unknown)[0]!r}.")
+    chosen = replace(options or TrainingOptions(), algorithm=algorithm, **changes)
+    chosen.check()
+    device, dtype = resolve_device(chosen.device), resolve_dtype(chosen.dtype)
+    if len(dataset.classes) < 2:
+        raise ValueError(
+            f"There is only one class ({dataset.classes[0]!r}) in the data; classification needs two."
+        )
+    scaling = _scaling(dataset) if chosen.standardise and len(dataset.input_shape) == 1 else None
+    scaled = _apply(dataset, scaling, dtype, device)
+    net = network(chosen.learner, dataset.input_shape, len(dataset.classes))
+    return _Training(chosen, net, scaled, scaling, dataset, answers, tuple(on_round)).run()
+
+
+def build(options: TrainingOptions, net: Network) -> SupervisedMethod[Any, Any, Any]:
+    """The method that options describe."""
+    sgd = SGD(
+        lr=options.lr,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+        proximal=options.proximal if options.algorithm == "fedprox" else 0.0,
+        batch_size=options.batch_size,
+        epochs=options.local_epochs,
+    )
+    dtype = resolve_dtype(options.dtype)
+    training = LocalTraining(
+        net,
+        sgd,
+        options.schedule,  # type: ignore[arg-type]
+        options.rounds,
+        options.seed,
+        dtype,
+    )
+    server = ServerOptimiser(options.server, options.server_lr, options.server_momentum)  # type: ignore[arg-type]
+    solver = _solver(options, net)
+    start = options.start
+    if start == "auto":
+        start = "tied" if options.algorithm == "fedgmm" else "random"
+    mixture = FedGMM(
+        training,
+        options.learners,
+        FederatedGMM(
+            options.components,
+            options.covariance_type,  # type: ignore[arg-type]
+            options.aggregation,  # type: ignore[arg-type]
+            reg_covar=options.reg_covar,
+            dtype=dtype,
+        ),
+        start=start,  # type: ignore[arg-type]
+        solver=solver,  # type: ignore[arg-type]
+        ridge=options.ridge,
+        server=server,
+    )
+    method: Any
+    match options.algorithm:
+        case "fedgmm":
+            method = mixture
+        case "fedem":
+            method = without_density(mixture, options.learners)
+        case "fedavg" | "fedprox":
+            method = without_density(mixture, 1)
+        case "fedavg+":
+            method = FedAvgPlus(without_density(mixture, 1), options.finetune_epochs)
+        case "local":
+            method = Local(training)
+        case "clustered":
+            method = ClusteredFL(training, server=server)
+        case _:
+            method = PFedMe(
+                training, options.penalty, options.inner_steps, mixing=options.mixing, server=server
+            )
+    return cast("SupervisedMethod[Any, Any, Any]", method)
+
+
+def _solver(options: TrainingOptions, net: Network) -> str:
+    if not isinstance(net, Dense) or net.hidden:
+        if options.solver == "newton":
+            raise ValueError("solver='newton' is exact for linear learners only; use solver='sgd'.")
+        return "sgd"
+    if options.solver == "auto":
+        # an exact step solves a system of (K-1)(d+1) unknowns for every learner
+        small = (net.classes - 1) * (net.columns + 1) <= 1000
+        return "newton" if small and options.algorithm in ("fedgmm", "fedem") else "sgd"
+    return options.solver
+
+
+@dataclass(frozen=True)
+class _Training:
+    """One run: warm-up, rounds, watching the validation rows, and the finished model."""
+
+    options: TrainingOptions
+    net: Network
+    scaled: FederatedDataset
+    scaling: Scaling | None
+    dataset: FederatedDataset
+    answers: Answers | None
+    on_round: tuple[OnTrainingRound, ...]
+
+    def run(self) -> FederatedModel:
+        options, rows = self.options, self.scaled.train
+        history: list[dict[str, float]] = []
+        warmup = min(options.warmup, options.rounds - 1)
+        learner, why = self._warm_up(warmup, history) if warmup else (None, None)
+        method = build(options, self.net)
+        shared, personal = method.init(rows, learner)
+        best: tuple[float, int, Any, Any] = (-float("inf"), 0, shared, personal)
+
+        def watch(number: int, run: Run[Any, Any]) -> bool:
+            nonlocal best
+            if options.patience is None:
+                return False
+            model = self._model(method, run.shared, run.personal, history, None)
+            score = -model.evaluate("validation", self.dataset).mean_log_loss
+            history[-1]["validation_log_likelihood"] = score
+            if score > best[0] + 1e-6:
+                best = (score, number, run.shared, run.personal)
+            return number - best[1] >= options.patience
+
+        run = run_rounds(
+            method,
+            shared,
+            personal,
+            rows,
+            max_rounds=options.rounds - warmup,
+            tol=options.tol,
+            on_round=[self._note(history)],
+            participation=Participation(options.participation, self.answers, options.seed),
+            stop=watch,
+            first_round=warmup + 1,
+        )
+        shared, personal = run.shared, run.personal
+        if options.patience is not None and best[1]:
+            _, _, shared, personal = best
+        personal = method.finish(shared, personal, rows)
+        return self._model(method, shared, personal, history, why or self._why_stopped(run))
+
+    def _warm_up(
+        self, rounds: int, history: list[dict[str, float]]
+    ) -> tuple[Params | None, str | None]:
+        """One shared learner for some rounds, by FedAvg with the same options."""
+        average = build(replace(self.options, algorithm="fedavg", solver="sgd"), self.net)
+        shared, personal = average.init(self.scaled.train)
+        run = run_rounds(
+            average,
+            shared,
+            personal,
+            self.scaled.train,
+            max_rounds=rounds,
+            tol=None,
+            on_round=[self._note(history)],
+            participation=Participation(
+                self.options.participation, self.answers, self.options.seed
+            ),
+        )
+        learner = {name: value[0] for name, value in run.shared.learners.items()}
+        return learner, self._why_stopped(run)
+
+    def _note(self, history: list[dict[str, float]]) -> Callable[[int, RoundInfo], None]:
+        started = time.perf_counter()
+
+        def note(number: int, info: RoundInfo) -> None:
+            history.append(
+                {
+                    "round": float(number),
+                    "log_likelihood": info.log_likelihood,
+                    "seconds": time.perf_counter() - started,
+                }
+            )
+            for callback in self.on_round:
+                callback(history[-1])
+
+        return note
+
+    def _why_stopped(self, run: Run[Any, Any]) -> str | None:
+        if run.interrupted:
+            warnings.warn(
+                "Training was interrupted; the last finished round is kept.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+            return "interrupted"
+        if run.diverged:
+            reason = (
+                f"{run.diverged}; the last good state is kept. A smaller learning rate than "
+                f"lr={self.options.lr:g} should help."
+            )
+            warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=5)
+            return reason
+        return None
+
+    def _model(
+        self,
+        method: SupervisedMethod[Any, Any, Any],
+        shared: Any,
+        personal: Any,
+        history: list[dict[str, float]],
+        stopped: str | None,
+    ) -> FederatedModel:
+        return FederatedModel(
+            self.options.algorithm,
+            method.prediction(shared, personal),
+            list(self.dataset.names),
+            self.dataset.classes,
+            self.dataset.input_shape,
+            self.scaling,
+            self.options.record(),
+            history,
+            stopped,
+            dataset=self.dataset,
+        )
+
+
+def _scaling(dataset: FederatedDataset) -> Scaling:
+    """Means and deviations of the training inputs, from sums over clients."""
+    rows = dataset.train
+    own = ClientRows((rows.inputs,), rows.codes, rows.names)
+    overall = FederatedGMM(1).overall(own)
+    return scaling_of(overall.means[0].cpu(), overall.covariances[0].cpu())
+
+
+def _apply(
+    dataset: FederatedDataset, scaling: Scaling | None, dtype: torch.dtype, device: torch.device
+) -> FederatedDataset:
+    """Training rows in scaled coordinates on the device; the other splits stay as they are."""
+    train = dataset.train.to(device)
+    if scaling is not None:
+        inputs = scaling.apply(train.inputs, dtype)
+        same = train.features.chunks[0].data_ptr() == train.inputs.data_ptr()
+        features = ClientRows((inputs,), train.codes, train.names) if same else train.features
+        train = LabelledRows(features, inputs, train.labels)
+    return replace(dataset, train=train)

@@ -1,0 +1,38 @@
+"""What all tests share: a deterministic hypothesis, small data, and torch's threads put back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Derandomised: a run of the suite says something about the code, not about the day's luck.
+settings.register_profile(
+    "fedgmm",
+    deadline=None,
+    derandomize=True,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("fedgmm")
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(20230723)
+
+
+@pytest.fixture
+def threads():
+    """Set the number of torch's threads; the old number comes back after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of at most 32 rows, so that small data run through several blocks and lanes."""
+    monkeypatch.setattr("fedgmm.core.streaming._FEWEST_ROWS", 8)
+    monkeypatch.setattr("fedgmm.core.streaming._MOST_ROWS", 32)
