@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# Small problems on many threads mostly wait for each other, worst on a busy machine. Tests that are
+# about threads ask for them with the fixture below.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch

@@ -12,15 +12,18 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
-    from fedgmm.estimators import FederatedGaussianMixture
+    from fedgmm.estimators import FederatedGaussianMixture, FedGMMClassifier
     from fedgmm.inference.model import FederatedModel
+    from fedgmm.inference.saving import load
     from fedgmm.selection import ComponentSelection, select_components
     from fedgmm.training import TrainingOptions, train
 
 _HOMES = {
     "FederatedDataset": "fedgmm.data.dataset",
     "FederatedModel": "fedgmm.inference.model",
+    "FedGMMClassifier": "fedgmm.estimators",
     "TrainingOptions": "fedgmm.training",
+    "load": "fedgmm.inference.saving",
     "train": "fedgmm.training",
     "FederatedGaussianMixture": "fedgmm.estimators",
     "ComponentSelection": "fedgmm.selection",
@@ -29,11 +32,13 @@ _HOMES = {
 
 __all__ = [
     "ComponentSelection",
+    "FedGMMClassifier",
     "FederatedDataset",
     "FederatedGaussianMixture",
     "FederatedModel",
     "TrainingOptions",
     "__version__",
+    "load",
     "select_components",
     "train",
 ]

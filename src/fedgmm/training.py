@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from fedgmm.algorithms.averaging import FedAvgPlus, without_density
-from fedgmm.algorithms.base import RoundInfo, SupervisedMethod
+from fedgmm.algorithms.base import DivergedError, RoundInfo, SupervisedMethod
 from fedgmm.algorithms.clustered import ClusteredFL
 from fedgmm.algorithms.fedgmm import LEARNER_STARTS, FedGMM
 from fedgmm.algorithms.local import Local
@@ -25,9 +25,9 @@ from fedgmm.core.learners import SGD
 from fedgmm.core.networks import Dense, ModuleFactory, Network, Params, network
 from fedgmm.core.scaling import Scaling, scaling_of
 from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
-from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.federated import ClientRows
-from fedgmm.estimators.checks import check_choice, check_integer, check_non_negative
+from fedgmm.estimators.checks import check_choice, check_flag, check_integer, check_non_negative
 from fedgmm.federation.loop import Answers, Participation, Run, run_rounds
 from fedgmm.inference.model import FederatedModel
 
@@ -41,6 +41,8 @@ ALGORITHMS = (
     "clustered",
     "pfedme",
 )
+
+_WITH_EXACT_STEPS = ("fedgmm", "fedem", "fedavg", "fedavg+")
 
 OnTrainingRound = Callable[[dict[str, float]], None]
 """Called after every round with its entry of the history."""
@@ -61,7 +63,8 @@ class TrainingOptions:
         learners: ``M2`` learners.
         learner: ``"linear"``, ``"mlp"``, ``"cnn"`` or a function that makes a ``torch.nn.Module``.
         solver: of the learners: ``"sgd"``, ``"newton"`` (linear only), or ``"auto"``: exact steps
-            for linear learners of the mixture methods, gradient steps otherwise.
+            for linear learners of the mixture methods, gradient steps otherwise. Methods that are
+            defined by their gradient steps (FedProx, Local, Clustered FL, pFedMe) always take them.
         start: of the learners: ``"tied"`` to the Gaussians, ``"split"`` from one, ``"random"``; or
             ``"auto"``: tied for FedGMM, random otherwise.
         warmup: rounds of one shared learner (FedAvg) that come first and count as rounds.
@@ -76,7 +79,7 @@ class TrainingOptions:
         reg_covar: added to every variance; inputs are standardised.
         ridge: penalty of exact steps.
         server: ``"average"``, ``"momentum"`` or ``"adam"``.
-        server_lr: step size of the server.
+        server_lr: step size of the server; ``None`` is 1, and 0.01 for Adam.
         server_momentum: its momentum.
         participation: share of the clients that take part in a round.
         patience: stop after this many rounds without a better validation log-likelihood, and keep
@@ -112,7 +115,7 @@ class TrainingOptions:
     reg_covar: float = 1e-3
     ridge: float = 1.0
     server: str = "average"
-    server_lr: float = 1.0
+    server_lr: float | None = None
     server_momentum: float = 0.9
     participation: float = 1.0
     patience: int | None = None
@@ -140,21 +143,23 @@ class TrainingOptions:
             check_integer(name, getattr(self, name), 1)
         for name in ("warmup", "seed", "finetune_epochs"):
             check_integer(name, getattr(self, name), 0)
-        positive = ("lr", "server_lr", "penalty")
-        for name in (
-            *positive,
-            "momentum",
-            "weight_decay",
-            "reg_covar",
-            "ridge",
-            "proximal",
-            "mixing",
-        ):
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be less than 2**32, got {self.seed!r}.")
+        for name in ("weight_decay", "reg_covar", "ridge", "proximal", "mixing"):
             check_non_negative(name, getattr(self, name))
-            if name in positive and getattr(self, name) == 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
-        if not 0 < self.participation <= 1:
+        for name in ("lr", "penalty", "participation"):
+            _check_positive(name, getattr(self, name))
+        if self.server_lr is not None:
+            _check_positive("server_lr", self.server_lr)
+        if self.tol is not None:
+            check_non_negative("tol", self.tol)
+        for name in ("momentum", "server_momentum"):
+            check_non_negative(name, getattr(self, name))
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be less than 1, got {getattr(self, name)!r}.")
+        if self.participation > 1:
             raise ValueError(f"participation must lie in (0, 1], got {self.participation!r}.")
+        check_flag("standardise", self.standardise)
         if self.patience is not None:
             check_integer("patience", self.patience, 1)
         check_choice("algorithm", self.algorithm, ALGORITHMS)
@@ -173,9 +178,15 @@ class TrainingOptions:
         return values
 
 
+def _check_positive(name: str, value: Any) -> None:
+    check_non_negative(name, value)
+    if value == 0:
+        raise ValueError(f"{name} must be positive, got {value!r}.")
+
+
 def train(
     dataset: FederatedDataset,
-    algorithm: str = "fedgmm",
+    algorithm: str | None = None,
     *,
     options: TrainingOptions | None = None,
     answers: Answers | None = None,
@@ -186,7 +197,7 @@ def train(
 
     Args:
         dataset: the clients.
-        algorithm: one of ``ALGORITHMS``.
+        algorithm: one of ``ALGORITHMS``; ``None`` is the one of ``options``, FedGMM without them.
         options: a complete set of options; ``algorithm`` and ``changes`` are laid over it.
         answers: which clients answer in a round; those that do not are left out of its aggregate.
         on_round: called after every round with its entry of the history.
@@ -199,7 +210,9 @@ def train(
     unknown = set(changes) - set(TrainingOptions.__dataclass_fields__)
     if unknown:
         raise TypeError(f"train() has no option {sorted(unknown)[0]!r}.")
-    chosen = replace(options or TrainingOptions(), algorithm=algorithm, **changes)
+    if algorithm is not None:
+        changes["algorithm"] = algorithm
+    chosen = replace(options or TrainingOptions(), **changes)
     chosen.check()
     device, dtype = resolve_device(chosen.device), resolve_dtype(chosen.dtype)
     if len(dataset.classes) < 2:
@@ -207,7 +220,7 @@ def train(
             f"There is only one class ({dataset.classes[0]!r}) in the data; classification needs two."
         )
     scaling = _scaling(dataset) if chosen.standardise and len(dataset.input_shape) == 1 else None
-    scaled = _apply(dataset, scaling, dtype, device)
+    scaled = _scaled(dataset, scaling, dtype, device)
     net = network(chosen.learner, dataset.input_shape, len(dataset.classes))
     return _Training(chosen, net, scaled, scaling, dataset, answers, tuple(on_round)).run()
 
@@ -231,7 +244,11 @@ def build(options: TrainingOptions, net: Network) -> SupervisedMethod[Any, Any, 
         options.seed,
         dtype,
     )
-    server = ServerOptimiser(options.server, options.server_lr, options.server_momentum)  # type: ignore[arg-type]
+    server = ServerOptimiser(
+        options.server,  # type: ignore[arg-type]
+        options.server_lr or (0.01 if options.server == "adam" else 1.0),
+        options.server_momentum,
+    )
     solver = _solver(options, net)
     start = options.start
     if start == "auto":
@@ -273,6 +290,7 @@ def build(options: TrainingOptions, net: Network) -> SupervisedMethod[Any, Any, 
 
 
 def _solver(options: TrainingOptions, net: Network) -> str:
+    """How the learners of a method are fitted, ``"sgd"`` or ``"newton"``."""
     if not isinstance(net, Dense) or net.hidden:
         if options.solver == "newton":
             raise ValueError("solver='newton' is exact for linear learners only; use solver='sgd'.")
@@ -281,7 +299,7 @@ def _solver(options: TrainingOptions, net: Network) -> str:
         # an exact step solves a system of (K-1)(d+1) unknowns for every learner
         small = (net.classes - 1) * (net.columns + 1) <= 1000
         return "newton" if small and options.algorithm in ("fedgmm", "fedem") else "sgd"
-    return options.solver
+    return options.solver if options.algorithm in _WITH_EXACT_STEPS else "sgd"
 
 
 @dataclass(frozen=True)
@@ -303,14 +321,16 @@ class _Training:
         learner, why = self._warm_up(warmup, history) if warmup else (None, None)
         method = build(options, self.net)
         shared, personal = method.init(rows, learner)
-        best: tuple[float, int, Any, Any] = (-float("inf"), 0, shared, personal)
+        best: tuple[float, int, Any, Any] = (-float("inf"), warmup, shared, personal)
 
         def watch(number: int, run: Run[Any, Any]) -> bool:
             nonlocal best
             if options.patience is None:
                 return False
-            model = self._model(method, run.shared, run.personal, history, None)
-            score = -model.evaluate("validation", self.dataset).mean_log_loss
+            # what would be the model if this were the last round
+            own = method.finish(run.shared, run.personal, rows)
+            model = self._model(method, run.shared, own, history, None)
+            score = -model.evaluate("validation").mean_log_loss
             history[-1]["validation_log_likelihood"] = score
             if score > best[0] + 1e-6:
                 best = (score, number, run.shared, run.personal)
@@ -321,7 +341,7 @@ class _Training:
             shared,
             personal,
             rows,
-            max_rounds=options.rounds - warmup,
+            max_rounds=0 if why else options.rounds - warmup,
             tol=options.tol,
             on_round=[self._note(history)],
             participation=Participation(options.participation, self.answers, options.seed),
@@ -329,10 +349,14 @@ class _Training:
             first_round=warmup + 1,
         )
         shared, personal = run.shared, run.personal
-        if options.patience is not None and best[1]:
+        if best[0] > -float("inf"):
             _, _, shared, personal = best
-        personal = method.finish(shared, personal, rows)
-        return self._model(method, shared, personal, history, why or self._why_stopped(run))
+        why = why or self._why_stopped(run.interrupted, run.diverged)
+        try:
+            personal = method.finish(shared, personal, rows)
+        except DivergedError as error:
+            why = why or self._why_stopped(False, f"the end: {error}")
+        return self._model(method, shared, personal, history, why)
 
     def _warm_up(
         self, rounds: int, history: list[dict[str, float]]
@@ -353,10 +377,10 @@ class _Training:
             ),
         )
         learner = {name: value[0] for name, value in run.shared.learners.items()}
-        return learner, self._why_stopped(run)
+        return learner, self._why_stopped(run.interrupted, run.diverged)
 
     def _note(self, history: list[dict[str, float]]) -> Callable[[int, RoundInfo], None]:
-        started = time.perf_counter()
+        started = time.perf_counter() - (history[-1]["seconds"] if history else 0.0)
 
         def note(number: int, info: RoundInfo) -> None:
             history.append(
@@ -371,17 +395,17 @@ class _Training:
 
         return note
 
-    def _why_stopped(self, run: Run[Any, Any]) -> str | None:
-        if run.interrupted:
+    def _why_stopped(self, interrupted: bool, diverged: str | None) -> str | None:
+        if interrupted:
             warnings.warn(
                 "Training was interrupted; the last finished round is kept.",
                 RuntimeWarning,
                 stacklevel=5,
             )
             return "interrupted"
-        if run.diverged:
+        if diverged:
             reason = (
-                f"{run.diverged}; the last good state is kept. A smaller learning rate than "
+                f"{diverged}; the last good state is kept. A smaller learning rate than "
                 f"lr={self.options.lr:g} should help."
             )
             warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=5)
@@ -406,6 +430,7 @@ class _Training:
             self.options.record(),
             history,
             stopped,
+            features_are_inputs=self.dataset.train.features_are_inputs,
             dataset=self.dataset,
         )
 
@@ -418,14 +443,11 @@ def _scaling(dataset: FederatedDataset) -> Scaling:
     return scaling_of(overall.means[0].cpu(), overall.covariances[0].cpu())
 
 
-def _apply(
+def _scaled(
     dataset: FederatedDataset, scaling: Scaling | None, dtype: torch.dtype, device: torch.device
 ) -> FederatedDataset:
     """Training rows in scaled coordinates on the device; the other splits stay as they are."""
     train = dataset.train.to(device)
     if scaling is not None:
-        inputs = scaling.apply(train.inputs, dtype)
-        same = train.features.chunks[0].data_ptr() == train.inputs.data_ptr()
-        features = ClientRows((inputs,), train.codes, train.names) if same else train.features
-        train = LabelledRows(features, inputs, train.labels)
+        train = train.with_inputs(scaling.apply(train.inputs, dtype))
     return replace(dataset, train=train)

@@ -341,7 +341,9 @@ def test_a_variance_that_is_only_rounding_can_be_repaired(noise, overlap, seed):
         warnings.simplefilter("ignore", CovarianceRepairWarning)
         shared = gaussians(torch.zeros(1, 4).double(), torch.from_numpy(matrix)[None], "full")
     assert torch.isfinite(shared.precisions_cholesky).all()
-    assert (torch.linalg.eigvalsh(shared.covariances[0]) > 0).all()
+    scale = shared.covariances[0].diagonal().sqrt()
+    correlation = shared.covariances[0] / scale / scale[:, None]
+    assert (torch.linalg.eigvalsh(correlation) > 0).all()
 
 
 @given(

@@ -26,6 +26,10 @@ def without_density(method: FedGMM, learners: int) -> FedGMM:
     return replace(method, gaussians=NO_GAUSSIANS, density=False, learners=learners, start=start)
 
 
+OwnLearners = Tensor | Params
+"""FedAvg's weights ``(C, 1)`` until clients tune, then a learner each, ``(C, 1, ...)``."""
+
+
 @dataclass(frozen=True)
 class FedAvgPlus:
     """FedAvg, then every client tunes the global learner on its own rows.
@@ -40,18 +44,16 @@ class FedAvgPlus:
 
     def init(
         self, rows: LabelledRows, learner: Params | None = None
-    ) -> tuple[FedGMMShared, Params]:
-        """FedAvg's start; a client's own learner is the global one until it is tuned."""
-        shared, _ = self.average.init(rows, learner)
-        return shared, expand_clients(shared.learners, len(rows.names))
+    ) -> tuple[FedGMMShared, OwnLearners]:
+        """FedAvg's start."""
+        return self.average.init(rows, learner)
 
     def client_step(
-        self, shared: FedGMMShared, personal: Params, rows: LabelledRows, round_number: int = 1
-    ) -> tuple[Params, FedGMMUpdate]:
+        self, shared: FedGMMShared, personal: OwnLearners, rows: LabelledRows, round_number: int = 1
+    ) -> tuple[OwnLearners, FedGMMUpdate]:
         """FedAvg's round; nothing personal yet."""
-        weights = torch.ones(len(rows.names), 1, dtype=torch.float64, device=rows.device)
-        _, update = self.average.client_step(shared, weights, rows, round_number)
-        return personal, update
+        assert isinstance(personal, Tensor)
+        return self.average.client_step(shared, personal, rows, round_number)
 
     def server_step(
         self, shared: FedGMMShared, update: FedGMMUpdate
@@ -59,15 +61,17 @@ class FedAvgPlus:
         """FedAvg's average."""
         return self.average.server_step(shared, update)
 
-    def finish(self, shared: FedGMMShared, personal: Params, rows: LabelledRows) -> Params:
+    def finish(self, shared: FedGMMShared, personal: OwnLearners, rows: LabelledRows) -> Params:
         """Tune the global learner on every client."""
         training = self.average.training
         sgd = replace(training.sgd, epochs=self.epochs)
         start = expand_clients(shared.learners, len(rows.names))
         return training.train_personal(start, rows, training.rounds + 1, sgd)
 
-    def prediction(self, shared: FedGMMShared, personal: Params) -> Prediction:
+    def prediction(self, shared: FedGMMShared, personal: OwnLearners) -> Prediction:
         """Each client's tuned learner; the global one for everybody else."""
+        if isinstance(personal, Tensor):
+            return self.average.prediction(shared, personal)
         clients = len(next(iter(personal.values())))
         learners = {
             name: torch.cat([value[:, 0], shared.learners[name]])

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedgmm.algorithms.base import Prediction, RoundInfo
+from fedgmm.algorithms.base import DivergedError, Prediction, RoundInfo
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.algorithms.mixture import FederatedGMM, MixtureShared, MixtureUpdate
 from fedgmm.core.aggregate import aggregate_weights
@@ -29,7 +29,6 @@ from fedgmm.core.learners import (
     log_likelihoods,
     newton_step,
     newton_sums,
-    weighted_sum,
 )
 from fedgmm.core.mstep import client_weights
 from fedgmm.core.networks import Dense, Params
@@ -161,37 +160,22 @@ class FedGMM:
             return q, log_evidence
 
         mixture = self.gaussians._sum_over_rows(rows.features, current, e_step, learners=m2)
+        lost = torch.nonzero(~torch.isfinite(mixture.counts).all(-1)).flatten()
+        if len(lost):  # learners so large that their logits overflow
+            raise DivergedError(rows.names[int(lost[0])])
         counts = mixture.counts.reshape(len(mixture.counts), -1, m2).sum(1)
         update = FedGMMUpdate(mixture, counts.sum(0))
         if self.solver == "newton":
             newton = self._newton_over_rows(shared.learners, rows, learner_weights)
             update = replace(update, newton=newton)
         else:
-            sums = self._train_over_clients(
-                shared.learners, rows, learner_weights, counts, round_number
+            sums = self.training.train_shared(
+                shared.learners, rows, learner_weights if m2 > 1 else None, counts, round_number
             )
             update = replace(update, learners=sums)
         weights = client_weights(mixture.counts, rows.features.rows_per_client.clamp_min(1))
         present = rows.features.rows_per_client[:, None] > 0
         return torch.where(present, weights, personal), update
-
-    def _train_over_clients(
-        self,
-        learners: Params,
-        rows: LabelledRows,
-        weights: Tensor,
-        counts: Tensor,
-        round_number: int,
-    ) -> Params:
-        """``Σ_c γ_c(m2) θ_m2,c`` of locally trained learners."""
-        row_weights = None if self.learners == 1 else weights
-        total: Params = {}
-        for clients, trained in self.training.train_shared(
-            learners, rows, row_weights, round_number
-        ):
-            for name, value in weighted_sum(trained, counts[clients]).items():
-                total[name] = total[name] + value if name in total else value
-        return total
 
     def _newton_over_rows(
         self, learners: Params, rows: LabelledRows, weights: Tensor
@@ -213,6 +197,7 @@ class FedGMM:
                 return
             total[0].gradient.add_(sums.gradient)
             total[0].hessian.add_(sums.hessian)
+            total[0].second.add_(sums.second)
             total[0].weight.add_(sums.weight)
 
         blocks = rows.features.blocks(self.learners * (net.classes - 1))
@@ -220,6 +205,7 @@ class FedGMM:
         return NewtonSums(
             torch.stack([lane.gradient for lane in lanes]).sum(0),
             torch.stack([lane.hessian for lane in lanes]).sum(0),
+            torch.stack([lane.second for lane in lanes]).sum(0),
             torch.stack([lane.weight for lane in lanes]).sum(0),
         )
 
@@ -229,11 +215,10 @@ class FedGMM:
         """Gaussians from moments, learners from weighted averages or from summed curvature."""
         mixture, info = self.gaussians.server_step(shared.mixture, update.mixture)
         mixture = replace(mixture, weights=aggregate_weights(update.mixture.counts))
-        server = shared.server
         if update.newton is not None:
             net = self.training.net
             assert isinstance(net, Dense)
-            learners = newton_step(net, shared.learners, update.newton, self.ridge)
+            average = newton_step(net, shared.learners, update.newton, self.ridge)
         else:
             assert update.learners is not None
             alive = update.learner_counts > 1e-9
@@ -245,7 +230,7 @@ class FedGMM:
                 average[name] = torch.where(
                     alive.reshape(shape), mean, shared.learners[name].double()
                 )
-            learners, server = self.server.step(shared.learners, average, server)
+        learners, server = self.server.step(shared.learners, average, shared.server)
         return FedGMMShared(mixture, learners, server), info
 
     def finish(self, shared: FedGMMShared, personal: Tensor, rows: LabelledRows) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -14,18 +15,25 @@ from fedgmm.algorithms.base import DivergedError
 from fedgmm.core.learners import (
     SGD,
     BatchPlan,
+    add_params,
     expand_clients,
     flatten,
     plan_batches,
     stack,
     take_clients,
     train_local,
+    weighted_sum,
 )
-from fedgmm.core.networks import Network, Params
+from fedgmm.core.networks import Dense, Network, Params
+from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
 
 Schedule = Literal["constant", "cosine", "sqrt"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+Result = TypeVar("Result")
+
+_LARGEST = 1e8  # a few layers of numbers beyond it overflow in float32
+_STEP_NUMBERS = 128 * 1024  # inputs of one step of a group: they stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -68,49 +76,87 @@ class LocalTraining:
         params = stack(drawn or [given or {}] * learners)
         return {name: value.to(device, self.dtype) for name, value in params.items()}
 
-    def plan(
-        self, rows: LabelledRows, clients: Tensor, round_number: int, options: SGD
-    ) -> BatchPlan:
-        """Batches of some clients for one round."""
-        orders = [rows.shuffled(self.seed, round_number, epoch) for epoch in range(options.epochs)]
-        return plan_batches(rows.offsets, clients, orders, options.batch_size)
+    def orders(self, rows: LabelledRows, round_number: int, options: SGD) -> list[Tensor]:
+        """One shuffle of every client's rows an epoch, ``(N,)`` each."""
+        return [rows.shuffled(self.seed, round_number, epoch) for epoch in range(options.epochs)]
 
-    def groups(self, rows: LabelledRows, params: Params) -> Iterator[Tensor]:
-        """Codes of clients that have rows, in groups whose copies of ``params`` fit the memory."""
+    def groups(self, rows: LabelledRows, params: Params) -> list[Tensor]:
+        """Codes of clients that have rows, in groups that train side by side.
+
+        Copies of ``params`` fit the memory; on a CPU a step of the group fits the cache.
+        """
         one = sum(value.numel() * value.element_size() for value in params.values())
         size = max(1, self.memory // (4 * one))  # parameters, gradients, momentum, a temporary
+        if self._in_lanes(rows):
+            numbers = self.sgd.batch_size * math.prod(rows.inputs.shape[1:])
+            size = min(size, max(1, _STEP_NUMBERS // numbers))
         present = torch.nonzero(rows.features.rows_per_client > 0).flatten()
-        for first in range(0, len(present), size):
-            yield present[first : first + size]
+        return [present[first : first + size] for first in range(0, len(present), size)]
+
+    def _in_lanes(self, rows: LabelledRows) -> bool:
+        """Small networks train group by group, one thread each; large ones use all threads at once."""
+        return rows.device.type == "cpu" and isinstance(self.net, Dense)
+
+    def over_groups(
+        self, rows: LabelledRows, params: Params, visit: Callable[[list[Result], Tensor], None]
+    ) -> list[Result]:
+        """Call ``visit`` with a list to append to and each group's codes; all that was appended."""
+        groups = self.groups(rows, params)
+        if self._in_lanes(rows):
+            lanes = accumulate(groups, list[Result], visit, rows.device, gradients=True)
+            return [result for lane in lanes for result in lane]
+        results: list[Result] = []
+        for group in groups:
+            visit(results, group)
+        return results
 
     def train_shared(
-        self, shared: Params, rows: LabelledRows, weights: Tensor | None, round_number: int
-    ) -> Iterator[tuple[Tensor, Params]]:
-        """Every client trains its copies of shared learners ``(M, ...)``.
+        self,
+        shared: Params,
+        rows: LabelledRows,
+        weights: Tensor | None,
+        counts: Tensor,
+        round_number: int,
+    ) -> Params:
+        """Every client trains its copies of shared learners; the server needs only their sum.
 
-        Yields:
-            Client codes ``(A,)`` and their trained parameters ``(A, M, ...)``.
+        Args:
+            shared: ``θ_m``, ``(M, ...)``.
+            rows: the clients' rows.
+            weights: responsibilities of the learners, ``(N, M)``; ``None`` means one.
+            counts: ``γ_c(m)``, ``(C, M)``.
+            round_number: for the shuffle and the schedule.
+
+        Returns:
+            ``Σ_c γ_c(m) θ_mc``, ``(M, ...)`` float64.
         """
         options = self.options(round_number)
-        for clients in self.groups(rows, shared):
+        orders = self.orders(rows, round_number, options)
+
+        def visit(sums: list[Params], clients: Tensor) -> None:
             start = expand_clients(shared, len(clients))
-            plan = self.plan(rows, clients, round_number, options)
+            plan = plan_batches(rows.offsets, clients, orders, options.batch_size)
             anchor = start if options.proximal else None
             trained = self.train(start, rows, weights, plan, options, anchor)
-            yield plan.clients, trained
+            sums.append(weighted_sum(trained, counts[plan.clients]))
+
+        return add_params(self.over_groups(rows, shared, visit))
 
     def train_personal(
         self, personal: Params, rows: LabelledRows, round_number: int, sgd: SGD | None = None
     ) -> Params:
         """Every client trains learners of its own, ``(C, M, ...)``."""
         options = sgd or self.options(round_number)
+        orders = self.orders(rows, round_number, options)
         result = {name: value.clone() for name, value in personal.items()}
-        one = {name: value[0] for name, value in personal.items()}
-        for clients in self.groups(rows, one):
-            plan = self.plan(rows, clients, round_number, options)
+
+        def visit(_: list[None], clients: Tensor) -> None:
+            plan = plan_batches(rows.offsets, clients, orders, options.batch_size)
             trained = self.train(take_clients(personal, plan.clients), rows, None, plan, options)
             for name, value in trained.items():
-                result[name][plan.clients] = value
+                result[name][plan.clients] = value  # groups do not overlap
+
+        self.over_groups(rows, {name: value[0] for name, value in personal.items()}, visit)
         return result
 
     def train(
@@ -123,17 +169,26 @@ class LocalTraining:
         anchor: Params | None = None,
     ) -> Params:
         """Run a plan and see to it that the outcome is finite."""
-        with torch.random.fork_rng(devices=[]):  # dropout draws from the global generator
-            torch.manual_seed(self.seed)
+        with self._random_state(rows):
             trained = train_local(
                 self.net, start, rows.inputs, rows.labels, weights, plan, options, anchor
             )
         check_finite(trained, plan.clients, rows)
         return trained
 
+    @contextmanager
+    def _random_state(self, rows: LabelledRows) -> Iterator[None]:
+        """Dropout draws from the global generator: give it this run's seed, then its own back."""
+        if self._in_lanes(rows):  # these networks draw nothing
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            yield
+
 
 def check_finite(params: Params, clients: Tensor, rows: LabelledRows) -> None:
-    """Raise :class:`DivergedError` for the first client whose ``(A, M, ...)`` are not finite."""
-    finite = torch.isfinite(flatten(params)).all(-1).all(-1)
-    if not bool(finite.all()):
-        raise DivergedError(rows.names[int(clients[int(torch.nonzero(~finite)[0])])])
+    """Raise :class:`DivergedError` for the first client whose ``(A, M, ...)`` are lost."""
+    good = (flatten(params).abs() < _LARGEST).all(-1).all(-1)  # NaN is not less than anything
+    if not bool(good.all()):
+        raise DivergedError(rows.names[int(clients[int(torch.nonzero(~good)[0])])])

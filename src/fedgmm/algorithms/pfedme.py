@@ -10,7 +10,13 @@ from torch import Tensor
 from fedgmm.algorithms.base import Prediction, RoundInfo
 from fedgmm.algorithms.local import Fit, fit_of_own_learners
 from fedgmm.algorithms.local_training import LocalTraining, check_finite
-from fedgmm.core.learners import expand_clients, train_moreau, weighted_sum
+from fedgmm.core.learners import (
+    add_params,
+    expand_clients,
+    plan_batches,
+    train_moreau,
+    weighted_sum,
+)
 from fedgmm.core.networks import Params
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.data.dataset import LabelledRows
@@ -69,10 +75,11 @@ class PFedMe:
         # gradient steps on f + λ/2 ‖·‖² are stable below 1 / (λ + curvature of f)
         inner_lr = self.inner_lr or min(options.lr, 0.5 / self.penalty)
         counts = rows.features.rows_per_client.double()
+        orders = training.orders(rows, round_number, options)
         moved = {name: value.clone() for name, value in personal.items()}
-        total: Params = {}
-        for clients in training.groups(rows, shared.learners):
-            plan = training.plan(rows, clients, round_number, options)
+
+        def visit(sums: list[Params], clients: Tensor) -> None:
+            plan = plan_batches(rows.offsets, clients, orders, options.batch_size)
             local, own = train_moreau(
                 training.net,
                 expand_clients(shared.learners, len(clients)),
@@ -85,9 +92,12 @@ class PFedMe:
                 inner_lr,
             )
             check_finite(own, plan.clients, rows)
-            for name, value in weighted_sum(local, counts[plan.clients, None]).items():
-                total[name] = total[name] + value if name in total else value
-                moved[name][plan.clients] = own[name]
+            check_finite(local, plan.clients, rows)
+            sums.append(weighted_sum(local, counts[plan.clients, None]))
+            for name, value in own.items():
+                moved[name][plan.clients] = value  # groups do not overlap
+
+        total = add_params(training.over_groups(rows, shared.learners, visit))
         fit = fit_of_own_learners(training, moved, rows)
         return moved, PFedMeUpdate(total, counts.sum(), fit)
 

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 Start = Literal["kmeans", "k-means++", "random"]
@@ -74,7 +75,10 @@ def server_means(sent: Centroids, components: int, start: Start, seed: int) -> N
     if start == "k-means++":
         means, _ = kmeans_plusplus(points, components, sample_weight=counts, random_state=seed)
         return np.asarray(means)
-    clustering = KMeans(components, n_init=10, random_state=seed).fit(points, sample_weight=counts)
+    # On several threads scikit-learn adds up in whatever order they finish; one gives the same bits.
+    with threadpool_limits(limits=1, user_api="openmp"):
+        clustering = KMeans(components, n_init=10, random_state=seed)
+        clustering.fit(points, sample_weight=counts)
     return np.asarray(clustering.cluster_centers_, dtype=np.float64)
 
 

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from fedgmm.core.linalg import matmul
 from fedgmm.core.networks import Dense, Network, Params
 
 
-def log_likelihoods(net: Network, params: Params, inputs: Tensor, labels: Tensor) -> Tensor:
+def log_likelihoods(
+    net: Network, params: Params, inputs: Tensor, labels: Tensor, training: bool = False
+) -> Tensor:
     """``log P_θm(y_i|x_i)`` of every learner.
 
     Args:
@@ -19,11 +22,12 @@ def log_likelihoods(net: Network, params: Params, inputs: Tensor, labels: Tensor
         params: stacked parameters, ``(*C, M, ...)``.
         inputs: ``(*C, n, *shape)``.
         labels: class indices, ``(*C, n)``.
+        training: switches dropout on.
 
     Returns:
         ``(*C, n, M)``.
     """
-    logits = net.logits(params, inputs)
+    logits = net.logits(params, inputs, training)
     if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)): a softmax over two numbers is slow
         margins = logits[..., 1] - logits[..., 0]
         signs = (2 * labels - 1).to(logits.dtype).unsqueeze(-1)
@@ -55,15 +59,24 @@ def weighted_sum(params: Params, weights: Tensor) -> Params:
     """``Σ_c w_c(m) θ_mc`` in float64: ``(C, M, ...)`` and ``(C, M)`` to ``(M, ...)``."""
     sums = {}
     for name, value in params.items():
-        flat = value.flatten(2).double() if value.dim() > 2 else value.double()[..., None]
-        total = torch.einsum("cm,cmp->mp", weights.double(), flat)
+        total = torch.einsum("cm,cmp->mp", weights.double(), _vectors(value).double())
         sums[name] = total.reshape(value.shape[1:])
     return sums
 
 
+def add_params(sums: list[Params]) -> Params:
+    """The sum of several sets of parameters, in their order."""
+    return {name: torch.stack([own[name] for own in sums]).sum(0) for name in sums[0]}
+
+
 def flatten(params: Params) -> Tensor:
     """All parameters of each client and learner as one vector: ``(C, M, P)``, float64."""
-    return torch.cat([value.flatten(2).double() for value in params.values()], dim=-1)
+    return torch.cat([_vectors(value).double() for value in params.values()], dim=-1)
+
+
+def _vectors(value: Tensor) -> Tensor:
+    """``(C, M, ...)`` as ``(C, M, p)``; a parameter may be a single number."""
+    return value.reshape(*value.shape[:2], -1)
 
 
 # ---------------------------------------------------------------------- stochastic gradients
@@ -177,8 +190,7 @@ def train_local(
     for step in plan.steps:
         active = slice(0, len(step.rows))
         own = {name: value[active].detach().requires_grad_() for name, value in params.items()}
-        loss = batch_loss(net, own, inputs, labels, weights, step)
-        gradients = torch.autograd.grad(loss.sum(), list(own.values()))
+        gradients = _gradients(batch_loss(net, own, inputs, labels, weights, step), own)
         with torch.no_grad():
             for name, gradient in zip(own, gradients, strict=True):
                 value = params[name][active]
@@ -232,8 +244,7 @@ def train_moreau(
             own = {
                 name: value[active].detach().requires_grad_() for name, value in personal.items()
             }
-            loss = batch_loss(net, own, inputs, labels, None, step)
-            gradients = torch.autograd.grad(loss.sum(), list(own.values()))
+            gradients = _gradients(batch_loss(net, own, inputs, labels, None, step), own)
             for name, gradient in zip(own, gradients, strict=True):
                 value = personal[name][active]
                 pull = penalty * (value - local[name][active])
@@ -259,7 +270,12 @@ def batch_loss(
     if weights is not None:
         w = w * _take_rows(weights, step.rows).to(dtype)
     share = w / w.sum(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
-    return -(share * log_likelihoods(net, params, x, y)).sum(1)
+    return -(share * log_likelihoods(net, params, x, y, training=True)).sum(1)
+
+
+def _gradients(losses: Tensor, params: Params) -> tuple[Tensor, ...]:
+    """Of every client's and learner's own loss; zero for a parameter that the module never uses."""
+    return torch.autograd.grad(losses.sum(), list(params.values()), materialize_grads=True)
 
 
 def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
@@ -281,12 +297,17 @@ class NewtonSums:
     Attributes:
         gradient: ``(M, (K-1)·p)`` with ``p = columns + 1``.
         hessian: ``(M, (K-1)·p, (K-1)·p)``.
+        second: ``Σ_i w_i(m) x_i x_iᵀ``, ``(M, p, p)``; tells how far a step moves the logits.
         weight: ``Σ_i w_i(m)``, ``(M,)``.
     """
 
     gradient: Tensor
     hessian: Tensor
+    second: Tensor
     weight: Tensor
+
+
+_SMALLEST_RIDGE = 1e-9
 
 
 def contrasts(classes: int) -> Tensor:
@@ -326,21 +347,31 @@ def newton_sums(
     curvature = (curvature - pb[..., :, None] * pb[..., None, :]) * w[..., None, None]
     n, m, r, _ = curvature.shape
     p = x.shape[1]
+
+    def gram(row_weights: Tensor) -> Tensor:
+        """``Σ_i v_i(m) x_i x_iᵀ``, ``(M, p, p)``, as one product for all learners."""
+        scaled = (row_weights.mT[:, None] * x.mT).reshape(m * p, n)
+        return matmul(scaled, x).reshape(m, p, p)
+
     hessian = torch.empty(m, r, p, r, p, dtype=x.dtype, device=x.device)
     for a in range(r):
         for b in range(a, r):
-            # one product for all learners: (M·p, n) @ (n, p)
-            scaled = curvature[:, :, a, b].mT[:, None] * x.mT
-            block = (scaled.reshape(m * p, n) @ x).reshape(m, p, p)
+            block = gram(curvature[:, :, a, b])
             hessian[:, a, :, b] = block
             hessian[:, b, :, a] = block.mT
-    return NewtonSums(gradient.reshape(m, r * p), hessian.reshape(m, r * p, r * p), w.sum(0))
+    flat = (m, r * p, r * p)
+    return NewtonSums(gradient.reshape(flat[:2]), hessian.reshape(flat), gram(w), w.sum(0))
 
 
 def newton_step(net: Dense, params: Params, sums: NewtonSums, ridge: float) -> Params:
-    """``β ← β - (H + ridge·I)⁻¹ (g + ridge·β)`` for every learner that has weight.
+    """A damped Newton step, ``β ← β - τ (H + ridge·I)⁻¹ (g + ridge·β)``, for every learner with weight.
 
-    The bias is not penalised beyond what keeps the system solvable.
+    Logistic loss is self-concordant in the logits: with ``δ`` the root mean square change of the
+    logits that a full step would make, ``τ = log(1 + δ) / δ`` keeps it from overshooting where the
+    curvature has died away, and tends to one as the steps get small.
+
+    The bias is not penalised beyond what keeps the system solvable: a column without spread, or a
+    learner that no row belongs to, has no curvature of its own.
     """
     weight, bias = params["0.weight"].double(), params["0.bias"].double()
     m, k, d = weight.shape
@@ -348,11 +379,15 @@ def newton_step(net: Dense, params: Params, sums: NewtonSums, ridge: float) -> P
     beta = (basis.mT @ torch.cat([weight, bias[..., None]], dim=-1)).reshape(m, -1)
     penalty = torch.full((k - 1, d + 1), ridge, dtype=torch.float64, device=weight.device)
     penalty[:, -1] = min(ridge, 1e-3)
-    penalty = penalty.reshape(-1)
+    penalty = penalty.reshape(-1).clamp_min(_SMALLEST_RIDGE)
     system = sums.hessian + torch.diag(penalty)
     direction = torch.linalg.solve(system, (sums.gradient + penalty * beta)[..., None])[..., 0]
+    moves = direction.reshape(m, k - 1, d + 1)
+    squares = torch.einsum("mrp,mpq,mrq->m", moves, sums.second, moves).clamp_min(0.0)
+    change = (squares / sums.weight.clamp_min(1e-9)).sqrt().clamp_min(1e-12)
+    damping = (torch.log1p(change) / change)[:, None]
     alive = (sums.weight > 1e-9)[:, None] & torch.isfinite(direction).all(-1, keepdim=True)
-    beta = torch.where(alive, beta - direction, beta)
+    beta = torch.where(alive, beta - damping * direction, beta)
     logits = basis @ beta.reshape(m, k - 1, d + 1)
     dtype = params["0.weight"].dtype
     return {"0.weight": logits[..., :d].to(dtype), "0.bias": logits[..., d].to(dtype)}

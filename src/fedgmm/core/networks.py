@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -33,12 +34,17 @@ class Network(Protocol):
         """``K``."""
         ...
 
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters of one learner."""
+        ...
+
     def initial(self, generator: torch.Generator) -> Params:
         """Random parameters of one learner, float32, on the CPU."""
         ...
 
-    def logits(self, params: Params, inputs: Tensor) -> Tensor:
-        """Logits of every learner: ``(*C, n, M, K)``."""
+    def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+        """Logits of every learner: ``(*C, n, M, K)``; ``training`` switches dropout on."""
         ...
 
 
@@ -61,18 +67,24 @@ class Dense:
         """Numbers a row, from the inputs to the logits."""
         return (self.columns, *self.hidden, self.classes)
 
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """A weight and a bias for each layer."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer, (fan_in, fan_out) in enumerate(pairwise(self.widths)):
+            shapes |= {f"{layer}.weight": (fan_out, fan_in), f"{layer}.bias": (fan_out,)}
+        return shapes
+
     def initial(self, generator: torch.Generator) -> Params:
         """Uniform in ``±1/√fan_in``, torch's own default for linear layers."""
         params: Params = {}
-        for layer, (fan_in, fan_out) in enumerate(zip(self.widths, self.widths[1:], strict=False)):
-            bound = 1.0 / math.sqrt(fan_in)
-            for name, shape in (("weight", (fan_out, fan_in)), ("bias", (fan_out,))):
-                uniform = torch.rand(shape, generator=generator)
-                params[f"{layer}.{name}"] = (2.0 * uniform - 1.0) * bound
+        for name, shape in self.parameter_shapes.items():
+            bound = 1.0 / math.sqrt(self.widths[int(name.split(".")[0])])
+            params[name] = (2.0 * torch.rand(shape, generator=generator) - 1.0) * bound
         return params
 
-    def logits(self, params: Params, inputs: Tensor) -> Tensor:
-        """Logits ``(*C, n, M, K)``."""
+    def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+        """Logits ``(*C, n, M, K)``; there is nothing random in them."""
         clients = params["0.weight"].dim() - 3
         x = inputs.flatten(clients + 1)
         weight, bias = params["0.weight"], params["0.bias"]
@@ -93,15 +105,32 @@ class Vectorised:
 
     Attributes:
         factory: makes a module that maps ``(n, *shape)`` to logits ``(n, K)``.
+        input_shape: of one row.
         classes: ``K``.
     """
 
     factory: ModuleFactory
+    input_shape: tuple[int, ...]
     classes: int
 
+    # Two skeletons, since a module's mode is state and lanes may evaluate at the same time.
     @cached_property
-    def _skeleton(self) -> nn.Module:
-        return self.factory().to("meta")
+    def _for_training(self) -> nn.Module:
+        return self.factory().to("meta").train()
+
+    @cached_property
+    def _for_evaluation(self) -> nn.Module:
+        return self.factory().to("meta").eval()
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As the module declares them."""
+        try:
+            with torch.device("meta"):  # shapes from a file may be absurd: allocate nothing
+                module = self.factory()
+        except (RuntimeError, NotImplementedError):  # it looks at its numbers while it is made
+            module = self._for_evaluation
+        return {name: tuple(value.shape) for name, value in module.named_parameters()}
 
     def initial(self, generator: torch.Generator) -> Params:
         """The module's own initialisation, seeded by the generator."""
@@ -109,32 +138,53 @@ class Vectorised:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = self.factory()
-        if any(True for _ in module.buffers()):
-            raise ValueError(
-                f"{type(module).__name__} has buffers (such as BatchNorm's running statistics), "
-                "which are not supported; use GroupNorm or LayerNorm."
-            )
+        self._check(module)
         return {name: value.detach().clone() for name, value in module.named_parameters()}
 
-    def logits(self, params: Params, inputs: Tensor) -> Tensor:
+    def _check(self, module: nn.Module) -> None:
+        """Raise unless the module is one that stacked training can handle."""
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"The learner's factory must make a torch.nn.Module, got {module!r}.")
+        kind = type(module).__name__
+        if not any(True for _ in module.parameters()):
+            raise ValueError(f"{kind} has no parameters to train.")
+        if any(True for _ in module.buffers()):
+            raise ValueError(
+                f"{kind} has buffers (such as BatchNorm's running statistics), "
+                "which are not supported; use GroupNorm or LayerNorm."
+            )
+        mode = module.training
+        try:
+            with torch.no_grad():
+                shape = tuple(module.eval()(torch.zeros(2, *self.input_shape)).shape)
+        except (RuntimeError, TypeError, IndexError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{kind} cannot read rows of shape {self.input_shape}: {reason}."
+            ) from None
+        finally:
+            module.train(mode)
+        if shape != (2, self.classes):
+            raise ValueError(
+                f"{kind} must turn 2 rows into logits of shape {(2, self.classes)}, one for each "
+                f"class; it gave {shape}."
+            )
+
+    def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
         """Logits ``(*C, n, M, K)``."""
+        module = self._for_training if training else self._for_evaluation
 
         def one(own: Params, x: Tensor) -> Tensor:
-            out: Tensor = functional_call(self._skeleton, own, (x,))
+            out: Tensor = functional_call(module, own, (x,))
             return out
 
         # learners share their client's rows
         every_learner = vmap(one, in_dims=(0, None), out_dims=-2, randomness="different")
-        axes = inputs.dim() - self._input_axes(params, inputs)
-        for _ in range(axes):
+        name, own = next(iter(module.named_parameters()))
+        for _ in range(params[name].dim() - own.dim() - 1):  # the clients' axes
             every_learner = vmap(every_learner, in_dims=(0, 0), randomness="different")
         out: Tensor = every_learner(params, inputs)
         return out
-
-    def _input_axes(self, params: Params, inputs: Tensor) -> int:
-        """How many axes of ``inputs`` belong to rows and their shape, not to clients."""
-        name, own = next(iter(self._skeleton.named_parameters()))
-        return inputs.dim() - (params[name].dim() - own.dim() - 1)
 
 
 class ConvNet(nn.Module):
@@ -176,7 +226,7 @@ def network(learner: str | ModuleFactory, input_shape: tuple[int, ...], classes:
         classes: ``K``.
     """
     if callable(learner):
-        return Vectorised(learner, classes)
+        return Vectorised(learner, input_shape, classes)
     columns = math.prod(input_shape)
     match learner:
         case "linear":
@@ -190,7 +240,7 @@ def network(learner: str | ModuleFactory, input_shape: tuple[int, ...], classes:
                     f"got inputs of shape {input_shape}."
                 )
             channels, size, _ = input_shape
-            return Vectorised(lambda: ConvNet(channels, size, classes), classes)
+            return Vectorised(partial(ConvNet, channels, size, classes), input_shape, classes)
     raise ValueError(
         f"learner must be one of {list(LEARNERS)} or a module factory, got {learner!r}."
     )

@@ -58,9 +58,11 @@ def adapt_weights(
     Returns:
         The weights ``(M,)`` and the mean log-likelihood before every iteration.
     """
-    # one exponential for all iterations: likelihoods relative to each row's best component
-    largest = log_likelihood.amax(-1, keepdim=True)
-    relative = torch.exp(log_likelihood - largest)
+    # one exponential for all iterations: likelihoods relative to each row's best component, among
+    # those that take part, so that no row is lost to a component that may not have it
+    possible = log_likelihood.masked_fill(start <= 0, -torch.inf)
+    largest = possible.amax(-1, keepdim=True)
+    relative = torch.exp(possible - largest)
     offset = float(largest.mean())
     weights, history = start, []
     for _ in range(max_rounds):

@@ -22,6 +22,7 @@ Block = tuple[int, int, int]
 """A run of rows: chunk, first row, last row (exclusive), counted within the chunk."""
 
 Accumulator = TypeVar("Accumulator")
+Item = TypeVar("Item")
 
 # A block's temporaries should stay in the caches, and BLAS has fast kernels for products of up to
 # about a million multiplications (half of ``rows × columns²``): measured for d = 2 … 512.
@@ -50,18 +51,20 @@ def blocks_of(chunk_lengths: Sequence[int], rows: int) -> list[Block]:
 
 
 def accumulate(
-    blocks: Sequence[Block],
+    blocks: Sequence[Item],
     start: Callable[[], Accumulator],
-    add_block: Callable[[Accumulator, Block], None],
+    add_block: Callable[[Accumulator, Item], None],
     device: torch.device,
+    gradients: bool = False,
 ) -> list[Accumulator]:
     """Run ``add_block`` over all blocks and return one accumulator a lane, in order.
 
     Args:
-        blocks: what to visit, in order.
+        blocks: what to visit, in order: blocks of rows, or anything else.
         start: makes an empty accumulator.
         add_block: adds one block to an accumulator in place.
         device: lanes are threads on the CPU; elsewhere there is one.
+        gradients: whether ``add_block`` differentiates.
     """
     lanes = min(torch.get_num_threads(), len(blocks)) if device.type == "cpu" else 1
     stop = threading.Event()
@@ -69,7 +72,7 @@ def accumulate(
     def run(lane: int) -> Accumulator:
         accumulator = start()
         share = blocks[len(blocks) * lane // lanes : len(blocks) * (lane + 1) // lanes]
-        with torch.inference_mode():
+        with torch.inference_mode(mode=not gradients):
             for block in share:
                 if stop.is_set():
                     break

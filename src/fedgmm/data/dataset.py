@@ -14,7 +14,13 @@ from torch import Tensor
 
 from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.data.federated import ClientRows, client_rows
-from fedgmm.data.inputs import NO_CLIENT, checked_rows, encode_clients
+from fedgmm.data.inputs import (
+    NO_CLIENT,
+    checked_rows,
+    columns_of_pairs,
+    encode_clients,
+    is_missing,
+)
 
 SPLITS = ("train", "validation", "test")
 PAPER_SPLIT = (0.6, 0.2, 0.2)
@@ -29,11 +35,13 @@ class LabelledRows:
         features: what the Gaussians see.
         inputs: what the learners see, ``(N, *shape)``.
         labels: class indices, ``(N,)`` int64.
+        features_are_inputs: the Gaussians see what the learners see, flattened.
     """
 
     features: ClientRows
     inputs: Tensor
     labels: Tensor
+    features_are_inputs: bool = True
 
     @property
     def names(self) -> tuple[Hashable, ...]:
@@ -57,8 +65,16 @@ class LabelledRows:
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
     @cached_property
-    def _client_words(self) -> NDArray[np.int64]:
-        return self.codes.cpu().numpy() << 32
+    def _sorting_words(self) -> tuple[NDArray[np.int64], int, int]:
+        """A number a row: the client in its high bits, the place within the client in its low ones.
+
+        Also where the free bits between the two begin, and how many there are.
+        """
+        codes, positions = self.codes.cpu().numpy(), self.features.positions
+        first = int(positions.max(initial=0)).bit_length()
+        # as many in every federation, so that other clients do not change the order
+        free = min(40, 63 - first - int(codes.max(initial=0)).bit_length())
+        return codes << (first + free) | positions, first, free
 
     def __len__(self) -> int:
         """How many rows there are in all."""
@@ -71,8 +87,12 @@ class LabelledRows:
         """
         stream = _SHUFFLE_STREAM + 1_000_003 * round_number + epoch
         keys = self.features.keys[self.codes.cpu().numpy()]
-        draws = (row_uniforms(seed, stream, keys, self.features.positions) * 2**32).astype(np.int64)
-        return torch.from_numpy(np.argsort(self._client_words | draws)).to(self.device)
+        draws = row_uniforms(seed, stream, keys, self.features.positions)
+        # by client, then draw, then place: no two words are equal, whatever the draws
+        words, first, free = self._sorting_words
+        return torch.from_numpy(
+            np.argsort(words | (draws * 2.0**free).astype(np.int64) << first)
+        ).to(self.device)
 
     def select(self, clients: Tensor) -> LabelledRows:
         """Only some clients, given as sorted codes."""
@@ -81,7 +101,14 @@ class LabelledRows:
         wanted = torch.zeros(len(self.names), dtype=torch.bool, device=self.device)
         wanted[clients] = True
         here = wanted[self.codes]
-        return LabelledRows(self.features.select(clients), self.inputs[here], self.labels[here])
+        inputs, labels = self.inputs[here], self.labels[here]
+        if self.features_are_inputs:
+            names = tuple(self.names[code] for code in clients.tolist())
+            codes = (wanted.cumsum(0) - 1)[self.codes[here]]
+            features = _features_of(inputs, codes, names)
+        else:
+            features = self.features.select(clients)
+        return replace(self, features=features, inputs=inputs, labels=labels)
 
     def client(self, code: int) -> LabelledRows:
         """The rows of one client."""
@@ -91,9 +118,22 @@ class LabelledRows:
         """The same rows on another device."""
         if self.device == device:
             return self
-        return LabelledRows(
-            self.features.to(device), self.inputs.to(device), self.labels.to(device)
-        )
+        return self.with_inputs(self.inputs.to(device))
+
+    def with_inputs(self, inputs: Tensor) -> LabelledRows:
+        """The same rows with other inputs ``(N, *shape)``, on the device of these."""
+        device = inputs.device
+        if self.features_are_inputs:
+            features = _features_of(inputs, self.codes.to(device), self.names)
+        else:
+            features = self.features.to(device)
+        return replace(self, features=features, inputs=inputs, labels=self.labels.to(device))
+
+
+def _features_of(inputs: Tensor, codes: Tensor, names: tuple[Hashable, ...]) -> ClientRows:
+    """The inputs as the Gaussians see them: flat, and over the same memory where they can be."""
+    seen = inputs.flatten(1)
+    return ClientRows((seen if seen.is_floating_point() else seen.float(),), codes, names)
 
 
 @dataclass(frozen=True)
@@ -139,7 +179,7 @@ class FederatedDataset:
             seed: of the split.
         """
         column_names = tuple(map(str, X.columns)) if hasattr(X, "columns") else None
-        inputs = np.asarray(X)
+        inputs = numeric(X, "X")
         labels = np.asarray(y)
         if labels.ndim != 1 or len(labels) != len(inputs):
             raise ValueError(
@@ -166,13 +206,18 @@ class FederatedDataset:
         if not pairs:
             raise ValueError("There is no client; give at least one (client, (X, y)) pair.")
         names = [name for name, _ in pairs]
+        if any(is_missing(name) for name in names):
+            raise ValueError("A client has no name (it is None or NaN); every client needs one.")
         if len(set(names)) < len(names):
-            raise ValueError("A client appears more than once; join its rows first.")
-        inputs = [np.asarray(X) for _, (X, _) in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
+        column_names = columns_of_pairs([(name, X) for name, (X, _) in pairs])
+        for name, (X, _) in pairs:
+            if not np.shape(X) or not np.shape(X)[0]:
+                raise ValueError(f"Client {name!r} is empty; leave it out.")
+        inputs = [numeric(X, f"Client {name!r}") for name, (X, _) in pairs]
         labels = [np.asarray(y) for _, (_, y) in pairs]
         for name, own, own_labels in zip(names, inputs, labels, strict=True):
-            if not len(own):
-                raise ValueError(f"Client {name!r} is empty; leave it out.")
             if own.shape[1:] != inputs[0].shape[1:]:
                 raise ValueError(
                     f"Client {name!r} has rows of shape {own.shape[1:]}, but client {names[0]!r} has "
@@ -183,8 +228,6 @@ class FederatedDataset:
                     f"Client {name!r} has {len(own)} rows but labels of shape {own_labels.shape}."
                 )
         codes = np.repeat(np.arange(len(names)), [len(own) for own in inputs])
-        first = pairs[0][1][0]
-        column_names = tuple(map(str, first.columns)) if hasattr(first, "columns") else None
         return cls._build(
             np.concatenate(inputs),
             np.concatenate(labels),
@@ -193,7 +236,7 @@ class FederatedDataset:
             None,
             split,
             seed,
-            column_names,
+            None if column_names is None else tuple(column_names),
         )
 
     @classmethod
@@ -208,25 +251,19 @@ class FederatedDataset:
         seed: int,
         column_names: tuple[str, ...] | None,
     ) -> FederatedDataset:
-        if inputs.ndim < 2:
-            raise ValueError(f"X must have rows and columns, got an array of shape {inputs.shape}.")
-        if not len(inputs):
-            raise ValueError("X has no rows.")
-        if inputs.dtype not in (np.float32, np.float64, np.uint8):
-            try:
-                inputs = inputs.astype(np.float64)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"X holds data that are not numeric: {error}.") from None
+        if not inputs.size:
+            raise ValueError(f"X has no rows or no columns: its shape is {inputs.shape}.")
         if (codes == NO_CLIENT).any():
             row = int(np.argmax(codes == NO_CLIENT))
             raise ValueError(f"Row {row} has no client (its id is missing).")
         classes, encoded = _encode_labels(labels, codes, names)
-        seen = inputs.reshape(len(inputs), -1) if features is None else np.asarray(features)
+        flat = inputs.reshape(len(inputs), -1)
+        checked_rows([_as_float(flat)], codes, names, column_names)
+        seen = flat if features is None else numeric(features, "features")
         if len(seen) != len(inputs) or seen.ndim != 2:
             raise ValueError(f"features must be ({len(inputs)}, d'), got shape {seen.shape}.")
-        if seen.dtype not in (np.float32, np.float64):
-            seen = seen.astype(np.float32)
-        checked_rows([seen], codes, names, column_names)
+        if features is not None:
+            checked_rows([_as_float(seen)], codes, names)
         train, validation, test = (
             _labelled(inputs, seen, encoded, codes, names, rows, shared=features is None)
             for rows in split_rows(codes, client_keys(names), split, seed)
@@ -247,10 +284,12 @@ class FederatedDataset:
 
     def select(self, clients: Sequence[Hashable]) -> FederatedDataset:
         """The same data set with only some clients, in the order they have here."""
-        missing = [name for name in clients if name not in set(self.names)]
-        if missing:
-            raise ValueError(f"Unknown client {missing[0]!r}.")
-        keep = set(clients)
+        keep, known = set(clients), set(self.names)
+        for name in clients:
+            if name not in known:
+                raise ValueError(f"Unknown client {name!r}.")
+        if not keep:
+            raise ValueError("select needs at least one client.")
         codes = torch.tensor([code for code, name in enumerate(self.names) if name in keep])
         return replace(
             self,
@@ -280,6 +319,29 @@ class FederatedDataset:
         )
 
 
+def numeric(values: Any, what: str) -> NDArray[Any]:
+    """Rows as float32, float64 or uint8, ``(n, ...)``.
+
+    Raises:
+        ValueError: no columns, or data that are not numbers; ``what`` says whose.
+    """
+    rows = np.asarray(values)
+    if rows.ndim < 2:
+        raise ValueError(f"{what} must have rows and columns, got an array of shape {rows.shape}.")
+    if rows.dtype in (np.float32, np.float64, np.uint8):
+        return rows
+    try:
+        if rows.dtype.kind in "cmMV":  # NumPy would cast dates and drop imaginary parts
+            raise ValueError(f"they are of type {rows.dtype}")
+        return rows.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} holds data that are not numeric: {error}.") from None
+
+
+def _as_float(rows: NDArray[Any]) -> NDArray[np.floating]:
+    return rows.astype(np.float32) if rows.dtype == np.uint8 else rows
+
+
 def _encode_labels(
     labels: NDArray[Any], codes: NDArray[np.int64], names: Sequence[Hashable]
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -287,15 +349,21 @@ def _encode_labels(
     if labels.dtype.kind == "f":
         bad = ~np.isfinite(labels)
     elif labels.dtype.kind == "O":
-        bad = np.array([label is None or label != label for label in labels])
+        bad = np.array([is_missing(label) for label in labels.tolist()], dtype=bool)
     else:
-        bad = np.zeros(len(labels), dtype=bool)
+        bad = labels != labels  # dates know one that is missing
     if bad.any():
         row = int(np.argmax(bad))
         raise ValueError(
             f"y contains NaN or a missing label: client {names[codes[row]]!r}, row {row}."
         )
-    classes, encoded = np.unique(labels, return_inverse=True)
+    try:
+        classes, encoded = np.unique(labels, return_inverse=True)
+    except TypeError:
+        kinds = sorted({type(label).__name__ for label in labels.tolist()})
+        raise ValueError(
+            f"y holds labels that cannot be sorted together: {', '.join(kinds)}."
+        ) from None
     return classes, encoded.astype(np.int64)
 
 
@@ -340,10 +408,9 @@ def _labelled(
 ) -> LabelledRows:
     own = inputs[rows]
     seen = own.reshape(len(own), features.shape[1]) if shared else features[rows]
-    if seen.dtype not in (np.float32, np.float64):
-        seen = seen.astype(np.float32)
     return LabelledRows(
-        client_rows([seen], codes[rows], names),
+        client_rows([_as_float(seen)], codes[rows], names),
         torch.from_numpy(own),
         torch.from_numpy(labels[rows]),
+        features_are_inputs=shared,
     )

@@ -1,5 +1,6 @@
 """The scikit-learn face of the package."""
 
+from fedgmm.estimators.classifier import FedGMMClassifier
 from fedgmm.estimators.gaussian_mixture import FederatedGaussianMixture
 
-__all__ = ["FederatedGaussianMixture"]
+__all__ = ["FedGMMClassifier", "FederatedGaussianMixture"]

@@ -64,7 +64,7 @@ class DemoResult:
         means: ``μ``, ``(M, 2)``.
         covariances: ``Σ``, ``(M, 2, 2)``.
         weights: learned ``π_c``, ``(C, M)``.
-        labels: the most likely component of each client's rows, ``(N_c,)`` each.
+        labels: the most likely component of every row, client after client, ``(N,)``.
         log_likelihood: mean over rows no fit saw, each client with its own weights.
         common_log_likelihood: the same rows with one common set of weights.
         pooled_difference: the largest difference, over rounds, of the mean log-likelihood between
@@ -77,7 +77,7 @@ class DemoResult:
     means: FloatArray
     covariances: FloatArray
     weights: FloatArray
-    labels: list[NDArray[np.int64]]
+    labels: NDArray[np.int64]
     log_likelihood: float
     common_log_likelihood: float
     pooled_difference: float
@@ -110,7 +110,7 @@ def run_demo(clients: int = 8, seed: int = 0, on_round: Iterable[OnRound] = ()) 
         means=model.means_[order],
         covariances=model.covariances_[order],
         weights=model.client_weights_[:, order],
-        labels=[place[model.predict(x, clients=name)] for name, x in data.rows.items()],
+        labels=place[model.predict(data.rows)],
         log_likelihood=model.score(data.fresh_rows),
         common_log_likelihood=common.score(data.fresh_rows),
         pooled_difference=difference,
@@ -157,8 +157,8 @@ def _compare_with_pooled(
 ) -> tuple[FederatedGaussianMixture, float]:
     """The model with one common ``π``, and how far it is from scikit-learn's on the pooled rows.
 
-    Both start from the same parameters, some way off, and run the same rounds. Pooling needs all rows in one
-    place; it stands here only as the yardstick.
+    Both start from the same parameters, some way off, and run the same rounds. Pooling needs all
+    rows in one place; it stands here only as the yardstick.
     """
     whiteners = model.precisions_cholesky_
     start: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from fedgmm.core.gaussians import log_densities, residuals
 from fedgmm.core.predictive import adapt_weights, log_class_probabilities, log_marginal
 from fedgmm.core.scaling import Scaling
 from fedgmm.core.streaming import Block, accumulate, blocks_of
-from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.dataset import FederatedDataset, LabelledRows, numeric
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients
 from fedgmm.inference.metrics import Evaluation, evaluate
 from fedgmm.inference.novelty import NoveltyResult, conformal_p_values, detect
@@ -24,6 +25,8 @@ from fedgmm.inference.novelty import NoveltyResult, conformal_p_values, detect
 FloatArray = NDArray[np.float64]
 Score = Literal["x", "y", "joint", "confidence"]
 SCORES = ("x", "y", "joint", "confidence")
+CALIBRATIONS = (*SCORES, "clients")
+"""Scores that are kept of held-out rows; the last are means over each client's rows."""
 
 _ROWS_AT_ONCE = 4096
 
@@ -43,7 +46,7 @@ class Adaptation:
     log_likelihoods: list[float]
 
 
-@dataclass
+@dataclass(repr=False)
 class FederatedModel:
     """What training leaves behind.
 
@@ -58,6 +61,7 @@ class FederatedModel:
         history: one dictionary a round.
         stopped: why training ended before its last round, or ``None``.
         calibration: scores of held-out rows, per kind of score; filled on first use.
+        features_are_inputs: the Gaussians see the inputs, not features of their own.
         dataset: the data set of the training, if it is still at hand; never saved.
     """
 
@@ -71,7 +75,22 @@ class FederatedModel:
     history: list[dict[str, float]] = field(default_factory=list)
     stopped: str | None = None
     calibration: dict[str, FloatArray] = field(default_factory=dict)
+    features_are_inputs: bool = True
     dataset: FederatedDataset | None = None
+
+    def __repr__(self) -> str:
+        """One screen: the method, its size, how long it was trained."""
+        mixed = self.prediction.client_weights is not None
+        size = f"{self.n_learners} learner(s) of {len(self.classes)} classes"
+        if self.prediction.gaussians is not None:
+            size = f"{self.n_components} Gaussian(s), {size}"
+        ended = "" if self.stopped is None else f", stopped: {self.stopped}"
+        return (
+            f"FederatedModel: {self.algorithm}, {len(self.names)} clients "
+            f"{'with weights of their own' if mixed else 'with an assigned learner'}\n"
+            f"  {size}, rows of shape {self.input_shape}\n"
+            f"  {len(self.history)} rounds{ended}"
+        )
 
     # ------------------------------------------------------------------ shapes
 
@@ -159,17 +178,22 @@ class FederatedModel:
         rows = data.split(split)
         if not len(rows):
             raise ValueError(f"The {split} split has no rows.")
-        unseen = sorted(set(data.classes.tolist()) - set(self.classes.tolist()), key=str)
-        log_proba = self._log_proba_of(rows)
-        labels = rows.labels.cpu().numpy()
-        if len(data.classes) != len(self.classes) or unseen:
-            # a class that training never saw has probability zero
-            wide = np.full((len(log_proba), len(self.classes) + 1), -np.inf)
-            wide[:, :-1] = log_proba
-            position = {label: index for index, label in enumerate(self.classes.tolist())}
-            lookup = [position.get(label, len(self.classes)) for label in data.classes.tolist()]
-            log_proba, labels = wide, np.array(lookup, dtype=np.int64)[labels]
+        log_proba = self._classes_of(*self._rows(rows), self._codes_of(rows))
+        log_proba, labels = self._with_unseen_classes(log_proba, rows, data)
         return evaluate(log_proba, labels, rows.codes.cpu().numpy(), rows.names)
+
+    def _with_unseen_classes(
+        self, log_proba: FloatArray, rows: LabelledRows, data: FederatedDataset
+    ) -> tuple[FloatArray, NDArray[np.int64]]:
+        """Add a column for classes that training never saw, and index the labels into the columns.
+
+        Such a class has probability zero: its rows count as wrong, at the largest loss.
+        """
+        known = len(self.classes)
+        position = {label: index for index, label in enumerate(self.classes.tolist())}
+        lookup = np.array([position.get(label, known) for label in data.classes.tolist()])
+        impossible = np.full((len(log_proba), 1), -np.inf)
+        return np.hstack([log_proba, impossible]), lookup[rows.labels.cpu().numpy()]
 
     # ------------------------------------------------------------------ unseen clients
 
@@ -192,7 +216,9 @@ class FederatedModel:
             features: what the Gaussians see, if that is not the inputs.
             max_rounds: most iterations.
         """
+        # weights of zero could never grow: start a little above
         weights = self._mixed("weights").reshape(-1, self.n_learners)
+        weights = (weights + 1e-3 / weights.numel()) / (1.0 + 1e-3)
         x, seen = self._prepare(X, features)
         if not len(x):
             raise ValueError(f"Client {client!r} has no rows to adapt to.")
@@ -203,16 +229,13 @@ class FederatedModel:
                     f"{self.algorithm} has no density, so it cannot adapt without labels; give y."
                 )
             marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
-            within = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
-            own = marginal[:, None] * within
+            own = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
         else:
             labels = torch.from_numpy(self._encode(y, len(x))).to(x.device)
             log_y = self._log_learners(x)
             log_y = log_y.gather(-1, labels[:, None, None].expand(-1, log_y.shape[1], 1))[..., 0]
             joint = log_y[:, None] if log_x is None else log_x[..., None] + log_y[:, None]
-            # weights of zero could never grow: start a little above
-            start = (weights + 1e-3 / weights.numel()).reshape(-1)
-            own, history = adapt_weights(joint.flatten(1), start / start.sum(), max_rounds)
+            own, history = adapt_weights(joint.flatten(1), weights.reshape(-1), max_rounds)
         self._register(client, own.reshape(-1))
         return Adaptation(client, own.reshape(weights.shape).cpu().numpy(), history)
 
@@ -265,23 +288,23 @@ class FederatedModel:
 
     def calibrate(self, dataset: FederatedDataset | None = None, split: str = "validation") -> None:
         """Remember the scores of held-out rows, globally weighted; :meth:`novelty` needs them."""
-        rows = self._data(dataset).split(split)
+        data = self._data(dataset)
+        rows = data.split(split)
         if not len(rows):
             raise ValueError(f"The {split} split has no rows to calibrate on.")
         nobody = np.full(len(rows), NO_CLIENT, dtype=np.int64)
-        x, seen = self._scaled(rows.inputs, rows.features.chunks)
+        x, seen = self._rows(rows)
         log_proba = self._classes_of(x, seen, nobody)
-        labels = rows.labels.cpu().numpy()
-        own = log_proba[np.arange(len(labels)), labels]
+        wide, labels = self._with_unseen_classes(log_proba, rows, data)
+        own = wide[np.arange(len(labels)), labels]
         scores = {"confidence": log_proba.max(-1), "y": own}
-        codes = rows.codes.cpu().numpy()
         if self.prediction.gaussians is not None:
             density = self._log_density(seen, nobody)
             scores |= {"x": density, "joint": density + own}
-            present, sizes = np.unique(codes, return_counts=True)
-            at_home = self._log_density(seen, codes)
-            sums = np.bincount(codes, weights=at_home, minlength=len(rows.names))
-            scores["clients"] = sums[present] / sizes
+            codes = rows.codes.cpu().numpy()
+            at_home = self._log_density(seen, self._codes_of(rows))
+            sums, sizes = np.bincount(codes, weights=at_home), np.bincount(codes)
+            scores["clients"] = sums[sizes > 0] / sizes[sizes > 0]
         self.calibration = scores
 
     def novelty(
@@ -325,6 +348,14 @@ class FederatedModel:
         p = conformal_p_values(self.calibration["clients"], [float(held_out.mean())])
         return float(p[0])
 
+    # ------------------------------------------------------------------ on disk
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the model into a folder (safetensors and JSON); see :func:`fedgmm.load`."""
+        from fedgmm.inference.saving import save
+
+        return save(self, folder)
+
     # ------------------------------------------------------------------ inside
 
     def _data(self, dataset: FederatedDataset | None) -> FederatedDataset:
@@ -357,30 +388,57 @@ class FederatedModel:
             )
         return np.array([position[label] for label in labels.tolist()], dtype=np.int64)
 
+    def _codes_of(self, rows: LabelledRows) -> NDArray[np.int64]:
+        """The model's code of each row's client, ``(N,)``."""
+        position = {name: code for code, name in enumerate(self.names)}
+        unknown = [name for name in rows.names if name not in position]
+        if unknown:
+            raise ValueError(
+                f"Unknown client {unknown[0]!r}: the model knows {len(self.names)} client(s). "
+                "Use adapt() to bring it in."
+            )
+        codes = np.array([position[name] for name in rows.names], dtype=np.int64)
+        return np.asarray(codes[rows.codes.cpu().numpy()])
+
+    def _rows(self, rows: LabelledRows) -> tuple[Tensor, Tensor]:
+        """Scaled inputs and features of a split's rows."""
+        if rows.inputs.shape[1:] != self.input_shape:
+            raise ValueError(
+                f"Rows must have shape {self.input_shape}, got {tuple(rows.inputs.shape[1:])}."
+            )
+        own = not (rows.features_are_inputs or self.prediction.gaussians is None)
+        self._check_features(own)
+        here = rows.to(self._device)
+        return self._scaled(here.inputs, torch.cat(here.features.chunks) if own else None)
+
+    def _check_features(self, own: bool) -> None:
+        if self.prediction.gaussians is None or own != self.features_are_inputs:
+            return
+        if own:
+            raise ValueError("The Gaussians of this model see the inputs; leave features out.")
+        raise ValueError("The Gaussians of this model see features of their own; pass features=.")
+
     def _prepare(self, X: ArrayLike, features: ArrayLike | None) -> tuple[Tensor, Tensor]:
         """Checked, scaled inputs ``(n, *shape)`` and features ``(n, d)``."""
-        inputs = np.asarray(X)
-        if inputs.dtype not in (np.float32, np.float64, np.uint8):
-            try:
-                inputs = inputs.astype(np.float64)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"X holds data that are not numeric: {error}.") from None
+        inputs = numeric(X, "X")
         if inputs.shape[1:] != self.input_shape:
             raise ValueError(f"Rows must have shape {self.input_shape}, got {inputs.shape[1:]}.")
-        if inputs.dtype != np.uint8 and not np.isfinite(inputs).all():
-            row, column = np.argwhere(~np.isfinite(inputs.reshape(len(inputs), -1)))[0].tolist()
-            raise ValueError(f"Input X contains NaN or infinity: row {row}, column {column}.")
-        x = torch.from_numpy(np.ascontiguousarray(inputs)).to(self._device)
-        chunks = (x if features is None else torch.from_numpy(np.array(features)).to(self._device),)
-        return self._scaled(x, chunks)
+        self._check_features(features is not None)
+        x = _tensor(inputs, "X").to(self._device)
+        gaussians = self.prediction.gaussians
+        if features is None or gaussians is None:
+            return self._scaled(x, None)
+        seen = numeric(features, "features")
+        if seen.shape != (len(x), gaussians.means.shape[1]):
+            raise ValueError(
+                f"features must have shape {(len(x), gaussians.means.shape[1])}, got {seen.shape}."
+            )
+        return self._scaled(x, _tensor(seen, "features").to(self._device))
 
-    def _scaled(self, inputs: Tensor, features: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        seen = features[0].flatten(1) if len(features) == 1 else torch.cat(features)
-        if self.scaling is None:
-            return inputs, seen
-        same = features[0].data_ptr() == inputs.data_ptr()
-        x = self.scaling.apply(inputs, self._dtype)
-        return x, x if same else seen
+    def _scaled(self, inputs: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows as the learners and as the Gaussians see them; features of their own are not scaled."""
+        x = inputs if self.scaling is None else self.scaling.apply(inputs, self._dtype)
+        return x, x.flatten(1) if features is None else features
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -391,17 +449,14 @@ class FederatedModel:
         return next(iter(self.prediction.learners.values())).device
 
     def _log_volume(self) -> float:
-        return self.scaling.log_volume if self.scaling is not None else 0.0
+        """What scaling takes from ``log P(x)``; features of their own are not scaled."""
+        if self.scaling is None or not self.features_are_inputs:
+            return 0.0
+        return self.scaling.log_volume
 
     def _log_proba(self, X: ArrayLike, client: Any, features: ArrayLike | None) -> FloatArray:
         x, seen = self._prepare(X, features)
         return self._classes_of(x, seen, self._codes(client, len(x)))
-
-    def _log_proba_of(self, rows: LabelledRows) -> FloatArray:
-        """``log P_c(y|x)`` of a split's rows under their own clients, ``(N, K)``."""
-        codes = self._codes(list(rows.names), len(rows.names))[rows.codes.cpu().numpy()]
-        x, seen = self._scaled(rows.inputs.to(self._device), rows.features.to(self._device).chunks)
-        return self._classes_of(x, seen, codes)
 
     def _classes_of(self, x: Tensor, seen: Tensor, codes: NDArray[np.int64]) -> FloatArray:
         if self.prediction.assignment is not None:
@@ -429,7 +484,7 @@ class FederatedModel:
         out = np.empty((len(x), len(self.classes)))
         order = np.argsort(learner_of, kind="stable")
         edges = np.flatnonzero(np.diff(learner_of[order])) + 1
-        for rows in np.split(order, edges):
+        for rows in np.split(order, edges) if len(x) else ():
             own = slice(int(learner_of[rows[0]]), int(learner_of[rows[0]]) + 1)
             learner = {name: value[own] for name, value in self.prediction.learners.items()}
             out[rows] = self._log_learners(x[torch.from_numpy(rows)], learner)[:, 0].cpu().numpy()
@@ -467,6 +522,14 @@ class FederatedModel:
                 self.prediction.learners if learners is None else learners, x.to(self._dtype)
             )
             return torch.log_softmax(logits.double(), -1)
+
+
+def _tensor(rows: NDArray[Any], what: str) -> Tensor:
+    """Finite rows as a tensor."""
+    if not np.isfinite(rows).all():
+        row, column = np.argwhere(~np.isfinite(rows.reshape(len(rows), -1)))[0].tolist()
+        raise ValueError(f"Input {what} contains NaN or infinity: row {row}, column {column}.")
+    return torch.from_numpy(np.ascontiguousarray(rows))
 
 
 def _in_blocks(rows: int, write: Callable[[slice], None], device: torch.device) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
+    from matplotlib.typing import LineStyleType
 
     from fedgmm.experiments.demo import DemoResult
 
@@ -37,7 +38,7 @@ def plot_demo(result: DemoResult, path: Path) -> Path:
     figure = Figure(figsize=(10.5, 4.6), layout="constrained")
     rows_axes, weights_axes = figure.subplots(1, 2, width_ratios=(1.25, 1.0))
     rows = np.concatenate(list(result.data.rows.values()))
-    draw_rows(rows_axes, rows, np.concatenate(result.labels))
+    draw_rows(rows_axes, rows, result.labels)
     for component, (mean, covariance) in enumerate(
         zip(result.means, result.covariances, strict=True)
     ):
@@ -70,7 +71,7 @@ def draw_rows(axes: Axes, rows: FloatArray, labels: NDArray[np.int64]) -> None:
 
 
 def draw_ellipses(
-    axes: Axes, mean: FloatArray, covariance: FloatArray, colour: str, style: str = "-"
+    axes: Axes, mean: FloatArray, covariance: FloatArray, colour: str, style: LineStyleType = "-"
 ) -> None:
     """One and two standard deviations of a Gaussian in the plane."""
     from matplotlib.patches import Ellipse

@@ -1,0 +1,289 @@
+"""One FedGMM round: all clients stacked, beside a plain loop over clients.
+
+The plain loop is what most people write: for every client a ``DataLoader``, one ``nn.Module`` and one
+optimiser a learner, the E-step and the moments on the client's tensors, averages on the server. Both
+sides do the same work: same rows, same batch size, one local epoch, same start; their log-likelihoods
+and Gaussians are compared before anything is timed.
+
+    python benchmarks/rounds.py            # the paper's size, 10,000 small clients, and the scaling
+    python benchmarks/rounds.py --quick    # seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import resource
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    clients: int
+    rows: int  # training rows a client
+    threads: int
+    dimensions: int = 32
+    components: int = 3
+    batch_size: int = 128
+    repeats: int = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    seconds: float
+    cpu_seconds: float
+    peak_megabytes: float
+    log_likelihood: float
+    mean_norm: float
+
+
+def measure(side: str, setting: Setting, repeats: int) -> Timing:
+    """Run one side in a process of its own and return its median round."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return Timing(**pool.apply(_worker, (side, asdict(setting), repeats)))
+
+
+def _worker(side: str, values: dict[str, Any], repeats: int) -> dict[str, float]:
+    setting = Setting(**values)
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = str(setting.threads)
+    import torch
+
+    torch.set_num_threads(setting.threads)
+    import fedgmm.training  # noqa: F401 - imports are not part of a round's memory
+
+    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows, start = _data(setting)
+    step = _stacked(setting, rows, start) if side == "stacked" else _looped(setting, rows, start)
+    log_likelihood, mean_norm = step()  # warms up, and is what the sides are compared by
+    walls, cpus = [], []
+    for _ in range(repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - imported
+    return {
+        "seconds": statistics.median(walls),
+        "cpu_seconds": statistics.median(cpus),
+        "peak_megabytes": peak / 1024,
+        "log_likelihood": log_likelihood,
+        "mean_norm": mean_norm,
+    }
+
+
+def _data(setting: Setting) -> tuple[Any, Any]:
+    """Training rows in one block, and the parameters both sides start from."""
+    import torch
+
+    from fedgmm.core.gaussians import gaussians
+    from fedgmm.core.networks import Dense
+    from fedgmm.data.dataset import LabelledRows
+    from fedgmm.data.federated import client_rows
+
+    generator = torch.Generator().manual_seed(0)
+    n, d, m = setting.clients * setting.rows, setting.dimensions, setting.components
+    means = torch.rand(m, d, generator=generator) * 2 - 1
+    directions = torch.rand(m, d, generator=generator) * 2 - 1
+    z = torch.randint(m, (n,), generator=generator)
+    x = torch.randn(n, d, generator=generator).add_(means[z])
+    y = (((x - means[z]) * directions[z]).sum(1) > 0).long()
+    codes = torch.arange(setting.clients).repeat_interleave(setting.rows)
+    rows = LabelledRows(client_rows([x.numpy()], codes.numpy(), range(setting.clients)), x, y)
+    net = Dense(d, 2)
+    learners = [net.initial(generator) for _ in range(m)]
+    shared = gaussians(
+        means.double() + 0.3, torch.eye(d, dtype=torch.float64).repeat(m, 1, 1), "full"
+    )
+    return rows, (net, learners, shared)
+
+
+def _stacked(setting: Setting, rows: Any, start: Any) -> Any:
+    import torch
+
+    from fedgmm.algorithms.fedgmm import FedGMM, FedGMMShared
+    from fedgmm.algorithms.local_training import LocalTraining
+    from fedgmm.algorithms.mixture import FederatedGMM, MixtureShared
+    from fedgmm.core.learners import SGD, stack
+    from fedgmm.core.servers import ServerState
+
+    net, learners, shared = start
+    m = setting.components
+    training = LocalTraining(net, SGD(lr=0.1, batch_size=setting.batch_size))
+    method = FedGMM(training, m, FederatedGMM(m, dtype=torch.float32))
+    weights = torch.full((m * m,), 1.0 / m**2, dtype=torch.float64)
+    state = FedGMMShared(MixtureShared(shared, weights), stack(learners), ServerState())
+    personal = weights.expand(setting.clients, -1)
+
+    def step() -> tuple[float, float]:
+        _, update = method.client_step(state, personal, rows, 1)
+        new, info = method.server_step(state, update)
+        return info.log_likelihood, float(torch.linalg.norm(new.mixture.gaussians.means))
+
+    return step
+
+
+def _looped(setting: Setting, rows: Any, start: Any) -> Any:
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    net, learners, shared = start
+    m, d = setting.components, setting.dimensions
+    factors = torch.linalg.cholesky(shared.covariances.float())
+    means = shared.means.float()
+    log_pi = torch.full((m, m), -math.log(m * m))
+
+    def module(params: dict[str, Any]) -> Any:
+        layer = nn.Linear(d, net.classes)
+        layer.load_state_dict({"weight": params["0.weight"], "bias": params["0.bias"]})
+        return layer
+
+    def one_client(x: Any, y: Any) -> tuple[Any, ...]:
+        modules = [module(params) for params in learners]
+        with torch.no_grad():
+            log_x = torch.stack(
+                [
+                    torch.distributions.MultivariateNormal(mean, scale_tril=factor).log_prob(x)
+                    for mean, factor in zip(means, factors, strict=True)
+                ],
+                dim=1,
+            )
+            log_y = torch.stack(
+                [-nn.functional.cross_entropy(own(x), y, reduction="none") for own in modules],
+                dim=1,
+            )
+            joint = (log_pi + log_x[:, :, None] + log_y[:, None, :]).flatten(1)
+            evidence = joint.logsumexp(1)
+            q = torch.exp(joint - evidence[:, None]).reshape(-1, m, m)
+            gamma, q_x, q_y = q.sum(0), q.sum(2), q.sum(1)
+            client_means = (q_x.T @ x) / q_x.sum(0)[:, None]
+            client_covariances = torch.stack(
+                [
+                    ((x - client_means[k]) * q_x[:, k : k + 1]).T
+                    @ (x - client_means[k])
+                    / q_x[:, k].sum()
+                    for k in range(m)
+                ]
+            )
+        loader = DataLoader(TensorDataset(x, y, q_y), setting.batch_size, shuffle=True)
+        optimisers = [torch.optim.SGD(own.parameters(), lr=0.1) for own in modules]
+        for batch_x, batch_y, weights in loader:
+            for k, (own, optimiser) in enumerate(zip(modules, optimisers, strict=True)):
+                loss = nn.functional.cross_entropy(own(batch_x), batch_y, reduction="none")
+                optimiser.zero_grad()
+                ((weights[:, k] * loss).sum() / weights[:, k].sum()).backward()
+                optimiser.step()
+        return evidence.sum(), gamma, client_means, client_covariances, modules
+
+    def step() -> tuple[float, float]:
+        offsets = rows.offsets.tolist()
+        answers = [
+            one_client(rows.inputs[first:last], rows.labels[first:last])
+            for first, last in zip(offsets, offsets[1:], strict=False)
+        ]
+        gammas = torch.stack([answer[1] for answer in answers])
+        by_component, by_learner = gammas.sum(2), gammas.sum(1)
+        total = by_component.sum(0)
+        new_means = sum(g[:, None] * a[2] for g, a in zip(by_component, answers, strict=True))
+        new_means = new_means / total[:, None]
+        covariances = sum(
+            g[:, None, None] * a[3] for g, a in zip(by_component, answers, strict=True)
+        )
+        covariances = covariances / total[:, None, None]
+        with torch.no_grad():
+            for k in range(m):
+                weight = by_learner[:, k] / by_learner[:, k].sum()
+                sum(w * a[4][k].weight for w, a in zip(weight, answers, strict=True))
+        likelihood = float(sum(answer[0].double() for answer in answers)) / len(rows)
+        return likelihood, float(torch.linalg.norm(new_means))
+
+    return step
+
+
+def side_by_side(setting: Setting, loop_repeats: int) -> dict[str, Any]:
+    """Interleave the two sides, each in its own processes, and compare what they computed."""
+    stacked, looped = [], []
+    for _ in range(3):
+        stacked.append(measure("stacked", setting, setting.repeats))
+        if len(looped) < loop_repeats:
+            looped.append(measure("looped", setting, 1))
+    ours = min(
+        stacked, key=lambda t: abs(t.seconds - statistics.median(s.seconds for s in stacked))
+    )
+    theirs = min(
+        looped, key=lambda t: abs(t.seconds - statistics.median(s.seconds for s in looped))
+    )
+    apart = abs(ours.log_likelihood - theirs.log_likelihood) / abs(theirs.log_likelihood)
+    if apart > 1e-4 or abs(ours.mean_norm / theirs.mean_norm - 1) > 1e-3:
+        raise SystemExit(f"The two sides disagree: {ours} and {theirs}.")
+    return {"setting": asdict(setting), "stacked": asdict(ours), "looped": asdict(theirs)}
+
+
+def main() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes, some seconds")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+
+    sizes = [(20, 200), (100, 20)] if arguments.quick else [(300, 1800), (10_000, 60)]
+    results = [
+        side_by_side(Setting(clients, rows, threads), loop_repeats=1 if clients > 1000 else 2)
+        for clients, rows in sizes
+        for threads in arguments.threads
+    ]
+    table = Table(title="One FedGMM round, d = 32, M1 = M2 = 3, batch 128, one epoch")
+    for column in ("clients x rows", "threads", "stacked s", "CPU s", "peak MB", "looped s", "CPU s",
+                   "peak MB", "wall ratio", "CPU ratio"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for result in results:
+        setting, ours, theirs = result["setting"], result["stacked"], result["looped"]
+        table.add_row(
+            f"{setting['clients']} x {setting['rows']}",
+            str(setting["threads"]),
+            f"{ours['seconds']:.3f}",
+            f"{ours['cpu_seconds']:.3f}",
+            f"{ours['peak_megabytes']:.0f}",
+            f"{theirs['seconds']:.2f}",
+            f"{theirs['cpu_seconds']:.2f}",
+            f"{theirs['peak_megabytes']:.0f}",
+            f"{theirs['seconds'] / ours['seconds']:.1f}x",
+            f"{theirs['cpu_seconds'] / ours['cpu_seconds']:.1f}x",
+        )
+    console = Console()
+    console.print(table)
+
+    totals = (10_000, 20_000, 40_000) if arguments.quick else (67_500, 135_000, 270_000, 540_000)
+    curve = Table(title="Cost of a stacked round grows with the rows alone (1 thread)")
+    for column in ("rows", "clients", "seconds", "ns a row"):
+        curve.add_column(column, justify="right")
+    scaling = []
+    for total in totals:
+        for rows in (1800, 60):
+            setting = Setting(max(1, total // rows), rows, 1)
+            timing = measure("stacked", setting, 3)
+            done = setting.clients * rows
+            scaling.append({"rows": done, "clients": setting.clients, **asdict(timing)})
+            curve.add_row(f"{done}", f"{setting.clients}", f"{timing.seconds:.3f}",
+                          f"{timing.seconds / done * 1e9:.0f}")  # fmt: skip
+    console.print(curve)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"rounds": results, "scaling": scaling}, indent=1))
+    worst = min(r["looped"]["seconds"] / r["stacked"]["seconds"] for r in results)
+    print(f"ratio: min {worst:.1f}x")
+
+
+if __name__ == "__main__":
+    main()

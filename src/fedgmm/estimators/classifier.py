@@ -1,0 +1,240 @@
+"""Personalised federated classification as a scikit-learn estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from fedgmm.estimators.checks import array_of_names
+from fedgmm.inference.model import FederatedModel
+
+FloatArray = NDArray[np.float64]
+
+
+class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A classifier for rows of several owners that differ in inputs and in how labels follow.
+
+    All clients share ``n_components`` Gaussians and ``n_learners`` learners; each client mixes them
+    with weights of its own.
+
+    Parameters
+    ----------
+    n_components : int, default=3
+        Gaussians ``M1``.
+    n_learners : int, default=3
+        Learners ``M2``.
+    learner : {"linear", "mlp", "cnn"} or callable, default="linear"
+        The learners' network, or a function that makes a ``torch.nn.Module``.
+    algorithm : str, default="fedgmm"
+        Also ``"fedem"``, ``"fedavg"``, ``"fedprox"``, ``"fedavg+"``, ``"local"``, ``"clustered"``,
+        ``"pfedme"``.
+    rounds : int, default=100
+    local_epochs : int, default=1
+    batch_size : int, default=128
+    lr : float, default=0.1
+        Of local gradient steps; linear learners of FedGMM and FedEM take exact steps instead.
+    solver : {"auto", "sgd", "newton"}, default="auto"
+    start : {"auto", "tied", "split", "random"}, default="auto"
+        How the learners start.
+    warmup : int, default=0
+        Rounds of one shared learner before the learners part.
+    momentum, weight_decay : float, default=0.0
+    server : {"average", "momentum", "adam"}, default="average"
+    participation : float, default=1.0
+        Share of the clients that take part in a round.
+    patience : int or None, default=None
+        Stop after so many rounds without a better validation log-likelihood; holds out
+        ``validation_fraction`` of every client's rows.
+    validation_fraction : float, default=0.2
+    covariance_type : {"full", "tied", "diag", "spherical"}, default="full"
+    reg_covar : float, default=1e-3
+        Added to every variance of the standardised inputs.
+    device : str, default="auto"
+    dtype : {"float32", "float64"}, default="float32"
+    random_state : int, RandomState or None, default=None
+
+    Attributes
+    ----------
+    classes_ : ndarray (n_classes,)
+    clients_ : ndarray (n_clients,)
+    model_ : FederatedModel
+        Everything the classifier knows, with densities, adaptation and novelty.
+    n_features_in_ : int
+    feature_names_in_ : ndarray (n_features,)
+        Only where ``X`` has string column names.
+    n_iter_ : int
+        Rounds that were run.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedgmm import FedGMMClassifier
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.normal(size=(400, 2)); clients = np.repeat(["oslo", "bergen"], 200)
+    >>> y = np.where(clients == "oslo", X[:, 0] > 0, X[:, 0] < 0).astype(int)
+    >>> model = FedGMMClassifier(1, 2, random_state=0).fit(X, y, clients=clients)
+    >>> bool(model.score(X, y, clients=clients) > 0.9)
+    True
+    """
+
+    def __init__(
+        self,
+        n_components: int = 3,
+        n_learners: int = 3,
+        *,
+        learner: Any = "linear",
+        algorithm: str = "fedgmm",
+        rounds: int = 100,
+        local_epochs: int = 1,
+        batch_size: int = 128,
+        lr: float = 0.1,
+        solver: str = "auto",
+        start: str = "auto",
+        warmup: int = 0,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        server: str = "average",
+        participation: float = 1.0,
+        patience: int | None = None,
+        validation_fraction: float = 0.2,
+        covariance_type: str = "full",
+        reg_covar: float = 1e-3,
+        device: str = "auto",
+        dtype: str = "float32",
+        random_state: int | np.random.RandomState | None = None,
+    ) -> None:
+        self.n_components = n_components
+        self.n_learners = n_learners
+        self.learner = learner
+        self.algorithm = algorithm
+        self.rounds = rounds
+        self.local_epochs = local_epochs
+        self.batch_size = batch_size
+        self.lr = lr
+        self.solver = solver
+        self.start = start
+        self.warmup = warmup
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.server = server
+        self.participation = participation
+        self.patience = patience
+        self.validation_fraction = validation_fraction
+        self.covariance_type = covariance_type
+        self.reg_covar = reg_covar
+        self.device = device
+        self.dtype = dtype
+        self.random_state = random_state
+
+    def fit(self, X: ArrayLike, y: ArrayLike, *, clients: ArrayLike | None = None) -> Self:
+        """Fit to labelled rows.
+
+        Parameters
+        ----------
+        X : array-like (n_rows, n_features) or (n_rows, channels, height, width)
+        y : array-like (n_rows,)
+        clients : array-like (n_rows,), default=None
+            One client id per row. ``None`` means one client.
+        """
+        from fedgmm.data.dataset import FederatedDataset
+        from fedgmm.training import train
+
+        X, y = validate_data(
+            self,
+            X,
+            y,
+            dtype=[np.float64, np.float32, np.uint8],
+            allow_nd=True,
+            ensure_min_samples=2,
+        )
+        check_classification_targets(y)
+        held_out = self.validation_fraction if self.patience is not None else 0.0
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        dataset = FederatedDataset.from_arrays(
+            X, y, clients, split=(1.0 - held_out, held_out, 0.0), seed=seed
+        )
+        self.classes_ = dataset.classes
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"Classifier can't train when only one class is present: {self.classes_[0]!r}."
+            )
+        self.model_: FederatedModel = train(
+            dataset,
+            self.algorithm,
+            rounds=self.rounds,
+            components=self.n_components,
+            learners=self.n_learners,
+            learner=self.learner,
+            solver=self.solver,
+            start=self.start,
+            warmup=self.warmup,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            local_epochs=self.local_epochs,
+            batch_size=self.batch_size,
+            server=self.server,
+            participation=self.participation,
+            patience=self.patience,
+            covariance_type=self.covariance_type,
+            reg_covar=self.reg_covar,
+            seed=seed,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        self.model_.dataset = None  # the estimator does not keep the rows
+        self.clients_ = array_of_names(self.model_.names)
+        self.n_iter_ = len(self.model_.history)
+        return self
+
+    def predict_proba(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> FloatArray:
+        """``P(y|x)`` of every class, ``(n_rows, n_classes)``.
+
+        ``clients`` is one known id per row, or one for all; ``None`` uses the federation's weights.
+        """
+        return self._fitted().predict_proba(self._rows(X), clients)
+
+    def predict(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> NDArray[Any]:
+        """The most likely class of every row, ``(n_rows,)``."""
+        return self._fitted().predict(self._rows(X), clients)
+
+    def score(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+        *,
+        clients: ArrayLike | None = None,
+    ) -> float:
+        """Accuracy."""
+        right = self.predict(X, clients=clients) == np.asarray(y)
+        weights = None if sample_weight is None else np.asarray(sample_weight, dtype=np.float64)
+        return float(np.average(right, weights=weights))
+
+    def score_samples(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> FloatArray:
+        """``log P(x)`` of every row, ``(n_rows,)``: low for rows unlike anything seen."""
+        return self._fitted().score_samples(self._rows(X), clients)
+
+    def adapt(self, client: Hashable, X: ArrayLike, y: ArrayLike | None = None) -> Self:
+        """Bring in a client by learning only its weights, from labelled or unlabelled rows."""
+        self._fitted().adapt(client, self._rows(X), y)
+        self.clients_ = array_of_names(self.model_.names)
+        return self
+
+    def _fitted(self) -> FederatedModel:
+        check_is_fitted(self)
+        return self.model_
+
+    def _rows(self, X: ArrayLike) -> NDArray[Any]:
+        return np.asarray(
+            validate_data(
+                self, X, reset=False, dtype=[np.float64, np.float32, np.uint8], allow_nd=True
+            )
+        )

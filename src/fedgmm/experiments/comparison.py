@@ -1,0 +1,151 @@
+"""Several methods on one data set, each tuned by the same grid on validation rows."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.inference.model import FederatedModel
+from fedgmm.training import ALGORITHMS, DivergenceWarning, TrainingOptions, _solver, train
+
+PAPER_GRID = tuple(10.0**exponent for exponent in (-0.5, -1.0, -1.5, -2.0, -2.5, -3.0))
+"""The paper's learning rates."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A learning rate chosen on validation rows.
+
+    Attributes:
+        lr: the choice.
+        scores: mean validation log-likelihood of every rate; minus infinity where it diverged.
+    """
+
+    lr: float
+    scores: dict[float, float]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One method's outcome.
+
+    Attributes:
+        algorithm: its name.
+        model: trained with the chosen options.
+        summary: metrics on the test rows, at the last round.
+        seconds: of the final training.
+        tuning: of the learning rate; ``None`` where there is none to tune.
+    """
+
+    algorithm: str
+    model: FederatedModel
+    summary: dict[str, float]
+    seconds: float
+    tuning: Tuning | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All methods, in the order they were run."""
+
+    contestants: list[Contestant] = field(default_factory=list)
+
+    def record(self) -> list[dict[str, Any]]:
+        """Plain values, for JSON."""
+        return [
+            {
+                "algorithm": one.algorithm,
+                **one.summary,
+                "rounds": len(one.model.history),
+                "seconds": one.seconds,
+                "lr": one.tuning.lr if one.tuning else None,
+                "tuning": {str(lr): s for lr, s in one.tuning.scores.items()}
+                if one.tuning
+                else None,
+            }
+            for one in self.contestants
+        ]
+
+
+def _pass_on_interrupt(model: FederatedModel) -> None:
+    """Training keeps its last round on Ctrl-C; a series of trainings should end."""
+    if model.stopped == "interrupted":
+        raise KeyboardInterrupt
+
+
+def tune(
+    dataset: FederatedDataset,
+    algorithm: str,
+    *,
+    grid: Sequence[float] = PAPER_GRID,
+    rounds: int = 10,
+    options: TrainingOptions | None = None,
+    **changes: Any,
+) -> Tuning:
+    """The learning rate with the best validation log-likelihood after a short run.
+
+    Every method goes through the same grid; test rows are not looked at.
+    """
+    scores: dict[float, float] = {}
+    for lr in grid:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DivergenceWarning)
+            run = train(
+                dataset, algorithm, options=options, **{**changes, "lr": lr, "rounds": rounds}
+            )
+        _pass_on_interrupt(run)
+        score = -float("inf") if run.stopped else -run.evaluate("validation").mean_log_loss
+        scores[lr] = -float("inf") if math.isnan(score) else score
+    return Tuning(max(scores, key=lambda lr: scores[lr]), scores)
+
+
+def compare(
+    dataset: FederatedDataset,
+    algorithms: Iterable[str] = ALGORITHMS,
+    *,
+    grid: Sequence[float] | None = PAPER_GRID,
+    tuning_rounds: int = 10,
+    options: TrainingOptions | None = None,
+    tell: Tell = lambda _: None,
+    **changes: Any,
+) -> Comparison:
+    """Tune and train each method, then evaluate its last round on the test rows.
+
+    Args:
+        dataset: the clients.
+        algorithms: which methods.
+        grid: learning rates to try for every method that has one; ``None`` keeps the given rate.
+        tuning_rounds: length of a trial.
+        options: common options.
+        tell: called with a line before each step.
+        **changes: laid over ``options``.
+    """
+    from dataclasses import replace
+
+    from fedgmm.core.networks import network
+
+    result = Comparison()
+    for algorithm in algorithms:
+        chosen = replace(options or TrainingOptions(), algorithm=algorithm, **changes)
+        net = network(chosen.learner, dataset.input_shape, len(dataset.classes))
+        exact = _solver(chosen, net) == "newton" and algorithm in ("fedgmm", "fedem", "fedavg")
+        tuning = None
+        if grid is not None and not exact:
+            tell(f"{algorithm}: choosing the learning rate")
+            tuning = tune(dataset, algorithm, grid=grid, rounds=tuning_rounds, options=chosen)
+            chosen = replace(chosen, lr=tuning.lr)
+        tell(f"{algorithm}: training")
+        started = time.perf_counter()
+        model = train(dataset, algorithm, options=chosen)
+        _pass_on_interrupt(model)
+        seconds = time.perf_counter() - started
+        summary = model.evaluate("test").summary()
+        result.contestants.append(Contestant(algorithm, model, summary, seconds, tuning))
+    return result

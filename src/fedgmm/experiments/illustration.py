@@ -1,0 +1,81 @@
+"""The one-dimensional illustration of the paper's introduction.
+
+Two components, ``N(-2, 1.5)`` with ``y = 1{x < -2}`` and ``N(2, 1.5)`` with ``y = 1{x < 2}``. A method
+that takes the inputs' distribution to be the same everywhere must give one answer for a client at any
+given ``x`` that mixes both rules; the density tells which rule applies where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.experiments.results import markdown_table, write_results
+from fedgmm.training import train
+
+FloatArray = NDArray[np.float64]
+
+CENTRES = np.array([-2.0, 2.0])
+DEVIATION = float(np.sqrt(1.5))
+
+
+@dataclass(frozen=True)
+class Illustration:
+    """What two methods learned on a line.
+
+    Attributes:
+        grid: points on the line, ``(n,)``.
+        truth: ``P(y = 1|x)`` of a client with equal weights, ``(n,)``.
+        curves: what each method says, by its name.
+        accuracy: of each method on test rows, and ``"bayes"``.
+    """
+
+    grid: FloatArray
+    truth: FloatArray
+    curves: dict[str, FloatArray]
+    accuracy: dict[str, float]
+
+
+def illustrate(clients: int = 20, rows: int = 500, seed: int = 0) -> Illustration:
+    """Fit FedEM and FedGMM to clients that mix the two components half and half."""
+    generator = np.random.default_rng(seed)
+    total = clients * rows
+    z = generator.integers(2, size=total)
+    x = generator.normal(CENTRES[z], DEVIATION)
+    y = (x < CENTRES[z]).astype(np.int64)
+    dataset = FederatedDataset.from_arrays(x[:, None], y, np.repeat(np.arange(clients), rows), seed=seed)
+    grid = np.linspace(-7.0, 7.0, 561)
+    curves, accuracy = {}, {}
+    for name in ("fedem", "fedgmm"):
+        model = train(dataset, name, components=2, learners=2, rounds=200, seed=seed)
+        curves[name] = model.predict_proba(grid[:, None])[:, 1]
+        accuracy[name] = model.evaluate("test").mean_accuracy
+    test = dataset.test.inputs.numpy()[:, 0]
+    right = (_truth(test) > 0.5).astype(np.int64) == dataset.test.labels.numpy()
+    accuracy["bayes"] = float(right.mean())
+    return Illustration(grid, _truth(grid), curves, accuracy)
+
+
+def _truth(x: FloatArray) -> FloatArray:
+    densities = norm.pdf(x[:, None], CENTRES, DEVIATION)
+    return np.asarray((densities * (x[:, None] < CENTRES)).sum(-1) / densities.sum(-1))
+
+
+def reproduce_illustration(folder: Path, seed: int = 0) -> Illustration:
+    """The figure and its numbers."""
+    from fedgmm.report.plots import plot_illustration
+
+    result = illustrate(seed=seed)
+    names = {"fedem": "FedEM", "fedgmm": "FedGMM", "bayes": "Bayes, true parameters"}
+    markdown = "# Two rules on a line: test accuracy\n\n" + markdown_table(
+        ["method", "accuracy (%)"],
+        [[names[name], f"{100 * value:.2f}"] for name, value in result.accuracy.items()],
+    )
+    write_results(folder, "illustration", {"seed": seed, "accuracy": result.accuracy}, markdown)
+    plot_illustration(result, folder / "illustration.png")
+    return result

@@ -1,0 +1,67 @@
+"""Results on disk: JSON for machines, a Markdown table for people, with what made them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TITLES = {
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedprox": "FedProx",
+    "fedavg+": "FedAvg+",
+    "clustered": "Clustered FL",
+    "pfedme": "pFedMe",
+    "fedem": "FedEM",
+    "fedgmm": "FedGMM",
+}
+"""The methods in the order of the paper's tables."""
+
+
+def environment() -> dict[str, Any]:
+    """What a figure depends on: versions and the processor."""
+    import scipy
+    import sklearn
+    import torch
+
+    from fedgmm import __version__
+
+    return {
+        "fedgmm": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "scipy": scipy.__version__,
+        "scikit-learn": sklearn.__version__,
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
+    """Percentages as ``mean ± deviation``; the deviation only where there are several."""
+    percent = 100.0 * np.asarray(values, dtype=np.float64)
+    if len(percent) == 1:
+        return f"{percent[0]:.{digits}f}"
+    return f"{percent.mean():.{digits}f} ± {percent.std(ddof=1):.{digits}f}"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, first column left, the others right."""
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def write_results(folder: Path, name: str, record: dict[str, Any], markdown: str) -> None:
+    """Write ``name.json`` and ``name.md`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {**record, "environment": environment()}
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(markdown)

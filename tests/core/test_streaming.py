@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from threadpoolctl import threadpool_info
+
+from fedgmm.core.streaming import accumulate, block_rows, blocks_of
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 70))
+def test_blocks_cover_every_row_exactly_once_and_in_order(lengths, rows):
+    blocks = blocks_of(lengths, rows)
+    visited = [(chunk, row) for chunk, start, stop in blocks for row in range(start, stop)]
+    assert visited == [(chunk, row) for chunk, n in enumerate(lengths) for row in range(n)]
+    for chunk, length in enumerate(lengths):
+        sizes = [stop - start for owner, start, stop in blocks if owner == chunk]
+        assert all(0 < size <= rows for size in sizes)
+        assert max(sizes, default=0) - min(sizes, default=0) <= 1
+        assert len(sizes) == -(-length // rows)
+
+
+@given(st.integers(1, 200), st.integers(1, 2000))
+def test_a_block_has_rows_and_fits_memory(components, columns):
+    rows = block_rows(components, columns, CPU)
+    assert 1 <= rows <= 8192
+    # Its size does not depend on the data's: a few MB, or a few hundred rows.
+    assert components * columns * rows <= max(512 * 1024, 192 * components * columns)
+
+
+def summed(values, blocks):
+    """Sum of the rows of ``values`` over all lanes."""
+
+    def start():
+        return torch.zeros((), dtype=torch.float64)
+
+    def add(total, block):
+        _, first, last = block
+        total.add_(values[first:last].sum())
+
+    lanes = accumulate(blocks, start, add, CPU)
+    return torch.stack(lanes).sum().item(), len(lanes)
+
+
+def test_lanes_agree_up_to_rounding_and_repeat_to_the_bit(rng, threads):
+    values = torch.from_numpy(rng.normal(size=5000))
+    blocks = blocks_of([5000], 64)
+    threads(1)
+    alone, lanes = summed(values, blocks)
+    assert lanes == 1
+    threads(2)
+    together, lanes = summed(values, blocks)
+    assert lanes == 2
+    assert together == pytest.approx(values.sum().item(), rel=1e-12)
+    assert alone == pytest.approx(together, rel=1e-12)
+    assert all(summed(values, blocks)[0] == together for _ in range(5))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("pieces", [0, 1, 2, 3, 7])
+def test_every_block_is_visited_once_whatever_the_lanes(threads, number, pieces):
+    threads(number)
+    blocks = [(0, i, i + 1) for i in range(pieces)]
+    lanes = accumulate(blocks, list, lambda seen, block: seen.append(block), CPU)
+    assert [block for seen in lanes for block in seen] == blocks
+    assert len(lanes) == max(1, min(number, pieces))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_threads_are_one_inside_and_restored_outside(threads, number):
+    threads(number)
+    blas_before = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    inside = []
+
+    def look(_, __):
+        blas = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+        inside.append((torch.get_num_threads(), *blas))
+
+    accumulate(blocks_of([40], 10), lambda: None, look, CPU)
+    assert all(count == 1 for counts in inside for count in counts)
+    assert torch.get_num_threads() == number
+    blas_after = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    assert blas_after == blas_before
+
+
+@pytest.mark.parametrize("bad", [0, 5, 9])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_exception_in_a_block_comes_out_and_threads_are_restored(threads, number, bad, error):
+    threads(number)
+
+    def add(_, block):
+        if block[1] == bad:
+            raise error
+
+    with pytest.raises(error):
+        accumulate([(0, i, i + 1) for i in range(10)], lambda: None, add, CPU)
+    assert torch.get_num_threads() == number
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_a_lane_that_fails_stops_the_others(threads, lane):
+    threads(2)
+    visited = []
+
+    def add(_, block):
+        if block[1] == lane * 100:
+            raise KeyboardInterrupt
+        visited.append(block)
+        time.sleep(0.01)
+
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        accumulate([(0, i, i + 1) for i in range(200)], lambda: None, add, CPU)
+    assert len(visited) < 50  # of 199
+    assert time.perf_counter() - began < 0.9
+
+
+def test_ctrl_c_while_the_main_thread_waits_stops_the_lanes(threads):
+    threads(2)
+    visited, main = [], threading.main_thread().ident
+    sent = threading.Event()
+
+    def add(_, block):
+        visited.append(block)
+        if not sent.is_set():
+            sent.set()
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        accumulate([(0, i, i + 1) for i in range(200)], lambda: None, add, CPU)
+    seen = len(visited)
+    assert seen < 100
+    time.sleep(0.05)
+    assert len(visited) == seen  # no lane runs on in the background
+    assert torch.get_num_threads() == 2
+
+
+def test_blocks_run_without_autograd():
+    modes = []
+    accumulate(
+        blocks_of([20], 5), lambda: None, lambda *_: modes.append(torch.is_inference_mode_enabled()), CPU
+    )
+    assert modes == [True] * 4
