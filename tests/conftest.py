@@ -38,6 +38,12 @@ def threads():
 
 
 @pytest.fixture
+def small_chunks(monkeypatch):
+    """Clients of eight rows or more keep their own arrays, so that small data have many chunks."""
+    monkeypatch.setattr("fedgmm.data.federated._OWN_CHUNK_ROWS", 8)
+
+
+@pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of at most 32 rows, so that small data run through several blocks and lanes."""
     monkeypatch.setattr("fedgmm.core.streaming._FEWEST_ROWS", 8)

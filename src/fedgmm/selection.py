@@ -53,13 +53,17 @@ def select_components(
 
     Raises:
         ValueError: no candidates, an unknown criterion, or ``n_components`` among the parameters.
+        TypeError: candidates that are not integers.
     """
     check_choice("criterion", criterion, get_args(Criterion))
-    sizes = sorted(set(candidates))
+    if not isinstance(candidates, Iterable):
+        raise TypeError(f"candidates must be several numbers of components, got {candidates!r}.")
+    sizes = list(candidates)
     if not sizes:
         raise ValueError("candidates is empty; give at least one number of components.")
     for size in sizes:
         check_integer("candidates", size, 1)
+    sizes = sorted(set(sizes))
     if "n_components" in parameters:
         raise ValueError("n_components is what is being chosen; pass candidates instead.")
     rows = as_pairs(X) or X

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from fedgmm.core.learners import SGD
 from fedgmm.core.networks import Dense, ModuleFactory, Network, Params, network
 from fedgmm.core.scaling import Scaling, scaling_of
 from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
+from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.federated import ClientRows
 from fedgmm.estimators.checks import check_choice, check_flag, check_integer, check_non_negative
@@ -112,7 +114,7 @@ class TrainingOptions:
     batch_size: int = 128
     covariance_type: str = "full"
     aggregation: str = "exact"
-    reg_covar: float = 1e-3
+    reg_covar: float = 1e-2
     ridge: float = 1.0
     server: str = "average"
     server_lr: float | None = None
@@ -222,7 +224,11 @@ def train(
     scaling = _scaling(dataset) if chosen.standardise and len(dataset.input_shape) == 1 else None
     scaled = _scaled(dataset, scaling, dtype, device)
     net = network(chosen.learner, dataset.input_shape, len(dataset.classes))
-    return _Training(chosen, net, scaled, scaling, dataset, answers, tuple(on_round)).run()
+    job = _Training(chosen, net, scaled, scaling, dataset, answers, tuple(on_round))
+    # small networks gain nothing from threads inside an operation
+    quiet = device.type == "cpu" and isinstance(net, Dense)
+    with lanes_only() if quiet else nullcontext():
+        return job.run()
 
 
 def build(options: TrainingOptions, net: Network) -> SupervisedMethod[Any, Any, Any]:

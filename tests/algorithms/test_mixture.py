@@ -9,15 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import (
-    ALL_KINDS,
-    as_dict,
-    assert_close,
-    blobs,
-    looped_em,
-    ragged_ids,
-    random_covariances,
-)
 from scipy.spatial.distance import cdist
 
 from fedgmm.algorithms.mixture import (
@@ -29,6 +20,15 @@ from fedgmm.algorithms.mixture import (
 from fedgmm.core.aggregate import within_client_moments
 from fedgmm.core.gaussians import Moments, gaussians
 from fedgmm.data.federated import client_rows
+from oracles import (
+    ALL_KINDS,
+    as_dict,
+    assert_close,
+    blobs,
+    looped_em,
+    ragged_ids,
+    random_covariances,
+)
 
 
 def rows_of(clients):
@@ -65,7 +65,9 @@ def test_a_centroid_is_the_mean_of_a_clients_own_rows(rng):
     # Two far-apart heaps in every client, at places of its own.
     clients, expected = {}, {}
     for k in range(5):
-        heaps = [rng.normal(size=(n, 2)) + (1000 * k, 100 * side) for side, n in ((0, 4), (1, 7))]
+        heaps = [
+            rng.normal(size=(n, 2)) + np.array([1000 * k, 100 * i]) for i, n in ((0, 4), (1, 7))
+        ]
         clients[k] = rng.permutation(np.concatenate(heaps))
         expected |= {tuple(np.round(heap.mean(0), 6)): len(heap) for heap in heaps}
     sent = local_centroids(rows_of(clients), 2, seed=0)
@@ -103,7 +105,7 @@ def test_equal_rows_make_one_centroid():
     assert sent.counts.tolist() == [8.0]
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_blocks", "small_chunks")
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10_000))
 def test_the_order_of_clients_does_not_matter(seed):
@@ -168,19 +170,29 @@ def test_planted_clusters_are_found(rng):
     for k, m in enumerate(nearest):
         own = X[labels == k]
         assert_close(found[m], own.mean(0), 1e-9)
-        assert_close(shared.gaussians.covariances[m], np.cov(own.T, ddof=0) + 1e-6 * np.eye(2), 1e-8)
+        assert_close(
+            shared.gaussians.covariances[m], np.cov(own.T, ddof=0) + 1e-6 * np.eye(2), 1e-8
+        )
         assert shared.weights[m].item() == pytest.approx(len(own) / 400, abs=1e-4)
 
 
 @pytest.mark.parametrize("start", ["kmeans", "k-means++"])
 def test_when_nobody_sends_a_centroid_the_start_is_drawn_from_the_overall_spread(rng, start):
-    X = rng.normal(size=(50, 3)) * [1.0, 10.0, 100.0] + 500
+    X = rng.normal(size=(50, 3)) * [1.0, 10.0, 100.0] + 1e9  # far from zero, where squares cancel
     rows = rows_of({k: X[k : k + 1] for k in range(50)})
     shared = FederatedGMM(4).start(rows, start, seed=0)
     assert torch.isfinite(shared.gaussians.means).all()
     assert (np.abs(shared.gaussians.means.numpy() - X.mean(0)) < 5 * X.std(0)).all()
+    assert (np.ptp(shared.gaussians.means.numpy(), axis=0) > 0.01 * X.std(0)).all()
     again = FederatedGMM(4).start(rows, start, seed=0)
     assert torch.equal(shared.gaussians.means, again.gaussians.means)
+
+
+def test_the_overall_spread_survives_an_offset(rng):
+    X = rng.normal(size=(50, 3)) * [1.0, 10.0, 100.0] + 1e9
+    whole = FederatedGMM(4).overall(rows_of({"a": X[:20], "b": X[20:]}))
+    assert_close(whole.means[0], X.mean(0), 1e-15)
+    assert_close(whole.covariances[0].numpy() / X.var(0), np.ones(3), 1e-9)
 
 
 def test_given_parts_are_kept(rng):
@@ -221,7 +233,7 @@ def test_random_responsibilities_belong_to_rows(rng):
 # ---------------------------------------------------------------------- one round
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_blocks", "small_chunks")
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("aggregation", ["exact", "paper"])
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -263,7 +275,10 @@ def test_clients_on_their_own_machines_send_the_same_sums(rng, kind, aggregation
     parts = [method.client_step(shared, pi, rows_of({c: x}))[1] for c, x in clients.items()]
     counts = torch.cat([part.counts for part in parts])
     moments = Moments(
-        *(sum(getattr(part.moments, name) for part in parts) for name in ("counts", "first", "second"))
+        *(
+            sum(getattr(part.moments, name) for part in parts)
+            for name in ("counts", "first", "second")
+        )
     )
     if aggregation == "paper":
         first = torch.stack([part.moments.first for part in parts])

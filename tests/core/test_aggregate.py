@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracles import ALL_KINDS, KINDS, assert_close, random_covariances, reduce_covariances
 
 from fedgmm.core.aggregate import aggregate_gaussians, aggregate_weights, within_client_moments
 from fedgmm.core.gaussians import Moments, gaussians, residuals, weighted_moments
+from oracles import ALL_KINDS, KINDS, assert_close, random_covariances, reduce_covariances
 
 M, D = 3, 4
 SIZES = (1, 2, 17, 60)  # a client of one row has no scatter of its own

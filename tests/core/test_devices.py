@@ -14,7 +14,7 @@ def test_cpu_and_auto():
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", ""])
 def test_a_device_that_is_not_there_is_named(name):
-    with pytest.raises(ValueError, match="device=.*cannot be used here.*cpu"):
+    with pytest.raises(ValueError, match=r"device=.*cannot be used here.*cpu"):
         resolve_device(name)
 
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from oracles import assert_close
 
 from fedgmm.core.estep import responsibilities
+from oracles import assert_close
 
 mpmath.mp.dps = 60
 

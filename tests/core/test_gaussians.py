@@ -7,14 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import (
-    ALL_KINDS,
-    KINDS,
-    assert_close,
-    full_covariances,
-    random_covariances,
-    reduce_covariances,
-)
 from scipy.stats import multivariate_normal
 from sklearn.mixture import GaussianMixture
 
@@ -30,6 +22,14 @@ from fedgmm.core.gaussians import (
     outer,
     residuals,
     weighted_moments,
+)
+from oracles import (
+    ALL_KINDS,
+    KINDS,
+    assert_close,
+    full_covariances,
+    random_covariances,
+    reduce_covariances,
 )
 
 M = 3
@@ -71,7 +71,7 @@ def test_leading_dimensions_are_independent(rng, kind, columns):
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_distant_origin_costs_no_precision(rng, kind):
-    shared, means, full = make(rng, kind, 4)
+    shared, means, _ = make(rng, kind, 4)
     x = rng.normal(size=(30, 4))
     # An offset that float64 holds exactly: the same problem, elsewhere.
     offset = 2.0**27
@@ -197,7 +197,7 @@ def moments_of(x, q, shared):
 @pytest.mark.parametrize("offset", [0.0, 2.0**24])
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_maximise_is_the_weighted_mean_and_covariance(rng, kind, offset):
-    shared, means, _ = make(rng, kind, 4)
+    shared, *_ = make(rng, kind, 4)
     shared = Gaussians(shared.means + offset, *_parameters(shared), kind)
     x = np.round(rng.normal(size=(200, 4)) @ rng.normal(size=(4, 4)) * 1024) / 1024
     q = rng.dirichlet(np.ones(M), size=200)
@@ -233,7 +233,9 @@ def test_a_component_without_rows_keeps_its_parameters(rng, kind):
     assert torch.equal(new.means[1], shared.means[1])
     assert not torch.equal(new.means[0], shared.means[0])
     if kind == "tied":  # shared by all: it is fitted to the rows of the living
-        full = np.stack([np.cov(x, rowvar=False, aweights=q[:, m] + 1e-300, ddof=0) for m in (0, 2)])
+        full = np.stack(
+            [np.cov(x, rowvar=False, aweights=q[:, m] + 1e-300, ddof=0) for m in (0, 2)]
+        )
         expected = reduce_covariances(full, q.sum(0)[[0, 2]], "tied", 1e-6)
         assert_close(new.covariances, expected)
     else:
@@ -254,8 +256,8 @@ def test_rounding_cannot_make_a_variance_negative(kind):
         torch.ones((1, 1) if kind == "diag" else 1, dtype=torch.float64),
         kind,
     )
-    second = torch.tensor([[12.0 - 1e-14]] if kind == "diag" else [12.0 - 1e-14])
-    moments = Moments(torch.tensor([3.0]).double(), torch.tensor([[6.0]]).double(), second.double())
+    second = np.array([[12.0 - 1e-14]] if kind == "diag" else [12.0 - 1e-14])
+    moments = Moments(*map(torch.from_numpy, (np.array([3.0]), np.array([[6.0]]), second)))
     assert maximise(moments, shared, 1e-6).covariances.item() == 1e-6
 
 
@@ -294,7 +296,9 @@ def test_a_singular_covariance_is_repaired_and_the_warning_names_it(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_zero_covariances_are_repaired(kind):
-    zeros = torch.zeros({"full": (2, 3, 3), "tied": (3, 3), "diag": (2, 3)}.get(kind, (2,))).double()
+    zeros = torch.zeros(
+        {"full": (2, 3, 3), "tied": (3, 3), "diag": (2, 3)}.get(kind, (2,))
+    ).double()
     with pytest.warns(CovarianceRepairWarning):
         shared = gaussians(torch.zeros(2, 3).double(), zeros, kind)
     found = log_densities(residuals(torch.zeros(4, 3).double(), shared.means), shared)
@@ -347,7 +351,10 @@ def test_a_variance_that_is_only_rounding_can_be_repaired(noise, overlap, seed):
 
 
 @given(
-    constant=st.floats(-1e6, 1e6), column=st.integers(0, 4), copied=st.booleans(), seed=st.integers()
+    constant=st.floats(-1e6, 1e6),
+    column=st.integers(0, 4),
+    copied=st.booleans(),
+    seed=st.integers(),
 )
 def test_a_repair_for_one_column_leaves_the_others(constant, column, copied, seed):
     # A constant column far from zero has a variance of pure rounding; a copied one has no pivot.

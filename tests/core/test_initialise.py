@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import assert_close
 from scipy.spatial.distance import cdist
 
 from fedgmm.core.initialise import Centroids, local_clusters, nearest, server_means
+from oracles import assert_close
 
 
 def test_every_local_cluster_can_have_two_rows():

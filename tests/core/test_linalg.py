@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracles import assert_close
 
 from fedgmm.core.linalg import cholesky_or_repair, matmul, matmul_upper, weighted_gram
+from oracles import assert_close
 
 COLUMNS = [1, 2, 3, 15, 16, 17, 31, 48]
 

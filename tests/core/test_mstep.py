@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from oracles import assert_close
 
 from fedgmm.core.mstep import client_weights, log_weights
+from oracles import assert_close
 
 
 def test_client_weights_are_the_mean_responsibilities(rng):

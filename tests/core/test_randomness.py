@@ -40,6 +40,11 @@ def test_another_seed_stream_or_client_is_independent(other):
     assert chisquare(cells.ravel()).pvalue > 1e-3
 
 
+def test_no_seed_and_stream_stand_in_for_others():
+    draws = [draw(seed, stream, rows=1).item() for seed in range(30) for stream in range(30)]
+    assert len(set(draws)) == 900
+
+
 def test_neighbours_are_independent():
     a = draw()
     assert abs(pearsonr(a[:-1], a[1:]).statistic) < 4 / np.sqrt(N)
@@ -51,7 +56,9 @@ def test_a_draw_belongs_to_its_row(order, seed, stream):
     positions = np.array([*range(5), *range(7)])
     order = np.array(order)
     straight = row_uniforms(seed, stream, keys, positions)
-    assert np.array_equal(straight[order], row_uniforms(seed, stream, keys[order], positions[order]))
+    assert np.array_equal(
+        straight[order], row_uniforms(seed, stream, keys[order], positions[order])
+    )
 
 
 def test_keys_go_by_name():

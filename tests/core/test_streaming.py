@@ -116,11 +116,9 @@ def test_a_lane_that_fails_stops_the_others(threads, lane):
         visited.append(block)
         time.sleep(0.01)
 
-    began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         accumulate([(0, i, i + 1) for i in range(200)], lambda: None, add, CPU)
-    assert len(visited) < 50  # of 199
-    assert time.perf_counter() - began < 0.9
+    assert len(visited) < 50  # the other lane alone has 100
 
 
 def test_ctrl_c_while_the_main_thread_waits_stops_the_lanes(threads):
@@ -136,9 +134,9 @@ def test_ctrl_c_while_the_main_thread_waits_stops_the_lanes(threads):
         time.sleep(0.01)
 
     with pytest.raises(KeyboardInterrupt):
-        accumulate([(0, i, i + 1) for i in range(200)], lambda: None, add, CPU)
+        accumulate([(0, i, i + 1) for i in range(400)], lambda: None, add, CPU)
     seen = len(visited)
-    assert seen < 100
+    assert seen < 200
     time.sleep(0.05)
     assert len(visited) == seen  # no lane runs on in the background
     assert torch.get_num_threads() == 2
@@ -147,6 +145,9 @@ def test_ctrl_c_while_the_main_thread_waits_stops_the_lanes(threads):
 def test_blocks_run_without_autograd():
     modes = []
     accumulate(
-        blocks_of([20], 5), lambda: None, lambda *_: modes.append(torch.is_inference_mode_enabled()), CPU
+        blocks_of([20], 5),
+        lambda: None,
+        lambda *_: modes.append(torch.is_inference_mode_enabled()),
+        CPU,
     )
     assert modes == [True] * 4

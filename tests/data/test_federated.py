@@ -25,6 +25,7 @@ def make(lengths, clients=4, seed=0):
     return client_rows(matrices, codes, [f"c{k}" for k in range(clients)]), codes, everything
 
 
+@pytest.mark.usefixtures("small_chunks")
 @given(sizes, st.integers(1, 6))
 def test_rows_codes_and_positions(lengths, clients):
     rows, codes, everything = make(lengths, clients)
@@ -32,12 +33,14 @@ def test_rows_codes_and_positions(lengths, clients):
     assert rows.columns == D
     assert rows.rows_per_client.tolist() == [int((codes == k).sum()) for k in range(clients)]
     assert torch.equal(torch.cat(rows.chunks), torch.from_numpy(everything))
+    assert len(rows.chunks) >= sum(n >= 8 for n in lengths)
     seen = dict.fromkeys(range(clients), 0)
     for code, position in zip(codes.tolist(), rows.positions.tolist(), strict=True):
         assert position == seen[code]
         seen[code] += 1
 
 
+@pytest.mark.usefixtures("small_chunks")
 @given(sizes, st.data())
 def test_take(lengths, data):
     rows, _, everything = make(lengths)
@@ -47,6 +50,7 @@ def test_take(lengths, data):
     assert np.array_equal(found.numpy(), everything[wanted].reshape(-1, D))
 
 
+@pytest.mark.usefixtures("small_chunks")
 @given(sizes, st.sets(st.integers(0, 3), min_size=1))
 def test_select(lengths, wanted):
     rows, codes, everything = make(lengths)
@@ -63,7 +67,7 @@ def test_select(lengths, wanted):
 
 
 @given(sizes, st.integers(1, 10))
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_blocks", "small_chunks")
 def test_blocks_read_everything_once(lengths, components):
     rows, codes, everything = make(lengths)
     seen = np.zeros(len(rows), dtype=int)

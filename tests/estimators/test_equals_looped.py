@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import ALL_KINDS, as_dict, assert_close, blobs, looped_em, ragged_ids, random_start
 
 from fedgmm import FederatedGaussianMixture
+from oracles import ALL_KINDS, as_dict, assert_close, blobs, looped_em, ragged_ids, random_start
 
 M = 3
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -60,7 +60,7 @@ def test_stacked_equals_looped(rng, kind, aggregation, shared_weights):
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(ALL_KINDS),
     aggregation=st.sampled_from(["exact", "paper"]),

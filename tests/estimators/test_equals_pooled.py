@@ -7,13 +7,13 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import KINDS, assert_close, blobs, ragged_ids, random_start
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from fedgmm import FederatedGaussianMixture
+from oracles import KINDS, assert_close, blobs, ragged_ids, random_start
 
 ROWS, M = 600, 3
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -32,9 +32,9 @@ def pooled(kind, iterations):
     X, start = problem(kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        return GaussianMixture(
-            M, covariance_type=kind, max_iter=iterations, tol=0.0, **start
-        ).fit(X)
+        return GaussianMixture(M, covariance_type=kind, max_iter=iterations, tol=0.0, **start).fit(
+            X
+        )
 
 
 def same_fit(model, reference, rtol=1e-8):
@@ -112,9 +112,7 @@ def test_wide_rows_take_the_split_products(kind):
     start = random_start(rng, X, kind, M)
     options = {"covariance_type": kind, "max_iter": 8, "tol": 0.0, **start}
     model = FederatedGaussianMixture(M, shared_weights=True, **options)
-    same_fit(
-        model.fit(X, clients=ragged_ids(rng, 400, 17)), GaussianMixture(M, **options).fit(X)
-    )
+    same_fit(model.fit(X, clients=ragged_ids(rng, 400, 17)), GaussianMixture(M, **options).fit(X))
 
 
 def test_the_stopping_rule_is_scikit_learns():
@@ -127,6 +125,19 @@ def test_the_stopping_rule_is_scikit_learns():
     assert reference.converged_
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_thousand_clients(kind):
+    rng = np.random.default_rng(9)
+    X, _ = blobs(rng, rows=100_000, columns=17)
+    options = {"covariance_type": kind, "max_iter": 30, "tol": 0.0}
+    options |= random_start(rng, X, kind, M)
+    ids = ragged_ids(rng, len(X), 10_000)
+    model = FederatedGaussianMixture(M, shared_weights=True, **options).fit(X, clients=ids)
+    same_fit(model, GaussianMixture(M, **options).fit(X))
+
+
+@settings(max_examples=80)
 @given(
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32 - 1),

@@ -6,11 +6,11 @@ import warnings
 
 import numpy as np
 import pytest
-from oracles import KINDS, assert_close, assert_finite, blobs, ragged_ids, random_start
 from sklearn.exceptions import ConvergenceWarning
 
 from fedgmm import FederatedGaussianMixture
 from fedgmm.core.gaussians import CovarianceRepairWarning
+from oracles import KINDS, assert_close, assert_finite, blobs, ragged_ids, random_start
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
@@ -85,7 +85,13 @@ def test_finite_parameters_and_predictions(case, kind, shared_weights, reg_covar
 def test_other_starts(case, kind, init):
     X = cases()[case]
     model = FederatedGaussianMixture(
-        3, covariance_type=kind, init_params=init, reg_covar=0.0, max_iter=8, tol=0.0, random_state=1
+        3,
+        covariance_type=kind,
+        init_params=init,
+        reg_covar=0.0,
+        max_iter=8,
+        tol=0.0,
+        random_state=1,
     ).fit(X, clients=clients_of(X))
     assert_finite(model)
 

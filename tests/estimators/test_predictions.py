@@ -5,6 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.special import logsumexp, softmax
+from sklearn.mixture import GaussianMixture
+
+from fedgmm import FederatedGaussianMixture
 from oracles import (
     ALL_KINDS,
     KINDS,
@@ -15,10 +19,6 @@ from oracles import (
     log_joint,
     random_start,
 )
-from scipy.special import logsumexp, softmax
-from sklearn.mixture import GaussianMixture
-
-from fedgmm import FederatedGaussianMixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 NAMES = ["bergen", "bodø", "oslo"]

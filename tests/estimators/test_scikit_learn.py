@@ -9,7 +9,6 @@ import pickle
 import numpy as np
 import pandas as pd
 import pytest
-from oracles import assert_close, blobs
 from sklearn import config_context
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
@@ -20,6 +19,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import fedgmm.estimators.gaussian_mixture as module
 from fedgmm import FederatedGaussianMixture
+from oracles import assert_close, blobs
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 
@@ -138,7 +138,9 @@ def test_set_params_asks_for_a_new_fit_but_leaves_the_old_one_whole(fitted):
         model.set_params(clusters=3)
 
 
-@pytest.mark.parametrize("name", ["predict", "predict_proba", "score_samples", "score", "bic", "aic"])
+@pytest.mark.parametrize(
+    "name", ["predict", "predict_proba", "score_samples", "score", "bic", "aic"]
+)
 def test_not_fitted(name):
     with pytest.raises(NotFittedError):
         getattr(FederatedGaussianMixture(), name)(np.zeros((3, 2)))
@@ -215,7 +217,9 @@ def test_grid_search_routes_clients(rng):
 def test_grid_search_without_clients(rng):
     X = np.concatenate([rng.normal(size=(60, 2)), rng.normal(size=(60, 2)) + 20])
     search = GridSearchCV(
-        FederatedGaussianMixture(random_state=0), {"n_components": [1, 2]}, cv=KFold(3, shuffle=True)
+        FederatedGaussianMixture(random_state=0),
+        {"n_components": [1, 2]},
+        cv=KFold(3, shuffle=True),
     ).fit(X)
     assert search.best_params_ == {"n_components": 2}
 

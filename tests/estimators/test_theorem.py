@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from oracles import KINDS, assert_close, blobs, full_covariances, log_joint, ragged_ids
 from scipy.special import logsumexp
 
 from fedgmm import FederatedGaussianMixture
+from oracles import KINDS, assert_close, blobs, full_covariances, log_joint, ragged_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 
@@ -37,6 +37,7 @@ matrices = arrays(
 )
 
 
+@settings(max_examples=150)
 @given(
     X=matrices,
     data=st.data(),
@@ -67,6 +68,7 @@ def test_identity_covariances_any_data_any_clients(
     assert (model.covariances_ == 1).all()
 
 
+@settings(max_examples=80)
 @given(
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32 - 1),

@@ -51,19 +51,23 @@ class ClusteredFL:
 
     A cluster is split when its average update has become small although some client still moves:
     ``‖Σ_c w_c Δ_c‖ < eps1`` and ``max_c ‖Δ_c‖ > eps2``. Both thresholds are in units of the mean norm
-    of the clients' updates in the first round, so they do not depend on the learning rate.
+    of the clients' updates in the first round, so they do not depend on the learning rate. The noise
+    of small clients meets both, too, but points everywhere: a split must also leave nobody whose
+    update is like one on the other side.
 
     Attributes:
         training: local training.
         eps1: the cluster is nearly stationary below this.
         eps2: a client still moves above this.
+        similarity: largest cosine similarity across the two sides of a split.
         smallest: clusters of fewer clients are not split.
         server: the server's optimiser.
     """
 
     training: LocalTraining
-    eps1: float = 0.4
+    eps1: float = 0.2
     eps2: float = 0.6
+    similarity: float = 0.3
     smallest: int = 4
     server: ServerOptimiser = field(default_factory=ServerOptimiser)
 
@@ -137,8 +141,11 @@ class ClusteredFL:
         if not (float(together) < self.eps1 * scale and float(norms.max()) > self.eps2 * scale):
             return None
         directions = moves / norms.clamp_min(1e-12)[:, None]
-        second_half = bipartition((directions @ directions.mT).cpu().numpy())
-        return torch.from_numpy(second_half).to(moves.device)
+        alike = (directions @ directions.mT).cpu().numpy()
+        leaves = bipartition(alike)
+        if alike[leaves][:, ~leaves].max() > self.similarity:
+            return None
+        return torch.from_numpy(leaves).to(moves.device)
 
     def finish(self, shared: ClusteredShared, personal: Tensor, rows: LabelledRows) -> Tensor:
         """Nothing is left to do."""
@@ -157,14 +164,15 @@ class ClusteredFL:
 
 
 def bipartition(similarity: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Two groups that keep the largest similarity across them small, as a mask ``(A,)``.
+    """The two groups with the smallest largest similarity across them, as a mask ``(A,)``.
 
-    Complete linkage on ``1 - similarity``, as in the paper on clustered federated learning.
+    Joining the most similar until two groups are left, which is single linkage, finds them (Sattler
+    et al., algorithm 1).
     """
     from sklearn.cluster import AgglomerativeClustering
 
     distance = np.clip(1.0 - similarity, 0.0, 2.0)
-    clustering = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage="complete")
+    clustering = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage="single")
     labels = clustering.fit_predict(distance)
     # the first client stays, so that the order of labels means nothing
     return np.asarray(labels != labels[0])

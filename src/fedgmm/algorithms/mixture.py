@@ -45,10 +45,14 @@ Assign = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
 """Responsibilities ``(n, M)`` and log-evidence ``(n,)`` of a block from its residuals ``(M, n, d)``,
 client codes ``(n,)`` and place among all rows."""
 
-# The start looks at no more than this many local centroids: enough for any M, and the cost of a
-# start does not grow with the number of clients.
-_MOST_CENTROIDS = 50_000
+# The start looks at no more than about this many local centroids and rows, drawn by lot: enough for
+# any M, and neither its time nor its memory grows with the federation.
+_MOST_CENTROIDS = 20_000
+_MOST_START_ROWS = 200_000
+_FEWEST_ROWS_A_CLUSTER = 10
 _LLOYD_ITERATIONS = 10
+_CLIENT_STREAM, _ROW_STREAM = 0, 1_000_000
+_ROWS_AT_ONCE = 65_536
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,7 @@ class FederatedGMM:
         codes_of_rows = rows.codes.cpu().numpy()
 
         def assign(difference: Tensor, codes: Tensor, place: slice) -> tuple[Tensor, Tensor]:
-            keys, positions = rows.keys[codes_of_rows[place]], rows.positions[place]
+            keys, positions = rows.keys[codes_of_rows[place]], rows.positions_at(place)
             draws = [row_uniforms(seed, m, keys, positions) for m in range(self.components)]
             q = torch.from_numpy(np.stack(draws, axis=-1)).to(difference.device)
             return q / q.sum(-1, keepdim=True), q.new_zeros(len(q))
@@ -315,9 +319,11 @@ def local_centroids(rows: ClientRows, clusters: int, seed: int) -> Centroids:
     """
     most_clients = max(1, _MOST_CENTROIDS // clusters)
     if len(rows.names) > most_clients:
-        lots = row_uniforms(seed, 0, rows.keys, np.zeros(len(rows.keys), dtype=np.int64))
+        nothing = np.zeros(len(rows.keys), dtype=np.int64)
+        lots = row_uniforms(seed, _CLIENT_STREAM, rows.keys, nothing)
         chosen = np.sort(np.argsort(lots, kind="stable")[:most_clients])
         rows = rows.select(torch.from_numpy(chosen).to(rows.device))
+    rows = _thinned(rows, clusters, seed)
 
     wanted = local_clusters(rows.rows_per_client, clusters)
     active = torch.arange(clusters, device=rows.device) < wanted[:, None]
@@ -331,6 +337,23 @@ def local_centroids(rows: ClientRows, clusters: int, seed: int) -> Centroids:
             break
     sent = counts >= FEWEST_ROWS_SENT
     return Centroids(centres[sent].cpu().numpy(), counts[sent].cpu().numpy())
+
+
+def _thinned(rows: ClientRows, clusters: int, seed: int) -> ClientRows:
+    """Large clients keep some of their rows, drawn by lot; small ones keep all."""
+    most = max(_FEWEST_ROWS_A_CLUSTER * clusters, _MOST_START_ROWS // len(rows.names))
+    sizes = rows.rows_per_client.cpu().numpy()
+    if sizes.max() <= most:
+        return rows
+    share = most / np.maximum(sizes, 1)
+    codes = rows.codes.cpu().numpy()
+    wanted = np.empty(len(rows), dtype=bool)
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        place = slice(first, min(first + _ROWS_AT_ONCE, len(rows)))
+        own = codes[place]
+        lots = row_uniforms(seed, _ROW_STREAM, rows.keys[own], rows.positions_at(place))
+        wanted[place] = lots < share[own]
+    return rows.keep(torch.from_numpy(wanted).to(rows.device))
 
 
 def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor, Tensor]:

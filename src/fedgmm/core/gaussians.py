@@ -147,9 +147,11 @@ def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
         ``(..., N, M)``, float64.
     """
     d = difference.shape[-1]
-    # A deviation too small for float32 must not become an infinity that turns zero into NaN.
-    widest = torch.finfo(difference.dtype).max ** 0.5
-    whiteners = shared.precisions_cholesky.clamp(-widest, widest).to(difference.dtype)
+    whiteners = shared.precisions_cholesky
+    if difference.dtype != whiteners.dtype:
+        # A deviation too small for float32 must not become an infinity that turns zero into NaN.
+        widest = torch.finfo(difference.dtype).max ** 0.5
+        whiteners = whiteners.clamp(-widest, widest).to(difference.dtype)
     # ‖(x - μ) W‖² = (x - μ)ᵀ Σ⁻¹ (x - μ)
     match shared.covariance_type:
         case "full" | "tied":
@@ -159,7 +161,7 @@ def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
         case _:
             norms = torch.linalg.vector_norm(difference, dim=-1) * whiteners.unsqueeze(-1)
     # However far a row lies, its log density stays finite: -inf for all components has no softmax.
-    distances = norms.to(torch.float64).clamp_max(_FARTHEST).square()
+    distances = norms.to(torch.float64).clamp_max_(_FARTHEST).square_()
     # log N = -½ (‖(x - μ) W‖² + d log 2π) + log |W|
     constants = shared.log_determinants - 0.5 * d * math.log(2.0 * math.pi)
     log_density: Tensor = distances.mul_(-0.5).add_(constants.unsqueeze(-1)).mT

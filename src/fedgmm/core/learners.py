@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from fedgmm.core.linalg import matmul
+from fedgmm.core.linalg import matmul, solve
 from fedgmm.core.networks import Dense, Network, Params
 
 
@@ -381,7 +381,7 @@ def newton_step(net: Dense, params: Params, sums: NewtonSums, ridge: float) -> P
     penalty[:, -1] = min(ridge, 1e-3)
     penalty = penalty.reshape(-1).clamp_min(_SMALLEST_RIDGE)
     system = sums.hessian + torch.diag(penalty)
-    direction = torch.linalg.solve(system, (sums.gradient + penalty * beta)[..., None])[..., 0]
+    direction = solve(system, sums.gradient + penalty * beta)
     moves = direction.reshape(m, k - 1, d + 1)
     squares = torch.einsum("mrp,mpq,mrq->m", moves, sums.second, moves).clamp_min(0.0)
     change = (squares / sums.weight.clamp_min(1e-9)).sqrt().clamp_min(1e-12)

@@ -48,6 +48,14 @@ def weighted_gram(weighted: Tensor, rows: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
+def solve(matrices: Tensor, right: Tensor) -> Tensor:
+    """``A⁻¹ b`` for matrices ``(K, p, p)`` and vectors ``(K, p)``; by NumPy on the CPU, as above."""
+    if matrices.device.type == "cpu":
+        return torch.from_numpy(np.linalg.solve(matrices.numpy(), right.numpy()[..., None])[..., 0])
+    solution: Tensor = torch.linalg.solve(matrices, right)
+    return solution
+
+
 def cholesky_or_repair(matrices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """Lower Cholesky factors of symmetric matrices, repairing those that are not positive definite.
 

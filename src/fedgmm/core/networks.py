@@ -12,6 +12,7 @@ Linear networks and MLPs are written with matrix products that take leading axes
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,6 +25,8 @@ from torch.func import functional_call, vmap
 
 Params = dict[str, Tensor]
 ModuleFactory = Callable[[], nn.Module]
+
+_MAKING_MODULES = threading.Lock()
 
 
 class Network(Protocol):
@@ -116,11 +119,16 @@ class Vectorised:
     # Two skeletons, since a module's mode is state and lanes may evaluate at the same time.
     @cached_property
     def _for_training(self) -> nn.Module:
-        return self.factory().to("meta").train()
+        return self._skeleton().train()
 
     @cached_property
     def _for_evaluation(self) -> nn.Module:
-        return self.factory().to("meta").eval()
+        return self._skeleton().eval()
+
+    def _skeleton(self) -> nn.Module:
+        # making a module draws numbers; the program's own generator must not notice
+        with _MAKING_MODULES, torch.random.fork_rng(devices=[]):
+            return self.factory().to("meta")
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from itertools import pairwise
 from typing import TypeVar
@@ -30,6 +31,9 @@ _BLOCK_NUMBERS = 512 * 1024
 _SMALL_PRODUCT = 1_600_000
 _FEWEST_ROWS, _MOST_ROWS = 192, 8192
 _ACCELERATOR_NUMBERS = 32 * 1024 * 1024
+_BLOCKS_A_LANE = 2  # less is not worth a thread
+
+_lanes: ContextVar[int | None] = ContextVar("lanes", default=None)
 
 
 def block_rows(components: int, columns: int, device: torch.device) -> int:
@@ -66,7 +70,7 @@ def accumulate(
         device: lanes are threads on the CPU; elsewhere there is one.
         gradients: whether ``add_block`` differentiates.
     """
-    lanes = min(torch.get_num_threads(), len(blocks)) if device.type == "cpu" else 1
+    lanes = min(_threads(), len(blocks) // _BLOCKS_A_LANE) if device.type == "cpu" else 1
     stop = threading.Event()
 
     def run(lane: int) -> Accumulator:
@@ -87,9 +91,9 @@ def accumulate(
         lanes = 1
         if len(blocks) <= 1:  # nothing to gain from touching the BLAS threads
             return [run(0)]
-        with _one_thread_each():
+        with lanes_only():
             return [run(0)]
-    with _one_thread_each(), ThreadPoolExecutor(lanes) as pool:
+    with lanes_only(), ThreadPoolExecutor(lanes) as pool:
         try:
             return list(pool.map(run, range(lanes)))
         except BaseException:
@@ -98,15 +102,29 @@ def accumulate(
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Keep torch and BLAS from starting threads of their own inside a lane."""
+def lanes_only() -> Iterator[None]:
+    """All threads go to lanes; torch and BLAS start none of their own.
+
+    Threads inside small operations wait for each other more than they work, the more so beside a busy
+    neighbour. Within another such context this does nothing.
+    """
+    if _lanes.get() is not None:
+        yield
+        return
     threads = torch.get_num_threads()
+    token = _lanes.set(threads)
     torch.set_num_threads(1)
     try:
         with _blas().limit(limits=1, user_api="blas"):
             yield
     finally:
         torch.set_num_threads(threads)
+        _lanes.reset(token)
+
+
+def _threads() -> int:
+    """How many lanes there may be."""
+    return _lanes.get() or torch.get_num_threads()
 
 
 @cache

@@ -180,6 +180,8 @@ class FederatedDataset:
         """
         column_names = tuple(map(str, X.columns)) if hasattr(X, "columns") else None
         inputs = numeric(X, "X")
+        if not inputs.size:
+            raise ValueError(f"X has no rows or no columns: its shape is {inputs.shape}.")
         labels = np.asarray(y)
         if labels.ndim != 1 or len(labels) != len(inputs):
             raise ValueError(
@@ -213,7 +215,7 @@ class FederatedDataset:
             raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
         column_names = columns_of_pairs([(name, X) for name, (X, _) in pairs])
         for name, (X, _) in pairs:
-            if not np.shape(X) or not np.shape(X)[0]:
+            if not np.size(X):
                 raise ValueError(f"Client {name!r} is empty; leave it out.")
         inputs = [numeric(X, f"Client {name!r}") for name, (X, _) in pairs]
         labels = [np.asarray(y) for _, (_, y) in pairs]
@@ -251,8 +253,6 @@ class FederatedDataset:
         seed: int,
         column_names: tuple[str, ...] | None,
     ) -> FederatedDataset:
-        if not inputs.size:
-            raise ValueError(f"X has no rows or no columns: its shape is {inputs.shape}.")
         if (codes == NO_CLIENT).any():
             row = int(np.argmax(codes == NO_CLIENT))
             raise ValueError(f"Row {row} has no client (its id is missing).")

@@ -58,12 +58,26 @@ class ClientRows:
         """Each row's place within its client, ``(N,)``."""
         codes = self.codes.cpu().numpy()
         order = np.argsort(codes, kind="stable")
-        starts = np.concatenate(
-            [[0], np.cumsum(np.bincount(codes, minlength=len(self.names)))[:-1]]
-        )
         places = np.empty(len(codes), dtype=np.int64)
-        places[order] = np.arange(len(codes)) - starts[codes[order]]
+        places[order] = np.arange(len(codes)) - self._starts[codes[order]]
         return places
+
+    def positions_at(self, place: slice) -> NDArray[np.int64]:
+        """The same for a run of rows ``(n,)``; needs no memory where clients' rows stand together."""
+        if not self._grouped:
+            return self.positions[place]
+        own = self._starts[self.codes[place].cpu().numpy()]
+        return np.asarray(np.arange(place.start, place.stop) - own)
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """Where each client's rows would begin if they stood together, ``(C,)``."""
+        counts = self.rows_per_client.cpu().numpy()
+        return np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
+
+    @cached_property
+    def _grouped(self) -> bool:
+        return bool((self.codes[1:] >= self.codes[:-1]).all())
 
     @cached_property
     def _first_rows(self) -> list[int]:
@@ -108,6 +122,14 @@ class ClientRows:
                 chunks.append(chunk[here])
         names = tuple(self.names[code] for code in clients.tolist())
         return ClientRows(tuple(chunks), codes[codes >= 0], names)
+
+    def keep(self, wanted: Tensor) -> ClientRows:
+        """Only the rows where ``wanted`` ``(N,)`` is true, copied; the clients stay the same."""
+        chunks = [
+            chunk[wanted[first : first + len(chunk)]]
+            for chunk, first in zip(self.chunks, self._first_rows, strict=False)
+        ]
+        return ClientRows(tuple(chunks), self.codes[wanted], self.names)
 
     def to(self, device: torch.device) -> ClientRows:
         """The same rows on another device."""

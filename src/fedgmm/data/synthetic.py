@@ -21,6 +21,8 @@ FloatArray = NDArray[np.float64]
 Distribution = Literal["gaussian", "laplace", "beta"]
 DISTRIBUTIONS: tuple[str, ...] = get_args(Distribution)
 
+_SMALLEST = float(np.finfo(np.float32).eps)
+
 
 @dataclass(frozen=True)
 class Components:
@@ -54,7 +56,8 @@ class Components:
             case "laplace":
                 return generator.laplace(first, second)
             case _:
-                return generator.beta(first, second)
+                # a float32 of exactly one has no density
+                return generator.beta(first, second).clip(_SMALLEST, 1.0 - _SMALLEST)
 
     def log_densities(self, x: FloatArray) -> FloatArray:
         """``log P^(m)(x_i)``, ``(n, M)``."""
@@ -137,6 +140,11 @@ def synthetic(
         other_clients: how many clients are wholly different.
         seed: of everything.
     """
+    for name, kind in (("distribution", distribution), ("other", other or distribution)):
+        if kind not in DISTRIBUTIONS:
+            raise ValueError(f"{name} must be one of {list(DISTRIBUTIONS)}, got {kind!r}.")
+    if not 0 <= other_clients <= clients:
+        raise ValueError(f"other_clients must lie between 0 and {clients}, got {other_clients!r}.")
     generator = np.random.default_rng(seed)
     families = [_components(distribution, components, dimensions, separation, generator)]
     family = np.zeros(clients, dtype=np.int64)

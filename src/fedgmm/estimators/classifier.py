@@ -54,7 +54,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         ``validation_fraction`` of every client's rows.
     validation_fraction : float, default=0.2
     covariance_type : {"full", "tied", "diag", "spherical"}, default="full"
-    reg_covar : float, default=1e-3
+    reg_covar : float, default=1e-2
         Added to every variance of the standardised inputs.
     device : str, default="auto"
     dtype : {"float32", "float64"}, default="float32"
@@ -105,7 +105,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         patience: int | None = None,
         validation_fraction: float = 0.2,
         covariance_type: str = "full",
-        reg_covar: float = 1e-3,
+        reg_covar: float = 1e-2,
         device: str = "auto",
         dtype: str = "float32",
         random_state: int | np.random.RandomState | None = None,

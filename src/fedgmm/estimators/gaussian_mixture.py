@@ -494,7 +494,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     def _fit_and_size(self, X: Rows, clients: ArrayLike | None) -> tuple[float, int, int]:
         """Summed log-likelihood, rows, and the free parameters behind them."""
         pairs = as_pairs(X)
-        scores = self.score_samples(X if pairs is None else pairs, clients=clients)
+        scores = self.score_samples(pairs or X, clients=clients)
         m, d = self.means_.shape
         if self.shared_weights or (clients is None and pairs is None):
             weight_sets = 1

@@ -48,7 +48,9 @@ def illustrate(clients: int = 20, rows: int = 500, seed: int = 0) -> Illustratio
     z = generator.integers(2, size=total)
     x = generator.normal(CENTRES[z], DEVIATION)
     y = (x < CENTRES[z]).astype(np.int64)
-    dataset = FederatedDataset.from_arrays(x[:, None], y, np.repeat(np.arange(clients), rows), seed=seed)
+    dataset = FederatedDataset.from_arrays(
+        x[:, None], y, np.repeat(np.arange(clients), rows), seed=seed
+    )
     grid = np.linspace(-7.0, 7.0, 561)
     curves, accuracy = {}, {}
     for name in ("fedem", "fedgmm"):
@@ -68,7 +70,7 @@ def _truth(x: FloatArray) -> FloatArray:
 
 def reproduce_illustration(folder: Path, seed: int = 0) -> Illustration:
     """The figure and its numbers."""
-    from fedgmm.report.plots import plot_illustration
+    from fedgmm.report.story import plot_illustration
 
     result = illustrate(seed=seed)
     names = {"fedem": "FedEM", "fedgmm": "FedGMM", "bayes": "Bayes, true parameters"}

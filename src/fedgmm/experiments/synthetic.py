@@ -107,7 +107,9 @@ def run_setting(
     return outcome
 
 
-def reproduce_gaussian(folder: Path, size: Size | None = None, tell: Tell = lambda _: None) -> Outcome:
+def reproduce_gaussian(
+    folder: Path, size: Size | None = None, tell: Tell = lambda _: None
+) -> Outcome:
     """The synthetic row of Table 2."""
     size = size or Size()
     outcome = run_setting(

@@ -371,7 +371,7 @@ class FederatedModel:
             )
 
     def _codes(self, client: Any, rows: int) -> NDArray[np.int64]:
-        return codes_of_known_clients(client, rows, self.names)
+        return codes_of_known_clients(client if rows else None, rows, self.names)
 
     def _encode(self, y: ArrayLike, rows: int) -> NDArray[np.int64]:
         labels = np.asarray(y)

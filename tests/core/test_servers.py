@@ -1,0 +1,87 @@
+"""Server optimisers against the formulas, written out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser, ServerState
+
+
+def rounds(rng, count=4):
+    """The clients' averages of several rounds, for parameters of two shapes."""
+    return [
+        {"w": torch.from_numpy(rng.normal(size=(2, 3))), "b": torch.from_numpy(rng.normal(size=2))}
+        for _ in range(count)
+    ]
+
+
+def run(server, start, averages):
+    state, current = ServerState(), start
+    for average in averages:
+        current, state = server.step(current, average, state)
+    return current, state
+
+
+def test_the_average_is_taken_as_it_is(rng):
+    start, *averages = rounds(rng)
+    moved, state = ServerOptimiser().step(start, averages[0], ServerState())
+    for name in start:
+        assert torch.equal(moved[name], averages[0][name])
+    assert state == ServerState()
+
+
+def test_a_partial_step_towards_the_average(rng):
+    start, average, *_ = rounds(rng)
+    moved, _ = ServerOptimiser("average", lr=0.3).step(start, average, ServerState())
+    for name in start:
+        torch.testing.assert_close(moved[name], 0.7 * start[name] + 0.3 * average[name])
+
+
+def test_momentum(rng):
+    start, *averages = rounds(rng)
+    moved, state = run(ServerOptimiser("momentum", lr=0.5, momentum=0.8), start, averages)
+    for name in start:
+        theta, v = start[name].numpy().copy(), 0.0
+        for average in averages:
+            v = 0.8 * v + (average[name].numpy() - theta)
+            theta = theta + 0.5 * v
+        np.testing.assert_allclose(moved[name], theta, rtol=1e-13)
+    assert state.steps == len(averages)
+
+
+def test_adam(rng):
+    """FedAdam of Reddi et al.: no correction of the bias, a floor under the denominator."""
+    start, *averages = rounds(rng)
+    server = ServerOptimiser("adam", lr=0.1, momentum=0.8, decay=0.95, floor=1e-2)
+    moved, _ = run(server, start, averages)
+    for name in start:
+        theta, m, v = start[name].numpy().copy(), 0.0, 0.0
+        for average in averages:
+            delta = average[name].numpy() - theta
+            m = 0.8 * m + 0.2 * delta
+            v = 0.95 * v + 0.05 * delta**2
+            theta = theta + 0.1 * m / (np.sqrt(v) + 1e-2)
+        np.testing.assert_allclose(moved[name], theta, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", SERVER_KINDS)
+def test_nothing_moves_where_clients_agree_and_the_type_stays(rng, kind):
+    start = {name: value.float() for name, value in rounds(rng)[0].items()}
+    average = {name: value.double() for name, value in start.items()}
+    moved, _ = ServerOptimiser(kind, lr=0.5).step(start, average, ServerState())
+    for name in start:
+        assert moved[name].dtype == torch.float32
+        assert torch.equal(moved[name], start[name])
+
+
+@pytest.mark.parametrize("kind", SERVER_KINDS)
+def test_a_step_leaves_its_arguments_alone(rng, kind):
+    start, *averages = rounds(rng)
+    server = ServerOptimiser(kind, lr=0.5)
+    _, state = server.step(start, averages[0], ServerState())
+    copies = [{n: v.clone() for n, v in d.items()} for d in (start, averages[1], state.first)]
+    server.step(start, averages[1], state)
+    for before, after in zip(copies, (start, averages[1], state.first), strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,0 +1,382 @@
+"""Named clients with labelled rows: splits, kinds of input, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedgmm.core.randomness import client_keys
+from fedgmm.data.dataset import SPLITS, FederatedDataset, split_rows
+from supervised import federation
+
+
+def numbered(sizes, columns=2):
+    """Clients whose first column is a number that no other row has."""
+    names = [f"c{i}" for i in range(len(sizes))]
+    ids = np.repeat(names, sizes)
+    x = np.zeros((len(ids), columns))
+    x[:, 0] = np.arange(len(ids))
+    y = np.arange(len(ids)) % 2
+    return x, y, ids
+
+
+def numbers(rows):
+    return rows.inputs[:, 0].numpy().astype(int)
+
+
+# ---------------------------------------------------------------------- splits
+
+
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    shares=st.sampled_from([(0.6, 0.2, 0.2), (1.0, 0.0, 0.0), (0.5, 0.5, 0.0), (0.0, 0.5, 0.5)]),
+    seed=st.integers(0, 5),
+)
+def test_splits_are_disjoint_complete_and_of_the_right_size(sizes, shares, seed):
+    codes = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    keys = client_keys(range(len(sizes)))
+    parts = split_rows(codes, keys, shares, seed)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(codes)))
+    for client, size in enumerate(sizes):
+        train, validation, test = ((codes[rows] == client).sum() for rows in parts)
+        assert train == max(1, round(shares[0] * size))
+        assert train + validation == max(train, round((shares[0] + shares[1]) * size))
+        assert train + validation + test == size
+    for rows in parts:  # a client's rows stand together, in the order they came
+        assert (np.diff(codes[rows]) >= 0).all()
+        for client in range(len(sizes)):
+            assert (np.diff(rows[codes[rows] == client]) > 0).all()
+
+
+def test_the_paper_splits_60_20_20():
+    x, y, ids = numbered([100, 50])
+    data = FederatedDataset.from_arrays(x, y, ids)
+    sizes = [data.split(name).features.rows_per_client.tolist() for name in SPLITS]
+    assert sizes == [[60, 30], [20, 10], [20, 10]]
+
+
+def test_rows_labels_and_clients_stay_together():
+    x, y, ids = numbered([30, 1, 12])
+    order = np.random.default_rng(1).permutation(len(x))
+    data = FederatedDataset.from_arrays(x[order], y[order], ids[order])
+    for name in SPLITS:
+        rows = data.split(name)
+        here = numbers(rows)
+        assert (data.classes[rows.labels.numpy()] == y[here]).all()
+        assert [data.names[code] for code in rows.codes] == ids[here].tolist()
+        assert rows.offsets.tolist() == [0, *np.cumsum(np.bincount(rows.codes, minlength=3))]
+
+
+def test_a_split_depends_on_the_seed_and_on_nobody_else():
+    x, y, ids = numbered([40, 25, 33])
+    whole = FederatedDataset.from_arrays(x, y, ids, seed=7)
+    for name in ("c0", "c2"):
+        here = ids == name
+        alone = FederatedDataset.from_arrays(x[here], y[here], ids[here], seed=7)
+        code = whole.names.index(name)
+        for split in SPLITS:
+            both = whole.split(split)
+            assert (numbers(both)[both.codes == code] == numbers(alone.split(split))).all()
+    other = FederatedDataset.from_arrays(x, y, ids, seed=8)
+    assert numbers(other.train).tolist() != numbers(whole.train).tolist()
+
+
+def test_a_client_with_one_row_only_trains():
+    x, y, ids = numbered([1, 1, 10])
+    data = FederatedDataset.from_arrays(x, y, ids)
+    assert data.train.features.rows_per_client.tolist() == [1, 1, 6]
+    assert data.test.features.rows_per_client.tolist() == [0, 0, 2]
+    assert data.names == ("c0", "c1", "c2")
+    assert len(data.test.client(0)) == 0
+
+
+def test_without_ids_there_is_one_client():
+    x, y, _ = numbered([10])
+    assert FederatedDataset.from_arrays(x, y).names == (0,)
+
+
+# ---------------------------------------------------------------------- the two doors
+
+
+def test_arrays_and_clients_make_the_same_data_set():
+    x, y, ids = numbered([12, 7, 30])
+    a = FederatedDataset.from_arrays(x, y, ids)
+    b = FederatedDataset.from_clients({n: (x[ids == n], y[ids == n]) for n in ("c0", "c1", "c2")})
+    c = FederatedDataset.from_clients([(n, (x[ids == n], y[ids == n])) for n in ("c0", "c1", "c2")])
+    for other in (b, c):
+        assert other.names == a.names
+        for name in SPLITS:
+            assert torch.equal(other.split(name).inputs, a.split(name).inputs)
+            assert torch.equal(other.split(name).labels, a.split(name).labels)
+            assert torch.equal(other.split(name).codes, a.split(name).codes)
+
+
+def test_tables_keep_the_names_of_their_columns():
+    x, y, ids = numbered([10, 10])
+    table = pd.DataFrame(x, columns=["age", "dose"])
+    data = FederatedDataset.from_arrays(table, pd.Series(y), pd.Series(ids))
+    assert data.column_names == ("age", "dose")
+    split = {n: (table[ids == n], y[ids == n]) for n in ("c0", "c1")}
+    assert FederatedDataset.from_clients(split).column_names == ("age", "dose")
+    split["c1"] = (split["c1"][0][["dose", "age"]], split["c1"][1])
+    with pytest.raises(ValueError, match=r"'c1' has the columns \['dose', 'age'\]"):
+        FederatedDataset.from_clients(split)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        (["no", "yes"], "U"),
+        ([False, True], "b"),
+        ([3, 7], "i"),
+        ([0.5, 1.5], "f"),
+        (pd.Series(["a", "b"], dtype=object), "O"),
+        (pd.Categorical(["x", "y"]), "O"),
+        (np.array(["p", "q"], dtype="S1"), "S"),
+    ],
+)
+def test_labels_of_any_kind(labels, kind):
+    values = np.asarray(labels)
+    y = values[np.arange(20) % 2]
+    data = FederatedDataset.from_arrays(np.random.default_rng(0).normal(size=(20, 2)), y)
+    assert data.classes.dtype.kind == kind
+    assert data.classes.tolist() == values.tolist()
+    x, _, _ = numbered([20])
+    data = FederatedDataset.from_arrays(x, y)
+    assert (data.classes[data.train.labels.numpy()] == y[numbers(data.train)]).all()
+
+
+def test_integers_and_bytes_as_inputs():
+    rng = np.random.default_rng(0)
+    counts = FederatedDataset.from_arrays(rng.integers(9, size=(20, 3)), np.arange(20) % 2)
+    assert counts.train.inputs.dtype == torch.float64
+    pixels = rng.integers(256, size=(20, 1, 4, 4)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pixels, np.arange(20) % 2)
+    assert data.train.inputs.dtype == torch.uint8  # a byte a pixel
+    assert data.train.features.chunks[0].dtype == torch.float32
+    assert data.input_shape == (1, 4, 4)
+    assert torch.equal(data.train.features.chunks[0], data.train.inputs.flatten(1).float())
+
+
+def test_features_of_their_own():
+    x, y, ids = numbered([20, 20])
+    seen = np.column_stack([x[:, 0], -x[:, 0], x[:, 0] ** 2])
+    data = FederatedDataset.from_arrays(x, y, ids, features=seen)
+    assert not data.train.features_are_inputs
+    chunk = torch.cat(data.train.features.chunks)
+    assert chunk.shape[1] == 3
+    assert torch.equal(chunk[:, 0], data.train.inputs[:, 0])
+    some = data.select(["c1"]).train
+    assert torch.equal(torch.cat(some.features.chunks)[:, 1], -some.inputs[:, 0])
+
+
+# ---------------------------------------------------------------------- rows of some clients
+
+
+@pytest.mark.parametrize("kind", ["float", "bytes", "features"])
+def test_selected_clients_keep_their_rows(rng, kind):
+    x, y, ids = numbered([9, 5, 14])
+    features = x * 2 if kind == "features" else None
+    data = FederatedDataset.from_arrays(
+        x.astype(np.uint8) if kind == "bytes" else x, y, ids, features=features
+    )
+    some = data.select(["c2", "c0"])
+    assert some.names == ("c0", "c2")  # in the order they have
+    for name in SPLITS:
+        rows, whole = some.split(name), data.split(name)
+        keep = whole.codes != 1
+        assert torch.equal(rows.inputs, whole.inputs[keep])
+        assert torch.equal(rows.labels, whole.labels[keep])
+        assert rows.codes.tolist() == [c // 2 for c in whole.codes[keep].tolist()]
+        assert rows.features_are_inputs == (kind != "features")
+        expected = torch.cat(whole.features.chunks)[keep]
+        assert torch.equal(torch.cat(rows.features.chunks), expected)
+
+
+def test_selected_clients_share_the_memory_of_features_and_inputs(rng):
+    data = federation(rng)
+    for rows in (data.train, data.select(["oslo", "kiev"]).train):
+        assert rows.features.chunks[0].data_ptr() == rows.inputs.data_ptr()
+
+
+def test_other_inputs_take_the_features_along(rng):
+    rows = federation(rng).train
+    moved = rows.with_inputs(rows.inputs * 2)
+    assert torch.equal(moved.features.chunks[0], rows.inputs * 2)
+    assert torch.equal(moved.labels, rows.labels)
+
+
+@pytest.mark.parametrize(
+    ("clients", "message"), [(["c0", "mars"], "Unknown client 'mars'"), ([], "at least one")]
+)
+def test_clients_that_cannot_be_selected(clients, message):
+    x, y, ids = numbered([9, 5])
+    with pytest.raises(ValueError, match=message):
+        FederatedDataset.from_arrays(x, y, ids).select(clients)
+
+
+# ---------------------------------------------------------------------- shuffles
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6), seed=st.integers(0, 9))
+def test_a_shuffle_mixes_rows_within_their_client(sizes, seed):
+    x, y, ids = numbered(sizes)
+    rows = FederatedDataset.from_arrays(x, y, ids, split=(1.0, 0.0, 0.0)).train
+    order = rows.shuffled(seed, 1, 0)
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    assert torch.equal(rows.codes[order], rows.codes)
+
+
+def test_a_shuffle_belongs_to_seed_round_epoch_and_client():
+    x, y, ids = numbered([50, 40, 60])
+    whole = FederatedDataset.from_arrays(x, y, ids, split=(1.0, 0.0, 0.0))
+    alone = whole.select(["c1"]).train
+    draws = set()
+    for key in ((0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)):
+        order = whole.train.shuffled(*key)
+        assert torch.equal(order, whole.train.shuffled(*key))
+        own = order[50:90] - 50
+        assert torch.equal(own, alone.shuffled(*key))  # the other clients change nothing
+        draws.add(tuple(own.tolist()))
+    assert len(draws) == 4
+
+
+def test_equal_draws_do_not_leave_the_order_to_the_sort(monkeypatch):
+    """All rows drawn the same: each client's rows must then keep their order."""
+    monkeypatch.setattr("fedgmm.data.dataset.row_uniforms", lambda *a: np.full(len(a[2]), 0.5))
+    x, y, ids = numbered([300, 200])
+    rows = FederatedDataset.from_arrays(x, y, ids, split=(1.0, 0.0, 0.0)).train
+    assert rows.shuffled(0, 1, 0).tolist() == list(range(500))
+
+
+def test_every_order_of_three_rows_is_about_as_likely():
+    x, y, ids = numbered([3] * 60)
+    rows = FederatedDataset.from_arrays(x, y, ids, split=(1.0, 0.0, 0.0)).train
+    seen = np.zeros(6)
+    for round_number in range(40):
+        order = rows.shuffled(0, round_number, 0).reshape(60, 3) % 3
+        seen += np.bincount(order[:, 0] * 2 + (order[:, 1] > order[:, 2]), minlength=6)
+    assert np.abs(seen / seen.sum() - 1 / 6).max() < 0.03
+
+
+# ---------------------------------------------------------------------- how it reads
+
+
+def test_it_prints_itself_on_one_screen():
+    x, y, ids = numbered([10, 5, 7, 20, 3])
+    text = repr(FederatedDataset.from_arrays(x, np.where(y, "sick", "well"), ids))
+    assert "5 clients ('c0', 'c1', 'c2', 'c3', …)" in text
+    assert "rows     45 (train 27, validation 9, test 9); 3 to 20 a client" in text
+    assert "inputs   2 float64" in text
+    assert "classes  2: sick, well" in text
+    many = repr(FederatedDataset.from_arrays(x, np.arange(45) % 12, ids))
+    assert "12: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …" in many
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def spoiled(**changes):
+    x, y, ids = numbered([6, 5])
+    parts = {"X": x, "y": y, "clients": ids}
+    for name, change in changes.items():
+        parts[name] = change(parts[name])
+    return parts
+
+
+def put(row, column, value):
+    def change(x):
+        x = x.copy()
+        x[row, column] = value
+        return x
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"X": put(7, 1, np.nan)}, "NaN: client 'c1', column 1, row 7"),
+        ({"X": put(2, 0, np.inf)}, "infinity: client 'c0', column 0, row 2"),
+        ({"y": lambda y: np.where(np.arange(11) == 8, np.nan, y)}, "client 'c1', row 8"),
+        ({"y": lambda y: np.array(["a", None] * 5 + ["b"], dtype=object)}, "client 'c0', row 1"),
+        ({"y": lambda y: pd.Series([0, 1] * 5 + [None], dtype="Int64")}, "client 'c1', row 10"),
+        ({"y": lambda y: np.array([0, "a"] * 5 + [1], dtype=object)}, "sorted together: int, str"),
+        ({"y": lambda y: y[:-1]}, r"X has 11 rows, y has shape \(10,\)"),
+        ({"y": lambda y: y[:, None]}, r"y has shape \(11, 1\)"),
+        ({"clients": lambda c: c[:-1]}, "clients has 10 entries, but X has 11 rows"),
+        ({"clients": lambda c: [None, *c[1:]]}, "Row 0 has no client"),
+        ({"X": lambda x: x[:, 0]}, r"X must have rows and columns.*\(11,\)"),
+        ({"X": lambda x: 3.0}, "X must have rows and columns"),
+        ({"X": lambda x: x[:, :0]}, "no columns"),
+        ({"X": lambda x: np.full((11, 2), "a")}, "not numeric"),
+        ({"X": lambda x: x + 1j}, "not numeric.*complex"),
+        ({"X": lambda x: x.astype("datetime64[s]")}, "not numeric.*datetime"),
+        ({"X": lambda x: x[:0], "y": lambda y: y[:0], "clients": lambda c: c[:0]}, "no rows"),
+    ],
+)
+def test_arrays_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        FederatedDataset.from_arrays(**spoiled(**changes))
+
+
+def test_a_missing_value_names_the_column_of_a_table():
+    parts = spoiled(X=put(7, 1, np.nan))
+    table = pd.DataFrame(parts.pop("X"), columns=["age", "dose"])
+    with pytest.raises(ValueError, match="client 'c1', column 'dose', row 7"):
+        FederatedDataset.from_arrays(table, **parts)
+
+
+def test_nan_is_found_in_features_and_in_inputs_beside_features():
+    x, y, ids = numbered([6, 5])
+    seen = np.ones((11, 3))
+    with pytest.raises(ValueError, match="NaN: client 'c1', column 2, row 9"):
+        FederatedDataset.from_arrays(x, y, ids, features=put(9, 2, np.nan)(seen))
+    with pytest.raises(ValueError, match="NaN: client 'c0', column 1, row 3"):
+        FederatedDataset.from_arrays(put(3, 1, np.nan)(x), y, ids, features=seen)
+
+
+@pytest.mark.parametrize("shape", [(10, 3), (11,), (11, 3, 2)])
+def test_features_need_a_row_each(shape):
+    x, y, ids = numbered([6, 5])
+    with pytest.raises(ValueError, match="features must"):
+        FederatedDataset.from_arrays(x, y, ids, features=np.ones(shape))
+
+
+def pair(rows=4, columns=2, labels=None):
+    x = np.arange(rows * columns, dtype=float).reshape(rows, columns)
+    return x, np.arange(rows if labels is None else labels) % 2
+
+
+@pytest.mark.parametrize(
+    ("clients", "message"),
+    [
+        ({}, "no client"),
+        ({"a": pair(), "b": pair(0)}, "Client 'b' is empty"),
+        ({"a": pair(), "b": ([], [])}, "Client 'b' is empty"),
+        ({"a": pair(), "b": pair(columns=3)}, r"'b' has rows of shape \(3,\).*'a' has \(2,\)"),
+        ({"a": pair(), "b": pair(labels=5)}, "Client 'b' has 4 rows but labels"),
+        ([("a", pair()), ("a", pair())], "'a' appears more than once"),
+        ({"a": pair(), None: pair()}, "no name"),
+        ({"a": ([["x", "y"]], [0])}, "Client 'a' holds data that are not numeric"),
+    ],
+)
+def test_clients_that_are_refused(clients, message):
+    with pytest.raises(ValueError, match=message):
+        FederatedDataset.from_clients(clients)
+
+
+@pytest.mark.parametrize("split", [(0.6, 0.4), (0.5, 0.2, 0.2), (1.2, -0.1, -0.1)])
+def test_shares_must_sum_to_one(split):
+    x, y, ids = numbered([6, 5])
+    with pytest.raises(ValueError, match="three shares that sum to 1"):
+        FederatedDataset.from_arrays(x, y, ids, split=split)
+
+
+def test_an_unknown_split_is_named(rng):
+    with pytest.raises(ValueError, match="got 'dev'"):
+        federation(rng).split("dev")

@@ -1,0 +1,69 @@
+"""Pictures are drawn without a window and show what they were given."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from fedgmm.experiments.demo import run_demo
+from fedgmm.report.plots import COLOURS, colour_of, draw_ellipses, draw_weights, plot_demo
+
+
+def size_of_png(path):
+    """Width and height, from the file's own header."""
+    header = path.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG\r\n\x1a\n")
+    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+
+
+@pytest.mark.parametrize("clients", [2, 20])
+def test_plot_demo_writes_a_png(clients, tmp_path):
+    path = plot_demo(run_demo(clients=clients, seed=0), tmp_path / "new" / "picture.png")
+    width, height = size_of_png(path)
+    assert width > height > 300
+
+
+def test_ellipses_lie_where_the_gaussian_does():
+    axes = Figure().subplots()
+    covariance = np.array([[4.0, 0.0], [0.0, 1.0]])
+    draw_ellipses(axes, np.array([1.0, 2.0]), covariance, "black")
+    one, two = axes.patches
+    assert one.center == (1.0, 2.0)
+    assert (one.width, one.height) == pytest.approx((4.0, 2.0))  # one deviation to each side
+    assert (two.width, two.height) == pytest.approx((8.0, 4.0))
+    assert one.angle % 180 == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("degrees", [0, 30, 90, 135])
+def test_ellipses_turn_with_the_gaussian(degrees):
+    axes = Figure().subplots()
+    turn = np.deg2rad(degrees)
+    rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+    draw_ellipses(axes, np.zeros(2), rotation @ np.diag([9.0, 1.0]) @ rotation.T, "black")
+    assert axes.patches[0].angle % 180 == pytest.approx(degrees, abs=1e-6)
+
+
+def test_weights_are_written_into_their_cells():
+    axes = Figure().subplots()
+    draw_weights(axes, ["a", "b"], np.array([[0.25, 0.75], [1.0, 0.0]]), np.full((2, 2), 0.5))
+    texts = {text.get_position(): text.get_text() for text in axes.texts}
+    assert texts[(1, 0)] == "0.75  (0.50)"
+    assert texts[(0, 1)] == "1.00  (0.50)"
+
+
+def test_many_clients_have_no_numbers():
+    axes = Figure().subplots()
+    draw_weights(axes, [str(c) for c in range(100)], np.full((100, 3), 1 / 3))
+    assert not axes.texts
+    assert axes.get_ylabel() == "100 clients"
+
+
+def test_colours_repeat():
+    assert colour_of(len(COLOURS)) == colour_of(0)
+
+
+def test_importing_plots_does_not_load_matplotlib():
+    code = "import sys, fedgmm.report.plots; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

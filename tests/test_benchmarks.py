@@ -1,0 +1,109 @@
+"""The benchmark runs, prints what it promises, and counts what it says it counts."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "federated_gmm.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("federated_gmm_benchmark", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_quick_run_prints_tables_and_writes_json(tmp_path):
+    results = tmp_path / "results.json"
+    sizes = ["--setting", "4x50x4x2", "--scaling-rows", "400", "--scaling-clients", "2", "40"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--quick", *sizes, "--split-rows", "400", "--json", results],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1].startswith("ratio: min ")
+    for heading in ("rows/s", "CPU s/iter", "of GEMM", "peak/data", "k-means start"):
+        assert heading in done.stdout
+    found = json.loads(results.read_text())
+    assert {s["side"] for s in found["comparisons"]} == {
+        "fedgmm",
+        "fedgmm, shared weights",
+        "scikit-learn, pooled",
+    }
+    assert [
+        p["setting"]["clients"] for p in found["scaling"]["The same rows, split over clients"]
+    ] == [
+        2,
+        40,
+    ]
+
+
+def test_setting_is_read_from_text(benchmark):
+    setting = benchmark.Setting.parse("300x3000x32x3")
+    assert (setting.all_rows, setting.columns, setting.components) == (900_000, 32, 3)
+    assert setting.flops_per_iteration == 4 * 3 * 32**2 * 900_000
+    assert benchmark.Setting.parse("2x3x4x5:dict").form == "dict"
+
+
+@pytest.mark.parametrize("text", ["", "1x2x3", "1x2x3x0", "axbxcxd", "1x2x3x4:list"])
+def test_bad_settings_are_refused(benchmark, text):
+    with pytest.raises(ArgumentTypeError, match="expected"):
+        benchmark.Setting.parse(text)
+
+
+@pytest.mark.parametrize("form", ["ids", "dict"])
+def test_both_sides_get_the_same_rows(benchmark, form):
+    setting = benchmark.Setting(5, 7, 3, 2, form)
+    rows = benchmark.make_rows(setting)
+    inputs = benchmark.client_inputs(setting, rows)
+    if form == "dict":
+        np.testing.assert_array_equal(np.concatenate(list(inputs["X"].values())), rows)
+        assert all(np.shares_memory(part, rows) for part in inputs["X"].values())
+    else:
+        assert inputs["X"] is rows
+        np.testing.assert_array_equal(np.bincount(inputs["clients"]), [7] * 5)
+
+
+def test_cost_of_an_iteration_is_the_difference_of_two_fits(benchmark):
+    assert benchmark.per_iteration((3.0, 11.0), (2, 6)) == 2.0
+    assert benchmark.per_iteration((3.0, 2.4), (2, 6)) == pytest.approx(0.4)  # lost in noise
+
+
+def test_memory_counts_an_array_that_is_made(benchmark):
+    before = benchmark.memory_now()
+    array = np.ones(4_000_000)
+    assert benchmark.memory_now() - before > 0.9 * array.nbytes
+    assert benchmark.memory_peak() >= benchmark.memory_now() - 2**20
+
+
+def test_different_numbers_are_an_error(benchmark):
+    def summary(side, bound):
+        setting = benchmark.Setting(1, 1, 1, 1)
+        return benchmark.Summary(setting, 1, side, 1, 1, 1, 1, 1, 1, 1, bound, 1, (1.0,))
+
+    reference = summary(benchmark.REFERENCE, -2.0)
+    assert benchmark.check_same_numbers([reference, summary(benchmark.SHARED, -2.0)]) == 0
+    with pytest.raises(RuntimeError, match="did not compute the same"):
+        benchmark.check_same_numbers([reference, summary(benchmark.SHARED, -2.1)])
+
+
+def test_ratio_is_taken_against_the_fastest_reference(benchmark):
+    def summary(side, threads, seconds):
+        setting = benchmark.Setting(1, 1, 1, 1)
+        return benchmark.Summary(setting, threads, side, seconds, 1, 1, 1, 1, 1, 1, 1, 1, (1.0,))
+
+    ours = summary(benchmark.PRIVATE, 2, 1.0)
+    slow_on_two = [summary(benchmark.REFERENCE, 1, 3.0), summary(benchmark.REFERENCE, 2, 9.0)]
+    assert benchmark.ratio(ours, slow_on_two) == 3.0
