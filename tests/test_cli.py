@@ -1,5 +1,6 @@
 """The command line, in process and as a real command."""
 
+import json
 import subprocess
 import sys
 import time
@@ -103,3 +104,37 @@ def test_an_error_without_a_message_is_named(monkeypatch, tmp_path):
     result = runner.invoke(app, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "RuntimeError" in result.output
+
+
+def test_compare_prints_a_table_and_writes_json(tmp_path):
+    file = tmp_path / "results.json"
+    arguments = ["compare", "digits", "--methods", "fedavg,fedgmm", "--rounds", "3"]
+    result = runner.invoke(app, [*arguments, "--tuning-rounds", "1", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "FedGMM" in result.output
+    record = json.loads(file.read_text())
+    assert [one["algorithm"] for one in record] == ["fedavg", "fedgmm"]
+    assert record[0]["lr"] in [float(rate) for rate in record[0]["tuning"]]
+
+
+def test_compare_refuses_an_unknown_method():
+    result = runner.invoke(app, ["compare", "digits", "--methods", "fedmagic"])
+    assert result.exit_code == 1
+    assert "fedmagic" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_tune_shows_every_rate(tmp_path):
+    file = tmp_path / "tuning.json"
+    arguments = ["tune", "digits", "--grid", "0.1,0.01", "--rounds", "1", "--json", str(file)]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(file.read_text())["scores"]) == {"0.1", "0.01"}
+
+
+def test_reproduce_writes_table_and_json(tmp_path):
+    arguments = ["reproduce", "synthetic", "--out", str(tmp_path), "--clients", "5", "--rows", "60"]
+    result = runner.invoke(app, [*arguments, "--seeds", "1", "--rounds", "2", "--tuning-rounds", "1"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "synthetic.json").exists()
+    assert "Bayes" in (tmp_path / "synthetic.md").read_text()

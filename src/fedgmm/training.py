@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from fedgmm.algorithms.averaging import FedAvgPlus, without_density
@@ -214,6 +215,8 @@ def train(
         raise TypeError(f"train() has no option {sorted(unknown)[0]!r}.")
     if algorithm is not None:
         changes["algorithm"] = algorithm
+    # NumPy's numbers, such as those of a grid, are not taken by torch's generators
+    changes = {k: v.item() if isinstance(v, np.generic) else v for k, v in changes.items()}
     chosen = replace(options or TrainingOptions(), **changes)
     chosen.check()
     device, dtype = resolve_device(chosen.device), resolve_dtype(chosen.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -177,14 +178,14 @@ def separate():
 
 
 def test_features_decide_who_is_asked(separate):
-    x, y, clients, seen, data, model = separate
+    x, y, clients, seen, _, model = separate
     assert (model.predict(x, clients, features=seen) == y).mean() > 0.9
     assert model.evaluate().mean_accuracy > 0.9
 
 
 def test_the_density_of_features_is_in_their_own_units(separate):
     """Inputs are scaled, features are not: no Jacobian."""
-    x, _, _, seen, _, model = separate
+    x, *_, model = separate
     axis = np.linspace(-24, -12, 241)
     grid = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
     rows = np.repeat(x[:1], len(grid), axis=0)
@@ -193,7 +194,7 @@ def test_the_density_of_features_is_in_their_own_units(separate):
 
 
 def test_evaluation_and_prediction_agree_on_features(separate):
-    x, y, clients, seen, data, model = separate
+    *_, data, model = separate
     rows = data.test
     proba = model.predict_proba(
         rows.inputs.numpy(), rows.codes.numpy(), features=torch.cat(rows.features.chunks).numpy()
@@ -208,9 +209,9 @@ def test_features_that_are_missing_or_wrong_are_told(separate, model):
         own.predict(x, clients)
     with pytest.raises(ValueError, match=r"features must have shape \(400, 2\), got \(400, 3\)"):
         own.predict(x, clients, features=np.ones((400, 3)))
+    bad = seen.copy()
+    bad[3, 1] = np.nan
     with pytest.raises(ValueError, match="features contains NaN or infinity: row 3, column 1"):
-        bad = seen.copy()
-        bad[3, 1] = np.nan
         own.predict(x, clients, features=bad)
     with pytest.raises(ValueError, match="see the inputs; leave features out"):
         model.predict(np.ones((2, 2)), features=np.ones((2, 2)))
@@ -275,9 +276,9 @@ def test_clients_of_another_data_set_are_found_by_name(rng):
     whole = model.evaluate("train")
     for name, accuracy in zip(result.clients, result.accuracy, strict=True):
         assert accuracy == whole.accuracy[whole.clients.index(name)]
+    mars = FederatedDataset.from_clients({"mars": (rng.normal(size=(9, 3)), np.arange(9) % 2)})
     with pytest.raises(ValueError, match=r"Unknown client 'mars'.*adapt"):
-        x = rng.normal(size=(9, 3))
-        model.evaluate("train", FederatedDataset.from_clients({"mars": (x, np.arange(9) % 2)}))
+        model.evaluate("train", mars)
 
 
 def test_names_may_be_tuples(rng):
@@ -412,8 +413,6 @@ def test_a_component_that_the_federation_gave_up_can_come_back():
     rng = np.random.default_rng(0)
     data = tiny(4, 200, columns=2, separation=6.0, seed=2)
     model = train(data, components=2, learners=2, rounds=5)
-    from dataclasses import replace
-
     weights = model.prediction.weights.clone().reshape(2, 2)
     weights[1] = 0.0
     model.prediction = replace(model.prediction, weights=(weights / weights.sum()).reshape(-1))

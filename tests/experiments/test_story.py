@@ -1,0 +1,64 @@
+"""The demonstration's acts on small data."""
+
+import numpy as np
+import pytest
+
+from fedgmm.experiments.digits import WHITE, heterogeneous_digits
+from fedgmm.experiments.story import adapt_newcomer, find_novel_images, shrink, tell_story
+from fedgmm.report.story import plot_story
+from fedgmm.training import train
+
+
+@pytest.fixture(scope="module")
+def story():
+    lines: list[str] = []
+    return tell_story(seed=1, tell=lines.append), lines
+
+
+def test_story_shows_what_it_claims(story, tmp_path):
+    told, lines = story
+    accuracy = {one.algorithm: one.summary["mean_accuracy"] for one in told.digits.contestants}
+    assert len(accuracy) == 8
+    assert accuracy["fedgmm"] == max(accuracy.values())
+    assert accuracy["fedgmm"] > 0.85
+    on_synthetic = {one.algorithm: one.summary["mean_accuracy"] for one in told.synthetic.contestants}
+    assert told.bayes > on_synthetic["fedgmm"] > told.bayes - 0.02
+    assert any("fedprox" in line for line in lines)
+    picture = plot_story(told, tmp_path / "story.png")
+    assert picture.stat().st_size > 10_000
+
+
+def test_newcomer_and_novelty(story):
+    told, _ = story
+    assert told.newcomer.labelled > 0.8
+    assert told.newcomer.milliseconds < 50
+    assert told.novelty.metrics.auroc > 0.95
+    assert told.novelty.false_alarms < 0.12
+    assert told.novelty.found > 0.9
+
+
+def test_newcomer_is_not_in_training():
+    digits = heterogeneous_digits(clients=5, seed=3)
+    x, y = digits.newcomer
+    assert len(x) == len(y) > 0
+    rows = sum(len(digits.dataset.split(name)) for name in ("train", "validation", "test"))
+    assert rows + len(x) == len(digits.images)
+    assert abs(digits.changed.mean() - 0.5) < 0.01
+
+
+def test_adaptation_does_not_touch_other_clients():
+    digits = heterogeneous_digits(clients=4, seed=0)
+    model = train(digits.dataset, rounds=3, components=2, learners=2)
+    before = model.client_weights.copy()
+    adapt_newcomer(model, digits)
+    assert np.array_equal(model.client_weights[:4], before)
+    find_novel_images(model, digits)
+
+
+def test_shrink_keeps_background_and_ink():
+    image = np.full((1, 8, 8), WHITE, dtype=np.float32)
+    image[0, 2:6, 2:6] = 0.0
+    small = shrink(image.reshape(1, -1)).reshape(8, 8)
+    assert (small[0] == WHITE).all()
+    assert (small[3:5, 3:5] == 0).all()
+    assert small.sum() > image.sum()
