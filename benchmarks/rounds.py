@@ -12,6 +12,7 @@ and Gaussians are compared before anything is timed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -188,7 +189,7 @@ def _looped(setting: Setting, rows: Any, start: Any) -> Any:
         offsets = rows.offsets.tolist()
         answers = [
             one_client(rows.inputs[first:last], rows.labels[first:last])
-            for first, last in zip(offsets, offsets[1:], strict=False)
+            for first, last in itertools.pairwise(offsets)
         ]
         gammas = torch.stack([answer[1] for answer in answers])
         by_component, by_learner = gammas.sum(2), gammas.sum(1)

@@ -134,7 +134,9 @@ def test_tune_shows_every_rate(tmp_path):
 
 def test_reproduce_writes_table_and_json(tmp_path):
     arguments = ["reproduce", "synthetic", "--out", str(tmp_path), "--clients", "5", "--rows", "60"]
-    result = runner.invoke(app, [*arguments, "--seeds", "1", "--rounds", "2", "--tuning-rounds", "1"])
+    result = runner.invoke(
+        app, [*arguments, "--seeds", "1", "--rounds", "2", "--tuning-rounds", "1"]
+    )
     assert result.exit_code == 0, result.output
     assert (tmp_path / "synthetic.json").exists()
     assert "Bayes" in (tmp_path / "synthetic.md").read_text()

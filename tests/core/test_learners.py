@@ -431,7 +431,7 @@ def test_newton_sums_add_up_over_clients(rng):
         newton_sums(net, params, x[a:b], y[a:b], w[a:b])
         for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
     ]
-    for name in ("gradient", "hessian", "weight"):
+    for name in ("gradient", "hessian", "second", "weight"):
         total = sum(getattr(part, name) for part in parts)
         torch.testing.assert_close(total, getattr(whole, name), atol=1e-12, rtol=1e-12)
 
@@ -475,6 +475,51 @@ def test_newton_steps_end_at_the_penalised_optimum(rng, classes):
         value = value + 0.5 * (penalty.reshape(-1) * found.square()).sum()
         (gradient,) = torch.autograd.grad(value, found)
         assert float(gradient.abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_step_is_damped_by_how_far_it_would_move_the_logits(rng, classes):
+    net, ridge = Dense(3, classes), 0.7
+    x, y, w, _ = rows(rng, classes=classes)
+    params = drawn(net, 2)
+    moved = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+    penalty = torch.full((classes - 1, 4), ridge, dtype=torch.float64)
+    penalty[:, -1] = 1e-3
+    penalty = penalty.reshape(-1)
+    for m in range(2):
+        beta = beta_of(params, m)
+
+        def loss(b, m=m):
+            ridge_term = 0.5 * (penalty * b.square()).sum()
+            return weighted_loss(b, x, y, w[:, m], classes) + ridge_term
+
+        full = torch.linalg.solve(torch.func.hessian(loss)(beta), torch.func.grad(loss)(beta))
+        ones = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+        change = (ones @ full.reshape(classes - 1, -1).mT).square().sum(1)  # of the logits, squared
+        delta = ((w[:, m] * change).sum() / w[:, m].sum()).sqrt()
+        expected = beta - torch.log1p(delta) / delta * full
+        torch.testing.assert_close(beta_of(moved, m), expected, atol=1e-10, rtol=0)
+
+
+def test_newton_steps_come_back_from_far_away(rng):
+    """Learners that are sure of the wrong answer have next to no curvature: full steps explode."""
+    net, ridge = Dense(3, 2), 1.0
+    x, _, w, _ = rows(rng, sizes=(200,))
+    y = (x[:, 0] + 0.5 * torch.from_numpy(rng.normal(size=200)) > 0).long()
+    params = drawn(net, 2)
+    params["0.weight"][:, 1, 0] = -30.0
+    far = params
+    for _ in range(60):
+        params = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+    near = drawn(net, 2)
+    for _ in range(60):
+        near = newton_step(net, near, newton_sums(net, near, x, y, w), ridge)
+    before, after = (
+        -(w * log_likelihoods(net, own, x, y)).sum(0) / w.sum(0) for own in (far, params)
+    )
+    assert (before > 5).all()
+    assert (after < 0.5).all()
+    torch.testing.assert_close(log_odds(params)["0.weight"], log_odds(near)["0.weight"])
 
 
 @pytest.mark.parametrize("ridge", [0.0, 1.0])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
-from fedgmm.core.streaming import accumulate, block_rows, blocks_of
+from fedgmm.core.streaming import accumulate, block_rows, blocks_of, lanes_only
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ def test_every_block_is_visited_once_whatever_the_lanes(threads, number, pieces)
     blocks = [(0, i, i + 1) for i in range(pieces)]
     lanes = accumulate(blocks, list, lambda seen, block: seen.append(block), CPU)
     assert [block for seen in lanes for block in seen] == blocks
-    assert len(lanes) == max(1, min(number, pieces))
+    assert 1 <= len(lanes) <= max(1, min(number, pieces))  # how many are worth a thread is tuning
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -88,6 +88,19 @@ def test_threads_are_one_inside_and_restored_outside(threads, number):
     assert torch.get_num_threads() == number
     blas_after = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
     assert blas_after == blas_before
+
+
+def test_within_lanes_only_passes_keep_their_lanes(threads):
+    threads(2)
+    with lanes_only():
+        assert torch.get_num_threads() == 1
+        lanes = accumulate(blocks_of([400], 10), list, lambda seen, block: seen.append(block), CPU)
+        assert len(lanes) == 2
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ZeroDivisionError), lanes_only():
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("bad", [0, 5, 9])

@@ -81,6 +81,29 @@ def test_blocks_read_everything_once(lengths, components):
     assert (seen == 1).all()
 
 
+@pytest.mark.usefixtures("small_chunks")
+@given(sizes, st.booleans(), st.data())
+def test_positions_of_a_run_of_rows(lengths, grouped, data):
+    matrices, codes, _ = federation(lengths)
+    rows = client_rows(matrices, np.sort(codes) if grouped else codes, range(4))
+    first = data.draw(st.integers(0, len(rows)))
+    place = slice(first, data.draw(st.integers(first, len(rows))))
+    assert np.array_equal(rows.positions_at(place), rows.positions[place])
+
+
+@pytest.mark.usefixtures("small_chunks")
+@given(sizes, st.integers(0, 999))
+def test_keep(lengths, seed):
+    rows, codes, everything = make(lengths)
+    wanted = np.random.default_rng(seed).uniform(size=len(rows)) < 0.5
+    part = rows.keep(torch.from_numpy(wanted))
+    assert part.names == rows.names
+    assert np.array_equal(torch.cat(part.chunks).numpy(), everything[wanted])
+    assert np.array_equal(part.codes.numpy(), codes[wanted])
+    read = [part.read(block)[0] for block in part.blocks(2)]
+    assert sum(map(len, read)) == wanted.sum()
+
+
 # ---------------------------------------------------------------------- memory
 
 

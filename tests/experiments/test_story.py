@@ -21,7 +21,9 @@ def test_story_shows_what_it_claims(story, tmp_path):
     assert len(accuracy) == 8
     assert accuracy["fedgmm"] == max(accuracy.values())
     assert accuracy["fedgmm"] > 0.85
-    on_synthetic = {one.algorithm: one.summary["mean_accuracy"] for one in told.synthetic.contestants}
+    on_synthetic = {
+        one.algorithm: one.summary["mean_accuracy"] for one in told.synthetic.contestants
+    }
     assert told.bayes > on_synthetic["fedgmm"] > told.bayes - 0.02
     assert any("fedprox" in line for line in lines)
     picture = plot_story(told, tmp_path / "story.png")

@@ -9,13 +9,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
+from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from fedgmm.estimators.checks import array_of_names
+from fedgmm.estimators.checks import array_of_names, check_integer, check_non_negative
 from fedgmm.inference.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
+
+
+def _has_density(classifier: FedGMMClassifier) -> bool:
+    if classifier.algorithm != "fedgmm":
+        raise AttributeError(
+            f"algorithm={classifier.algorithm!r} has no density of the inputs; use 'fedgmm'."
+        )
+    return True
 
 
 class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -155,6 +164,13 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             ensure_min_samples=2,
         )
         check_classification_targets(y)
+        check_integer("n_components", self.n_components, 1)
+        check_integer("n_learners", self.n_learners, 1)
+        check_non_negative("validation_fraction", self.validation_fraction)
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(
+                f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}."
+            )
         held_out = self.validation_fraction if self.patience is not None else 0.0
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         dataset = FederatedDataset.from_arrays(
@@ -218,8 +234,12 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         weights = None if sample_weight is None else np.asarray(sample_weight, dtype=np.float64)
         return float(np.average(right, weights=weights))
 
+    @available_if(_has_density)  # type: ignore[untyped-decorator]
     def score_samples(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> FloatArray:
-        """``log P(x)`` of every row, ``(n_rows,)``: low for rows unlike anything seen."""
+        """``log P(x)`` of every row, ``(n_rows,)``: low for rows unlike anything seen.
+
+        Only ``algorithm="fedgmm"`` has it.
+        """
         return self._fitted().score_samples(self._rows(X), clients)
 
     def adapt(self, client: Hashable, X: ArrayLike, y: ArrayLike | None = None) -> Self:

@@ -1,0 +1,241 @@
+"""The scikit-learn face of personalised classification."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn import config_context
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from fedgmm import FedGMMClassifier
+from fedgmm.training import ALGORITHMS
+from supervised import images
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Three sites; one of them reads the sign of the first column the other way round."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(360, 3))
+    sites = np.repeat(["bergen", "oslo", "tromsø"], 120)
+    y = np.where((x[:, 0] > 0) ^ (sites == "oslo"), "sick", "well")
+    return x, y, sites
+
+
+@pytest.fixture(scope="module")
+def fitted(world):
+    x, y, sites = world
+    return FedGMMClassifier(1, 2, start="random", rounds=40, random_state=1).fit(
+        x, y, clients=sites
+    )
+
+
+def test_scikit_learn_is_satisfied():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = check_estimator(FedGMMClassifier(rounds=10), on_fail=None, on_skip=None)
+    failed = {
+        r["check_name"]: r["exception"] for r in results if r["status"] not in ("passed", "skipped")
+    }
+    assert not failed
+    assert len([r for r in results if r["status"] == "passed"]) > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["fedem", "fedavg", "clustered", "pfedme", "fedavg+"])
+def test_scikit_learn_is_satisfied_with_other_methods(algorithm):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = check_estimator(
+            FedGMMClassifier(rounds=30, lr=0.5, algorithm=algorithm, batch_size=16),
+            on_fail=None,
+            on_skip=None,
+        )
+    failed = {r["check_name"]: r["exception"] for r in results if r["status"] == "failed"}
+    assert not failed
+
+
+def test_sites_are_told_apart(fitted, world):
+    x, y, sites = world
+    assert fitted.score(x, y, clients=sites) > 0.95
+    assert fitted.score(x, y) < 0.8  # the federation's own weights know one rule at best
+    assert fitted.classes_.tolist() == ["sick", "well"]
+    assert fitted.clients_.tolist() == ["bergen", "oslo", "tromsø"]
+    assert fitted.n_features_in_ == 3
+    assert 1 <= fitted.n_iter_ <= 40
+    assert fitted.model_.dataset is None  # rows are not kept
+
+
+def test_probabilities_and_densities(fitted, world):
+    x, _, sites = world
+    proba = fitted.predict_proba(x, clients=sites)
+    np.testing.assert_allclose(proba.sum(1), 1.0, atol=1e-9)
+    assert (fitted.predict(x, clients=sites) == fitted.classes_[proba.argmax(1)]).all()
+    one = fitted.predict_proba(x[:5], clients="oslo")
+    np.testing.assert_allclose(one, fitted.predict_proba(x[:5], clients=["oslo"] * 5))
+    density = fitted.score_samples(x, clients=sites)
+    assert density.shape == (360,)
+    assert fitted.score_samples(np.full((1, 3), 30.0))[0] < density.min()
+
+
+def test_weights_of_rows_count_in_the_score(fitted, world):
+    x, y, _ = world
+    right = fitted.predict(x) == y
+    w = np.random.default_rng(0).random(360)
+    assert fitted.score(x, y, sample_weight=w) == pytest.approx(np.average(right, weights=w))
+
+
+def test_a_site_can_join_later(fitted, world):
+    x, y, sites = world
+    twin = pickle.loads(pickle.dumps(fitted))
+    turned = np.where(y == "sick", "well", "sick")
+    here = sites != "oslo"
+    assert twin.adapt("bodø", x[here][:100], turned[here][:100]) is twin
+    assert twin.clients_.tolist() == ["bergen", "oslo", "tromsø", "bodø"]
+    assert twin.score(x[here], turned[here], clients="bodø") > 0.95
+    np.testing.assert_array_equal(
+        twin.predict_proba(x, clients=sites), fitted.predict_proba(x, clients=sites)
+    )
+    twin.adapt("unlabelled", x[:50])
+    twin.predict(x[:5], clients="unlabelled")
+
+
+def test_tables_have_named_columns(world):
+    x, y, sites = world
+    table = pd.DataFrame(x, columns=["a", "b", "c"])
+    model = FedGMMClassifier(2, 2, rounds=3, random_state=0)
+    model.fit(table, pd.Series(y), clients=pd.Series(sites))
+    assert model.feature_names_in_.tolist() == ["a", "b", "c"]
+    expected = clone(model).fit(x, y, clients=sites).predict_proba(x, clients=sites)
+    np.testing.assert_array_equal(model.predict_proba(table, clients=pd.Series(sites)), expected)
+    with pytest.raises(ValueError, match="feature names should match"):
+        model.predict(table[["b", "a", "c"]])
+
+
+def test_the_same_random_state_gives_the_same_bits(world):
+    x, y, sites = world
+    a, b, c = (
+        FedGMMClassifier(2, 2, rounds=3, random_state=s, start="random").fit(x, y, clients=sites)
+        for s in (3, 3, 4)
+    )
+    assert np.array_equal(a.predict_proba(x), b.predict_proba(x))
+    assert not np.array_equal(a.predict_proba(x), c.predict_proba(x))
+
+
+def test_it_can_be_cloned_and_pickled(fitted, world):
+    x, _, sites = world
+    fresh = clone(fitted)
+    assert fresh.get_params() == fitted.get_params()
+    with pytest.raises(NotFittedError):
+        fresh.predict(x)
+    again = pickle.loads(pickle.dumps(fitted))
+    assert np.array_equal(
+        again.predict_proba(x, clients=sites), fitted.predict_proba(x, clients=sites)
+    )
+
+
+def test_pictures_and_their_pickle():
+    rng = np.random.default_rng(0)
+    data = images(rng, rows=30)
+    x, y = data.train.inputs.numpy(), data.train.labels.numpy()
+    model = FedGMMClassifier(2, 2, learner="cnn", rounds=4, lr=0.3, random_state=0)
+    model.fit(x, y, clients=data.train.codes.numpy())
+    again = pickle.loads(pickle.dumps(model))
+    assert np.array_equal(again.predict(x), model.predict(x))
+
+
+def test_it_works_in_a_pipeline_and_in_cross_validation(world):
+    x, y, _ = world
+    model = make_pipeline(StandardScaler(), FedGMMClassifier(2, 2, rounds=5, random_state=0))
+    assert cross_val_score(model, x, y == "sick", cv=3).shape == (3,)
+
+
+def test_a_grid_search_passes_the_clients_on(world):
+    x, y, sites = world
+    with config_context(enable_metadata_routing=True):
+        model = (
+            FedGMMClassifier(1, rounds=30, start="random", random_state=1)
+            .set_fit_request(clients=True)
+            .set_score_request(clients=True)
+        )
+        folds = StratifiedKFold(3, shuffle=True, random_state=0)
+        search = GridSearchCV(model, {"n_learners": [1, 2]}, cv=folds)
+        search.fit(x, y, clients=sites)
+    assert search.best_params_ == {"n_learners": 2}
+    assert search.best_score_ > 0.9
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_method_has_this_face(world, algorithm):
+    x, y, sites = world
+    model = FedGMMClassifier(2, 2, algorithm=algorithm, rounds=2, random_state=0)
+    model.fit(x, y, clients=sites)
+    assert model.predict(x, clients=sites).shape == y.shape
+    assert hasattr(model, "score_samples") == (algorithm == "fedgmm")
+
+
+def test_a_method_without_a_density_says_so(world):
+    x, y, _ = world
+    model = FedGMMClassifier(algorithm="fedavg", rounds=1).fit(x, y)
+    with pytest.raises(AttributeError, match="score_samples") as error:
+        model.score_samples(x)
+    assert "'fedavg' has no density" in str(error.value.__cause__)
+
+
+def test_patience_holds_rows_out(world):
+    x, y, sites = world
+    model = FedGMMClassifier(2, 2, rounds=60, patience=3, validation_fraction=0.25, random_state=0)
+    model.fit(x, y, clients=sites)
+    assert all("validation_log_likelihood" in entry for entry in model.model_.history)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"n_components": 0}, ValueError),
+        ({"n_learners": 1.5}, TypeError),
+        ({"algorithm": "gmm"}, ValueError),
+        ({"rounds": 0}, ValueError),
+        ({"lr": -1.0}, ValueError),
+        ({"learner": "tree"}, ValueError),
+        ({"covariance_type": "round"}, ValueError),
+        ({"validation_fraction": 1.0}, ValueError),
+        ({"device": "gpu"}, ValueError),
+    ],
+)
+def test_a_bad_parameter_is_named(world, options, error):
+    x, y, _ = world
+    ((name, value),) = options.items()
+    with pytest.raises(error, match=f"{name}.*{re.escape(repr(value))}"):
+        FedGMMClassifier(**options).fit(x, y)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y, c: (x, y, c[:-1]), "clients has 359 entries, but X has 360 rows"),
+        (lambda x, y, c: (x, y, [None, *c[1:]]), "Row 0 has no client"),
+        (lambda x, y, c: (np.where(x == x[3, 1], np.nan, x), y, c), "NaN"),
+        (lambda x, y, c: (x, np.full(360, "a"), c), "only one class"),
+        (lambda x, y, c: (x, x[:, 0], c), "Unknown label type"),
+    ],
+)
+def test_bad_rows_are_refused(world, change, message):
+    x, y, clients = change(*world)
+    with pytest.raises(ValueError, match=message):
+        FedGMMClassifier(rounds=1).fit(x, y, clients=clients)
+
+
+def test_an_unknown_client_is_named(fitted, world):
+    with pytest.raises(ValueError, match="Unknown client 'mars'"):
+        fitted.predict(world[0], clients="mars")
