@@ -1,9 +1,9 @@
 """One FedGMM round: all clients stacked, beside a plain loop over clients.
 
-The plain loop is what most people write: for every client a ``DataLoader``, one ``nn.Module`` and one
-optimiser a learner, the E-step and the moments on the client's tensors, averages on the server. Both
-sides do the same work: same rows, same batch size, one local epoch, same start; their log-likelihoods
-and Gaussians are compared before anything is timed.
+The plain loop is what most people write: for every client and learner an ``nn.Module``, an optimiser and
+an epoch over a ``DataLoader``; the E-step and the moments on the client's tensors; averages on the
+server. Both sides do the same work: same rows, same batch size, one local epoch, same start; their
+log-likelihoods and Gaussians are compared before anything is timed.
 
     python benchmarks/rounds.py            # the paper's size, 10,000 small clients, and the scaling
     python benchmarks/rounds.py --quick    # seconds
@@ -102,7 +102,7 @@ def _data(setting: Setting) -> tuple[Any, Any]:
     net = Dense(d, 2)
     learners = [net.initial(generator) for _ in range(m)]
     shared = gaussians(
-        means.double() + 0.3, torch.eye(d, dtype=torch.float64).repeat(m, 1, 1), "full"
+        (means + 0.3).double(), torch.eye(d, dtype=torch.float64).repeat(m, 1, 1), "full"
     )
     return rows, (net, learners, shared)
 
@@ -148,6 +148,14 @@ def _looped(setting: Setting, rows: Any, start: Any) -> Any:
         layer.load_state_dict({"weight": params["0.weight"], "bias": params["0.bias"]})
         return layer
 
+    def train(own: Any, loader: Any) -> None:
+        optimiser = torch.optim.SGD(own.parameters(), lr=0.1)
+        for x, y, weights in loader:
+            loss = nn.functional.cross_entropy(own(x), y, reduction="none")
+            optimiser.zero_grad()
+            ((weights * loss).sum() / weights.sum()).backward()
+            optimiser.step()
+
     def one_client(x: Any, y: Any) -> tuple[Any, ...]:
         modules = [module(params) for params in learners]
         with torch.no_grad():
@@ -175,14 +183,8 @@ def _looped(setting: Setting, rows: Any, start: Any) -> Any:
                     for k in range(m)
                 ]
             )
-        loader = DataLoader(TensorDataset(x, y, q_y), setting.batch_size, shuffle=True)
-        optimisers = [torch.optim.SGD(own.parameters(), lr=0.1) for own in modules]
-        for batch_x, batch_y, weights in loader:
-            for k, (own, optimiser) in enumerate(zip(modules, optimisers, strict=True)):
-                loss = nn.functional.cross_entropy(own(batch_x), batch_y, reduction="none")
-                optimiser.zero_grad()
-                ((weights[:, k] * loss).sum() / weights[:, k].sum()).backward()
-                optimiser.step()
+        for own, weights in zip(modules, q_y.unbind(1), strict=True):
+            train(own, DataLoader(TensorDataset(x, y, weights), setting.batch_size, shuffle=True))
         return evidence.sum(), gamma, client_means, client_covariances, modules
 
     def step() -> tuple[float, float]:

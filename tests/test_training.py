@@ -59,6 +59,15 @@ def test_every_server_learns_with_its_own_default_step(rng, kind):
     assert model.evaluate().mean_log_loss < 0.5
 
 
+@pytest.mark.parametrize(("kind", "lr"), [("momentum", 1.0), ("adam", 0.01)])
+def test_the_server_s_default_step(rng, kind, lr):
+    data = federation(rng)
+    default, given = (
+        train(data, "fedavg", server=kind, **step, **FAST) for step in ({}, {"server_lr": lr})
+    )
+    assert np.array_equal(predictions(default, data), predictions(given, data))
+
+
 @pytest.mark.parametrize("learner", ["linear", "mlp", "cnn"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_learner_runs_in_every_method(rng, algorithm, learner):

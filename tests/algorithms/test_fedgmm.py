@@ -10,8 +10,10 @@ import pytest
 import torch
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
+from torch import nn
 
 from fedgmm.algorithms.averaging import without_density
+from fedgmm.algorithms.base import DivergedError
 from fedgmm.algorithms.fedgmm import LEARNER_STARTS, FedGMM, FedGMMShared
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.algorithms.mixture import FederatedGMM, MixtureShared
@@ -222,6 +224,16 @@ def test_a_learner_that_nobody_uses_stays(rng):
             )
 
 
+@pytest.mark.parametrize("solver", ["sgd", "newton"])
+def test_learners_whose_logits_overflow_are_told_by_the_client(rng, solver):
+    rows, net = federation(rng).train, Dense(COLUMNS, 3)
+    algorithm = method(net, solver=solver)
+    shared, personal = state(rng, net, len(rows.names))
+    lost = {name: value * 1e308 for name, value in shared.learners.items()}
+    with pytest.raises(DivergedError, match="diverged on client 'rome'"):
+        algorithm.client_step(replace(shared, learners=lost), personal, rows)
+
+
 def test_responsibilities_follow_their_rows(rng):
     """The client's rows in another order, with the batches of the same rows: the same round."""
     data = federation(rng, sizes=(40,), split=(1.0, 0.0, 0.0))
@@ -356,6 +368,38 @@ def test_the_random_state_of_the_program_is_left_alone(rng):
     before = torch.random.get_rng_state()
     train(images(rng), rounds=1, learner="cnn", components=2, learners=2, solver="sgd")
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+_SEEDS_SEEN = []
+
+
+class Dropping(nn.Module):
+    """Has dropout, and tells which seed it draws from."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.drop, self.out = nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)
+
+    def forward(self, x):
+        if self.training:
+            _SEEDS_SEEN.append(torch.initial_seed())
+        return self.out(self.drop(self.hidden(x)))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_dropout_is_new_every_round_and_belongs_to_the_seed(rng, algorithm):
+    data = federation(rng, sizes=(20, 30))
+    options = {"learner": Dropping, "rounds": 2, "components": 2, "learners": 2, "tol": None}
+    options |= {"finetune_epochs": 0}
+    before = torch.random.get_rng_state()
+    _SEEDS_SEEN.clear()
+    first = train(data, algorithm, seed=3, **options)
+    assert len(set(_SEEDS_SEEN)) == 2  # a round each
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.rand(5)  # whatever the program does in between
+    again = train(data, algorithm, seed=3, **options)
+    for name, value in first.prediction.learners.items():
+        assert torch.equal(value, again.prediction.learners[name])
 
 
 # ---------------------------------------------------------------------- special cases

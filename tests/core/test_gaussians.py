@@ -98,7 +98,7 @@ def test_float32_products(rng, kind, columns):
     assert 0 < (exact - rounded).abs().max() < 1e-4
 
 
-def test_float32_rows_are_subtracted_in_float64():
+def test_an_offset_costs_float32_rows_no_precision():
     # In float32, 1e8 + 1 is 1e8: the difference would be zero.
     means = torch.tensor([[1e8 - 1.0]], dtype=torch.float64)
     difference = residuals(torch.tensor([[1e8]], dtype=torch.float32), means, torch.float32)

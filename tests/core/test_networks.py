@@ -169,6 +169,23 @@ def test_a_factory_must_make_a_module():
         Vectorised(lambda: 3, (5,), 2).initial(torch.Generator())
 
 
+class Looking(nn.Module):
+    """Looks at its own numbers while it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(5, 2)
+        self.size = float(self.out.weight.detach().abs().max())
+
+    def forward(self, x):
+        return self.out(x) / self.size
+
+
+def test_a_module_that_looks_at_its_numbers_has_shapes_too():
+    net = network(Looking, (5,), 2)
+    assert net.parameter_shapes == {"out.weight": (2, 5), "out.bias": (2,)}
+
+
 @pytest.mark.parametrize("shape", [(5,), (1, 8, 9), (1, 3, 3), (8, 8)])
 def test_a_cnn_needs_square_images(shape):
     with pytest.raises(ValueError, match="square images"):

@@ -246,11 +246,13 @@ def test_a_shuffle_belongs_to_seed_round_epoch_and_client():
 
 
 def test_equal_draws_do_not_leave_the_order_to_the_sort(monkeypatch):
-    """All rows drawn the same: each client's rows must then keep their order."""
-    monkeypatch.setattr("fedgmm.data.dataset.row_uniforms", lambda *a: np.full(len(a[2]), 0.5))
+    """Rows with the same draw must keep their order, or it would depend on what stands beside."""
+    draws = np.random.default_rng(0).choice([0.2, 0.5, 0.8], size=500)
     x, y, ids = numbered([300, 200])
     rows = FederatedDataset.from_arrays(x, y, ids, split=(1.0, 0.0, 0.0)).train
-    assert rows.shuffled(0, 1, 0).tolist() == list(range(500))
+    monkeypatch.setattr("fedgmm.data.dataset.row_uniforms", lambda *_: draws)
+    expected = np.lexsort((np.arange(500), draws, rows.codes.numpy()))
+    assert rows.shuffled(0, 1, 0).tolist() == expected.tolist()
 
 
 def test_every_order_of_three_rows_is_about_as_likely():

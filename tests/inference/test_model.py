@@ -289,9 +289,17 @@ def test_names_may_be_tuples(rng):
 
 
 def test_an_empty_split_is_told(rng):
-    data = federation(rng, split=(1.0, 0.0, 0.0))
+    model = train(federation(rng, split=(1.0, 0.0, 0.0)), "fedavg", rounds=1)
     with pytest.raises(ValueError, match="test split has no rows"):
-        train(data, "fedavg", rounds=1).evaluate()
+        model.evaluate()
+    with pytest.raises(ValueError, match="validation split has no rows to calibrate on"):
+        model.calibrate()
+
+
+def test_rows_of_another_shape_are_told(rng):
+    model = train(federation(rng), "fedavg", rounds=1)
+    with pytest.raises(ValueError, match=r"shape \(3,\), got \(5,\)"):
+        model.evaluate("test", federation(rng, columns=5))
 
 
 def test_bytes_are_scaled_alike_in_training_evaluation_and_prediction(rng):
@@ -324,6 +332,12 @@ def test_it_prints_itself(model):
     assert "3 Gaussian(s), 3 learner(s) of 2 classes" in text
     assert len(text) < 400
     assert "8 rounds" in text
+
+
+def test_a_method_without_gaussians_prints_itself(rng):
+    text = repr(train(federation(rng), "local", rounds=1))
+    assert "local, 4 clients with an assigned learner" in text
+    assert "Gaussian" not in text
 
 
 # ---------------------------------------------------------------------- clients that join later

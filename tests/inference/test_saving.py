@@ -508,6 +508,18 @@ def test_forged_numbers_never_cause_another_error(
     loads_or_tells(folder)
 
 
+def test_bytes_that_are_no_numbers_are_told_even_with_the_right_checksum(home):
+    numbers_of(home).unlink()
+    data = b"\xff" * 100
+    facts = json.loads((home / "model.json").read_text())
+    facts["numbers"] = hashlib.sha256(data).hexdigest()
+    facts["checksum"] = _checksum(facts)
+    (home / "model.json").write_text(json.dumps(facts))
+    (home / f"weights-{facts['numbers'][:16]}.safetensors").write_bytes(data)
+    with pytest.raises(ModelFileError, match="damaged"):
+        load(home)
+
+
 def test_deeply_nested_json_is_told(home):
     (home / "model.json").write_text("[" * 200_000)
     with pytest.raises(ModelFileError, match="damaged"):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, get_args
 
@@ -32,8 +31,9 @@ Schedule = Literal["constant", "cosine", "sqrt"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 Result = TypeVar("Result")
 
+_ROUND_STRIDE = 1_000_003  # between the seeds of rounds
 _LARGEST = 1e8  # a few layers of numbers beyond it overflow in float32
-_STEP_NUMBERS = 128 * 1024  # inputs of one step of a group: they stay in a core's cache
+_STEP_NUMBERS = 256 * 1024  # inputs of one step of a group: they stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,11 @@ class LocalTraining:
         return rows.device.type == "cpu" and isinstance(self.net, Dense)
 
     def over_groups(
-        self, rows: LabelledRows, params: Params, visit: Callable[[list[Result], Tensor], None]
+        self,
+        rows: LabelledRows,
+        params: Params,
+        round_number: int,
+        visit: Callable[[list[Result], Tensor], None],
     ) -> list[Result]:
         """Call ``visit`` with a list to append to and each group's codes; all that was appended."""
         groups = self.groups(rows, params)
@@ -106,8 +110,11 @@ class LocalTraining:
             lanes = accumulate(groups, list[Result], visit, rows.device, gradients=True)
             return [result for lane in lanes for result in lane]
         results: list[Result] = []
-        for group in groups:
-            visit(results, group)
+        # dropout draws from the program's generator: it gets this round's seed, then its own back
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed + _ROUND_STRIDE * round_number)
+            for group in groups:
+                visit(results, group)
         return results
 
     def train_shared(
@@ -140,7 +147,7 @@ class LocalTraining:
             trained = self.train(start, rows, weights, plan, options, anchor)
             sums.append(weighted_sum(trained, counts[plan.clients]))
 
-        return add_params(self.over_groups(rows, shared, visit))
+        return add_params(self.over_groups(rows, shared, round_number, visit))
 
     def train_personal(
         self, personal: Params, rows: LabelledRows, round_number: int, sgd: SGD | None = None
@@ -156,7 +163,8 @@ class LocalTraining:
             for name, value in trained.items():
                 result[name][plan.clients] = value  # groups do not overlap
 
-        self.over_groups(rows, {name: value[0] for name, value in personal.items()}, visit)
+        one = {name: value[0] for name, value in personal.items()}
+        self.over_groups(rows, one, round_number, visit)
         return result
 
     def train(
@@ -169,22 +177,11 @@ class LocalTraining:
         anchor: Params | None = None,
     ) -> Params:
         """Run a plan and see to it that the outcome is finite."""
-        with self._random_state(rows):
-            trained = train_local(
-                self.net, start, rows.inputs, rows.labels, weights, plan, options, anchor
-            )
+        trained = train_local(
+            self.net, start, rows.inputs, rows.labels, weights, plan, options, anchor
+        )
         check_finite(trained, plan.clients, rows)
         return trained
-
-    @contextmanager
-    def _random_state(self, rows: LabelledRows) -> Iterator[None]:
-        """Dropout draws from the global generator: give it this run's seed, then its own back."""
-        if self._in_lanes(rows):  # these networks draw nothing
-            yield
-            return
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            yield
 
 
 def check_finite(params: Params, clients: Tensor, rows: LabelledRows) -> None:

@@ -278,7 +278,10 @@ class FederatedGMM:
 
 def _over_learners(joint: Tensor, learners: int) -> Tensor:
     """``Σ_m2 q(m1, m2)``: ``(..., M1 · M2)`` to ``(..., M1)``."""
-    return joint if learners == 1 else joint.reshape(*joint.shape[:-1], -1, learners).sum(-1)
+    if learners == 1:
+        return joint
+    rows_last = joint.mT  # responsibilities lie in memory this way: sums then run along many rows
+    return rows_last.reshape(-1, learners, rows_last.shape[-1]).sum(1).mT
 
 
 def _everything_to_one(difference: Tensor, _: Tensor, __: slice) -> tuple[Tensor, Tensor]:

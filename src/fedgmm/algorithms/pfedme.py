@@ -97,7 +97,7 @@ class PFedMe:
             for name, value in own.items():
                 moved[name][plan.clients] = value  # groups do not overlap
 
-        total = add_params(training.over_groups(rows, shared.learners, visit))
+        total = add_params(training.over_groups(rows, shared.learners, round_number, visit))
         fit = fit_of_own_learners(training, moved, rows)
         return moved, PFedMeUpdate(total, counts.sum(), fit)
 

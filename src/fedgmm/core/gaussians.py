@@ -13,8 +13,8 @@ type           ``covariances``    what is shared
 ``identity``   ``(M,)``           fixed at one, the setting of the paper's theorem
 =============  =================  ==============================================
 
-Means and covariances are float64. Rows may be float32: the difference to a mean is taken in float64
-and only then rounded, so an offset of the data costs no precision.
+Means and covariances are float64. Rows may be float32: only the difference to a mean is rounded, so
+an offset of the data costs no precision.
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ def _warn_repaired(repaired: list[int], covariance_type: CovarianceType) -> None
 
 def residuals(x: Tensor, means: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``x_i - μ_m`` for rows ``(..., N, d)`` and means ``(M, d)``: ``(..., M, N, d)``."""
+    if x.dtype == dtype != means.dtype:
+        # The mean in two parts: numbers of like size subtract exactly, then the small rest goes.
+        coarse = means.to(dtype)
+        rest = (means - coarse).to(dtype)
+        return (x.unsqueeze(-3) - coarse.unsqueeze(-2)).sub_(rest.unsqueeze(-2))
     difference = x.unsqueeze(-3) - means.unsqueeze(-2)
     return difference if dtype is None else difference.to(dtype)
 

@@ -27,14 +27,28 @@ def log_likelihoods(
     Returns:
         ``(*C, n, M)``.
     """
-    logits = net.logits(params, inputs, training)
     if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)): a softmax over two numbers is slow
-        margins = logits[..., 1] - logits[..., 0]
-        signs = (2 * labels - 1).to(logits.dtype).unsqueeze(-1)
-        return logsigmoid(margins * signs)
-    log_probabilities = torch.log_softmax(logits, dim=-1)
+        margins = _margins(net, params, inputs, training)
+        return logsigmoid(margins * _signs(labels, margins.dtype))
+    log_probabilities = torch.log_softmax(net.logits(params, inputs, training), dim=-1)
     index = labels[..., None, None].expand(*log_probabilities.shape[:-1], 1)
     return log_probabilities.gather(-1, index).squeeze(-1)
+
+
+def _margins(net: Network, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+    """``z₁ - z₀`` of two classes, ``(*C, n, M)``; linear learners need only the difference."""
+    if isinstance(net, Dense) and not net.hidden:
+        weight, bias = params["0.weight"], params["0.bias"]
+        x = inputs.flatten(weight.dim() - 2)
+        difference = weight[..., 1, :] - weight[..., 0, :]
+        return x @ difference.mT + (bias[..., 1] - bias[..., 0]).unsqueeze(-2)
+    logits = net.logits(params, inputs, training)
+    return logits[..., 1] - logits[..., 0]
+
+
+def _signs(labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two classes as ``±1``, ``(*C, n, 1)``."""
+    return (2 * labels - 1).to(dtype).unsqueeze(-1)
 
 
 # ---------------------------------------------------------------------- parameters as vectors
@@ -301,15 +315,17 @@ def _linear_gradients(net: Dense, params: Params, x: Tensor, y: Tensor, share: T
     ``∂L/∂z = share · (softmax(z) - onehot(y))`` and ``∂L/∂W = Σ_i ∂L/∂z_i x_iᵀ``.
     """
     x = x.flatten(2)
-    logits = net.logits(params, x)
     if net.classes == 2:  # softmax(z)₁ - y = -s σ(-s (z₁ - z₀)) with s = ±1
-        signs = (2 * y - 1).to(x.dtype).unsqueeze(-1)
-        margins = (logits[..., 1] - logits[..., 0]) * signs
-        second = torch.sigmoid(-margins) * signs * share
-        slopes = torch.stack([second, -second], dim=-1)
-    else:
-        truth = torch.nn.functional.one_hot(y, net.classes).to(x.dtype)
-        slopes = (torch.softmax(logits, -1) - truth.unsqueeze(-2)) * share.unsqueeze(-1)
+        signs = _signs(y, x.dtype)
+        slopes = torch.sigmoid(-signs * _margins(net, params, x)) * signs * share
+        weight, bias = slopes.mT @ x, slopes.sum(1)
+        return {
+            "0.weight": torch.stack([weight, -weight], dim=2),
+            "0.bias": torch.stack([bias, -bias], dim=2),
+        }
+    truth = torch.nn.functional.one_hot(y, net.classes).to(x.dtype)
+    probabilities = torch.softmax(net.logits(params, x), -1)
+    slopes = (probabilities - truth.unsqueeze(-2)) * share.unsqueeze(-1)
     weight = slopes.flatten(2).mT @ x
     return {"0.weight": weight.reshape_as(params["0.weight"]), "0.bias": slopes.sum(1)}
 
