@@ -29,7 +29,7 @@ def log_likelihoods(
     """
     if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)): a softmax over two numbers is slow
         margins = _margins(net, params, inputs, training)
-        return logsigmoid(margins * _signs(labels, margins.dtype))
+        return logsigmoid((margins * _signs(labels, margins.dtype)).mT).mT
     log_probabilities = torch.log_softmax(net.logits(params, inputs, training), dim=-1)
     index = labels[..., None, None].expand(*log_probabilities.shape[:-1], 1)
     return log_probabilities.gather(-1, index).squeeze(-1)
@@ -41,7 +41,8 @@ def _margins(net: Network, params: Params, inputs: Tensor, training: bool = Fals
         weight, bias = params["0.weight"], params["0.bias"]
         x = inputs.flatten(weight.dim() - 2)
         difference = weight[..., 1, :] - weight[..., 0, :]
-        return x @ difference.mT + (bias[..., 1] - bias[..., 0]).unsqueeze(-2)
+        # rows last in memory: what follows then runs along many rows, not along a few learners
+        return (difference @ x.mT + (bias[..., 1] - bias[..., 0]).unsqueeze(-1)).mT
     logits = net.logits(params, inputs, training)
     return logits[..., 1] - logits[..., 0]
 
@@ -304,7 +305,7 @@ def _batch(
     dtype = next(iter(params.values())).dtype
     w = step.mask.unsqueeze(-1).to(dtype)
     if weights is not None:
-        w = w * _take_rows(weights, step.rows).to(dtype)
+        w = (w.mT * _take_rows(weights, step.rows).to(dtype).mT.contiguous()).mT
     share = w / w.sum(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
     return _take_rows(inputs, step.rows).to(dtype), _take_rows(labels, step.rows), share
 

@@ -26,9 +26,10 @@ Accumulator = TypeVar("Accumulator")
 Item = TypeVar("Item")
 
 # A block's temporaries should stay in the caches, and BLAS has fast kernels for products of up to
-# about a million multiplications (half of ``rows × columns²``): measured for d = 2 … 512.
-_BLOCK_NUMBERS = 512 * 1024
-_SMALL_PRODUCT = 1_600_000
+# about a million multiplications (half of ``rows × columns²``), twice as many in float32: measured
+# for d = 2 … 512.
+_BLOCK_BYTES = 4 * 1024 * 1024
+_SMALL_PRODUCT_BYTES = 8 * 1_600_000
 _FEWEST_ROWS, _MOST_ROWS = 192, 8192
 _ACCELERATOR_NUMBERS = 32 * 1024 * 1024
 _BLOCKS_A_LANE = 2  # less is not worth a thread
@@ -36,11 +37,12 @@ _BLOCKS_A_LANE = 2  # less is not worth a thread
 _lanes: ContextVar[int | None] = ContextVar("lanes", default=None)
 
 
-def block_rows(components: int, columns: int, device: torch.device) -> int:
+def block_rows(components: int, columns: int, device: torch.device, item_bytes: int = 8) -> int:
     """How many rows a block should hold for ``components`` residuals of ``columns`` numbers."""
     if device.type != "cpu":
         return max(_FEWEST_ROWS, _ACCELERATOR_NUMBERS // (components * columns))
-    rows = min(_BLOCK_NUMBERS // (components * columns), _SMALL_PRODUCT // columns**2)
+    fits = _BLOCK_BYTES // (components * columns * item_bytes)
+    rows = min(fits, _SMALL_PRODUCT_BYTES // (columns**2 * item_bytes))
     return max(_FEWEST_ROWS, min(rows, _MOST_ROWS))
 
 

@@ -90,7 +90,8 @@ class ClientRows:
 
     def blocks(self, components: int) -> list[Block]:
         """Cut the rows into blocks for ``components`` residuals a row."""
-        rows = block_rows(components, self.columns, self.device)
+        item_bytes = self.chunks[0].element_size()
+        rows = block_rows(components, self.columns, self.device, item_bytes)
         return blocks_of([len(chunk) for chunk in self.chunks], rows)
 
     def read(self, block: Block) -> tuple[Tensor, Tensor, slice]:
