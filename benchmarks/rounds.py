@@ -1,9 +1,10 @@
 """One FedGMM round: all clients stacked, beside a plain loop over clients.
 
-The plain loop is what most people write: for every client and learner an ``nn.Module``, an optimiser and
-an epoch over a ``DataLoader``; the E-step and the moments on the client's tensors; averages on the
-server. Both sides do the same work: same rows, same batch size, one local epoch, same start; their
-log-likelihoods and Gaussians are compared before anything is timed.
+The plain loop is what most people write: every client reads its rows through a ``DataLoader``, once for
+the E-step and once for each learner, which is an ``nn.Module`` with an optimiser of its own; moments are
+taken on the client's tensors and averaged on the server. Both sides do the same work: same rows, same
+batch size, one local epoch, same start; their log-likelihoods and Gaussians are compared before anything
+is timed.
 
     python benchmarks/rounds.py            # the paper's size, 10,000 small clients, and the scaling
     python benchmarks/rounds.py --quick    # seconds
@@ -148,6 +149,16 @@ def _looped(setting: Setting, rows: Any, start: Any) -> Any:
         layer.load_state_dict({"weight": params["0.weight"], "bias": params["0.bias"]})
         return layer
 
+    densities = [
+        torch.distributions.MultivariateNormal(mean, scale_tril=factor)
+        for mean, factor in zip(means, factors, strict=True)
+    ]
+
+    def log_joint(modules: list[Any], x: Any, y: Any) -> Any:
+        log_x = torch.stack([density.log_prob(x) for density in densities], dim=1)
+        losses = [nn.functional.cross_entropy(own(x), y, reduction="none") for own in modules]
+        return (log_pi + log_x[:, :, None] - torch.stack(losses, dim=1)[:, None, :]).flatten(1)
+
     def train(own: Any, loader: Any) -> None:
         optimiser = torch.optim.SGD(own.parameters(), lr=0.1)
         for x, y, weights in loader:
@@ -159,18 +170,8 @@ def _looped(setting: Setting, rows: Any, start: Any) -> Any:
     def one_client(x: Any, y: Any) -> tuple[Any, ...]:
         modules = [module(params) for params in learners]
         with torch.no_grad():
-            log_x = torch.stack(
-                [
-                    torch.distributions.MultivariateNormal(mean, scale_tril=factor).log_prob(x)
-                    for mean, factor in zip(means, factors, strict=True)
-                ],
-                dim=1,
-            )
-            log_y = torch.stack(
-                [-nn.functional.cross_entropy(own(x), y, reduction="none") for own in modules],
-                dim=1,
-            )
-            joint = (log_pi + log_x[:, :, None] + log_y[:, None, :]).flatten(1)
+            batches = DataLoader(TensorDataset(x, y), setting.batch_size)
+            joint = torch.cat([log_joint(modules, *batch) for batch in batches])
             evidence = joint.logsumexp(1)
             q = torch.exp(joint - evidence[:, None]).reshape(-1, m, m)
             gamma, q_x, q_y = q.sum(0), q.sum(2), q.sum(1)

@@ -58,6 +58,12 @@ class Gaussians:
     covariance_type: CovarianceType
 
     @cached_property
+    def narrow_whiteners(self) -> Tensor:
+        """``W`` in float32, where a tiny deviation must not become an infinity (and zero times it NaN)."""
+        widest = torch.finfo(torch.float32).max ** 0.5
+        return self.precisions_cholesky.clamp(-widest, widest).float()
+
+    @cached_property
     def log_determinants(self) -> Tensor:
         """``log |W_m| = -½ log |Σ_m|``: ``(M,)``, or ``(1,)`` for tied."""
         whiteners = self.precisions_cholesky
@@ -152,11 +158,9 @@ def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
         ``(..., N, M)``, float64.
     """
     d = difference.shape[-1]
-    whiteners = shared.precisions_cholesky
-    if difference.dtype != whiteners.dtype:
-        # A deviation too small for float32 must not become an infinity that turns zero into NaN.
-        widest = torch.finfo(difference.dtype).max ** 0.5
-        whiteners = whiteners.clamp(-widest, widest).to(difference.dtype)
+    whiteners = (
+        shared.narrow_whiteners if difference.dtype == torch.float32 else shared.precisions_cholesky
+    )
     # ‖(x - μ) W‖² = (x - μ)ᵀ Σ⁻¹ (x - μ)
     match shared.covariance_type:
         case "full" | "tied":
