@@ -25,6 +25,7 @@ types: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/federated_gmm.py
+	$(BIN)/python benchmarks/rounds.py
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_figures.py

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -320,14 +321,7 @@ def local_centroids(rows: ClientRows, clusters: int, seed: int) -> Centroids:
         clusters: at most this many centroids a client.
         seed: draws belong to a client's name and row, so the order of clients does not matter.
     """
-    most_clients = max(1, _MOST_CENTROIDS // clusters)
-    if len(rows.names) > most_clients:
-        nothing = np.zeros(len(rows.keys), dtype=np.int64)
-        lots = row_uniforms(seed, _CLIENT_STREAM, rows.keys, nothing)
-        chosen = np.sort(np.argsort(lots, kind="stable")[:most_clients])
-        rows = rows.select(torch.from_numpy(chosen).to(rows.device))
-    rows = _thinned(rows, clusters, seed)
-
+    rows = _sample(rows, clusters, seed)
     wanted = local_clusters(rows.rows_per_client, clusters)
     active = torch.arange(clusters, device=rows.device) < wanted[:, None]
     centres, active = _far_apart_rows(rows, active, seed)
@@ -342,13 +336,14 @@ def local_centroids(rows: ClientRows, clusters: int, seed: int) -> Centroids:
     return Centroids(centres[sent].cpu().numpy(), counts[sent].cpu().numpy())
 
 
-def _thinned(rows: ClientRows, clusters: int, seed: int) -> ClientRows:
-    """Large clients keep some of their rows, drawn by lot; small ones keep all."""
-    most = max(_FEWEST_ROWS_A_CLUSTER * clusters, _MOST_START_ROWS // len(rows.names))
-    sizes = rows.rows_per_client.cpu().numpy()
-    if sizes.max() <= most:
+def _sample(rows: ClientRows, clusters: int, seed: int) -> ClientRows:
+    """Some clients of a large federation and some rows of a large client, drawn by lot."""
+    chosen = _chosen_clients(rows, max(1, _MOST_CENTROIDS // clusters), seed)
+    most = max(_FEWEST_ROWS_A_CLUSTER * clusters, _MOST_START_ROWS // len(chosen))
+    share = np.zeros(len(rows.names))
+    share[chosen] = most / np.maximum(rows.rows_per_client.cpu().numpy()[chosen], 1)
+    if share.min() >= 1.0:
         return rows
-    share = most / np.maximum(sizes, 1)
     codes = rows.codes.cpu().numpy()
     wanted = np.empty(len(rows), dtype=bool)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
@@ -356,7 +351,20 @@ def _thinned(rows: ClientRows, clusters: int, seed: int) -> ClientRows:
         own = codes[place]
         lots = row_uniforms(seed, _ROW_STREAM, rows.keys[own], rows.positions_at(place))
         wanted[place] = lots < share[own]
-    return rows.keep(torch.from_numpy(wanted).to(rows.device))
+    kept = rows.keep(torch.from_numpy(wanted).to(rows.device))
+    place = torch.zeros(len(rows.names), dtype=torch.int64)
+    place[torch.from_numpy(chosen)] = torch.arange(len(chosen))
+    names = tuple(rows.names[code] for code in chosen.tolist())
+    return ClientRows(kept.chunks, place.to(rows.device)[kept.codes], names)
+
+
+def _chosen_clients(rows: ClientRows, most: int, seed: int) -> NDArray[np.int64]:
+    """Sorted codes of at most so many clients, drawn by their names."""
+    if len(rows.names) <= most:
+        return np.arange(len(rows.names))
+    nothing = np.zeros(len(rows.keys), dtype=np.int64)
+    lots = row_uniforms(seed, _CLIENT_STREAM, rows.keys, nothing)
+    return np.sort(np.argsort(lots, kind="stable")[:most])
 
 
 def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor, Tensor]:
