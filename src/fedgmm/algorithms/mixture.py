@@ -352,10 +352,10 @@ def _sample(rows: ClientRows, clusters: int, seed: int) -> ClientRows:
         lots = row_uniforms(seed, _ROW_STREAM, rows.keys[own], rows.positions_at(place))
         wanted[place] = lots < share[own]
     kept = rows.keep(torch.from_numpy(wanted).to(rows.device))
-    place = torch.zeros(len(rows.names), dtype=torch.int64)
-    place[torch.from_numpy(chosen)] = torch.arange(len(chosen))
+    new_code = torch.zeros(len(rows.names), dtype=torch.int64)
+    new_code[torch.from_numpy(chosen)] = torch.arange(len(chosen))
     names = tuple(rows.names[code] for code in chosen.tolist())
-    return ClientRows(kept.chunks, place.to(rows.device)[kept.codes], names)
+    return ClientRows(kept.chunks, new_code.to(rows.device)[kept.codes], names)
 
 
 def _chosen_clients(rows: ClientRows, most: int, seed: int) -> NDArray[np.int64]:
