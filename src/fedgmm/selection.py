@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from numpy.typing import ArrayLike
 
+from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.data.inputs import as_pairs
-from fedgmm.estimators.checks import check_choice, check_integer
 from fedgmm.estimators.gaussian_mixture import FederatedGaussianMixture, Rows
 
 Criterion = Literal["bic", "aic"]

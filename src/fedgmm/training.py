@@ -21,6 +21,7 @@ from fedgmm.algorithms.local_training import SCHEDULES, LocalTraining
 from fedgmm.algorithms.mixture import FederatedGMM
 from fedgmm.algorithms.pfedme import PFedMe
 from fedgmm.core.aggregate import AGGREGATIONS
+from fedgmm.core.checks import check_choice, check_flag, check_integer, check_non_negative
 from fedgmm.core.devices import resolve_device, resolve_dtype
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.learners import SGD
@@ -30,7 +31,6 @@ from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.federated import ClientRows
-from fedgmm.estimators.checks import check_choice, check_flag, check_integer, check_non_negative
 from fedgmm.federation.loop import Answers, Participation, Run, run_rounds
 from fedgmm.inference.model import FederatedModel
 

@@ -5,7 +5,6 @@ The Gaussians' moments are :func:`fedgmm.core.gaussians.weighted_moments`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -22,8 +21,3 @@ def client_weights(counts: Tensor, rows: Tensor) -> Tensor:
     weights = counts / rows.unsqueeze(-1)
     # Rounding in the responsibilities must not accumulate over rounds.
     return weights / weights.sum(-1, keepdim=True)
-
-
-def log_weights(weights: Tensor) -> Tensor:
-    """``log π``; a weight of zero is ``-inf`` and switches its component off."""
-    return torch.log(weights)

@@ -129,6 +129,8 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
         raise ValueError(
             f"clients has {len(ids)} entries, but X has {rows} rows; give one id per row."
         )
+    if not rows:
+        return np.zeros(0, dtype=np.int64), []
     # Rows of a client usually stand together: work on runs, not on rows.
     try:
         changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1

@@ -13,7 +13,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from fedgmm.estimators.checks import array_of_names, check_integer, check_non_negative
+from fedgmm.core.checks import array_of_names, check_integer, check_non_negative
 from fedgmm.inference.model import FederatedModel
 
 FloatArray = NDArray[np.float64]

@@ -18,6 +18,15 @@ from torch import Tensor
 from fedgmm.algorithms.base import RoundInfo
 from fedgmm.algorithms.mixture import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.core.aggregate import AGGREGATIONS
+from fedgmm.core.checks import (
+    array_of_names,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_non_negative,
+    given_array,
+    inverse_of_precisions,
+)
 from fedgmm.core.devices import resolve_device, resolve_dtype
 from fedgmm.core.estep import responsibilities
 from fedgmm.core.gaussians import (
@@ -35,19 +44,11 @@ from fedgmm.data.inputs import (
     NO_CLIENT,
     as_pairs,
     checked_rows,
+    codes_of_known_clients,
     columns_of_pairs,
     encode_clients,
     is_missing,
     matrices_of_pairs,
-)
-from fedgmm.estimators.checks import (
-    array_of_names,
-    check_choice,
-    check_flag,
-    check_integer,
-    check_non_negative,
-    given_array,
-    inverse_of_precisions,
 )
 from fedgmm.federation.loop import OnRound, Run, run_rounds
 
@@ -550,22 +551,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
 
     def _codes(self, clients: ArrayLike | None, rows: int) -> NDArray[np.int64]:
         """Positions in ``clients_`` of each row's client, or ``NO_CLIENT``."""
-        if clients is None:
-            return np.full(rows, NO_CLIENT, dtype=np.int64)
-        if np.ndim(clients) == 0:
-            clients = array_of_names([clients] * rows)
-        codes, names = encode_clients(clients, rows)
-        position = {name: code for code, name in enumerate(self.clients_.tolist())}
-        unknown = [name for name in names if name not in position]
-        if unknown:
-            known = ", ".join(repr(name) for name in self.clients_[:5].tolist())
-            more = ", ..." if len(self.clients_) > 5 else ""
-            raise ValueError(
-                f"Unknown client {unknown[0]!r}: fit saw {len(self.clients_)} client(s) "
-                f"({known}{more}). Use clients=None for the federation's weights."
-            )
-        lookup = np.array([*(position[name] for name in names), NO_CLIENT], dtype=np.int64)
-        return np.asarray(lookup[codes])
+        return codes_of_known_clients(clients, rows, self.clients_.tolist())
 
     def _for_blocks(self, rows: ClientRows, write: Callable[[Tensor, slice], None]) -> None:
         """Call ``write`` with ``log π(m) + log N(x; μ_m, Σ_m)`` of every block and its place."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedgmm.estimators.checks import (
+from fedgmm.core.checks import (
     array_of_names,
     check_choice,
     check_flag,
