@@ -30,6 +30,7 @@ from fedgmm.core.learners import (
     newton_step,
     newton_sums,
 )
+from fedgmm.core.linalg import take
 from fedgmm.core.mstep import client_weights
 from fedgmm.core.networks import Dense, Params
 from fedgmm.core.servers import ServerOptimiser, ServerState
@@ -144,13 +145,13 @@ class FedGMM:
         """E-step, closed-form M-step of the Gaussians and ``π_c``, training of the learners."""
         m2, net, dtype = self.learners, self.training.net, self.training.dtype
         current = shared.mixture.gaussians
-        log_pi = torch.log(personal)
-        learner_weights = torch.empty(len(rows), m2, dtype=dtype, device=rows.device)
+        log_pi = torch.log(personal).mT.contiguous()
+        learner_weights = torch.empty(m2, len(rows), dtype=dtype, device=rows.device).mT
 
         def e_step(difference: Tensor, codes: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             # log q(m1, m2) = log π_c(m1, m2) + log N(x; μ_m1, Σ_m1) + log P_θm2(y|x) + const,
             # laid out as (M1, M2, n): sums over a few components then run along many rows
-            joint = log_pi.index_select(0, codes).mT.contiguous().reshape(-1, m2, len(codes))
+            joint = take(log_pi, codes, axis=1).reshape(-1, m2, len(codes))
             if self.density:
                 joint += log_densities(difference, current).mT[:, None]
             inputs, labels = rows.inputs[place].to(dtype), rows.labels[place]

@@ -173,7 +173,7 @@ class FederatedGMM:
             difference = residuals(x, current.means, self.dtype)
             q, log_evidence = assign(difference, codes, place)
             moments, weighted = weighted_moments(difference, _over_learners(q, learners), kind)
-            sums.counts.index_add_(0, codes, q)
+            rows.add_by_client(sums.counts, q, place)
             sums.first.add_(moments.first)
             sums.second.add_(moments.second)
             sums.log_likelihood.add_(log_evidence.sum())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from fedgmm.core.linalg import matmul, solve
+from fedgmm.core.linalg import matmul, solve, take
 from fedgmm.core.networks import Dense, Network, Params
 
 
@@ -42,7 +42,8 @@ def _margins(net: Network, params: Params, inputs: Tensor, training: bool = Fals
         x = inputs.flatten(weight.dim() - 2)
         difference = weight[..., 1, :] - weight[..., 0, :]
         # rows last in memory: what follows then runs along many rows, not along a few learners
-        return (difference @ x.mT + (bias[..., 1] - bias[..., 0]).unsqueeze(-1)).mT
+        products = matmul(difference, x.mT) if x.dim() > 2 else difference @ x.mT
+        return (products + (bias[..., 1] - bias[..., 0]).unsqueeze(-1)).mT
     logits = net.logits(params, inputs, training)
     return logits[..., 1] - logits[..., 0]
 
@@ -192,7 +193,8 @@ def train_local(
         params: start, ``(C, M, ...)`` in the plan's order of clients.
         inputs: all rows, ``(N, *shape)``.
         labels: class indices, ``(N,)``.
-        weights: responsibilities of the learners, ``(N, M)``; ``None`` means one.
+        weights: responsibilities of the learners, ``(N, M)``, fastest with rows last in memory;
+            ``None`` means one.
         plan: the batches.
         options: the optimiser.
         anchor: centre of the proximal term, shaped like ``params``.
@@ -305,7 +307,9 @@ def _batch(
     dtype = next(iter(params.values())).dtype
     w = step.mask.unsqueeze(-1).to(dtype)
     if weights is not None:
-        w = (w.mT * _take_rows(weights, step.rows).to(dtype).mT.contiguous()).mT
+        # rows last in memory, here and below: products then run along many rows, not a few learners
+        taken = take(weights.mT, step.rows.reshape(-1), axis=1).to(dtype)
+        w = (w.mT * taken.reshape(-1, *step.rows.shape).transpose(0, 1)).mT
     share = w / w.sum(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
     return _take_rows(inputs, step.rows).to(dtype), _take_rows(labels, step.rows), share
 
@@ -319,7 +323,7 @@ def _linear_gradients(net: Dense, params: Params, x: Tensor, y: Tensor, share: T
     if net.classes == 2:  # softmax(z)₁ - y = -s σ(-s (z₁ - z₀)) with s = ±1
         signs = _signs(y, x.dtype)
         slopes = torch.sigmoid(-signs * _margins(net, params, x)) * signs * share
-        weight, bias = slopes.mT @ x, slopes.sum(1)
+        weight, bias = matmul(slopes.mT, x), slopes.sum(1)
         return {
             "0.weight": torch.stack([weight, -weight], dim=2),
             "0.bias": torch.stack([bias, -bias], dim=2),
@@ -327,13 +331,13 @@ def _linear_gradients(net: Dense, params: Params, x: Tensor, y: Tensor, share: T
     truth = torch.nn.functional.one_hot(y, net.classes).to(x.dtype)
     probabilities = torch.softmax(net.logits(params, x), -1)
     slopes = (probabilities - truth.unsqueeze(-2)) * share.unsqueeze(-1)
-    weight = slopes.flatten(2).mT @ x
+    weight = matmul(slopes.flatten(2).mT, x)
     return {"0.weight": weight.reshape_as(params["0.weight"]), "0.bias": slopes.sum(1)}
 
 
 def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
     """``values[rows]`` for row numbers ``(A, B)``; a flat selection is several times faster."""
-    taken = values.index_select(0, rows.reshape(-1))
+    taken = take(values, rows.reshape(-1))
     return taken.reshape(*rows.shape, *values.shape[1:])
 
 

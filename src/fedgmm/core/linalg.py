@@ -13,11 +13,23 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` for matrices or stacks of matrices.
 
     On the CPU the product goes through NumPy: its BLAS runs stacks of narrow matrices
-    (tens of columns) up to 2.5 times faster than the one inside torch. Not differentiable there.
+    (tens of columns) up to 2.5 times faster than the one inside torch. What is to be differentiated
+    stays with torch.
     """
-    if a.device.type == "cpu":
+    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    if a.device.type == "cpu" and not differentiated:
         return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))
     return a @ b
+
+
+def take(values: Tensor, index: Tensor, axis: int = 0) -> Tensor:
+    """Slices of ``values`` along an axis, for a flat index; by NumPy on the CPU, as above.
+
+    It takes a third to two thirds of torch's time, as long as ``values`` is contiguous.
+    """
+    if values.device.type == "cpu" and values.is_contiguous():
+        return torch.from_numpy(np.take(values.numpy(), index.numpy(), axis=axis))
+    return values.index_select(axis, index)
 
 
 def matmul_upper(a: Tensor, upper: Tensor) -> Tensor:

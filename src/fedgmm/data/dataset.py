@@ -90,9 +90,8 @@ class LabelledRows:
         draws = row_uniforms(seed, stream, keys, self.features.positions)
         # by client, then draw, then place: no two words are equal, whatever the draws
         words, first, free = self._sorting_words
-        return torch.from_numpy(
-            np.argsort(words | (draws * 2.0**free).astype(np.int64) << first)
-        ).to(self.device)
+        words = words | (draws * 2.0**free).astype(np.int64) << first
+        return torch.from_numpy(words).to(self.device).argsort()  # a third of NumPy's time
 
     def select(self, clients: Tensor) -> LabelledRows:
         """Only some clients, given as sorted codes."""

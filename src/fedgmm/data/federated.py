@@ -101,6 +101,16 @@ class ClientRows:
         place = slice(first + start, first + stop)
         return self.chunks[chunk][start:stop].contiguous(), self.codes[place], place
 
+    def add_by_client(self, totals: Tensor, values: Tensor, place: slice) -> None:
+        """Add ``values`` ``(n, K)`` of the rows at ``place`` to their clients' ``totals`` ``(C, K)``."""
+        if self.device.type != "cpu" or not self._grouped:
+            totals.index_add_(0, self.codes[place], values)
+            return
+        codes = self.codes[place].numpy()  # in runs, which are summed faster than single rows
+        starts = np.concatenate([[0], np.flatnonzero(codes[1:] != codes[:-1]) + 1])
+        sums = np.add.reduceat(values.mT.numpy(), starts, axis=1)
+        totals.numpy()[codes[starts]] += sums.T
+
     def take(self, indices: Tensor) -> Tensor:
         """The rows with these places among all rows, ``(k, d)`` float64."""
         out = torch.empty(len(indices), self.columns, dtype=torch.float64, device=self.device)
