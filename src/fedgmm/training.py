@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -13,7 +11,7 @@ import numpy as np
 import torch
 
 from fedgmm.algorithms.averaging import FedAvgPlus, without_density
-from fedgmm.algorithms.base import DivergedError, RoundInfo, SupervisedMethod
+from fedgmm.algorithms.base import SupervisedMethod
 from fedgmm.algorithms.clustered import ClusteredFL
 from fedgmm.algorithms.fedgmm import LEARNER_STARTS, FedGMM
 from fedgmm.algorithms.local import Local
@@ -25,14 +23,26 @@ from fedgmm.core.checks import check_choice, check_flag, check_integer, check_no
 from fedgmm.core.devices import resolve_device, resolve_dtype
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.learners import SGD
-from fedgmm.core.networks import Dense, ModuleFactory, Network, Params, network
+from fedgmm.core.networks import Dense, ModuleFactory, Network, network
 from fedgmm.core.scaling import Scaling, scaling_of
 from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.federated import ClientRows
-from fedgmm.federation.loop import Answers, Participation, Run, run_rounds
+from fedgmm.federation.checkpoint import Checkpoint
+from fedgmm.federation.loop import Answers
 from fedgmm.inference.model import FederatedModel
+from fedgmm.training_run import DivergenceWarning, OnTrainingRound, TrainingRun
+
+__all__ = [
+    "ALGORITHMS",
+    "Checkpoint",
+    "DivergenceWarning",
+    "OnTrainingRound",
+    "TrainingOptions",
+    "build",
+    "train",
+]
 
 ALGORITHMS = (
     "fedgmm",
@@ -46,13 +56,6 @@ ALGORITHMS = (
 )
 
 _WITH_EXACT_STEPS = ("fedgmm", "fedem", "fedavg", "fedavg+")
-
-OnTrainingRound = Callable[[dict[str, float]], None]
-"""Called after every round with its entry of the history."""
-
-
-class DivergenceWarning(UserWarning):
-    """Training stopped because a client's learner was no longer finite."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,8 @@ def train(
     options: TrainingOptions | None = None,
     answers: Answers | None = None,
     on_round: Iterable[OnTrainingRound] = (),
+    checkpoint: Checkpoint | None = None,
+    watch_accuracy: bool = False,
     **changes: Any,
 ) -> FederatedModel:
     """Train a method on the clients' training rows.
@@ -203,12 +208,25 @@ def train(
         algorithm: one of ``ALGORITHMS``; ``None`` is the one of ``options``, FedGMM without them.
         options: a complete set of options; ``algorithm`` and ``changes`` are laid over it.
         answers: which clients answer in a round; those that do not are left out of its aggregate.
-        on_round: called after every round with its entry of the history.
+        on_round: called after every round with its entry of the history: ``round``,
+            ``log_likelihood``, ``seconds``, and what is watched.
+        checkpoint: where progress is written: at the start, every few rounds, and at the end. If
+            the file is there already, training goes on from it, without a start of its own, and
+            ends with the same bits as one that was never interrupted (on the CPU, with as many
+            threads). The data, ``answers`` and all options but ``rounds`` and ``device`` must be the
+            same. A training that has finished goes on if ``rounds`` is raised; rounds that are
+            done stay as they are, even where another number of rounds would have changed them:
+            with ``schedule="cosine"``, a warm-up as long as the run, or the patience of FedAvg+.
+        watch_accuracy: add ``validation_accuracy`` to every entry of the history: over all rows of a
+            fixed sample, at most 20,000 validation rows, and before any tuning at home.
         **changes: any field of :class:`TrainingOptions`, such as ``rounds=50``.
 
     Returns:
         The model of the last round, or of the best one where ``patience`` is set. Ctrl-C and
         divergence end training early with a warning and leave the last good state.
+
+    Raises:
+        CheckpointError: a checkpoint that is damaged, or of another training.
     """
     unknown = set(changes) - set(TrainingOptions.__dataclass_fields__)
     if unknown:
@@ -227,7 +245,18 @@ def train(
     scaling = _scaling(dataset) if chosen.standardise and len(dataset.input_shape) == 1 else None
     scaled = _scaled(dataset, scaling, dtype, device)
     net = network(chosen.learner, dataset.input_shape, len(dataset.classes))
-    job = _Training(chosen, net, scaled, scaling, dataset, answers, tuple(on_round))
+    job = TrainingRun(
+        chosen,
+        build(chosen, net),
+        build(replace(chosen, algorithm="fedavg", solver="sgd"), net),
+        scaled,
+        scaling,
+        dataset,
+        answers,
+        tuple(on_round),
+        checkpoint,
+        watch_accuracy,
+    )
     # small networks gain nothing from threads inside an operation
     quiet = device.type == "cpu" and isinstance(net, Dense)
     with lanes_only() if quiet else nullcontext():
@@ -309,139 +338,6 @@ def _solver(options: TrainingOptions, net: Network) -> str:
         small = (net.classes - 1) * (net.columns + 1) <= 1000
         return "newton" if small and options.algorithm in ("fedgmm", "fedem") else "sgd"
     return options.solver if options.algorithm in _WITH_EXACT_STEPS else "sgd"
-
-
-@dataclass(frozen=True)
-class _Training:
-    """One run: warm-up, rounds, watching the validation rows, and the finished model."""
-
-    options: TrainingOptions
-    net: Network
-    scaled: FederatedDataset
-    scaling: Scaling | None
-    dataset: FederatedDataset
-    answers: Answers | None
-    on_round: tuple[OnTrainingRound, ...]
-
-    def run(self) -> FederatedModel:
-        options, rows = self.options, self.scaled.train
-        history: list[dict[str, float]] = []
-        warmup = min(options.warmup, options.rounds - 1)
-        learner, why = self._warm_up(warmup, history) if warmup else (None, None)
-        method = build(options, self.net)
-        shared, personal = method.init(rows, learner)
-        best: tuple[float, int, Any, Any] = (-float("inf"), warmup, shared, personal)
-
-        def watch(number: int, run: Run[Any, Any]) -> bool:
-            nonlocal best
-            if options.patience is None:
-                return False
-            # what would be the model if this were the last round
-            own = method.finish(run.shared, run.personal, rows)
-            model = self._model(method, run.shared, own, history, None)
-            score = -model.evaluate("validation").mean_log_loss
-            history[-1]["validation_log_likelihood"] = score
-            if score > best[0] + 1e-6:
-                best = (score, number, run.shared, run.personal)
-            return number - best[1] >= options.patience
-
-        run = run_rounds(
-            method,
-            shared,
-            personal,
-            rows,
-            max_rounds=0 if why else options.rounds - warmup,
-            tol=options.tol,
-            on_round=[self._note(history)],
-            participation=Participation(options.participation, self.answers, options.seed),
-            stop=watch,
-            first_round=warmup + 1,
-        )
-        shared, personal = run.shared, run.personal
-        if best[0] > -float("inf"):
-            _, _, shared, personal = best
-        why = why or self._why_stopped(run.interrupted, run.diverged)
-        try:
-            personal = method.finish(shared, personal, rows)
-        except DivergedError as error:
-            why = why or self._why_stopped(False, f"the end: {error}")
-        return self._model(method, shared, personal, history, why)
-
-    def _warm_up(
-        self, rounds: int, history: list[dict[str, float]]
-    ) -> tuple[Params | None, str | None]:
-        """One shared learner for some rounds, by FedAvg with the same options."""
-        average = build(replace(self.options, algorithm="fedavg", solver="sgd"), self.net)
-        shared, personal = average.init(self.scaled.train)
-        run = run_rounds(
-            average,
-            shared,
-            personal,
-            self.scaled.train,
-            max_rounds=rounds,
-            tol=None,
-            on_round=[self._note(history)],
-            participation=Participation(
-                self.options.participation, self.answers, self.options.seed
-            ),
-        )
-        learner = {name: value[0] for name, value in run.shared.learners.items()}
-        return learner, self._why_stopped(run.interrupted, run.diverged)
-
-    def _note(self, history: list[dict[str, float]]) -> Callable[[int, RoundInfo], None]:
-        started = time.perf_counter() - (history[-1]["seconds"] if history else 0.0)
-
-        def note(number: int, info: RoundInfo) -> None:
-            history.append(
-                {
-                    "round": float(number),
-                    "log_likelihood": info.log_likelihood,
-                    "seconds": time.perf_counter() - started,
-                }
-            )
-            for callback in self.on_round:
-                callback(history[-1])
-
-        return note
-
-    def _why_stopped(self, interrupted: bool, diverged: str | None) -> str | None:
-        if interrupted:
-            warnings.warn(
-                "Training was interrupted; the last finished round is kept.",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-            return "interrupted"
-        if diverged:
-            reason = (
-                f"{diverged}; the last good state is kept. A smaller learning rate than "
-                f"lr={self.options.lr:g} should help."
-            )
-            warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=5)
-            return reason
-        return None
-
-    def _model(
-        self,
-        method: SupervisedMethod[Any, Any, Any],
-        shared: Any,
-        personal: Any,
-        history: list[dict[str, float]],
-        stopped: str | None,
-    ) -> FederatedModel:
-        return FederatedModel(
-            self.options.algorithm,
-            method.prediction(shared, personal),
-            list(self.dataset.names),
-            self.dataset.classes,
-            self.dataset.input_shape,
-            self.scaling,
-            self.options.record(),
-            history,
-            stopped,
-            features_are_inputs=self.dataset.train.features_are_inputs,
-            dataset=self.dataset,
-        )
 
 
 def _scaling(dataset: FederatedDataset) -> Scaling:

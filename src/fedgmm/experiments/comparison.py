@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.inference.metrics import Evaluation
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import ALGORITHMS, DivergenceWarning, TrainingOptions, _solver, train
 
@@ -39,16 +40,26 @@ class Contestant:
     Attributes:
         algorithm: its name.
         model: trained with the chosen options.
-        summary: metrics on the test rows, at the last round.
+        evaluation: of every client on the test rows, at the last round.
         seconds: of the final training.
         tuning: of the learning rate; ``None`` where there is none to tune.
     """
 
     algorithm: str
     model: FederatedModel
-    summary: dict[str, float]
+    evaluation: Evaluation
     seconds: float
     tuning: Tuning | None
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """Metrics over all clients."""
+        return self.evaluation.summary()
+
+    def accuracies(self) -> dict[str, float]:
+        """The accuracy of every client."""
+        clients = map(str, self.evaluation.clients)
+        return dict(zip(clients, self.evaluation.accuracy.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -57,8 +68,8 @@ class Comparison:
 
     contestants: list[Contestant] = field(default_factory=list)
 
-    def record(self) -> list[dict[str, Any]]:
-        """Plain values, for JSON."""
+    def record(self, clients: bool = False) -> list[dict[str, Any]]:
+        """Plain values, for JSON; on request with the accuracy of every client."""
         return [
             {
                 "algorithm": one.algorithm,
@@ -66,9 +77,13 @@ class Comparison:
                 "rounds": len(one.model.history),
                 "seconds": one.seconds,
                 "lr": one.tuning.lr if one.tuning else None,
-                "tuning": {str(lr): s for lr, s in one.tuning.scores.items()}
+                "tuning": {
+                    str(lr): score if math.isfinite(score) else None
+                    for lr, score in one.tuning.scores.items()
+                }
                 if one.tuning
                 else None,
+                **({"clients": one.accuracies()} if clients else {}),
             }
             for one in self.contestants
         ]
@@ -146,6 +161,6 @@ def compare(
         model = train(dataset, algorithm, options=chosen)
         _pass_on_interrupt(model)
         seconds = time.perf_counter() - started
-        summary = model.evaluate("test").summary()
-        result.contestants.append(Contestant(algorithm, model, summary, seconds, tuning))
+        evaluation = model.evaluate("test")
+        result.contestants.append(Contestant(algorithm, model, evaluation, seconds, tuning))
     return result

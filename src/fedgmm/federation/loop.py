@@ -32,7 +32,9 @@ class Run(Generic[Shared, Personal]):
         shared: what the server broadcasts.
         personal: what clients keep, along a leading axis.
         history: one entry a round.
-        converged: the stopping rule was met.
+        round: number of the last finished round.
+        judged: the stopping rules have looked at that round; Ctrl-C can come before they have.
+        converged: a stopping rule was met.
         interrupted: Ctrl-C ended the run.
         diverged: what went wrong, if training produced numbers that are not finite.
     """
@@ -40,9 +42,23 @@ class Run(Generic[Shared, Personal]):
     shared: Shared
     personal: Personal
     history: list[RoundInfo] = field(default_factory=list)
+    round: int = 0
+    judged: bool = True
     converged: bool = False
     interrupted: bool = False
     diverged: str | None = None
+
+    def finish_round(
+        self, number: int, shared: Shared, personal: Personal, info: RoundInfo
+    ) -> None:
+        """Keep what a round made, all of it or nothing."""
+        # plain assignments, and the only call comes last: Ctrl-C is not seen between them
+        self.shared, self.personal, self.round, self.judged = shared, personal, number, False
+        self.history.append(info)
+
+
+StopRule = Callable[[int, Run[Shared, Personal]], bool]
+"""Whether a run ends with the round of this number."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +101,10 @@ def run_rounds(
     tol: float | None,
     on_round: Iterable[OnRound] = (),
     participation: Participation | None = None,
-    stop: Callable[[int, Run[Shared, Personal]], bool] | None = None,
+    stop: StopRule[Shared, Personal] | None = None,
     first_round: int = 1,
 ) -> Run[Shared, Personal]:
-    """Rounds until the mean log-likelihood changes by less than ``tol`` or ``max_rounds`` is reached.
-
-    Ctrl-C ends the run after the last finished round, and so does divergence; the caller sees it in
-    ``interrupted`` and ``diverged``.
+    """Rounds from a start, until the mean log-likelihood settles or ``max_rounds`` is reached.
 
     Args:
         method: what a round does.
@@ -99,31 +112,75 @@ def run_rounds(
         personal: start of what clients keep.
         rows: the clients' rows.
         max_rounds: most rounds.
-        tol: of the log-likelihood; ``None`` switches this rule off.
+        tol: see :func:`continue_rounds`, as for all that follows.
         on_round: called after every round.
-        participation: who takes part; ``None`` means everybody, always.
-        stop: another stopping rule, asked after every round.
-        first_round: number of the first round, where a run goes on.
+        participation: who takes part.
+        stop: another stopping rule.
+        first_round: number of the first round.
     """
-    run = Run(shared, personal)
+    return continue_rounds(
+        method,
+        Run(shared, personal, round=first_round - 1),
+        rows,
+        last_round=first_round - 1 + max_rounds,
+        tol=tol,
+        on_round=on_round,
+        participation=participation,
+        stop=stop,
+    )
+
+
+def continue_rounds(
+    method: Method[Shared, Personal, Update, Data],
+    run: Run[Shared, Personal],
+    rows: Data,
+    *,
+    last_round: int,
+    tol: float | None,
+    on_round: Iterable[OnRound] = (),
+    participation: Participation | None = None,
+    stop: StopRule[Shared, Personal] | None = None,
+) -> Run[Shared, Personal]:
+    """Go on with a run, in place, from wherever it stands.
+
+    Ctrl-C ends the run after the last finished round, and so does divergence; the caller sees it in
+    ``interrupted`` and ``diverged``.
+
+    Args:
+        method: what a round does.
+        run: where the run stands; one that has converged stays as it is.
+        rows: the clients' rows.
+        last_round: number of the last round.
+        tol: stop when the mean log-likelihood changes by less; ``None`` switches this rule off.
+        on_round: called after every round, once the stopping rules have looked at it.
+        participation: who takes part; ``None`` means everybody, always.
+        stop: another stopping rule, asked after every round, also after one that ``tol`` ends.
+    """
     participation = participation or Participation()
+    callbacks = tuple(on_round)
+
+    def judge() -> None:
+        run.converged = tol is not None and _settled(run.history, tol)
+        if stop is not None and stop(run.round, run):
+            run.converged = True
+        run.judged = True
+        for callback in callbacks:
+            callback(run.round, run.history[-1])
+
+    number = run.round
     try:
-        for number in range(first_round, first_round + max_rounds):
+        if not run.judged:
+            judge()
+        for number in range(run.round + 1, last_round + 1):
+            if run.converged:
+                break
             clients = participation.clients(rows.names, number)
             if clients is not None and not len(clients):
                 continue  # nobody answered: the round is lost, the model stays
             personal, update = _ask(method, run, rows, clients, number)
             shared, info = method.server_step(run.shared, update)
-            run.shared, run.personal = shared, personal
-            run.history.append(info)
-            for callback in on_round:
-                callback(number, info)
-            if tol is not None and _settled(run.history, tol):
-                run.converged = True
-                break
-            if stop is not None and stop(number, run):
-                run.converged = True
-                break
+            run.finish_round(number, shared, personal, info)
+            judge()
     except KeyboardInterrupt:
         run.interrupted = True
     except DivergedError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -25,6 +24,7 @@ from fedgmm.algorithms.base import Prediction
 from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians
 from fedgmm.core.networks import ModuleFactory, Network, network
 from fedgmm.core.scaling import Scaling
+from fedgmm.files import write_atomically
 from fedgmm.inference.model import CALIBRATIONS, FederatedModel
 
 FORMAT = 1
@@ -58,8 +58,8 @@ def save(model: FederatedModel, folder: str | Path) -> Path:
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
     numbers = home / _numbers_file(facts["numbers"])
-    _write(numbers, data)
-    _write(home / _JSON, json.dumps(facts, indent=1).encode())
+    write_atomically(numbers, data)
+    write_atomically(home / _JSON, json.dumps(facts, indent=1).encode())
     for old in home.glob(_numbers_file("*")):
         if old != numbers:
             old.unlink(missing_ok=True)
@@ -120,16 +120,6 @@ def _checksum(facts: dict[str, Any]) -> str:
 
 def _numbers_file(digest: str) -> str:
     return f"weights-{digest[:16]}.safetensors"
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write, flush to disk, rename: readers see the old file or the new one, never a half."""
-    draft = path.with_name(path.name + ".part")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 # ---------------------------------------------------------------------- reading

@@ -1,74 +1,22 @@
-"""The command line: parses, calls, prints. What is heavy is imported inside the commands."""
+"""Commands that demonstrate, compare and reproduce."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
-from typer.core import TyperGroup
 
-from fedgmm import __version__
+from fedgmm.cli.output import JsonFlag, print_json, print_notes, screen, working
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
-    from fedgmm.data.dataset import FederatedDataset
     from fedgmm.experiments.demo import DemoResult
-
-
-class _OneSentenceErrors(TyperGroup):
-    """Turns an error of a command into one sentence; ``--debug`` shows where it came from."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
-            raise
-        except Exception as error:
-            if ctx.params["debug"]:
-                raise
-            raise click.ClickException(_sentence(error)) from None
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}"
-    return str(error) or type(error).__name__
-
-
-app = typer.Typer(
-    cls=_OneSentenceErrors,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-
-
-def main() -> None:
-    """Entry point of the ``fedgmm`` command."""
-    app(prog_name="fedgmm")
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"fedgmm {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
-) -> None:
-    """Personalised federated learning under mixtures of distributions."""
 
 
 class DataSet(StrEnum):
@@ -87,19 +35,31 @@ class Experiment(StrEnum):
 
 
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
 
 
-@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo"),
     clients: Annotated[int, typer.Option(min=2, max=1000, help="Clients of the first act.")] = 8,
     seed: SeedOption = 0,
+    write_files: Annotated[
+        Path | None,
+        typer.Option(help="Write example files of a hospital network here, and do nothing else."),
+    ] = None,
 ) -> None:
     """Show the whole story in under a minute: densities, methods, a new client, novel samples.
 
-    Nothing is downloaded. Example: fedgmm demo --out demo
+    Nothing is downloaded.
+
+    Example: fedgmm demo --out demo
+
+    Example: fedgmm demo --write-files hospitals
     """
+    if write_files is not None:
+        from fedgmm.experiments.hospitals import write_hospitals
+
+        for path in write_hospitals(write_files, seed):
+            typer.echo(str(path))
+        return
     from rich.console import Console
 
     out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is told before any work
@@ -140,58 +100,79 @@ def _run_story(seed: int, out: Path, console: Console) -> None:
     console.print(f"Picture: [bold]{picture}[/]", soft_wrap=True)
 
 
-@app.command()
 def compare(
-    data: Annotated[DataSet, typer.Argument(help="Which data.")] = DataSet.DIGITS,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files of clients, a run folder, or the built-in digits or synthetic data."
+        ),
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="The column to predict, for files.")] = None,
+    client_column: Annotated[
+        str | None,
+        typer.Option(help="Column that names the client, where several are in one file."),
+    ] = None,
     methods: Annotated[
         str | None, typer.Option(help="Methods, separated by commas; all by default.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Most rounds of the training.")] = 50,
     tuning_rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 10,
-    components: Annotated[int, typer.Option(min=1, help="Gaussians.")] = 3,
-    learners: Annotated[int, typer.Option(min=1, help="Learners.")] = 3,
+    components: Annotated[int | None, typer.Option(min=1, help="Gaussians; 3 by default.")] = None,
+    learners: Annotated[int | None, typer.Option(min=1, help="Learners; 3 by default.")] = None,
     seed: SeedOption = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
-    json_file: JsonOption = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for comparison.json; a run's own by default.")
+    ] = None,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Train several methods on one data set, tuned alike, and compare them on test rows.
+    """Train several methods on the same rows, tuned alike, and compare them on test rows.
 
-    Example: fedgmm compare digits --methods fedavg,fedem,fedgmm
+    On a run folder the results are kept there, and the run's report shows them.
+
+    Example: fedgmm compare site_*.csv --label diagnosis
+
+    Example: fedgmm compare run/ --methods local,fedavg,fedem,fedgmm
+
+    Example: fedgmm compare digits
     """
-    import json
-
-    from rich.console import Console
-
     from fedgmm.experiments.comparison import compare as compare_methods
     from fedgmm.experiments.results import TITLES
     from fedgmm.report.tables import comparison_table
+    from fedgmm.runs.comparing import data_to_compare, write_comparison
 
     chosen = [name.strip() for name in methods.split(",")] if methods else list(TITLES)
     unknown = [name for name in chosen if name not in TITLES]
     if unknown:
         raise ValueError(f"Unknown method {unknown[0]!r}; choose among {', '.join(TITLES)}.")
-    console = Console()
-    dataset, bayes = _data_set(data, seed)
-    console.print(str(dataset))
-    with console.status("starting") as status:
+    sizes: dict[str, Any] = {"components": components, "learners": learners}
+    with working(as_json) as tell:
+        data = data_to_compare(sources or ["digits"], label, client_column, seed, tell)
+        if not as_json:
+            screen().print(str(data.dataset), markup=False)
         comparison = compare_methods(
-            dataset,
+            data.dataset,
             chosen,
             tuning_rounds=tuning_rounds,
-            tell=_teller(status),
+            tell=tell,
+            options=data.options,
             rounds=rounds,
-            components=components,
-            learners=learners,
             seed=seed,
             device=device,
+            **{name: size for name, size in sizes.items() if size is not None},
         )
-    console.print(comparison_table(comparison, f"{data.value}: test rows, last round", bayes))
-    if json_file is not None:
-        json_file.write_text(json.dumps(comparison.record(), indent=1) + "\n")
-        console.print(f"Results: [bold]{json_file}[/]", soft_wrap=True)
+    folder = out or data.home
+    written = write_comparison(comparison, folder) if folder is not None else None
+    if as_json:
+        print_json(comparison.record())
+        return
+    print_notes(data.notes)
+    console = screen()
+    console.print(comparison_table(comparison, f"{data.title}: test rows, last round", data.bayes))
+    if written is not None:
+        console.print(f"Results: [bold]{written}[/]", soft_wrap=True, highlight=False)
 
 
-@app.command()
 def tune(
     data: Annotated[DataSet, typer.Argument(help="Which data.")] = DataSet.DIGITS,
     method: Annotated[str, typer.Option(help="Which method.")] = "fedavg",
@@ -201,32 +182,32 @@ def tune(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 10,
     seed: SeedOption = 0,
-    json_file: JsonOption = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Choose a learning rate on validation rows; test rows are not looked at.
 
     Example: fedgmm tune digits --method fedprox
     """
-    import json
-
-    from rich.console import Console
-
     from fedgmm.experiments.comparison import PAPER_GRID
     from fedgmm.experiments.comparison import tune as tune_method
     from fedgmm.report.tables import tuning_table
+    from fedgmm.runs.comparing import built_in_data
 
     rates = tuple(float(rate) for rate in grid.split(",")) if grid else PAPER_GRID
-    console = Console()
-    dataset, _ = _data_set(data, seed)
-    with console.status(f"{method}: {len(rates)} learning rates"):
+    dataset, _ = built_in_data(data.value, seed)
+    with working(as_json) as tell:
+        tell(f"{method}: {len(rates)} learning rates")
         found = tune_method(dataset, method, grid=rates, rounds=rounds, solver="sgd", seed=seed)
-    console.print(tuning_table(found, f"{method} on {data.value}"))
-    if json_file is not None:
-        scores = {str(rate): score for rate, score in found.scores.items()}
-        json_file.write_text(json.dumps({"lr": found.lr, "scores": scores}, indent=1) + "\n")
+    if as_json:
+        scores = {
+            str(rate): score if math.isfinite(score) else None
+            for rate, score in found.scores.items()
+        }
+        print_json({"lr": found.lr, "scores": scores})
+        return
+    screen().print(tuning_table(found, f"{method} on {data.value}"))
 
 
-@app.command()
 def reproduce(
     experiment: Annotated[Experiment, typer.Argument(help="Which experiment of the paper.")],
     out: Annotated[Path, typer.Option(help="Folder for JSON, Markdown and figures.")] = Path(
@@ -275,18 +256,6 @@ def reproduce(
     table = out / f"{experiment.value}.md"
     console.print(Markdown(table.read_text()))
     console.print(f"Results: [bold]{out}[/]", soft_wrap=True)
-
-
-def _data_set(data: DataSet, seed: int) -> tuple[FederatedDataset, float | None]:
-    """The data set and the accuracy nobody can beat, where it is known."""
-    if data is DataSet.DIGITS:
-        from fedgmm.experiments.digits import heterogeneous_digits
-
-        return heterogeneous_digits(seed=seed).dataset, None
-    from fedgmm.data.synthetic import synthetic
-
-    federation = synthetic(60, 1000, seed=seed)
-    return federation.dataset, federation.bayes_accuracy()
 
 
 def _teller(status: Status) -> Callable[[str], None]:

@@ -1,0 +1,363 @@
+"""Commands on files and run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedgmm.cli.output import (
+    JsonFlag,
+    RoundsBar,
+    check_output,
+    print_json,
+    print_notes,
+    screen,
+    sidelines,
+    working,
+    write_columns,
+)
+
+Files = Annotated[
+    list[str], typer.Argument(help="Files (CSV, TSV, Parquet, npz), folders or patterns.")
+]
+RunFolderArgument = Annotated[Path, typer.Argument(help="The run folder.", metavar="RUN")]
+ClientColumn = Annotated[
+    str | None,
+    typer.Option(help="Column that names the client, where several are in one file."),
+]
+Categorical = Annotated[
+    list[str] | None,
+    typer.Option(help="Number column whose values are names of groups. May be repeated."),
+]
+Ignore = Annotated[list[str] | None, typer.Option(help="Column to leave out. May be repeated.")]
+OutFile = Annotated[
+    Path | None, typer.Option("--out", help="CSV, TSV or Parquet file; standard output if none.")
+]
+
+
+def inspect(
+    files: Files,
+    label: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
+    client_column: ClientColumn = None,
+    categorical: Categorical = None,
+    ignore: Ignore = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what is in the files, how far apart the clients are, and what will hurt.
+
+    Example: fedgmm inspect site_*.csv --label diagnosis
+    """
+    from fedgmm.data.tabular.inspection import inspect_tables
+    from fedgmm.data.tabular.loading import read_tables
+    from fedgmm.data.tabular.preprocessing import TableOptions
+    from fedgmm.report.run_tables import inspection_tables
+
+    options = TableOptions(label, client_column, tuple(categorical or ()), tuple(ignore or ()))
+    with working(as_json) as tell:
+        found = inspect_tables(read_tables(files, options, tell))
+    if as_json:
+        print_json(found.record())
+        return
+    console = screen()
+    for table in inspection_tables(found):
+        console.print(table)
+    print_notes(found.warnings)
+
+
+def fit(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(help="Files (CSV, TSV, Parquet, npz), folders or patterns."),
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
+    out: Annotated[Path, typer.Option(help="The run folder.")] = Path("run"),
+    client_column: ClientColumn = None,
+    categorical: Categorical = None,
+    ignore: Ignore = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with any of the options; others win over it.")
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="fedgmm, fedem, fedavg, fedprox, fedavg+, local, clustered or pfedme."),
+    ] = None,
+    components: Annotated[
+        str | None, typer.Option(help="Gaussians: a number, or auto to choose it by validation.")
+    ] = None,
+    learners: Annotated[
+        str | None, typer.Option(help="Learners: a number, or auto to choose it by validation.")
+    ] = None,
+    learner: Annotated[str | None, typer.Option(help="linear or mlp.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Most rounds.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of everything random.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other training option, as name=value. May be repeated."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Rounds between two checkpoints.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a run that is in the folder.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a personalised model on the files of many clients.
+
+    Example: fedgmm fit site_*.csv --label diagnosis --out run/
+
+    Example: fedgmm fit all.parquet --client-column site --label diagnosis --components auto --learners auto
+
+    Example: fedgmm fit --config run/config.toml --out again/
+    """
+    from fedgmm.runs.config import config_from, read_config
+    from fedgmm.runs.fitting import fit_config
+
+    sections: dict[str, dict[str, Any]] = (
+        read_config(config) if config is not None else {"data": {}, "training": {}, "run": {}}
+    )
+    data = {
+        "files": files or None,
+        "label": label,
+        "client_column": client_column,
+        "categorical": categorical or None,
+        "ignore": ignore or None,
+        "seed": seed,
+    }
+    training = {
+        "algorithm": algorithm,
+        "components": _count("--components", components),
+        "learners": _count("--learners", learners),
+        "learner": learner,
+        "rounds": rounds,
+        "seed": seed,
+        "device": device,
+        **dict(_assignment(text) for text in set_ or ()),
+    }
+    sections["data"] |= {name: value for name, value in data.items() if value is not None}
+    sections["training"] |= {name: value for name, value in training.items() if value is not None}
+    if checkpoint_every is not None:
+        sections["run"]["checkpoint_every"] = checkpoint_every
+    chosen = config_from(sections)
+    with RoundsBar(as_json) as bar:
+        run = fit_config(
+            chosen,
+            out,
+            overwrite=overwrite,
+            tell=bar.tell,
+            on_start=bar.begin,
+            on_round=[bar.show],
+        )
+    _show_finished(run, as_json)
+
+
+def _count(option: str, text: str | None) -> int | str | None:
+    if text is None or text == "auto":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise typer.BadParameter(f"{option} must be a number or auto, got {text!r}.")
+    return int(text)
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    """``lr=0.03`` as a name and a value, written as in TOML; words need no quotes."""
+    import tomllib
+
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise typer.BadParameter(f"--set takes name=value, got {text!r}.")
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value.strip()
+
+
+def _show_finished(run: Any, as_json: bool) -> None:
+    from fedgmm.report.run_tables import metrics_table
+
+    metrics = run.metrics
+    if as_json:
+        print_json({"run": str(run.folder.home), **metrics})
+        return
+    print_notes(metrics["notes"])
+    console = screen()
+    console.print(metrics_table(metrics))
+    console.print(f"Run: [bold]{run.folder.home}[/]", soft_wrap=True, highlight=False)
+
+
+def resume(
+    run: RunFolderArgument,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Train to this round, beyond what was asked before.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Go on after a crash or Ctrl-C; the end is the same as without it.
+
+    Example: fedgmm resume run/
+    """
+    from fedgmm.runs.fitting import resume as resume_run
+
+    with RoundsBar(as_json) as bar:
+        found = resume_run(
+            run, rounds=rounds, tell=bar.tell, on_start=bar.begin, on_round=[bar.show]
+        )
+    _show_finished(found, as_json)
+
+
+def evaluate(
+    run: RunFolderArgument,
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(help="Labelled files of known clients; none: the training's own files."),
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="Of the training's own rows: train, validation or test.")
+    ] = "test",
+    as_json: JsonFlag = False,
+) -> None:
+    """Show accuracy, log-loss and calibration of every client, their mean, and the worst.
+
+    Example: fedgmm evaluate run/
+    """
+    from fedgmm.report.run_tables import evaluation_table
+    from fedgmm.runs.fitting import client_metrics
+    from fedgmm.runs.run import open_run
+
+    with working(as_json) as tell:
+        found = open_run(run).evaluate(files or (), split=split, tell=tell)
+    if as_json:
+        print_json({"summary": found.summary(), "clients": client_metrics(found)})
+        return
+    screen().print(evaluation_table(found))
+
+
+def predict(
+    run: RunFolderArgument,
+    file: Annotated[Path, typer.Argument(help="Rows to predict; labels are not needed.")],
+    client: Annotated[
+        str | None, typer.Option(help="Whose model; none: the federation's own weights.")
+    ] = None,
+    out: OutFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Predict the class of every row of a file with a client's own model.
+
+    Example: fedgmm predict run/ --client oslo new_patients.csv --out p.csv
+    """
+    import numpy as np
+
+    from fedgmm.runs.run import open_run
+
+    check_output(out)
+    with working(as_json) as tell:
+        found = open_run(run).predict(file, client, tell=tell)
+        if out is not None or not as_json:
+            write_columns(found.columns(), out)
+    print_notes(found.notes)
+    names, counts = np.unique(found.labels, return_counts=True)
+    shares = {str(name): int(count) for name, count in zip(names, counts, strict=True)}
+    if as_json:
+        print_json({"rows": len(found.labels), "predicted": shares, "out": out})
+    elif out is not None:
+        told = ", ".join(f"{name}: {count}" for name, count in shares.items())
+        sidelines().print(f"{len(found.labels)} rows ({told}) in {out}", soft_wrap=True)
+
+
+def adapt(
+    run: RunFolderArgument,
+    file: Annotated[Path, typer.Argument(help="The client's rows, labelled or not.")],
+    client: Annotated[str, typer.Option(help="Name of the new client.")],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also for a client that took part in the training.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Bring in a new client by learning only its weights; nobody else changes.
+
+    Example: fedgmm adapt run/ --client bergen bergen.csv
+    """
+    from fedgmm.report.run_tables import adaptation_table
+    from fedgmm.runs.run import open_run
+
+    with working(as_json) as tell:
+        found = open_run(run).adapt(client, file, replace_known=replace, tell=tell)
+    print_notes(found.notes)
+    if as_json:
+        record = {
+            "client": client,
+            "rows": found.rows,
+            "labelled": found.labelled,
+            "weights": found.adaptation.weights.tolist(),
+            "curve": found.curve,
+        }
+        print_json(record)
+        return
+    screen().print(adaptation_table(found))
+
+
+def detect(
+    run: RunFolderArgument,
+    file: Annotated[Path, typer.Argument(help="Rows to look at.")],
+    false_alarm_rate: Annotated[
+        float, typer.Option(help="Share of ordinary rows that may be flagged.")
+    ] = 0.05,
+    score: Annotated[
+        str, typer.Option(help="x: the inputs; y: labels given inputs; joint: both; confidence.")
+    ] = "x",
+    out: OutFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Find rows that are unlike anything the federation has seen.
+
+    Example: fedgmm detect run/ batch.csv --false-alarm-rate 0.05 --out scores.csv
+    """
+    from fedgmm.runs.run import open_run
+
+    check_output(out)
+    with working(as_json) as tell:
+        found = open_run(run).detect(
+            file,
+            false_alarm_rate=false_alarm_rate,
+            score=score,  # type: ignore[arg-type]
+            tell=tell,
+        )
+        if out is not None or not as_json:
+            write_columns(found.columns(), out)
+    print_notes(found.notes)
+    rows, novel = len(found.result.novel), int(found.result.novel.sum())
+    if as_json:
+        record = {
+            "rows": rows,
+            "novel": novel,
+            "false_alarm_rate": false_alarm_rate,
+            "batch_p_value": found.batch_p_value,
+            "out": out,
+        }
+        print_json(record)
+        return
+    console = sidelines()
+    console.print(
+        f"{novel} of {rows} rows ({100 * novel / rows:.1f} %) are novel; of ordinary rows "
+        f"{100 * false_alarm_rate:g} % would be flagged."
+    )
+    if found.batch_p_value is not None:
+        console.print(f"As a whole, the file has p-value {found.batch_p_value:.3f}.")
+    if out is not None:
+        console.print(f"Scores: {out}", soft_wrap=True)
+
+
+def report(run: RunFolderArgument, as_json: JsonFlag = False) -> None:
+    """Write a page about the run that opens in any browser, offline.
+
+    Example: fedgmm report run/
+    """
+    from fedgmm.runs.run import open_run
+
+    with working(as_json) as tell:
+        path = open_run(run).report(tell=tell)
+    if as_json:
+        print_json({"report": path})
+        return
+    screen().print(f"Report: [bold]{path}[/]", soft_wrap=True, highlight=False)

@@ -1,0 +1,1 @@
+"""Tables of many sites: files in, preprocessing learned from sums, rows out."""

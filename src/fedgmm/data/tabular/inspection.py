@@ -1,0 +1,191 @@
+"""What is in the files of a federation, and what will hurt."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedgmm.data.tabular.files import TableError
+from fedgmm.data.tabular.loading import Tables
+from fedgmm.data.tabular.preprocessing import Column, DisagreementError, agree_on_columns
+from fedgmm.data.tabular.summaries import ClientSummary
+
+_FEW_ROWS = 20
+_FAR = 1.0  # deviations
+_MANY_MISSING = 0.5
+_RARE_CLASS = 0.01
+_OTHER_LABELS = 0.5  # total variation
+
+
+@dataclass(frozen=True)
+class ClientFacts:
+    """One client beside all others.
+
+    Attributes:
+        name: the client.
+        rows: how many.
+        missing: share of values that are missing.
+        classes: how often each label occurs.
+        marginal_shift: how far its number columns lie from the federation's, in deviations: root mean
+            square over columns.
+        farthest_column: the column that lies farthest, and how far.
+        label_shift: total variation between its labels and the federation's, from 0 to 1.
+    """
+
+    name: str
+    rows: int
+    missing: float
+    classes: dict[str, int]
+    marginal_shift: float
+    farthest_column: tuple[str, float] | None
+    label_shift: float
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """One column over all clients.
+
+    Attributes:
+        name: of the column.
+        role: what becomes of it.
+        missing: share of missing values.
+        outputs: how many columns it becomes.
+        detail: mean and deviation, categories, or why it is not used.
+    """
+
+    name: str
+    role: str
+    missing: float
+    outputs: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Clients, columns, and warnings for what will hurt."""
+
+    clients: list[ClientFacts]
+    columns: list[ColumnFacts]
+    classes: dict[str, int]
+    warnings: list[str]
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def inspect_tables(tables: Tables) -> Inspection:
+    """Describe files that :func:`read_tables` looked at; nothing but their summaries is used."""
+    summaries = tables.summaries
+    try:
+        columns, notes = agree_on_columns(summaries, tables.options)
+    except DisagreementError as error:
+        path = next(file.path for file in tables.files if error.client in file.names)
+        raise TableError(path, error.problem) from None
+    classes: Counter[str] = Counter()
+    if tables.options.label is not None:
+        for summary in summaries.values():
+            classes.update(summary.labels)
+    rows = sum(summary.rows for summary in summaries.values())
+    clients = [_client(name, own, columns, classes) for name, own in summaries.items()]
+    facts = [_column(column, summaries, rows) for column in columns]
+    warnings = [*tables.notes, *notes, *_warnings(clients, facts, summaries, classes)]
+    return Inspection(clients, facts, dict(sorted(classes.items())), warnings)
+
+
+def _client(
+    name: str, own: ClientSummary, columns: list[Column], classes: Mapping[str, int]
+) -> ClientFacts:
+    values = max(1, own.rows * len(own.columns))
+    missing = sum(column.missing for column in own.columns.values()) / values
+    gaps = {}
+    for column in columns:
+        told = own.columns[column.name]
+        if column.role in ("number", "date") and told.count:
+            gaps[column.name] = (told.mean - column.mean) / column.scale
+    shift = math.sqrt(sum(gap**2 for gap in gaps.values()) / len(gaps)) if gaps else 0.0
+    farthest = max(gaps, key=lambda column: abs(gaps[column]), default=None)
+    return ClientFacts(
+        name,
+        own.rows,
+        missing,
+        dict(sorted(own.labels.items())) if classes else {},
+        shift,
+        None if farthest is None else (farthest, gaps[farthest]),
+        _total_variation(own.labels, classes) if classes else 0.0,
+    )
+
+
+def _total_variation(own: Mapping[str, int], whole: Mapping[str, int]) -> float:
+    mine, all_ = sum(own.values()), sum(whole.values())
+    if not mine or not all_:
+        return 0.0
+    return 0.5 * sum(abs(own.get(label, 0) / mine - whole[label] / all_) for label in whole)
+
+
+def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -> ColumnFacts:
+    missing = sum(own.columns[column.name].missing for own in summaries.values())
+    match column.role:
+        case "number":
+            detail = f"mean {column.mean:.4g}, deviation {column.scale:.4g}"
+        case "date":
+            detail = f"days, deviation {column.scale:.4g}"
+        case "category":
+            shown = ", ".join(column.categories[:6])
+            detail = shown + (", …" if len(column.categories) > 6 else "")
+        case _:
+            detail = column.reason
+    share = missing / max(rows, 1)
+    return ColumnFacts(column.name, column.role, share, len(column.outputs), detail)
+
+
+def _warnings(
+    clients: list[ClientFacts],
+    columns: list[ColumnFacts],
+    summaries: Mapping[str, ClientSummary],
+    classes: Mapping[str, int],
+) -> list[str]:
+    found = []
+    used = {facts.name for facts in columns if facts.role != "ignored"}
+    if len(clients) == 1:
+        found.append("There is one client only; a federation needs several.")
+    for client in clients:
+        if client.rows < _FEW_ROWS:
+            found.append(f"{client.name} has {client.rows} rows only; its figures will be noisy.")
+        absent = [label for label in classes if label not in client.classes]
+        if absent:
+            found.append(f"{client.name} has no row of class {_some(absent)}.")
+        found += [
+            f"{client.name} has no value in column {column!r}."
+            for column, own in summaries[client.name].columns.items()
+            if column in used and own.missing >= client.rows
+        ]
+        if client.farthest_column and abs(client.farthest_column[1]) > _FAR:
+            column, gap = client.farthest_column
+            found.append(
+                f"{client.name} lies {gap:+.1f} deviations from the others in column {column!r}."
+            )
+        if client.label_shift > _OTHER_LABELS:
+            found.append(
+                f"{client.name} has other labels than the rest (shift {client.label_shift:.2f})."
+            )
+    found += [
+        f"Column {facts.name!r} misses {100 * facts.missing:.0f} % of its values."
+        for facts in columns
+        if facts.name in used and facts.missing > _MANY_MISSING
+    ]
+    total = sum(classes.values())
+    for label, count in classes.items():
+        owners = [client.name for client in clients if label in client.classes]
+        if len(owners) == 1 and len(clients) > 1:
+            found.append(f"Class {label!r} lives at {owners[0]} only.")
+        elif count < _RARE_CLASS * total:
+            found.append(f"Class {label!r} is rare: {count} of {total} rows.")
+    return found
+
+
+def _some(labels: list[str]) -> str:
+    return ", ".join(map(repr, labels[:3])) + (", …" if len(labels) > 3 else "")

@@ -1,0 +1,498 @@
+"""Where a training stands, on disk: written in one step, read without running anything.
+
+A checkpoint is one safetensors file. Its tensors have names like paths
+(``shared/mixture/gaussians/means``); everything else is JSON in the file's metadata, with a format
+number and checksums. There are no class names: the type hints of a method's ``init`` say how tensors
+and values become its state again. A training that goes on from the file ends with the same bits as one
+that was never interrupted, so floats are written in hexadecimal and a tensor that does not lie in
+memory row by row is laid out again as it was (products of matrices may round differently).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fedgmm.algorithms.base import SupervisedMethod
+from fedgmm.algorithms.fedgmm import FedGMM
+from fedgmm.core.checks import check_integer
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.files import write_atomically
+
+FORMAT = 1
+"""Version of the layout; a newer one is refused."""
+
+FREE_OPTIONS = ("rounds", "device")
+"""Options that may differ when a training goes on."""
+
+Phase = Literal["warmup", "main"]
+AnyMethod = SupervisedMethod[Any, Any, Any]
+
+_FACTS = "fedgmm checkpoint"
+_LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
+_SAMPLED_ROWS = 4096
+_LOWER_LAYERS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written, read or gone on from, with the file and the reason."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often a training writes down its progress.
+
+    Attributes:
+        path: the file; a training that finds it goes on from there.
+        every: rounds from one writing to the next.
+    """
+
+    path: Path
+    every: int = 5
+
+    def __post_init__(self) -> None:
+        """Check the values; a path may be given as a string."""
+        object.__setattr__(self, "path", Path(self.path))
+        check_integer("every", self.every, 1)
+
+
+class Best(NamedTuple):
+    """The best round so far, by its score on the validation rows."""
+
+    score: float
+    round: int
+    shared: Any
+    personal: Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training stands after a round: all that is needed to go on exactly.
+
+    Attributes:
+        phase: ``"warmup"`` or ``"main"``.
+        round: number of the last finished round; before the first round of a phase, one less.
+        shared: what the server broadcasts.
+        personal: what clients keep, along a leading axis.
+        history: one dictionary a round, of both phases.
+        best: the best round, where training watches the validation rows.
+        first_round: number of the phase's first round.
+        judged: the stopping rules have looked at the last round.
+        converged: a stopping rule has ended the training.
+        options: what the training was started with, as plain values.
+        data: the data's fingerprint.
+    """
+
+    phase: Phase
+    round: int
+    shared: Any
+    personal: Any
+    history: list[dict[str, float]] = field(default_factory=list)
+    best: Best | None = None
+    first_round: int = 1
+    judged: bool = True
+    converged: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    data: str = ""
+
+
+def fingerprint(dataset: FederatedDataset) -> str:
+    """A number that other clients, classes, labels or rows would change.
+
+    Of the training and validation rows; of their inputs only a sample, so that it costs little.
+    """
+    names = [str(name) for name in dataset.names]
+    known = repr((names, dataset.classes.tolist(), dataset.input_shape))
+    digest = hashlib.sha256(known.encode())
+    for rows in (dataset.train, dataset.validation):
+        _add_to(digest, rows.codes)
+        _add_to(digest, rows.labels)
+        step = 1 + len(rows) // _SAMPLED_ROWS
+        _add_to(digest, rows.inputs[::step])
+        if not rows.features_are_inputs:
+            for chunk in rows.features.chunks:
+                _add_to(digest, chunk[::step])
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def save_progress(path: str | Path, progress: Progress) -> None:
+    """Write progress to a file, in one step: a crash leaves the old file or the new one."""
+    from safetensors.torch import save as to_bytes
+
+    path, best = Path(path), progress.best
+    state = {"shared": progress.shared, "personal": progress.personal}
+    if best is not None:
+        state |= {"best/shared": best.shared, "best/personal": best.personal}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, value in state.items():
+        _take_apart(name, value, tensors, values)
+    dense = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in tensors.items()
+    }
+    facts = {
+        "format": FORMAT,
+        "phase": progress.phase,
+        "round": progress.round,
+        "first_round": progress.first_round,
+        "judged": progress.judged,
+        "converged": progress.converged,
+        "history": [
+            {name: float(value).hex() for name, value in entry.items()}
+            for entry in progress.history
+        ],
+        "best": None if best is None else {"score": best.score.hex(), "round": best.round},
+        "options": dict(progress.options),
+        "data": progress.data,
+        "values": values,
+        "strides": {
+            name: value.stride() for name, value in tensors.items() if not value.is_contiguous()
+        },
+        "numbers": _digest_of(dense),
+    }
+    facts["checksum"] = _checksum(facts)
+    data = to_bytes(dense, metadata={_FACTS: json.dumps(facts)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, data)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(
+            f"Cannot write the checkpoint {path} ({reason}); make room or choose another file."
+        ) from None
+
+
+def _take_apart(path: str, value: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    """Name every tensor and every plain value of a state by where it is."""
+    if isinstance(value, Tensor):
+        tensors[path] = value
+    elif isinstance(value, dict):
+        values[path] = list(value)  # an empty one is one, too; and the order of names is kept
+        for name, item in value.items():
+            tensors[f"{path}/{name}"] = item
+    elif is_dataclass(value):
+        for part in fields(value):
+            _take_apart(f"{path}/{part.name}", getattr(value, part.name), tensors, values)
+    elif isinstance(value, float):
+        values[path] = {"float": value.hex()}
+    elif value is None or isinstance(value, (bool, int, str)):
+        values[path] = value
+    else:
+        raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold.")
+
+
+def _digest_of(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(repr((name, str(value.dtype), tuple(value.shape))).encode())
+        _add_to(digest, value)
+    return digest.hexdigest()
+
+
+def _add_to(digest: Any, value: Tensor) -> None:
+    digest.update(value.detach().cpu().contiguous().numpy())
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    """Of all facts but the checksum itself."""
+    rest = {name: value for name, value in facts.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def load_progress(
+    path: str | Path, method: AnyMethod, device: torch.device | str = "cpu"
+) -> Progress:
+    """Read what :func:`save_progress` wrote.
+
+    Args:
+        path: the file.
+        method: whose state it is.
+        device: where the tensors go.
+
+    Raises:
+        CheckpointError: a missing, damaged, foreign or newer file, or the state of another method.
+    """
+    return read_checkpoint(path).progress(method, device)
+
+
+def read_checkpoint(path: str | Path) -> StoredProgress:
+    """Read and check a file without knowing yet whose state it holds."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load as from_bytes
+
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"Cannot read the checkpoint {path} ({reason}).") from None
+    facts = _read_facts(path, data)
+    try:
+        tensors = from_bytes(data)
+        whole = facts["numbers"] == _digest_of(tensors)
+    except (SafetensorError, *_LOWER_LAYERS) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; {_START_AGAIN}.") from None
+    if not whole:
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of its numbers does not fit; {_START_AGAIN}."
+        )
+    return StoredProgress(path, facts, tensors)
+
+
+_START_AGAIN = "remove it to start again, or give another file"
+
+
+def _read_facts(path: Path, data: bytes) -> dict[str, Any]:
+    """The JSON in a file's metadata, checked."""
+    length = int.from_bytes(data[:8], "little")
+    if not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
+        raise CheckpointError(f"{path} is damaged or not a checkpoint; {_START_AGAIN}.")
+    try:
+        facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_FACTS])
+        number = facts["format"]
+        fits = facts["checksum"] == _checksum(facts)
+    except _LOWER_LAYERS:
+        raise CheckpointError(f"{path} is damaged or not a checkpoint; {_START_AGAIN}.") from None
+    if type(number) is int and number > FORMAT:
+        raise CheckpointError(
+            f"{path} was written by a newer fedgmm (format {number}, this one reads up to "
+            f"{FORMAT}); upgrade fedgmm to go on from it."
+        )
+    if number != FORMAT or not fits:
+        raise CheckpointError(
+            f"{path} is damaged or was changed: its checksum does not fit; {_START_AGAIN}."
+        )
+    return dict(facts)
+
+
+@dataclass(frozen=True)
+class StoredProgress:
+    """A file that is whole, not yet turned into a method's state.
+
+    Attributes:
+        path: the file.
+        facts: its JSON.
+        tensors: by their names.
+    """
+
+    path: Path
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def phase(self) -> Phase:
+        """Whose state it is: the warm-up's or the method's own."""
+        return "warmup" if self.facts.get("phase") == "warmup" else "main"
+
+    def check_settings(self, options: Mapping[str, Any], data: str) -> None:
+        """Raise unless the training that goes on has the same options and data as this one.
+
+        Args:
+            options: as plain values; ``FREE_OPTIONS`` may differ, but rounds that are done stay.
+            data: the fingerprint.
+        """
+        stored = self.facts.get("options")
+        stored = stored if isinstance(stored, dict) else {}
+        for name in sorted({*stored, *options} - set(FREE_OPTIONS)):
+            then, now = stored.get(name), options.get(name)
+            if then != now:
+                raise CheckpointError(
+                    f"{self.path} is of a training with {name}={then!r}, not {now!r}; give the same "
+                    f"{name} to go on, or another file to start again."
+                )
+        if self.facts.get("data") != data:
+            raise CheckpointError(
+                f"{self.path} is of a training on other data; give the same data set to go on, or "
+                "another file to start again."
+            )
+        done, rounds = self.facts.get("round"), options.get("rounds")
+        if isinstance(done, int) and isinstance(rounds, int) and done > rounds:
+            raise CheckpointError(
+                f"{self.path} already holds round {done}, but rounds={rounds}; raise rounds, or give "
+                "another file."
+            )
+
+    def progress(self, method: AnyMethod, device: torch.device | str = "cpu") -> Progress:
+        """The state of ``method``, on ``device``."""
+        try:
+            return self._assemble(method, device)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path} does not fit the method: {error}") from None
+        except _LOWER_LAYERS as error:
+            raise CheckpointError(f"{self.path} does not fit the method: {error!r}.") from None
+
+    def _assemble(self, method: AnyMethod, device: torch.device | str) -> Progress:
+        facts = self.facts
+        strides = facts["strides"]
+        tensors = {
+            name: _laid_out(value.to(device), strides.get(name))
+            for name, value in self.tensors.items()
+        }
+        hints = get_args(get_type_hints(type(method).init)["return"])
+        decoder = _Decoder(tensors, facts["values"], _frame(method).training.net.parameter_shapes)
+
+        def state(prefix: str) -> tuple[Any, Any]:
+            shared, personal = (
+                decoder.decode(hint, prefix + part)
+                for hint, part in zip(hints, ("shared", "personal"), strict=True)
+            )
+            _check_sizes(method, shared, personal)
+            return shared, personal
+
+        best = facts["best"]
+        return Progress(
+            self.phase,
+            int(facts["round"]),
+            *state(""),
+            [
+                {str(name): float.fromhex(value) for name, value in entry.items()}
+                for entry in facts["history"]
+            ],
+            None
+            if best is None
+            else Best(float.fromhex(best["score"]), int(best["round"]), *state("best/")),
+            int(facts["first_round"]),
+            bool(facts["judged"]),
+            bool(facts["converged"]),
+            dict(facts["options"]),
+            str(facts["data"]),
+        )
+
+
+def _laid_out(value: Tensor, strides: list[int] | None) -> Tensor:
+    """A tensor with its axes in the order in memory that they had; repeated ones are held once."""
+    if strides is None:
+        return value
+    once = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+    order = sorted(range(value.dim()), key=lambda axis: -strides[axis])
+    back = sorted(range(value.dim()), key=lambda place: order[place])
+    return once.permute(order).contiguous().permute(back).expand(value.shape)
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """State from tensors and values, as type hints say.
+
+    Attributes:
+        tensors: by path.
+        values: everything else, by path.
+        shapes: of a learner's parameters, which is what dictionaries in a state hold.
+    """
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def decode(self, hint: Any, path: str) -> Any:
+        """The value at ``path``, which must be of the kind that ``hint`` names."""
+        kind = get_origin(hint) or hint
+        if kind in (Union, UnionType):
+            return self._first_that_fits(get_args(hint), path)
+        if kind is Tensor:
+            if path not in self.tensors:
+                raise CheckpointError(f"it has no numbers called {path}.")
+            return self.tensors[path]
+        if kind is dict:
+            return self._parameters(path)
+        if is_dataclass(kind) and isinstance(kind, type):
+            hints = get_type_hints(kind)
+            return kind(
+                **{
+                    part.name: self.decode(hints[part.name], f"{path}/{part.name}")
+                    for part in fields(kind)
+                }
+            )
+        return self._plain(hint, path)
+
+    def _first_that_fits(self, hints: tuple[Any, ...], path: str) -> Any:
+        for hint in hints:
+            try:
+                return self.decode(hint, path)
+            except CheckpointError:
+                continue
+        raise CheckpointError(f"{path} is of another kind.")
+
+    def _parameters(self, path: str) -> dict[str, Tensor]:
+        """Stacked parameters of learners, or none at all."""
+        names = self.values.get(path)
+        if not isinstance(names, list) or (names and set(names) != set(self.shapes)):
+            raise CheckpointError(f"{path} does not hold the parameters of this learner.")
+        params = {name: self.decode(Tensor, f"{path}/{name}") for name in names}
+        for name, value in params.items():
+            own = self.shapes[name]
+            stacked = value.shape[: value.dim() - len(own)]
+            if not stacked or tuple(value.shape) != (*stacked, *own):
+                raise CheckpointError(
+                    f"{path}/{name} has shape {tuple(value.shape)}, which does not end in {own}."
+                )
+        return params
+
+    def _plain(self, hint: Any, path: str) -> Any:
+        if path not in self.values:
+            raise CheckpointError(f"it has no value called {path}.")
+        value = self.values[path]
+        if hint is float and isinstance(value, dict):
+            return float.fromhex(value["float"])
+        if get_origin(hint) is Literal:
+            fits = value in get_args(hint)
+        else:
+            fits = hint in (NoneType, None, bool, int, str) and type(value) is (hint or NoneType)
+        if not fits:
+            raise CheckpointError(f"{path} is of another kind.")
+        return value
+
+
+def _frame(method: AnyMethod) -> Any:
+    """The method that trains: FedAvg+ is FedAvg until the last round."""
+    return getattr(method, "average", method)
+
+
+def _check_sizes(method: AnyMethod, shared: Any, personal: Any) -> None:
+    """Raise unless the state has as many Gaussians and learners as the method."""
+    frame = _frame(method)
+    prediction = method.prediction(shared, personal)
+    for name, value in prediction.learners.items():
+        if value.dtype != frame.training.dtype:
+            raise CheckpointError(f"{name} is {value.dtype}, not {frame.training.dtype}.")
+    if not isinstance(frame, FedGMM) or prediction.client_weights is None:
+        return
+    current = shared.mixture.gaussians
+    if current.covariance_type != frame.gaussians.covariance_type:
+        raise CheckpointError(
+            f"its covariance_type is {current.covariance_type!r}, not "
+            f"{frame.gaussians.covariance_type!r}."
+        )
+    m1, m2 = frame.gaussians.components, frame.learners
+    sizes = {
+        "components": (len(current.means), m1),
+        "learners": (len(next(iter(shared.learners.values()))), m2),
+        "weights": (shared.mixture.weights.numel(), m1 * m2),
+        "weights of a client": (prediction.client_weights.shape[-1], m1 * m2),
+    }
+    for what, (here, wanted) in sizes.items():
+        if here != wanted:
+            raise CheckpointError(f"its {what} are {here}, not {wanted}.")

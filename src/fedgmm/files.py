@@ -1,0 +1,38 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write, flush to disk, rename: readers see the old file or the new one, never a half.
+
+    The draft lies beside the file, under a fixed name: what a crash leaves behind is written over
+    by the next try.
+    """
+    draft = path.with_name(path.name + ".part")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:  # a full disk, or Ctrl-C
+        draft.unlink(missing_ok=True)
+        raise
+    _flush_folder(path.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the new name last through a power cut, where the platform can open a folder."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    with suppress(OSError):  # some file systems have no such call; the file itself is safe
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,88 @@
+"""Several methods on the same rows: of files, of a run, or of built-in data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedgmm.data.tabular.files import Tell
+from fedgmm.data.tabular.loading import load_federation
+from fedgmm.data.tabular.preprocessing import TableOptions
+from fedgmm.runs.folder import RunFolder, write_json
+from fedgmm.runs.run import open_run
+from fedgmm.selection import suitable_covariance
+from fedgmm.training import TrainingOptions
+
+if TYPE_CHECKING:
+    from fedgmm.data.dataset import FederatedDataset
+    from fedgmm.experiments.comparison import Comparison
+
+BUILT_IN = ("digits", "synthetic")
+
+
+@dataclass(frozen=True)
+class DataToCompare:
+    """Rows that methods are compared on.
+
+    Attributes:
+        dataset: the rows.
+        title: what they are called.
+        options: common options of the training.
+        bayes: the accuracy that nobody can beat, where it is known.
+        home: the run folder that the results belong to, if there is one.
+        notes: what is worth knowing.
+    """
+
+    dataset: FederatedDataset
+    title: str
+    options: TrainingOptions = field(default_factory=TrainingOptions)
+    bayes: float | None = None
+    home: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def data_to_compare(
+    sources: Sequence[str],
+    label: str | None,
+    client_column: str | None,
+    seed: int,
+    tell: Tell = lambda _: None,
+) -> DataToCompare:
+    """Rows from files, from a run folder, or built in."""
+    if len(sources) == 1 and RunFolder(Path(sources[0])).is_run:
+        run = open_run(sources[0])
+        # methods differ; what they have in common is the size of the mixture and the seed
+        options = replace(run.config.options(), algorithm="fedgmm")
+        return DataToCompare(run.data(tell), sources[0], options, home=run.folder.home)
+    if len(sources) == 1 and sources[0] in BUILT_IN and label is None:
+        dataset, bayes = built_in_data(sources[0], seed)
+        return DataToCompare(dataset, sources[0], bayes=bayes)
+    if label is None:
+        raise ValueError("No label column was given; say --label COLUMN.")
+    table = TableOptions(label, client_column, seed=seed)
+    dataset, _, tables = load_federation(sources, table, tell)
+    options = TrainingOptions(standardise=False)
+    kind = suitable_covariance(len(dataset.train), dataset.input_shape[0], options.components)
+    options = replace(options, covariance_type=kind)
+    return DataToCompare(dataset, "Files", options, notes=tables.notes)
+
+
+def built_in_data(name: str, seed: int) -> tuple[FederatedDataset, float | None]:
+    """The data set and the accuracy nobody can beat, where it is known."""
+    if name == "digits":
+        from fedgmm.experiments.digits import heterogeneous_digits
+
+        return heterogeneous_digits(seed=seed).dataset, None
+    from fedgmm.data.synthetic import synthetic
+
+    federation = synthetic(60, 1000, seed=seed)
+    return federation.dataset, federation.bayes_accuracy()
+
+
+def write_comparison(comparison: Comparison, home: Path) -> Path:
+    """``comparison.json`` in a folder, with every client's accuracy under every method."""
+    path = RunFolder(home).comparison
+    write_json(path, comparison.record(clients=True))
+    return path

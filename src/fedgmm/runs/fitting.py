@@ -1,0 +1,324 @@
+"""``fit`` and ``resume``: files in, a run folder out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedgmm.data.tabular.files import Tell, find_tables
+from fedgmm.data.tabular.loading import Tables, agreement, read_tables
+from fedgmm.data.tabular.preprocessing import TableOptions
+from fedgmm.experiments.results import environment
+from fedgmm.federation.checkpoint import Checkpoint
+from fedgmm.files import write_atomically
+from fedgmm.runs.config import RunConfig, config_from, read_config
+from fedgmm.runs.folder import (
+    RunError,
+    RunFolder,
+    as_json,
+    fingerprints,
+    read_json,
+    write_json,
+)
+from fedgmm.runs.run import FederatedRun, open_run
+from fedgmm.selection import select_mixture, suitable_covariance
+from fedgmm.training import OnTrainingRound, train
+
+if TYPE_CHECKING:
+    from fedgmm.data.dataset import FederatedDataset
+    from fedgmm.inference.metrics import Evaluation
+    from fedgmm.inference.model import FederatedModel
+
+OnStart = Callable[[int], None]
+"""Called with the number of rounds before training begins."""
+
+
+def fit(
+    files: Sequence[str | Path],
+    label: str,
+    out: str | Path,
+    *,
+    client_column: str | None = None,
+    categorical: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    checkpoint_every: int = 5,
+    overwrite: bool = False,
+    tell: Tell = lambda _: None,
+    on_round: Iterable[OnTrainingRound] = (),
+    **training: Any,
+) -> FederatedRun:
+    """Train a model on the files of many clients and keep everything about it in a folder.
+
+    Args:
+        files: one file a client (CSV, TSV, Parquet, npz), folders or patterns.
+        label: the column to predict.
+        out: the run folder.
+        client_column: the column that names the client, where several are in one file.
+        categorical: number columns whose values are names of groups.
+        ignore: columns to leave out.
+        checkpoint_every: rounds between two checkpoints.
+        overwrite: replace a run that is already there.
+        tell: called with a line before each step.
+        on_round: called after every round with its entry of the history.
+        **training: fields of :class:`fedgmm.TrainingOptions`; ``components`` and ``learners`` may be
+            ``"auto"``.
+    """
+    table = TableOptions(
+        label,
+        client_column,
+        tuple(categorical),
+        tuple(ignore),
+        seed=training.get("seed", 0),
+    )
+    config = RunConfig(tuple(map(str, files)), table, training, checkpoint_every)
+    return fit_config(config, out, overwrite=overwrite, tell=tell, on_round=on_round)
+
+
+def fit_config(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    tell: Tell = lambda _: None,
+    on_start: OnStart = lambda _: None,
+    on_round: Iterable[OnTrainingRound] = (),
+) -> FederatedRun:
+    """The same from a configuration."""
+    folder = RunFolder(Path(out))
+    paths = [path.resolve() for path in find_tables(config.files)]
+    config = replace(config, files=tuple(map(str, paths))).complete()
+    with folder.lock():
+        if folder.is_run and not overwrite:
+            raise RunError(
+                f"{folder.home} already holds a run; go on with fedgmm resume, choose another folder, "
+                "or say --overwrite."
+            )
+        if folder.is_run:
+            _clear(folder)
+        elif any(child.name != ".lock" for child in folder.home.iterdir()):
+            raise RunError(f"{folder.home} is not empty and holds no run; choose another folder.")
+        return _run(folder, config, tell, on_start, tuple(on_round))
+
+
+def resume(
+    home: str | Path,
+    *,
+    rounds: int | None = None,
+    tell: Tell = lambda _: None,
+    on_start: OnStart = lambda _: None,
+    on_round: Iterable[OnTrainingRound] = (),
+) -> FederatedRun:
+    """Go on after a crash or Ctrl-C; the end is the same as without it.
+
+    Args:
+        home: the run folder.
+        rounds: train to this round instead, also where the run had come to its end.
+        tell: called with a line before each step.
+        on_start: called with the number of rounds before training begins.
+        on_round: called after every round with its entry of the history.
+
+    Raises:
+        RunError: no run, or one whose files changed.
+    """
+    folder = RunFolder(Path(home))
+    folder.need_run()
+    with folder.lock():
+        config = config_from(read_config(folder.config))
+        if rounds is not None and rounds != config.options().rounds:
+            if rounds < config.options().rounds:
+                raise ValueError(
+                    f"The run was to have {config.options().rounds} rounds; --rounds can only add some."
+                )
+            config = config.with_training(rounds=rounds)
+        elif folder.is_finished:
+            return open_run(home)
+        if folder.environment.is_file():
+            _check_unchanged(folder, read_json(folder.environment).get("files", {}))
+        return _run(folder, config, tell, on_start, tuple(on_round))
+
+
+def _clear(folder: RunFolder) -> None:
+    """Take away what an earlier run wrote, the sign that it was finished first."""
+    for path in (
+        folder.metrics,
+        folder.config,
+        folder.environment,
+        folder.history,
+        folder.comparison,
+        folder.report,
+    ):
+        path.unlink(missing_ok=True)
+    for path in (folder.checkpoint.parent, folder.model, folder.clients):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_unchanged(folder: RunFolder, before: dict[str, Any]) -> None:
+    for name in before:
+        if not Path(name).is_file():
+            raise RunError(f"{name} is gone; the run in {folder.home} cannot go on without it.")
+    now = fingerprints(Path(name) for name in before)
+    for name, facts in before.items():
+        if now[name] != facts:
+            raise RunError(
+                f"{name} changed since the run in {folder.home} began; start anew with fedgmm fit."
+            )
+
+
+def _run(
+    folder: RunFolder,
+    config: RunConfig,
+    tell: Tell,
+    on_start: OnStart,
+    on_round: tuple[OnTrainingRound, ...],
+) -> FederatedRun:
+    """Everything from reading to the last file, wherever an earlier attempt ended."""
+    started = time.perf_counter()
+    folder.metrics.unlink(missing_ok=True)
+    write_atomically(folder.config, config.toml().encode())
+    tables = read_tables(config.files, config.table, tell)
+    preprocessing = agreement(tables)
+    write_json(folder.environment, {**environment(), "files": fingerprints(tables.paths)})
+    dataset = tables.load(preprocessing, tell)
+    write_json(folder.preprocessing, preprocessing.record())
+    config, selection = _choose(config, dataset, tell)
+    write_atomically(folder.config, config.toml().encode())
+    seconds_reading = time.perf_counter() - started
+    options = config.options()
+    history = _HistoryFile(folder.history)
+    on_start(options.rounds)
+    model = train(
+        dataset,
+        options=options,
+        checkpoint=Checkpoint(folder.checkpoint, config.checkpoint_every),
+        watch_accuracy=True,
+        on_round=[history.append, *on_round],
+    )
+    history.replace(model.history)
+    if model.stopped == "interrupted":
+        raise KeyboardInterrupt
+    tell("calibrating and evaluating")
+    notes = [
+        *tables.notes,
+        *([f"Training stopped early: {model.stopped}"] if model.stopped else []),
+    ]
+    facts = {
+        "selection": selection,
+        "notes": notes,
+        "seconds": {
+            "reading": seconds_reading,
+            "training": model.history[-1]["seconds"] if model.history else 0.0,
+        },
+    }
+    _finish(folder, model, dataset, tables, facts)
+    return FederatedRun(folder, model, preprocessing, dataset)
+
+
+def _choose(
+    config: RunConfig, dataset: FederatedDataset, tell: Tell
+) -> tuple[RunConfig, dict[str, Any] | None]:
+    """Fill in what was left open, from training and validation rows."""
+    choices = config.open_choices()
+    selection = None
+    if "covariance_type" in choices:
+        kind = suitable_covariance(
+            len(dataset.train), dataset.input_shape[0], config.options().components
+        )
+        config = config.with_training(covariance_type=kind)
+    if {"components", "learners"} & set(choices):
+        found = select_mixture(
+            dataset,
+            options=config.options(),
+            components=None if "components" in choices else config.options().components,
+            learners=None if "learners" in choices else config.options().learners,
+            tell=tell,
+        )
+        config = config.with_training(components=found.components, learners=found.learners)
+        selection = found.record()
+    return config, selection
+
+
+class _HistoryFile:
+    """One line a round; a resumed run writes over the rounds that it repeats."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._first = True
+
+    def append(self, entry: dict[str, float]) -> None:
+        if self._first:
+            self._first = False
+            self.replace([one for one in self._read() if one["round"] < entry["round"]])
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def replace(self, history: Iterable[dict[str, float]]) -> None:
+        write_atomically(self._path, "".join(json.dumps(e) + "\n" for e in history).encode())
+
+    def _read(self) -> list[dict[str, float]]:
+        if not self._path.is_file():
+            return []
+        entries = []
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                break  # the line that a crash cut short
+        return entries
+
+
+def _finish(
+    folder: RunFolder,
+    model: FederatedModel,
+    dataset: FederatedDataset,
+    tables: Tables,
+    facts: dict[str, Any],
+) -> None:
+    """Write model, clients and, as the sign that all is there, the metrics."""
+    if len(dataset.validation):
+        model.calibrate()
+    # times are in history.jsonl; without them the same run leaves the same bytes
+    timeless = [{k: v for k, v in entry.items() if k != "seconds"} for entry in model.history]
+    replace(model, history=timeless).save(folder.model)
+    splits = {
+        split: model.evaluate(split)
+        for split in ("train", "validation", "test")
+        if len(dataset.split(split))
+    }
+    weights = model.client_weights if model.prediction.client_weights is not None else None
+    folder.client("").parent.mkdir(parents=True, exist_ok=True)
+    for code, name in enumerate(dataset.names):
+        record = {
+            "client": name,
+            "rows": tables.summaries[str(name)].rows,
+            "weights": None if weights is None else weights[code].tolist(),
+            "took_part": True,
+        }
+        # not flushed one by one: the model holds the same numbers, and there may be thousands
+        folder.client(str(name)).write_text(as_json(record), encoding="utf-8")
+    metrics = {
+        "algorithm": model.algorithm,
+        "rounds": len(model.history),
+        "stopped": model.stopped,
+        **{split: own.summary() for split, own in splits.items()},
+        "clients": client_metrics(splits["test"] if "test" in splits else splits["train"]),
+        **facts,
+    }
+    write_json(folder.metrics, metrics)
+
+
+def client_metrics(evaluation: Evaluation) -> dict[str, dict[str, float]]:
+    """Each client's figures, for JSON."""
+    return {
+        str(name): {
+            "rows": int(evaluation.rows[i]),
+            "accuracy": float(evaluation.accuracy[i]),
+            "log_loss": float(evaluation.log_loss[i]),
+            "calibration_error": float(evaluation.calibration_error[i]),
+        }
+        for i, name in enumerate(evaluation.clients)
+    }

@@ -1,0 +1,142 @@
+"""The layout of a run folder, and who may write into it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from fedgmm.files import write_atomically
+
+_HASH_BYTES = 1 << 20
+
+
+class RunError(ValueError):
+    """A run folder that cannot be used, with what to do."""
+
+
+class RunFolder:
+    """Where everything of a run is.
+
+    ===================  ==========================================================
+    ``config.toml``      what was asked for; ``fedgmm fit --config`` repeats it
+    ``environment.json`` versions, and the files' sizes and checksums
+    ``history.jsonl``    one line a round
+    ``checkpoint/``      the last state of the training
+    ``model/``           the model, safetensors and JSON
+    ``clients/``         each client's weights, and the preprocessing of all
+    ``metrics.json``     how good the model is; written last
+    ``comparison.json``  rivals on the same rows, where ``fedgmm compare`` was asked
+    ``report.html``      the report
+    ===================  ==========================================================
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.config = home / "config.toml"
+        self.environment = home / "environment.json"
+        self.history = home / "history.jsonl"
+        self.checkpoint = home / "checkpoint" / "progress.safetensors"
+        self.model = home / "model"
+        self.clients = home / "clients"
+        self.preprocessing = self.clients / "preprocessing.json"
+        self.metrics = home / "metrics.json"
+        self.comparison = home / "comparison.json"
+        self.report = home / "report.html"
+
+    def client(self, name: str) -> Path:
+        """The file of one client; characters that file systems dislike are written as ``%2F``."""
+        safe = quote(name, safe=" ()+,=@äöüåæøéèß")
+        safe = safe.replace(".", "%2E") if safe.startswith(".") else safe
+        if len(safe.encode()) > 150:  # file names have an end
+            safe = safe[:60] + "-" + hashlib.sha256(name.encode()).hexdigest()[:16]
+        return self.clients / "weights" / f"{safe}.json"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run was begun here."""
+        return self.config.is_file()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.metrics.is_file()
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes out of the folder; the lock goes with the process, however it ends.
+
+        Raises:
+            RunError: another process is at work here.
+        """
+        from filelock import FileLock, Timeout
+
+        self.home.mkdir(parents=True, exist_ok=True)
+        held = FileLock(str(self.home / ".lock"), timeout=0)
+        try:
+            held.acquire()
+        except Timeout:
+            raise RunError(
+                f"Another process is working in {self.home}; wait for it, or use another folder."
+            ) from None
+        try:
+            yield
+        finally:
+            held.release()
+
+    def need_run(self) -> None:
+        """Raise :class:`RunError` if there is no run here."""
+        if not self.home.is_dir():
+            raise RunError(f"There is no folder {self.home}; train a model with fedgmm fit first.")
+        if not self.is_run:
+            raise RunError(f"{self.home} is not a run folder: it has no config.toml.")
+
+    def need_finished(self) -> None:
+        """Raise :class:`RunError` if the run has no model yet."""
+        self.need_run()
+        if not self.is_finished:
+            raise RunError(
+                f"The run in {self.home} is not finished; go on with: fedgmm resume {self.home}"
+            )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, as_json(value).encode())
+
+
+def as_json(value: Any) -> str:
+    """JSON as people can read it."""
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a run.
+
+    Raises:
+        RunError: a file that is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunError(f"Cannot read {path} ({error.strerror}).") from None
+    except (ValueError, RecursionError):
+        raise RunError(f"{path} is damaged: it is not JSON.") from None
+
+
+def fingerprints(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of files, to see later whether they changed."""
+    return {str(path): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

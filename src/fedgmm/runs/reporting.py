@@ -1,0 +1,80 @@
+"""The report of a run, from what its folder holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedgmm.data.tabular.files import Tell
+from fedgmm.report.contents import AdaptationRecord, gather
+from fedgmm.report.page import write_report
+from fedgmm.runs.config import read_config
+from fedgmm.runs.folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    from fedgmm.runs.run import FederatedRun
+
+
+def write_run_report(run: FederatedRun, tell: Tell = lambda _: None) -> Path:
+    """Write ``report.html`` into the run folder; the files of the training are read again."""
+    folder = run.folder
+    dataset = run.data(tell)
+    tell("writing the report")
+    with folder.lock():
+        contents = gather(
+            run.model,
+            dataset,
+            title=folder.home.resolve().name,
+            history=_history(folder),
+            configuration=_configuration(folder),
+            feature_names=run.preprocessing.feature_names,
+            rivals=_rivals(folder, run.model.algorithm),
+            adaptations=_adaptations(folder),
+            notes=run.metrics.get("notes", []),
+        )
+        return write_report(contents, folder.report)
+
+
+def _history(folder: RunFolder) -> list[dict[str, float]]:
+    lines = folder.history.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _configuration(folder: RunFolder) -> dict[str, Any]:
+    """The configuration without the paths of the files, which say more than a reader should know."""
+    sections = read_config(folder.config)
+    files = sections["data"].pop("files", [])
+    sections["data"]["files"] = len(files)
+    return sections
+
+
+def _rivals(folder: RunFolder, own: str) -> dict[str, Mapping[Any, float]]:
+    if not folder.comparison.is_file():
+        return {}
+    return {
+        entry["algorithm"]: entry["clients"]
+        for entry in read_json(folder.comparison)
+        if entry["algorithm"] != own and "clients" in entry
+    }
+
+
+def _adaptations(folder: RunFolder) -> list[AdaptationRecord]:
+    """Clients that joined after the training."""
+    found = []
+    for path in sorted((folder.clients / "weights").glob("*.json")):
+        record = read_json(path)
+        if record.get("took_part", True):
+            continue
+        curve = record.get("curve") or []
+        found.append(
+            AdaptationRecord(
+                client=str(record["client"]),
+                rows=[int(point["rows"]) for point in curve] or [int(record["rows"])],
+                accuracy=[float(point["accuracy"]) for point in curve] if curve else None,
+                log_likelihoods=list(record["log_likelihoods"]),
+                labelled=bool(record["labelled"]),
+            )
+        )
+    return found

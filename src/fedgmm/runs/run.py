@@ -1,0 +1,416 @@
+"""A finished run: evaluate, predict, adapt, detect, report."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgmm.data.tabular.files import TableError, Tell, client_name, find_tables
+from fedgmm.data.tabular.labels import UNKNOWN
+from fedgmm.data.tabular.loading import Rows, read_rows
+from fedgmm.data.tabular.preprocessing import Preprocessing
+from fedgmm.inference.metrics import Evaluation, evaluate
+from fedgmm.inference.model import Adaptation, FederatedModel, Score
+from fedgmm.inference.novelty import NoveltyResult
+from fedgmm.inference.saving import load
+from fedgmm.runs.config import RunConfig, config_from, read_config
+from fedgmm.runs.folder import RunError, RunFolder, read_json, write_json
+
+if TYPE_CHECKING:
+    from fedgmm.data.dataset import FederatedDataset
+
+_CURVE = (5, 10, 20, 50, 100, 200, 500, 1000)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions for the rows of a file.
+
+    Attributes:
+        labels: the most likely class, ``(n,)``.
+        probabilities: of every class, ``(n, K)``.
+        classes: ``(K,)``.
+        log_density: ``log P(x)``, ``(n,)``; ``None`` without Gaussians.
+        notes: what is worth knowing.
+    """
+
+    labels: NDArray[Any]
+    probabilities: NDArray[np.float64]
+    classes: NDArray[Any]
+    log_density: NDArray[np.float64] | None
+    notes: list[str]
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """What is written to a file, one column after the other."""
+        probability = self.probabilities.max(1)
+        columns: dict[str, NDArray[Any]] = {
+            "row": np.arange(1, len(self.labels) + 1),
+            "prediction": self.labels,
+            "probability": probability,
+        }
+        for index, label in enumerate(self.classes.tolist()):
+            columns[f"p({label})"] = self.probabilities[:, index]
+        if self.log_density is not None:
+            columns["log_density"] = self.log_density
+        return columns
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Novel rows of a file.
+
+    Attributes:
+        result: scores, p-values and flags of the rows.
+        score: which score it is.
+        batch_p_value: how strange the rows are as a whole, as a client of their own; ``None`` where
+            there are too few.
+        notes: what is worth knowing.
+    """
+
+    result: NoveltyResult
+    score: str
+    batch_p_value: float | None
+    notes: list[str]
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """What is written to a file, one column after the other."""
+        return {
+            "row": np.arange(1, len(self.result.scores) + 1),
+            "score": self.result.scores,
+            "p_value": self.result.p_values,
+            "novel": self.result.novel,
+        }
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A client that joined a finished run.
+
+    Attributes:
+        adaptation: its weights and how they were found.
+        rows: how many rows were used.
+        labelled: whether their labels were.
+        curve: accuracy on rows that were held out, for growing numbers of rows that were used.
+        notes: what is worth knowing.
+    """
+
+    adaptation: Adaptation
+    rows: int
+    labelled: bool
+    curve: list[dict[str, float]]
+    notes: list[str]
+
+
+@dataclass
+class FederatedRun:
+    """A run folder with its model.
+
+    Attributes:
+        folder: where everything is.
+        model: the trained model, with clients that joined later.
+        preprocessing: what turns later files into what the model expects.
+        dataset: the rows of the training, if they are in memory.
+    """
+
+    folder: RunFolder
+    model: FederatedModel
+    preprocessing: Preprocessing
+    dataset: FederatedDataset | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """What the run was asked for."""
+        return config_from(read_config(self.folder.config))
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """``metrics.json``."""
+        return dict(read_json(self.folder.metrics))
+
+    def data(self, tell: Tell = lambda _: None) -> FederatedDataset:
+        """The rows of the training; their files are read again if they are not in memory."""
+        if self.dataset is None:
+            from fedgmm.data.tabular.loading import read_tables
+
+            config = self.config
+            tables = read_tables(config.files, config.table, tell)
+            self.dataset = tables.load(self.preprocessing, tell)
+            self.model.dataset = self.dataset
+        return self.dataset
+
+    # ------------------------------------------------------------------ what a model is for
+
+    def evaluate(
+        self,
+        files: Sequence[str | Path] = (),
+        *,
+        split: str = "test",
+        tell: Tell = lambda _: None,
+    ) -> Evaluation:
+        """Accuracy, log-loss and calibration of every client.
+
+        Args:
+            files: labelled files of known clients; none means the training's own files.
+            split: of the training's own rows: ``"train"``, ``"validation"`` or ``"test"``.
+            tell: called with a line before each step.
+        """
+        if not files:
+            return self.model.evaluate(split, self.data(tell))
+        codes, log_proba, labels = [], [], []
+        names: list[str] = []
+        for path in find_tables(files):
+            rows = read_rows(path, self.preprocessing, label_needed=True, tell=tell)
+            assert rows.labels is not None
+            kept = self._labelled(rows, path)
+            owners = self._owners(rows, path)
+            owners = self._full_names(owners)
+            found = self.model.predict_proba(
+                rows.matrix[kept], np.array(owners, dtype=object)[kept]
+            )
+            place = {name: names.index(name) for name in names}
+            for name in owners:
+                if name not in place:
+                    place[name] = len(names)
+                    names.append(name)
+            codes.append(np.array([place[name] for name in owners], dtype=np.int64)[kept])
+            log_proba.append(np.log(np.maximum(found, 1e-300)))
+            labels.append(rows.labels[kept])
+        return evaluate(
+            np.concatenate(log_proba), np.concatenate(labels), np.concatenate(codes), tuple(names)
+        )
+
+    def predict(
+        self, file: str | Path, client: str | None = None, *, tell: Tell = lambda _: None
+    ) -> Predictions:
+        """Classes and their probabilities for the rows of a file.
+
+        Args:
+            file: a table with the columns of the training; labels are not needed.
+            client: whose weights to use; ``None`` takes the client column of the file, if it has
+                one, or else the federation's weights.
+            tell: called with a line before each step.
+        """
+        rows = read_rows(Path(file), self.preprocessing, tell=tell)
+        owner: Any = None
+        if client is not None:
+            owner = self.client_named(client)
+        elif rows.clients is not None:
+            owner = np.array(self._full_names(rows.clients), dtype=object)
+        elif (
+            self.model.prediction.weights is None and self.model.prediction.default_learner is None
+        ):
+            raise ValueError(
+                f"{self.model.algorithm} has no common model; say whose to use: --client NAME."
+            )
+        tell("predicting")
+        probabilities = self.model.predict_proba(rows.matrix, owner)
+        density = None
+        if self.model.prediction.gaussians is not None:
+            density = self.model.score_samples(rows.matrix, owner)
+        classes = np.asarray(self.model.classes)
+        return Predictions(
+            classes[probabilities.argmax(1)], probabilities, classes, density, rows.notes
+        )
+
+    def detect(
+        self,
+        file: str | Path,
+        *,
+        false_alarm_rate: float = 0.05,
+        score: Score = "x",
+        tell: Tell = lambda _: None,
+    ) -> Detection:
+        """Which rows of a file are unlike anything that the federation has seen.
+
+        Args:
+            file: a table with the columns of the training.
+            false_alarm_rate: share of ordinary rows that may be flagged.
+            score: ``"x"`` looks at the inputs, ``"y"`` at the labels given the inputs, ``"joint"`` at
+                both, ``"confidence"`` at the largest class probability.
+            tell: called with a line before each step.
+        """
+        if not self.model.calibration:
+            raise RunError(
+                "The run has no held-out rows to calibrate on; train again with more rows a client."
+            )
+        needs_labels = score in ("y", "joint")
+        path = Path(file)
+        rows = read_rows(path, self.preprocessing, label_needed=needs_labels, tell=tell)
+        labels = None
+        if needs_labels:
+            assert rows.labels is not None
+            missing = np.flatnonzero(rows.labels == UNKNOWN)
+            if len(missing):
+                raise TableError(
+                    path, f"row {missing[0] + 1} has no label or one that training never saw."
+                )
+            labels = np.asarray(self.model.classes)[rows.labels]
+        tell("looking for novel rows")
+        result = self.model.novelty(
+            rows.matrix, labels, score=score, false_alarm_rate=false_alarm_rate
+        )
+        batch = None
+        if "clients" in self.model.calibration and len(rows.matrix) >= 2:
+            batch = self.model.client_novelty(rows.matrix)
+        return Detection(result, score, batch, rows.notes)
+
+    def adapt(
+        self,
+        client: str,
+        file: str | Path,
+        *,
+        replace_known: bool = False,
+        tell: Tell = lambda _: None,
+    ) -> Adapted:
+        """Bring in a new client by learning only its weights; nobody else changes.
+
+        Args:
+            client: its name.
+            file: its rows, labelled or not.
+            replace_known: give new weights to a client that took part in the training.
+            tell: called with a line before each step.
+        """
+        if not client.strip():
+            raise ValueError("The client needs a name.")
+        with self.folder.lock():
+            self.model = _loaded(self.folder)  # as another process may have left it
+            record = self.folder.client(client)
+            if client in self.model.names and not replace_known and _took_part(record):
+                raise RunError(
+                    f"Client {client!r} took part in the training; say --replace to learn its weights "
+                    "anew."
+                )
+            adapted = self._adapt(client, Path(file), tell)
+            self.model.save(self.folder.model)
+            write_json(
+                record,
+                {
+                    "client": client,
+                    "rows": adapted.rows,
+                    "weights": adapted.adaptation.weights.tolist(),
+                    "took_part": False,
+                    "labelled": adapted.labelled,
+                    "log_likelihoods": adapted.adaptation.log_likelihoods,
+                    "curve": adapted.curve,
+                },
+            )
+        return adapted
+
+    def _adapt(self, client: str, path: Path, tell: Tell) -> Adapted:
+        rows = read_rows(path, self.preprocessing, tell=tell)
+        notes = list(rows.notes)
+        labelled = rows.labels is not None and bool((rows.labels != UNKNOWN).any())
+        matrix, labels = rows.matrix, None
+        if labelled:
+            assert rows.labels is not None
+            kept = rows.labels != UNKNOWN
+            if not kept.all():
+                notes.append(
+                    f"{path.name}: {int((~kept).sum())} rows without a label that training knows are "
+                    "left out."
+                )
+            matrix, labels = matrix[kept], np.asarray(self.model.classes)[rows.labels[kept]]
+        tell("learning the client's weights")
+        curve = self._curve(matrix, labels) if labels is not None else []
+        adaptation = self.model.adapt(client, matrix, labels)
+        return Adapted(adaptation, len(matrix), labelled, curve, notes)
+
+    def _curve(self, matrix: NDArray[np.float32], labels: NDArray[Any]) -> list[dict[str, float]]:
+        """Accuracy on every other row, from growing numbers of the rows between."""
+        learn, held = slice(0, None, 2), slice(1, None, 2)
+        x, y = matrix[learn], labels[learn]
+        if len(matrix) < 10:
+            return []
+        trial = replace(self.model)
+        curve = []
+        sizes = [size for size in _CURVE if size < len(x)] + [min(len(x), 2 * _CURVE[-1])]
+        truth, rows = labels[held][:5000], matrix[held][:5000]
+        before = float((self.model.predict(rows) == truth).mean())
+        curve.append({"rows": 0, "accuracy": before})
+        for size in sizes:
+            trial.adapt("", x[:size], y[:size])
+            accuracy = float((trial.predict(rows, "") == truth).mean())
+            curve.append({"rows": size, "accuracy": accuracy})
+        return curve
+
+    def report(self, *, tell: Tell = lambda _: None) -> Path:
+        """Write ``report.html`` and return where it is."""
+        from fedgmm.runs.reporting import write_run_report
+
+        return write_run_report(self, tell)
+
+    # ------------------------------------------------------------------ helpers
+
+    def client_named(self, client: str) -> str:
+        """The full name of a client: ``oslo`` also finds ``site_oslo``, if no other ends like it.
+
+        Raises:
+            ValueError: nobody is called so, or several are.
+        """
+        if client in self.model.names:
+            return client
+        names = [str(name) for name in self.model.names]
+        ends = [name for name in names if name.endswith((f"_{client}", f"-{client}"))]
+        if client and len(ends) == 1:
+            return ends[0]
+        close = difflib.get_close_matches(client, names, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {_some(names)}."
+        raise ValueError(
+            f"Client {client!r} is not known; {hint} A new one joins with fedgmm adapt."
+        )
+
+    def _full_names(self, clients: list[str]) -> list[str]:
+        full = {name: self.client_named(name) for name in dict.fromkeys(clients)}
+        return [full[name] for name in clients]
+
+    def _owners(self, rows: Rows, path: Path) -> list[str]:
+        return rows.clients if rows.clients is not None else [client_name(path)] * len(rows.matrix)
+
+    def _labelled(self, rows: Rows, path: Path) -> NDArray[np.bool_]:
+        assert rows.labels is not None
+        kept = np.asarray(rows.labels != UNKNOWN)
+        if rows.unknown_labels:
+            raise TableError(
+                path, f"the label {rows.unknown_labels[0]!r} is no class that training knows."
+            )
+        if not kept.any():
+            raise TableError(path, "it has no rows with a label.")
+        return kept
+
+
+def open_run(home: str | Path) -> FederatedRun:
+    """A finished run.
+
+    Raises:
+        RunError: no run, or one that is not finished.
+    """
+    folder = RunFolder(Path(home))
+    folder.need_finished()
+    try:
+        preprocessing = Preprocessing.from_record(read_json(folder.preprocessing))
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{folder.preprocessing} is damaged: {error}.") from None
+    model = _loaded(folder)
+    if model.input_shape != (len(preprocessing.feature_names),):
+        raise RunError(f"{folder.preprocessing} does not fit the model in {folder.model}.")
+    return FederatedRun(folder, model, preprocessing)
+
+
+def _loaded(folder: RunFolder) -> FederatedModel:
+    return load(folder.model)
+
+
+def _took_part(record: Path) -> bool:
+    return not record.is_file() or bool(read_json(record).get("took_part", True))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

@@ -1,0 +1,60 @@
+"""Contents for the tests of the page: small, of 300 clients, and with names that mean harm."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.report.contents import AdaptationRecord, gather
+from fedgmm.training import train
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "</script><b>",
+    "<!-- Rome & Oslo \u2028 'quoted' \"twice\"",
+    "<a href='https://evil.example/x'>Bonn</a>",
+    "%{y} ${name}",
+)
+
+
+def named_clients(names, rows=40, columns=3, seed=0):
+    """Clients whose inputs lie in two places and whose labels follow one rule in each."""
+    rng = np.random.default_rng(seed)
+    clients = {}
+    for number, name in enumerate(names):
+        kind = rng.random(rows) < (number + 1) / (len(names) + 1)
+        x = rng.normal(size=(rows, columns)) + 3.0 * kind[:, None]
+        clients[name] = (x, ((x[:, 0] > 3.0 * kind) ^ kind).astype(int))
+    return FederatedDataset.from_clients(clients)
+
+
+def contents_of(dataset, algorithm="fedgmm", rivals=(), **options):
+    """A short training and what its report shows."""
+    settings = {"rounds": 3, "components": 2, "learners": 2}
+    model = train(dataset, algorithm, **settings)
+    others = {name: train(dataset, name, **settings).evaluate("test") for name in rivals}
+    told = {
+        "title": "A small run",
+        "history": model.history,
+        "configuration": model.options,
+        "rivals": others,
+    }
+    return gather(model, dataset, **(told | options))
+
+
+def hostile_contents():
+    """Every text that a user gives means harm."""
+    dataset = named_clients([*HOSTILE, "client 2", "client 10"])
+    contents = contents_of(
+        dataset,
+        title=HOSTILE[0],
+        configuration={HOSTILE[1]: HOSTILE[0], "nested": {"key": HOSTILE[2]}},
+        feature_names=[HOSTILE[0], HOSTILE[1], HOSTILE[3]],
+        notes=[HOSTILE[0], HOSTILE[2]],
+        rivals=(),
+        adaptations=[AdaptationRecord(HOSTILE[1], [0, 5, 9], [0.5, 0.6, 0.7], [-3.0, -2.0], True)],
+    )
+    harm = dict.fromkeys(dataset.names, 0.5)
+    return contents.__class__(
+        **{**contents.__dict__, "rivals": {HOSTILE[0]: np.full(len(harm), 0.5)}}
+    )

@@ -1,0 +1,75 @@
+"""Files are whole or not there, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from fedgmm.files import write_atomically
+
+
+def test_a_new_file_and_one_that_is_replaced(tmp_path):
+    path = tmp_path / "numbers"
+    write_atomically(path, b"first")
+    assert path.read_bytes() == b"first"
+    write_atomically(path, b"")
+    assert path.read_bytes() == b""
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers"]
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failure_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch, step, error):
+    path = tmp_path / "numbers"
+    write_atomically(path, b"old")
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("os.fsync" if step == "fsync" else "pathlib.Path.replace", fail)
+    with pytest.raises(type(error)):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers"]
+
+
+def test_the_draft_of_a_crash_is_written_over(tmp_path):
+    (tmp_path / "numbers.part").write_bytes(b"half of someth")
+    write_atomically(tmp_path / "numbers", b"whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers"]
+
+
+def test_numbers_reach_the_disk_before_the_name_and_the_name_after(tmp_path, monkeypatch):
+    path = tmp_path / "numbers"
+    path.write_bytes(b"old")
+    seen, fsync = [], os.fsync
+
+    def watched(handle):
+        kind = "folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file"
+        seen.append((kind, path.read_bytes()))
+        fsync(handle)
+
+    monkeypatch.setattr("os.fsync", watched)
+    write_atomically(path, b"new")
+    if hasattr(os, "O_DIRECTORY"):
+        assert seen == [("file", b"old"), ("folder", b"new")]
+
+
+def test_a_file_system_that_cannot_flush_a_folder(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refuse_folders(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError("not supported")
+        fsync(handle)
+
+    monkeypatch.setattr("os.fsync", refuse_folders)
+    write_atomically(tmp_path / "numbers", b"new")
+    assert (tmp_path / "numbers").read_bytes() == b"new"
+
+
+def test_a_missing_folder_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_atomically(tmp_path / "nowhere" / "numbers", b"")
