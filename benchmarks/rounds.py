@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import resource
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -278,7 +279,7 @@ def main() -> None:
             f"{result['lean']['seconds']:.2f}",
             f"{result['lean']['seconds'] / ours['seconds']:.1f}x",
         )
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
 
     totals = (10_000, 20_000, 40_000) if arguments.quick else (67_500, 135_000, 270_000, 540_000)

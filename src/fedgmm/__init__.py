@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedgmm.estimators import FederatedGaussianMixture, FedGMMClassifier
     from fedgmm.inference.model import FederatedModel
     from fedgmm.inference.saving import load
+    from fedgmm.runs import FederatedRun, RunConfig, fit, open_run, resume
     from fedgmm.selection import ComponentSelection, select_components
     from fedgmm.training import TrainingOptions, train
 
@@ -23,7 +24,12 @@ _HOMES = {
     "FederatedModel": "fedgmm.inference.model",
     "FedGMMClassifier": "fedgmm.estimators",
     "TrainingOptions": "fedgmm.training",
+    "FederatedRun": "fedgmm.runs",
+    "RunConfig": "fedgmm.runs",
+    "fit": "fedgmm.runs",
     "load": "fedgmm.inference.saving",
+    "open_run": "fedgmm.runs",
+    "resume": "fedgmm.runs",
     "train": "fedgmm.training",
     "FederatedGaussianMixture": "fedgmm.estimators",
     "ComponentSelection": "fedgmm.selection",
@@ -36,9 +42,14 @@ __all__ = [
     "FederatedDataset",
     "FederatedGaussianMixture",
     "FederatedModel",
+    "FederatedRun",
+    "RunConfig",
     "TrainingOptions",
     "__version__",
+    "fit",
     "load",
+    "open_run",
+    "resume",
     "select_components",
     "train",
 ]

@@ -811,10 +811,16 @@ def state_of_file():
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def life():
+def life(last):
     data = federation(np.random.default_rng(5), sizes=(20, 40, 17, 26, 9))
-    # a round must last long enough to be killed in the middle of it
-    pause = lambda entry: time.sleep(0.004 * (entry["round"] % 2))
+    rounds = []
+
+    def pause(entry):
+        rounds.append(entry)
+        if len(rounds) == 8 and not last:
+            time.sleep(60)  # on a busy machine: not to the end before it is killed
+        time.sleep(0.002)
+
     train(data, algorithm, checkpoint=Checkpoint(path, 1), on_round=[pause], OPTIONS)
     os._exit(0)
 
@@ -822,7 +828,7 @@ def life():
 for number in range(kills + 1):
     child = os.fork()
     if not child:
-        life()
+        life(number == kills)
     if number < kills:
         for _ in range(lots.randint(1, 3)):  # it gets a little further every time, then it dies
             before = state_of_file()
@@ -844,7 +850,7 @@ for number in range(kills + 1):
     ],
 )
 def test_a_process_that_is_killed_again_and_again(tmp_path, algorithm, kills):
-    options = {**SMALL, "rounds": 4 * kills + 4, "warmup": 2, "server": "adam", "patience": 99}
+    options = {**SMALL, "rounds": 8 * kills + 4, "warmup": 2, "server": "adam", "patience": 99}
     script = tmp_path / "life.py"
     script.write_text(KILLED.replace("OPTIONS", f"**{options!r}"))
     tests = Path(__file__).parents[1]

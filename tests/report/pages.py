@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fedgmm.data.dataset import FederatedDataset
@@ -51,10 +53,6 @@ def hostile_contents():
         configuration={HOSTILE[1]: HOSTILE[0], "nested": {"key": HOSTILE[2]}},
         feature_names=[HOSTILE[0], HOSTILE[1], HOSTILE[3]],
         notes=[HOSTILE[0], HOSTILE[2]],
-        rivals=(),
         adaptations=[AdaptationRecord(HOSTILE[1], [0, 5, 9], [0.5, 0.6, 0.7], [-3.0, -2.0], True)],
     )
-    harm = dict.fromkeys(dataset.names, 0.5)
-    return contents.__class__(
-        **{**contents.__dict__, "rivals": {HOSTILE[0]: np.full(len(harm), 0.5)}}
-    )
+    return replace(contents, rivals={HOSTILE[0]: np.full(len(dataset.names), 0.5)})

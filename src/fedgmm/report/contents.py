@@ -375,8 +375,8 @@ class _TestRows:
     def of(cls, model: FederatedModel, dataset: FederatedDataset) -> _TestRows:
         rows = dataset.test
         codes = rows.codes.cpu().numpy()
-        names = np.empty(len(rows.names), dtype=object)
-        names[:] = rows.names
+        # names may be tuples, of which NumPy would make a matrix
+        names = np.fromiter(rows.names, dtype=object, count=len(rows.names))
         inputs, features = rows.inputs.cpu().numpy(), _features(model, rows)
         proba = model.predict_proba(inputs, names[codes], features=features)
         # a class that training never saw has probability zero
@@ -582,7 +582,8 @@ def _replay(
 
     def accuracy(client: Hashable | None) -> float:
         seen = _features(model, test)
-        predicted = visited.predict(test.inputs.cpu().numpy(), client, features=seen)
+        owners = np.fromiter([client] * len(test), dtype=object, count=len(test))
+        predicted = visited.predict(test.inputs.cpu().numpy(), owners, features=seen)
         return float((predicted == truth).mean())
 
     accuracies, log_likelihoods = [accuracy(None)], list[float]()

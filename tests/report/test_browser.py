@@ -1,0 +1,378 @@
+"""The page in a real browser: charts are drawn, nothing complains, the table can be worked with.
+
+Needs Chromium with its driver (Debian: ``chromium`` and ``chromium-driver``) and Selenium; without
+them the tests are skipped. Nothing is downloaded: the paths of both programs are given.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pages import HOSTILE, contents_of, hostile_contents, named_clients
+
+from fedgmm.report.contents import AdaptationRecord
+from fedgmm.report.page import write_report
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+# What a chart is made of, once it is drawn.
+MARKS = {
+    "accuracy": ".scatterlayer .point",
+    "convergence": ".scatterlayer .js-line",
+    "calibration": ".barlayer .point path",
+    "weights": ".heatmaplayer image",
+    "projection": ".scatterlayer .point",
+    "densities": ".scatterlayer .point",
+    "adaptation": ".scatterlayer .point",
+}
+WAIT = 20.0
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    pytest.importorskip("selenium", reason="Selenium is not installed")
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    driver = shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip("there is no Chromium with its driver; install chromium and chromium-driver")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    os.environ["SE_OFFLINE"] = "true"  # Selenium must not look for a browser of its own
+    window = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    yield Window(window)
+    window.quit()
+
+
+class Window:
+    """A browser with what the tests ask of it."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def run(self, script, *arguments):
+        return self.driver.execute_script(script, *arguments)
+
+    def open(self, path, width=1200, scheme="light"):
+        """Load a page and wait until its charts are drawn."""
+        self.emulate(width, scheme)
+        self.driver.get(path.as_uri())
+        self.until("return document.documentElement.dataset.drawn === 'yes'")
+
+    def emulate(self, width, scheme):
+        command = self.driver.execute_cdp_cmd
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        command("Emulation.setEmulatedMedia", {"features": [feature]})
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        command("Emulation.setDeviceMetricsOverride", size)
+
+    def until(self, script, *arguments):
+        """Wait for a script to return something true, and return that."""
+        end = time.monotonic() + WAIT
+        while not (found := self.run(script, *arguments)):
+            assert time.monotonic() < end, f"still waiting for: {script}"
+            time.sleep(0.05)
+        return found
+
+    def complaints(self):
+        return [entry for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+    def picture(self, selector):
+        """An element as pixels, ``(height, width, 3)``."""
+        from PIL import Image
+        from selenium.webdriver.common.by import By
+
+        png = self.driver.find_element(By.CSS_SELECTOR, selector).screenshot_as_png
+        return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+
+    def point_at(self, chart, selector):
+        """Move the mouse onto a mark of a chart and return what the chart then says."""
+        from selenium.webdriver.common.actions.action_builder import ActionBuilder
+
+        x, y = self.run(
+            """
+            const chart = document.getElementById(arguments[0]);
+            chart.scrollIntoView({ block: "center", behavior: "instant" });
+            const box = chart.querySelector(arguments[1]).getBoundingClientRect();
+            return [box.left + box.width / 2, box.top + box.height / 2];
+            """,
+            f"chart-{chart}",
+            selector,
+        )
+        for step in (3, 0):  # a move, not a jump
+            pointer = ActionBuilder(self.driver, duration=20)
+            pointer.pointer_action.move_to_location(round(x) + step, round(y))
+            pointer.perform()
+        return self.until(
+            "return document.querySelector('#chart-' + arguments[0] + ' .hoverlayer').textContent",
+            chart,
+        )
+
+    def column(self, number):
+        """Cells of a column of the table, of the rows that are shown."""
+        return self.run(
+            "return [...document.querySelectorAll('#table tbody tr')].filter(row => !row.hidden)"
+            ".map(row => row.cells[arguments[0]].textContent)",
+            number,
+        )
+
+    def sort_by(self, number):
+        self.run("document.querySelectorAll('#table thead button')[arguments[0]].click()", number)
+        return self.run(
+            "return document.querySelectorAll('#table thead th')[arguments[0]]"
+            ".getAttribute('aria-sort')",
+            number,
+        )
+
+
+@pytest.fixture(scope="module")
+def contents():
+    names = [f"client {k}" for k in (10, 2, 1, 33, 4, 5)]
+    return contents_of(named_clients(names, rows=60), rivals=("fedavg", "local"))
+
+
+@pytest.fixture(scope="module")
+def page(contents, tmp_path_factory):
+    return write_report(contents, tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture
+def window(browser, page):
+    browser.open(page)
+    return browser
+
+
+# ---------------------------------------------------------------------- drawing
+
+
+def test_every_chart_has_marks_and_nothing_complains(window):
+    for chart, mark in MARKS.items():
+        count = window.run(
+            "return document.querySelectorAll('#chart-' + arguments[0] + ' ' + arguments[1]).length",
+            chart,
+            mark,
+        )
+        assert count > 0, chart
+    assert window.complaints() == []
+    assert window.run("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_no_chart_offers_to_send_the_data_away(window):
+    titles = window.run(
+        "return [...document.querySelectorAll('.modebar-btn')].map(one => one.dataset.title)"
+    )
+    assert titles
+    assert all("cloud" not in title.lower() for title in titles)
+    assert window.run("return document.querySelectorAll('a:not([href^=\"#\"])[href]').length") == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures_are_not_empty(browser, page, scheme):
+    browser.open(page, scheme=scheme)
+    for chart in MARKS:
+        pixels = browser.picture(f"#chart-{chart}")
+        colours = np.unique(pixels.reshape(-1, 3), axis=0)
+        background = (pixels == pixels[0, 0]).all(-1).mean()
+        assert len(colours) > 30, chart
+        assert background < 0.995, chart
+        assert (pixels[0, 0].mean() > 128) == (scheme == "light")
+
+
+# ---------------------------------------------------------------------- hovering
+
+
+@pytest.mark.parametrize(
+    ("chart", "mark", "told"),
+    [
+        ("accuracy", ".scatterlayer .trace:last-child .point", "FedGMM: "),
+        ("convergence", ".scatterlayer .point:nth-child(2)", "round 2"),
+        ("calibration", ".barlayer .point path", " rows"),
+        ("weights", ".heatmaplayer image", "weight 0."),
+        ("projection", ".scatterlayer .trace:last-child .point", "of all rows"),
+        ("densities", ".scatterlayer .point", "log P(x) "),
+        ("adaptation", ".scatterlayer .point:nth-child(2)", "accuracy "),
+    ],
+)
+def test_hovering_tells_values(window, chart, mark, told):
+    said = window.point_at(chart, mark)
+    assert told in said
+    assert any(sign.isdigit() for sign in said)
+
+
+def test_hovering_over_a_client_tells_its_own_accuracy(window, contents):
+    said = window.point_at("accuracy", ".scatterlayer .trace:last-child .point")
+    worst = contents.worst_client
+    assert said == f"{contents.clients.names[worst]}FedGMM: {contents.clients.accuracy[worst]:.1%}"
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def test_sorting_text_both_ways(window):
+    rising = [f"client {k}" for k in (1, 2, 4, 5, 10, 33)]  # as people count
+    assert window.sort_by(0) == "ascending"
+    assert window.column(0) == rising
+    assert window.sort_by(0) == "descending"
+    assert window.column(0) == rising[::-1]
+
+
+@pytest.mark.parametrize("number", [3, 4, 7, 8])
+def test_sorting_numbers_both_ways(window, number):
+    def values():
+        return [float(cell.rstrip("%")) for cell in window.column(number)]
+
+    start = values()
+    assert window.sort_by(number) == "ascending"
+    assert values() == sorted(start)
+    assert window.sort_by(number) == "descending"
+    assert values() == sorted(start)[::-1]
+    assert window.sort_by(0) == "ascending"
+    marked = "return document.querySelectorAll('#table th:not([aria-sort=none])[aria-sort]').length"
+    assert window.run(marked) == 1
+
+
+def test_numbers_are_not_sorted_as_text(window):
+    """Nine is less than a thousand, and what is not known comes last."""
+    window.run(
+        "[...document.querySelectorAll('#table tbody tr')].forEach((row, k) => "
+        "{ row.cells[1].textContent = ['1,000', '9', '–', '20', '3', '100'][k]; })"
+    )
+    window.sort_by(1)
+    assert window.column(1) == ["3", "9", "20", "100", "1,000", "–"]
+    window.sort_by(1)
+    assert window.column(1) == ["1,000", "100", "20", "9", "3", "–"]
+
+
+def test_sorting_by_keyboard(window):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    window.driver.find_element(By.CSS_SELECTOR, "#table thead button").send_keys(Keys.ENTER)
+    assert window.column(0)[0] == "client 1"
+
+
+def test_filtering(window):
+    from selenium.webdriver.common.by import By
+
+    box = window.driver.find_element(By.ID, "filter")
+    box.send_keys("CLIENT 3")
+    assert window.column(0) == ["client 33"]
+    count = "return document.getElementById('count').textContent"
+    assert window.run(count) == "1 of 6 clients"
+    window.sort_by(0)
+    assert window.column(0) == ["client 33"]  # sorting keeps the filter
+    box.clear()
+    box.send_keys("nobody")
+    assert window.column(0) == []
+    box.clear()
+    window.until("return document.getElementById('count').textContent === '6 clients'")
+    assert len(window.column(0)) == 6
+
+
+# ---------------------------------------------------------------------- light, dark, narrow
+
+
+def colours_of(window):
+    return window.run(
+        "const of = (node, name) => getComputedStyle(node)[name];"
+        "return [of(document.body, 'backgroundColor'),"
+        " of(document.querySelector('#chart-accuracy .ytick text'), 'fill')]"
+    )
+
+
+def brightness(colour):
+    return np.mean([int(part) for part in colour.strip("rgba()").split(",")[:3]])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_follows_the_readers_choice(browser, page, scheme):
+    browser.open(page, scheme=scheme)
+    before = colours_of(browser)[1]
+    ground, ink = map(brightness, colours_of(browser))
+    assert (ground > 200 and ink < 80) if scheme == "light" else (ground < 60 and ink > 180)
+    # the button turns it round, charts and all
+    browser.run("document.getElementById('theme').click()")
+    browser.until(
+        "return getComputedStyle(document.querySelector('#chart-accuracy .ytick text')).fill"
+        " !== arguments[0]",
+        before,
+    )
+    ground, ink = map(brightness, colours_of(browser))
+    assert (ground < 60 and ink > 180) if scheme == "light" else (ground > 200 and ink < 80)
+
+
+def test_a_change_of_the_systems_scheme_reaches_the_charts(browser, page):
+    browser.open(page, scheme="light")
+    browser.emulate(1200, "dark")
+    browser.until("return document.getElementById('theme').textContent === 'Light'")
+    time.sleep(0.3)
+    ground, ink = map(brightness, colours_of(browser))
+    assert ground < 60
+    assert ink > 180
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_all_without_moving_sideways(browser, page, scheme):
+    browser.open(page, width=390, scheme=scheme)
+    wide = browser.run("return document.documentElement.scrollWidth")
+    assert wide <= 390
+    too_wide = browser.run(
+        "return [...document.querySelectorAll('.chart, .panel, .card, h1')]"
+        ".filter(one => one.getBoundingClientRect().right > 390.5)"
+        ".map(one => one.id || one.className)"
+    )
+    assert too_wide == []
+    # the table is wider than the screen, and moves inside its own box
+    assert browser.run(
+        "const box = document.querySelector('.tall'); return box.scrollWidth > box.clientWidth"
+    )
+    assert browser.complaints() == []
+
+
+# ---------------------------------------------------------------------- names that mean harm
+
+
+def test_hostile_names_are_only_shown(browser, tmp_path):
+    contents = hostile_contents()
+    path = write_report(contents, tmp_path / "report.html")
+    browser.open(path, width=390)
+    assert browser.run("return document.documentElement.scrollWidth") <= 390
+    browser.open(path)  # would fail if a dialogue had opened
+    assert browser.complaints() == []
+    assert set(HOSTILE) <= set(browser.column(0))
+    assert browser.run("return document.querySelectorAll('svg a, main b, main script').length") == 0
+    worst = contents.clients.names[contents.worst_client]
+    said = browser.point_at("accuracy", ".scatterlayer .trace:last-child .point")
+    assert said.startswith(worst[:20])
+
+
+def test_clients_that_came_later_are_drawn(browser, contents, tmp_path):
+    record = AdaptationRecord("newcomer", [30], None, [-3.0, -2.0, -1.9], labelled=False)
+    changed = replace(contents, adaptations=(record,), replayed=False)
+    browser.open(write_report(changed, tmp_path / "report.html"))
+    assert "newcomer" in browser.point_at("adaptation", ".scatterlayer .point")
+
+
+def test_a_method_without_density_is_drawn_too(browser, tmp_path):
+    browser.open(write_report(contents_of(named_clients("abc"), "local"), tmp_path / "report.html"))
+    assert browser.complaints() == []
+    assert browser.run("return document.querySelectorAll('.js-plotly-plot').length") == 3

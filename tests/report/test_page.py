@@ -1,0 +1,348 @@
+"""The page is one closed file: whole, small enough, and nothing a user writes can act in it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from pages import HOSTILE, contents_of, hostile_contents, named_clients
+
+from fedgmm.data.synthetic import synthetic
+from fedgmm.report import charts
+from fedgmm.report.contents import AdaptationRecord, ClientTable, Series, WeightMap
+from fedgmm.report.page import _plotly, render, write_report
+from fedgmm.report.projection import project
+from fedgmm.report.sections import sections_of, verdict
+
+MEGABYTE = 1_000_000
+CHARTS = (
+    "accuracy",
+    "convergence",
+    "calibration",
+    "weights",
+    "projection",
+    "densities",
+    "adaptation",
+)
+
+
+class Tags(HTMLParser):
+    """The tags of a page, their attributes, and the text of its scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.scripts, self.text, self._open = [], [], [], None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._open = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._open = None
+
+    def handle_data(self, data):
+        if self._open == "script":
+            self.scripts[-1] += data
+        else:
+            self.text.append(data)
+
+    def ids(self):
+        return {attributes.get("id") for _, attributes in self.tags}
+
+
+@pytest.fixture(scope="module")
+def contents():
+    return contents_of(named_clients([f"client {k}" for k in range(6)]), rivals=("fedavg", "local"))
+
+
+@pytest.fixture(scope="module")
+def page(contents):
+    return render(contents)
+
+
+def figures_of(page):
+    return json.loads(Tags(page).scripts[0])
+
+
+# ---------------------------------------------------------------------- what is there
+
+
+def test_every_part_is_there(page, contents):
+    found = Tags(page)
+    assert {f"chart-{key}" for key in CHARTS} <= found.ids()
+    assert {"clients", "settings", "table", "filter", "theme"} <= found.ids()
+    assert set(figures_of(page)) == set(CHARTS)
+    for name, value in (*contents.configuration.items(), *contents.environment.items()):
+        assert f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" in page
+
+
+def test_the_table_has_a_row_for_every_client(page, contents):
+    rows = re.findall(r'<tr><th scope="row">(client \d)</th><td>', page)
+    assert rows == list(contents.clients.names)
+    assert f"<td>{contents.clients.accuracy[2]:.1%}</td>" in page
+
+
+def test_figures_hold_the_values(contents):
+    figure = charts.accuracies(contents)
+    own = figure.data[-1]
+    assert own.name == "FedGMM"
+    assert list(own.y) == sorted(contents.clients.accuracy)
+    first = contents.clients.names.index(own.customdata[0])
+    assert figure.data[0].y[0] == contents.rivals["fedavg"][first]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "missing"),
+    [
+        ("fedem", {"densities", "projection"}),
+        ("local", {"densities", "projection", "weights", "adaptation"}),
+        ("fedavg", {"densities", "projection", "weights", "adaptation"}),
+    ],
+)
+def test_parts_that_do_not_apply_say_why(algorithm, missing):
+    contents = contents_of(named_clients("abc"), algorithm)
+    page = render(contents)
+    assert set(figures_of(page)) == set(CHARTS) - missing
+    for key in missing:
+        assert f'id="chart-{key}"' not in page
+        assert html.escape(contents.absent[key]) in page
+
+
+def test_the_page_without_test_rows(contents):
+    blank = np.full(6, np.nan)
+    table = ClientTable(
+        contents.clients.names, contents.clients.rows, np.ones(6, int), *[blank] * 3
+    )
+    page = render(replace(contents, clients=table, reliability=None, densities=None, rivals={}))
+    assert "no test rows" in page
+    assert "nan" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL).lower()
+
+
+# ---------------------------------------------------------------------- in one sentence
+
+
+@pytest.mark.parametrize(
+    ("rival", "told"),
+    [
+        ([0.5, 0.5, 0.5], "gains 20.0 percentage points over Other"),
+        ([0.9, 0.9, 0.9], "Other is better here: an average client would gain 20.0"),
+        ([0.6, 0.7, 0.8], "equally good"),
+        (None, "No other method was run"),
+    ],
+)
+def test_the_verdict(contents, rival, told):
+    accuracy = np.array([0.8, 0.7, 0.6])
+    counts = np.ones(3, dtype=int)
+    table = ClientTable(("a", "b", "c"), counts, counts, accuracy, accuracy, accuracy)
+    rivals = {} if rival is None else {"Other": np.array(rival), "Poor": np.full(3, 0.1)}
+    assert told in verdict(replace(contents, clients=table, rivals=rivals))
+
+
+def test_the_verdict_counts_clients_that_do_as_well(contents):
+    table = replace(contents.clients, accuracy=np.array([0.9, 0.8, 0.7, 0.6, 0.5, np.nan]))
+    rivals = {"Other": np.array([0.95, 0.8, 0.1, 0.1, np.nan, 0.9])}
+    assert "3 of 4 clients" in verdict(replace(contents, clients=table, rivals=rivals))
+
+
+# ---------------------------------------------------------------------- closed
+
+
+def test_there_is_no_address_in_the_page(page):
+    addresses = set(re.findall(r"(?:https?|wss?|ftp)://[^\s\"'`<>]+", page))
+    assert {address.split("/")[2] for address in addresses} == {"www.w3.org"}
+
+
+def test_nothing_is_loaded(page):
+    for tag, attributes in Tags(page).tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form")
+        assert "src" not in attributes
+        assert attributes.get("href", "#").startswith("#")
+    assert "@import" not in page.split("</style>")[0]
+    assert "url(" not in page.split("</style>")[0]
+
+
+def test_the_policy_forbids_the_network_and_other_scripts(page):
+    (policy,) = (
+        attributes["content"]
+        for tag, attributes in Tags(page).tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy.startswith("default-src 'none';")
+    assert "http" not in policy
+    assert "unsafe-eval" not in policy
+    assert "script-src 'sha256-" in policy
+    assert "connect-src" not in policy
+
+
+def test_plotly_is_there_once_and_sends_nothing_to_a_cloud(page):
+    assert page.count("* plotly.js v") == 1
+    assert "showSendToCloud: false" in page
+    assert len(_plotly()) > MEGABYTE
+
+
+# ---------------------------------------------------------------------- names that mean harm
+
+
+@pytest.fixture(scope="module")
+def hostile_page():
+    return render(hostile_contents())
+
+
+def test_names_cannot_open_or_close_a_tag(hostile_page, page):
+    found = Tags(hostile_page)
+    assert len(found.scripts) == 3  # the figures, plotly and the page's own
+    assert not [tag for tag, _ in found.tags if tag == "b"]
+    assert all(a["href"].startswith("#") for tag, a in found.tags if tag == "a")
+    without_scripts = re.sub(r"<script.*?</script>", "", hostile_page, flags=re.DOTALL)
+    assert "alert(1)" in without_scripts  # it is shown
+    assert "<script>alert" not in hostile_page
+    assert "<!--" not in without_scripts
+
+
+def test_names_are_shown_as_they_are(hostile_page):
+    cells = re.findall(r'<tr><th scope="row">(.*?)</th><td>', hostile_page)
+    assert set(HOSTILE) <= set(map(html.unescape, cells))
+
+
+def test_figures_carry_no_markup_of_users(hostile_page):
+    raw = Tags(hostile_page).scripts[0]
+    assert not set("<>&\u2028\u2029") & set(raw)
+    for text in strings_in(json.loads(raw)):
+        assert "<script" not in text
+        assert "<a " not in text
+        assert "<!--" not in text
+
+
+def strings_in(value):
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield key
+            yield from strings_in(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from strings_in(one)
+
+
+def test_names_that_no_file_can_hold(contents, tmp_path):
+    names = ("\ud800", "nul \x00", "\x1b[31m", *contents.clients.names[3:])
+    table = replace(contents.clients, names=names)
+    path = write_report(replace(contents, clients=table), tmp_path / "new" / "report.html")
+    text = path.read_text(encoding="utf-8")
+    assert "\x00" not in text
+    assert "\x1b" not in text
+    assert path.parent.name == "new"
+    assert [one.name for one in path.parent.iterdir()] == ["report.html"]
+
+
+# ---------------------------------------------------------------------- size
+
+
+def test_a_page_of_300_clients_is_small():
+    dataset = synthetic(300, 40, dimensions=6).dataset
+    contents = contents_of(dataset, rivals=("fedavg", "fedem"))
+    page = render(contents)
+    assert len(page.encode()) < 8 * MEGABYTE
+    assert page.count('<tr><th scope="row">') == 300 + 3  # and three methods
+    assert len(contents.densities.log_x) <= 3000
+
+
+def test_a_page_of_ten_thousand_clients_shows_a_sample(contents, rng):
+    many, pairs = 10_000, 4
+    names = tuple(f"clinic {k}" for k in range(many))
+    counts = rng.integers(1, 1000, many)
+    shares = rng.random(many)
+    weights = rng.dirichlet(np.ones(pairs), size=many)
+    shown = WeightMap(np.arange(0, many, 20), ("G1·L1", "G1·L2", "G2·L1", "G2·L2"), weights[::20])
+    plane = project(
+        np.eye(2, 3), np.ones((2, 3)), "diag", np.full(2, 0.5), weights[:, :2] + weights[:, 2:]
+    )
+    large = replace(
+        contents,
+        clients=ClientTable(
+            names, counts, counts, shares, shares, shares, ("G1·L1",) * many, shares, shares
+        ),
+        rivals={"FedAvg": rng.random(many)},
+        weights=shown,
+        projection=plane,
+    )
+    page = render(large)
+    assert len(page.encode()) < 8 * MEGABYTE
+    assert page.count('<tr><th scope="row">clinic') == many
+    assert "Shown are 500 of 10,000 clients" in page
+    assert "Shown are 1,000 of 10,000 clients" in page
+    assert len(charts.accuracies(large).data[0].x) == 1000
+
+
+# ---------------------------------------------------------------------- charts
+
+
+def test_far_outliers_stand_at_the_rim(contents, rng):
+    log_x = np.append(rng.normal(size=99), -1e9)
+    found = replace(
+        contents.densities,
+        log_x=log_x,
+        log_y=np.zeros(100),
+        novel=np.arange(100) == 99,
+        clients=np.zeros(100, dtype=int),
+    )
+    usual, novel = charts.densities(found, ["a"]).data
+    assert len(usual.x) == 99
+    assert novel.x[0] > -20  # drawn near the others
+    assert novel.customdata[0][1] == "-1000000000.00"  # told as it is
+    assert novel.marker.symbol != usual.marker.symbol
+
+
+def test_a_client_that_adapted_without_test_rows():
+    record = AdaptationRecord("new", [12], None, [-3.0, -2.0, -1.5], labelled=False)
+    figure = charts.adaptation([record])
+    assert [list(one.y) for one in figure.data] == [[-3.0, -2.0, -1.5]]
+
+
+def test_several_clients_that_came_later(contents):
+    records = (
+        AdaptationRecord("one", [0, 5, 100], [0.5, 0.6, 0.7], [-3.0], labelled=True),
+        AdaptationRecord("two", [0, 20], [0.5, 0.9], [-2.0], labelled=False),
+    )
+    told = replace(contents, adaptations=records, replayed=False)
+    (part,) = [part for part in sections_of(told) if part.key == "adaptation"]
+    assert "treated as if" not in part.caption
+    figure = part.draw()
+    assert list(figure.layout.xaxis.categoryarray) == ["0", "5", "20", "100"]
+    assert {one.name for one in figure.data} == {"one", "two"}
+
+
+def test_a_replayed_client_is_said_to_be_one(page):
+    assert "Its rows did take part in the training" in page
+
+
+def test_many_pairs_have_one_label_a_gaussian():
+    pairs = tuple(f"G{m1}·L{m2}" for m1 in range(1, 7) for m2 in range(1, 6))
+    figure = charts.weights(WeightMap(np.arange(2), pairs, np.zeros((2, 30))), ["a", "b"], 6)
+    assert [re.sub("<.*?>", "", text) for text in figure.layout.xaxis.ticktext] == [
+        f"G{m}" for m in range(1, 7)
+    ]
+    assert list(figure.layout.xaxis.tickvals[:2]) == [2, 7]
+
+
+def test_each_series_has_its_panel():
+    rounds = np.arange(3.0)
+    figure = charts.convergence(
+        [Series("Log-likelihood", rounds, rounds), Series("Accuracy", rounds, rounds / 4)]
+    )
+    assert figure.layout.yaxis2.tickformat == ".0%"
+    assert figure.layout.yaxis.tickformat is None
+
+
+def test_long_texts_are_cut_before_they_are_escaped():
+    shown = charts.safe_text("<" * 100)
+    assert html.unescape(shown) == "<" * 39 + "…"
