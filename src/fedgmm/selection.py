@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +102,11 @@ class MixtureSelection:
     def record(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         tried = [
-            {"components": m1, "learners": m2, "validation_log_likelihood": score}
+            {
+                "components": m1,
+                "learners": m2,
+                "validation_log_likelihood": score if math.isfinite(score) else None,
+            }
             for (m1, m2), score in self.scores.items()
         ]
         return {"components": self.components, "learners": self.learners, "tried": tried}

@@ -256,6 +256,14 @@ def test_one_gaussian_is_shown_where_it_is_widest():
     assert plane.captured == pytest.approx(13 / 14)
 
 
+def test_clients_on_the_map_have_their_trained_weights(contents, model):
+    """Also the one that was played again as a newcomer."""
+    centres = model.client_weights.sum(-1) @ model.prediction.gaussians.means.numpy()
+    plane = contents.projection
+    shifts = centres @ plane.axes - plane.clients  # all by the centre of the plane
+    np.testing.assert_allclose(shifts, np.broadcast_to(shifts[0], shifts.shape), atol=1e-9)
+
+
 def test_an_ellipse_lies_two_deviations_out():
     outline = ellipse(np.array([1.0, 2.0]), np.diag([4.0, 1.0]))
     np.testing.assert_allclose(outline.max(0), [5.0, 4.0], atol=1e-2)

@@ -96,7 +96,7 @@ def test_figures_hold_the_values(contents):
     assert own.name == "FedGMM"
     assert list(own.y) == sorted(contents.clients.accuracy)
     first = contents.clients.names.index(own.customdata[0])
-    assert figure.data[0].y[0] == contents.rivals["fedavg"][first]
+    assert figure.data[0].y[0] == contents.rivals["FedAvg"][first]
 
 
 @pytest.mark.parametrize(

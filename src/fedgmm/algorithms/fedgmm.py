@@ -33,6 +33,7 @@ from fedgmm.core.learners import (
 from fedgmm.core.linalg import take
 from fedgmm.core.mstep import client_weights
 from fedgmm.core.networks import Dense, Params
+from fedgmm.core.pixels import as_numbers
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.data.dataset import LabelledRows
@@ -154,7 +155,7 @@ class FedGMM:
             joint = take(log_pi, codes, axis=1).reshape(-1, m2, len(codes))
             if self.density:
                 joint += log_densities(difference, current).mT[:, None]
-            inputs, labels = rows.inputs[place].to(dtype), rows.labels[place]
+            inputs, labels = as_numbers(rows.inputs[place], dtype), rows.labels[place]
             joint += log_likelihoods(net, shared.learners, inputs, labels).mT
             q, log_evidence = responsibilities(joint.flatten(0, 1).mT)
             learner_weights[place] = q.mT.reshape(joint.shape).sum(0).mT.to(dtype)
@@ -191,7 +192,7 @@ class FedGMM:
 
         def add_block(total: list[NewtonSums], block: Block) -> None:
             _, _, place = rows.features.read(block)
-            inputs = rows.inputs[place].to(self.training.dtype)
+            inputs = as_numbers(rows.inputs[place], self.training.dtype)
             sums = newton_sums(net, learners, inputs, rows.labels[place], weights[place])
             if not total:
                 total.append(sums)

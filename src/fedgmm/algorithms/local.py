@@ -11,6 +11,7 @@ from fedgmm.algorithms.base import Prediction, RoundInfo
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.core.learners import expand_clients, log_likelihoods, plan_batches, take_clients
 from fedgmm.core.networks import Params
+from fedgmm.core.pixels import as_numbers
 from fedgmm.data.dataset import LabelledRows
 
 _ROWS_AT_ONCE = 512
@@ -39,7 +40,7 @@ def fit_of_own_learners(training: LocalTraining, personal: Params, rows: Labelle
             own = take_clients(personal, plan.clients)
             for step in plan.steps:
                 active = take_clients(own, slice(0, len(step.rows)))
-                inputs = rows.inputs[step.rows].to(training.dtype)
+                inputs = as_numbers(rows.inputs[step.rows], training.dtype)
                 fit = log_likelihoods(training.net, active, inputs, rows.labels[step.rows])
                 total += (fit[..., 0] * step.mask).sum()
     return Fit(total, len(rows))

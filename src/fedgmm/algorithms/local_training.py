@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.algorithms.base import DivergedError
+from fedgmm.core.devices import accelerator_memory
 from fedgmm.core.learners import (
     SGD,
     BatchPlan,
@@ -47,7 +48,7 @@ class LocalTraining:
         rounds: length of the run, for the cosine.
         seed: of shuffles and random starts.
         dtype: of the parameters.
-        memory: most bytes for the copies of the learners that clients hold at once.
+        memory: most bytes for the copies of the learners that clients hold at once, on a CPU.
     """
 
     net: Network
@@ -86,7 +87,13 @@ class LocalTraining:
         Copies of ``params`` fit the memory; on a CPU a step of the group fits the cache.
         """
         one = sum(value.numel() * value.element_size() for value in params.values())
-        size = max(1, self.memory // (4 * one))  # parameters, gradients, momentum, a temporary
+        copies = 4 * one  # parameters, gradients, momentum, a temporary
+        if rows.device.type == "cpu":
+            size = max(1, self.memory // copies)
+        else:
+            learners = len(next(iter(params.values())))
+            batch = self.sgd.batch_size * learners * self.net.row_numbers * self.dtype.itemsize
+            size = max(1, accelerator_memory(rows.device) // (copies + batch))
         if self._in_lanes(rows):
             numbers = self.sgd.batch_size * math.prod(rows.inputs.shape[1:])
             size = min(size, max(1, _STEP_NUMBERS // numbers))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -21,19 +23,28 @@ class _OneSentenceErrors(TyperGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _note
+                return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except KeyboardInterrupt:
             typer.echo("Interrupted.", err=True)
             raise typer.Exit(_INTERRUPTED) from None
         except BrokenPipeError:  # whoever reads our output has seen enough
-            sys.stdout = None  # type: ignore[assignment]
+            # what is still in Python's buffer has to go somewhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except Exception as error:
             if ctx.params["debug"]:
                 raise
-            raise click.ClickException(_sentence(error)) from None
+            typer.echo(f"Error: {_sentence(error)}", err=True)
+            raise typer.Exit(1) from None
+
+
+def _note(message: Warning | str, *_: Any) -> None:
+    """A warning without the place in the code that it came from."""
+    typer.echo(f"Note: {message}", err=True)
 
 
 def _sentence(error: Exception) -> str:

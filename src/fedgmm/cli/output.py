@@ -35,9 +35,12 @@ def sidelines() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
-    json.dump(value, sys.stdout, indent=1, ensure_ascii=False, allow_nan=False, default=_plain)
-    sys.stdout.write("\n")
+    """One JSON document on standard output; numbers that are not finite become ``null``."""
+    from fedgmm.runs.folder import finite
+
+    text = json.dumps(finite(value), indent=1, allow_nan=False, default=_plain)
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()  # a closed pipe is noticed here and not at the end
 
 
 def _plain(value: Any) -> Any:
@@ -86,15 +89,16 @@ class RoundsBar:
             TimeRemainingColumn,
         )
 
+        console = sidelines()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[told]}"),
             TimeRemainingColumn(),
-            console=sidelines(),
+            console=console,
             transient=True,
-            disable=quiet,
+            disable=quiet or not console.is_terminal,
         )
         self._task = self._progress.add_task("reading", total=None, told="")
 
@@ -128,7 +132,10 @@ def write_columns(columns: Mapping[str, Any], out: Path | None) -> None:
 
     table = pa.table({name: pa.array(values) for name, values in columns.items()})
     if out is None:
-        csv.write_csv(table, pa.PythonFile(sys.stdout.buffer, "w"))
+        buffer = pa.BufferOutputStream()
+        csv.write_csv(table, buffer)
+        sys.stdout.buffer.write(buffer.getvalue())
+        sys.stdout.buffer.flush()  # a closed pipe is noticed here and not at the end
         return
     lowered = out.name.lower()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -144,6 +151,12 @@ def write_columns(columns: Mapping[str, Any], out: Path | None) -> None:
         with pa.output_stream(str(draft), compression=compression) as stream:
             csv.write_csv(table, stream, options)
     draft.replace(out)
+
+
+def as_rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Columns as one dictionary a row, for JSON."""
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in values]
 
 
 def check_output(out: Path | None) -> None:

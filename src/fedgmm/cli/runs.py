@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +12,7 @@ import typer
 from fedgmm.cli.output import (
     JsonFlag,
     RoundsBar,
+    as_rows,
     check_output,
     print_json,
     print_notes,
@@ -140,7 +143,7 @@ def fit(
     if checkpoint_every is not None:
         sections["run"]["checkpoint_every"] = checkpoint_every
     chosen = config_from(sections)
-    with RoundsBar(as_json) as bar:
+    with _telling_how_to_go_on(out), RoundsBar(as_json) as bar:
         run = fit_config(
             chosen,
             out,
@@ -155,7 +158,7 @@ def fit(
 def _count(option: str, text: str | None) -> int | str | None:
     if text is None or text == "auto":
         return text
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise typer.BadParameter(f"{option} must be a number or auto, got {text!r}.")
     return int(text)
 
@@ -171,6 +174,18 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return name.strip(), value.strip()
+
+
+@contextmanager
+def _telling_how_to_go_on(home: Path) -> Iterator[None]:
+    from fedgmm.runs.folder import RunFolder
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if RunFolder(home).is_run:
+            sidelines().print(f"Go on with: fedgmm resume {home}", soft_wrap=True, highlight=False)
+        raise
 
 
 def _show_finished(run: Any, as_json: bool) -> None:
@@ -199,7 +214,7 @@ def resume(
     """
     from fedgmm.runs.fitting import resume as resume_run
 
-    with RoundsBar(as_json) as bar:
+    with _telling_how_to_go_on(run), RoundsBar(as_json) as bar:
         found = resume_run(
             run, rounds=rounds, tell=bar.tell, on_start=bar.begin, on_round=[bar.show]
         )
@@ -259,7 +274,8 @@ def predict(
     names, counts = np.unique(found.labels, return_counts=True)
     shares = {str(name): int(count) for name, count in zip(names, counts, strict=True)}
     if as_json:
-        print_json({"rows": len(found.labels), "predicted": shares, "out": out})
+        record = {"rows": len(found.labels), "predicted": shares, "out": out}
+        print_json(record if out else {**record, "predictions": as_rows(found.columns())})
     elif out is not None:
         told = ", ".join(f"{name}: {count}" for name, count in shares.items())
         sidelines().print(f"{len(found.labels)} rows ({told}) in {out}", soft_wrap=True)
@@ -335,7 +351,7 @@ def detect(
             "batch_p_value": found.batch_p_value,
             "out": out,
         }
-        print_json(record)
+        print_json(record if out else {**record, "scores": as_rows(found.columns())})
         return
     console = sidelines()
     console.print(

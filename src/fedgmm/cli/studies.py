@@ -119,7 +119,9 @@ def compare(
     tuning_rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 10,
     components: Annotated[int | None, typer.Option(min=1, help="Gaussians; 3 by default.")] = None,
     learners: Annotated[int | None, typer.Option(min=1, help="Learners; 3 by default.")] = None,
-    seed: SeedOption = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of everything random; a run's own, or 0.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     out: Annotated[
         Path | None, typer.Option(help="Folder for comparison.json; a run's own by default.")
@@ -157,7 +159,6 @@ def compare(
             tell=tell,
             options=data.options,
             rounds=rounds,
-            seed=seed,
             device=device,
             **{name: size for name, size in sizes.items() if size is not None},
         )
@@ -193,7 +194,7 @@ def tune(
     from fedgmm.report.tables import tuning_table
     from fedgmm.runs.comparing import built_in_data
 
-    rates = tuple(float(rate) for rate in grid.split(",")) if grid else PAPER_GRID
+    rates = _rates(grid) if grid else PAPER_GRID
     dataset, _ = built_in_data(data.value, seed)
     with working(as_json) as tell:
         tell(f"{method}: {len(rates)} learning rates")
@@ -206,6 +207,15 @@ def tune(
         print_json({"lr": found.lr, "scores": scores})
         return
     screen().print(tuning_table(found, f"{method} on {data.value}"))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(rate) for rate in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"--grid takes learning rates separated by commas, got {text!r}."
+        ) from None
 
 
 def reproduce(

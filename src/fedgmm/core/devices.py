@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+_MEMORY_SHARE = 0.4
+
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -27,3 +29,8 @@ def resolve_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"dtype must be one of {sorted(_DTYPES)}, got {name!r}.")
     return _DTYPES[name]
+
+
+def accelerator_memory(device: torch.device) -> int:
+    """Bytes that training may use on an accelerator: a share of all, so that every run does the same."""
+    return int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)

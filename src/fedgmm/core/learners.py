@@ -10,6 +10,9 @@ from torch.nn.functional import logsigmoid
 
 from fedgmm.core.linalg import matmul, solve, take
 from fedgmm.core.networks import Dense, Network, Params
+from fedgmm.core.pixels import as_numbers
+
+_NUMBERS_AT_ONCE = 512 * 1024 * 1024  # activations of rows that shared learners look at
 
 
 def log_likelihoods(
@@ -27,6 +30,12 @@ def log_likelihoods(
     Returns:
         ``(*C, n, M)``.
     """
+    learners = len(next(iter(params.values())))
+    most = _NUMBERS_AT_ONCE // (learners * net.row_numbers)
+    if inputs.dim() == len(net.input_shape) + 1 and len(inputs) > most and not training:
+        size = max(1, most)
+        parts = [slice(first, first + size) for first in range(0, len(inputs), size)]
+        return torch.cat([log_likelihoods(net, params, inputs[p], labels[p]) for p in parts])
     if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)): a softmax over two numbers is slow
         margins = _margins(net, params, inputs, training)
         return logsigmoid((margins * _signs(labels, margins.dtype)).mT).mT
@@ -311,7 +320,8 @@ def _batch(
         taken = take(weights.mT, step.rows.reshape(-1), axis=1).to(dtype)
         w = (w.mT * taken.reshape(-1, *step.rows.shape).transpose(0, 1)).mT
     share = w / w.sum(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
-    return _take_rows(inputs, step.rows).to(dtype), _take_rows(labels, step.rows), share
+    x = as_numbers(_take_rows(inputs, step.rows), dtype)
+    return x, _take_rows(labels, step.rows), share
 
 
 def _linear_gradients(net: Dense, params: Params, x: Tensor, y: Tensor, share: Tensor) -> Params:

@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
@@ -35,6 +35,16 @@ class Network(Protocol):
     @property
     def classes(self) -> int:
         """``K``."""
+        ...
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one row; a single number of columns for networks that flatten."""
+        ...
+
+    @property
+    def row_numbers(self) -> int:
+        """About how many numbers a learner holds at once for each row, for memory budgets."""
         ...
 
     @property
@@ -64,6 +74,16 @@ class Dense:
     columns: int
     classes: int
     hidden: tuple[int, ...] = ()
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Inputs of any shape are flattened to this one."""
+        return (self.columns,)
+
+    @property
+    def row_numbers(self) -> int:
+        """All layers."""
+        return sum(self.widths)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -115,6 +135,11 @@ class Vectorised:
     factory: ModuleFactory
     input_shape: tuple[int, ...]
     classes: int
+
+    @property
+    def row_numbers(self) -> int:
+        """A guess: tens of channels as large as the input, forwards and back."""
+        return 64 * math.prod(self.input_shape)
 
     # Two skeletons, since a module's mode is state and lanes may evaluate at the same time.
     @cached_property
@@ -247,8 +272,10 @@ def network(learner: str | ModuleFactory, input_shape: tuple[int, ...], classes:
                     f"learner='cnn' needs square images (channels, size, size) of at least 4 pixels, "
                     f"got inputs of shape {input_shape}."
                 )
+            from fedgmm.core.convolutions import Convolutional
+
             channels, size, _ = input_shape
-            return Vectorised(partial(ConvNet, channels, size, classes), input_shape, classes)
+            return Convolutional(channels, size, classes)
     raise ValueError(
         f"learner must be one of {list(LEARNERS)} or a module factory, got {learner!r}."
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.pixels import as_numbers
 from fedgmm.core.predictive import adapt_weights, log_class_probabilities, log_marginal
 from fedgmm.core.scaling import Scaling
 from fedgmm.core.streaming import Block, accumulate, blocks_of
@@ -519,7 +520,8 @@ class FederatedModel:
         """``log P_θm2(y|x_i)`` of every class, ``(n, M2, K)`` float64."""
         with torch.inference_mode():
             logits = self.prediction.net.logits(
-                self.prediction.learners if learners is None else learners, x.to(self._dtype)
+                self.prediction.learners if learners is None else learners,
+                as_numbers(x, self._dtype),
             )
             return torch.log_softmax(logits.double(), -1)
 

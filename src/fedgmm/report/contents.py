@@ -273,7 +273,10 @@ def gather(
         learners=model.n_learners,
         clients=clients,
         convergence=_convergence(history, absent),
-        rivals=_aligned(rivals or {}, dataset.names),
+        rivals={
+            TITLES.get(name, name): _aligned(told, dataset.names)
+            for name, told in (rivals or {}).items()
+        },
         weights=weights,
         projection=_projection(own, dataset, feature_names, absent),
         reliability=reliability,
@@ -310,19 +313,11 @@ def distinct_names(names: Sequence[Hashable]) -> tuple[str, ...]:
     return tuple(plain) if len(set(plain)) == len(plain) else tuple(map(repr, names))
 
 
-def _aligned(
-    rivals: Mapping[str, Evaluation | Mapping[Any, float]], names: Sequence[Hashable]
-) -> dict[str, FloatArray]:
-    """Accuracy of each client ``(C,)`` under each method."""
-    result = {}
-    for method, told in rivals.items():
-        known = (
-            told
-            if isinstance(told, Mapping)
-            else dict(zip(told.clients, told.accuracy.tolist(), strict=True))
-        )
-        result[method] = np.array([known.get(name, np.nan) for name in names], dtype=np.float64)
-    return result
+def _aligned(told: Evaluation | Mapping[Any, float], names: Sequence[Hashable]) -> FloatArray:
+    """Accuracy of each client, ``(C,)``; NaN where it is not told."""
+    if not isinstance(told, Mapping):
+        told = dict(zip(told.clients, told.accuracy.tolist(), strict=True))
+    return np.array([told.get(name, np.nan) for name in names], dtype=np.float64)
 
 
 # ---------------------------------------------------------------------- rounds

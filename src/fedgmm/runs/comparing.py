@@ -47,23 +47,32 @@ def data_to_compare(
     sources: Sequence[str],
     label: str | None,
     client_column: str | None,
-    seed: int,
+    seed: int | None = None,
     tell: Tell = lambda _: None,
 ) -> DataToCompare:
-    """Rows from files, from a run folder, or built in."""
+    """Rows from files, from a run folder, or built in.
+
+    Args:
+        sources: files, folders or patterns; or one run folder; or one of ``BUILT_IN``.
+        label: the column to predict, for files.
+        client_column: the column that names the client, for files.
+        seed: of the split and the training; a run's own, or 0, where it is ``None``.
+        tell: called with a line before each step.
+    """
     if len(sources) == 1 and RunFolder(Path(sources[0])).is_run:
         run = open_run(sources[0])
         # methods differ; what they have in common is the size of the mixture and the seed
         options = replace(run.config.options(), algorithm="fedgmm")
+        options = options if seed is None else replace(options, seed=seed)
         return DataToCompare(run.data(tell), sources[0], options, home=run.folder.home)
     if len(sources) == 1 and sources[0] in BUILT_IN and label is None:
-        dataset, bayes = built_in_data(sources[0], seed)
-        return DataToCompare(dataset, sources[0], bayes=bayes)
+        dataset, bayes = built_in_data(sources[0], seed or 0)
+        return DataToCompare(dataset, sources[0], TrainingOptions(seed=seed or 0), bayes)
     if label is None:
         raise ValueError("No label column was given; say --label COLUMN.")
-    table = TableOptions(label, client_column, seed=seed)
+    table = TableOptions(label, client_column, seed=seed or 0)
     dataset, _, tables = load_federation(sources, table, tell)
-    options = TrainingOptions(standardise=False)
+    options = TrainingOptions(standardise=False, seed=seed or 0)
     kind = suitable_covariance(len(dataset.train), dataset.input_shape[0], options.components)
     options = replace(options, covariance_type=kind)
     return DataToCompare(dataset, "Files", options, notes=tables.notes)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import tomli_w
 
+from fedgmm.core.checks import check_choice, check_integer, check_non_negative
+from fedgmm.core.devices import resolve_dtype
 from fedgmm.data.tabular.preprocessing import TableOptions
 from fedgmm.training import TrainingOptions
 
@@ -19,6 +21,8 @@ _AUTO = ("components", "learners", "covariance_type")
 """Training options that may be ``"auto"``: chosen from the data before training."""
 
 _NONE = "none"  # TOML has no word for nothing
+_MAY_BE_NONE = ("patience", "server_lr", "tol")
+_LEARNERS = ("linear", "mlp")  # the others are for images
 
 
 @dataclass(frozen=True)
@@ -41,23 +45,25 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         known = {one.name for one in fields(TrainingOptions)} - {"standardise"}
-        for name, value in self.training.items():
+        for name in self.training:
             if name not in known:
                 raise ValueError(
                     f"There is no training option {name!r}; there are {', '.join(sorted(known))}."
                 )
-            if name == "learner" and not isinstance(value, str):
-                raise ValueError("learner must be a name: linear, mlp or cnn.")
-        if not isinstance(self.checkpoint_every, int) or self.checkpoint_every < 1:
-            raise ValueError(
-                f"checkpoint_every must be a whole number of rounds, got {self.checkpoint_every!r}."
-            )
-        self.options().check()
+        check_integer("checkpoint_every", self.checkpoint_every, 1)
+        options = self.options()
+        check_choice("learner", options.learner, _LEARNERS)
+        if not isinstance(options.device, str):
+            raise ValueError(f"device must be cpu, cuda or auto, got {options.device!r}.")
+        resolve_dtype(options.dtype)
+        options.check()
 
     def options(self, **chosen: Any) -> TrainingOptions:
         """The training options, with what was left open filled in."""
         values = {**self.training, **chosen}
-        values = {name: None if value == _NONE else value for name, value in values.items()}
+        for name in _MAY_BE_NONE:
+            if values.get(name) == _NONE:
+                values[name] = None
         defaults = TrainingOptions()
         for name in _AUTO:
             if values.get(name) == "auto":
@@ -131,24 +137,50 @@ def config_from(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         ValueError: something that is missing or of the wrong type.
     """
     data = dict(sections.get("data", {}))
-    sources = data.pop("files", None)
-    if isinstance(sources, str):
-        sources = [sources]
-    if not sources:
+    files = _texts("files", data.pop("files", []))
+    if not files:
         raise ValueError("No files were given; name at least one, such as site_*.csv.")
-    if not data.get("label"):
+    if data.get("label", "") == "":
         raise ValueError("No label column was given; say --label COLUMN.")
-    for name in ("categorical", "ignore", "split"):
-        if name in data:
-            data[name] = (data[name],) if isinstance(data[name], str) else tuple(data[name])
-    if "split" in data and (len(data["split"]) != 3 or abs(sum(data["split"]) - 1.0) > 1e-9):
-        raise ValueError(f"split must be three shares that sum to 1, got {list(data['split'])}.")
     return RunConfig(
-        tuple(map(str, sources)),
-        TableOptions(**data),
+        files,
+        _table_options(data),
         dict(sections.get("training", {})),
         **dict(sections.get("run", {})),
     )
+
+
+def _table_options(data: dict[str, Any]) -> TableOptions:
+    """Values of a TOML file, which may be of any type, as options."""
+    for name in ("label", "client_column"):
+        if not isinstance(data.get(name, ""), str):
+            raise ValueError(f"{name} must be the name of a column in quotes, got {data[name]!r}.")
+    for name in ("categorical", "ignore"):
+        data[name] = _texts(name, data.get(name, []))
+    if "split" in data:
+        data["split"] = _shares(data["split"])
+    check_integer("max_categories", data.get("max_categories", 2), 2)
+    check_non_negative("indicator_from", data.get("indicator_from", 0.0))
+    check_integer("seed", data.get("seed", 0), 0)
+    return TableOptions(**data)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(one, str) for one in values):
+        raise ValueError(f"{name} must be a list of names in quotes, got {value!r}.")
+    return tuple(values)
+
+
+def _shares(value: Any) -> tuple[float, float, float]:
+    fits = isinstance(value, (list, tuple)) and len(value) == 3
+    numbers = fits and all(type(one) in (int, float) and one >= 0 for one in value)
+    if not numbers or abs(sum(value) - 1.0) > 1e-9 or not value[0]:
+        raise ValueError(
+            "split must be three shares, of training, validation and test rows, that sum to 1, "
+            f"got {value!r}."
+        )
+    return float(value[0]), float(value[1]), float(value[2])
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from fedgmm.core.devices import resolve_device
 from fedgmm.data.tabular.files import Tell, find_tables
 from fedgmm.data.tabular.loading import Tables, agreement, read_tables
 from fedgmm.data.tabular.preprocessing import TableOptions
@@ -21,11 +24,14 @@ from fedgmm.runs.folder import (
     RunError,
     RunFolder,
     as_json,
+    check_files_unchanged,
     fingerprints,
+    finite,
+    read_history,
     read_json,
     write_json,
 )
-from fedgmm.runs.run import FederatedRun, open_run
+from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.selection import select_mixture, suitable_covariance
 from fedgmm.training import OnTrainingRound, train
 
@@ -34,12 +40,15 @@ if TYPE_CHECKING:
     from fedgmm.inference.metrics import Evaluation
     from fedgmm.inference.model import FederatedModel
 
+_LEFTOVERS = (".lock", "config.toml.part")
+"""What an attempt that ended before its first step may leave behind."""
+
 OnStart = Callable[[int], None]
 """Called with the number of rounds before training begins."""
 
 
 def fit(
-    files: Sequence[str | Path],
+    files: str | Path | Sequence[str | Path],
     label: str,
     out: str | Path,
     *,
@@ -68,6 +77,10 @@ def fit(
         **training: fields of :class:`fedgmm.TrainingOptions`; ``components`` and ``learners`` may be
             ``"auto"``.
     """
+    if isinstance(files, (str, Path)):
+        files = [files]
+    # NumPy's numbers are not written to TOML
+    training = {k: v.item() if isinstance(v, np.generic) else v for k, v in training.items()}
     table = TableOptions(
         label,
         client_column,
@@ -90,19 +103,28 @@ def fit_config(
 ) -> FederatedRun:
     """The same from a configuration."""
     folder = RunFolder(Path(out))
+    resolve_device(config.options().device)
     paths = [path.resolve() for path in find_tables(config.files)]
+    for path in paths:
+        _check_name(path)
     config = replace(config, files=tuple(map(str, paths))).complete()
     with folder.lock():
-        if folder.is_run and not overwrite:
-            raise RunError(
-                f"{folder.home} already holds a run; go on with fedgmm resume, choose another folder, "
-                "or say --overwrite."
-            )
-        if folder.is_run:
-            _clear(folder)
-        elif any(child.name != ".lock" for child in folder.home.iterdir()):
+        tables = None
+        if folder.has_progress:
+            if not overwrite:
+                raise RunError(
+                    f"{folder.home} already holds a run; go on with fedgmm resume, choose another "
+                    "folder, or say --overwrite."
+                )
+            # files that cannot be used must not cost the run that is there
+            tables = read_tables(config.files, config.table, tell)
+            agreement(tables)
+        elif not folder.is_run and any(
+            child.name not in _LEFTOVERS for child in folder.home.iterdir()
+        ):
             raise RunError(f"{folder.home} is not empty and holds no run; choose another folder.")
-        return _run(folder, config, tell, on_start, tuple(on_round))
+        _clear(folder)
+        return _run(folder, config, tell, on_start, tuple(on_round), tables)
 
 
 def resume(
@@ -137,36 +159,31 @@ def resume(
             config = config.with_training(rounds=rounds)
         elif folder.is_finished:
             return open_run(home)
-        if folder.environment.is_file():
-            _check_unchanged(folder, read_json(folder.environment).get("files", {}))
+        check_files_unchanged(folder)
         return _run(folder, config, tell, on_start, tuple(on_round))
 
 
+def _check_name(path: Path) -> None:
+    """Names of clients are written to JSON and shown, so they must be text."""
+    try:
+        path.name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"The name of the file {str(path)!r} is not UTF-8; rename it.") from None
+
+
 def _clear(folder: RunFolder) -> None:
-    """Take away what an earlier run wrote, the sign that it was finished first."""
+    """Take away what an earlier run wrote: first the sign that it was finished, last that it was."""
+    folder.metrics.unlink(missing_ok=True)
+    for path in (folder.checkpoint.parent, folder.model, folder.clients):
+        shutil.rmtree(path, ignore_errors=True)
     for path in (
-        folder.metrics,
-        folder.config,
         folder.environment,
         folder.history,
         folder.comparison,
         folder.report,
+        folder.config,
     ):
         path.unlink(missing_ok=True)
-    for path in (folder.checkpoint.parent, folder.model, folder.clients):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _check_unchanged(folder: RunFolder, before: dict[str, Any]) -> None:
-    for name in before:
-        if not Path(name).is_file():
-            raise RunError(f"{name} is gone; the run in {folder.home} cannot go on without it.")
-    now = fingerprints(Path(name) for name in before)
-    for name, facts in before.items():
-        if now[name] != facts:
-            raise RunError(
-                f"{name} changed since the run in {folder.home} began; start anew with fedgmm fit."
-            )
 
 
 def _run(
@@ -175,12 +192,14 @@ def _run(
     tell: Tell,
     on_start: OnStart,
     on_round: tuple[OnTrainingRound, ...],
+    tables: Tables | None = None,
 ) -> FederatedRun:
     """Everything from reading to the last file, wherever an earlier attempt ended."""
     started = time.perf_counter()
     folder.metrics.unlink(missing_ok=True)
+    folder.report.unlink(missing_ok=True)
     write_atomically(folder.config, config.toml().encode())
-    tables = read_tables(config.files, config.table, tell)
+    tables = tables or read_tables(config.files, config.table, tell)
     preprocessing = agreement(tables)
     write_json(folder.environment, {**environment(), "files": fingerprints(tables.paths)})
     dataset = tables.load(preprocessing, tell)
@@ -205,6 +224,7 @@ def _run(
     notes = [
         *tables.notes,
         *([f"Training stopped early: {model.stopped}"] if model.stopped else []),
+        *_forget_joined(folder),
     ]
     facts = {
         "selection": selection,
@@ -252,23 +272,33 @@ class _HistoryFile:
     def append(self, entry: dict[str, float]) -> None:
         if self._first:
             self._first = False
-            self.replace([one for one in self._read() if one["round"] < entry["round"]])
+            before = read_history(self._path)
+            self.replace([one for one in before if one["round"] < entry["round"]])
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(_line(entry))
 
     def replace(self, history: Iterable[dict[str, float]]) -> None:
-        write_atomically(self._path, "".join(json.dumps(e) + "\n" for e in history).encode())
+        write_atomically(self._path, "".join(map(_line, history)).encode())
 
-    def _read(self) -> list[dict[str, float]]:
-        if not self._path.is_file():
-            return []
-        entries = []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
-            try:
-                entries.append(json.loads(line))
-            except ValueError:
-                break  # the line that a crash cut short
-        return entries
+
+def _line(entry: dict[str, float]) -> str:
+    return json.dumps(finite(entry), allow_nan=False) + "\n"
+
+
+def _forget_joined(folder: RunFolder) -> list[str]:
+    """Take away the weights of clients that joined an earlier model; what is worth knowing of it."""
+    joined = []
+    for path in sorted(folder.client("").parent.glob("*.json")):
+        try:
+            record = read_json(path)
+        except RunError:  # is written anew
+            continue
+        if not record.get("took_part", True):
+            joined.append(str(record.get("client")))
+            path.unlink()
+    if not joined:
+        return []
+    return [f"The model is new, so these must join again with fedgmm adapt: {', '.join(joined)}."]
 
 
 def _finish(
@@ -279,7 +309,7 @@ def _finish(
     facts: dict[str, Any],
 ) -> None:
     """Write model, clients and, as the sign that all is there, the metrics."""
-    if len(dataset.validation):
+    if len(dataset.validation) and has_common_model(model):
         model.calibrate()
     # times are in history.jsonl; without them the same run leaves the same bytes
     timeless = [{k: v for k, v in entry.items() if k != "seconds"} for entry in model.history]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +51,7 @@ class RunFolder:
 
     def client(self, name: str) -> Path:
         """The file of one client; characters that file systems dislike are written as ``%2F``."""
-        safe = quote(name, safe=" ()+,=@äöüåæøéèß")
+        safe = quote(name, safe=" ()+,=@")
         safe = safe.replace(".", "%2E") if safe.startswith(".") else safe
         if len(safe.encode()) > 150:  # file names have an end
             safe = safe[:60] + "-" + hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -66,22 +67,33 @@ class RunFolder:
         """Whether the run came to its end."""
         return self.metrics.is_file()
 
+    @property
+    def has_progress(self) -> bool:
+        """Whether there is something to lose: a training that began, or a model."""
+        return self.is_run and (self.checkpoint.is_file() or self.is_finished)
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other processes out of the folder; the lock goes with the process, however it ends.
 
         Raises:
-            RunError: another process is at work here.
+            RunError: another process is at work here, or the folder cannot be written.
         """
         from filelock import FileLock, Timeout
 
-        self.home.mkdir(parents=True, exist_ok=True)
+        if self.home.exists() and not self.home.is_dir():
+            raise RunError(f"{self.home} is a file; choose another name for the folder.")
         held = FileLock(str(self.home / ".lock"), timeout=0)
         try:
+            self.home.mkdir(parents=True, exist_ok=True)
             held.acquire()
         except Timeout:
             raise RunError(
                 f"Another process is working in {self.home}; wait for it, or use another folder."
+            ) from None
+        except OSError as error:
+            raise RunError(
+                f"Cannot write into {self.home} ({error.strerror or error}); choose another folder."
             ) from None
         try:
             yield
@@ -112,21 +124,67 @@ def write_json(path: Path, value: Any) -> None:
 
 def as_json(value: Any) -> str:
     """JSON as people can read it."""
-    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file of a run.
+def finite(value: Any) -> Any:
+    """The same value with ``None`` for numbers that JSON has no words for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return value
+
+
+def read_json(path: Path, kind: type[Any] = dict) -> Any:
+    """Read a JSON file of a run, which must hold a ``dict``, or what ``kind`` says.
 
     Raises:
         RunError: a file that is missing or damaged.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunError(f"Cannot read {path} ({error.strerror}).") from None
     except (ValueError, RecursionError):
         raise RunError(f"{path} is damaged: it is not JSON.") from None
+    if not isinstance(value, kind):
+        raise RunError(f"{path} is damaged: it should hold a {kind.__name__}.")
+    return value
+
+
+def read_history(path: Path) -> list[dict[str, float]]:
+    """The rounds of ``history.jsonl``, up to a line that a crash cut short."""
+    entries: list[dict[str, float]] = []
+    if not path.is_file():
+        return entries
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(entry, dict) or "round" not in entry:
+            break
+        entries.append(entry)
+    return entries
+
+
+def check_files_unchanged(folder: RunFolder) -> None:
+    """Raise :class:`RunError` if a file of the training is gone or has changed since."""
+    if not folder.environment.is_file():
+        return  # the run ended before it had read its files
+    before = read_json(folder.environment).get("files", {})
+    for name in before:
+        if not Path(name).is_file():
+            raise RunError(f"{name} is gone; the run in {folder.home} needs it.")
+    now = fingerprints(Path(name) for name in before)
+    for name, facts in before.items():
+        if now[name] != facts:
+            raise RunError(
+                f"{name} changed since the run in {folder.home} began; train again with fedgmm fit."
+            )
 
 
 def fingerprints(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from fedgmm.data.tabular.files import Tell
 from fedgmm.report.contents import AdaptationRecord, gather
 from fedgmm.report.page import write_report
 from fedgmm.runs.config import read_config
-from fedgmm.runs.folder import RunFolder, read_json
+from fedgmm.runs.folder import RunFolder, read_history, read_json
 
 if TYPE_CHECKING:
     from fedgmm.runs.run import FederatedRun
@@ -27,19 +26,14 @@ def write_run_report(run: FederatedRun, tell: Tell = lambda _: None) -> Path:
             run.model,
             dataset,
             title=folder.home.resolve().name,
-            history=_history(folder),
+            history=read_history(folder.history),
             configuration=_configuration(folder),
             feature_names=run.preprocessing.feature_names,
             rivals=_rivals(folder, run.model.algorithm),
-            adaptations=_adaptations(folder),
+            adaptations=_adaptations(folder, run.model.names),
             notes=run.metrics.get("notes", []),
         )
         return write_report(contents, folder.report)
-
-
-def _history(folder: RunFolder) -> list[dict[str, float]]:
-    lines = folder.history.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def _configuration(folder: RunFolder) -> dict[str, Any]:
@@ -55,17 +49,17 @@ def _rivals(folder: RunFolder, own: str) -> dict[str, Mapping[Any, float]]:
         return {}
     return {
         entry["algorithm"]: entry["clients"]
-        for entry in read_json(folder.comparison)
+        for entry in read_json(folder.comparison, list)
         if entry["algorithm"] != own and "clients" in entry
     }
 
 
-def _adaptations(folder: RunFolder) -> list[AdaptationRecord]:
-    """Clients that joined after the training."""
+def _adaptations(folder: RunFolder, known: Sequence[Hashable]) -> list[AdaptationRecord]:
+    """Clients that joined after the training, as far as the model knows them."""
     found = []
     for path in sorted((folder.clients / "weights").glob("*.json")):
         record = read_json(path)
-        if record.get("took_part", True):
+        if record.get("took_part", True) or record["client"] not in known:
             continue
         curve = record.get("curve") or []
         found.append(

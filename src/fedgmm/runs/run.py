@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgmm.core.checks import check_choice
 from fedgmm.data.tabular.files import TableError, Tell, client_name, find_tables
 from fedgmm.data.tabular.labels import UNKNOWN
 from fedgmm.data.tabular.loading import Rows, read_rows
 from fedgmm.data.tabular.preprocessing import Preprocessing
 from fedgmm.inference.metrics import Evaluation, evaluate
-from fedgmm.inference.model import Adaptation, FederatedModel, Score
+from fedgmm.inference.model import SCORES, Adaptation, FederatedModel, Score
 from fedgmm.inference.novelty import NoveltyResult
 from fedgmm.inference.saving import load
 from fedgmm.runs.config import RunConfig, config_from, read_config
-from fedgmm.runs.folder import RunError, RunFolder, read_json, write_json
+from fedgmm.runs.folder import (
+    RunError,
+    RunFolder,
+    check_files_unchanged,
+    read_json,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
@@ -138,6 +145,7 @@ class FederatedRun:
         if self.dataset is None:
             from fedgmm.data.tabular.loading import read_tables
 
+            check_files_unchanged(self.folder)
             config = self.config
             tables = read_tables(config.files, config.table, tell)
             self.dataset = tables.load(self.preprocessing, tell)
@@ -202,9 +210,7 @@ class FederatedRun:
             owner = self.client_named(client)
         elif rows.clients is not None:
             owner = np.array(self._full_names(rows.clients), dtype=object)
-        elif (
-            self.model.prediction.weights is None and self.model.prediction.default_learner is None
-        ):
+        elif not has_common_model(self.model):
             raise ValueError(
                 f"{self.model.algorithm} has no common model; say whose to use: --client NAME."
             )
@@ -235,6 +241,16 @@ class FederatedRun:
                 both, ``"confidence"`` at the largest class probability.
             tell: called with a line before each step.
         """
+        check_choice("score", score, SCORES)
+        if not has_common_model(self.model):
+            raise RunError(
+                f"{self.model.algorithm} has no common model to compare rows with; train with fedgmm."
+            )
+        if score in ("x", "joint") and self.model.prediction.gaussians is None:
+            raise RunError(
+                f"{self.model.algorithm} has no density of the inputs; say --score confidence, or train "
+                "with fedgmm."
+            )
         if not self.model.calibration:
             raise RunError(
                 "The run has no held-out rows to calibrate on; train again with more rows a client."
@@ -278,6 +294,11 @@ class FederatedRun:
         """
         if not client.strip():
             raise ValueError("The client needs a name.")
+        if self.model.prediction.client_weights is None:
+            raise RunError(
+                f"{self.model.algorithm} has no weights that a new client could learn; train with "
+                "fedgmm or fedem."
+            )
         with self.folder.lock():
             self.model = _loaded(self.folder)  # as another process may have left it
             record = self.folder.client(client)
@@ -287,7 +308,7 @@ class FederatedRun:
                     "anew."
                 )
             adapted = self._adapt(client, Path(file), tell)
-            self.model.save(self.folder.model)
+            # first the record: a client without one is taken for one that took part
             write_json(
                 record,
                 {
@@ -300,6 +321,7 @@ class FederatedRun:
                     "curve": adapted.curve,
                 },
             )
+            self.model.save(self.folder.model)
         return adapted
 
     def _adapt(self, client: str, path: Path, tell: Tell) -> Adapted:
@@ -402,6 +424,11 @@ def open_run(home: str | Path) -> FederatedRun:
     if model.input_shape != (len(preprocessing.feature_names),):
         raise RunError(f"{folder.preprocessing} does not fit the model in {folder.model}.")
     return FederatedRun(folder, model, preprocessing)
+
+
+def has_common_model(model: FederatedModel) -> bool:
+    """Whether there is an answer for rows of nobody in particular."""
+    return model.prediction.weights is not None or model.prediction.default_learner is not None
 
 
 def _loaded(folder: RunFolder) -> FederatedModel:

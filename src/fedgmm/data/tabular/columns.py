@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import numpy as np
@@ -14,7 +15,8 @@ Kind = Literal["empty", "number", "date", "boolean", "text"]
 
 FloatArray = NDArray[np.float64]
 
-_SECONDS_A_DAY = 86_400.0
+_MICROSECONDS_A_DAY = 86_400e6
+_WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
 
 
 def stored_kind(kind: pa.DataType) -> Kind | None:
@@ -26,7 +28,9 @@ def stored_kind(kind: pa.DataType) -> Kind | None:
         return "boolean"
     if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
         return "number"
-    if types.is_date(kind) or types.is_timestamp(kind):
+    if types.is_date(kind) or types.is_timestamp(kind) or types.is_time(kind):
+        return "date"
+    if types.is_duration(kind):
         return "date"
     if types.is_string(kind) or types.is_large_string(kind):
         return "text"
@@ -43,44 +47,60 @@ def kind_of(values: pa.Array) -> Kind:
         return kind
     if _cast(values, pa.float64()) is not None:
         return "number"
-    lowered = pc.utf8_lower(values)
-    if pc.all(pc.is_in(lowered, value_set=pa.array(["true", "false"])), min_count=0).as_py():
+    if _is_truth(values):
         return "boolean"
     return "text" if _as_dates(values) is None else "date"
 
 
 def numbers(values: pa.Array) -> FloatArray | None:
-    """The values as float64 with NaN for missing ones, ``(n,)``; dates in days since 1970.
+    """The values as float64 with NaN for missing ones, ``(n,)``.
 
-    Infinities count as missing. ``None`` where some value is not a number.
+    Dates are days since 1970, times are parts of a day, truth values are 0 and 1. Infinities count as
+    missing. ``None`` where some value is not a number.
     """
     kind = stored_kind(values.type)
     if kind == "empty":
         return np.full(len(values), np.nan)
     if kind == "text":
         found = _cast(values, pa.float64())
-        if found is None:
-            found = _as_dates(values)
-            return None if found is None else _days(found)
-        return _finite(found)
+        if found is not None:
+            return _finite(found)
+        if _is_truth(values):
+            return _finite(pc.equal(pc.utf8_lower(values), "true").cast(pa.float64()))
+        found = _as_dates(values)
+        return None if found is None else _days(found)
     if kind == "date":
         return _days(values)
-    return _finite(values.cast(pa.float64()))
+    return _finite(values.cast(pa.float64(), safe=False))
 
 
-def categories(values: pa.Array) -> tuple[NDArray[np.int64], list[str]]:
-    """Codes ``(n,)``, with -1 for missing values, and the texts that they stand for."""
+def categories(
+    values: pa.Array, *, whole_numbers: bool = False
+) -> tuple[NDArray[np.int64], list[str]]:
+    """Codes ``(n,)``, with -1 for missing values, and the texts that they stand for.
+
+    Args:
+        values: text without surrounding blanks, or truth values.
+        whole_numbers: take ``1.0`` for ``1``, since programs write whole numbers both ways.
+    """
     if stored_kind(values.type) != "text":
         values = values.cast(pa.string())
     encoded = values.dictionary_encode()
-    texts = [text.strip() for text in encoded.dictionary.to_pylist()]
+    texts: list[str] = encoded.dictionary.to_pylist()
+    if whole_numbers:
+        texts = [_without_point(text) for text in texts]
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if len(set(texts)) < len(texts):  # they differ in blanks alone
+    if len(set(texts)) < len(texts):
         unique = sorted(set(texts))
         place = {text: code for code, text in enumerate(unique)}
         lookup = np.array([*(place[text] for text in texts), -1], dtype=np.int64)
         return lookup[codes], unique
     return codes, texts
+
+
+def _without_point(text: str) -> str:
+    found = _WHOLE_WITH_POINT.fullmatch(text)
+    return text if found is None else found[1]
 
 
 def _finite(values: pa.Array) -> FloatArray:
@@ -90,21 +110,36 @@ def _finite(values: pa.Array) -> FloatArray:
 
 
 def _days(values: pa.Array) -> FloatArray:
-    seconds = values.cast(pa.timestamp("us")).cast(pa.int64())
-    found: FloatArray = np.asarray(seconds.to_numpy(zero_copy_only=False), dtype=np.float64)
-    return found / (_SECONDS_A_DAY * 1e6)
+    if pa.types.is_time(values.type):
+        values = values.cast(pa.time64("us"), safe=False)
+    elif pa.types.is_duration(values.type):
+        values = values.cast(pa.duration("us"), safe=False)
+    else:
+        values = values.cast(pa.timestamp("us"), safe=False)
+    microseconds = values.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    found: FloatArray = np.asarray(microseconds, dtype=np.float64)
+    return found / _MICROSECONDS_A_DAY
 
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
     try:
-        return pc.cast(pc.utf8_trim_whitespace(values), kind)
+        return pc.cast(values, kind)
     except pa.ArrowInvalid:
         return None
 
 
+def _is_truth(values: pa.Array) -> bool:
+    known = pc.is_in(pc.utf8_lower(values), value_set=pa.array(["true", "false", None]))
+    return bool(pc.all(known, min_count=0).as_py())
+
+
 def _as_dates(values: pa.Array) -> pa.Array | None:
+    """Text as dates or as times of the day; ``None`` where it is something else."""
     found = _cast(values, pa.timestamp("us"))
     if found is not None:
         return found
     zoned = _cast(values, pa.timestamp("us", tz="UTC"))
-    return None if zoned is None else zoned.cast(pa.timestamp("us"))
+    if zoned is not None:
+        return zoned.cast(pa.timestamp("us"))
+    # there is no cast to a time; as a time of the first day it comes to the same
+    return _cast(pc.binary_join_element_wise("1970-01-01", values, " "), pa.timestamp("us"))

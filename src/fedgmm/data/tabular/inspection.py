@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedgmm.data.tabular.files import TableError
+from fedgmm.data.tabular.errors import quoted
+from fedgmm.data.tabular.labels import Labels, as_classes
 from fedgmm.data.tabular.loading import Tables
 from fedgmm.data.tabular.preprocessing import Column, DisagreementError, agree_on_columns
 from fedgmm.data.tabular.summaries import ClientSummary
@@ -83,21 +84,51 @@ def inspect_tables(tables: Tables) -> Inspection:
     try:
         columns, notes = agree_on_columns(summaries, tables.options)
     except DisagreementError as error:
-        path = next(file.path for file in tables.files if error.client in file.names)
-        raise TableError(path, error.problem) from None
-    classes: Counter[str] = Counter()
-    if tables.options.label is not None:
-        for summary in summaries.values():
-            classes.update(summary.labels)
+        raise tables.error(error.client, error.problem) from None
+    owned = _classes_of(tables)
+    classes: Counter[str] = sum(owned.values(), Counter())
     rows = sum(summary.rows for summary in summaries.values())
-    clients = [_client(name, own, columns, classes) for name, own in summaries.items()]
+    clients = [_client(name, own, columns, owned[name], classes) for name, own in summaries.items()]
     facts = [_column(column, summaries, rows) for column in columns]
-    warnings = [*tables.notes, *notes, *_warnings(clients, facts, summaries, classes)]
+    warnings = [
+        *tables.notes,
+        *(note for note in notes if note not in tables.notes),
+        *_label_problems(tables),
+        *_warnings(clients, facts, summaries, classes),
+    ]
     return Inspection(clients, facts, dict(sorted(classes.items())), warnings)
 
 
+def _classes_of(tables: Tables) -> dict[str, Counter[str]]:
+    """How often each client has each class; ``1`` and ``1.0`` may be one class."""
+    counts: dict[str, Counter[str]] = {client: Counter() for client in tables.summaries}
+    if tables.options.label is None:
+        return counts
+    told = {client: summary.labels for client, summary in tables.summaries.items()}
+    classes = as_classes(text for own in told.values() for text in own)
+    for client, own in told.items():
+        for text, count in own.items():
+            counts[client][str(classes[text])] += count
+    return counts
+
+
+def _label_problems(tables: Tables) -> list[str]:
+    """Why the labels cannot be learned, if they cannot."""
+    if tables.options.label is None:
+        return []
+    try:
+        Labels.agreed(tables.options.label, [own.labels for own in tables.summaries.values()])
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def _client(
-    name: str, own: ClientSummary, columns: list[Column], classes: Mapping[str, int]
+    name: str,
+    own: ClientSummary,
+    columns: list[Column],
+    labels: Mapping[str, int],
+    classes: Mapping[str, int],
 ) -> ClientFacts:
     values = max(1, own.rows * len(own.columns))
     missing = sum(column.missing for column in own.columns.values()) / values
@@ -112,10 +143,10 @@ def _client(
         name,
         own.rows,
         missing,
-        dict(sorted(own.labels.items())) if classes else {},
+        dict(sorted(labels.items())),
         shift,
         None if farthest is None else (farthest, gaps[farthest]),
-        _total_variation(own.labels, classes) if classes else 0.0,
+        _total_variation(labels, classes),
     )
 
 
@@ -134,7 +165,7 @@ def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -
         case "date":
             detail = f"days, deviation {column.scale:.4g}"
         case "category":
-            shown = ", ".join(column.categories[:6])
+            shown = ", ".join(quoted(category)[1:-1] for category in column.categories[:6])
             detail = shown + (", …" if len(column.categories) > 6 else "")
         case _:
             detail = column.reason
@@ -159,21 +190,21 @@ def _warnings(
         if absent:
             found.append(f"{client.name} has no row of class {_some(absent)}.")
         found += [
-            f"{client.name} has no value in column {column!r}."
+            f"{client.name} has no value in column {quoted(column)}."
             for column, own in summaries[client.name].columns.items()
             if column in used and own.missing >= client.rows
         ]
         if client.farthest_column and abs(client.farthest_column[1]) > _FAR:
             column, gap = client.farthest_column
             found.append(
-                f"{client.name} lies {gap:+.1f} deviations from the others in column {column!r}."
+                f"{client.name} lies {gap:+.1f} deviations from the others in column {quoted(column)}."
             )
         if client.label_shift > _OTHER_LABELS:
             found.append(
                 f"{client.name} has other labels than the rest (shift {client.label_shift:.2f})."
             )
     found += [
-        f"Column {facts.name!r} misses {100 * facts.missing:.0f} % of its values."
+        f"Column {quoted(facts.name)} misses {100 * facts.missing:.0f} % of its values."
         for facts in columns
         if facts.name in used and facts.missing > _MANY_MISSING
     ]
@@ -181,11 +212,11 @@ def _warnings(
     for label, count in classes.items():
         owners = [client.name for client in clients if label in client.classes]
         if len(owners) == 1 and len(clients) > 1:
-            found.append(f"Class {label!r} lives at {owners[0]} only.")
+            found.append(f"Class {quoted(label)} lives at {owners[0]} only.")
         elif count < _RARE_CLASS * total:
-            found.append(f"Class {label!r} is rare: {count} of {total} rows.")
+            found.append(f"Class {quoted(label)} is rare: {count} of {total} rows.")
     return found
 
 
 def _some(labels: list[str]) -> str:
-    return ", ".join(map(repr, labels[:3])) + (", …" if len(labels) > 3 else "")
+    return ", ".join(map(quoted, labels[:3])) + (", …" if len(labels) > 3 else "")

@@ -12,9 +12,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fedgmm.data.tabular.columns import categories
+from fedgmm.data.tabular.errors import quoted
 
 _MOST_CLASSES = 1000
 _MOST_FRACTIONS = 20
+_LARGEST_NUMBER = 2.0**53
 UNKNOWN = -1
 """The code of a label that is missing or that no client had in training."""
 
@@ -38,17 +40,17 @@ class Labels:
         Raises:
             ValueError: one class only, or values that are measurements rather than classes.
         """
-        texts = sorted({text for own in counts for text in own})
-        read = _reader(texts)
-        classes = tuple(sorted({read(text) for text in texts}))
+        read = as_classes(text for own in counts for text in own)
+        classes = tuple(sorted(set(read.values())))
         fractions = [c for c in classes if isinstance(c, float)]
         if len(classes) > _MOST_CLASSES or len(fractions) > _MOST_FRACTIONS:
             raise ValueError(
                 f"The label column {name!r} has {len(classes)} different values, such as "
-                f"{classes[0]!r} and {classes[1]!r}; it looks like a measurement, not a class."
+                f"{quoted(classes[0])} and {quoted(classes[1])}; it looks like a measurement, not a "
+                "class."
             )
         if len(classes) < 2:
-            only = f"only the class {classes[0]!r}" if classes else "no values"
+            only = f"only the class {quoted(classes[0])}" if classes else "no values"
             raise ValueError(
                 f"The label column {name!r} has {only} in all files; classification needs two classes."
             )
@@ -86,6 +88,13 @@ class Labels:
         return cls(str(record["name"]), tuple(record["classes"]))
 
 
+def as_classes(texts: Iterable[str]) -> dict[str, Any]:
+    """The class that each text means, given all texts that occur."""
+    known = sorted(set(texts))
+    read = _reader(known)
+    return {text: read(text) for text in known}
+
+
 def _reader(texts: list[str]) -> Callable[[str], Any]:
     """How to read labels: the narrowest of truth values, whole numbers, numbers, text that fits all."""
     readers: tuple[Callable[[str], Any], ...] = (_truth, _whole, _number)
@@ -111,10 +120,15 @@ def _whole(text: str) -> int:
     found = re.fullmatch(r"([+-]?(?:0|[1-9]\d*))(?:\.0*)?", text, flags=re.ASCII)
     if found is None:
         raise ValueError(text)
-    return int(found[1])
+    if abs(whole := int(found[1])) >= 2**63:  # too long for an array of numbers
+        raise ValueError(text)
+    return whole
 
 
 def _number(text: str) -> float:
     if not re.fullmatch(r"[+-]?(?:0|[1-9]\d*)?\.?\d*(?:[eE][+-]?\d+)?", text, flags=re.ASCII):
         raise ValueError(text)
-    return float(text)
+    number = float(text)
+    if abs(number) > _LARGEST_NUMBER:  # distinct texts may be the same number there
+        raise ValueError(text)
+    return number

@@ -19,16 +19,14 @@ from numpy.typing import NDArray
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import client_rows
-from fedgmm.data.tabular.columns import categories, stored_kind
+from fedgmm.data.tabular.columns import Kind, categories, stored_kind
+from fedgmm.data.tabular.errors import ConversionError, TableError, listed, quoted
 from fedgmm.data.tabular.files import (
-    TableError,
     Tell,
-    broken_column,
     client_name,
     find_tables,
-    is_conversion,
     read_batches,
-    sniff,
+    read_header,
 )
 from fedgmm.data.tabular.labels import UNKNOWN
 from fedgmm.data.tabular.preprocessing import (
@@ -36,13 +34,16 @@ from fedgmm.data.tabular.preprocessing import (
     Preprocessing,
     TableOptions,
     agree,
+    check_type,
     needs_text,
+    too_many_categories,
 )
 from fedgmm.data.tabular.summaries import BatchValues, ClientSummary, SummaryOfColumns
 
 IntArray = NDArray[np.int64]
 
 _UNLABELLED = ""  # no label is written so: it means missing
+_CHANGED = "it changed while it was read; start again when nothing writes to it."
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ class Tables:
         """The files, in order."""
         return [file.path for file in self.files]
 
+    def error(self, client: str, problem: str) -> TableError:
+        """What is wrong with a client, with the name of its file."""
+        path = next(file.path for file in self.files if client in file.names)
+        named = "" if self.options.client_column is None else f"client {quoted(client)}: "
+        return TableError(path, f"{named}{problem}")
+
     def load(self, preprocessing: Preprocessing, tell: Tell = lambda _: None) -> FederatedDataset:
         """The second pass: all rows as numbers, in their splits."""
         return _load(self, preprocessing, tell)
@@ -78,17 +85,27 @@ class _File:
     Attributes:
         path: the file.
         as_text: columns that are read as they are written.
+        as_categories: those of them whose text is not taken for numbers or dates.
         clients: the client of each row, an index into ``names``, ``(n,)``.
         names: clients that have rows here.
         labels: label texts; the label of each row is an index into them, ``(n,)``.
+        kinds: what the types of the columns said.
+        state: size and time of the last change when it was read first.
     """
 
     path: Path
     as_text: set[str]
+    as_categories: set[str]
     names: list[str] = field(default_factory=list)
     clients: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     label_texts: list[str] = field(default_factory=list)
     labels: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    state: tuple[int, int] = (0, 0)
+
+    def read_as_categories(self, columns: set[str]) -> None:
+        self.as_text |= columns
+        self.as_categories |= columns
 
 
 def read_tables(
@@ -104,33 +121,27 @@ def read_tables(
     Raises:
         TableError: a file that cannot be used.
     """
-    paths = find_tables(sources)
+    # sorted, so that nothing depends on the order in which they were named
+    paths = sorted(find_tables(sources), key=lambda path: (client_name(path), path))
     _check_names(paths, options)
-    files = [_File(path, _text_columns(options)) for path in paths]
-    summaries: dict[str, ClientSummary] = {}
+    categorical = set(options.categorical) - {options.label, options.client_column}
+    as_text = categorical | {n for n in (options.label, options.client_column) if n is not None}
+    files = [_File(path, set(as_text), set(categorical)) for path in paths]
     if options.client_column is not None:
         summaries = _summarise_together(files, options, tell)
     else:
-        for file in files:
-            tell(f"reading {file.path.name}")
-            summaries |= _summarise(file, options)
-        again = needs_text(summaries, options)
-        for file in files:
-            wanted = again.get(client_name(file.path))
-            if wanted:
-                file.as_text |= wanted
-                summaries |= _summarise(file, options)
+        summaries = _summarise_one_by_one(files, options, tell)
     summaries = dict(sorted(summaries.items()))
     notes = [
         f"Client {client!r}: {s.unlabelled} rows have no label and are left out."
         for client, s in summaries.items()
         if s.unlabelled
     ]
+    tables = Tables(summaries, options, files, notes)
     for client, summary in summaries.items():
         if not summary.rows:
-            where = next(file.path for file in files if client in file.names)
-            raise TableError(where, "it has no rows with a label; leave it out.")
-    return Tables(summaries, options, files, notes)
+            raise tables.error(client, "it has no rows with a label; leave it out.")
+    return tables
 
 
 def load_federation(
@@ -147,15 +158,9 @@ def agreement(tables: Tables) -> Preprocessing:
     try:
         preprocessing, notes = agree(tables.summaries, tables.options)
     except DisagreementError as error:
-        path = next(file.path for file in tables.files if error.client in file.names)
-        raise TableError(path, error.problem) from None
+        raise tables.error(error.client, error.problem) from None
     tables.notes.extend(note for note in notes if note not in tables.notes)
     return preprocessing
-
-
-def _text_columns(options: TableOptions) -> set[str]:
-    named = {options.label, options.client_column, *options.categorical}
-    return {name for name in named if name is not None}
 
 
 def _check_names(paths: Sequence[Path], options: TableOptions) -> None:
@@ -178,13 +183,25 @@ def _batches(file: _File, only: Collection[str] | None = None) -> Iterator[pa.Re
     yield from read_batches(file.path, as_text=file.as_text, only=only)
 
 
-def _summarise(file: _File, options: TableOptions) -> dict[str, ClientSummary]:
-    """Summaries of the clients in one file; values that break a column's type make it text."""
-    while True:
-        try:
-            return _summarise_once([file], options, lambda _: None)
-        except _BrokenColumnError as error:
-            file.as_text.add(error.column)
+def _summarise_one_by_one(
+    files: list[_File], options: TableOptions, tell: Tell
+) -> dict[str, ClientSummary]:
+    """Summaries of clients that have a file each."""
+    summaries: dict[str, ClientSummary] = {}
+    for file in files:
+        tell(f"reading {file.path.name}")
+        summaries |= _summarise([file], options)
+    again = needs_text(summaries, options)
+    known = dict(summaries)
+    for file in files:
+        if wanted := again.get(file.names[0]):
+            file.read_as_categories(wanted)
+            summaries |= _summarise([file], options)
+    for name in sorted({name for names in again.values() for name in names}):
+        numeric = any(s.columns[name].kind in ("number", "date") for s in known.values())
+        if numeric and too_many_categories(summaries, name, options):
+            return known  # numbers beside text: the agreement says whose
+    return summaries
 
 
 def _summarise_together(
@@ -192,22 +209,39 @@ def _summarise_together(
 ) -> dict[str, ClientSummary]:
     """Summaries of clients that are named in a column; a client may be in several files."""
     while True:
-        try:
-            summaries = _summarise_once(files, options, tell)
-        except _BrokenColumnError as error:
-            for file in files:
-                file.as_text.add(error.column)
-            continue
+        summaries = _summarise(files, options, tell)
         again = {name for names in needs_text(summaries, options).values() for name in names}
-        if again <= files[0].as_text:
+        if again <= files[0].as_categories:
             return summaries
         for file in files:
-            file.as_text |= again
+            file.read_as_categories(again)
 
 
-class _BrokenColumnError(Exception):
-    def __init__(self, column: str) -> None:
-        self.column = column
+def _summarise(
+    files: list[_File], options: TableOptions, tell: Tell = lambda _: None
+) -> dict[str, ClientSummary]:
+    """Summaries of the clients in some files; a column whose types differ is read as text."""
+    while True:
+        try:
+            summaries = _summarise_once(files, options, tell)
+            mixed = _mixed_columns(files)
+        except ConversionError as error:
+            if any(error.column in file.as_text for file in files):
+                raise
+            mixed = {error.column}
+        if not mixed:
+            return summaries
+        for file in files:
+            file.as_text |= mixed
+
+
+def _mixed_columns(files: list[_File]) -> set[str]:
+    """Columns that are numbers in one file and something else in another."""
+    kinds: dict[str, set[Kind]] = {}
+    for file in files:
+        for name, kind in file.kinds.items():
+            kinds.setdefault(name, set()).add(kind)
+    return {name for name, found in kinds.items() if len(found - {"empty"}) > 1}
 
 
 def _summarise_once(
@@ -219,20 +253,16 @@ def _summarise_once(
     for file in files:
         if len(files) > 1:
             tell(f"reading {file.path.name}")
+        own_header = _checked_header(file, options)
+        header = header or own_header
+        odd = sorted(set(header) ^ set(own_header))
+        if odd:
+            raise TableError(file.path, f"the column {quoted(odd[0])} is not in all files.")
         rows_of, labels_of = _Codes(), _Codes()
-        try:
-            for batch in _batches(file):
-                own_header = _checked_header(file, batch, options)
-                header = header or own_header
-                odd = sorted(set(header) ^ set(own_header))
-                if odd:
-                    raise TableError(file.path, f"the column {odd[0]!r} is not in all files.")
-                _add_batch(file, batch, header, options, sums, labels, rows_of, labels_of)
-        except TableError as error:
-            column = broken_column(error, _header_of(file)) if is_conversion(error) else None
-            if column is None or column in file.as_text:
-                raise
-            raise _BrokenColumnError(column) from None
+        file.state = _state(file.path)
+        for batch in _batches(file):
+            _check_types(file, batch, options)
+            _add_batch(file, batch, header, options, sums, labels, rows_of, labels_of)
         if not rows_of.texts:
             raise TableError(file.path, "it has no rows.")
         file.names, file.clients = rows_of.texts, rows_of.codes()
@@ -248,23 +278,22 @@ def _summarise_once(
     }
 
 
-def _header_of(file: _File) -> list[str]:
-    return [name.strip() for name in sniff(file.path).header]
+def _state(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise TableError(path, f"it cannot be read ({error.strerror}).") from None
+    return found.st_size, found.st_mtime_ns
 
 
-def _checked_header(file: _File, batch: pa.RecordBatch, options: TableOptions) -> list[str]:
-    names = list(batch.schema.names)
+def _checked_header(file: _File, options: TableOptions) -> list[str]:
+    """The columns beside label and client, which must be there."""
+    names = list(read_header(file.path))
     for name, what in ((options.label, "label"), (options.client_column, "client")):
         if name is not None and name not in names:
             raise TableError(
                 file.path,
-                f"there is no {what} column {name!r}; the columns are {_listed(names)}.",
-            )
-    for field_ in batch.schema:
-        if stored_kind(field_.type) is None:
-            raise TableError(
-                file.path,
-                f"the column {field_.name!r} holds {field_.type}, which is no table value.",
+                f"there is no {what} column {quoted(name)}; the columns are {listed(names)}.",
             )
     rest = [name for name in names if name not in (options.label, options.client_column)]
     if not rest:
@@ -272,8 +301,13 @@ def _checked_header(file: _File, batch: pa.RecordBatch, options: TableOptions) -
     return rest
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+def _check_types(file: _File, batch: pa.RecordBatch, options: TableOptions) -> None:
+    for column in batch.schema:
+        if column.name not in options.ignore:
+            check_type(file.path, column.name, column.type)
+            kind = stored_kind(column.type)
+            assert kind is not None
+            file.kinds[column.name] = kind
 
 
 def _add_batch(
@@ -298,24 +332,23 @@ def _add_batch(
         if (clients < 0).any():
             raise TableError(
                 file.path,
-                f"a row has no client: the column {options.client_column!r} is empty there.",
+                f"row {int(np.argmax(clients < 0)) + 1 + rows_of.rows} below the header has no client: the "
+                f"column {quoted(options.client_column)} is empty there.",
             )
     rows_of.add(clients, names)
-    values = BatchValues(batch.select(header))
-    labelled = own_labels >= 0
-    for code, client in enumerate(names):
-        here: IntArray | slice = np.flatnonzero((clients == code) & labelled)
-        if len(names) == 1 and labelled.all():
-            here = slice(None)
+    values = BatchValues(batch.select(header), file.as_categories, options.ignore)
+    order = np.argsort(clients, kind="stable")
+    ends = np.cumsum(np.bincount(clients, minlength=len(names)))
+    for client, mine in zip(names, np.split(order, ends[:-1]), strict=True):
         counts = labels.setdefault(client, Counter())
-        found = np.bincount(own_labels[clients == code] + 1, minlength=len(texts) + 1)
+        found = np.bincount(own_labels[mine] + 1, minlength=len(texts) + 1)
         counts[_UNLABELLED] += int(found[0])
-        for label, count in zip(texts, found[1:].tolist(), strict=True):
-            if count:
-                counts[label] += count
+        for code in np.flatnonzero(found[1:]).tolist():
+            counts[texts[code]] += int(found[code + 1])
         if client not in sums:
             sums[client] = SummaryOfColumns(header)
-        sums[client].add(values, here)
+        every_row = len(names) == 1 and not found[0]
+        sums[client].add(values, slice(None) if every_row else mine[own_labels[mine] >= 0])
 
 
 class _Codes:
@@ -325,8 +358,10 @@ class _Codes:
         self.texts: list[str] = []
         self._place: dict[str, int] = {}
         self._parts: list[IntArray] = []
+        self.rows = 0
 
     def add(self, codes: IntArray, texts: list[str]) -> None:
+        self.rows += len(codes)
         for text in texts:
             if text not in self._place:
                 self._place[text] = len(self.texts)
@@ -364,9 +399,13 @@ def _load(tables: Tables, preprocessing: Preprocessing, tell: Tell) -> Federated
     for file, keep in zip(tables.files, kept, strict=True):
         tell(f"preparing {file.path.name}")
         start = 0
+        if _state(file.path) != file.state:
+            raise TableError(file.path, _CHANGED)
         for batch in _batches(file, only=wanted):
             here = keep[start : start + len(batch)]
             start += len(batch)
+            if len(here) < len(batch):
+                raise TableError(file.path, _CHANGED)
             values = preprocessing.transform(file.path, batch)
             if not here.all():
                 values = values[here]
@@ -376,7 +415,7 @@ def _load(tables: Tables, preprocessing: Preprocessing, tell: Tell) -> Federated
                 matrix[row_in_part[first:stop][mine]] = values[mine]
             first = stop
         if start != len(keep):
-            raise TableError(file.path, "it changed while it was read.")
+            raise TableError(file.path, _CHANGED)
     train, validation, test = (
         LabelledRows(
             client_rows([matrix], all_codes[rows], names),
@@ -434,39 +473,44 @@ def read_rows(
     """
     find_tables([path])
     tell(f"reading {path.name}")
+    header = read_header(path)
+    preprocessing.check_header(path, header, label_needed=label_needed)
     as_text = {column.name for column in preprocessing.columns if column.role == "category"}
-    as_text |= {preprocessing.labels.name, preprocessing.client_column or preprocessing.labels.name}
-    # numbers are read as such, so that the first text among them is told with its row
-    types = {
-        column.name: pa.float64() for column in preprocessing.columns if column.role == "number"
-    }
+    as_text |= {preprocessing.labels.name, preprocessing.client_column or ""}
+    while True:
+        try:
+            return _rows(path, preprocessing, header, as_text)
+        except ConversionError as error:
+            # a value further down is no number; as text the whole column is looked at
+            if error.column in as_text:
+                raise
+            as_text.add(error.column)
+
+
+def _rows(
+    path: Path, preprocessing: Preprocessing, header: Collection[str], as_text: Collection[str]
+) -> Rows:
+    label, client = preprocessing.labels.name, preprocessing.client_column
+    wanted = {column.name for column in preprocessing.columns if column.outputs}
+    wanted |= {label, client or label}
     before = preprocessing.unknown_categories()
     parts, labels, clients, strange = [], [], _Codes(), set()
-    has_labels = False
-    first = True
-    try:
-        for batch in read_batches(path, as_text=as_text, types=types):
-            if first:
-                preprocessing.check_header(path, batch.schema.names, label_needed=label_needed)
-                has_labels = preprocessing.labels.name in batch.schema.names
-                first = False
-            parts.append(preprocessing.transform(path, batch))
-            if has_labels:
-                own, odd = preprocessing.labels.encode(batch.column(preprocessing.labels.name))
-                labels.append(own)
-                strange |= set(odd)
-            if preprocessing.client_column in batch.schema.names:
-                clients.add(*categories(batch.column(preprocessing.client_column)))
-    except TableError as error:
-        raise _retyped(error, path) from None
-    if first or not sum(map(len, parts)):
+    for batch in read_batches(path, as_text=as_text, only=wanted):
+        parts.append(preprocessing.transform(path, batch))
+        if label in header:
+            own, odd = preprocessing.labels.encode(batch.column(label))
+            labels.append(own)
+            strange |= set(odd)
+        if client is not None and client in header:
+            clients.add(*categories(batch.column(client)))
+    if not parts:
         raise TableError(path, "it has no rows.")
     named = None
     if clients.texts:
         named = [clients.texts[code] if code >= 0 else "" for code in clients.codes().tolist()]
     notes = [
-        f"{path.name}: {count - before.get(column, 0)} values of column {column!r} are categories that "
-        "no client had in training."
+        f"{path.name}: {count - before.get(column, 0)} values of column {quoted(column)} are categories "
+        "that no client had in training."
         for column, count in preprocessing.unknown_categories().items()
         if count > before.get(column, 0)
     ]
@@ -476,16 +520,4 @@ def read_rows(
         named,
         sorted(strange),
         notes,
-    )
-
-
-def _retyped(error: TableError, path: Path) -> TableError:
-    """Say which column is of another kind than in training."""
-    column = broken_column(error, sniff(path).header) if is_conversion(error) else None
-    if column is None:
-        return error
-    value = str(error).rpartition("invalid value ")[2].rstrip(".")
-    shown = f" ({value})" if value.startswith("'") else ""
-    return TableError(
-        path, f"the column {column.strip()!r} holds text{shown} where training had numbers."
     )

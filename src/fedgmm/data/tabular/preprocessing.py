@@ -8,6 +8,7 @@ missing values.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,16 +18,26 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fedgmm.data.tabular.columns import FloatArray, categories, numbers, stored_kind
-from fedgmm.data.tabular.files import TableError
+from fedgmm.data.tabular.columns import FloatArray, Kind, categories, kind_of, numbers, stored_kind
+from fedgmm.data.tabular.errors import TableError, listed, quoted
 from fedgmm.data.tabular.labels import Labels
-from fedgmm.data.tabular.summaries import ClientSummary, ColumnSummary
+from fedgmm.data.tabular.summaries import ClientSummary, ColumnSummary, look_like_names
 
 Role = Literal["number", "date", "category", "ignored"]
 
 OTHER = "(other)"
 MISSING_NAME = "(missing)"
-_MANY_CLASSES = 1000
+_TRUTH = ("false", "true")
+_NAMES = "it has so many different values that they look like names"
+_TOO_LARGE = "its numbers are too large to be squared"
+_ROUNDING = 1e-24  # of the squared mean: what rounding leaves of a variance that is zero
+_FARTHEST = 1e12  # deviations; n rows of the training cannot lie farther than √n
+_KIND_NAMES: dict[Kind, str] = {
+    "number": "numbers",
+    "date": "dates",
+    "boolean": "true and false",
+    "text": "text",
+}
 
 
 @dataclass(frozen=True)
@@ -102,25 +113,52 @@ class Column:
         return (*(f"{self.name}={category}" for category in shown), *missing)
 
     def fill(self, values: pa.Array, out: FloatArray) -> int:
-        """Write the values into ``out`` ``(k, n)``; how many categories were unknown."""
+        """Write the values into ``out`` ``(k, n)``; how many categories were unknown.
+
+        Raises:
+            ValueError: values of another kind than in training.
+        """
         if self.role == "category":
             return self._fill_categories(values, out)
+        self._check_kind(values)
         found = numbers(values)
-        if found is None:
-            raise ValueError(f"column {self.name!r} holds text where numbers belong")
+        assert found is not None
         missing = np.isnan(found)
         np.subtract(found, self.mean, out=out[0])
         out[0] /= self.scale
+        np.clip(out[0], -_FARTHEST, _FARTHEST, out=out[0])
         out[0][missing] = 0.0
         if self.indicator:
             out[1] = missing
         return 0
 
+    def _check_kind(self, values: pa.Array) -> None:
+        # truth values are the numbers 0 and 1 wherever some client wrote them so
+        fitting = ("date", "empty") if self.role == "date" else ("number", "boolean", "empty")
+        kind = kind_of(values)
+        if kind in fitting:
+            return
+        such = ""
+        if kind == "text":
+            odd = (
+                text
+                for text in values.drop_null()
+                if kind_of(pa.array([text.as_py()])) not in fitting
+            )
+            such = f" such as {quoted(next(odd).as_py())}"
+        known = _KIND_NAMES["date" if self.role == "date" else "number"]
+        raise ValueError(
+            f"the column {quoted(self.name)} holds {_KIND_NAMES[kind]}{such} where training had {known}"
+        )
+
     def _fill_categories(self, values: pa.Array, out: FloatArray) -> int:
-        codes, texts = categories(values)
-        if self.categories == ("false", "true"):
-            texts = [text.lower() for text in texts]
+        codes, texts = categories(values, whole_numbers=True)
+        if self.categories == _TRUTH:
+            written = {"0": "false", "1": "true"}
+            texts = [written.get(text, text.lower()) for text in texts]
         place = {category: index for index, category in enumerate(self.categories)}
+        if texts and not any(text in place for text in texts) and OTHER not in place:
+            self._check_strangers(values)
         unknown = place.get(OTHER, len(self.categories))
         missing = len(self.categories) + 1
         lookup = np.array([*(place.get(text, unknown) for text in texts), missing], dtype=np.int64)
@@ -131,6 +169,16 @@ class Column:
         if self.indicator:
             out[-1] = own == missing
         return int((own == len(self.categories)).sum())
+
+    def _check_strangers(self, values: pa.Array) -> None:
+        """No value is known: texts may be new categories, but numbers are another kind of column."""
+        kind = kind_of(values)
+        known = {kind_of(pa.array([category])) for category in self.categories}
+        if kind in ("number", "date") and kind not in known:
+            raise ValueError(
+                f"the column {quoted(self.name)} holds {_KIND_NAMES[kind]} where training had "
+                f"{listed(self.categories)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -160,15 +208,15 @@ class Preprocessing:
         here = set(names)
         for column in self.columns:
             if column.name not in here:
-                raise TableError(path, f"the column {column.name!r} is missing.")
+                raise TableError(path, f"the column {quoted(column.name)} is missing.")
         if label_needed and self.labels.name not in here:
-            raise TableError(path, f"the label column {self.labels.name!r} is missing.")
+            raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
         known = {column.name for column in self.columns}
         known |= {self.labels.name, self.client_column or ""}
         for name in names:
             if name not in known:
                 raise TableError(
-                    path, f"the column {name!r} was not there in training; take it out."
+                    path, f"the column {quoted(name)} was not there in training; take it out."
                 )
 
     def transform(self, path: Any, batch: pa.RecordBatch) -> NDArray[np.float32]:
@@ -180,17 +228,11 @@ class Preprocessing:
             if not size:
                 continue
             values = batch.column(column.name)
-            if stored_kind(values.type) is None:
-                raise TableError(
-                    path,
-                    f"the column {column.name!r} holds {values.type}, which is no table value.",
-                )
+            check_type(path, column.name, values.type)
             try:
                 unknown = column.fill(values, out[first : first + size])
             except ValueError as error:
-                raise TableError(
-                    path, f"{error}; the model was trained on numbers there."
-                ) from None
+                raise TableError(path, f"{error}.") from None
             if unknown:
                 self._unknown[column.name] += unknown
             first += size
@@ -221,6 +263,13 @@ class Preprocessing:
             ):
                 raise ValueError(f"the preprocessing of column {column.name!r} makes no sense")
         return cls(columns, Labels.from_record(record["labels"]), record["client_column"])
+
+
+def check_type(path: Any, name: str, kind: pa.DataType) -> None:
+    """Raise :class:`TableError` for lists, pictures and other values that are no table values."""
+    if stored_kind(kind) is None:
+        shown = quoted(str(kind))[1:-1]
+        raise TableError(path, f"the column {quoted(name)} holds {shown}, which is no table value.")
 
 
 # ---------------------------------------------------------------------- agreement of the clients
@@ -264,9 +313,9 @@ def agree_on_columns(
     clients = list(summaries)
     names = list(summaries[clients[0]].columns)
     _check_same_columns(summaries, names, clients[0])
-    unknown = [name for name in (*options.categorical, *options.ignore) if name not in names]
-    if unknown:
-        raise ValueError(f"There is no column {unknown[0]!r}; the columns are {', '.join(names)}.")
+    for name in (*options.categorical, *options.ignore):
+        if name not in (*names, options.label, options.client_column):
+            raise ValueError(f"There is no column {quoted(name)}; the columns are {listed(names)}.")
     notes: list[str] = []
     rows = sum(summary.rows for summary in summaries.values())
     columns = []
@@ -274,10 +323,10 @@ def agree_on_columns(
         own = {client: summary.columns[name] for client, summary in summaries.items()}
         column = _agree_on(name, own, rows, options)
         if column.role == "ignored" and name not in options.ignore:
-            notes.append(f"Column {name!r} is not used: {column.reason}.")
+            notes.append(f"Column {quoted(name)} is not used: {column.reason}.")
         if column.categories and column.categories[-1] == OTHER:
             notes.append(
-                f"Column {name!r} has many categories: all but the {len(column.categories) - 1} most "
+                f"Column {quoted(name)} has many categories: all but the {len(column.categories) - 1} most "
                 "frequent are joined."
             )
         columns.append(column)
@@ -291,12 +340,14 @@ def _check_same_columns(
         for name in names:
             if name not in summary.columns:
                 raise DisagreementError(
-                    client, name, f"the column {name!r} is missing, which {first!r} has."
+                    client, name, f"the column {quoted(name)} is missing, which {first!r} has."
                 )
         for name in summary.columns:
             if name not in names:
                 raise DisagreementError(
-                    client, name, f"there is a column {name!r}, which {first!r} does not have."
+                    client,
+                    name,
+                    f"there is a column {quoted(name)}, which {first!r} does not have.",
                 )
 
 
@@ -310,44 +361,67 @@ def _agree_on(
         return Column(name, "ignored", reason="it has no values")
     indicator = missing > 0 and missing >= options.indicator_from * rows
     kinds = {column.kind for column in own.values()} - {"empty"}
-    if kinds <= {"number", "date"} and name not in options.categorical:
-        if len(kinds) > 1:
-            _disagree(name, own)
-        return _number_column(name, "date" if "date" in kinds else "number", own, indicator)
-    if kinds & {"number", "date"}:  # the caller reads such columns as text, if that can help
-        _disagree(name, own)
-    return _category_column(name, own, indicator, options)
+    if not kinds & {"number", "date"}:
+        return _category_column(name, own, indicator, options)
+    if kinds == {"date"}:
+        return _number_column(name, "date", list(own.values()), indicator)
+    if kinds <= {"number", "boolean"}:
+        return _number_column(name, "number", [_zeros_and_ones(s) for s in own.values()], indicator)
+    # the caller reads such columns as text, if that can help
+    raise _disagreement(name, own)
 
 
-def _disagree(name: str, own: Mapping[str, ColumnSummary]) -> None:
-    words = {"number": "numbers", "date": "dates", "boolean": "true and false", "text": "text"}
-    first, usual = next((c, s) for c, s in own.items() if s.kind not in ("empty", "text"))
-    client, odd = next((c, s) for c, s in own.items() if s.kind not in ("empty", usual.kind))
-    example = next(iter(sorted(odd.categories or {})), None)
-    such = f" such as {example!r}" if example is not None else ""
-    raise DisagreementError(
+def _disagreement(name: str, own: Mapping[str, ColumnSummary]) -> DisagreementError:
+    """Blame the first client whose values are of another kind than those of most."""
+    kinds = Counter(s.kind for s in own.values() if s.kind != "empty")
+    usual = max(kinds, key=lambda kind: (kinds[kind], kind != "text"))
+    first = next(client for client, s in own.items() if s.kind == usual)
+    client, odd = next((c, s) for c, s in own.items() if s.kind not in ("empty", usual))
+    example = next((text for text in sorted(odd.categories or {}) if not text.isdigit()), None)
+    such = f" such as {quoted(example)}" if example is not None else ""
+    return DisagreementError(
         client,
         name,
-        f"the column {name!r} holds {words[odd.kind]}{such}, where {first!r} has "
-        f"{words[usual.kind]}; correct it, ignore the column or name it as categorical.",
+        f"the column {quoted(name)} holds {_KIND_NAMES[odd.kind]}{such}, where {first!r} has "
+        f"{_KIND_NAMES[usual]}; correct it, ignore the column or name it as categorical.",
     )
 
 
-def _number_column(
-    name: str, role: Role, own: Mapping[str, ColumnSummary], indicator: bool
-) -> Column:
+def _zeros_and_ones(told: ColumnSummary) -> ColumnSummary:
+    """Counts of true and false as the moments of 0 and 1."""
+    if told.kind != "boolean":
+        return told
+    counts = _lowered(told.categories or {})
+    ones, zeros = counts["true"], counts["false"]
+    count = ones + zeros
+    return ColumnSummary("number", told.missing, count, ones / count, ones * zeros / count)
+
+
+def _lowered(counts: Mapping[str, int]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for text, count in counts.items():
+        found[text.lower()] += count
+    return found
+
+
+def _number_column(name: str, role: Role, own: Sequence[ColumnSummary], indicator: bool) -> Column:
     """Mean and deviation of the pooled values.
 
     With ``n = Σ n_c``: ``mean = Σ n_c mean_c / n`` and ``variance = Σ [s_c + n_c (mean_c - mean)²] / n``.
     """
-    told = [column for column in own.values() if column.count]
+    told = [column for column in own if column.count]
+    if not all(math.isfinite(column.mean) and math.isfinite(column.squares) for column in told):
+        return Column(name, "ignored", reason=_TOO_LARGE)
     count = math.fsum(column.count for column in told)
-    mean = math.fsum(column.count * column.mean for column in told) / count
-    squares = math.fsum(
-        column.squares + column.count * (column.mean - mean) ** 2 for column in told
-    )
-    variance = squares / count
-    if not variance > 1e-24 * (1.0 + mean**2):
+    try:
+        mean = math.fsum(column.count * column.mean for column in told) / count
+        variance = (
+            math.fsum(column.squares + column.count * (column.mean - mean) ** 2 for column in told)
+            / count
+        )
+    except OverflowError:
+        return Column(name, "ignored", reason=_TOO_LARGE)
+    if variance <= max(_ROUNDING * mean**2, sys.float_info.min):
         if not indicator:
             return Column(name, "ignored", mean, reason="all its values are equal")
         return Column(name, role, mean, 1.0, indicator=True)
@@ -360,21 +434,21 @@ def _category_column(
     total: Counter[str] = Counter()
     for column in own.values():
         if column.categories is None:
-            return Column(
-                name, "ignored", reason="it has so many different values that they look like names"
-            )
+            return Column(name, "ignored", reason=_NAMES)
         total.update(column.categories)
-    kinds = {column.kind for column in own.values()} - {"empty"}
-    if kinds == {"boolean"}:
-        total.update({"false": 0, "true": 0})
-    elif "boolean" in kinds:  # true and false at one client, other words at another
-        total = Counter(total)
+    if {column.kind for column in own.values()} <= {"boolean", "empty"}:
+        total = _lowered(total)
+        if len(total) == 1 and not indicator:
+            return Column(name, "ignored", reason="all its values are equal")
+        return Column(name, "category", categories=_TRUTH, indicator=indicator)
+    if look_like_names(len(total), total.total()):
+        return Column(name, "ignored", reason=_NAMES)
     if len(total) == 1 and not indicator:
         return Column(name, "ignored", reason="all its values are equal")
     chosen = sorted(total)
     if len(total) > options.max_categories:
         # most frequent first, ties by name: the same for every order of clients
-        ranked = sorted(total, key=lambda text: (-total[text], text))
+        ranked = sorted(total.keys() - {OTHER}, key=lambda text: (-total[text], text))
         chosen = [*sorted(ranked[: options.max_categories - 1]), OTHER]
     return Column(name, "category", categories=tuple(chosen), indicator=indicator)
 
@@ -382,21 +456,34 @@ def _category_column(
 def needs_text(
     summaries: Mapping[str, ClientSummary], options: TableOptions
 ) -> dict[str, set[str]]:
-    """Columns that some client must read again as text, because others have few different texts there.
+    """Columns that some client must read again as text, because others have text there.
+
+    Numbers and dates become categories only beside a client that has few different texts.
 
     Returns:
-        For each client that has numbers or dates there, the names of those columns.
+        For each client that has other values there, the names of those columns.
     """
     again: dict[str, set[str]] = {}
-    first: Sequence[str] = list(next(iter(summaries.values())).columns)
-    for name in first:
+    for name in next(iter(summaries.values())).columns:
         own = {c: s.columns[name] for c, s in summaries.items() if name in s.columns}
-        texts = [s.categories for s in own.values() if s.kind in ("text", "boolean")]
-        wanted = name in options.categorical or (
-            texts and all(t is not None and len(t) <= options.max_categories for t in texts)
-        )
-        typed = {c for c, s in own.items() if s.kind in ("number", "date")}
-        if wanted and typed and name not in options.ignore:
-            for client in typed:
+        texts = [s.categories for s in own.values() if s.kind == "text"]
+        if not texts:
+            continue
+        few = all(t is not None and len(t) <= options.max_categories for t in texts)
+        for client, told in own.items():
+            if told.kind == "boolean" or (few and told.kind in ("number", "date")):
                 again.setdefault(client, set()).add(name)
     return again
+
+
+def too_many_categories(
+    summaries: Mapping[str, ClientSummary], name: str, options: TableOptions
+) -> bool:
+    """Whether a column that was read as text turned out to hold no categories."""
+    found: set[str] = set()
+    for summary in summaries.values():
+        own = summary.columns[name].categories if name in summary.columns else {}
+        if own is None:
+            return True
+        found |= set(own)
+    return len(found) > options.max_categories

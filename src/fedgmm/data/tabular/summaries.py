@@ -7,7 +7,7 @@ These add up over clients without loss: the mean and variance of the pooled rows
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,13 @@ from fedgmm.data.tabular.columns import FloatArray, Kind, categories, kind_of, n
 
 _ALWAYS_LISTED = 100  # distinct values that any client may list …
 _EVER_LISTED = 2000  # … and those that none lists beyond
+_NAMES_FROM = 20  # distinct values that may be names, if hardly any occurs twice
+
+
+def look_like_names(distinct: int, present: int) -> bool:
+    """Whether texts are names, numbers of persons or free text rather than categories."""
+    unique = distinct >= _NAMES_FROM and distinct > 0.9 * present
+    return unique or distinct > max(_ALWAYS_LISTED, present // 2) or distinct > _EVER_LISTED
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,8 @@ class ColumnSummary:
         count: how many numbers there are; zero for text.
         mean: of the numbers.
         squares: ``Σ (x - mean)²``.
-        categories: how often each text occurs; ``None`` where there are so many different ones that
-            they may be names, numbers of persons or free text, which a client keeps to itself.
+        categories: how often each text occurs; ``None`` where they look like names, numbers of
+            persons or free text, which a client keeps to itself.
     """
 
     kind: Kind
@@ -77,8 +84,11 @@ class SummaryOfColumns:
         matrix = batch.matrix[:, rows]
         self.rows += matrix.shape[1]
         self._add_numbers(batch.number_columns, matrix)
+        numeric = set(batch.number_columns.tolist())
         for column, (codes, texts) in batch.texts.items():
-            self._add_texts(column, codes[rows], texts)
+            missing = self._add_texts(column, codes[rows], texts)
+            if column not in numeric:  # else they are counted already
+                self._missing[column] += missing
         for column, kind in enumerate(batch.kinds):
             self._kinds[column].add(kind)
 
@@ -90,25 +100,27 @@ class SummaryOfColumns:
         count = present.sum(1).astype(np.float64)
         self._missing[columns] += values.shape[1] - present.sum(1)
         filled = np.where(present, values, 0.0)
-        mean = filled.sum(1) / np.maximum(count, 1.0)
-        squares = (np.where(present, filled - mean[:, None], 0.0) ** 2).sum(1)
-        before, total = self._count[columns], self._count[columns] + count
-        share = count / np.maximum(total, 1.0)
-        gap = mean - self._mean[columns]
-        self._mean[columns] += gap * share
-        self._squares[columns] += squares + gap**2 * before * share
+        # numbers whose squares are too large become infinite; the column is not used then
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = filled.sum(1) / np.maximum(count, 1.0)
+            squares = (np.where(present, filled - mean[:, None], 0.0) ** 2).sum(1)
+            before, total = self._count[columns], self._count[columns] + count
+            share = count / np.maximum(total, 1.0)
+            gap = mean - self._mean[columns]
+            self._mean[columns] += gap * share
+            self._squares[columns] += squares + gap**2 * before * share
         self._count[columns] = total
 
-    def _add_texts(self, column: int, codes: NDArray[np.int64], texts: list[str]) -> None:
+    def _add_texts(self, column: int, codes: NDArray[np.int64], texts: list[str]) -> int:
+        """Count texts; how many are missing."""
         counts = np.bincount(codes + 1, minlength=len(texts) + 1)
-        self._missing[column] += counts[0]
         known = self._texts[column]
-        if known is None:
-            return
-        for code in np.flatnonzero(counts[1:]).tolist():
-            known[texts[code]] += int(counts[code + 1])
-        if len(known) > _EVER_LISTED:
-            self._texts[column] = None
+        if known is not None:
+            for code in np.flatnonzero(counts[1:]).tolist():
+                known[texts[code]] += int(counts[code + 1])
+            if len(known) > _EVER_LISTED:
+                self._texts[column] = None
+        return int(counts[0])
 
     def result(self) -> dict[str, ColumnSummary]:
         """The summary of each column."""
@@ -126,12 +138,7 @@ class SummaryOfColumns:
                 float(self._squares[index]),
             )
         texts = self._texts[index]
-        if kind == "boolean" and texts is not None:
-            lowered: Counter[str] = Counter()
-            for text, count in texts.items():
-                lowered[text.lower()] += count
-            texts = lowered
-        if texts is not None and len(texts) > max(_ALWAYS_LISTED, self.rows // 2):
+        if texts is not None and look_like_names(len(texts), texts.total()):
             texts = None
         return ColumnSummary(kind, missing, categories=None if texts is None else dict(texts))
 
@@ -153,12 +160,30 @@ class BatchValues:
         texts: codes and texts of the columns that were read as text or truth values.
     """
 
-    def __init__(self, batch: pa.RecordBatch) -> None:
+    def __init__(
+        self,
+        batch: pa.RecordBatch,
+        as_categories: Collection[str] = (),
+        ignored: Collection[str] = (),
+    ) -> None:
+        """Read a batch.
+
+        Args:
+            batch: some rows of a file.
+            as_categories: columns of text that is not to be taken for numbers.
+            ignored: columns that are not looked at; they count as empty without missing values.
+        """
         self.kinds: list[Kind] = []
         self.texts: dict[int, tuple[NDArray[np.int64], list[str]]] = {}
         columns, rows = [], []
-        for index, values in enumerate(batch.columns):
+        for index, name in enumerate(batch.schema.names):
+            if name in ignored:
+                self.kinds.append("empty")
+                continue
+            values = batch.column(index)
             kind = kind_of(values)
+            if name in as_categories and kind != "empty":
+                kind = "text"
             self.kinds.append(kind)
             if kind in ("number", "date", "empty"):
                 found = numbers(values)
@@ -166,10 +191,7 @@ class BatchValues:
                 columns.append(index)
                 rows.append(found)
             # text that looks like numbers here may be text in the next batch
-            if kind not in ("empty",) and (
-                kind in ("text", "boolean") or pa.types.is_string(values.type)
-            ):
-                codes, texts = categories(values)
-                self.texts[index] = (codes, texts)
+            if kind in ("text", "boolean") or (kind != "empty" and pa.types.is_string(values.type)):
+                self.texts[index] = categories(values, whole_numbers=True)
         self.number_columns = np.array(columns, dtype=np.int64)
         self.matrix = np.stack(rows) if rows else np.empty((0, len(batch)))

@@ -1,0 +1,309 @@
+"""ResNet-18 and MobileNet-V2 with torchvision's parameter names, and their weights from a file.
+
+Both map images ``(n, 3, height, width)`` to logits ``(n, K)``, or, without a head, to one row of
+numbers an image: 512 for ResNet-18, 1280 for MobileNet-V2. Weights are safetensors files that hold a
+torchvision state dict; nothing here needs torchvision itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedgmm.core.checks import check_choice, check_integer
+
+
+class WeightsError(ValueError):
+    """Weights that are not there or do not fit, with the file and what to do."""
+
+
+class Backbone(nn.Module):
+    """A network whose body can take pretrained weights.
+
+    Attributes:
+        torchvision_name: the function of ``torchvision.models`` that has the same parameters.
+        head_prefix: how the names of the head's parameters begin.
+        feature_size: numbers an image that go into the head.
+    """
+
+    torchvision_name: ClassVar[str]
+    head_prefix: ClassVar[str]
+    feature_size: int
+
+
+# ---------------------------------------------------------------------- ResNet-18
+
+
+class _Residual(nn.Module):
+    """``ReLU(x + F(x))`` with two 3×3 convolutions in ``F``; ``x`` is projected where shapes differ."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or channels_in != channels:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(x)) + shortcut)
+
+
+class ResNet18(Backbone):
+    """ResNet-18: a 7×7 stem, eight residual blocks, the average over all places, a linear head.
+
+    Args:
+        classes: ``K``; ``None`` leaves the head out.
+    """
+
+    torchvision_name = "resnet18"
+    head_prefix = "fc."
+
+    def __init__(self, classes: int | None = None) -> None:
+        super().__init__()
+        self.feature_size = 512
+        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.layer1 = nn.Sequential(_Residual(64, 64, 1), _Residual(64, 64, 1))
+        self.layer2 = nn.Sequential(_Residual(64, 128, 2), _Residual(128, 128, 1))
+        self.layer3 = nn.Sequential(_Residual(128, 256, 2), _Residual(256, 256, 1))
+        self.layer4 = nn.Sequential(_Residual(256, 512, 2), _Residual(512, 512, 1))
+        self.fc: nn.Module = nn.Identity()
+        if classes is not None:
+            check_integer("classes", classes, 1)
+            self.fc = nn.Linear(self.feature_size, classes)
+        _start_convolutions(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(n, K)`` or features ``(n, 512)`` of images ``(n, 3, height, width)``."""
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        out: Tensor = self.fc(x.mean((2, 3)))
+        return out
+
+
+# ---------------------------------------------------------------------- MobileNet-V2
+
+# expansion, channels, blocks, stride of the first block: table 2 of the MobileNet-V2 paper
+_STAGES = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
+
+
+def _convolution(
+    channels_in: int, channels: int, size: int, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
+    """Convolution, batch normalisation, ReLU6."""
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels, size, stride, size // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU6(),
+    )
+
+
+class _InvertedResidual(nn.Module):
+    """Widen (1×1), filter each channel (3×3), narrow (1×1); plus ``x`` where shapes agree."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        wide = channels_in * expansion
+        widen = [] if expansion == 1 else [_convolution(channels_in, wide, 1)]
+        self.conv = nn.Sequential(
+            *widen,
+            _convolution(wide, wide, 3, stride, groups=wide),
+            nn.Conv2d(wide, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.adds_input = stride == 1 and channels_in == channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x)
+        return x + out if self.adds_input else out
+
+
+class MobileNetV2(Backbone):
+    """MobileNet-V2: a 3×3 stem, 17 inverted residuals, 1280 channels, their average, a linear head.
+
+    Args:
+        classes: ``K``; ``None`` leaves the head out.
+        width: multiplies the channels of every layer; pretrained weights are of width 1.
+        stem_stride: 2 as published (32 pixels shrink to a single place), 1 keeps twice the
+            resolution throughout, which small images like; the parameters are the same.
+        dropout: before the head.
+    """
+
+    torchvision_name = "mobilenet_v2"
+    head_prefix = "classifier.1."
+
+    def __init__(
+        self,
+        classes: int | None = None,
+        *,
+        width: float = 1.0,
+        stem_stride: int = 2,
+        dropout: float = 0.2,
+    ) -> None:
+        super().__init__()
+        if not width > 0:
+            raise ValueError(f"width must be positive, got {width!r}.")
+        if stem_stride not in (1, 2):
+            raise ValueError(f"stem_stride must be 1 or 2, got {stem_stride!r}.")
+        self.feature_size = _channels(1280 * max(1.0, width))
+        channels = _channels(32 * width)
+        layers: list[nn.Module] = [_convolution(3, channels, 3, stem_stride)]
+        for expansion, base, blocks, first_stride in _STAGES:
+            for block in range(blocks):
+                stride = first_stride if block == 0 else 1
+                layers.append(
+                    _InvertedResidual(channels, _channels(base * width), stride, expansion)
+                )
+                channels = _channels(base * width)
+        layers.append(_convolution(channels, self.feature_size, 1))
+        self.features = nn.Sequential(*layers)
+        self.classifier: nn.Module = nn.Identity()
+        if classes is not None:
+            check_integer("classes", classes, 1)
+            head = nn.Linear(self.feature_size, classes)
+            nn.init.normal_(head.weight, std=0.01)
+            nn.init.zeros_(head.bias)
+            self.classifier = nn.Sequential(nn.Dropout(dropout), head)
+        _start_convolutions(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(n, K)`` or features ``(n, 1280)`` of images ``(n, 3, height, width)``."""
+        out: Tensor = self.classifier(self.features(x).mean((2, 3)))
+        return out
+
+
+def _channels(wanted: float) -> int:
+    """The multiple of eight nearest to ``wanted``, but not less than nine tenths of it."""
+    nearest = max(8, int(wanted + 4) // 8 * 8)
+    return nearest if nearest >= 0.9 * wanted else nearest + 8
+
+
+def _start_convolutions(module: nn.Module) -> None:
+    """He's initialisation by the outputs of each convolution, as both papers' code has it."""
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d):
+            nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+
+
+BACKBONES: dict[str, type[ResNet18] | type[MobileNetV2]] = {
+    "resnet18": ResNet18,
+    "mobilenet_v2": MobileNetV2,
+}
+
+
+def weights_file(name: str, data_dir: Path) -> Path:
+    """Where the ImageNet weights of a backbone are looked for in the data folder."""
+    check_choice("backbone", name, list(BACKBONES))
+    return data_dir / "weights" / f"{name}_imagenet.safetensors"
+
+
+# ---------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What :func:`load_weights` did.
+
+    Attributes:
+        sha256: of the file, in hexadecimal.
+        kept: parameters that the file does not have for this module and that kept their own
+            initialisation: the head's, or none.
+    """
+
+    sha256: str
+    kept: tuple[str, ...]
+
+
+def load_weights(module: Backbone, path: str | Path) -> LoadedWeights:
+    """Read a torchvision state dict into a backbone, in place.
+
+    Every parameter and running statistic of the body must be there in the right shape. The head is
+    read where it fits; where it is missing or made for other classes it stays as it is.
+
+    Args:
+        module: on any device, of any floating dtype.
+        path: a ``.safetensors`` file.
+
+    Raises:
+        WeightsError: no file, a file that cannot be read, or numbers that do not fit.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    file = Path(path)
+    try:
+        data = file.read_bytes()
+        given = load(data)
+    except FileNotFoundError:
+        raise WeightsError(
+            f"There is no file of weights at {file}; {_how_to_get(module)}."
+        ) from None
+    except (OSError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        raise WeightsError(
+            f"The weights in {file} cannot be read ({reason}); {_how_to_get(module)}."
+        ) from None
+
+    wanted = module.state_dict()
+    head = [name for name in wanted if name.startswith(module.head_prefix)]
+    head_fits = all(name in given and given[name].shape == wanted[name].shape for name in head)
+    kept = () if head_fits else tuple(head)
+    # Batch counters are of no use in a frozen or a freshly tuned network, and often left out.
+    needed = [n for n in wanted if n not in kept and not n.endswith("num_batches_tracked")]
+    for name in needed:
+        _check_numbers(name, given.get(name), wanted[name], file, module)
+    strangers = sorted(n for n in given if n not in wanted and not n.startswith(module.head_prefix))
+    if strangers:
+        raise WeightsError(
+            f"{file} holds {len(strangers)} arrays that {type(module).__name__} does not have, such "
+            f"as {strangers[0]!r}; {_how_to_get(module)}."
+        )
+    module.load_state_dict(wanted | {name: given[name] for name in needed})
+    return LoadedWeights(hashlib.sha256(data).hexdigest(), kept)
+
+
+def _check_numbers(
+    name: str, value: Tensor | None, wanted: Tensor, file: Path, module: Backbone
+) -> None:
+    """Raise unless ``value`` can take the place of ``wanted``."""
+    if value is None:
+        problem = "is missing"
+    elif value.shape != wanted.shape:
+        problem = f"has shape {tuple(value.shape)} instead of {tuple(wanted.shape)}"
+    elif not value.is_floating_point():
+        problem = f"is of type {value.dtype}"
+    elif not bool(torch.isfinite(value).all()):
+        problem = "contains NaN or infinity"
+    else:
+        return
+    raise WeightsError(
+        f"{file} does not fit {type(module).__name__}: {name!r} {problem}; {_how_to_get(module)}."
+    )
+
+
+def _how_to_get(module: Backbone) -> str:
+    return (
+        "where torchvision is installed, safetensors.torch.save_file(torchvision.models."
+        f"{module.torchvision_name}(weights='IMAGENET1K_V1').state_dict(), FILE) writes one"
+    )

@@ -1,0 +1,160 @@
+"""The small convolutional network for stacked parameters, as batched matrix products.
+
+``torch.func.vmap`` turns a stack of convolutions into one grouped convolution, which graphics cards
+run far below their speed. Here every convolution is a product of weights and patches::
+
+    weights  (G, c', 9·c)   @   patches  (G, 9·c, n·h·w)        G: clients × learners
+
+Channels come before images, ``(G, c, n, h, w)``, so that a product needs no rearranging after the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, max_pool2d, pad, relu
+
+from fedgmm.core.networks import ConvNet, Params, Vectorised
+
+_TAPS = [(dy, dx) for dy in range(3) for dx in range(3)]
+
+
+class _Patches(torch.autograd.Function):
+    """``(G, c, n, h, w)`` to ``(G, 9·c, n, h, w)``: each pixel's neighbours, zeros outside.
+
+    Autograd would make a tensor of the full size for each of the nine slices on the way back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        wide = pad(images, (1, 1, 1, 1))
+        out = images.new_empty(len(images), 9, *images.shape[1:])
+        for tap, (dy, dx) in enumerate(_TAPS):
+            out[:, tap] = wide[..., dy : dy + height, dx : dx + width]
+        return out.flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = _split(gradients[0], 1, 9)
+        height, width = gradient.shape[-2:]
+        wide = gradient.new_zeros(*gradient[:, 0].shape[:-2], height + 2, width + 2)
+        for tap, (dy, dx) in enumerate(_TAPS):
+            wide[..., dy : dy + height, dx : dx + width] += gradient[:, tap]
+        return wide[..., 1:-1, 1:-1]
+
+
+def _split(values: Tensor, axis: int, first: int, second: int = -1) -> Tensor:
+    """One axis as two."""
+    return values.reshape(*values.shape[:axis], first, second, *values.shape[axis + 1 :])
+
+
+def patches(images: Tensor) -> Tensor:
+    """Every pixel's 3×3 neighbourhood: ``(G, c, n, h, w)`` to ``(G, 9·c, n, h, w)``."""
+    found: Tensor = _Patches.apply(images)  # type: ignore[no-untyped-call]
+    return found
+
+
+def convolve(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """3×3 convolutions, one a group.
+
+    Args:
+        images: ``(G, c, n, h, w)``.
+        weight: ``(G, c', c, 3, 3)``.
+        bias: ``(G, c')``.
+
+    Returns:
+        ``(G, c', n, h, w)``.
+    """
+    kernel = weight.permute(0, 1, 3, 4, 2).flatten(2)  # (G, c', 9·c), in the order of patches
+    seen = patches(images).flatten(2)
+    out = torch.baddbmm(bias.unsqueeze(-1), kernel, seen)
+    return out.reshape(*out.shape[:2], *images.shape[2:])
+
+
+def _pooled(images: Tensor) -> Tensor:
+    """The largest of every 2×2 pixels."""
+    pooled = max_pool2d(images.flatten(1, 2), 2)
+    return pooled.reshape(*images.shape[:3], *pooled.shape[-2:])
+
+
+@dataclass(frozen=True)
+class Convolutional:
+    """:class:`ConvNet` for stacked parameters; the same names, the same numbers.
+
+    Attributes:
+        channels: of the images.
+        size: their height and width.
+        classes: ``K``.
+        dropout: share of activations that training drops.
+        compute: dtype of the products; parameters stay as they are.
+    """
+
+    channels: int
+    size: int
+    classes: int
+    dropout: float = 0.0
+    compute: torch.dtype | None = None
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one image."""
+        return (self.channels, self.size, self.size)
+
+    @property
+    def row_numbers(self) -> int:
+        """The patches of the second convolution, and what lies around them."""
+        return 3 * 9 * 32 * (self.size // 2) ** 2
+
+    @cached_property
+    def _plain(self) -> Vectorised:
+        return Vectorised(self.module, self.input_shape, self.classes)
+
+    def module(self) -> ConvNet:
+        """One network of this kind."""
+        return ConvNet(self.channels, self.size, self.classes, self.dropout)
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As the module declares them."""
+        return self._plain.parameter_shapes
+
+    def initial(self, generator: torch.Generator) -> Params:
+        """The module's own initialisation, seeded by the generator."""
+        return self._plain.initial(generator)
+
+    def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+        """Logits ``(*C, n, M, K)``; on a CPU its own convolutions are faster."""
+        if inputs.device.type == "cpu":
+            return self._plain.logits(params, inputs, training)
+        return self.stacked_logits(params, inputs, training)
+
+    def stacked_logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+        """The same by batched products."""
+        own = params["features.0.weight"]
+        lead, learners = own.shape[:-5], own.shape[-5]
+        dtype = self.compute or own.dtype
+        stacked = {name: value.flatten(0, len(lead)).to(dtype) for name, value in params.items()}
+        rows = inputs.shape[len(lead)]
+        images = inputs.reshape(-1, rows, self.channels, self.size, self.size).to(dtype)
+        images = images.transpose(1, 2)  # (A, c, n, h, w)
+
+        # learners read the same images: their first convolutions are one
+        weight = _split(stacked["features.0.weight"], 0, -1, learners).flatten(1, 2)
+        hidden = convolve(images, weight, stacked["features.0.bias"].reshape(len(weight), -1))
+        hidden = relu(_pooled(hidden.reshape(len(weight) * learners, -1, *hidden.shape[2:])))
+        hidden = convolve(hidden, stacked["features.3.weight"], stacked["features.3.bias"])
+        hidden = dropout(relu(_pooled(hidden)), self.dropout, training)
+
+        hidden = hidden.transpose(1, 2).flatten(2)  # (A·M, n, c·h·w), as the module flattens
+        for layer in ("classifier.0", "classifier.3"):
+            bias, weight = stacked[f"{layer}.bias"].unsqueeze(1), stacked[f"{layer}.weight"]
+            hidden = torch.baddbmm(bias, hidden, weight.mT)
+            if layer == "classifier.0":
+                hidden = dropout(relu(hidden), self.dropout, training)
+        logits = hidden.reshape(*lead, learners, rows, self.classes).transpose(-3, -2)
+        return logits.to(own.dtype)

@@ -1,0 +1,133 @@
+"""Principal components from sums over rows: exact, and additive over clients.
+
+Clients first agree on a centre (their common mean, from counts and sums) and then send their moments
+around it, so that nothing cancels. Shapes: ``n`` rows, ``d`` columns, ``k`` components.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.checks import check_integer
+from fedgmm.core.linalg import matmul, weighted_gram
+
+_BLOCK_ROWS = 4096
+# How far entries of a unit vector may differ and still count as equally large.
+_TIE = 1e-7
+
+
+@dataclass(frozen=True)
+class FeatureMoments:
+    """Sums over rows around a centre that all clients share; all float64.
+
+    Attributes:
+        count: ``n``.
+        first: ``Σ_i (x_i - centre)``, ``(d,)``.
+        second: ``Σ_i (x_i - centre)(x_i - centre)ᵀ``, ``(d, d)``.
+        centre: ``(d,)``.
+    """
+
+    count: int
+    first: Tensor
+    second: Tensor
+    centre: Tensor
+
+    def __add__(self, other: FeatureMoments) -> FeatureMoments:
+        """The moments of both together."""
+        if not torch.equal(self.centre, other.centre):
+            raise ValueError("Moments can only be added when they were taken around one centre.")
+        return FeatureMoments(
+            self.count + other.count,
+            self.first + other.first,
+            self.second + other.second,
+            self.centre,
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        """Of the rows, ``(d,)``."""
+        return self.centre + self.first / self.count
+
+    @property
+    def covariance(self) -> Tensor:
+        """Of the rows, divided by ``n - 1``, ``(d, d)``."""
+        # Σ (x - c)(x - c)ᵀ - n δ δᵀ, with δ the distance of the mean to the centre c
+        centred = self.second - torch.outer(self.first, self.first) / self.count
+        return (centred + centred.mT) / (2 * (self.count - 1))
+
+
+def moments_of(rows: Tensor, centre: Tensor) -> FeatureMoments:
+    """Moments of rows ``(n, d)`` around ``centre`` ``(d,)``, in blocks; there may be no rows."""
+    centre = centre.to(rows.device, torch.float64)
+    d = rows.shape[1]
+    first = torch.zeros(d, dtype=torch.float64, device=rows.device)
+    second = torch.zeros(d, d, dtype=torch.float64, device=rows.device)
+    for block in torch.split(rows, _BLOCK_ROWS):
+        shifted = block.double() - centre
+        first += shifted.sum(0)
+        second += weighted_gram(shifted, shifted)
+    return FeatureMoments(len(rows), first, second, centre)
+
+
+@dataclass(frozen=True)
+class PCA:
+    """The directions in which rows vary most; all float64.
+
+    Attributes:
+        mean: ``(d,)``.
+        components: orthonormal rows, ``(k, d)``, by falling variance.
+        variances: along them, ``(k,)``.
+    """
+
+    mean: Tensor
+    components: Tensor
+    variances: Tensor
+
+    def apply(self, x: Tensor, whiten: bool = False) -> Tensor:
+        """Coordinates ``(n, k)``, float64, of rows ``(n, d)``; whitened to variance one if asked."""
+        mean, directions = self.mean.to(x.device), self.components.to(x.device).mT
+        if whiten:
+            directions = directions / self._deviations.to(x.device)
+        blocks = [
+            matmul(block.double() - mean, directions) for block in torch.split(x, _BLOCK_ROWS)
+        ]
+        return torch.cat(blocks)
+
+    @property
+    def _deviations(self) -> Tensor:
+        """What whitening divides by, ``(k,)``."""
+        # A direction without spread holds rounding only: the largest deviation leaves it near zero.
+        largest = self.variances.max()
+        empty = self.variances <= largest * len(self.mean) * torch.finfo(torch.float64).eps
+        deviations = torch.where(empty, largest, self.variances).sqrt()
+        return torch.where(deviations > 0, deviations, 1.0)
+
+
+def fit_pca(moments: FeatureMoments, k: int) -> PCA:
+    """The first ``k`` principal components of the rows behind the moments.
+
+    Each points to where its largest entry (the first of several) is positive, so that equal moments
+    give equal components.
+    """
+    check_integer("components", k, 1)
+    d = len(moments.first)
+    if moments.count < 2:
+        raise ValueError(f"Principal components need at least 2 rows, got {moments.count}.")
+    if k > min(d, moments.count):
+        raise ValueError(
+            f"components={k} is more than {moments.count} rows of {d} columns can have; "
+            f"use at most {min(d, moments.count)}."
+        )
+    covariance = moments.covariance
+    if not bool(torch.isfinite(covariance).all()):
+        raise ValueError("The moments contain NaN or infinity; look for such values in the rows.")
+    eigenvalues, vectors = torch.linalg.eigh(covariance)
+    variances = eigenvalues.flip(0)[:k].clamp_min(0.0)
+    components = vectors.mT.flip(0)[:k]
+    sizes = components.abs()
+    largest = (sizes >= sizes.amax(1, keepdim=True) - _TIE).int().argmax(1)  # the first of these
+    signs = components.gather(1, largest[:, None]).sign()
+    return PCA(moments.mean, (components * signs).contiguous(), variances.contiguous())

@@ -1,0 +1,171 @@
+"""Image data sets from their official places, checked byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedgmm.files import write_atomically
+
+Progress = Callable[[str, int, int], None]
+"""Told a file's name, how many of its bytes have come, and how many there are."""
+
+_BLOCK_BYTES = 1024 * 1024
+_TIMEOUT_SECONDS = 60
+
+
+class DownloadError(ValueError):
+    """A file that could not be had, with its name and what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file at its official place.
+
+    Attributes:
+        url: where it is.
+        size: in bytes.
+        sha256: of the whole file, in hexadecimal digits.
+        folder: where it goes, relative to the data folder.
+        members: for a tar archive, the files to take out of it; empty keeps the file itself.
+    """
+
+    url: str
+    size: int
+    sha256: str
+    folder: str
+    members: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The file's own name."""
+        return self.url.rpartition("/")[2]
+
+
+_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"  # the author's page serves them no more
+_CIFAR = "https://www.cs.toronto.edu/~kriz/"
+
+SOURCES: dict[str, tuple[Source, ...]] = {
+    "mnist": (
+        Source(
+            _MNIST + "train-images-idx3-ubyte.gz",
+            9_912_422,
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "MNIST/raw",
+        ),
+        Source(
+            _MNIST + "train-labels-idx1-ubyte.gz",
+            28_881,
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "MNIST/raw",
+        ),
+        Source(
+            _MNIST + "t10k-images-idx3-ubyte.gz",
+            1_648_877,
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            "MNIST/raw",
+        ),
+        Source(
+            _MNIST + "t10k-labels-idx1-ubyte.gz",
+            4_542,
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+            "MNIST/raw",
+        ),
+    ),
+    "cifar10": (
+        Source(
+            _CIFAR + "cifar-10-binary.tar.gz",
+            170_052_171,
+            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+            "cifar-10-batches-bin",
+            (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),
+        ),
+    ),
+    "cifar100": (
+        Source(
+            _CIFAR + "cifar-100-binary.tar.gz",
+            168_513_733,
+            "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
+            "cifar-100-binary",
+            ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt"),
+        ),
+    ),
+}
+"""Where the files of a data set come from. FEMNIST has no official file: LEAF's script makes it."""
+
+
+def download(name: str, data_dir: Path, progress: Progress | None = None) -> None:
+    """Fetch what is missing of a data set; files that are there are left alone.
+
+    Args:
+        name: a key of ``SOURCES``.
+        data_dir: the data folder; it is made if it is missing.
+        progress: told after every block.
+
+    Raises:
+        DownloadError: no connection, or a file that is not the official one.
+    """
+    for source in SOURCES[name]:
+        folder = data_dir / source.folder
+        wanted = source.members or (source.name,)
+        if all(_is_there(folder / member) for member in wanted):
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        if source.members:
+            archive = folder / source.name
+            _fetch(source, archive, progress)
+            _take_out(source, archive)
+            archive.unlink()
+        else:
+            _fetch(source, folder / source.name, progress)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether the file is there, packed or not."""
+    return path.exists() or path.with_name(path.name.removesuffix(".gz")).exists()
+
+
+def _fetch(source: Source, path: Path, progress: Progress | None) -> None:
+    """Write the file beside its place, check it, and only then give it its name."""
+    draft = path.with_name(path.name + ".part")
+    digest, come = hashlib.sha256(), 0
+    try:
+        with (
+            urllib.request.urlopen(source.url, timeout=_TIMEOUT_SECONDS) as answer,
+            draft.open("wb") as file,
+        ):
+            # one byte too many is enough to know; a server cannot fill the disk
+            while come <= source.size and (block := answer.read(_BLOCK_BYTES)):
+                file.write(block)
+                digest.update(block)
+                come += len(block)
+                if progress is not None:
+                    progress(source.name, come, source.size)
+        if come != source.size or digest.hexdigest() != source.sha256:
+            raise DownloadError(
+                f"{source.url} did not give the official file ({come:,} of {source.size:,} bytes, or "
+                f"another checksum); try again, or fetch it by hand into {path.parent}."
+            )
+        draft.replace(path)
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        raise DownloadError(
+            f"{source.url} could not be fetched ({error}); try again, or fetch it by hand into "
+            f"{path.parent}."
+        ) from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _take_out(source: Source, archive: Path) -> None:
+    """Write the wanted members, by name alone: no path of the archive reaches the disk."""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            name = Path(member.name).name
+            content = tar.extractfile(member) if name in source.members else None
+            if content is not None:
+                write_atomically(archive.parent / name, content.read())
