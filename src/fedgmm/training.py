@@ -100,6 +100,8 @@ class TrainingOptions:
         seed: of everything random.
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
         dtype: of the learners and of the Gaussians' products.
+        precision: ``"full"``, or ``"mixed"``: on an accelerator, the products of convolutional learners
+            in bfloat16, two thirds of the time; parameters stay as they are.
     """
 
     algorithm: str = "fedgmm"
@@ -135,6 +137,7 @@ class TrainingOptions:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    precision: str = "full"
 
     def check(self) -> None:
         """Raise ``ValueError`` or ``TypeError`` with the option's name and value."""
@@ -175,6 +178,7 @@ class TrainingOptions:
         check_choice("server", self.server, SERVER_KINDS)
         check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("precision", self.precision, ("full", "mixed"))
 
     def record(self) -> dict[str, Any]:
         """The options as plain values, for saving."""
@@ -244,7 +248,8 @@ def train(
         )
     scaling = _scaling(dataset) if chosen.standardise and len(dataset.input_shape) == 1 else None
     scaled = _scaled(dataset, scaling, dtype, device)
-    net = network(chosen.learner, dataset.input_shape, len(dataset.classes))
+    compute = torch.bfloat16 if chosen.precision == "mixed" else None
+    net = network(chosen.learner, dataset.input_shape, len(dataset.classes), compute)
     job = TrainingRun(
         chosen,
         build(chosen, net),

@@ -7,14 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgmm.data.partition import dirichlet_by_label, joint_shift, transform_images
+from fedgmm.data.partition import (
+    describe,
+    dirichlet_by_label,
+    draw_joint_shift,
+    joint_shift,
+    natural,
+    pachinko,
+    transform_images,
+)
 
 
 @given(
     n=st.integers(1, 200),
     clients=st.integers(1, 200),
     classes=st.integers(1, 6),
-    alpha=st.sampled_from([1e-6, 1e-3, 0.4, 10.0, 1e6]),
+    alpha=st.sampled_from([5e-324, 1e-6, 1e-3, 0.4, 10.0, 1e6, float("inf")]),
     seed=st.integers(0, 9),
 )
 def test_every_row_has_a_client_and_every_client_a_row(n, clients, classes, alpha, seed):
@@ -60,6 +68,117 @@ def test_a_tiny_alpha_gives_a_class_to_one_client_and_a_large_one_deals_evenly()
 def test_what_cannot_be_dealt_is_named(clients, alpha):
     with pytest.raises(ValueError, match=r"clients must lie|alpha must be positive"):
         dirichlet_by_label(np.zeros(10, dtype=int), clients, alpha)
+
+
+# ---------------------------------------------------------------------- Pachinko allocation
+
+
+@given(
+    n=st.integers(1, 200),
+    clients=st.integers(1, 200),
+    coarse=st.integers(1, 5),
+    fine=st.integers(1, 4),
+    alphas=st.tuples(
+        st.sampled_from([5e-324, 1e-6, 1e-3, 0.1, 1.0, 1e6, float("inf")]),
+        st.sampled_from([5e-324, 1e-3, 10.0, 1e6, float("inf")]),
+    ),
+    seed=st.integers(0, 9),
+)
+def test_pachinko_deals_every_row_once_in_equal_parts(n, clients, coarse, fine, alphas, seed):
+    clients = min(n, clients)
+    labels = np.random.default_rng(seed).integers(coarse * fine, size=n)
+    owner = pachinko(labels // fine, labels, clients, *alphas, seed=seed)
+    counts = np.bincount(owner, minlength=clients)
+    assert owner.shape == (n,)
+    assert counts.shape == (clients,)
+    assert np.ptp(counts) <= 1
+    np.testing.assert_array_equal(owner, pachinko(labels // fine, labels, clients, *alphas, seed))
+
+
+def test_pachinko_weights_follow_their_dirichlet_distributions():
+    """First client of many, so that no label runs out: moments over many seeds.
+
+    The variance of a share is (1/K)(1 - 1/K) / (Kα + 1), and that of the draws comes on top.
+    """
+    fine = np.repeat(np.arange(6), 2000)
+    coarse = fine // 3
+    of_coarse, of_fine = [], []
+    for seed in range(400):
+        own = pachinko(coarse, fine, 60, 0.5, 2.0, seed) == 0
+        size = own.sum()
+        of_coarse.append((coarse[own] == 0).mean())
+        if (coarse[own] == 0).sum() > 0.5 * size:
+            of_fine.append((fine[own][coarse[own] == 0] == 0).mean())
+    assert np.mean(of_coarse) == pytest.approx(1 / 2, abs=0.06)
+    assert np.var(of_coarse) == pytest.approx((1 / 4) / (2 * 0.5 + 1), rel=0.15)
+    assert np.mean(of_fine) == pytest.approx(1 / 3, abs=0.04)
+    assert np.var(of_fine) == pytest.approx((2 / 9) / (3 * 2.0 + 1), rel=0.25)
+
+
+def test_labels_that_run_out_are_renormalised():
+    """Two clients share a coarse label of two rows; the rest of each comes from the other one."""
+    coarse = np.array([0] * 2 + [1] * 8)
+    for seed in range(20):
+        owner = pachinko(coarse, np.arange(10), 2, 1e-6, 10.0, seed)
+        first, second = (np.bincount(coarse[owner == c], minlength=2) for c in (0, 1))
+        # the first takes its favourite until it is gone, so it takes all or nothing of the scarce one
+        assert first.tolist() in ([2, 3], [0, 5])
+        assert (first + second).tolist() == [2, 8]
+
+
+def test_a_small_coarse_alpha_gives_a_client_few_superclasses():
+    fine = np.repeat(np.arange(100), 60)
+    coarse = fine // 5
+
+    def superclasses(alpha):
+        owner = pachinko(coarse, fine, 50, alpha)
+        return np.median([len(np.unique(coarse[owner == client])) for client in range(50)])
+
+    assert superclasses(1e-3) <= 2
+    assert 2 < superclasses(0.1) < superclasses(1.0)
+
+
+def test_another_seed_plays_another_pachinko():
+    fine = np.arange(200) % 20
+    assert (pachinko(fine // 5, fine, 10, seed=0) != pachinko(fine // 5, fine, 10, seed=1)).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"clients": 0}, "clients must lie between 1 and the 10 rows"),
+        ({"clients": 11}, "clients must lie"),
+        ({"alpha_coarse": 0.0}, "alpha_coarse must be positive"),
+        ({"alpha_fine": float("nan")}, "alpha_fine must be positive"),
+        ({"fine": np.zeros(9, dtype=int)}, "one label per row"),
+    ],
+)
+def test_what_pachinko_cannot_deal_is_named(changes, problem):
+    good = {"coarse": np.zeros(10, dtype=int), "fine": np.zeros(10, dtype=int), "clients": 3}
+    with pytest.raises(ValueError, match=problem):
+        pachinko(**(good | changes))
+
+
+# ---------------------------------------------------------------------- natural, and what was made
+
+
+def test_writers_keep_their_rows():
+    np.testing.assert_array_equal(natural(["b", "a", "b", "c"]), [1, 0, 1, 2])
+    np.testing.assert_array_equal(natural(np.array([7, 7, 3])), [1, 1, 0])
+    with pytest.raises(ValueError, match="one id per row"):
+        natural([])
+
+
+def test_a_partition_is_described():
+    owner = np.array([0, 0, 0, 1, 1, 4])
+    labels = np.array([5, 5, 6, 5, 7, 5])
+    assert describe(owner, labels) == (
+        "3 clients with 6 rows; rows a client: 1 to 3 (median 2); "
+        "classes a client: 1 to 2 (median 2)"
+    )
+    assert describe(np.zeros(1500, dtype=int), np.zeros(1500, dtype=int)).startswith(
+        "1 client with 1,500 rows; rows a client: 1,500 to 1,500"
+    )
 
 
 # ---------------------------------------------------------------------- the paper's T
@@ -109,3 +228,32 @@ def test_the_shift_belongs_to_its_seed(rng):
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a, b)
     assert (first[2] != other[2]).any()
+
+
+def test_the_transform_undoes_itself(rng):
+    images = rng.integers(256, size=(3, 2, 5, 5)).astype(np.uint8)
+    np.testing.assert_array_equal(transform_images(transform_images(images, 255), 255), images)
+
+
+def test_bytes_are_inverted_without_a_detour(rng):
+    images = rng.integers(256, size=(4, 3, 6, 6)).astype(np.uint8)
+    out = transform_images(images, 255.0)
+    assert out.dtype == np.uint8
+    wide = 255 - np.fliplr(np.rot90(images[1, 2].astype(int)))
+    np.testing.assert_array_equal(out[1, 2], wide)
+
+
+def test_images_that_cannot_be_transformed_are_named():
+    with pytest.raises(ValueError, match="side, side"):
+        transform_images(np.zeros((2, 3, 4)), 1.0)
+    with pytest.raises(ValueError, match="side, side"):
+        transform_images(np.zeros((4, 4)), 1.0)
+    with pytest.raises(ValueError, match="largest is 16, but an image holds 17"):
+        transform_images(np.full((1, 2, 2), 17, dtype=np.uint8), 16)
+
+
+@given(rows=st.integers(0, 50), classes=st.integers(1, 8), seed=st.integers(0, 5))
+def test_half_of_the_rows_and_one_permutation_are_drawn(rows, classes, seed):
+    changed, new_labels = draw_joint_shift(rows, classes, seed)
+    assert changed.sum() == rows // 2
+    assert sorted(new_labels.tolist()) == list(range(classes))

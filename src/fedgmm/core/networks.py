@@ -250,13 +250,20 @@ class ConvNet(nn.Module):
 LEARNERS = ("linear", "mlp", "cnn")
 
 
-def network(learner: str | ModuleFactory, input_shape: tuple[int, ...], classes: int) -> Network:
+def network(
+    learner: str | ModuleFactory,
+    input_shape: tuple[int, ...],
+    classes: int,
+    compute: torch.dtype | None = None,
+) -> Network:
     """A network by name (``"linear"``, ``"mlp"``, ``"cnn"``) or from a module factory.
 
     Args:
         learner: a name, or a function without arguments that makes a ``torch.nn.Module``.
         input_shape: shape of one input, ``(d,)`` or ``(channels, height, width)``.
         classes: ``K``.
+        compute: dtype of a convolutional network's products on an accelerator; ``None`` means that
+            of the parameters.
     """
     if callable(learner):
         return Vectorised(learner, input_shape, classes)
@@ -275,7 +282,7 @@ def network(learner: str | ModuleFactory, input_shape: tuple[int, ...], classes:
             from fedgmm.core.convolutions import Convolutional
 
             channels, size, _ = input_shape
-            return Convolutional(channels, size, classes)
+            return Convolutional(channels, size, classes, compute=compute)
     raise ValueError(
         f"learner must be one of {list(LEARNERS)} or a module factory, got {learner!r}."
     )

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import tomli_w
 
 from fedgmm.core.checks import check_choice, check_integer, check_non_negative
-from fedgmm.core.devices import resolve_dtype
 from fedgmm.data.tabular.preprocessing import TableOptions
 from fedgmm.training import TrainingOptions
 
@@ -23,6 +22,10 @@ _AUTO = ("components", "learners", "covariance_type")
 _NONE = "none"  # TOML has no word for nothing
 _MAY_BE_NONE = ("patience", "server_lr", "tol")
 _LEARNERS = ("linear", "mlp")  # the others are for images
+
+
+# tables are standardised when they are read
+_TRAINING = {one.name for one in fields(TrainingOptions)} - {"standardise"}
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,17 @@ class RunConfig:
     checkpoint_every: int = 5
 
     def __post_init__(self) -> None:
-        known = {one.name for one in fields(TrainingOptions)} - {"standardise"}
         for name in self.training:
-            if name not in known:
+            if name not in _TRAINING:
                 raise ValueError(
-                    f"There is no training option {name!r}; there are {', '.join(sorted(known))}."
+                    f"There is no training option {name!r}; there are {', '.join(sorted(_TRAINING))}."
                 )
         check_integer("checkpoint_every", self.checkpoint_every, 1)
         options = self.options()
         check_choice("learner", options.learner, _LEARNERS)
         if not isinstance(options.device, str):
             raise ValueError(f"device must be cpu, cuda or auto, got {options.device!r}.")
-        resolve_dtype(options.dtype)
+        check_choice("dtype", options.dtype, ("float32", "float64"))
         options.check()
 
     def options(self, **chosen: Any) -> TrainingOptions:
@@ -68,7 +70,7 @@ class RunConfig:
         for name in _AUTO:
             if values.get(name) == "auto":
                 values[name] = getattr(defaults, name)
-        # tables are standardised when they are read; one seed serves both unless two are given
+        # one seed serves the split and the training unless two are given
         return replace(defaults, **{"seed": self.table.seed, **values, "standardise": False})
 
     def open_choices(self) -> list[str]:
@@ -115,7 +117,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{path} is not a TOML file: {error}.") from None
     known = {
         "data": {"files", *(one.name for one in fields(TableOptions))},
-        "training": {one.name for one in fields(TrainingOptions)},
+        "training": _TRAINING,
         "run": {"checkpoint_every"},
     }
     for section, values in document.items():

@@ -205,6 +205,7 @@ def _run(
     dataset = tables.load(preprocessing, tell)
     write_json(folder.preprocessing, preprocessing.record())
     config, selection = _choose(config, dataset, tell)
+    _check_size(config, dataset)
     write_atomically(folder.config, config.toml().encode())
     seconds_reading = time.perf_counter() - started
     options = config.options()
@@ -260,6 +261,16 @@ def _choose(
         config = config.with_training(components=found.components, learners=found.learners)
         selection = found.record()
     return config, selection
+
+
+def _check_size(config: RunConfig, dataset: FederatedDataset) -> None:
+    """A mixture with more parts than rows would learn nothing, and take forever."""
+    for name in ("components", "learners"):
+        wanted = getattr(config.options(), name)
+        if wanted > len(dataset.train):
+            raise ValueError(
+                f"{name}={wanted} is more than the {len(dataset.train)} training rows; ask for fewer."
+            )
 
 
 class _HistoryFile:

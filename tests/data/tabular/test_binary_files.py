@@ -39,7 +39,12 @@ def npz(tmp_path):
 
 def test_parquet_text_of_every_make(table):
     texts = ["1", " ? ", "NA", None, "x"]
-    for kind in (pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int8(), pa.string())):
+    for kind in (
+        pa.string(),
+        pa.large_string(),
+        pa.binary(),
+        pa.dictionary(pa.int8(), pa.string()),
+    ):
         path = table(a=pa.array(texts).cast(kind))
         assert columns(path) == {"a": ["1", None, None, None, "x"]}
 

@@ -16,6 +16,7 @@ Kind = Literal["empty", "number", "date", "boolean", "text"]
 FloatArray = NDArray[np.float64]
 
 _MICROSECONDS_A_DAY = 86_400e6
+_FIRST_LOOK = 8  # most text shows itself at once; to fail on all of it takes much longer
 _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
 
 
@@ -123,6 +124,7 @@ def _days(values: pa.Array) -> FloatArray:
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
     try:
+        pc.cast(values[:_FIRST_LOOK], kind)
         return pc.cast(values, kind)
     except pa.ArrowInvalid:
         return None

@@ -53,7 +53,10 @@ def find_tables(sources: Iterable[str | Path]) -> list[Path]:
             raise TableError(source, f"it cannot be opened ({error.strerror}).") from None
     if not found:
         raise ValueError("No files were given; name at least one, such as site_*.csv.")
-    return list({path.absolute(): path for path in reversed(found)}.values())[::-1]
+    once: dict[Path, Path] = {}
+    for path in found:
+        once.setdefault(path.absolute(), path)
+    return list(once.values())
 
 
 def _tables_of(source: str | Path) -> list[Path]:

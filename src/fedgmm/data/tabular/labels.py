@@ -126,7 +126,9 @@ def _whole(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    if not re.fullmatch(r"[+-]?(?:0|[1-9]\d*)?\.?\d*(?:[eE][+-]?\d+)?", text, flags=re.ASCII):
+    if not re.fullmatch(
+        r"[+-]?(?:0|[1-9]\d*|(?=\.))(?:\.\d*)?(?:[eE][+-]?\d+)?", text, flags=re.ASCII
+    ):
         raise ValueError(text)
     number = float(text)
     if abs(number) > _LARGEST_NUMBER:  # distinct texts may be the same number there

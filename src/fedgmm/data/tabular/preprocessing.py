@@ -30,7 +30,7 @@ MISSING_NAME = "(missing)"
 _TRUTH = ("false", "true")
 _NAMES = "it has so many different values that they look like names"
 _TOO_LARGE = "its numbers are too large to be squared"
-_ROUNDING = 1e-24  # of the squared mean: what rounding leaves of a variance that is zero
+_ROUNDING = 1e-12  # of the mean: what rounding leaves of a deviation that is zero
 _FARTHEST = 1e12  # deviations; n rows of the training cannot lie farther than √n
 _KIND_NAMES: dict[Kind, str] = {
     "number": "numbers",
@@ -259,7 +259,7 @@ class Preprocessing:
         )
         for column in columns:
             if column.role not in ("number", "date", "category", "ignored") or not (
-                math.isfinite(column.mean) and column.scale > 0
+                math.isfinite(column.mean) and 0 < column.scale < math.inf
             ):
                 raise ValueError(f"the preprocessing of column {column.name!r} makes no sense")
         return cls(columns, Labels.from_record(record["labels"]), record["client_column"])
@@ -377,7 +377,8 @@ def _disagreement(name: str, own: Mapping[str, ColumnSummary]) -> DisagreementEr
     usual = max(kinds, key=lambda kind: (kinds[kind], kind != "text"))
     first = next(client for client, s in own.items() if s.kind == usual)
     client, odd = next((c, s) for c, s in own.items() if s.kind not in ("empty", usual))
-    example = next((text for text in sorted(odd.categories or {}) if not text.isdigit()), None)
+    texts = sorted(odd.categories or {})
+    example = next((text for text in texts if kind_of(pa.array([text])) != usual), None)
     such = f" such as {quoted(example)}" if example is not None else ""
     return DisagreementError(
         client,
@@ -407,21 +408,26 @@ def _lowered(counts: Mapping[str, int]) -> Counter[str]:
 def _number_column(name: str, role: Role, own: Sequence[ColumnSummary], indicator: bool) -> Column:
     """Mean and deviation of the pooled values.
 
-    With ``n = Σ n_c``: ``mean = Σ n_c mean_c / n`` and ``variance = Σ [s_c + n_c (mean_c - mean)²] / n``.
+    With ``n = Σ n_c``: ``mean = Σ n_c mean_c / n`` and ``variance = Σ [s_c + n_c (mean_c - mean)²] / n``,
+    where means are told as distances from the first one, so that none of their digits is lost.
     """
     told = [column for column in own if column.count]
     if not all(math.isfinite(column.mean) and math.isfinite(column.squares) for column in told):
         return Column(name, "ignored", reason=_TOO_LARGE)
     count = math.fsum(column.count for column in told)
+    start = told[0].mean
+    gaps = [column.mean - start + column.mean_rest for column in told]
     try:
-        mean = math.fsum(column.count * column.mean for column in told) / count
-        variance = (
-            math.fsum(column.squares + column.count * (column.mean - mean) ** 2 for column in told)
-            / count
+        gap = math.fsum(c.count * own_gap for c, own_gap in zip(told, gaps, strict=True)) / count
+        mean = start + gap
+        squares = math.fsum(
+            c.squares + c.count * (own_gap - gap) ** 2
+            for c, own_gap in zip(told, gaps, strict=True)
         )
+        variance = squares / count
     except OverflowError:
         return Column(name, "ignored", reason=_TOO_LARGE)
-    if variance <= max(_ROUNDING * mean**2, sys.float_info.min):
+    if variance < sys.float_info.min or math.sqrt(variance) <= _ROUNDING * abs(mean):
         if not indicator:
             return Column(name, "ignored", mean, reason="all its values are equal")
         return Column(name, role, mean, 1.0, indicator=True)

@@ -39,6 +39,8 @@ class ColumnSummary:
         squares: ``Σ (x - mean)²``.
         categories: how often each text occurs; ``None`` where they look like names, numbers of
             persons or free text, which a client keeps to itself.
+        mean_rest: what rounding left out of the mean; it matters for numbers far from zero, whose
+            means differ in their last digits only.
     """
 
     kind: Kind
@@ -47,6 +49,7 @@ class ColumnSummary:
     mean: float = 0.0
     squares: float = 0.0
     categories: Mapping[str, int] | None = field(default_factory=dict)
+    mean_rest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class SummaryOfColumns:
         self._missing = np.zeros(len(names), dtype=np.int64)
         self._count = np.zeros(len(names))
         self._mean = np.zeros(len(names))
+        self._rest = np.zeros(len(names))
         self._squares = np.zeros(len(names))
         self._kinds: list[set[Kind]] = [set() for _ in names]
         self._texts: list[Counter[str] | None] = [Counter() for _ in names]
@@ -103,11 +107,17 @@ class SummaryOfColumns:
         # numbers whose squares are too large become infinite; the column is not used then
         with np.errstate(over="ignore", invalid="ignore"):
             mean = filled.sum(1) / np.maximum(count, 1.0)
-            squares = (np.where(present, filled - mean[:, None], 0.0) ** 2).sum(1)
+            around = np.where(present, filled - mean[:, None], 0.0)
+            rest = around.sum(1) / np.maximum(count, 1.0)
+            squares = (around**2).sum(1) - count * rest**2
             before, total = self._count[columns], self._count[columns] + count
             share = count / np.maximum(total, 1.0)
-            gap = mean - self._mean[columns]
-            self._mean[columns] += gap * share
+            old_mean = np.where(before > 0, self._mean[columns], mean)
+            old_rest = np.where(before > 0, self._rest[columns], rest)
+            gap = (mean - old_mean) + (rest - old_rest)
+            step = old_rest + gap * share
+            self._mean[columns] = old_mean + step
+            self._rest[columns] = step - (self._mean[columns] - old_mean)
             self._squares[columns] += squares + gap**2 * before * share
         self._count[columns] = total
 
@@ -136,6 +146,7 @@ class SummaryOfColumns:
                 int(self._count[index]),
                 float(self._mean[index]),
                 float(self._squares[index]),
+                mean_rest=float(self._rest[index]),
             )
         texts = self._texts[index]
         if texts is not None and look_like_names(len(texts), texts.total()):

@@ -89,18 +89,24 @@ def _header(path: Path, text: str, separator: str) -> tuple[str, ...]:
     """The names, found by the reader itself, so that it finds the same ones later."""
     from pyarrow import csv as arrow_csv
 
-    sample = (text + "\n").encode()  # a lone header may lack its line end
+    sample = _first_line(text).encode()
     try:
         with arrow_csv.open_csv(
             pa.BufferReader(sample),
             arrow_csv.ReadOptions(block_size=len(sample) + 1, use_threads=False),
-            arrow_csv.ParseOptions(
-                delimiter=separator, newlines_in_values=True, invalid_row_handler=lambda _: "skip"
-            ),
+            arrow_csv.ParseOptions(delimiter=separator, newlines_in_values=True),
         ) as reader:
             return tuple(reader.schema.names)
-    except pa.ArrowException as error:
-        raise TableError(path, _explain(error)) from None
+    except pa.ArrowException:  # there is text, but the reader finds no end of the first line
+        raise TableError(path, "a quote is opened in its first line and never closed.") from None
+
+
+def _first_line(text: str) -> str:
+    """The text to the first line end that no quotes surround, if the line has quotes at all."""
+    for end in re.finditer(r"[\r\n]", text):
+        if text.count('"', 0, end.start()) % 2 == 0:
+            return text[: end.end()]
+    return text + "\n"  # a lone header may lack its line end
 
 
 def _decode(path: Path, sample: bytes) -> tuple[str, str]:

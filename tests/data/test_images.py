@@ -1,0 +1,461 @@
+"""Image files are read as their makers wrote them, and what is wrong with one is named."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedgmm.data import image_download, images
+from fedgmm.data.image_download import Source
+from fedgmm.data.images import ImageData, ImageFileError, load_images
+
+ROWS = {"train": 5, "t10k": 3}
+
+
+def write_idx(path, array, magic=None):
+    header = np.array([magic or 0x800 + array.ndim, *array.shape], dtype=">u4").tobytes()
+    content = header + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.fixture
+def mnist(tmp_path, rng, monkeypatch):
+    """A data folder with MNIST in little; returns the pooled images and labels."""
+    monkeypatch.setattr(images, "_MNIST_ROWS", ROWS)
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    pictures, labels = [], []
+    for part, rows in ROWS.items():
+        pictures.append(rng.integers(256, size=(rows, 28, 28)).astype(np.uint8))
+        labels.append(rng.integers(10, size=rows))
+        write_idx(raw / f"{part}-images-idx3-ubyte.gz", pictures[-1])
+        write_idx(raw / f"{part}-labels-idx1-ubyte", labels[-1])
+    return np.concatenate(pictures), np.concatenate(labels)
+
+
+@pytest.fixture
+def cifar10(tmp_path, rng, monkeypatch):
+    rows = {"data_batch_1.bin": 4, "test_batch.bin": 3}
+    monkeypatch.setattr(images, "_CIFAR10_ROWS", rows)
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    pictures = rng.integers(256, size=(7, 3, 32, 32)).astype(np.uint8)
+    labels = rng.integers(10, size=7)
+    records = np.concatenate([labels[:, None].astype(np.uint8), pictures.reshape(7, -1)], axis=1)
+    for name, part in zip(rows, np.split(records, [4]), strict=True):
+        part.tofile(folder / name)
+    return pictures, labels
+
+
+@pytest.fixture
+def cifar100(tmp_path, rng, monkeypatch):
+    rows = {"train.bin": 4, "test.bin": 2}
+    monkeypatch.setattr(images, "_CIFAR100_ROWS", rows)
+    folder = tmp_path / "cifar-100-binary"
+    folder.mkdir()
+    pictures = rng.integers(256, size=(6, 3, 32, 32)).astype(np.uint8)
+    fine = np.array([0, 99, 7, 7, 20, 0])
+    coarse = fine // 5
+    heads = np.stack([coarse, fine], axis=1).astype(np.uint8)
+    records = np.concatenate([heads, pictures.reshape(6, -1)], axis=1)
+    for name, part in zip(rows, np.split(records, [4]), strict=True):
+        part.tofile(folder / name)
+    (folder / "fine_label_names.txt").write_text("\n".join(f"thing_{k}" for k in range(100)) + "\n")
+    return pictures, coarse, fine
+
+
+# ---------------------------------------------------------------------- the formats
+
+
+def test_mnist_packed_or_not_is_pooled(tmp_path, mnist):
+    data = load_images("mnist", tmp_path)
+    pictures, labels = mnist
+    assert data.images.shape == (8, 1, 28, 28)
+    np.testing.assert_array_equal(data.images[:, 0], pictures)
+    np.testing.assert_array_equal(data.labels, labels)
+    assert data.images.dtype == np.uint8
+    assert data.labels.dtype == np.int64
+
+
+def test_cifar_planes_become_channels(tmp_path, cifar10):
+    data = load_images("cifar10", tmp_path)
+    pictures, labels = cifar10
+    np.testing.assert_array_equal(data.images, pictures)
+    np.testing.assert_array_equal(data.labels, labels)
+    # by hand, from the file: after the label 1024 bytes of red, of green, of blue, line by line
+    raw = (tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin").read_bytes()
+    assert data.images[0, 0, 0, 1] == raw[1 + 1]
+    assert data.images[0, 0, 1, 0] == raw[1 + 32]
+    assert data.images[0, 1, 0, 0] == raw[1 + 1024]
+    assert data.images[0, 2, 31, 31] == raw[3072]
+    assert data.images[1, 0, 0, 0] == raw[3073 + 1]
+
+
+def test_cifar100_has_coarse_and_fine_labels(tmp_path, cifar100):
+    data = load_images("cifar100", tmp_path)
+    pictures, coarse, fine = cifar100
+    np.testing.assert_array_equal(data.images, pictures)
+    np.testing.assert_array_equal(data.labels, fine)
+    np.testing.assert_array_equal(data.coarse, coarse)
+    assert data.class_names[99] == "thing_99"
+
+
+def write_femnist(folder, **changes):
+    generator = np.random.default_rng(0)
+    arrays = {
+        "images": generator.integers(256, size=(5, 28, 28)).astype(np.uint8),
+        "labels": np.array([0, 10, 36, 61, 5], dtype=np.uint8),
+        "writers": np.array([0, 0, 1, 1, 1], dtype=np.int16),
+        "writer_names": np.array(["f1", "f0"]),
+    } | changes
+    folder.mkdir(exist_ok=True)
+    np.savez_compressed(folder / "some.npz", **arrays)
+    return arrays
+
+
+def test_femnist_npz(tmp_path):
+    arrays = write_femnist(tmp_path / "femnist")
+    data = load_images("femnist", tmp_path)
+    np.testing.assert_array_equal(data.images[:, 0], arrays["images"])
+    np.testing.assert_array_equal(data.writers, arrays["writers"])
+    assert data.writer_names == ("f1", "f0")
+    assert [data.class_names[k] for k in data.labels] == ["0", "A", "a", "z", "5"]
+
+
+def leaf(**users):
+    rows = {user: {"x": x.reshape(len(x), -1).tolist(), "y": y} for user, (x, y) in users.items()}
+    counts = [len(y) for _, y in users.values()]
+    return {"users": list(users), "num_samples": counts, "user_data": rows}
+
+
+def test_leaf_json_has_a_writer_a_user(tmp_path, rng):
+    pictures = rng.integers(256, size=(4, 28, 28))
+    x = pictures / 255
+    for part, content in {
+        "train": leaf(f2=(x[:2], [1, 2]), f1=(x[2:3], [61])),
+        "test": leaf(f2=(x[3:], [3])),
+    }.items():
+        folder = tmp_path / "femnist" / "data" / part
+        folder.mkdir(parents=True)
+        (folder / "all_data_0_niid.json").write_text(json.dumps(content))
+    data = load_images("femnist", tmp_path)
+    np.testing.assert_array_equal(data.images[:, 0], pictures)
+    assert [data.writer_names[w] for w in data.writers] == ["f2", "f2", "f1", "f2"]
+    np.testing.assert_array_equal(data.labels, [1, 2, 61, 3])
+
+
+# ---------------------------------------------------------------------- what is wrong with a file
+
+
+def edit(path, change):
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "problem"),
+    [
+        ("train-labels-idx1-ubyte", lambda b: b[:-1], "it has 12 bytes, not 13"),
+        ("train-labels-idx1-ubyte", lambda b: b[:-1] + b"\x0a", "labels .* to 10, not 0 to 9"),
+        ("t10k-labels-idx1-ubyte", lambda b: b"\x00\x00\x08\x03" + b[4:], "header is 00000803"),
+        ("train-images-idx3-ubyte.gz", lambda b: b[:-30], "cannot be unpacked"),
+        ("train-images-idx3-ubyte.gz", lambda b: b"no archive at all", "cannot be unpacked"),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda b: gzip.compress(gzip.decompress(b)[:-1]),
+            "does not hold the 3,920 bytes",
+        ),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda b: gzip.compress(gzip.decompress(b) + b"x"),
+            "does not hold the 3,920 bytes",
+        ),
+        (
+            "t10k-images-idx3-ubyte.gz",
+            lambda b: gzip.compress(gzip.decompress(b)[:7] + b"\x02" + gzip.decompress(b)[8:]),
+            "dimensions 3 × 28 × 28",
+        ),
+    ],
+)
+def test_a_damaged_mnist_file_is_named(tmp_path, mnist, file, change, problem):
+    edit(tmp_path / "MNIST" / "raw" / file, change)
+    with pytest.raises(ImageFileError, match=problem) as caught:
+        load_images("mnist", tmp_path)
+    assert f"{file} is damaged" in str(caught.value)
+    assert "delete it and get it from https" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda b: b[:-3073], "it has 9,219 bytes, not 12,292"),
+        (lambda b: b[:-1], "it has 12,291 bytes"),
+        (lambda b: b"\xff" + b[1:], "labels . to 255, not 0 to 9"),
+    ],
+)
+def test_a_damaged_cifar_file_is_named(tmp_path, cifar10, change, problem):
+    edit(tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin", change)
+    with pytest.raises(ImageFileError, match=problem) as caught:
+        load_images("cifar10", tmp_path)
+    assert "data_batch_1.bin is damaged" in str(caught.value)
+
+
+def test_a_cifar100_class_with_two_superclasses_is_damage(tmp_path, cifar100):
+    # the third and the fourth image are of class 7
+    edit(
+        tmp_path / "cifar-100-binary" / "train.bin",
+        lambda b: b[: 2 * 3074] + b"\x05" + b[2 * 3074 + 1 :],
+    )
+    with pytest.raises(ImageFileError, match="more than one superclass"):
+        load_images("cifar100", tmp_path)
+
+
+def test_cifar100_needs_the_names_of_its_classes(tmp_path, cifar100):
+    path = tmp_path / "cifar-100-binary" / "fine_label_names.txt"
+    path.write_text("apple\npear\n")
+    with pytest.raises(ImageFileError, match=r"fine_label_names.txt is damaged: it holds 2 names"):
+        load_images("cifar100", tmp_path)
+    path.unlink()
+    with pytest.raises(ImageFileError, match=r"fine_label_names.txt is missing; unpack https"):
+        load_images("cifar100", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"labels": np.array([0, 1, 2, 3, 62])}, "labels 0 to 62, not 0 to 61"),
+        ({"labels": np.array([0, 1, 2, 3])}, "labels are not one whole number for each of the 5"),
+        ({"labels": np.zeros(5)}, "labels are not one whole number"),
+        ({"writers": np.array([0, 0, 0, 0, 2])}, "writers 0 to 2, not 0 to 1"),
+        ({"writers": np.array([0, 0, 0, 0, -1])}, "writers -1 to 0"),
+        ({"images": np.zeros((5, 28, 28))}, "images are float64"),
+        ({"images": np.zeros((5, 784), dtype=np.uint8)}, r"\(5, 784\), not uint8 \(N, 28, 28\)"),
+        ({"writer_names": np.array(["a", None])}, "cannot be read"),  # it would need pickle
+    ],
+)
+def test_a_damaged_npz_is_named(tmp_path, changes, problem):
+    write_femnist(tmp_path / "femnist", **changes)
+    with pytest.raises(ImageFileError, match=problem) as caught:
+        load_images("femnist", tmp_path)
+    assert "some.npz is damaged" in str(caught.value)
+    assert "LEAF" in str(caught.value)
+
+
+def test_an_npz_cut_short_is_named(tmp_path):
+    write_femnist(tmp_path / "femnist")
+    edit(tmp_path / "femnist" / "some.npz", lambda b: b[: len(b) // 2])
+    with pytest.raises(ImageFileError, match=r"some.npz is damaged: it cannot be read"):
+        load_images("femnist", tmp_path)
+
+
+def test_two_npz_files_are_one_too_many(tmp_path):
+    write_femnist(tmp_path / "femnist")
+    (tmp_path / "femnist" / "other.npz").touch()
+    with pytest.raises(ImageFileError, match=r"other.npz, some.npz\); keep one"):
+        load_images("femnist", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (leaf(a=(np.full((1, 784), 1.5), [0])), "outside"),
+        (leaf(a=(np.full((1, 784), np.nan), [0])), "outside"),
+        (leaf(a=(np.zeros((1, 784)), [62])), "labels 62 to 62"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": [2]}, "user a does not have 2"),
+        (leaf(a=(np.zeros((2, 784)), [0])), "2 images but 1 labels"),
+        (leaf(a=(np.zeros((1, 783)), [0])), "not LEAF's JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"users": ["b"]}, "do not agree"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": []}, "do not agree"),
+        (leaf(), "has no users"),
+        ({"users": []}, "not LEAF's JSON"),
+        ([1], "not LEAF's JSON"),
+    ],
+)
+def test_a_damaged_leaf_file_is_named(tmp_path, content, problem):
+    (tmp_path / "femnist").mkdir()
+    (tmp_path / "femnist" / "part.json").write_text(json.dumps(content))
+    with pytest.raises(ImageFileError, match=problem) as caught:
+        load_images("femnist", tmp_path)
+    assert "part.json is damaged" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "remedy"),
+    [
+        ("mnist", "train-images-idx3-ubyte.gz", "download=True"),
+        ("cifar10", "data_batch_1.bin", "cifar-10-binary.tar.gz into the data folder"),
+        ("cifar100", "train.bin", "cifar-100-binary.tar.gz into the data folder"),
+        ("femnist", "femnist", "preprocess.sh"),
+    ],
+)
+def test_a_missing_file_is_named_with_a_remedy(tmp_path, name, file, remedy):
+    with pytest.raises(ImageFileError, match="is missing") as caught:
+        load_images(name, tmp_path)
+    assert file in str(caught.value)
+    assert remedy in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_data_folder_comes_from_the_environment(tmp_path, mnist, monkeypatch):
+    monkeypatch.setenv("FEDGMM_DATA", str(tmp_path))
+    assert len(load_images("mnist")) == 8
+    monkeypatch.delenv("FEDGMM_DATA")
+    with pytest.raises(ImageFileError, match="set FEDGMM_DATA"):
+        load_images("mnist")
+
+
+def test_an_unknown_name_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name must be one of"):
+        load_images("imagenet", tmp_path)
+
+
+# ---------------------------------------------------------------------- ImageData
+
+
+def test_repr_fits_one_screen(tmp_path):
+    write_femnist(tmp_path / "femnist")
+    text = repr(load_images("femnist", tmp_path))
+    assert "5 images of 1×28×28 bytes" in text
+    assert "62: 0, 1, 2" in text
+    assert "writers  2: f1, f0" in text
+    assert len(text.splitlines()) <= 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"images": np.zeros((2, 1, 4, 4))},
+        {"images": np.zeros((2, 4, 4), dtype=np.uint8)},
+        {"labels": np.array([0, 2])},
+        {"labels": np.array([0, -1])},
+        {"labels": np.array([0])},
+        {"writers": np.array([0, 0])},
+        {"writers": np.array([0, 1]), "writer_names": ("a",)},
+        {"coarse": np.array([0])},
+    ],
+)
+def test_image_data_is_checked(changes):
+    good = {
+        "name": "own",
+        "images": np.zeros((2, 1, 4, 4), dtype=np.uint8),
+        "labels": np.array([0, 1]),
+        "class_names": ("a", "b"),
+    }
+    ImageData(**good)
+    with pytest.raises(ValueError, match="own"):
+        ImageData(**(good | changes))
+
+
+# ---------------------------------------------------------------------- downloads, from a local file
+
+
+def source_of(path, folder, members=(), **changes):
+    content = path.read_bytes()
+    facts = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} | changes
+    return Source(path.as_uri(), folder=folder, members=members, **facts)
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """A tar archive with two wanted files, one in a folder, and one that nobody asked for."""
+    path = tmp_path / "official" / "set.tar.gz"
+    path.parent.mkdir()
+    with tarfile.open(path, "w:gz") as tar:
+        for name in ("in/train.bin", "test.bin", "../../outside.bin"):
+            info = tarfile.TarInfo(name)
+            info.size = 4
+            tar.addfile(info, io.BytesIO(name[-4:].encode()))
+    return path
+
+
+def test_an_archive_is_fetched_checked_and_taken_apart(tmp_path, archive, monkeypatch):
+    source = source_of(archive, "set", ("train.bin", "test.bin"))
+    monkeypatch.setitem(image_download.SOURCES, "cifar10", (source,))
+    seen = []
+    image_download.download("cifar10", tmp_path / "data", lambda *step: seen.append(step))
+    found = sorted(path.relative_to(tmp_path) for path in (tmp_path / "data").rglob("*.*"))
+    assert found == [Path("data/set/test.bin"), Path("data/set/train.bin")]
+    assert (tmp_path / "data/set/test.bin").read_bytes() == b".bin"
+    assert seen[-1] == ("set.tar.gz", source.size, source.size)
+    archive.unlink()  # nothing is fetched again
+    image_download.download("cifar10", tmp_path / "data")
+
+
+@pytest.mark.parametrize("changes", [{"sha256": "0" * 64}, {"size": 3}, {"size": 10**6}])
+def test_another_file_than_the_official_one_is_not_kept(tmp_path, archive, monkeypatch, changes):
+    source = source_of(archive, "set", ("train.bin",), **changes)
+    monkeypatch.setitem(image_download.SOURCES, "cifar10", (source,))
+    with pytest.raises(ImageFileError, match=r"set.tar.gz did not give the official file"):
+        load_images("cifar10", tmp_path / "data", download=True)
+    assert not list((tmp_path / "data" / "set").iterdir())
+
+
+def test_a_place_that_does_not_answer_is_named(tmp_path, archive, monkeypatch):
+    source = source_of(archive, "set")
+    archive.unlink()
+    monkeypatch.setitem(image_download.SOURCES, "mnist", (source,))
+    with pytest.raises(ImageFileError, match=r"set.tar.gz could not be fetched .* by hand"):
+        load_images("mnist", tmp_path / "data", download=True)
+
+
+def test_nothing_is_fetched_unless_allowed(tmp_path, monkeypatch):
+    def refuse(*_args, **_options):
+        raise AssertionError("a download was tried")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    for name in images.IMAGE_NAMES:
+        with pytest.raises(ImageFileError):
+            load_images(name, tmp_path)
+
+
+def test_unpacked_mnist_files_are_not_fetched_again(tmp_path, mnist, monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", None)  # a call would fail
+    assert len(load_images("mnist", tmp_path, download=True)) == 8
+
+
+# ---------------------------------------------------------------------- the real files
+
+
+def real_images(name):
+    if not os.environ.get("FEDGMM_DATA"):
+        pytest.skip("FEDGMM_DATA does not name a folder with the real data sets")
+    try:
+        return load_images(name)
+    except ImageFileError as error:
+        if "is missing" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes"),
+    [
+        ("mnist", (70_000, 1, 28, 28), 10),
+        ("cifar10", (60_000, 3, 32, 32), 10),
+        ("cifar100", (60_000, 3, 32, 32), 100),
+        ("femnist", (None, 1, 28, 28), 62),
+    ],
+)
+def test_the_real_data_sets(name, shape, classes):
+    data = real_images(name)
+    assert data.images.shape[1:] == shape[1:]
+    assert shape[0] is None or len(data) == shape[0]
+    counts = np.bincount(data.labels, minlength=classes)
+    assert (counts > 0).all()
+    assert (int(data.images[:2000].min()), int(data.images[:2000].max())) == (0, 255)
+    if name.startswith("cifar"):
+        assert (counts == 60_000 // classes).all()
+        # neighbours in a photograph are alike; bytes read in another order are not
+        pixels = data.images[::50].astype(float)
+        assert np.abs(np.diff(pixels, axis=-1)).mean() < 0.35 * pixels.std()
+        assert np.abs(np.diff(pixels, axis=-2)).mean() < 0.35 * pixels.std()
+    else:
+        edge, middle = data.images[:, 0, 0, :].mean(), data.images[:, 0, 10:18, 10:18].mean()
+        assert (edge < middle) == (name == "mnist")  # FEMNIST has a white background
