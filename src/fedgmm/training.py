@@ -67,7 +67,8 @@ class TrainingOptions:
         rounds: most rounds.
         components: ``M1`` Gaussians.
         learners: ``M2`` learners.
-        learner: ``"linear"``, ``"mlp"``, ``"cnn"`` or a function that makes a ``torch.nn.Module``.
+        learner: ``"linear"``, ``"mlp"``, ``"cnn"``, ``"mobilenet"`` (MobileNet-V2, colour images) or a
+            function that makes a ``torch.nn.Module``.
         solver: of the learners: ``"sgd"``, ``"newton"`` (linear only), or ``"auto"``: exact steps
             for linear learners of the mixture methods, gradient steps otherwise. Methods that are
             defined by their gradient steps (FedProx, Local, Clustered FL, pFedMe) always take them.

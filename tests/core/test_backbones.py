@@ -333,6 +333,7 @@ def separability(module: nn.Module, images, labels):
 
 
 @needs_data
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "name"), [(ResNet18, "resnet18"), (MobileNetV2, "mobilenet_v2")])
 def test_pretrained_features_tell_classes_apart_and_random_ones_do_not(build, name):
     path = weights_file(name, Path(DATA))

@@ -116,11 +116,14 @@ def test_whitened_training_rows_have_unit_covariance(rng):
 
 
 def test_whitening_does_not_blow_up_directions_without_spread(rng):
-    x = np.zeros((40, 5))
-    x[:, :2] = rng.normal(size=(40, 2))  # two directions of five
-    z = fit_pca(moments(x, x.mean(0)), 4).apply(torch.from_numpy(x), whiten=True).numpy()
+    x = rng.normal(size=(40, 2)) @ rng.normal(size=(2, 20))  # two directions, and rounding
+    pca = fit_pca(moments(x), 8)
+    assert 0 < pca.variances[2] < 1e-12
+    z = pca.apply(torch.from_numpy(x), whiten=True).numpy()
     np.testing.assert_allclose(z[:, :2].std(0, ddof=1), 1)
     assert np.abs(z[:, 2:]).max() < 1e-6
+    stranger = torch.from_numpy(x[:1] + rng.normal(size=(1, 20)))  # leaves the two directions
+    assert pca.apply(stranger, whiten=True).abs().max() < 10
     same = np.full((6, 3), 4.2)
     assert torch.isfinite(fit_pca(moments(same), 3).apply(torch.from_numpy(same), True)).all()
 

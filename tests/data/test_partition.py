@@ -18,6 +18,7 @@ from fedgmm.data.partition import (
 )
 
 
+@pytest.mark.filterwarnings("error")  # overflow or NaN on the way
 @given(
     n=st.integers(1, 200),
     clients=st.integers(1, 200),
@@ -73,6 +74,7 @@ def test_what_cannot_be_dealt_is_named(clients, alpha):
 # ---------------------------------------------------------------------- Pachinko allocation
 
 
+@pytest.mark.filterwarnings("error")  # overflow or NaN on the way
 @given(
     n=st.integers(1, 200),
     clients=st.integers(1, 200),

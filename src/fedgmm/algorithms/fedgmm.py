@@ -32,7 +32,7 @@ from fedgmm.core.learners import (
 )
 from fedgmm.core.linalg import take
 from fedgmm.core.mstep import client_weights
-from fedgmm.core.networks import Dense, Params
+from fedgmm.core.networks import Dense, Params, is_statistic
 from fedgmm.core.pixels import as_numbers
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
@@ -133,7 +133,9 @@ class FedGMM:
         }
         if self.learners > 1:
             generator = torch.Generator().manual_seed(self.training.seed + 1)
-            for value in copies.values():
+            for name, value in copies.items():
+                if is_statistic(name):
+                    continue
                 noise = torch.randn(value.shape, generator=generator).to(value)
                 value.add_(self.perturbation * (value.std() + 1e-3) * noise)
         return copies

@@ -14,10 +14,10 @@ from fedgmm.cli.output import (
     RoundsBar,
     as_rows,
     check_output,
+    escaped,
     print_json,
     print_notes,
     screen,
-    sidelines,
     working,
     write_columns,
 )
@@ -167,13 +167,17 @@ def _assignment(text: str) -> tuple[str, Any]:
     """``lr=0.03`` as a name and a value, written as in TOML; words need no quotes."""
     import tomllib
 
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise typer.BadParameter(f"--set takes name=value, got {text!r}.")
+    from fedgmm.runs.config import TRAINING
+
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or name not in TRAINING:
+        raise typer.BadParameter(
+            f"--set takes name=value, got {text!r}; the names are {', '.join(sorted(TRAINING))}."
+        )
     try:
-        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+        return name, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        return name.strip(), value.strip()
+        return name, value
 
 
 @contextmanager
@@ -184,7 +188,7 @@ def _telling_how_to_go_on(home: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if RunFolder(home).is_run:
-            sidelines().print(f"Go on with: fedgmm resume {home}", soft_wrap=True, highlight=False)
+            typer.echo(f"Go on with: fedgmm resume {home}", err=True)
         raise
 
 
@@ -198,7 +202,7 @@ def _show_finished(run: Any, as_json: bool) -> None:
     print_notes(metrics["notes"])
     console = screen()
     console.print(metrics_table(metrics))
-    console.print(f"Run: [bold]{run.folder.home}[/]", soft_wrap=True, highlight=False)
+    console.print(f"Run: [bold]{escaped(run.folder.home)}[/]", soft_wrap=True, highlight=False)
 
 
 def resume(
@@ -278,7 +282,7 @@ def predict(
         print_json(record if out else {**record, "predictions": as_rows(found.columns())})
     elif out is not None:
         told = ", ".join(f"{name}: {count}" for name, count in shares.items())
-        sidelines().print(f"{len(found.labels)} rows ({told}) in {out}", soft_wrap=True)
+        typer.echo(f"{len(found.labels)} rows ({told}) in {out}", err=True)
 
 
 def adapt(
@@ -353,15 +357,15 @@ def detect(
         }
         print_json(record if out else {**record, "scores": as_rows(found.columns())})
         return
-    console = sidelines()
-    console.print(
+    typer.echo(
         f"{novel} of {rows} rows ({100 * novel / rows:.1f} %) are novel; of ordinary rows "
-        f"{100 * false_alarm_rate:g} % would be flagged."
+        f"{100 * false_alarm_rate:g} % would be flagged.",
+        err=True,
     )
     if found.batch_p_value is not None:
-        console.print(f"As a whole, the file has p-value {found.batch_p_value:.3f}.")
+        typer.echo(f"As a whole, the file has p-value {found.batch_p_value:.3f}.", err=True)
     if out is not None:
-        console.print(f"Scores: {out}", soft_wrap=True)
+        typer.echo(f"Scores: {out}", err=True)
 
 
 def report(run: RunFolderArgument, as_json: JsonFlag = False) -> None:
@@ -376,4 +380,4 @@ def report(run: RunFolderArgument, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json({"report": path})
         return
-    screen().print(f"Report: [bold]{path}[/]", soft_wrap=True, highlight=False)
+    screen().print(f"Report: [bold]{escaped(path)}[/]", soft_wrap=True, highlight=False)

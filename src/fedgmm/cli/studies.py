@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedgmm.cli.output import JsonFlag, print_json, print_notes, screen, working
+from fedgmm.cli.output import JsonFlag, escaped, print_json, print_notes, screen, working
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -171,7 +171,7 @@ def compare(
     console = screen()
     console.print(comparison_table(comparison, f"{data.title}: test rows, last round", data.bayes))
     if written is not None:
-        console.print(f"Results: [bold]{written}[/]", soft_wrap=True, highlight=False)
+        console.print(f"Results: [bold]{escaped(written)}[/]", soft_wrap=True, highlight=False)
 
 
 def tune(

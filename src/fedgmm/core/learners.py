@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from fedgmm.core.linalg import matmul, solve, take
-from fedgmm.core.networks import Dense, Network, Params
+from fedgmm.core.networks import Dense, Network, Params, is_statistic
 from fedgmm.core.pixels import as_numbers
+from fedgmm.core.stacked import Stacked
 
 _NUMBERS_AT_ONCE = 512 * 1024 * 1024  # activations of rows that shared learners look at
 
@@ -39,7 +40,11 @@ def log_likelihoods(
     if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)): a softmax over two numbers is slow
         margins = _margins(net, params, inputs, training)
         return logsigmoid((margins * _signs(labels, margins.dtype)).mT).mT
-    log_probabilities = torch.log_softmax(net.logits(params, inputs, training), dim=-1)
+    return _of_labels(torch.log_softmax(net.logits(params, inputs, training), dim=-1), labels)
+
+
+def _of_labels(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    """``(*C, n, M, K)`` at the labels ``(*C, n)``: ``(*C, n, M)``."""
     index = labels[..., None, None].expand(*log_probabilities.shape[:-1], 1)
     return log_probabilities.gather(-1, index).squeeze(-1)
 
@@ -95,8 +100,9 @@ def add_params(sums: list[Params]) -> Params:
 
 
 def flatten(params: Params) -> Tensor:
-    """All parameters of each client and learner as one vector: ``(C, M, P)``, float64."""
-    return torch.cat([_vectors(value).double() for value in params.values()], dim=-1)
+    """All that is trained of each client and learner as one vector: ``(C, M, P)``, float64."""
+    trained = [value for name, value in params.items() if not is_statistic(name)]
+    return torch.cat([_vectors(value).double() for value in trained], dim=-1)
 
 
 def _vectors(value: Tensor) -> Tensor:
@@ -135,10 +141,12 @@ class Step:
     Attributes:
         rows: row numbers, ``(A, B)``.
         mask: one for a row, zero for padding, ``(A, B)``.
+        full: there is no padding.
     """
 
     rows: Tensor
     mask: Tensor
+    full: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,16 +177,18 @@ def plan_batches(
     sizes = (offsets[1:] - offsets[:-1])[clients]
     by_size = torch.argsort(sizes, descending=True, stable=True)
     clients, sizes = clients[by_size], sizes[by_size]
-    width = int(sizes[0])
+    most_first = sizes.tolist()
+    width = most_first[0]
     batch = min(batch_size, width)
     columns = torch.arange(batch, device=offsets.device)
     steps: list[Step] = []
     for order in orders:
         for first in range(0, width, batch):
-            active = int((sizes > first).sum())
+            active = sum(size > first for size in most_first)
             mask = first + columns < sizes[:active, None]
             place = offsets[clients[:active], None] + first + columns
-            steps.append(Step(order[torch.where(mask, place, 0)], mask))
+            full = most_first[active - 1] >= first + batch
+            steps.append(Step(order[torch.where(mask, place, 0)], mask, full))
     return BatchPlan(clients, steps)
 
 
@@ -216,8 +226,9 @@ def train_local(
     for step in plan.steps:
         active = slice(0, len(step.rows))
         own = take_clients(params, active)
-        gradients = batch_gradients(net, own, inputs, labels, weights, step)
+        gradients, statistics = batch_gradients(net, own, inputs, labels, weights, step)
         with torch.no_grad():
+            _remember(own, statistics)
             for name, gradient in gradients.items():
                 value = own[name]
                 if options.weight_decay:
@@ -268,14 +279,21 @@ def train_moreau(
         active = slice(0, len(step.rows))
         own = take_clients(personal, active)
         for _ in range(inner_steps):
-            gradients = batch_gradients(net, own, inputs, labels, None, step)
+            gradients, statistics = batch_gradients(net, own, inputs, labels, None, step)
+            _remember(own, statistics)
             for name, gradient in gradients.items():
                 pull = penalty * (own[name] - local[name][active])
                 own[name].sub_(inner_lr * (gradient + pull))
         for name, value in local.items():
-            distance = value[active] - personal[name][active]
-            value[active].sub_(options.lr * penalty * distance)
+            rate = 1.0 if is_statistic(name) else options.lr * penalty
+            value[active].sub_(rate * (value[active] - personal[name][active]))
     return local, personal
+
+
+def _remember(own: Params, statistics: Params) -> None:
+    """Put new running statistics in the place of the old."""
+    for name, value in statistics.items():
+        own[name].copy_(value)
 
 
 def batch_loss(
@@ -287,8 +305,25 @@ def batch_loss(
     step: Step,
 ) -> Tensor:
     """Weighted mean cross-entropy of one step, ``(A, M)``."""
+    return _loss_and_statistics(net, params, inputs, labels, weights, step)[0]
+
+
+def _loss_and_statistics(
+    net: Network,
+    params: Params,
+    inputs: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    step: Step,
+) -> tuple[Tensor, Params]:
+    """The loss of a step, and running statistics after it where a network has any."""
     x, y, share = _batch(params, inputs, labels, weights, step)
-    return -(share * log_likelihoods(net, params, x, y, training=True)).sum(1)
+    if isinstance(net, Stacked):
+        logits, statistics = net.walk(params, x, True, None if step.full else step.mask)
+        likelihood = _of_labels(torch.log_softmax(logits, dim=-1), y)
+    else:
+        likelihood, statistics = log_likelihoods(net, params, x, y, training=True), {}
+    return -(share * likelihood).sum(1), statistics
 
 
 def batch_gradients(
@@ -298,15 +333,17 @@ def batch_gradients(
     labels: Tensor,
     weights: Tensor | None,
     step: Step,
-) -> Params:
-    """Gradient of every client's and learner's own :func:`batch_loss`, shaped like ``params``."""
+) -> tuple[Params, Params]:
+    """Gradient of every client's and learner's own :func:`batch_loss`, and new running statistics."""
     if isinstance(net, Dense) and not net.hidden:
-        return _linear_gradients(net, params, *_batch(params, inputs, labels, weights, step))
-    own = {name: value.detach().requires_grad_() for name, value in params.items()}
-    losses = batch_loss(net, own, inputs, labels, weights, step)
+        return _linear_gradients(net, params, *_batch(params, inputs, labels, weights, step)), {}
+    own = {name: value.detach() for name, value in params.items()}
+    trained = [value.requires_grad_() for name, value in own.items() if not is_statistic(name)]
+    losses, statistics = _loss_and_statistics(net, own, inputs, labels, weights, step)
     # zero for a parameter that the module never uses
-    gradients = torch.autograd.grad(losses.sum(), list(own.values()), materialize_grads=True)
-    return dict(zip(own, gradients, strict=True))
+    gradients = torch.autograd.grad(losses.sum(), trained, materialize_grads=True)
+    names = [name for name in own if not is_statistic(name)]
+    return dict(zip(names, gradients, strict=True)), statistics
 
 
 def _batch(

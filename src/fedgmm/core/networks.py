@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -27,6 +27,11 @@ Params = dict[str, Tensor]
 ModuleFactory = Callable[[], nn.Module]
 
 _MAKING_MODULES = threading.Lock()
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a parameter is a running statistic of batch normalisation: averaged, never trained."""
+    return name.endswith((".running_mean", ".running_var"))
 
 
 class Network(Protocol):
@@ -247,7 +252,7 @@ class ConvNet(nn.Module):
         return logits
 
 
-LEARNERS = ("linear", "mlp", "cnn")
+LEARNERS = ("linear", "mlp", "cnn", "mobilenet")
 
 
 def network(
@@ -256,7 +261,7 @@ def network(
     classes: int,
     compute: torch.dtype | None = None,
 ) -> Network:
-    """A network by name (``"linear"``, ``"mlp"``, ``"cnn"``) or from a module factory.
+    """A network by name (``"linear"``, ``"mlp"``, ``"cnn"``, ``"mobilenet"``) or from a module factory.
 
     Args:
         learner: a name, or a function without arguments that makes a ``torch.nn.Module``.
@@ -283,6 +288,16 @@ def network(
 
             channels, size, _ = input_shape
             return Convolutional(channels, size, classes, compute=compute)
+        case "mobilenet":
+            from fedgmm.core.backbones import MobileNetV2
+            from fedgmm.core.stacked import Stacked
+
+            if len(input_shape) != 3 or input_shape[0] != 3:
+                raise ValueError(
+                    f"learner='mobilenet' needs colour images (3, height, width), got inputs of shape "
+                    f"{input_shape}."
+                )
+            return Stacked(partial(MobileNetV2, classes), input_shape, classes, compute)
     raise ValueError(
         f"learner must be one of {list(LEARNERS)} or a module factory, got {learner!r}."
     )

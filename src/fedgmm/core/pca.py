@@ -99,7 +99,8 @@ class PCA:
     @property
     def _deviations(self) -> Tensor:
         """What whitening divides by, ``(k,)``."""
-        # A direction without spread holds rounding only: the largest deviation leaves it near zero.
+        # A direction without spread has only rounding to divide by, which would send the first new
+        # row that leaves the old ones' span to infinity; the largest deviation keeps it at hand.
         largest = self.variances.max()
         empty = self.variances <= largest * len(self.mean) * torch.finfo(torch.float64).eps
         deviations = torch.where(empty, largest, self.variances).sqrt()

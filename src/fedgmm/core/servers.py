@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fedgmm.core.networks import Params
+from fedgmm.core.networks import Params, is_statistic
 
 ServerKind = Literal["average", "momentum", "adam"]
 SERVER_KINDS: tuple[str, ...] = get_args(ServerKind)
@@ -52,6 +52,9 @@ class ServerOptimiser:
             return {name: average[name].to(value.dtype) for name, value in current.items()}, state
         moved, first, second = {}, {}, {}
         for name, value in current.items():
+            if is_statistic(name):  # a variance that overshoots is none
+                moved[name] = average[name].to(value.dtype)
+                continue
             delta = average[name].double() - value.double()
             past = state.first.get(name, torch.zeros_like(delta))
             match self.kind:

@@ -1,20 +1,24 @@
 """Table 2 on real images: eight methods, tuned alike, on clients that differ in inputs and labels.
 
 Every trial leaves a file of its own, and a training writes checkpoints, so that a study goes on where an
-interruption ended it.
+interruption ended it. The other studies on images are built from the same pieces.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache as once
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fedgmm.core.checks import check_choice, check_integer
-from fedgmm.data.encoder import encode_federation, encoder
+from fedgmm.core.gaussians import COVARIANCE_TYPES
+from fedgmm.data.encoder import ENCODERS, EncodedFederation, encode_federation, encoder
 from fedgmm.data.federated_images import federated_images
 from fedgmm.data.images import load_images
 from fedgmm.experiments.comparison import PAPER_GRID, Tell, tune
@@ -25,6 +29,7 @@ from fedgmm.training import TrainingOptions, train
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
+    from fedgmm.inference.model import FederatedModel
 
 Track = Literal["paper", "tuned"]
 TRACKS: tuple[str, ...] = get_args(Track)
@@ -42,6 +47,8 @@ PAPER_ACCURACY = {
 
 _MIXTURES = ("fedgmm", "fedem")
 _TUNED_GRID = (10.0**-0.5, 0.1, 10.0**-1.5)
+_MAY_GROW = ("methods", "seeds", "device")
+_ROUNDS_A_CHECKPOINT = 25
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,13 @@ class ImageStudy:
         fraction: share of the images.
         shift: half of the images transformed and relabelled.
         encoder: what the Gaussians see of an image.
+        image_size: pixels a side that the encoder sees.
         features: numbers that federated PCA keeps.
         learner: of every method.
         components: ``M1``.
         learners: ``M2``.
+        covariance_type: of the Gaussians.
+        reg_covar: added to every variance of theirs; the first feature has variance one.
         device: where to train.
     """
 
@@ -77,18 +87,27 @@ class ImageStudy:
     fraction: float = 1.0
     shift: bool = True
     encoder: str = "resnet18"
+    image_size: int = 224
     features: int = 48
     learner: str = "cnn"
     components: int = 3
     learners: int = 3
+    covariance_type: str = "full"
+    reg_covar: float = 1e-2
     device: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("dataset", self.dataset, DATA_SETS)
         check_choice("track", self.track, TRACKS)
+        check_choice("encoder", self.encoder, ENCODERS)
+        check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
+        for name in ("methods", "seeds"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one.")
         for method in self.methods:
             check_choice("methods", method, tuple(TITLES))
-        check_integer("rounds", self.rounds, 1)
+        for name in ("rounds", "tuning_rounds", "features", "components", "learners"):
+            check_integer(name, getattr(self, name), 1)
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -103,6 +122,8 @@ class ImageStudy:
             learner=self.learner,
             components=self.components,
             learners=self.learners,
+            covariance_type=self.covariance_type,
+            reg_covar=self.reg_covar,
             seed=seed,
             device=self.device,
             precision="mixed",
@@ -115,6 +136,20 @@ class ImageStudy:
             return tuned
         # one shared learner first, then slightly different copies of it
         return replace(tuned, warmup=self.rounds // 2, start="split")
+
+    def protocol(self) -> str:
+        """How everything was trained, in sentences for a table's footnote."""
+        track = (
+            "The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid."
+            if self.track == "paper"
+            else "Every method with momentum 0.9 at clients and server; mixtures start as one shared "
+            "learner for half of the rounds."
+        )
+        return (
+            f"{track} {self.rounds} rounds, the last one is reported; seeds "
+            f"{', '.join(map(str, self.seeds))}; learning rates chosen on validation rows of the first "
+            f"seed after {self.tuning_rounds} rounds."
+        )
 
 
 @dataclass(frozen=True)
@@ -138,14 +173,20 @@ def prepare_federation(
         images, clients=study.clients, shift=study.shift, fraction=study.fraction, seed=seed
     )
     tell(federation.description.splitlines()[0])
-    encoded = encode_federation(
-        federation.dataset,
-        encoder(study.encoder, data_dir, device=study.device),
+    return encoded(study, federation.dataset, data_dir, cache).dataset
+
+
+def encoded(
+    study: ImageStudy, dataset: FederatedDataset, data_dir: Path | None, cache: Path | None
+) -> EncodedFederation:
+    """A data set of images with the features that the study's Gaussians see."""
+    return encode_federation(
+        dataset,
+        encoder(study.encoder, data_dir, size=study.image_size, device=study.device),
         components=study.features,
         scale=True,
         cache=cache,
     )
-    return encoded.dataset
 
 
 def reproduce_classification(
@@ -153,27 +194,31 @@ def reproduce_classification(
     study: ImageStudy | None = None,
     *,
     data_dir: Path | None = None,
+    cache: Path | None = None,
     tell: Tell = lambda _: None,
 ) -> ImageOutcome:
-    """One row of Table 2; what is in ``folder`` already is not done again."""
+    """One row of Table 2; what is in ``folder`` already is not done again.
+
+    Args:
+        folder: for JSON, Markdown and the figure.
+        study: what is run.
+        data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
+        cache: a folder for encoded images; ``None`` keeps nothing.
+        tell: called with a line before each step.
+    """
+    from fedgmm.report.image_figures import plot_curves
+
     study = study or ImageStudy()
     name = f"classification-{study.dataset}-{study.track}"
-    trials = folder / name
-    trials.mkdir(parents=True, exist_ok=True)
-    _check_same_study(trials, study)
-    rates: dict[str, float] = {}
+    trials = open_trials(folder / name, study)
     details: list[dict[str, Any]] = []
     for seed in study.seeds:
-        federation = _Lazily(lambda seed=seed: prepare_federation(study, seed, data_dir, tell))  # type: ignore[misc]
+        federation = once(partial(prepare_federation, study, seed, data_dir, tell, cache))
         for method in study.methods:
-            if method not in rates:
-                rates[method] = _chosen_rate(trials, study, method, federation, tell)
+            lr = chosen_rate(trials, study, method, federation, tell)
             tell(f"{TITLES[method]}, seed {seed}")
-            file = trials / f"{method}-{seed}.json"
-            if not file.is_file():
-                record = _one_training(trials, study, method, seed, rates[method], federation)
-                write_atomically(file, (json.dumps(record, indent=1) + "\n").encode())
-            details.append(json.loads(file.read_text()))
+            run = partial(_one_training, trials, study, method, seed, lr, federation)
+            details.append(recorded(trials, f"{method}-{seed}", run))
     accuracy = {
         method: [one["mean_accuracy"] for one in details if one["method"] == method]
         for method in study.methods
@@ -181,74 +226,139 @@ def reproduce_classification(
     outcome = ImageOutcome(accuracy, details)
     record = {"study": asdict(study), "accuracy": accuracy, "details": details}
     write_results(folder, name, record, _markdown(study, outcome))
+    curves = {
+        TITLES[method]: [one["curve"] for one in details if one["method"] == method]
+        for method in study.methods
+    }
+    plot_curves(curves, f"{study.dataset}: accuracy on validation rows", folder / f"{name}.png")
     return outcome
 
 
-class _Lazily:
-    """A federation that is made when somebody needs it, once."""
-
-    def __init__(self, make: Callable[[], FederatedDataset]) -> None:
-        self._make, self._made = make, None
-
-    def __call__(self) -> FederatedDataset:
-        if self._made is None:
-            self._made = self._make()  # type: ignore[assignment]
-        return self._made  # type: ignore[return-value]
+# ---------------------------------------------------------------------- pieces of every study
 
 
-def _check_same_study(trials: Path, study: ImageStudy) -> None:
-    """Results of one folder must come from one study, but for methods and seeds, which may grow."""
+def open_trials(trials: Path, study: ImageStudy) -> Path:
+    """The folder of a study's trials: all of one study, but for what may grow.
+
+    Raises:
+        ValueError: the folder holds trials of a study with other settings.
+    """
+    trials.mkdir(parents=True, exist_ok=True)
     file = trials / "study.json"
-    facts = {k: v for k, v in asdict(study).items() if k not in ("methods", "seeds", "device")}
-    facts = json.loads(json.dumps(facts))
-    if file.is_file() and json.loads(file.read_text()) != facts:
-        raise ValueError(f"{trials} holds results of another study; choose another folder.")
-    write_atomically(file, (json.dumps(facts, indent=1) + "\n").encode())
+    facts = _settings(study)
+    if file.is_file():
+        # settings that are younger than the file had their defaults
+        held = {**_settings(type(study)()), **json.loads(file.read_text())}
+        for setting, value in facts.items():
+            if held[setting] != value:
+                raise ValueError(
+                    f"{trials} holds results of a study with {setting}={held[setting]!r}, not "
+                    f"{value!r}; choose another folder."
+                )
+    _write_json(file, facts)
+    return trials
 
 
-def _chosen_rate(
-    trials: Path, study: ImageStudy, method: str, federation: _Lazily, tell: Tell
+def _settings(study: ImageStudy) -> dict[str, Any]:
+    """What all trials of a folder have in common, as JSON gives it back."""
+    facts = {name: value for name, value in asdict(study).items() if name not in _MAY_GROW}
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain
+
+
+def _write_json(file: Path, record: dict[str, Any]) -> None:
+    write_atomically(file, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def recorded(trials: Path, trial: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a trial left behind; where it left nothing it is run, and its checkpoint goes."""
+    file = trials / f"{trial}.json"
+    if not file.is_file():
+        _write_json(file, run())
+        _checkpoint(trials, trial).unlink(missing_ok=True)
+    record: dict[str, Any] = json.loads(file.read_text())
+    return record
+
+
+def _checkpoint(trials: Path, trial: str) -> Path:
+    return trials / f"{trial}.safetensors"
+
+
+def chosen_rate(
+    trials: Path,
+    study: ImageStudy,
+    method: str,
+    federation: Callable[[], FederatedDataset],
+    tell: Tell,
 ) -> float:
     """The learning rate with the best validation log-likelihood after short runs on the first seed."""
-    file = trials / f"{method}-tuning.json"
-    if not file.is_file():
+
+    def run() -> dict[str, Any]:
         tell(f"{TITLES[method]}: choosing the learning rate")
         options = study.options(method, study.seeds[0])
         options = replace(options, warmup=min(options.warmup, study.tuning_rounds // 2))
         found = tune(
             federation(), method, grid=study.grid, rounds=study.tuning_rounds, options=options
         )
-        scores = {f"{rate:.6g}": repr(score) for rate, score in found.scores.items()}
-        write_atomically(file, json.dumps({"lr": found.lr, "scores": scores}, indent=1).encode())
-    return float(json.loads(file.read_text())["lr"])
+        scores = {
+            f"{rate:.6g}": score if math.isfinite(score) else None
+            for rate, score in found.scores.items()
+        }
+        return {"lr": found.lr, "scores": scores}
+
+    return float(recorded(trials, f"{method}-tuning", run)["lr"])
+
+
+def trained(
+    trials: Path, trial: str, dataset: FederatedDataset, options: TrainingOptions
+) -> FederatedModel:
+    """Train, or go on from the checkpoint of a trial that was interrupted."""
+    checkpoint = Checkpoint(_checkpoint(trials, trial), _ROUNDS_A_CHECKPOINT)
+    model = train(dataset, options=options, checkpoint=checkpoint, watch_accuracy=True)
+    if model.stopped == "interrupted":
+        raise KeyboardInterrupt
+    return model
+
+
+def facts_of(model: FederatedModel) -> dict[str, Any]:
+    """How a training went, for a trial's file."""
+    return {
+        "rounds": len(model.history),
+        "stopped": model.stopped,
+        "seconds": model.history[-1]["seconds"] if model.history else 0.0,
+        "curve": [entry.get("validation_accuracy") for entry in model.history],
+        "likelihood": [entry["log_likelihood"] for entry in model.history],
+    }
+
+
+def stopped_early(details: Sequence[dict[str, Any]]) -> str:
+    """A sentence on trainings that diverged, empty where there are none."""
+    lost = [f"{TITLES[one['method']]} (seed {one['seed']})" for one in details if one["stopped"]]
+    return f" Training diverged and kept its last good round: {', '.join(lost)}." if lost else ""
+
+
+# ---------------------------------------------------------------------- this study
 
 
 def _one_training(
-    trials: Path, study: ImageStudy, method: str, seed: int, lr: float, federation: _Lazily
+    trials: Path,
+    study: ImageStudy,
+    method: str,
+    seed: int,
+    lr: float,
+    federation: Callable[[], FederatedDataset],
 ) -> dict[str, Any]:
-    checkpoint = trials / f"{method}-{seed}.safetensors"
     started = time.perf_counter()
-    model = train(
-        federation(),
-        options=replace(study.options(method, seed), lr=lr),
-        checkpoint=Checkpoint(checkpoint, 25),
-        watch_accuracy=True,
-    )
-    if model.stopped == "interrupted":
-        raise KeyboardInterrupt
+    options = replace(study.options(method, seed), lr=lr)
+    model = trained(trials, f"{method}-{seed}", federation(), options)
     evaluation = model.evaluate("test")
-    checkpoint.unlink(missing_ok=True)
     return {
         "method": method,
         "seed": seed,
         "lr": lr,
-        "rounds": len(model.history),
-        "stopped": model.stopped,
-        "seconds": model.history[-1]["seconds"] if model.history else 0.0,
         "wall_seconds": time.perf_counter() - started,
         **evaluation.summary(),
-        "curve": [entry.get("validation_accuracy") for entry in model.history],
-        "likelihood": [entry["log_likelihood"] for entry in model.history],
+        **facts_of(model),
     }
 
 
@@ -257,16 +367,10 @@ def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
     rows = []
     for method, values in outcome.accuracy.items():
         own = [one for one in outcome.details if one["method"] == method]
-        seconds = sum(one["seconds"] for one in own) / sum(one["rounds"] for one in own)
+        seconds = sum(one["seconds"] for one in own) / max(1, sum(one["rounds"] for one in own))
         printed = f"{paper[method]:.2f}" if method in paper and study.shift else "not given"
         lr = f"{own[0]['lr']:.3g}"
         rows.append([TITLES[method], mean_and_spread(values), printed, lr, f"{seconds:.2f}"])
-    track = (
-        "The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid."
-        if study.track == "paper"
-        else "Every method with momentum 0.9 at clients and server; mixtures start as one shared "
-        "learner for half of the rounds."
-    )
     shift = (
         "Half of the images are turned by 90 degrees, flipped and inverted, with permuted labels."
         if study.shift
@@ -277,8 +381,7 @@ def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
         + markdown_table(
             ["method", "accuracy (%)", "paper (%)", "learning rate", "s a round"], rows
         )
-        + f"\n{track} {shift} {study.rounds} rounds, the last one is reported; seeds "
-        f"{', '.join(map(str, study.seeds))}; learning rates chosen on validation rows of the first seed "
-        f"after {study.tuning_rounds} rounds. {study.components} Gaussians on {study.features} principal "
-        f"components of {study.encoder} features, {study.learners} learners ({study.learner}).\n"
+        + f"\n{study.protocol()} {shift} {study.components} Gaussians on {study.features} principal "
+        f"components of {study.encoder} features, {study.learners} learners ({study.learner})."
+        f"{stopped_early(outcome.details)}\n"
     )

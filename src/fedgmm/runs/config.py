@@ -24,8 +24,8 @@ _MAY_BE_NONE = ("patience", "server_lr", "tol")
 _LEARNERS = ("linear", "mlp")  # the others are for images
 
 
-# tables are standardised when they are read
-_TRAINING = {one.name for one in fields(TrainingOptions)} - {"standardise"}
+TRAINING = {one.name for one in fields(TrainingOptions)} - {"standardise"}
+"""Training options that can be set; tables are standardised when they are read."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in self.training:
-            if name not in _TRAINING:
+            if name not in TRAINING:
                 raise ValueError(
-                    f"There is no training option {name!r}; there are {', '.join(sorted(_TRAINING))}."
+                    f"There is no training option {name!r}; there are {', '.join(sorted(TRAINING))}."
                 )
         check_integer("checkpoint_every", self.checkpoint_every, 1)
         options = self.options()
@@ -117,7 +117,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{path} is not a TOML file: {error}.") from None
     known = {
         "data": {"files", *(one.name for one in fields(TableOptions))},
-        "training": _TRAINING,
+        "training": TRAINING,
         "run": {"checkpoint_every"},
     }
     for section, values in document.items():

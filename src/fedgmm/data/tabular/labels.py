@@ -96,8 +96,8 @@ def as_classes(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def _reader(texts: list[str]) -> Callable[[str], Any]:
-    """How to read labels: the narrowest of truth values, whole numbers, numbers, text that fits all."""
-    readers: tuple[Callable[[str], Any], ...] = (_truth, _whole, _number)
+    """How to read labels: the first of whole numbers, numbers, truth values, text that fits all."""
+    readers: tuple[Callable[[str], Any], ...] = (_whole, _number, _truth)
     for read in readers:
         try:
             for text in texts:
@@ -109,10 +109,11 @@ def _reader(texts: list[str]) -> Callable[[str], Any]:
 
 
 def _truth(text: str) -> bool:
-    lowered = text.lower()
-    if lowered not in ("true", "false"):
+    """Also ``0`` and ``1``, which some programs write for false and true; alone they are numbers."""
+    found = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if text.lower() not in found:
         raise ValueError(text)
-    return lowered == "true"
+    return found[text.lower()]
 
 
 def _whole(text: str) -> int:

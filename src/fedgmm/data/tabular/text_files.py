@@ -94,7 +94,9 @@ def _header(path: Path, text: str, separator: str) -> tuple[str, ...]:
         with arrow_csv.open_csv(
             pa.BufferReader(sample),
             arrow_csv.ReadOptions(block_size=len(sample) + 1, use_threads=False),
-            arrow_csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+            arrow_csv.ParseOptions(
+                delimiter=separator, newlines_in_values=True, invalid_row_handler=lambda _: "skip"
+            ),
         ) as reader:
             return tuple(reader.schema.names)
     except pa.ArrowException:  # there is text, but the reader finds no end of the first line
@@ -102,9 +104,12 @@ def _header(path: Path, text: str, separator: str) -> tuple[str, ...]:
 
 
 def _first_line(text: str) -> str:
-    """The text to the first line end that no quotes surround, if the line has quotes at all."""
+    """The text to the first line end that is not within quotes."""
+    quotes = start = 0
     for end in re.finditer(r"[\r\n]", text):
-        if text.count('"', 0, end.start()) % 2 == 0:
+        quotes += text.count('"', start, end.start())
+        start = end.start()
+        if quotes % 2 == 0:
             return text[: end.end()]
     return text + "\n"  # a lone header may lack its line end
 
@@ -193,10 +198,10 @@ def text_batches(
     """
     known = {wanted[name]: pa.string() for name in as_text if name in wanted}
     names = list(wanted.values())
-    dialect = replace(sniff(path), long_values=True)
     try:
         data = _whole(path)
         if data is None:
+            dialect = replace(sniff(path), long_values=True)
             read = _streamed(path, dialect, known, names)
         else:
             dialect, data = _as_utf8(path, data)
@@ -350,6 +355,8 @@ def _explain(error: Exception) -> str:
         return "the file is empty."
     if "UTF8" in text:
         return "it holds characters that are not UTF-8; save it as UTF-8."
+    if "include_columns" in text:
+        return "its header is not in the first line; take out what stands before it."
     if "straddling object" in text or "out of sync" in text:
         return "a quote is opened and never closed, or a line is too long."
     if match := re.match(r"(?:Row #(\d+): )?Expected (\d+) columns, got (\d+)", text):

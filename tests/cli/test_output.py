@@ -1,0 +1,127 @@
+"""What commands print and write: JSON, tables on disk, progress, notes."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import csv, parquet
+from rich.console import Console
+
+from fedgmm.cli import output
+
+COLUMNS = {
+    "row": np.array([1, 2]),
+    "prediction": np.array(['say "aah", please', "a,b\nc"]),
+    "p(x)": np.array([0.1, 1 / 3]),
+    "novel": np.array([True, False]),
+}
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.tsv", "p.csv.gz", "p.TSV.GZ", "p.parquet"])
+def test_tables_read_back_the_same(tmp_path, name):
+    path = tmp_path / "new folder" / name
+    output.check_output(path)
+    output.write_columns(COLUMNS, path)
+    if name.endswith("parquet"):
+        table = parquet.read_table(path)
+    else:
+        with pa.input_stream(str(path), compression="gzip" if "gz" in name.lower() else None) as s:
+            mark = "\t" if "tsv" in name.lower() else ","
+            parse = csv.ParseOptions(delimiter=mark, newlines_in_values=True)
+            table = csv.read_csv(s, parse_options=parse)
+    assert table.to_pydict() == {name: values.tolist() for name, values in COLUMNS.items()}
+    assert [file.name for file in path.parent.iterdir()] == [name]  # no draft is left
+
+
+def test_a_table_on_standard_output(capfdbinary):
+    output.write_columns(COLUMNS, None)
+    out = capfdbinary.readouterr().out
+    assert csv.read_csv(io.BytesIO(out)).num_rows == 2 or b'""aah""' in out
+    print("more")  # the stream is still open
+    assert b"more" in capfdbinary.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p", "p.xlsx", "p.gz"])
+def test_other_endings_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"must end in one of \.csv"):
+        output.check_output(tmp_path / name)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "p.csv").mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        output.check_output(tmp_path / "p.csv")
+
+
+def test_json_is_strict_and_plain(capsys, tmp_path):
+    value = {
+        "nan": float("nan"),
+        "numpy": np.float64("inf"),
+        "whole": np.int64(3),
+        "flag": np.bool_(True),
+        "path": tmp_path,
+        "name": "smørås",
+        "list": [1.5, -float("inf")],
+    }
+    output.print_json(value)
+    text = capsys.readouterr().out
+    assert text.isascii()  # whatever the terminal's encoding
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "nan": None,
+        "numpy": None,
+        "whole": 3,
+        "flag": True,
+        "path": str(tmp_path),
+        "name": "smørås",
+        "list": [1.5, None],
+    }
+
+
+def test_what_is_no_json_is_not_half_written(capsys):
+    with pytest.raises(TypeError, match="cannot be written as JSON"):
+        output.print_json({"a": 1, "b": object()})
+    assert capsys.readouterr().out == ""
+
+
+def test_rows_of_columns():
+    rows = output.as_rows(COLUMNS)
+    assert rows[1] == {"row": 2, "prediction": "a,b\nc", "p(x)": 1 / 3, "novel": False}
+    assert type(rows[0]["novel"]) is bool
+
+
+def test_notes_are_told_on_the_side_and_not_endlessly(capsys):
+    output.print_notes([f"[bold]column {i}" for i in range(30)])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "[bold]column 0" in captured.err
+    assert "and 10 more" in captured.err
+
+
+def test_the_bar_tells_round_likelihood_accuracy_and_time(monkeypatch):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=150)
+    monkeypatch.setattr(output, "sidelines", lambda: console)
+    with output.RoundsBar(quiet=False) as bar:
+        bar.tell("reading [odd] name.csv")
+        bar._progress.refresh()
+        bar.begin(20)
+        bar.show({"round": 7.0, "log_likelihood": -1.23456, "validation_accuracy": 0.8761})
+        bar.show({"round": 8.0, "log_likelihood": -1.2, "validation_accuracy": 0.9})
+    shown = screen.getvalue()
+    for text in ("[odd]", "8/20", "log-likelihood -1.2000, accuracy 90.0 %", ":--"):
+        assert text in shown
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_no_bar_where_nobody_looks(monkeypatch, quiet):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=quiet)  # quiet wins on a terminal, too
+    monkeypatch.setattr(output, "sidelines", lambda: console)
+    with output.RoundsBar(quiet) as bar:
+        bar.begin(3)
+        bar.show({"round": 1.0, "log_likelihood": -1.0})
+    assert screen.getvalue() == ""

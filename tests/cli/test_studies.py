@@ -1,0 +1,208 @@
+"""Commands that demonstrate, compare and reproduce, and what all commands have in common."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedgmm import __version__
+from fedgmm.cli import app
+from small_runs import fails, works, write_sites
+
+runner = CliRunner()
+
+COMMANDS = [
+    "inspect",
+    "fit",
+    "resume",
+    "evaluate",
+    "predict",
+    "adapt",
+    "detect",
+    "report",
+    "compare",
+    "demo",
+    "tune",
+    "reproduce",
+]
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from fedgmm.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_version():
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == f"fedgmm {__version__}"
+
+
+def test_help_lists_every_command():
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in COMMANDS:
+        assert command in result.output
+    assert "130" in result.output  # exit codes are told
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command):
+    result = runner.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"Example: fedgmm {command}" in " ".join(result.output.split())
+
+
+def test_help_is_quick():
+    def seconds() -> float:
+        """Of the processor: others may keep the machine busy."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run_command("--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize("code", ["import fedgmm.cli", "HELP"])
+def test_help_loads_nothing_heavy(code):
+    if code == "HELP":
+        code = (
+            "from typer.testing import CliRunner; from fedgmm.cli import app; "
+            "assert CliRunner().invoke(app, ['fit', '--help']).exit_code == 0"
+        )
+    loaded = subprocess.run(
+        [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    heavy = {"torch", "sklearn", "scipy", "numpy", "matplotlib", "pyarrow", "plotly", "pandas"}
+    assert not heavy & set(loaded)
+
+
+def test_demo_prints_a_table_and_draws_a_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedgmm.cli.studies._run_story", lambda *_: None)  # has tests of its own
+    out = tmp_path / "new" / "folder"
+    result = runner.invoke(app, ["demo", "--out", str(out), "--clients", "3", "--seed", "1"])
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    assert "client 3" in words
+    assert "true weights" in words
+    assert "log-likelihood" in words
+    assert "scikit-learn" in words
+    assert f"Picture: {out / 'demo.png'}" in words.replace("\n", "")
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_demo_as_a_real_command(tmp_path):
+    done = run_command("demo", "--out", str(tmp_path), "--clients", "2")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo.png").exists()
+    assert (tmp_path / "story.png").exists()
+
+
+def test_demo_writes_example_files(tmp_path):
+    folder = tmp_path / "new" / "hospitals"
+    told = works("demo", "--write-files", folder).stdout.split()
+    assert sorted(told) == sorted(str(path) for path in folder.iterdir())
+    assert not Path("demo").exists()
+
+
+def test_an_error_is_one_sentence(tmp_path):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    done = run_command("demo", "--out", str(in_the_way))
+    assert done.returncode == 1
+    assert done.stderr == f"Error: File exists: {in_the_way}\n"
+    assert done.stdout == ""
+
+
+def test_debug_shows_where_an_error_came_from(tmp_path):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    done = run_command("--debug", "demo", "--out", str(in_the_way))
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--clients", "0"], ["--seed", "-1"], ["--clients", "x"]])
+def test_bad_options_are_refused(arguments, tmp_path):
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 2
+    assert not Path(tmp_path / "out").exists()
+
+
+def test_an_error_without_a_message_is_named(monkeypatch, tmp_path):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr("fedgmm.experiments.demo.run_demo", fail)
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "RuntimeError" in result.output
+
+
+# ---------------------------------------------------------------------- compare
+
+
+def test_compare_prints_a_table():
+    arguments = ["compare", "digits", "--methods", "fedavg,fedgmm", "--rounds", "2"]
+    assert "FedGMM" in works(*arguments, "--tuning-rounds", "1").stdout
+
+
+def test_compare_prints_json_and_writes_it_where_it_is_told(tmp_path):
+    write_sites(tmp_path / "data")
+    arguments = ["compare", tmp_path / "data", "--label", "state", "--methods", "fedavg, fedgmm"]
+    arguments += ["--rounds", "2", "--tuning-rounds", "1", "--out", tmp_path / "new", "--json"]
+    record = json.loads(works(*arguments).stdout, parse_constant=pytest.fail)
+    assert [one["algorithm"] for one in record] == ["fedavg", "fedgmm"]
+    assert record[0]["lr"] in [float(rate) for rate in record[0]["tuning"]]
+    written = json.loads((tmp_path / "new" / "comparison.json").read_text())
+    assert [one["algorithm"] for one in written] == ["fedavg", "fedgmm"]
+    assert set(written[0]["clients"]) == {"oslo", "bergen", "tromso"}
+
+
+def test_compare_keeps_its_results_with_a_run(finished):
+    arguments = ["--methods", "local,fedgmm", "--rounds", "2", "--tuning-rounds", "1"]
+    result = works("compare", finished / "run", *arguments)
+    assert "comparison.json" in result.stdout
+    works("report", finished / "run")
+    assert "Local" in (finished / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_compare_refuses_what_it_cannot_compare(tmp_path):
+    assert "fedmagic" in fails("compare", "digits", "--methods", "fedmagic")
+    assert "--label" in fails("compare", tmp_path)
+    assert "no such file" in fails("compare", tmp_path / "x.csv", "--label", "y")
+
+
+# ---------------------------------------------------------------------- tune, reproduce
+
+
+def test_tune_shows_every_rate():
+    arguments = ["tune", "digits", "--grid", "0.1,0.01", "--rounds", "1"]
+    assert "0.01" in works(*arguments).stdout
+    found = json.loads(works(*arguments, "--json").stdout, parse_constant=pytest.fail)
+    assert set(found["scores"]) == {"0.1", "0.01"}
+    assert found["lr"] in (0.1, 0.01)
+
+
+def test_tune_refuses_rates_that_are_none():
+    assert "--grid" in fails("tune", "digits", "--grid", "fast", code=2)
+
+
+def test_reproduce_writes_table_and_json(tmp_path):
+    arguments = ["reproduce", "synthetic", "--out", str(tmp_path), "--clients", "5", "--rows", "60"]
+    works(*arguments, "--seeds", "1", "--rounds", "2", "--tuning-rounds", "1")
+    assert (tmp_path / "synthetic.json").exists()
+    assert "Bayes" in (tmp_path / "synthetic.md").read_text()

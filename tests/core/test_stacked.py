@@ -1,0 +1,176 @@
+"""Stacked modules give the numbers of one module after the other, statistics of batches included."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from fedgmm.core.backbones import MobileNetV2, ResNet18
+from fedgmm.core.learners import SGD, plan_batches, stack, train_local
+from fedgmm.core.networks import ConvNet, is_statistic, network
+from fedgmm.core.stacked import Stacked
+
+CLIENTS, LEARNERS, ROWS = 2, 2, 6
+
+
+class Small(nn.Module):
+    """Every kind of layer, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU6(),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 4, 1),
+            nn.MaxPool2d(2),
+            nn.Identity(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Dropout(0.0),
+        )
+        self.head = nn.Linear(4, 5, bias=False)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+MODULES = {
+    "small": (Small, (3, 8, 8)),
+    "mobilenet": (partial(MobileNetV2, 5, width=0.25, dropout=0.0, stem_stride=1), (3, 32, 32)),
+    "resnet": (partial(ResNet18, 5), (3, 16, 16)),
+    "cnn": (partial(ConvNet, 1, 8, 5), (1, 8, 8)),
+}
+
+
+@pytest.fixture(params=MODULES, ids=str)
+def case(request):
+    factory, shape = MODULES[request.param]
+    net = Stacked(factory, shape, 5)
+    generator = torch.Generator().manual_seed(0)
+    own = [stack([net.initial(generator) for _ in range(LEARNERS)]) for _ in range(CLIENTS)]
+    params = {name: torch.stack([one[name] for one in own]).double() for name in own[0]}
+    torch.manual_seed(1)
+    for name, value in params.items():
+        if is_statistic(name):  # not those of a new module
+            value.uniform_(0.5, 1.5)
+    images = torch.randn(CLIENTS, ROWS, *shape, dtype=torch.float64)
+    return net, params, images
+
+
+def module_of(net, params, client, learner, training):
+    module = net.factory().double()
+    own = {name: value[client, learner] for name, value in params.items()}
+    module.load_state_dict(own, strict=False)
+    return module.train(training)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("there", [None, [6, 4]], ids=["all rows", "with padding"])
+def test_logits_gradients_and_statistics_are_the_modules_own(case, training, there):
+    net, params, images = case
+    params = {n: v if is_statistic(n) else v.requires_grad_() for n, v in params.items()}
+    mask = None
+    if there is not None:
+        mask = torch.arange(ROWS) < torch.tensor(there)[:, None]
+    logits, statistics = net.walk(params, images, training, mask)
+    keep = torch.ones(CLIENTS, ROWS, dtype=torch.bool) if mask is None else mask
+    trained = [name for name in params if not is_statistic(name)]
+    loss = (logits.square() * keep[..., None, None]).sum()
+    gradients = torch.autograd.grad(loss, [params[n] for n in trained], materialize_grads=True)
+    scale = max(float(gradient.abs().max()) for gradient in gradients)
+    for client in range(CLIENTS):
+        for learner in range(LEARNERS):
+            module = module_of(net, params, client, learner, training)
+            expected = module(images[client][keep[client]])
+            found = logits[client, :, learner][keep[client]]
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+            own = torch.autograd.grad(expected.square().sum(), list(module.parameters()))
+            names = [name for name, _ in module.named_parameters()]
+            for name, gradient in zip(names, own, strict=True):
+                ours = gradients[trained.index(name)][client, learner]
+                assert float((ours - gradient).abs().max()) < 1e-7 * scale, name
+            for name, value in statistics.items():
+                torch.testing.assert_close(value[client, learner], module.state_dict()[name])
+    has_statistics = any(is_statistic(name) for name in params)
+    assert bool(statistics) == (training and has_statistics)
+
+
+def test_shared_learners_have_no_client_axis(case):
+    net, params, images = case
+    shared = {name: value[0] for name, value in params.items()}
+    torch.testing.assert_close(net.logits(shared, images[0]), net.logits(params, images)[0])
+
+
+def test_local_training_is_that_of_a_plain_loop():
+    """Unequal clients: padding must touch neither gradients nor statistics."""
+    net = Stacked(Small, (3, 8, 8), 5)
+    generator = torch.Generator().manual_seed(0)
+    first = {name: value.double() for name, value in net.initial(generator).items()}
+    torch.manual_seed(0)
+    sizes = [7, 4]
+    inputs = torch.randn(sum(sizes), 3, 8, 8, dtype=torch.float64)
+    labels = torch.randint(5, (sum(sizes),))
+    weights = torch.rand(sum(sizes), 1, dtype=torch.float64)
+    offsets = torch.tensor([0, 7, 11])
+    order = torch.arange(sum(sizes))
+    plan = plan_batches(offsets, torch.arange(2), [order, order], 3)
+    start = {name: value.expand(2, 1, *value.shape).clone() for name, value in first.items()}
+    options = SGD(lr=0.1, momentum=0.9, batch_size=3)
+    found = train_local(net, start, inputs, labels, weights, plan, options)
+    for client, (begin, end) in enumerate([(0, 7), (7, 11)]):
+        module = Small().double().train()
+        module.load_state_dict(first, strict=False)
+        optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            for start_row in range(begin, end, 3):
+                rows = slice(start_row, min(start_row + 3, end))
+                loss = nn.functional.cross_entropy(
+                    module(inputs[rows]), labels[rows], reduction="none"
+                )
+                share = weights[rows, 0] / weights[rows, 0].sum()
+                optimiser.zero_grad()
+                (share * loss).sum().backward()
+                optimiser.step()
+        for name, value in found.items():
+            torch.testing.assert_close(value[client, 0], module.state_dict()[name])
+
+
+class Strange(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 5, 3)
+
+    def forward(self, x):
+        return torch.sin(self.layer(x)).mean((2, 3))
+
+
+def test_an_unknown_operation_is_told_before_training():
+    net = Stacked(Strange, (3, 8, 8), 5)
+    with pytest.raises(ValueError, match="does not know the operation"):
+        net.initial(torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.Conv2d(4, 8, 3, groups=2), "2 groups"),
+        (nn.Conv2d(4, 4, 3, dilation=2), "padding"),
+        (nn.Tanh(), "Tanh"),
+    ],
+    ids=str,
+)
+def test_an_unknown_layer_is_told_by_name(layer, words):
+    net = Stacked(lambda: nn.Sequential(layer), (4, 8, 8), 5)
+    with pytest.raises(ValueError, match=words):
+        net.initial(torch.Generator())
+
+
+def test_mobilenet_by_name():
+    assert isinstance(network("mobilenet", (3, 32, 32), 10), Stacked)
+    with pytest.raises(ValueError, match="colour images"):
+        network("mobilenet", (1, 28, 28), 10)

@@ -1,0 +1,318 @@
+"""A finished run: what is told and written is the model's own, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import fedgmm
+from fedgmm.data.tabular.files import TableError
+from fedgmm.data.tabular.loading import read_rows
+from fedgmm.runs.folder import RunError
+from small_runs import bytes_of, draw_rows, write_csv
+
+
+@pytest.fixture
+def run(finished):
+    return fedgmm.open_run(finished / "run")
+
+
+# ---------------------------------------------------------------------- opening
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\x00garbage", b"[]", b"{}", b'{"columns": 3}'])
+def test_damaged_preprocessing_is_named(finished, content):
+    path = finished / "run" / "clients" / "preprocessing.json"
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=r"preprocessing\.json"):
+        fedgmm.open_run(finished / "run")
+
+
+def test_preprocessing_of_another_run_is_refused(finished):
+    path = finished / "run" / "clients" / "preprocessing.json"
+    record = json.loads(path.read_text())
+    record["columns"] = record["columns"][:-1]
+    path.write_text(json.dumps(record))
+    with pytest.raises(RunError, match="does not fit the model"):
+        fedgmm.open_run(finished / "run")
+
+
+def test_a_damaged_model_is_named(finished):
+    (numbers,) = (finished / "run" / "model").glob("*.safetensors")
+    numbers.write_bytes(numbers.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is damaged"):
+        fedgmm.open_run(finished / "run")
+    (finished / "run" / "model" / "model.json").unlink()
+    with pytest.raises(ValueError, match="Cannot read"):
+        fedgmm.open_run(finished / "run")
+
+
+# ---------------------------------------------------------------------- predict
+
+
+def test_predictions_are_the_model_s_bits(run, finished):
+    rows = read_rows(finished / "new.csv", run.preprocessing)
+    for client in ("oslo", None):
+        found = run.predict(finished / "new.csv", client)
+        np.testing.assert_array_equal(
+            found.probabilities, run.model.predict_proba(rows.matrix, client)
+        )
+        np.testing.assert_array_equal(found.labels, run.model.predict(rows.matrix, client))
+        np.testing.assert_array_equal(
+            found.log_density, run.model.score_samples(rows.matrix, client)
+        )
+        columns = found.columns()
+        assert list(columns) == [
+            "row",
+            "prediction",
+            "probability",
+            "p(ill)",
+            "p(well)",
+            "log_density",
+        ]
+        np.testing.assert_array_equal(columns["row"], np.arange(1, 41))
+        np.testing.assert_array_equal(columns["probability"], found.probabilities.max(1))
+
+
+def test_a_label_column_changes_nothing(run, finished):
+    with_label = run.predict(finished / "newcomer.csv", "oslo")
+    without = run.predict(finished / "new.csv", "oslo")
+    np.testing.assert_array_equal(with_label.probabilities, without.probabilities)
+
+
+def test_names_may_be_shortened_where_that_is_clear(run):
+    run.model.names = ["site_oslo", "site_bergen", "north-bergen"]
+    assert run.client_named("site_oslo") == "site_oslo"
+    assert run.client_named("oslo") == "site_oslo"
+    with pytest.raises(ValueError, match="'bergen' is not known"):
+        run.client_named("bergen")
+    with pytest.raises(ValueError, match="did you mean 'site_oslo'"):
+        run.client_named("site_osl")
+    with pytest.raises(ValueError, match="fedgmm adapt"):
+        run.client_named("")
+    run.model.names = [f"c{i}" for i in range(20)]
+    with pytest.raises(ValueError, match="known are c0, .*, …"):
+        run.client_named("zzz")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"),
+        ("age,dose,ward\n", "no rows"),
+        ("age,dose\n1,2\n", "'ward'"),
+        ("age,dose,ward,extra\n1,2,north,3\n", "'extra'"),
+        ("age,dose,ward\nold,2,north\n", "'age'"),
+        ("age,dose,ward\n1,2,north\n1,2\n", "has 2 values"),
+    ],
+)
+def test_files_that_do_not_fit(run, tmp_path, text, message):
+    path = tmp_path / "odd.csv"
+    path.write_text(text)
+    for ask in (run.predict, run.detect, lambda file: run.adapt("x", file)):
+        with pytest.raises(TableError, match=message) as caught:
+            ask(path)
+        assert "odd.csv" in str(caught.value)
+
+
+def test_a_single_row_will_do(run, tmp_path):
+    path = tmp_path / "one.csv"
+    path.write_text("age,dose,ward\n50,,north\n")
+    assert len(run.predict(path).labels) == 1
+    found = run.detect(path)
+    assert len(found.result.novel) == 1
+    assert found.batch_p_value is None
+    adapted = run.adapt("one", path)
+    assert adapted.rows == 1
+    assert adapted.adaptation.weights.sum() == pytest.approx(1.0)
+
+
+# ---------------------------------------------------------------------- evaluate
+
+
+def test_evaluating_a_file_equals_evaluating_by_hand(run, finished):
+    path = finished / "oslo.csv"
+    path.write_bytes((finished / "newcomer.csv").read_bytes())
+    found = run.evaluate([path])
+    rows = read_rows(path, run.preprocessing)
+    right = run.model.predict(rows.matrix, "oslo") == run.model.classes[rows.labels]
+    assert found.clients == ("oslo",)
+    assert found.accuracy[0] == right.mean()
+    proba = run.model.predict_proba(rows.matrix, "oslo")[np.arange(40), rows.labels]
+    assert found.log_loss[0] == pytest.approx(-np.log(proba).mean(), rel=1e-12)
+
+
+def test_several_files_and_clients_that_joined(run, finished):
+    rng = np.random.default_rng(5)
+    first = write_csv(finished / "oslo.csv", draw_rows(rng, 30))
+    run.adapt("narvik", finished / "newcomer.csv")
+    second = write_csv(finished / "narvik.csv", draw_rows(rng, 20))
+    found = run.evaluate([first, second])
+    assert found.clients == ("oslo", "narvik")
+    assert found.rows.tolist() == [30, 20]
+    assert found.accuracy[1] == run.evaluate([second]).accuracy[0]
+
+
+def test_rows_without_a_label_are_left_out_and_unknown_ones_refused(run, finished):
+    path = finished / "oslo.csv"
+    rows = draw_rows(np.random.default_rng(5), 10)
+    rows[3]["state"] = ""
+    assert run.evaluate([write_csv(path, rows)]).rows.tolist() == [9]
+    rows[4]["state"] = "undead"
+    with pytest.raises(TableError, match="'undead' is no class"):
+        run.evaluate([write_csv(path, rows)])
+    with pytest.raises(TableError, match="no rows with a label"):
+        run.evaluate([write_csv(path, [{**row, "state": ""} for row in rows])])
+    with pytest.raises(TableError, match="state"):
+        run.evaluate([write_csv(path, rows, without=("state",))])
+    with pytest.raises(ValueError, match="'stranger' is not known"):
+        run.evaluate([write_csv(finished / "stranger.csv", rows[:3])])
+
+
+def test_an_unknown_split_is_refused(run):
+    with pytest.raises(ValueError, match="exam"):
+        run.evaluate(split="exam")
+
+
+def test_the_training_s_files_must_be_the_same(tmp_path):
+    from small_runs import SMALL, write_sites
+
+    files = write_sites(tmp_path / "data", {"a": 30, "b": 30})
+    fedgmm.fit(files, "state", tmp_path / "run", **SMALL)
+    with files[0].open("a") as file:
+        file.write("1,2,north,ill\r\n")
+    run = fedgmm.open_run(tmp_path / "run")
+    for ask in (run.evaluate, run.report):
+        with pytest.raises(RunError, match=r"a\.csv changed"):
+            ask()
+
+
+# ---------------------------------------------------------------------- adapt
+
+
+def test_a_newcomer_changes_nobody_else(run, finished):
+    before = run.model.client_weights.copy()
+    others = {
+        name: data
+        for name, data in bytes_of(finished / "run").items()
+        if not name.startswith(("model/", ".lock"))
+    }
+    predicted = run.predict(finished / "new.csv", "oslo").probabilities
+    adapted = run.adapt("narvik", finished / "newcomer.csv")
+    again = fedgmm.open_run(finished / "run")
+    assert again.model.names == ["bergen", "oslo", "tromso", "narvik"]
+    np.testing.assert_array_equal(again.model.client_weights[:3], before)
+    np.testing.assert_array_equal(again.model.client_weights[3], adapted.adaptation.weights)
+    np.testing.assert_array_equal(
+        again.predict(finished / "new.csv", "oslo").probabilities, predicted
+    )
+    after = bytes_of(finished / "run")
+    assert {name: after[name] for name in others} == others
+    record = json.loads(run.folder.client("narvik").read_text())
+    assert record["took_part"] is False
+    assert record["labelled"] is True
+    np.testing.assert_array_equal(record["weights"], adapted.adaptation.weights)
+    assert [point["rows"] for point in adapted.curve] == [0, 5, 10, 20]
+    assert "" not in again.model.names  # the trial client of the curve
+
+
+def test_labels_are_used_where_they_are(run, finished):
+    unlabelled = run.adapt("a", finished / "new.csv")
+    assert not unlabelled.labelled
+    assert unlabelled.curve == []
+    rows = draw_rows(np.random.default_rng(1), 40)
+    strange = [{**row, "state": "undead"} for row in rows]
+    without_use = run.adapt("b", write_csv(finished / "b.csv", strange))
+    assert not without_use.labelled
+    np.testing.assert_array_equal(without_use.adaptation.weights, unlabelled.adaptation.weights)
+    mixed = run.adapt("c", write_csv(finished / "c.csv", rows[:30] + strange[30:]))
+    assert mixed.labelled
+    assert mixed.rows == 30
+    assert any("10 rows without a label" in note for note in mixed.notes)
+
+
+def test_joining_twice_gives_the_weights_of_the_second_time(run, finished):
+    run.adapt("narvik", finished / "new.csv")
+    second = run.adapt("narvik", finished / "newcomer.csv")
+    again = fedgmm.open_run(finished / "run")
+    assert again.model.names.count("narvik") == 1
+    np.testing.assert_array_equal(again.model.client_weights[-1], second.adaptation.weights)
+
+
+def test_who_took_part_keeps_its_weights_unless_that_is_asked_for(run, finished):
+    before = bytes_of(finished / "run" / "model")
+    with pytest.raises(RunError, match="took part in the training; say --replace"):
+        run.adapt("oslo", finished / "newcomer.csv")
+    assert bytes_of(finished / "run" / "model") == before
+    run.adapt("oslo", finished / "newcomer.csv", replace_known=True)
+    assert fedgmm.open_run(finished / "run").model.names == ["bergen", "oslo", "tromso"]
+    run.adapt("oslo", finished / "new.csv")  # it did not take part any more
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "x" * 300, "Oslo", "smørås", " ", ""])
+def test_names_of_newcomers(run, finished, name):
+    if not name.strip():
+        with pytest.raises(ValueError, match="needs a name"):
+            run.adapt(name, finished / "new.csv")
+        return
+    run.adapt(name, finished / "new.csv")
+    again = fedgmm.open_run(finished / "run")
+    assert again.model.names[-1] == name
+    assert len(again.predict(finished / "new.csv", name).labels) == 40
+    assert again.folder.client(name).is_file()
+
+
+def test_a_crash_while_joining_can_be_mended(run, finished, monkeypatch):
+    def crash(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedgmm.inference.model.FederatedModel.save", crash)
+        with pytest.raises(OSError, match="No space"):
+            run.adapt("narvik", finished / "new.csv")
+    again = fedgmm.open_run(finished / "run")
+    assert "narvik" not in again.model.names
+    again.adapt("narvik", finished / "new.csv")
+    assert "narvik" in fedgmm.open_run(finished / "run").model.names
+
+
+def test_joins_of_two_open_runs_add_up(finished):
+    first, second = fedgmm.open_run(finished / "run"), fedgmm.open_run(finished / "run")
+    first.adapt("a", finished / "new.csv")
+    second.adapt("b", finished / "new.csv")
+    assert fedgmm.open_run(finished / "run").model.names[-2:] == ["a", "b"]
+
+
+# ---------------------------------------------------------------------- detect
+
+
+def test_novel_rows_are_found(run, finished):
+    rows = draw_rows(np.random.default_rng(3), 100)
+    for row in rows[::4]:
+        row["age"] = "900"
+    found = run.detect(write_csv(finished / "batch.csv", rows, without=("state",)))
+    assert found.result.novel[::4].all()
+    assert found.result.novel.mean() < 0.45
+    matrix = read_rows(finished / "batch.csv", run.preprocessing).matrix
+    np.testing.assert_array_equal(found.result.scores, run.model.score_samples(matrix))
+    assert list(found.columns()) == ["row", "score", "p_value", "novel"]
+
+
+def test_scores_that_look_at_labels_need_them(run, finished):
+    assert len(run.detect(finished / "newcomer.csv", score="joint").result.novel) == 40
+    with pytest.raises(TableError, match="state"):
+        run.detect(finished / "new.csv", score="y")
+    rows = draw_rows(np.random.default_rng(3), 5)
+    rows[2]["state"] = "undead"
+    with pytest.raises(TableError, match="row 3 has no label"):
+        run.detect(write_csv(finished / "odd.csv", rows), score="y")
+
+
+def test_what_makes_no_sense_is_refused(run, finished):
+    with pytest.raises(ValueError, match="score must be one of"):
+        run.detect(finished / "new.csv", score="z")
+    for rate in (0.0, 1.0, 7.0, float("nan")):
+        with pytest.raises(ValueError, match="false_alarm_rate"):
+            run.detect(finished / "new.csv", false_alarm_rate=rate)
