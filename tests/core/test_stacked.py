@@ -174,3 +174,23 @@ def test_mobilenet_by_name():
     assert isinstance(network("mobilenet", (3, 32, 32), 10), Stacked)
     with pytest.raises(ValueError, match="colour images"):
         network("mobilenet", (1, 28, 28), 10)
+
+
+@pytest.mark.parametrize("sizes", [[7, 4, 3], [6, 6], [2, 1], [9, 3, 3, 1]], ids=str)
+def test_whole_batches_step_apart_and_every_row_is_seen_once(sizes):
+    offsets = torch.tensor([0, *sizes]).cumsum(0)
+    order = torch.arange(sum(sizes))
+    plan = plan_batches(offsets, torch.arange(len(sizes)), [order], 3, full_apart=True)
+    seen = []
+    for step in plan.steps:
+        assert step.full == bool(step.mask.all())
+        codes = plan.clients[step.clients]
+        for client, rows, mask in zip(codes.tolist(), step.rows, step.mask, strict=True):
+            own = rows[mask].tolist()
+            assert all(offsets[client] <= row < offsets[client + 1] for row in own)
+            seen += own
+    assert sorted(seen) == order.tolist()
+    together = plan_batches(offsets, torch.arange(len(sizes)), [order], 3)
+    assert len(together.steps) == -(-max(sizes) // 3)
+    padded = [step for step in plan.steps if not step.full]
+    assert all(len(step.rows) <= len(sizes) for step in padded)

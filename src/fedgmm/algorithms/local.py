@@ -39,7 +39,7 @@ def fit_of_own_learners(training: LocalTraining, personal: Params, rows: Labelle
             plan = plan_batches(rows.offsets, clients, [order], _ROWS_AT_ONCE)
             own = take_clients(personal, plan.clients)
             for step in plan.steps:
-                active = take_clients(own, slice(0, len(step.rows)))
+                active = take_clients(own, step.clients)
                 inputs = as_numbers(rows.inputs[step.rows], training.dtype)
                 fit = log_likelihoods(training.net, active, inputs, rows.labels[step.rows])
                 total += (fit[..., 0] * step.mask).sum()

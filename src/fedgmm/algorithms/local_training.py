@@ -25,6 +25,7 @@ from fedgmm.core.learners import (
     weighted_sum,
 )
 from fedgmm.core.networks import Dense, Network, Params
+from fedgmm.core.stacked import Stacked
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
 
@@ -100,6 +101,13 @@ class LocalTraining:
         present = torch.nonzero(rows.features.rows_per_client > 0).flatten()
         return [present[first : first + size] for first in range(0, len(present), size)]
 
+    def plan(
+        self, rows: LabelledRows, clients: Tensor, orders: list[Tensor], options: SGD
+    ) -> BatchPlan:
+        """The batches of some clients; masks make batch normalisation slow, so most go without."""
+        apart = isinstance(self.net, Stacked)
+        return plan_batches(rows.offsets, clients, orders, options.batch_size, apart)
+
     def _in_lanes(self, rows: LabelledRows) -> bool:
         """Small networks train group by group, one thread each; large ones use all threads at once."""
         return rows.device.type == "cpu" and isinstance(self.net, Dense)
@@ -149,7 +157,7 @@ class LocalTraining:
 
         def visit(sums: list[Params], clients: Tensor) -> None:
             start = expand_clients(shared, len(clients))
-            plan = plan_batches(rows.offsets, clients, orders, options.batch_size)
+            plan = self.plan(rows, clients, orders, options)
             anchor = start if options.proximal else None
             trained = self.train(start, rows, weights, plan, options, anchor)
             sums.append(weighted_sum(trained, counts[plan.clients]))
@@ -165,7 +173,7 @@ class LocalTraining:
         result = {name: value.clone() for name, value in personal.items()}
 
         def visit(_: list[None], clients: Tensor) -> None:
-            plan = plan_batches(rows.offsets, clients, orders, options.batch_size)
+            plan = self.plan(rows, clients, orders, options)
             trained = self.train(take_clients(personal, plan.clients), rows, None, plan, options)
             for name, value in trained.items():
                 result[name][plan.clients] = value  # groups do not overlap

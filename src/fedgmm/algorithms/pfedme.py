@@ -13,7 +13,6 @@ from fedgmm.algorithms.local_training import LocalTraining, check_finite
 from fedgmm.core.learners import (
     add_params,
     expand_clients,
-    plan_batches,
     train_moreau,
     weighted_sum,
 )
@@ -79,7 +78,7 @@ class PFedMe:
         moved = {name: value.clone() for name, value in personal.items()}
 
         def visit(sums: list[Params], clients: Tensor) -> None:
-            plan = plan_batches(rows.offsets, clients, orders, options.batch_size)
+            plan = training.plan(rows, clients, orders, options)
             local, own = train_moreau(
                 training.net,
                 expand_clients(shared.learners, len(clients)),

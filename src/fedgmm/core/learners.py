@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from fedgmm.core.pixels import as_numbers
 from fedgmm.core.stacked import Stacked
 
 _NUMBERS_AT_ONCE = 512 * 1024 * 1024  # activations of rows that shared learners look at
+_KEPT_FOR_THE_WAY_BACK = 8  # times as many numbers in training, about
 
 
 def log_likelihoods(
@@ -32,7 +34,7 @@ def log_likelihoods(
         ``(*C, n, M)``.
     """
     learners = len(next(iter(params.values())))
-    most = _NUMBERS_AT_ONCE // (learners * net.row_numbers)
+    most = _NUMBERS_AT_ONCE * _KEPT_FOR_THE_WAY_BACK // (learners * net.row_numbers)
     if inputs.dim() == len(net.input_shape) + 1 and len(inputs) > most and not training:
         size = max(1, most)
         parts = [slice(first, first + size) for first in range(0, len(inputs), size)]
@@ -136,17 +138,24 @@ class SGD:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of stacked training: which rows the first ``len(rows)`` clients of the plan see.
+    """One step of stacked training: which rows some clients of the plan see.
 
     Attributes:
         rows: row numbers, ``(A, B)``.
         mask: one for a row, zero for padding, ``(A, B)``.
         full: there is no padding.
+        first: place of the first of these clients in the plan; the others follow.
     """
 
     rows: Tensor
     mask: Tensor
     full: bool = False
+    first: int = 0
+
+    @property
+    def clients(self) -> slice:
+        """Their places in the plan."""
+        return slice(self.first, self.first + len(self.rows))
 
 
 @dataclass(frozen=True)
@@ -154,8 +163,8 @@ class BatchPlan:
     """Who sees which rows, in which step.
 
     Attributes:
-        clients: client codes with the most steps first, ``(C,)``; the clients of a step are the
-            first of them, so those that are done simply drop off the end.
+        clients: client codes with the most rows first, ``(C,)``; the clients of a step follow one
+            another, and those that are done drop off the end.
         steps: the steps of a round, in order.
     """
 
@@ -164,7 +173,11 @@ class BatchPlan:
 
 
 def plan_batches(
-    offsets: Tensor, clients: Tensor, orders: list[Tensor], batch_size: int
+    offsets: Tensor,
+    clients: Tensor,
+    orders: list[Tensor],
+    batch_size: int,
+    full_apart: bool = False,
 ) -> BatchPlan:
     """Cut every client's shuffled rows into batches, for all clients side by side.
 
@@ -173,6 +186,7 @@ def plan_batches(
         clients: codes of the clients that train, ``(C,)``.
         orders: one permutation of the rows an epoch, ``(N,)``, that keeps a client's rows together.
         batch_size: rows a step.
+        full_apart: clients with a whole batch step apart from those with less, and need no mask.
     """
     sizes = (offsets[1:] - offsets[:-1])[clients]
     by_size = torch.argsort(sizes, descending=True, stable=True)
@@ -185,10 +199,14 @@ def plan_batches(
     for order in orders:
         for first in range(0, width, batch):
             active = sum(size > first for size in most_first)
-            mask = first + columns < sizes[:active, None]
-            place = offsets[clients[:active], None] + first + columns
-            full = most_first[active - 1] >= first + batch
-            steps.append(Step(order[torch.where(mask, place, 0)], mask, full))
+            whole = sum(size >= first + batch for size in most_first)
+            edges = [0, whole, active] if full_apart and 0 < whole < active else [0, active]
+            for begin, end in pairwise(edges):
+                wide = columns[: min(batch, most_first[begin] - first)]
+                mask = first + wide < sizes[begin:end, None]
+                place = offsets[clients[begin:end], None] + first + wide
+                full = most_first[end - 1] >= first + len(wide)
+                steps.append(Step(order[torch.where(mask, place, 0)], mask, full, begin))
     return BatchPlan(clients, steps)
 
 
@@ -224,7 +242,7 @@ def train_local(
     params = {name: value.clone() for name, value in params.items()}
     momentum = {name: torch.zeros_like(value) for name, value in params.items()}
     for step in plan.steps:
-        active = slice(0, len(step.rows))
+        active = step.clients
         own = take_clients(params, active)
         gradients, statistics = batch_gradients(net, own, inputs, labels, weights, step)
         with torch.no_grad():
@@ -276,7 +294,7 @@ def train_moreau(
     local = {name: value.clone() for name, value in params.items()}
     personal = {name: value.clone() for name, value in params.items()}
     for step in plan.steps:
-        active = slice(0, len(step.rows))
+        active = step.clients
         own = take_clients(personal, active)
         for _ in range(inner_steps):
             gradients, statistics = batch_gradients(net, own, inputs, labels, None, step)

@@ -254,20 +254,17 @@ def _neighbourhoods(layer: nn.Conv2d, images: Tensor) -> Tensor:
 
 
 def _each_channel(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
-    """``(G, c, 1, k, k)`` on ``(G, c, n, h, w)``: each channel has a filter of its own.
-
-    As a convolution in three dimensions whose kernel is flat, it needs no other order of the axes.
-    """
-    padding, stride = layer.padding, layer.stride
-    assert not isinstance(padding, str)
-    out = functional.conv3d(
-        images.flatten(0, 1).unsqueeze(0),
-        weight.flatten(0, 1).unsqueeze(1),
-        stride=(1, *stride),
-        padding=(0, *padding),
-        groups=images.shape[0] * images.shape[1],
+    """``(G, c, 1, k, k)`` on ``(G, c, n, h, w)``: each channel has a filter of its own."""
+    groups, channels, rows, height, width = images.shape
+    # images first for the kernel, and back: cheaper than any kernel that keeps our order
+    out = functional.conv2d(
+        images.permute(2, 0, 1, 3, 4).reshape(rows, groups * channels, height, width),
+        weight.flatten(0, 1),
+        stride=layer.stride,
+        padding=layer.padding,
+        groups=groups * channels,
     )
-    return out.reshape(*images.shape[:3], *out.shape[-2:])
+    return out.reshape(rows, groups, channels, *out.shape[-2:]).permute(1, 2, 0, 3, 4).contiguous()
 
 
 def _normalised(journey: Pass, name: str, layer: nn.BatchNorm2d, images: Tensor) -> Tensor:

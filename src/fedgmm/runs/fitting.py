@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _LEFTOVERS = (".lock", "config.toml.part")
 """What an attempt that ended before its first step may leave behind."""
 
+_ALWAYS_ALLOWED = 10  # parts of a mixture, however few rows there are
+
 OnStart = Callable[[int], None]
 """Called with the number of rounds before training begins."""
 
@@ -264,10 +266,10 @@ def _choose(
 
 
 def _check_size(config: RunConfig, dataset: FederatedDataset) -> None:
-    """A mixture with more parts than rows would learn nothing, and take forever."""
+    """A large mixture with more parts than rows would learn nothing, and take forever."""
     for name in ("components", "learners"):
         wanted = getattr(config.options(), name)
-        if wanted > len(dataset.train):
+        if wanted > max(len(dataset.train), _ALWAYS_ALLOWED):
             raise ValueError(
                 f"{name}={wanted} is more than the {len(dataset.train)} training rows; ask for fewer."
             )

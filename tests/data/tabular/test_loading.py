@@ -230,6 +230,15 @@ def test_a_typing_error_in_a_site_of_few_rows_is_named(write, load, fails):
     assert "b.csv: the column 'x' holds text such as 'abc'" in message
 
 
+def test_the_right_column_is_blamed(write, load, fails):
+    rows = "".join(f"{i / 7},{i % 2},{'pq'[i % 2]}\n" for i in range(200))
+    a = write("a.csv", "x,few,y\n" + rows)
+    b = write("b.csv", "x,few,y\n1.5,no,p\nabc,yes,q\n")
+    assert "b.csv: the column 'x' holds text such as 'abc'" in fails(load, a, b)
+    c = write("c.csv", "few,y\nno,p\n")
+    assert "c.csv: the column 'x' is missing" in fails(load, a, b, c)
+
+
 def test_numbers_as_categories(write, load):
     column, _ = features(write, load, [1, 2, 1], ["1.0", "", "3.0"], categorical=("x",))
     assert column.categories == ("1", "2", "3")
@@ -413,7 +422,7 @@ def test_rows_that_appear_during_the_second_pass(write, fails, monkeypatch):
     path = write("a.csv", "x,y\n1,p\n2,q\n")
     tables = read_tables([path], TableOptions("y"))
     preprocessing = agreement(tables)
-    monkeypatch.setattr("fedgmm.data.tabular.loading._state", lambda _: tables.files[0].state)
+    monkeypatch.setattr("fedgmm.data.tabular.loading.state_of", lambda _: tables.files[0].state)
     for change in ("x,y\n1,p\n2,q\n3,p\n", "x,y\n1,p\n"):
         path.write_text(change)
         assert "changed" in fails(tables.load, preprocessing)

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fedgmm.data.tabular.agreement import DisagreementError, agree_on_columns
 from fedgmm.data.tabular.errors import quoted
 from fedgmm.data.tabular.labels import Labels, as_classes
 from fedgmm.data.tabular.loading import Tables
-from fedgmm.data.tabular.preprocessing import Column, DisagreementError, agree_on_columns
+from fedgmm.data.tabular.preprocessing import Column
 from fedgmm.data.tabular.summaries import ClientSummary
 
 _FEW_ROWS = 20

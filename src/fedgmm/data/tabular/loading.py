@@ -6,43 +6,34 @@ puts each straight into its split. At no time are two copies of the numbers in m
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import client_rows
-from fedgmm.data.tabular.columns import Kind, categories, stored_kind
-from fedgmm.data.tabular.errors import ConversionError, TableError, listed, quoted
-from fedgmm.data.tabular.files import (
-    Tell,
-    client_name,
-    find_tables,
-    read_batches,
-    read_header,
+from fedgmm.data.tabular.agreement import DisagreementError, agree
+from fedgmm.data.tabular.errors import TableError, quoted
+from fedgmm.data.tabular.files import Tell, client_name, find_tables
+from fedgmm.data.tabular.first_pass import (
+    IntArray,
+    TableFile,
+    state_of,
+    summarise_one_by_one,
+    summarise_together,
 )
 from fedgmm.data.tabular.labels import UNKNOWN
-from fedgmm.data.tabular.preprocessing import (
-    DisagreementError,
-    Preprocessing,
-    TableOptions,
-    agree,
-    check_type,
-    needs_text,
-    too_many_categories,
-)
-from fedgmm.data.tabular.summaries import BatchValues, ClientSummary, SummaryOfColumns
+from fedgmm.data.tabular.later_files import Rows, read_rows
+from fedgmm.data.tabular.preprocessing import Preprocessing, TableOptions
+from fedgmm.data.tabular.summaries import ClientSummary
 
-IntArray = NDArray[np.int64]
+__all__ = ["Rows", "Tables", "agreement", "load_federation", "read_rows", "read_tables"]
 
-_UNLABELLED = ""  # no label is written so: it means missing
 _CHANGED = "it changed while it was read; start again when nothing writes to it."
 
 
@@ -59,7 +50,7 @@ class Tables:
 
     summaries: dict[str, ClientSummary]
     options: TableOptions
-    files: list[_File]
+    files: list[TableFile]
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -76,36 +67,6 @@ class Tables:
     def load(self, preprocessing: Preprocessing, tell: Tell = lambda _: None) -> FederatedDataset:
         """The second pass: all rows as numbers, in their splits."""
         return _load(self, preprocessing, tell)
-
-
-@dataclass
-class _File:
-    """One file: where its rows belong, found in the first pass.
-
-    Attributes:
-        path: the file.
-        as_text: columns that are read as they are written.
-        as_categories: those of them whose text is not taken for numbers or dates.
-        clients: the client of each row, an index into ``names``, ``(n,)``.
-        names: clients that have rows here.
-        labels: label texts; the label of each row is an index into them, ``(n,)``.
-        kinds: what the types of the columns said.
-        state: size and time of the last change when it was read first.
-    """
-
-    path: Path
-    as_text: set[str]
-    as_categories: set[str]
-    names: list[str] = field(default_factory=list)
-    clients: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    label_texts: list[str] = field(default_factory=list)
-    labels: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    state: tuple[int, int] = (0, 0)
-
-    def read_as_categories(self, columns: set[str]) -> None:
-        self.as_text |= columns
-        self.as_categories |= columns
 
 
 def read_tables(
@@ -126,11 +87,11 @@ def read_tables(
     _check_names(paths, options)
     categorical = set(options.categorical) - {options.label, options.client_column}
     as_text = categorical | {n for n in (options.label, options.client_column) if n is not None}
-    files = [_File(path, set(as_text), set(categorical)) for path in paths]
+    files = [TableFile(path, set(as_text), set(categorical)) for path in paths]
     if options.client_column is not None:
-        summaries = _summarise_together(files, options, tell)
+        summaries = summarise_together(files, options, tell)
     else:
-        summaries = _summarise_one_by_one(files, options, tell)
+        summaries = summarise_one_by_one(files, options, tell)
     summaries = dict(sorted(summaries.items()))
     notes = [
         f"Client {client!r}: {s.unlabelled} rows have no label and are left out."
@@ -176,203 +137,6 @@ def _check_names(paths: Sequence[Path], options: TableOptions) -> None:
         seen[name] = path
 
 
-# ---------------------------------------------------------------------- the first pass
-
-
-def _batches(file: _File, only: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-    yield from read_batches(file.path, as_text=file.as_text, only=only)
-
-
-def _summarise_one_by_one(
-    files: list[_File], options: TableOptions, tell: Tell
-) -> dict[str, ClientSummary]:
-    """Summaries of clients that have a file each."""
-    summaries: dict[str, ClientSummary] = {}
-    for file in files:
-        tell(f"reading {file.path.name}")
-        summaries |= _summarise([file], options)
-    again = needs_text(summaries, options)
-    known = dict(summaries)
-    for file in files:
-        if wanted := again.get(file.names[0]):
-            file.read_as_categories(wanted)
-            summaries |= _summarise([file], options)
-    for name in sorted({name for names in again.values() for name in names}):
-        numeric = any(s.columns[name].kind in ("number", "date") for s in known.values())
-        if numeric and too_many_categories(summaries, name, options):
-            return known  # numbers beside text: the agreement says whose
-    return summaries
-
-
-def _summarise_together(
-    files: list[_File], options: TableOptions, tell: Tell
-) -> dict[str, ClientSummary]:
-    """Summaries of clients that are named in a column; a client may be in several files."""
-    while True:
-        summaries = _summarise(files, options, tell)
-        again = {name for names in needs_text(summaries, options).values() for name in names}
-        if again <= files[0].as_categories:
-            return summaries
-        for file in files:
-            file.read_as_categories(again)
-
-
-def _summarise(
-    files: list[_File], options: TableOptions, tell: Tell = lambda _: None
-) -> dict[str, ClientSummary]:
-    """Summaries of the clients in some files; a column whose types differ is read as text."""
-    while True:
-        try:
-            summaries = _summarise_once(files, options, tell)
-            mixed = _mixed_columns(files)
-        except ConversionError as error:
-            if any(error.column in file.as_text for file in files):
-                raise
-            mixed = {error.column}
-        if not mixed:
-            return summaries
-        for file in files:
-            file.as_text |= mixed
-
-
-def _mixed_columns(files: list[_File]) -> set[str]:
-    """Columns that are numbers in one file and something else in another."""
-    kinds: dict[str, set[Kind]] = {}
-    for file in files:
-        for name, kind in file.kinds.items():
-            kinds.setdefault(name, set()).add(kind)
-    return {name for name, found in kinds.items() if len(found - {"empty"}) > 1}
-
-
-def _summarise_once(
-    files: list[_File], options: TableOptions, tell: Tell
-) -> dict[str, ClientSummary]:
-    sums: dict[str, SummaryOfColumns] = {}
-    labels: dict[str, Counter[str]] = {}
-    header: list[str] = []
-    for file in files:
-        if len(files) > 1:
-            tell(f"reading {file.path.name}")
-        own_header = _checked_header(file, options)
-        header = header or own_header
-        odd = sorted(set(header) ^ set(own_header))
-        if odd:
-            raise TableError(file.path, f"the column {quoted(odd[0])} is not in all files.")
-        rows_of, labels_of = _Codes(), _Codes()
-        file.state = _state(file.path)
-        for batch in _batches(file):
-            _check_types(file, batch, options)
-            _add_batch(file, batch, header, options, sums, labels, rows_of, labels_of)
-        if not rows_of.texts:
-            raise TableError(file.path, "it has no rows.")
-        file.names, file.clients = rows_of.texts, rows_of.codes()
-        file.label_texts, file.labels = labels_of.texts, labels_of.codes()
-    return {
-        client: ClientSummary(
-            own.rows,
-            labels[client].pop(_UNLABELLED, 0),
-            own.result(),
-            dict(labels[client]),
-        )
-        for client, own in sums.items()
-    }
-
-
-def _state(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise TableError(path, f"it cannot be read ({error.strerror}).") from None
-    return found.st_size, found.st_mtime_ns
-
-
-def _checked_header(file: _File, options: TableOptions) -> list[str]:
-    """The columns beside label and client, which must be there."""
-    names = list(read_header(file.path))
-    for name, what in ((options.label, "label"), (options.client_column, "client")):
-        if name is not None and name not in names:
-            raise TableError(
-                file.path,
-                f"there is no {what} column {quoted(name)}; the columns are {listed(names)}.",
-            )
-    rest = [name for name in names if name not in (options.label, options.client_column)]
-    if not rest:
-        raise TableError(file.path, "there is no column to learn from beside the label.")
-    return rest
-
-
-def _check_types(file: _File, batch: pa.RecordBatch, options: TableOptions) -> None:
-    for column in batch.schema:
-        if column.name not in options.ignore:
-            check_type(file.path, column.name, column.type)
-            kind = stored_kind(column.type)
-            assert kind is not None
-            file.kinds[column.name] = kind
-
-
-def _add_batch(
-    file: _File,
-    batch: pa.RecordBatch,
-    header: list[str],
-    options: TableOptions,
-    sums: dict[str, SummaryOfColumns],
-    labels: dict[str, Counter[str]],
-    rows_of: _Codes,
-    labels_of: _Codes,
-) -> None:
-    if options.label is None:
-        own_labels, texts = np.zeros(len(batch), dtype=np.int64), ["(none)"]
-    else:
-        own_labels, texts = categories(batch.column(options.label))
-    labels_of.add(own_labels, texts)
-    if options.client_column is None:
-        clients, names = np.zeros(len(batch), dtype=np.int64), [client_name(file.path)]
-    else:
-        clients, names = categories(batch.column(options.client_column))
-        if (clients < 0).any():
-            raise TableError(
-                file.path,
-                f"row {int(np.argmax(clients < 0)) + 1 + rows_of.rows} below the header has no client: the "
-                f"column {quoted(options.client_column)} is empty there.",
-            )
-    rows_of.add(clients, names)
-    values = BatchValues(batch.select(header), file.as_categories, options.ignore)
-    order = np.argsort(clients, kind="stable")
-    ends = np.cumsum(np.bincount(clients, minlength=len(names)))
-    for client, mine in zip(names, np.split(order, ends[:-1]), strict=True):
-        counts = labels.setdefault(client, Counter())
-        found = np.bincount(own_labels[mine] + 1, minlength=len(texts) + 1)
-        counts[_UNLABELLED] += int(found[0])
-        for code in np.flatnonzero(found[1:]).tolist():
-            counts[texts[code]] += int(found[code + 1])
-        if client not in sums:
-            sums[client] = SummaryOfColumns(header)
-        every_row = len(names) == 1 and not found[0]
-        sums[client].add(values, slice(None) if every_row else mine[own_labels[mine] >= 0])
-
-
-class _Codes:
-    """Texts of many batches as indices into one list."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._place: dict[str, int] = {}
-        self._parts: list[IntArray] = []
-        self.rows = 0
-
-    def add(self, codes: IntArray, texts: list[str]) -> None:
-        self.rows += len(codes)
-        for text in texts:
-            if text not in self._place:
-                self._place[text] = len(self.texts)
-                self.texts.append(text)
-        lookup = np.array([*(self._place[text] for text in texts), UNKNOWN], dtype=np.int64)
-        self._parts.append(lookup[codes])
-
-    def codes(self) -> IntArray:
-        return np.concatenate(self._parts)
-
-
 # ---------------------------------------------------------------------- the second pass
 
 
@@ -399,9 +163,9 @@ def _load(tables: Tables, preprocessing: Preprocessing, tell: Tell) -> Federated
     for file, keep in zip(tables.files, kept, strict=True):
         tell(f"preparing {file.path.name}")
         start = 0
-        if _state(file.path) != file.state:
+        if state_of(file.path) != file.state:
             raise TableError(file.path, _CHANGED)
-        for batch in _batches(file, only=wanted):
+        for batch in file.batches(only=wanted):
             here = keep[start : start + len(batch)]
             start += len(batch)
             if len(here) < len(batch):
@@ -432,92 +196,6 @@ def _look_up(codes: IntArray, values: list[int]) -> IntArray:
     return np.array(values, dtype=np.int64)[codes]
 
 
-def _label_codes(file: _File, preprocessing: Preprocessing) -> IntArray:
+def _label_codes(file: TableFile, preprocessing: Preprocessing) -> IntArray:
     encoded, _ = preprocessing.labels.encode(pa.array(file.label_texts, pa.string()))
     return np.append(encoded, UNKNOWN)[file.labels]
-
-
-# ---------------------------------------------------------------------- later files
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a file that came after training.
-
-    Attributes:
-        matrix: ``(n, d)`` float32.
-        labels: class indices, ``(n,)``, -1 where a label is missing; ``None`` without a label column.
-        clients: of each row, where the file has the client column; else ``None``.
-        unknown_labels: texts that were no class in training.
-        notes: what is worth knowing.
-    """
-
-    matrix: NDArray[np.float32]
-    labels: IntArray | None
-    clients: list[str] | None
-    unknown_labels: list[str]
-    notes: list[str]
-
-
-def read_rows(
-    path: Path,
-    preprocessing: Preprocessing,
-    *,
-    label_needed: bool = False,
-    tell: Tell = lambda _: None,
-) -> Rows:
-    """A later file as the model expects it; columns are found by name.
-
-    Raises:
-        TableError: a column that is missing, not known, or of another kind than in training.
-    """
-    find_tables([path])
-    tell(f"reading {path.name}")
-    header = read_header(path)
-    preprocessing.check_header(path, header, label_needed=label_needed)
-    as_text = {column.name for column in preprocessing.columns if column.role == "category"}
-    as_text |= {preprocessing.labels.name, preprocessing.client_column or ""}
-    while True:
-        try:
-            return _rows(path, preprocessing, header, as_text)
-        except ConversionError as error:
-            # a value further down is no number; as text the whole column is looked at
-            if error.column in as_text:
-                raise
-            as_text.add(error.column)
-
-
-def _rows(
-    path: Path, preprocessing: Preprocessing, header: Collection[str], as_text: Collection[str]
-) -> Rows:
-    label, client = preprocessing.labels.name, preprocessing.client_column
-    wanted = {column.name for column in preprocessing.columns if column.outputs}
-    wanted |= {label, client or label}
-    before = preprocessing.unknown_categories()
-    parts, labels, clients, strange = [], [], _Codes(), set()
-    for batch in read_batches(path, as_text=as_text, only=wanted):
-        parts.append(preprocessing.transform(path, batch))
-        if label in header:
-            own, odd = preprocessing.labels.encode(batch.column(label))
-            labels.append(own)
-            strange |= set(odd)
-        if client is not None and client in header:
-            clients.add(*categories(batch.column(client)))
-    if not parts:
-        raise TableError(path, "it has no rows.")
-    named = None
-    if clients.texts:
-        named = [clients.texts[code] if code >= 0 else "" for code in clients.codes().tolist()]
-    notes = [
-        f"{path.name}: {count - before.get(column, 0)} values of column {quoted(column)} are categories "
-        "that no client had in training."
-        for column, count in preprocessing.unknown_categories().items()
-        if count > before.get(column, 0)
-    ]
-    return Rows(
-        np.concatenate(parts),
-        np.concatenate(labels) if labels else None,
-        named,
-        sorted(strange),
-        notes,
-    )

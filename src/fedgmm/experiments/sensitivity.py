@@ -1,0 +1,175 @@
+"""How much do the numbers of Gaussians and of learners matter? Test accuracy over a grid of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache as once
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgmm.core.checks import check_integer
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.experiments.classification import (
+    ImageStudy,
+    chosen_rate,
+    facts_of,
+    open_trials,
+    prepare_federation,
+    recorded,
+    stopped_early,
+    trained,
+)
+from fedgmm.experiments.comparison import Tell
+from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
+
+
+@dataclass(frozen=True)
+class SensitivityStudy(ImageStudy):
+    """What is run; attributes not named here are those of its base.
+
+    Attributes:
+        methods: FedGMM, which alone has both numbers.
+        seeds: one federation each.
+        component_choices: values of ``M1``.
+        learner_choices: values of ``M2``.
+    """
+
+    methods: tuple[str, ...] = ("fedgmm",)
+    seeds: tuple[int, ...] = (0,)
+    component_choices: tuple[int, ...] = (1, 2, 3, 4, 5)
+    learner_choices: tuple[int, ...] = (1, 2, 3, 4, 5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.methods != ("fedgmm",):
+            raise ValueError(f"methods must be ('fedgmm',), got {self.methods!r}.")
+        for name in ("component_choices", "learner_choices"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one number.")
+            for choice in getattr(self, name):
+                check_integer(name, choice, 1)
+
+
+@dataclass(frozen=True)
+class SensitivityOutcome:
+    """Accuracies over the grid.
+
+    Attributes:
+        accuracy: of test rows, mean over clients, ``(seeds, M1 choices, M2 choices)``.
+        validation: the same of validation rows, by which one would choose.
+        details: everything that was recorded.
+    """
+
+    accuracy: NDArray[np.float64]
+    validation: NDArray[np.float64]
+    details: list[dict[str, Any]]
+
+
+def reproduce_sensitivity(
+    folder: Path,
+    study: SensitivityStudy | None = None,
+    *,
+    data_dir: Path | None = None,
+    cache: Path | None = None,
+    tell: Tell = lambda _: None,
+) -> SensitivityOutcome:
+    """The grid as a table and a heat map; what is in ``folder`` already is not done again.
+
+    Args:
+        folder: for JSON, Markdown and the figure.
+        study: what is run.
+        data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
+        cache: a folder for encoded images; ``None`` keeps nothing.
+        tell: called with a line before each step.
+    """
+    from fedgmm.report.image_figures import plot_heat_map
+
+    study = study or SensitivityStudy()
+    name = f"sensitivity-{study.dataset}-{study.track}"
+    trials = open_trials(folder / name, study)
+    details: list[dict[str, Any]] = []
+    for seed in study.seeds:
+        federation = once(partial(prepare_federation, study, seed, data_dir, tell, cache))
+        # one rate for the whole grid, chosen at the study's own numbers
+        lr = chosen_rate(trials, study, "fedgmm", federation, tell)
+        for m1, m2 in product(study.component_choices, study.learner_choices):
+            tell(f"{m1} Gaussians, {m2} learners, seed {seed}")
+            sized = replace(study, components=m1, learners=m2)
+            run = partial(_one_training, trials, sized, seed, lr, federation)
+            details.append(recorded(trials, _trial(sized, seed), run))
+    shape = (len(study.seeds), len(study.component_choices), len(study.learner_choices))
+    outcome = SensitivityOutcome(
+        np.array([one["mean_accuracy"] for one in details]).reshape(shape),
+        np.array([one["validation_accuracy"] for one in details]).reshape(shape),
+        details,
+    )
+    record = {"study": asdict(study), "accuracy": outcome.accuracy.tolist(), "details": details}
+    write_results(folder, name, record, _markdown(study, outcome))
+    plot_heat_map(
+        100 * outcome.accuracy.mean(0),
+        study.component_choices,
+        study.learner_choices,
+        f"{study.dataset}: test accuracy (%), mean over clients",
+        folder / f"{name}.png",
+    )
+    return outcome
+
+
+def _trial(sized: ImageStudy, seed: int) -> str:
+    return f"fedgmm-{sized.components}x{sized.learners}-{seed}"
+
+
+def _one_training(
+    trials: Path,
+    sized: ImageStudy,
+    seed: int,
+    lr: float,
+    federation: Callable[[], FederatedDataset],
+) -> dict[str, Any]:
+    options = replace(sized.options("fedgmm", seed), lr=lr)
+    model = trained(trials, _trial(sized, seed), federation(), options)
+    return {
+        "method": "fedgmm",
+        "seed": seed,
+        "components": sized.components,
+        "learners": sized.learners,
+        "lr": lr,
+        "validation_accuracy": model.evaluate("validation").mean_accuracy,
+        **model.evaluate("test").summary(),
+        **facts_of(model),
+    }
+
+
+def _markdown(study: SensitivityStudy, outcome: SensitivityOutcome) -> str:
+    header = ["Gaussians", *(_count(m2, "learner") for m2 in study.learner_choices)]
+    rows = [
+        [
+            str(m1),
+            *(mean_and_spread(outcome.accuracy[:, i, j].tolist()) for j in range(len(header) - 1)),
+        ]
+        for i, m1 in enumerate(study.component_choices)
+    ]
+    mean = outcome.accuracy.mean(0)
+    i, j = np.unravel_index(outcome.validation.mean(0).argmax(), mean.shape)
+    return (
+        f"# {study.dataset}: FedGMM's test accuracy (%) by its numbers of Gaussians and learners "
+        f"({study.track} track)\n\n"
+        + markdown_table(header, rows)
+        + f"\nMean over clients. Between the best and the worst cell lie "
+        f"{100 * (mean.max() - mean.min()):.2f} points. Validation rows choose "
+        f"{_count(study.component_choices[i], 'Gaussian')} and "
+        f"{_count(study.learner_choices[j], 'learner')} ({100 * mean[i, j]:.2f} % on test rows). The paper "
+        "prints a figure without numbers and names two and two as the best. "
+        f"{study.protocol()} One learning rate for the whole grid, chosen at {study.components} and "
+        f"{study.learners}.{stopped_early(outcome.details)}\n"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

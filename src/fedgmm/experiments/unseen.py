@@ -1,0 +1,401 @@
+"""Table 4: clients that were not there in training, and what learning only their weights is worth.
+
+A share of the clients is held out whole: no row of theirs trains a learner, a Gaussian or the principal
+components. Then each of them learns its weights on half of its rows and is tested on the other half.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, replace
+from functools import cache as once
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedgmm.algorithms.averaging import FedAvgPlus
+from fedgmm.algorithms.base import Prediction
+from fedgmm.core.checks import check_choice, check_integer
+from fedgmm.core.learners import expand_clients
+from fedgmm.core.randomness import client_keys
+from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
+from fedgmm.data.federated import ClientRows
+from fedgmm.data.federated_images import federated_images
+from fedgmm.data.images import load_images
+from fedgmm.experiments.classification import (
+    ImageStudy,
+    chosen_rate,
+    encoded,
+    facts_of,
+    open_trials,
+    recorded,
+    stopped_early,
+    trained,
+)
+from fedgmm.experiments.comparison import Tell
+from fedgmm.experiments.results import TITLES, markdown_table, mean_and_spread, write_results
+from fedgmm.inference.model import FederatedModel
+from fedgmm.training import TrainingOptions, build
+
+PAPER_ACCURACY = {
+    "femnist": {"fedavg": 74.50, "fedavg+": 51.00, "fedem": 72.00, "fedgmm": 78.51},
+    "cifar10": {"fedavg": 44.51, "fedavg+": 32.25, "fedem": 47.51, "fedgmm": 50.25},
+    "cifar100": {"fedavg": 11.50, "fedavg+": 7.75, "fedem": 16.50, "fedgmm": 21.25},
+}
+"""Test accuracy of unseen clients in the paper's Table 4."""
+
+METHODS = ("fedavg", "fedavg+", "fedem", "fedgmm")
+
+WAYS = {
+    "as it is": "the federation's own model",
+    "tuned": "global learner tuned on the adaptation rows",
+    "labels": "weights from labelled rows",
+    "no labels": "weights from rows without labels",
+}
+"""What an unseen client may do before it is tested."""
+
+_PRINTED = {"fedavg": "as it is", "fedavg+": "tuned", "fedem": "labels", "fedgmm": "labels"}
+
+
+@dataclass(frozen=True)
+class UnseenStudy(ImageStudy):
+    """What is run; the defaults are the paper's, and attributes not named here are those of its base.
+
+    Attributes:
+        methods: among ``METHODS``; nobody says how the others would take in a new client.
+        held_out: share of the clients that are not there in training.
+        iterations: after how many EM iterations of the weights to test, for the curve.
+    """
+
+    methods: tuple[str, ...] = METHODS
+    held_out: float = 0.2
+    iterations: tuple[int, ...] = (1, 2, 3, 5, 10, 20, 50)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for method in self.methods:
+            check_choice("methods", method, METHODS)
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must lie between 0 and 1, got {self.held_out!r}.")
+        for count in self.iterations:
+            check_integer("iterations", count, 1)
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A client that was not there in training.
+
+    Attributes:
+        name: of the client.
+        adaptation: what it learns its weights from.
+        test: what it is tested on; no row is in both.
+    """
+
+    name: Hashable
+    adaptation: LabelledRows
+    test: LabelledRows
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A federation, and clients that it never saw.
+
+    Attributes:
+        dataset: the clients that train.
+        newcomers: the others.
+    """
+
+    dataset: FederatedDataset
+    newcomers: list[Newcomer]
+
+
+@dataclass(frozen=True)
+class UnseenOutcome:
+    """Mean test accuracy of the unseen clients: for each method and way, one value a seed."""
+
+    accuracy: dict[str, dict[str, list[float]]]
+    details: list[dict[str, Any]]
+
+
+def hold_out_clients(
+    study: UnseenStudy,
+    seed: int,
+    data_dir: Path | None,
+    tell: Tell = lambda _: None,
+    cache: Path | None = None,
+) -> HeldOut:
+    """The clients of a seed; principal components know nothing of those that are held out."""
+    images = load_images(study.dataset, data_dir)  # type: ignore[arg-type]
+    federation = federated_images(
+        images, clients=study.clients, shift=study.shift, fraction=study.fraction, seed=seed
+    )
+    tell(federation.description.splitlines()[0])
+    names = list(federation.dataset.names)
+    count = round(study.held_out * len(names))
+    if not 0 < count < len(names):
+        raise ValueError(
+            f"held_out={study.held_out:g} of {len(names)} clients leaves nobody to train or nobody to "
+            "hold out; use more clients."
+        )
+    drawn = np.random.default_rng([seed, len(names)]).permutation(len(names))[:count].tolist()
+    away = [names[code] for code in sorted(drawn)]
+    at_home = [name for name in names if name not in set(away)]
+    training = encoded(study, federation.dataset.select(at_home), data_dir, cache)
+    unseen = training.feature_map.attach(federation.dataset.select(away))
+    return HeldOut(training.dataset, [_newcomer(unseen, name, seed) for name in away])
+
+
+def _newcomer(unseen: FederatedDataset, name: Hashable, seed: int) -> Newcomer:
+    """All rows of a client, whatever their split, in two random halves."""
+    own = unseen.select([name])
+    parts = [own.split(split) for split in SPLITS]
+    seen = torch.cat([torch.cat(part.features.chunks) for part in parts])
+    inputs = torch.cat([part.inputs for part in parts])
+    labels = torch.cat([part.labels for part in parts])
+    if len(labels) < 2:
+        raise ValueError(
+            f"Unseen client {name!r} has {len(labels)} row(s), too few for two halves; use fewer "
+            "clients or more images."
+        )
+    order = np.random.default_rng([seed, int(client_keys([name])[0])]).permutation(len(labels))
+    half = len(labels) // 2
+
+    def rows(which: NDArray[np.int64]) -> LabelledRows:
+        codes = torch.zeros(len(which), dtype=torch.int64)
+        features = ClientRows((seen[which],), codes, (name,))
+        return LabelledRows(features, inputs[which], labels[which], features_are_inputs=False)
+
+    return Newcomer(name, rows(order[:half]), rows(order[half:]))
+
+
+# ---------------------------------------------------------------------- what newcomers do
+
+
+def accuracy_of(model: FederatedModel, rows: LabelledRows, client: Hashable | None) -> float:
+    """Share of the rows that are predicted right, for a known client or by the federation's weights."""
+    x, features = _arrays(rows)
+    return float((model.predict(x, client, features=features) == _labels(model, rows)).mean())
+
+
+def _arrays(rows: LabelledRows) -> tuple[NDArray[Any], NDArray[Any]]:
+    return rows.inputs.numpy(), torch.cat(rows.features.chunks).numpy()
+
+
+def _labels(model: FederatedModel, rows: LabelledRows) -> NDArray[Any]:
+    return np.asarray(model.classes[rows.labels.numpy()])
+
+
+def adapted_accuracy(
+    model: FederatedModel, newcomer: Newcomer, labels: bool, iterations: int = 200
+) -> float:
+    """Test accuracy after the client has learned its weights ``π``, and nothing else."""
+    x, features = _arrays(newcomer.adaptation)
+    y = _labels(model, newcomer.adaptation) if labels else None
+    known = replace(model)  # a copy: the client does not stay
+    known.adapt(newcomer.name, x, y, features=features, max_rounds=iterations)
+    return accuracy_of(known, newcomer.test, newcomer.name)
+
+
+def tuned_model(
+    model: FederatedModel, newcomers: list[Newcomer], options: TrainingOptions
+) -> FederatedModel:
+    """FedAvg+ on new clients: each tunes the global learner on its adaptation rows.
+
+    Args:
+        model: trained by FedAvg+.
+        newcomers: who tunes.
+        options: of the training.
+    """
+    prediction = model.prediction
+    method = build(options, prediction.net)
+    assert isinstance(method, FedAvgPlus)
+    place = prediction.default_learner
+    assert place is not None
+    start = {name: value[place : place + 1] for name, value in prediction.learners.items()}
+    device = next(iter(start.values())).device
+    rows = _side_by_side([newcomer.adaptation for newcomer in newcomers]).to(device)
+    training = method.average.training
+    tuned = training.train_personal(
+        expand_clients(start, len(newcomers)),
+        rows,
+        training.rounds + 1,
+        replace(training.sgd, epochs=method.epochs),
+    )
+    own = Prediction(
+        prediction.net,
+        {name: value[:, 0] for name, value in tuned.items()},
+        assignment=torch.arange(len(newcomers)),
+    )
+    return replace(model, prediction=own, names=list(rows.names))
+
+
+def _side_by_side(clients: list[LabelledRows]) -> LabelledRows:
+    """One client's rows after the other's."""
+    counts = torch.tensor([len(rows) for rows in clients])
+    codes = torch.repeat_interleave(torch.arange(len(clients)), counts)
+    features = torch.cat([torch.cat(rows.features.chunks) for rows in clients])
+    names = tuple(name for rows in clients for name in rows.names)
+    return LabelledRows(
+        ClientRows((features,), codes, names),
+        torch.cat([rows.inputs for rows in clients]),
+        torch.cat([rows.labels for rows in clients]),
+        features_are_inputs=False,
+    )
+
+
+# ---------------------------------------------------------------------- the study
+
+
+def reproduce_unseen(
+    folder: Path,
+    study: UnseenStudy | None = None,
+    *,
+    data_dir: Path | None = None,
+    cache: Path | None = None,
+    tell: Tell = lambda _: None,
+) -> UnseenOutcome:
+    """One row of Table 4 and its curve; what is in ``folder`` already is not done again.
+
+    Args:
+        folder: for JSON, Markdown and the figure.
+        study: what is run.
+        data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
+        cache: a folder for encoded images; ``None`` keeps nothing.
+        tell: called with a line before each step.
+    """
+    from fedgmm.report.image_figures import plot_adaptation
+
+    study = study or UnseenStudy()
+    name = f"unseen-{study.dataset}-{study.track}"
+    trials = open_trials(folder / name, study)
+    details: list[dict[str, Any]] = []
+    for seed in study.seeds:
+        clients = once(partial(hold_out_clients, study, seed, data_dir, tell, cache))
+        for method in study.methods:
+            lr = chosen_rate(trials, study, method, partial(_training_clients, clients), tell)
+            tell(f"{TITLES[method]}, seed {seed}")
+            run = partial(_one_trial, trials, study, method, seed, lr, clients)
+            details.append(recorded(trials, f"{method}-{seed}", run))
+    accuracy = {
+        method: {
+            way: [_mean(one["unseen"][way]) for one in details if one["method"] == method]
+            for way in _ways(method)
+        }
+        for method in study.methods
+    }
+    outcome = UnseenOutcome(accuracy, details)
+    record = {"study": asdict(study), "accuracy": accuracy, "details": details}
+    write_results(folder, name, record, _markdown(study, outcome))
+    if curves := _curves(study, details):
+        plot_adaptation(
+            [0, *study.iterations],
+            curves,
+            f"{study.dataset}: clients that were not there in training",
+            folder / f"{name}.png",
+        )
+    return outcome
+
+
+def _training_clients(clients: Callable[[], HeldOut]) -> FederatedDataset:
+    return clients().dataset
+
+
+def _ways(method: str) -> tuple[str, ...]:
+    match method:
+        case "fedavg":
+            return ("as it is",)
+        case "fedavg+":
+            return ("as it is", "tuned")
+        case "fedem":
+            return ("as it is", "labels")
+        case _:
+            return ("as it is", "labels", "no labels")
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _one_trial(
+    trials: Path,
+    study: UnseenStudy,
+    method: str,
+    seed: int,
+    lr: float,
+    clients: Callable[[], HeldOut],
+) -> dict[str, Any]:
+    """Train on the clients that are there, then let the others in, one by one."""
+    held_out = clients()
+    options = replace(study.options(method, seed), lr=lr)
+    model = trained(trials, f"{method}-{seed}", held_out.dataset, options)
+    newcomers = held_out.newcomers
+    started = time.perf_counter()
+    unseen = {"as it is": [accuracy_of(model, one.test, None) for one in newcomers]}
+    curves: dict[str, list[float]] = {}
+    for way in _ways(method)[1:]:
+        if way == "tuned":
+            tuned = tuned_model(model, newcomers, options)
+            unseen[way] = [accuracy_of(tuned, one.test, one.name) for one in newcomers]
+            continue
+        labels = way == "labels"
+        unseen[way] = [adapted_accuracy(model, one, labels) for one in newcomers]
+        curves[way] = [
+            _mean([adapted_accuracy(model, one, labels, count) for one in newcomers])
+            for count in study.iterations
+        ]
+    return {
+        "method": method,
+        "seed": seed,
+        "lr": lr,
+        "seen": model.evaluate("test").summary(),
+        "newcomers": [str(one.name) for one in newcomers],
+        "test_rows": [len(one.test) for one in newcomers],
+        "unseen": unseen,
+        "adaptation_curves": curves,
+        "adaptation_seconds": time.perf_counter() - started,
+        **facts_of(model),
+    }
+
+
+def _curves(study: UnseenStudy, details: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Mean over seeds after each number of iterations, from none on, for each method and way."""
+    curves: dict[str, list[float]] = {}
+    for method in study.methods:
+        own = [one for one in details if one["method"] == method]
+        for way in own[0]["adaptation_curves"]:
+            runs = [
+                [_mean(one["unseen"]["as it is"]), *one["adaptation_curves"][way]] for one in own
+            ]
+            label = TITLES[method] + (", no labels" if way == "no labels" else "")
+            curves[label] = np.mean(runs, axis=0).tolist()
+    return curves
+
+
+def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
+    paper = PAPER_ACCURACY.get(study.dataset, {}) if study.shift else {}
+    rows = []
+    for method, ways in outcome.accuracy.items():
+        own = [one for one in outcome.details if one["method"] == method]
+        seen = mean_and_spread([one["seen"]["mean_accuracy"] for one in own])
+        for way, values in ways.items():
+            given = way == _PRINTED[method] and method in paper
+            printed = f"{paper[method]:.2f}" if given else "not given"
+            rows.append([TITLES[method], WAYS[way], mean_and_spread(values), printed, seen])
+    count = len(outcome.details[0]["newcomers"])
+    return (
+        f"# {study.dataset}: test accuracy of {count} clients that were not there in training "
+        f"({study.track} track)\n\n"
+        + markdown_table(
+            ["method", "a new client has", "accuracy (%)", "paper (%)", "training clients (%)"],
+            rows,
+        )
+        + f"\n{100 * study.held_out:g} % of the clients are held out whole: their rows are in no "
+        "training and in no principal component. Each learns on half of its rows and is tested on the "
+        "other half; mean over clients. The last column is the accuracy of the clients that trained, on "
+        f"their own test rows. {study.protocol()}{stopped_early(outcome.details)}\n"
+    )
