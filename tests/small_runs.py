@@ -80,14 +80,15 @@ def fails(*arguments, code=1):
 
 
 def start(*arguments, cwd=None):
-    """A command as a process of its own."""
+    """A command as a process of its own, with the buffers that Python has by default."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
         [sys.executable, "-c", "from fedgmm.cli import main; main()", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1"},
     )
 
 

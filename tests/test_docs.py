@@ -1,6 +1,9 @@
-"""The pages do what they say: their Python blocks run and their links lead somewhere."""
+"""The pages do what they say: their blocks run and their links lead somewhere."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)[^)]*\)")
 
 
@@ -26,6 +30,36 @@ def python_of(page: Path) -> str:
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(python_of(page), str(page), "exec"), {"__name__": "__page__"})
+
+
+def shell_of(page: Path) -> str:
+    return "".join(SHELL.findall(page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if shell_of(page)], ids=lambda page: page.name
+)
+def test_shell_blocks_run(page, tmp_path):
+    """Exactly as they are printed, in an empty folder, with the command on the path."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-e", "-c", shell_of(page)],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hospitals" / "run" / "report.html").is_file()
+    assert "Traceback" not in done.stderr
+
+
+def test_the_shell_blocks_show_every_command():
+    text = shell_of(ROOT / "README.md") + shell_of(ROOT / "docs" / "files.md")
+    shown = set(re.findall(r"^fedgmm (\w+) ", text, re.MULTILINE))
+    assert shown >= {"demo", "inspect", "fit", "evaluate", "predict", "adapt", "detect", "compare"}
+    assert "report" in shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

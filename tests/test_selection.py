@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from fedgmm import ComponentSelection, FederatedGaussianMixture, select_components
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.synthetic import synthetic
+from fedgmm.selection import MixtureSelection, select_mixture, suitable_covariance
 from oracles import as_dict, ragged_ids
 
 
@@ -90,3 +95,69 @@ def test_candidates_must_be_numbers_that_can_be_tried(planted):
         select_components(X, candidates=3)
     with pytest.raises(TypeError, match="candidates"):
         select_components(X, candidates=[1, "3"])
+
+
+# ---------------------------------------------------------------------- Gaussians and learners
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_planted_mixture_is_found(size, seed):
+    data = synthetic(12, 300, components=size, dimensions=6, seed=seed).dataset
+    found = select_mixture(data, candidates=(1, 2, 3, 4, 5))
+    assert (found.components, found.learners) == (size, size)
+    assert found.scores[size, size] >= max(found.scores.values()) - 2e-3
+
+
+def test_a_number_that_is_given_is_kept():
+    data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
+    told = []
+    found = select_mixture(data, components=2, candidates=(1, 2, 3), tell=told.append)
+    assert (found.components, found.learners) == (2, 2)
+    assert {m1 for m1, _ in found.scores} == {2}
+    assert told == [f"trying {m1} Gaussians and {m2} learners" for m1, m2 in found.scores]
+    found = select_mixture(data, learners=2, candidates=(1, 2, 3))
+    assert {m2 for _, m2 in found.scores} == {2}
+    assert found.components == 2
+    # one learner: labels say nothing about the Gaussians, the inputs do
+    assert select_mixture(data, learners=1, candidates=(1, 2, 3)).components == 2
+    found = select_mixture(data, components=1, learners=3)
+    assert (found.components, found.learners, list(found.scores)) == (1, 3, [(1, 3)])
+
+
+def test_test_rows_play_no_part_in_the_choice():
+    data = synthetic(6, 100, components=2, dimensions=3, seed=0).dataset
+    first = select_mixture(data, candidates=(1, 2), rounds=3)
+    data.test.inputs.fill_(1e6)
+    data.test.labels.copy_(1 - data.test.labels)
+    assert select_mixture(data, candidates=(1, 2), rounds=3).scores == first.scores
+
+
+def test_the_record_is_strict_json():
+    record = MixtureSelection(1, 2, {(1, 1): -float("inf"), (1, 2): -0.5}).record()
+    read = json.loads(json.dumps(record, allow_nan=False))
+    assert read["tried"][0]["validation_log_likelihood"] is None
+    assert read["tried"][1] == {"components": 1, "learners": 2, "validation_log_likelihood": -0.5}
+
+
+def test_nothing_to_choose_from_or_by():
+    data = synthetic(4, 40, dimensions=3, seed=0).dataset
+    with pytest.raises(ValueError, match="candidates is empty"):
+        select_mixture(data, candidates=())
+    rows = {"a": (np.arange(20.0)[:, None], np.arange(20) % 2)}
+    data = FederatedDataset.from_clients(rows, split=(0.8, 0.0, 0.2))
+    with pytest.raises(ValueError, match="no validation rows"):
+        select_mixture(data)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "components", "kind"),
+    [
+        (5 * 3 * 10, 4, 3, "full"),  # five rows for each of 3 times 10 parameters
+        (5 * 3 * 10 - 1, 4, 3, "diag"),
+        (10**9, 200, 1, "full"),
+        (10**9, 201, 1, "diag"),
+    ],
+)
+def test_covariances_follow_the_rows(rows, columns, components, kind):
+    assert suitable_covariance(rows, columns, components) == kind

@@ -9,6 +9,7 @@ import socket
 import string
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -68,9 +69,10 @@ def test_from_files_to_answers(tmp_path, monkeypatch):
     assert "accuracy" in result.stdout
     assert "Run: run" in result.stdout
     assert "mean over clients" in works("evaluate", "run").stdout
-    assert "40 rows" in works(
-        "predict", "run", "--client", "oslo", "later/batch.csv", "--out", "p.csv"
-    ).stderr
+    assert (
+        "40 rows"
+        in works("predict", "run", "--client", "oslo", "later/batch.csv", "--out", "p.csv").stderr
+    )
     assert "narvik joined with 40 labelled rows" in " ".join(
         works("adapt", "run", "--client", "narvik", "later/newcomer.csv").stdout.split()
     )
@@ -93,7 +95,11 @@ def test_from_files_to_answers(tmp_path, monkeypatch):
 
 def test_json_is_one_document_everywhere(tmp_path, finished_home):
     data = finished_home / "data"
-    new, newcomer, home = finished_home / "new.csv", finished_home / "newcomer.csv", tmp_path / "run"
+    new, newcomer, home = (
+        finished_home / "new.csv",
+        finished_home / "newcomer.csv",
+        tmp_path / "run",
+    )
     found = strict(works("inspect", data, "--label", "state", "--json").stdout)
     assert found
     metrics = strict(fit(tmp_path, data).stdout)
@@ -196,7 +202,9 @@ def test_messy_files_go_through_the_whole_chain(tmp_path):
     works("evaluate", home, "--json")
     for path in sorted((tmp_path / "data").iterdir()):
         works("evaluate", home, path, "--json")
-        works("predict", home, path, "--client", path.name.split(".")[0], "--out", tmp_path / "p.csv")
+        works(
+            "predict", home, path, "--client", path.name.split(".")[0], "--out", tmp_path / "p.csv"
+        )
         works("adapt", home, path, "--client", f"again {path.name}")
         works("detect", home, path, "--out", tmp_path / "s.parquet")
     works("report", home)
@@ -388,7 +396,9 @@ def test_values_that_make_no_sense(tmp_path, text):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("arguments", [["--components", "0"], ["--learners", "²"], ["--rounds", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["--components", "0"], ["--learners", "²"], ["--rounds", "x"]]
+)
 def test_numbers_that_are_none(tmp_path, arguments):
     fails("fit", tmp_path, "--label", "state", "--out", tmp_path / "run", *arguments, code=2)
 
@@ -445,12 +455,24 @@ def test_a_reader_that_has_seen_enough(finished):
         process.stderr.close()
 
 
-def test_warnings_are_notes_without_a_place_in_the_code(tmp_path, monkeypatch):
+def test_a_training_that_diverged_is_told_once(tmp_path):
     write_sites(tmp_path / "data")
     arguments = ["--algorithm", "fedavg", "--learner", "mlp", "--set", "lr=1e12", "--rounds", "4"]
-    result = works("fit", tmp_path / "data", "--label", "state", "--out", tmp_path / "r", *arguments)
-    assert "Note: Training stopped" in result.stderr
-    assert ".py" not in result.stderr
+    result = works(
+        "fit", tmp_path / "data", "--label", "state", "--out", tmp_path / "r", *arguments
+    )
+    assert result.stderr.count("Note: Training stopped early") == 1
+    assert result.stderr.count("\n") == 1
+
+
+def test_warnings_are_notes_without_a_place_in_the_code(finished, monkeypatch):
+    def warn(*_, **__):
+        warnings.warn("Something is odd.", RuntimeWarning, stacklevel=1)
+        raise ValueError("And something is wrong.")
+
+    monkeypatch.setattr("fedgmm.runs.run.open_run", warn)
+    result = invoke("report", finished / "run")
+    assert result.stderr == "Note: Something is odd.\nError: And something is wrong.\n"
 
 
 # ---------------------------------------------------------------------- speed

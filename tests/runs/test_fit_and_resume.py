@@ -12,7 +12,7 @@ import fedgmm
 from fedgmm.data.tabular.files import TableError
 from fedgmm.runs.config import config_from, read_config
 from fedgmm.runs.fitting import fit_config
-from fedgmm.runs.folder import RunError
+from fedgmm.runs.folder import RunError, read_history
 from small_runs import SITES, SMALL, bytes_of, draw_rows, write_csv, write_sites
 
 
@@ -83,6 +83,8 @@ def test_numbers_are_chosen_and_recorded(sites, tmp_path):
     assert run.config.options().components == selection["components"] == run.model.n_components
     assert run.config.options().learners == selection["learners"] == run.model.n_learners
     assert len(selection["tried"]) > 1
+    interrupted(tmp_path / "resumed", sites, 3, components="auto", learners="auto", rounds=5)
+    assert fedgmm.resume(tmp_path / "resumed").metrics["selection"] == selection
     again = fit_config(run.config, tmp_path / "again")
     assert again.metrics["selection"] is None
     assert bytes_of(tmp_path / "again" / "model") == bytes_of(tmp_path / "run" / "model")
@@ -149,28 +151,38 @@ def test_a_device_that_is_not_there_is_told_first(sites, tmp_path):
 # ---------------------------------------------------------------------- going on
 
 
-def interrupted(monkeypatch, home, sites, after, **options):
-    """A run that is stopped without a chance to write anything after so many rounds."""
+class Killed(BaseException):
+    """Nothing catches it, so nothing more is written."""
 
-    class Killed(BaseException):
-        pass
 
+def killer(after):
     def kill(entry):
         if entry["round"] == after:
             raise Killed
 
-    try:
-        fedgmm.fit([sites], "state", home, on_round=[kill], **options)
-    except Killed:
-        return
-    pytest.fail("it came to its end")
+    return kill
+
+
+def interrupted(home, sites, after, **options):
+    """A run that is stopped after so many rounds."""
+    with pytest.raises(Killed):
+        fedgmm.fit([sites], "state", home, on_round=[killer(after)], **options)
+
+
+def test_the_history_has_every_round_once_at_any_time(sites, tmp_path):
+    options = {**SMALL, "rounds": 12, "tol": None, "checkpoint_every": 3}
+    home = tmp_path / "run"
+    interrupted(home, sites, 8, **options)
+    with pytest.raises(Killed):
+        fedgmm.resume(home, on_round=[killer(7)])
+    assert [entry["round"] for entry in read_history(home / "history.jsonl")] == list(range(1, 8))
 
 
 @pytest.mark.parametrize("after", [1, 5, 7])
-def test_a_resumed_run_ends_with_the_same_bits(monkeypatch, sites, tmp_path, after):
+def test_a_resumed_run_ends_with_the_same_bits(sites, tmp_path, after):
     options = {**SMALL, "rounds": 12, "tol": None, "checkpoint_every": 3}
     whole = fedgmm.fit([sites], "state", tmp_path / "whole", **options)
-    interrupted(monkeypatch, tmp_path / "run", sites, after, **options)
+    interrupted(tmp_path / "run", sites, after, **options)
     with pytest.raises(RunError, match="is not finished"):
         fedgmm.open_run(tmp_path / "run")
     done = []
@@ -230,8 +242,8 @@ def test_clients_that_joined_must_join_the_new_model(finished):
     assert not run.folder.report.exists()
 
 
-def test_resume_refuses_other_files(monkeypatch, sites, tmp_path):
-    interrupted(monkeypatch, tmp_path / "run", sites, 2, **SMALL)
+def test_resume_refuses_other_files(sites, tmp_path):
+    interrupted(tmp_path / "run", sites, 2, **SMALL)
     content = (sites / "oslo.csv").read_bytes()
     (sites / "oslo.csv").write_bytes(content.replace(b"ill", b"well", 1))
     with pytest.raises(RunError, match=r"oslo\.csv changed"):
@@ -247,8 +259,8 @@ def test_resume_refuses_other_files(monkeypatch, sites, tmp_path):
     "damage", ["config.toml", "environment.json", "checkpoint/progress.safetensors"]
 )
 @pytest.mark.parametrize("content", [b"", b"\xff\x00garbage", b"[]"])
-def test_resume_names_what_is_damaged(monkeypatch, sites, tmp_path, damage, content):
-    interrupted(monkeypatch, tmp_path / "run", sites, 2, **SMALL)
+def test_resume_names_what_is_damaged(sites, tmp_path, damage, content):
+    interrupted(tmp_path / "run", sites, 2, **SMALL)
     (tmp_path / "run" / damage).write_bytes(content)
     with pytest.raises(ValueError) as caught:
         fedgmm.resume(tmp_path / "run")
@@ -256,8 +268,8 @@ def test_resume_names_what_is_damaged(monkeypatch, sites, tmp_path, damage, cont
     assert name in str(caught.value) or "No files were given" in str(caught.value)
 
 
-def test_a_damaged_history_is_written_anew(monkeypatch, sites, tmp_path):
-    interrupted(monkeypatch, tmp_path / "run", sites, 3, **SMALL)
+def test_a_damaged_history_is_written_anew(sites, tmp_path):
+    interrupted(tmp_path / "run", sites, 3, **SMALL)
     (tmp_path / "run" / "history.jsonl").write_bytes(b"\xff\xff\n{")
     run = fedgmm.resume(tmp_path / "run")
     lines = run.folder.history.read_text().splitlines()
@@ -290,7 +302,7 @@ def test_methods_without_mixture_or_density(sites, tmp_path, algorithm):
     record = json.loads(run.folder.client("oslo").read_text())
     assert (record["weights"] is None) == (algorithm != "fedem")
     assert run.predict(sites / "oslo.csv", "oslo").log_density is None
-    with pytest.raises(RunError, match="no density|no common model"):
+    with pytest.raises(RunError, match=r"no density|no common model"):
         run.detect(sites / "oslo.csv")
     if algorithm == "local":
         with pytest.raises(ValueError, match="--client NAME"):

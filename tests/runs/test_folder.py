@@ -17,7 +17,21 @@ from fedgmm.runs.folder import (
     write_json,
 )
 
-STRANGE = ["", ".", "..", "../up", "a/b", "a\\b", "C:", "ünï", "x" * 500, "ü" * 300, "a b", "-", "%2F"]
+STRANGE = [
+    "",
+    ".",
+    "..",
+    "../up",
+    "a/b",
+    "a\\b",
+    "C:",
+    "ünï",
+    "x" * 500,
+    "ü" * 300,
+    "a b",
+    "-",
+    "%2F",
+]
 
 
 def test_every_client_has_a_file_of_its_own_inside_the_folder(tmp_path):
@@ -88,7 +102,7 @@ def test_json_has_no_nan(tmp_path):
 def test_damaged_json_is_named(tmp_path, text):
     path = tmp_path / "metrics.json"
     path.write_text(text)
-    with pytest.raises(RunError, match="metrics.json is damaged"):
+    with pytest.raises(RunError, match=r"metrics\.json is damaged"):
         read_json(path)
     path.unlink()
     with pytest.raises(RunError, match="Cannot read"):

@@ -11,7 +11,7 @@ import fedgmm
 from fedgmm.data.tabular.files import TableError
 from fedgmm.data.tabular.loading import read_rows
 from fedgmm.runs.folder import RunError
-from small_runs import bytes_of, draw_rows, write_csv
+from small_runs import SMALL, bytes_of, draw_rows, write_csv, write_sites
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_names_may_be_shortened_where_that_is_clear(run):
     with pytest.raises(ValueError, match="fedgmm adapt"):
         run.client_named("")
     run.model.names = [f"c{i}" for i in range(20)]
-    with pytest.raises(ValueError, match="known are c0, .*, …"):
+    with pytest.raises(ValueError, match=r"known are c0, .*, …"):
         run.client_named("zzz")
 
 
@@ -177,8 +177,6 @@ def test_an_unknown_split_is_refused(run):
 
 
 def test_the_training_s_files_must_be_the_same(tmp_path):
-    from small_runs import SMALL, write_sites
-
     files = write_sites(tmp_path / "data", {"a": 30, "b": 30})
     fedgmm.fit(files, "state", tmp_path / "run", **SMALL)
     with files[0].open("a") as file:
@@ -276,6 +274,23 @@ def test_a_crash_while_joining_can_be_mended(run, finished, monkeypatch):
     assert "narvik" not in again.model.names
     again.adapt("narvik", finished / "new.csv")
     assert "narvik" in fedgmm.open_run(finished / "run").model.names
+
+
+def test_only_the_newcomer_s_rows_are_used_where_a_file_names_several(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = {name: draw_rows(rng, 30, turned=name == "b") for name in "abcd"}
+    named = {name: [{**row, "site": name} for row in own] for name, own in rows.items()}
+    known = write_csv(tmp_path / "known.csv", named["a"] + named["b"])
+    later = write_csv(tmp_path / "later.csv", named["c"] + named["d"])
+    alone = write_csv(tmp_path / "alone.csv", named["c"])
+    run = fedgmm.fit(known, "state", tmp_path / "run", client_column="site", **SMALL)
+    joined = run.adapt("c", later)
+    assert joined.rows == 30
+    np.testing.assert_array_equal(
+        joined.adaptation.weights, run.adapt("other name", alone).adaptation.weights
+    )
+    with pytest.raises(TableError, match="none of 'z'"):
+        run.adapt("z", later)
 
 
 def test_joins_of_two_open_runs_add_up(finished):

@@ -24,7 +24,7 @@ class _OneSentenceErrors(TyperGroup):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = _note
+                warnings.showwarning = _note  # type: ignore[assignment]
                 return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise

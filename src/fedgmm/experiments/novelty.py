@@ -5,18 +5,17 @@ flipped and inverted, another quarter relabelled. Novel images are test images a
 and flipped. FedGMM is asked for ``log P(x)``, which needs no label; all others for their highest class
 probability.
 
-An encoder's numbers shrink with the object in the picture, so plain features of small digits lie near the
-middle of everything and look familiar. Here they have length one: directions count. And principal
-components that are dropped cannot tell anything, so more of them are kept than for classification. Both
-were settled without a threshold or a fit to novel images; the number of Gaussians and the width of their
-covariances are chosen by the likelihood of validation rows.
+What the Gaussians see and how many there are is chosen without novel images: each known class in turn is
+left out of a density, which must then tell its validation rows from the others'. It matters: an encoder's
+numbers shrink with the object in the picture, so small digits lie near the middle of plain features and
+look familiar there, while the direction of the numbers gives them away.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache as once
 from functools import partial
@@ -27,15 +26,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.core.checks import check_choice, check_flag, check_integer
+from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoder import (
     EncodedFederation,
     Encoder,
+    FeatureMap,
     Features,
     Images,
     encode_federation,
+    encode_images,
     encoder,
+    federated_pca,
 )
 from fedgmm.data.federated_images import FederatedImages, federated_images
 from fedgmm.data.images import WHITE, ImageData, load_images
@@ -60,6 +62,8 @@ IntArray = NDArray[np.int64]
 Scores = dict[str, FloatArray]
 Changes = Literal["separate", "joint", "none"]
 CHANGES: tuple[str, ...] = get_args(Changes)
+REPRESENTATIONS = ("plain", "direction", "direction and length")
+"""What becomes of an encoder's numbers: nothing; length one; length one, and the length's logarithm."""
 METRICS = {"auroc": "AUROC", "average_precision": "AP", "max_f1": "Max-F1"}
 
 PAPER_METRICS = {
@@ -74,8 +78,12 @@ PAPER_METRICS = {
 }
 """AUROC, average precision and Max-F1 in the paper's Table 3."""
 
+_CHOSEN = ("representation", "features", "components", "reg_covar")
 _WITH_HISTOGRAM = ("fedgmm", "fedem", "fedavg")
+_SCORE = {"fedgmm": "log P(x)"}
 _DENSITY_ROUNDS = 30
+_DENSITY_ROWS = 20_000  # training rows that densities are compared on
+_NO_LENGTH = 1e-6
 
 
 @dataclass(frozen=True)
@@ -87,10 +95,15 @@ class NoveltyStudy(ImageStudy):
         changes: what clients know beside plain images: ``"separate"`` as in the paper's appendix, a
             quarter transformed and another quarter relabelled; ``"joint"``, half of them both, as for
             classification; or ``"none"``.
+        representation: one of ``REPRESENTATIONS``; this and the three after it are what FedGMM has if
+            its choices below hold nothing else.
         features: numbers that federated PCA keeps.
-        unit_length: divide what the encoder says of an image by its length.
-        component_choices: values of ``M1`` among which validation rows choose, for FedGMM.
-        reg_covar_choices: likewise of ``reg_covar``.
+        components: ``M1``.
+        reg_covar: added to every variance.
+        representation_choices: what is tried for FedGMM, first with all of ``feature_choices``.
+        feature_choices: likewise.
+        component_choices: what is tried then, with all of ``reg_covar_choices``.
+        reg_covar_choices: likewise.
         left_out: the class that is not in the training of the scatter plot.
         scatter_clients: clients of that training.
         scatter_rows: images that each of them has.
@@ -98,9 +111,10 @@ class NoveltyStudy(ImageStudy):
 
     dataset: str = "mnist"
     changes: Changes = "separate"
-    features: int = 256
-    unit_length: bool = True
-    component_choices: tuple[int, ...] = (3, 5, 10)
+    representation: str = "plain"
+    representation_choices: tuple[str, ...] = REPRESENTATIONS
+    feature_choices: tuple[int, ...] = (48, 128, 256)
+    component_choices: tuple[int, ...] = (3, 10, 30)
     reg_covar_choices: tuple[float, ...] = (1e-2, 1e-3)
     left_out: int = 1
     scatter_clients: int = 50
@@ -109,13 +123,11 @@ class NoveltyStudy(ImageStudy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("changes", self.changes, CHANGES)
-        check_flag("unit_length", self.unit_length)
+        for name in (self.representation, *self.representation_choices):
+            check_choice("representation", name, REPRESENTATIONS)
         check_integer("left_out", self.left_out, 0)
         check_integer("scatter_clients", self.scatter_clients, 1)
         check_integer("scatter_rows", self.scatter_rows, 1)
-        for name in ("component_choices", "reg_covar_choices"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty; give at least one number.")
 
 
 @dataclass(frozen=True)
@@ -187,22 +199,30 @@ def other_labels(classes: int, generator: np.random.Generator) -> IntArray:
     return renamed
 
 
-class UnitLength:
-    """An encoder whose rows are divided by their length.
+def represented(codes: Features, how: str) -> Features:
+    """An encoder's rows ``(n, d)`` as one of ``REPRESENTATIONS``, ``(n, d)`` or ``(n, d + 1)``."""
+    if how == "plain":
+        return codes
+    lengths = np.maximum(np.linalg.norm(codes, axis=1, keepdims=True), _NO_LENGTH)
+    parts = [codes / lengths] + ([np.log(lengths)] if how == "direction and length" else [])
+    return np.hstack(parts).astype(np.float32)
+
+
+class Represented:
+    """An encoder with another representation of its rows.
 
     Attributes:
         base: the encoder.
+        how: one of ``REPRESENTATIONS``.
     """
 
-    def __init__(self, base: Encoder) -> None:
-        self.base = base
-        self.name = f"unit length {base.name}"
+    def __init__(self, base: Encoder, how: str) -> None:
+        self.base, self.how = base, how
+        self.name = f"{how}, {base.name}"
 
     def encode(self, images: Images) -> Features:
-        """Rows ``(n, d)`` of length one; a row of zeros stays what it is."""
-        rows = self.base.encode(images)
-        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-        return np.asarray(rows / np.where(lengths > 0, lengths, 1), dtype=np.float32)
+        """Rows of images ``(n, channels, height, width)``."""
+        return represented(self.base.encode(images), self.how)
 
 
 # ---------------------------------------------------------------------- the federations
@@ -223,17 +243,13 @@ def changed_separately(made: FederatedImages, seed: int) -> FederatedDataset:
         splits[name] = replace(
             rows.with_inputs(torch.from_numpy(images)), labels=torch.from_numpy(labels)
         )
-    return replace(made.dataset, **splits)
+    return replace(made.dataset, **splits)  # type: ignore[arg-type]
 
 
-def prepare_novelty(
-    study: NoveltyStudy,
-    seed: int,
-    data_dir: Path | None,
-    tell: Tell = lambda _: None,
-    cache: Path | None = None,
-) -> EncodedFederation:
-    """The clients of a seed, with features, and the way to features of novel images."""
+def deal_images(
+    study: NoveltyStudy, seed: int, data_dir: Path | None, tell: Tell = lambda _: None
+) -> FederatedDataset:
+    """The clients of a seed, without features."""
     images = load_images(study.dataset, data_dir)  # type: ignore[arg-type]
     made = federated_images(
         images,
@@ -243,18 +259,21 @@ def prepare_novelty(
         seed=seed,
     )
     tell(made.description.splitlines()[0])
-    separate = study.changes == "separate"
-    dataset = changed_separately(made, seed) if separate else made.dataset
-    return _encoded(study, dataset, data_dir, cache)
+    return changed_separately(made, seed) if study.changes == "separate" else made.dataset
 
 
-def _encoded(
+def _encoder(study: NoveltyStudy, data_dir: Path | None) -> Encoder:
+    return encoder(study.encoder, data_dir, size=study.image_size, device=study.device)
+
+
+def with_study_features(
     study: NoveltyStudy, dataset: FederatedDataset, data_dir: Path | None, cache: Path | None
 ) -> EncodedFederation:
-    base = encoder(study.encoder, data_dir, size=study.image_size, device=study.device)
+    """The clients with features, and the way to features of novel images."""
+    base = _encoder(study, data_dir)
     return encode_federation(
         dataset,
-        UnitLength(base) if study.unit_length else base,
+        base if study.representation == "plain" else Represented(base, study.representation),
         components=study.features,
         scale=True,
         cache=cache,
@@ -309,7 +328,7 @@ def leave_out(
     new_labels = np.arange(len(images.class_names))
     new_labels[others] = others[other_labels(len(others), generator)]
     return LeftOut(
-        _encoded(study, made.dataset, data_dir, cache),
+        with_study_features(study, made.dataset, data_dir, cache),
         images.images[strange[: len(made.dataset.test)]],
         new_labels,
     )
@@ -378,11 +397,13 @@ def reproduce_novelty(
     study = study or NoveltyStudy()
     name = f"novelty-{study.dataset}-{study.track}"
     trials = open_trials(folder / name, study)
+    sized = study
+    if "fedgmm" in study.methods:
+        sized = choose_density(trials, study, data_dir, cache, tell)
     details: list[dict[str, Any]] = []
     for seed in study.seeds:
-        clients = once(partial(prepare_novelty, study, seed, data_dir, tell, cache))
+        clients = once(partial(_prepared, sized, seed, data_dir, cache, tell))
         for method in study.methods:
-            sized = _with_density(trials, study, clients, tell) if method == "fedgmm" else study
             lr = chosen_rate(trials, sized, method, partial(_dataset, clients), tell)
             tell(f"{TITLES[method]}, seed {seed}")
             run = partial(_one_trial, trials, sized, method, seed, lr, clients)
@@ -396,68 +417,147 @@ def reproduce_novelty(
     }
     left_out: dict[str, float] = {}
     perturbed: dict[str, float] = {}
-    choice: dict[str, Any] = {}
     if "fedgmm" in study.methods:
         first = study.seeds[0]
         own = next(one for one in details if one["method"] == "fedgmm" and one["seed"] == first)
-        choice = {key: own[key] for key in ("components", "reg_covar")}
         perturbed = own["perturbed"]
         tell(f"class {study.left_out} left out")
-        sized = replace(study, **choice)
         run = partial(_left_out_trial, trials, sized, own["lr"], data_dir, cache)
         left_out = recorded(trials, f"left-out-{first}", run)["auroc"]
     outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
-    record = {"study": asdict(study), "chosen": choice, **asdict(outcome)}
-    write_results(folder, name, record, _markdown(study, outcome, choice))
+    chosen = {key: getattr(sized, key) for key in _CHOSEN}
+    record = {"study": asdict(study), "chosen": chosen, **asdict(outcome)}
+    write_results(folder, name, record, _markdown(sized, outcome))
     _figures(folder, name, study)
     return outcome
+
+
+def _prepared(
+    study: NoveltyStudy, seed: int, data_dir: Path | None, cache: Path | None, tell: Tell
+) -> EncodedFederation:
+    return with_study_features(study, deal_images(study, seed, data_dir, tell), data_dir, cache)
 
 
 def _dataset(clients: Callable[[], EncodedFederation]) -> FederatedDataset:
     return clients().dataset
 
 
-def _with_density(
-    trials: Path, study: NoveltyStudy, clients: Callable[[], EncodedFederation], tell: Tell
+# ---------------------------------------------------------------------- which density
+
+
+def choose_density(
+    trials: Path,
+    study: NoveltyStudy,
+    data_dir: Path | None,
+    cache: Path | None = None,
+    tell: Tell = lambda _: None,
 ) -> NoveltyStudy:
-    """The study with the Gaussians that make validation rows of the first seed most likely."""
+    """The study with the density that knows best when a known class is missing, on the first seed.
+
+    First the representation and the number of features are chosen, then the number of Gaussians and
+    the ridge. Test rows and novel images are not looked at.
+    """
+    stages: list[list[dict[str, Any]]] = [
+        [
+            {"representation": how, "features": count}
+            for how in study.representation_choices
+            for count in study.feature_choices
+        ],
+        [
+            {"components": count, "reg_covar": ridge}
+            for count in study.component_choices
+            for ridge in study.reg_covar_choices
+        ],
+    ]
 
     def run() -> dict[str, Any]:
-        dataset = clients().dataset
-        tried = []
-        for components in study.component_choices:
-            for reg_covar in study.reg_covar_choices:
-                tell(f"trying {components} Gaussians, reg_covar {reg_covar:g}")
-                score = _validation_likelihood(study, dataset, components, reg_covar)
-                tried.append(
-                    {"components": components, "reg_covar": reg_covar, "log_likelihood": score}
-                )
-        return {"best": max(tried, key=lambda one: one["log_likelihood"]), "tried": tried}
+        dataset = deal_images(study, study.seeds[0], data_dir, tell)
+        base = _encoder(study, data_dir)
+        codes = {
+            split: encode_images(dataset.split(split).inputs.numpy(), base, cache)
+            for split in ("train", "validation")
+        }
+        best: NoveltyStudy = study
+        tried: list[dict[str, Any]] = []
+        for stage in stages:
+            scores = []
+            for choice in stage:
+                tell("density: " + ", ".join(f"{key} {value}" for key, value in choice.items()))
+                sized = replace(best, **choice)
+                scores.append(missing_class_auroc(sized, dataset, codes, base))
+                facts = {key: getattr(sized, key) for key in _CHOSEN}
+                tried.append({**facts, "auroc": scores[-1]})
+            if stage:
+                best = replace(best, **stage[int(np.argmax(scores))])
+        return {"best": {key: getattr(best, key) for key in _CHOSEN}, "tried": tried}
 
-    best = recorded(trials, "density", run)["best"]
-    return replace(study, components=best["components"], reg_covar=best["reg_covar"])
+    if all(len(stage) <= 1 for stage in stages):  # nothing to choose
+        settled = {key: value for stage in stages for one in stage for key, value in one.items()}
+        return replace(study, **settled)
+    return replace(study, **recorded(trials, "density", run)["best"])
 
 
-def _validation_likelihood(
-    study: NoveltyStudy, dataset: FederatedDataset, components: int, reg_covar: float
+def missing_class_auroc(
+    study: NoveltyStudy,
+    dataset: FederatedDataset,
+    codes: dict[str, Features],
+    base: Encoder,
 ) -> float:
-    """Mean ``log P(x)`` of validation rows under Gaussians alone, with the federation's weights."""
+    """How well ``log P(x)`` tells validation rows of a class that was left out from the others.
+
+    Args:
+        study: what the Gaussians see, and how many there are.
+        dataset: the clients.
+        codes: what the encoder says of the training and the validation rows, ``(N, d)`` each.
+        base: the encoder.
+
+    Returns:
+        Mean AUROC over the classes.
+    """
     from sklearn.exceptions import ConvergenceWarning
 
     from fedgmm.estimators import FederatedGaussianMixture
 
-    mixture = FederatedGaussianMixture(
-        components,
-        covariance_type=study.covariance_type,
-        reg_covar=reg_covar,
-        max_iter=_DENSITY_ROUNDS,
-        random_state=study.seeds[0],
-        device=study.device,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # a comparison of short fits
-        mixture.fit(_features(dataset, "train"), clients=dataset.train.codes.numpy())
-    return float(mixture.score(_features(dataset, "validation")))
+    step = -(-len(dataset.train) // _DENSITY_ROWS)
+    rows = represented(codes["train"], study.representation)[::step]
+    held = represented(codes["validation"], study.representation)
+    labels, owners = dataset.train.labels.numpy()[::step], dataset.train.codes.numpy()[::step]
+    held_labels = dataset.validation.labels.numpy()
+    found = []
+    for label in _classes_to_miss(labels, held_labels):
+        there = labels != label
+        pca = federated_pca([torch.from_numpy(rows[there])], study.features)
+        features = FeatureMap(base, pca, scale=True)
+        mixture = FederatedGaussianMixture(
+            study.components,
+            covariance_type=study.covariance_type,
+            reg_covar=study.reg_covar,
+            max_iter=_DENSITY_ROUNDS,
+            random_state=study.seeds[0],
+            device=study.device,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # a comparison of short fits
+            mixture.fit(features.project(rows[there]), clients=owners[there])
+        scores = mixture.score_samples(features.project(held))
+        missing = held_labels == label
+        found.append(novelty_metrics(scores[~missing], scores[missing]).auroc)
+    if not found:
+        raise ValueError(
+            "The density cannot be chosen: no class is in both training and validation rows beside "
+            "another one; use more images."
+        )
+    return float(np.mean(found))
+
+
+def _classes_to_miss(labels: IntArray, held_labels: IntArray) -> Iterable[int]:
+    """Classes with validation rows, beside which others remain in both splits."""
+    for label in np.unique(held_labels).tolist():
+        if (labels != label).any() and (held_labels != label).any():
+            yield label
+
+
+# ---------------------------------------------------------------------- trials
 
 
 def _one_trial(
@@ -484,8 +584,7 @@ def _one_trial(
         "method": method,
         "seed": seed,
         "lr": lr,
-        "components": study.components,
-        "reg_covar": study.reg_covar,
+        **({key: getattr(study, key) for key in _CHOSEN} if dense else {}),
         **asdict(novelty_metrics(scores["known"], scores["novel"])),
         "test": model.evaluate("test").summary(),
         **facts_of(model),
@@ -543,7 +642,7 @@ def _perturbed_auroc(scores: Scores) -> dict[str, float]:
 def _left_out_trial(
     trials: Path, study: NoveltyStudy, lr: float, data_dir: Path | None, cache: Path | None
 ) -> dict[str, Any]:
-    """FedGMM without one class: ``log P(x)`` and ``log P(y|x)`` of normal rows and two kinds of outliers."""
+    """FedGMM without one class, and what it says of normal rows and of two kinds of outliers."""
     seed = study.seeds[0]
     trial = f"left-out-{seed}"
     case = leave_out(study, seed, data_dir, cache)
@@ -590,7 +689,10 @@ def _figures(folder: Path, name: str, study: NoveltyStudy) -> None:
     held = {method: _load_scores(trials / f"{method}-{seed}.npz") for method in shown}
     if held:
         panels = {
-            TITLES[method]: {"known": own["known"], "novel": own["novel"]}
+            f"{TITLES[method]}: {_SCORE.get(method, 'highest log-probability')}": {
+                "known": own["known"],
+                "novel": own["novel"],
+            }
             for method, own in held.items()
         }
         plot_likelihoods(panels, folder / f"{name}-likelihoods.png")
@@ -624,7 +726,7 @@ def _figures(folder: Path, name: str, study: NoveltyStudy) -> None:
     )
 
 
-def _markdown(study: NoveltyStudy, outcome: NoveltyOutcome, choice: dict[str, Any]) -> str:
+def _markdown(study: NoveltyStudy, outcome: NoveltyOutcome) -> str:
     rows = [
         [
             TITLES[method],
@@ -639,7 +741,6 @@ def _markdown(study: NoveltyStudy, outcome: NoveltyOutcome, choice: dict[str, An
         "joint": "Half of the known images is turned, flipped, inverted and relabelled.",
         "none": "Known images and labels as they are.",
     }[study.changes]
-    length = ", each image's divided by their length" if study.unit_length else ""
     text = (
         f"# {study.dataset}: known test images against novel ones ({study.track} track)\n\n"
         + markdown_table(["method", *(f"{title} (%)" for title in METRICS.values()), "paper"], rows)
@@ -648,13 +749,13 @@ def _markdown(study: NoveltyStudy, outcome: NoveltyOutcome, choice: dict[str, An
         "highest class probability, personalised ones by the highest among clients. "
         f"{study.protocol()}{stopped_early(outcome.details)}\n"
     )
-    if choice:
+    if "fedgmm" in outcome.metrics:
         text += (
-            f"\nThe Gaussians see {study.features} principal components of {study.encoder} "
-            f"features{length}. Validation rows of the first seed chose "
-            f"{choice['components']} Gaussians and reg_covar {choice['reg_covar']:g} among "
-            f"{', '.join(map(str, study.component_choices))} and "
-            f"{', '.join(f'{value:g}' for value in study.reg_covar_choices)}, by their likelihood.\n"
+            f"\nFedGMM has {study.components} Gaussians (reg_covar {study.reg_covar:g}) on "
+            f"{study.features} principal components of {study.encoder} features "
+            f"({study.representation}). What the Gaussians see and how many there are was chosen on "
+            "validation rows of the first seed, by how well the density tells a known class that it "
+            "was not shown from the others; novel images had no part in it.\n"
         )
     for title, table in (
         (f"FedGMM without class {study.left_out} in training", outcome.left_out),
@@ -666,6 +767,6 @@ def _markdown(study: NoveltyStudy, outcome: NoveltyOutcome, choice: dict[str, An
         if table:
             text += f"\n## {title}\n\n" + markdown_table(
                 ["outliers and score", "AUROC (%)"],
-                [[kind, f"{100 * value:.2f}"] for kind, value in table.items()],
+                [[kind.replace("|", "\\|"), f"{100 * value:.2f}"] for kind, value in table.items()],
             )
     return text

@@ -33,12 +33,15 @@ def plot_curves(
         title: of the figure.
         path: where the PNG goes.
     """
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _figure((7.5, 4.6))
     for place, (name, curves) in enumerate(runs.items()):
         length = min(map(len, curves))
         values = np.array([curve[:length] for curve in curves], dtype=np.float64)
         rounds = np.arange(1, length + 1)
         axes.plot(rounds, 100 * values.mean(0), label=name, color=colour_of(place), linewidth=1.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("round", color=INK)
     axes.set_ylabel("accuracy (%)", color=INK)
     return _finished(figure, axes, title, path)
@@ -104,7 +107,7 @@ def plot_likelihoods(panels: Mapping[str, Mapping[str, FloatArray]], path: Path)
             bins = np.linspace(0, 1, _BINS + 1)
             axes.hist(shown, bins, weights=share, alpha=0.65, label=name, color=colour_of(place))
         axes.set_title(title, color=INK)
-        axes.set_xlabel("normalised log-likelihood", color=INK)
+        axes.set_xlabel("score, scaled to lie between 0 and 1", color=INK)
         axes.legend(frameon=False)
         _quiet(axes)
     return _saved(figure, path)
@@ -128,7 +131,7 @@ def plot_groups(
         )
     axes.set_xlabel("log P(x)", color=INK)
     axes.set_ylabel("log P(y|x)", color=INK)
-    return _finished(figure, axes, title, path)
+    return _finished(figure, axes, title, path, marker_scale=3.0)
 
 
 def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
@@ -138,10 +141,17 @@ def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _finished(figure: Figure, axes: Axes, title: str, path: Path, legend: bool = True) -> Path:
+def _finished(
+    figure: Figure,
+    axes: Axes,
+    title: str,
+    path: Path,
+    legend: bool = True,
+    marker_scale: float = 1.0,
+) -> Path:
     axes.set_title(title, color=INK)
     if legend:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, markerscale=marker_scale)
     _quiet(axes)
     return _saved(figure, path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from fedgmm.runs.folder import (
 )
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.selection import select_mixture, suitable_covariance
-from fedgmm.training import OnTrainingRound, train
+from fedgmm.training import DivergenceWarning, OnTrainingRound, train
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
@@ -180,6 +181,7 @@ def _clear(folder: RunFolder) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in (
         folder.environment,
+        folder.selection,
         folder.history,
         folder.comparison,
         folder.report,
@@ -208,18 +210,22 @@ def _run(
     write_json(folder.preprocessing, preprocessing.record())
     config, selection = _choose(config, dataset, tell)
     _check_size(config, dataset)
+    if selection is not None:  # a run that is resumed does not choose again
+        write_json(folder.selection, selection)
     write_atomically(folder.config, config.toml().encode())
     seconds_reading = time.perf_counter() - started
     options = config.options()
     history = _HistoryFile(folder.history)
     on_start(options.rounds)
-    model = train(
-        dataset,
-        options=options,
-        checkpoint=Checkpoint(folder.checkpoint, config.checkpoint_every),
-        watch_accuracy=True,
-        on_round=[history.append, *on_round],
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DivergenceWarning)  # told in the notes
+        model = train(
+            dataset,
+            options=options,
+            checkpoint=Checkpoint(folder.checkpoint, config.checkpoint_every),
+            watch_accuracy=True,
+            on_round=[history.append, *on_round],
+        )
     history.replace(model.history)
     if model.stopped == "interrupted":
         raise KeyboardInterrupt
@@ -230,7 +236,7 @@ def _run(
         *_forget_joined(folder),
     ]
     facts = {
-        "selection": selection,
+        "selection": read_json(folder.selection) if folder.selection.is_file() else None,
         "notes": notes,
         "seconds": {
             "reading": seconds_reading,

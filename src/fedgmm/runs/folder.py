@@ -26,6 +26,7 @@ class RunFolder:
     ===================  ==========================================================
     ``config.toml``      what was asked for; ``fedgmm fit --config`` repeats it
     ``environment.json`` versions, and the files' sizes and checksums
+    ``selection.json``   sizes of the mixture that were tried, where ``auto`` was asked for
     ``history.jsonl``    one line a round
     ``checkpoint/``      the last state of the training
     ``model/``           the model, safetensors and JSON
@@ -40,6 +41,7 @@ class RunFolder:
         self.home = home
         self.config = home / "config.toml"
         self.environment = home / "environment.json"
+        self.selection = home / "selection.json"
         self.history = home / "history.jsonl"
         self.checkpoint = home / "checkpoint" / "progress.safetensors"
         self.model = home / "model"

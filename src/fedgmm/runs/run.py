@@ -325,7 +325,7 @@ class FederatedRun:
         return adapted
 
     def _adapt(self, client: str, path: Path, tell: Tell) -> Adapted:
-        rows = read_rows(path, self.preprocessing, tell=tell)
+        rows = _rows_of(client, read_rows(path, self.preprocessing, tell=tell), path)
         notes = list(rows.notes)
         labelled = rows.labels is not None and bool((rows.labels != UNKNOWN).any())
         matrix, labels = rows.matrix, None
@@ -429,6 +429,17 @@ def open_run(home: str | Path) -> FederatedRun:
 def has_common_model(model: FederatedModel) -> bool:
     """Whether there is an answer for rows of nobody in particular."""
     return model.prediction.weights is not None or model.prediction.default_learner is not None
+
+
+def _rows_of(client: str, rows: Rows, path: Path) -> Rows:
+    """The rows of one client, where the file names several."""
+    if rows.clients is None or len(set(rows.clients)) == 1:
+        return rows
+    own = np.array([name == client for name in rows.clients])
+    if not own.any():
+        raise TableError(path, f"it has rows of several clients, but none of {client!r}.")
+    labels = None if rows.labels is None else rows.labels[own]
+    return replace(rows, matrix=rows.matrix[own], labels=labels, clients=[client] * int(own.sum()))
 
 
 def _loaded(folder: RunFolder) -> FederatedModel:

@@ -34,7 +34,7 @@ def parquet_batches(path: Path, wanted: Collection[str]) -> Iterator[pa.RecordBa
 
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(wanted)):
-            # asking for "a" also brings "a.b", which may be a column of its own
+            # some versions of the reader also bring a column "a.b" when asked for "a"
             mine = [name for name in batch.schema.names if name in wanted]
             yield pa.RecordBatch.from_arrays([_plain(batch.column(name)) for name in mine], mine)
 

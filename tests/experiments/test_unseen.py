@@ -1,0 +1,265 @@
+"""Clients held out whole: no row of theirs is seen in training, and they learn their weights alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import logsumexp
+from scipy.stats import multivariate_normal
+
+from fedgmm.experiments import classification, comparison, unseen
+from fedgmm.experiments.unseen import (
+    UnseenStudy,
+    accuracy_of,
+    adapted_accuracy,
+    hold_out_clients,
+    reproduce_unseen,
+    tuned_model,
+)
+from fedgmm.training import train
+from tiny_images import FAST, write_femnist
+
+NAME = "unseen-femnist-tuned"
+SMALL = UnseenStudy(track="tuned", iterations=(1, 4), held_out=0.4, **FAST)
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_femnist(tmp_path / "data")
+    return tmp_path / "data"
+
+
+def fitted(study, held_out, method, rounds=8):
+    options = replace(study.options(method, 0), lr=0.1, rounds=rounds, start="random", warmup=0)
+    return train(held_out.dataset, options=options), options
+
+
+def seen_by_gaussians(rows):
+    return torch.cat(rows.features.chunks).numpy()
+
+
+# ---------------------------------------------------------------------- who is held out
+
+
+def test_held_out_clients_are_whole_and_split_in_two(tmp_path):
+    pictures, labels, owners = write_femnist(tmp_path, rows=41)
+    held_out = hold_out_clients(replace(SMALL, shift=False), 0, tmp_path)
+    names = [newcomer.name for newcomer in held_out.newcomers]
+    assert len(names) == 2
+    assert sorted([*names, *held_out.dataset.names]) == [f"f{writer:04d}" for writer in range(5)]
+    training = {
+        image.tobytes()
+        for split in ("train", "validation", "test")
+        for image in held_out.dataset.split(split).inputs.numpy()
+    }
+    for newcomer in held_out.newcomers:
+        own = owners == int(newcomer.name[1:])
+        assert len(newcomer.adaptation) == 20
+        assert len(newcomer.test) == 21
+        parts = (newcomer.adaptation, newcomer.test)
+        found = [image.tobytes() for part in parts for image in part.inputs.numpy()]
+        assert sorted(found) == sorted(image.tobytes() for image in pictures[own])
+        assert not training & set(found)
+        told = dict(
+            zip(found, np.concatenate([part.labels.numpy() for part in parts]), strict=True)
+        )
+        for image, label in zip(pictures[own], labels[own], strict=True):
+            assert told[image.tobytes()] == label
+
+
+def test_others_are_held_out_with_another_seed(data):
+    drawn = {
+        tuple(one.name for one in hold_out_clients(SMALL, seed, data).newcomers)
+        for seed in range(6)
+    }
+    assert len(drawn) > 1
+
+
+def test_principal_components_know_nothing_of_them(tmp_path):
+    pictures, labels, owners = write_femnist(tmp_path)
+    before = hold_out_clients(SMALL, 0, tmp_path)
+    away = [int(newcomer.name[1:]) for newcomer in before.newcomers]
+    pictures[np.isin(owners, away)] ^= 0xFF
+    np.savez(
+        tmp_path / "femnist" / "little.npz",
+        images=pictures,
+        labels=labels,
+        writers=owners,
+        writer_names=np.array([f"f{writer:04d}" for writer in range(5)]),
+    )
+    after = hold_out_clients(SMALL, 0, tmp_path)
+    for split in ("train", "validation", "test"):
+        np.testing.assert_array_equal(
+            seen_by_gaussians(before.dataset.split(split)),
+            seen_by_gaussians(after.dataset.split(split)),
+        )
+    changed = [seen_by_gaussians(one.newcomers[0].test) for one in (before, after)]
+    assert not np.allclose(*changed)
+
+
+def test_no_training_sees_them(tmp_path, data, monkeypatch):
+    seen = []
+
+    def watched(dataset, *args, **kwargs):
+        seen.append(dataset)
+        return train(dataset, *args, **kwargs)
+
+    monkeypatch.setattr(classification, "train", watched)
+    monkeypatch.setattr(comparison, "train", watched)
+    outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=data)
+    away = set(outcome.details[0]["newcomers"])
+    assert len(away) == 2
+    assert len(seen) == 4 * (len(SMALL.grid) + 1)
+    for dataset in seen:
+        assert not away & set(dataset.names)
+        for split in ("train", "validation", "test"):
+            assert not away & set(dataset.split(split).names)
+
+
+# ---------------------------------------------------------------------- what they do
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_weights_by_hand(data, labelled):
+    held_out = hold_out_clients(SMALL, 0, data)
+    model, _ = fitted(SMALL, held_out, "fedgmm")
+    newcomer, gaussians = held_out.newcomers[0], model.prediction.gaussians
+
+    def logs(rows):
+        seen = seen_by_gaussians(rows).astype(np.float64)
+        log_x = np.stack(
+            [
+                multivariate_normal(mean, covariance).logpdf(seen)
+                for mean, covariance in zip(
+                    gaussians.means.double().numpy(),
+                    gaussians.covariances.double().numpy(),
+                    strict=True,
+                )
+            ],
+            axis=1,
+        )
+        numbers = rows.inputs.float() / 127.5 - 1
+        logits = model.prediction.net.logits(model.prediction.learners, numbers).detach()
+        return log_x, torch.log_softmax(logits.double(), -1).numpy()  # (n, M1), (n, M2, K)
+
+    start = model.weights + 1e-3 / 4
+    start = start / start.sum()
+    log_x, log_y = logs(newcomer.adaptation)
+    own = log_y[np.arange(len(log_y)), :, newcomer.adaptation.labels.numpy()]
+    joint = log_x[:, :, None] + (own[:, None, :] if labelled else 0.0)
+    weights = start
+    for _ in range(7):
+        q = np.log(weights) + joint
+        q = np.exp(q - logsumexp(q, axis=(1, 2), keepdims=True)).mean(0)
+        # without labels the learners' shares within a Gaussian stay the federation's
+        weights = q if labelled else q.sum(1, keepdims=True) * start / start.sum(1, keepdims=True)
+    log_x, log_y = logs(newcomer.test)
+    mixed = np.log(weights) + log_x[:, :, None]
+    classes = logsumexp(mixed[..., None] + log_y[:, None], axis=(1, 2))
+    expected = (classes.argmax(-1) == newcomer.test.labels.numpy()).mean()
+
+    known = list(model.names)
+    assert adapted_accuracy(model, newcomer, labelled, 7) == expected
+    assert model.names == known  # the client did not stay
+    x, y = newcomer.adaptation.inputs.numpy(), newcomer.adaptation.labels.numpy()
+    seen = seen_by_gaussians(newcomer.adaptation)
+    found = model.adapt("new", x, y if labelled else None, features=seen, max_rounds=7).weights
+    np.testing.assert_allclose(found, weights, atol=1e-5)
+
+
+def test_tuning_is_one_epoch_from_the_global_learner(data):
+    held_out = hold_out_clients(SMALL, 0, data)
+    study = replace(SMALL, track="paper")
+    model, options = fitted(study, held_out, "fedavg+")
+    tuned = tuned_model(model, held_out.newcomers, options)
+    assert tuned.names == [newcomer.name for newcomer in held_out.newcomers]
+    place = model.prediction.default_learner
+    for code, newcomer in enumerate(held_out.newcomers):
+        # 20 rows, a batch of 128: one epoch is one step
+        params = {
+            name: value[place : place + 1].clone().requires_grad_()
+            for name, value in model.prediction.learners.items()
+        }
+        numbers = newcomer.adaptation.inputs.float() / 127.5 - 1
+        logits = model.prediction.net.logits(params, numbers)[:, 0]
+        loss = torch.nn.functional.cross_entropy(logits, newcomer.adaptation.labels)
+        loss.backward()
+        for name, value in params.items():
+            expected = (value - options.lr * value.grad).detach()[0]
+            torch.testing.assert_close(tuned.prediction.learners[name][code], expected)
+    with pytest.raises(ValueError, match="Unknown client"):
+        accuracy_of(tuned, held_out.newcomers[0].test, held_out.dataset.names[0])
+
+
+# ---------------------------------------------------------------------- the study
+
+
+def test_table_and_curve(tmp_path, data, monkeypatch):
+    outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=data)
+    assert {method: list(ways) for method, ways in outcome.accuracy.items()} == {
+        "fedavg": ["as it is"],
+        "fedavg+": ["as it is", "tuned"],
+        "fedem": ["as it is", "labels"],
+        "fedgmm": ["as it is", "labels", "no labels"],
+    }
+    gmm = next(one for one in outcome.details if one["method"] == "fedgmm")
+    assert {way: len(curve) for way, curve in gmm["adaptation_curves"].items()} == {
+        "labels": 2,
+        "no labels": 2,
+    }
+    held_out = hold_out_clients(SMALL, 0, data)
+    model = train(held_out.dataset, options=replace(SMALL.options("fedgmm", 0), lr=gmm["lr"]))
+    for way, labelled in (("labels", True), ("no labels", False)):
+        by_client = [adapted_accuracy(model, one, labelled) for one in held_out.newcomers]
+        assert gmm["unseen"][way] == by_client
+        assert outcome.accuracy["fedgmm"][way] == [pytest.approx(np.mean(by_client))]
+    assert gmm["unseen"]["as it is"] == [
+        accuracy_of(model, one.test, None) for one in held_out.newcomers
+    ]
+
+    table = (tmp_path / "out" / f"{NAME}.md").read_text()
+    assert table.count("\n| ") == 9
+    row = next(line for line in table.splitlines() if "| FedGMM | weights from labelled" in line)
+    assert "| 78.51 |" in row
+    assert f"{100 * outcome.accuracy['fedgmm']['labels'][0]:.2f}" in row
+    assert "51.00" in next(line for line in table.splitlines() if "tuned on the adaptation" in line)
+    record = json.loads((tmp_path / "out" / f"{NAME}.json").read_text())
+    assert record["accuracy"] == outcome.accuracy
+    assert 5_000 < (tmp_path / "out" / f"{NAME}.png").stat().st_size < 150_000
+
+    monkeypatch.setattr(classification, "train", None)
+    monkeypatch.setattr(unseen, "load_images", None)
+    assert reproduce_unseen(tmp_path / "out", SMALL, data_dir=data) == outcome
+
+
+def test_without_mixtures_there_is_no_curve(tmp_path, data):
+    reproduce_unseen(tmp_path, replace(SMALL, methods=("fedavg",)), data_dir=data)
+    assert not (tmp_path / f"{NAME}.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": ("local",)}, "methods must be one of"),
+        ({"held_out": 1.0}, "held_out must lie between 0 and 1"),
+        ({"iterations": (0,)}, "iterations must be at least 1"),
+    ],
+)
+def test_bad_settings(change, message):
+    with pytest.raises(ValueError, match=message):
+        UnseenStudy(**change)
+
+
+def test_too_few_clients(data):
+    with pytest.raises(ValueError, match=r"held_out=0\.05 of 5 clients leaves nobody"):
+        hold_out_clients(replace(SMALL, held_out=0.05), 0, data)
+
+
+def test_too_few_rows(tmp_path):
+    write_femnist(tmp_path, rows=1)
+    with pytest.raises(ValueError, match=r"has 1 row\(s\), too few for two halves"):
+        hold_out_clients(SMALL, 0, tmp_path)
