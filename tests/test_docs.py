@@ -36,9 +36,14 @@ def shell_of(page: Path) -> str:
     return "".join(SHELL.findall(page.read_text(encoding="utf-8")))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if shell_of(page)], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, marks=[] if page.name == "README.md" else [pytest.mark.slow])
+        for page in PAGES
+        if shell_of(page)
+    ],
+    ids=lambda page: page.name,
 )
 def test_shell_blocks_run(page, tmp_path):
     """Exactly as they are printed, in an empty folder, with the command on the path."""

@@ -50,7 +50,7 @@ def write_femnist(folder, writers=5, rows=40, classes=4, seed=0):
     return pictures, labels, owners
 
 
-def write_mnist(folder, monkeypatch, rows=240, classes=5, seed=0):
+def write_mnist(folder, monkeypatch, rows=240, classes=4, seed=0):
     """MNIST in little, white on black; returns its images and labels."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(classes, size=rows)

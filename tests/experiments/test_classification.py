@@ -67,6 +67,9 @@ def test_the_numbers_are_those_of_a_plain_training(tmp_path, data):
             federation, one["method"], rounds=1, options=study.options(one["method"], 0)
         )
         assert one["lr"] == tuning.lr
+        file = tmp_path / "out" / "classification-femnist-paper" / f"{one['method']}-tuning.json"
+        scores = json.loads(file.read_text())["scores"]
+        assert list(scores.values()) == list(tuning.scores.values())
         options = replace(study.options(one["method"], 0), lr=tuning.lr)
         model = train(federation, options=options)
         assert outcome.accuracy[one["method"]] == [model.evaluate("test").mean_accuracy]

@@ -262,4 +262,10 @@ def test_too_few_clients(data):
 def test_too_few_rows(tmp_path):
     write_femnist(tmp_path, rows=1)
     with pytest.raises(ValueError, match=r"has 1 row\(s\), too few for two halves"):
-        hold_out_clients(SMALL, 0, tmp_path)
+        hold_out_clients(replace(SMALL, features=1), 0, tmp_path)
+
+
+def test_a_client_with_rows_in_one_split_only(tmp_path):
+    write_femnist(tmp_path, rows=2)  # one to train, one in another split
+    held_out = hold_out_clients(replace(SMALL, features=1), 0, tmp_path)
+    assert [len(one.test) for one in held_out.newcomers] == [1, 1]

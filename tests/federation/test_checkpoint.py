@@ -726,6 +726,7 @@ def test_the_same_file_for_another_training(tmp_path, rng):
         "standardise": False,
         "seed": 1,
         "dtype": "float64",
+        "precision": "mixed",
     }
     for name in TrainingOptions.__dataclass_fields__:
         if name in ("rounds", "device"):

@@ -481,14 +481,14 @@ def choose_density(
         tried: list[dict[str, Any]] = []
         for stage in stages:
             scores = []
-            for choice in stage:
+            for choice in stage if len(stage) > 1 else []:
                 tell("density: " + ", ".join(f"{key} {value}" for key, value in choice.items()))
                 sized = replace(best, **choice)
                 scores.append(missing_class_auroc(sized, dataset, codes, base))
                 facts = {key: getattr(sized, key) for key in _CHOSEN}
                 tried.append({**facts, "auroc": scores[-1]})
             if stage:
-                best = replace(best, **stage[int(np.argmax(scores))])
+                best = replace(best, **stage[int(np.argmax(scores)) if scores else 0])
         return {"best": {key: getattr(best, key) for key in _CHOSEN}, "tried": tried}
 
     if all(len(stage) <= 1 for stage in stages):  # nothing to choose

@@ -147,30 +147,33 @@ def hold_out_clients(
     at_home = [name for name in names if name not in set(away)]
     training = encoded(study, federation.dataset.select(at_home), data_dir, cache)
     unseen = training.feature_map.attach(federation.dataset.select(away))
-    return HeldOut(training.dataset, [_newcomer(unseen, name, seed) for name in away])
+    return HeldOut(training.dataset, _newcomers(unseen, seed))
 
 
-def _newcomer(unseen: FederatedDataset, name: Hashable, seed: int) -> Newcomer:
-    """All rows of a client, whatever their split, in two random halves."""
-    own = unseen.select([name])
-    parts = [own.split(split) for split in SPLITS]
-    seen = torch.cat([torch.cat(part.features.chunks) for part in parts])
+def _newcomers(unseen: FederatedDataset, seed: int) -> list[Newcomer]:
+    """All rows of each client, whatever their split, in two random halves."""
+    parts = [unseen.split(split) for split in SPLITS]
+    seen = torch.cat([chunk for part in parts for chunk in part.features.chunks])
     inputs = torch.cat([part.inputs for part in parts])
     labels = torch.cat([part.labels for part in parts])
-    if len(labels) < 2:
-        raise ValueError(
-            f"Unseen client {name!r} has {len(labels)} row(s), too few for two halves; use fewer "
-            "clients or more images."
-        )
-    order = np.random.default_rng([seed, int(client_keys([name])[0])]).permutation(len(labels))
-    half = len(labels) // 2
+    codes = torch.cat([part.codes for part in parts]).numpy()
 
-    def rows(which: NDArray[np.int64]) -> LabelledRows:
-        codes = torch.zeros(len(which), dtype=torch.int64)
-        features = ClientRows((seen[which],), codes, (name,))
-        return LabelledRows(features, inputs[which], labels[which], features_are_inputs=False)
+    def rows(which: NDArray[np.int64], name: Hashable) -> LabelledRows:
+        own = ClientRows((seen[which],), torch.zeros(len(which), dtype=torch.int64), (name,))
+        return LabelledRows(own, inputs[which], labels[which], features_are_inputs=False)
 
-    return Newcomer(name, rows(order[:half]), rows(order[half:]))
+    newcomers = []
+    for code, name in enumerate(unseen.names):
+        generator = np.random.default_rng([seed, int(client_keys([name])[0])])
+        order = generator.permutation(np.flatnonzero(codes == code))
+        if len(order) < 2:
+            raise ValueError(
+                f"Unseen client {name!r} has {len(order)} row(s), too few for two halves; use fewer "
+                "clients or more images."
+            )
+        half = len(order) // 2
+        newcomers.append(Newcomer(name, rows(order[:half], name), rows(order[half:], name)))
+    return newcomers
 
 
 # ---------------------------------------------------------------------- what newcomers do
