@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,8 +15,10 @@ from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.gaussians import CovarianceType
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.inputs import as_pairs
-from fedgmm.estimators.gaussian_mixture import FederatedGaussianMixture, Rows
 from fedgmm.training import DivergenceWarning, TrainingOptions, train
+
+if TYPE_CHECKING:  # scikit-learn is heavy, and runs on files do not need its estimators
+    from fedgmm.estimators.gaussian_mixture import FederatedGaussianMixture, Rows
 
 Criterion = Literal["bic", "aic"]
 
@@ -61,6 +63,8 @@ def select_components(
         ValueError: no candidates, an unknown criterion, or ``n_components`` among the parameters.
         TypeError: candidates that are not integers.
     """
+    from fedgmm.estimators.gaussian_mixture import FederatedGaussianMixture
+
     check_choice("criterion", criterion, get_args(Criterion))
     if not isinstance(candidates, Iterable):
         raise TypeError(f"candidates must be several numbers of components, got {candidates!r}.")

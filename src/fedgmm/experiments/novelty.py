@@ -91,7 +91,7 @@ class NoveltyStudy(ImageStudy):
     """What is run; attributes not named here are those of its base.
 
     Attributes:
-        dataset: the paper has MNIST.
+        dataset: the paper has MNIST; the base's ``shift`` has no part here, ``changes`` has.
         changes: what clients know beside plain images: ``"separate"`` as in the paper's appendix, a
             quarter transformed and another quarter relabelled; ``"joint"``, half of them both, as for
             classification; or ``"none"``.

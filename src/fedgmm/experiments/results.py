@@ -25,8 +25,8 @@ TITLES = {
 
 def environment() -> dict[str, Any]:
     """What a figure depends on: versions and the processor."""
-    import scipy
-    import sklearn
+    from importlib.metadata import version
+
     import torch
 
     from fedgmm import __version__
@@ -36,8 +36,8 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "scipy": scipy.__version__,
-        "scikit-learn": sklearn.__version__,
+        "scipy": version("scipy"),
+        "scikit-learn": version("scikit-learn"),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),

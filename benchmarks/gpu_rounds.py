@@ -1,0 +1,309 @@
+"""FedGMM rounds on images on one accelerator: clients and learners stacked, beside a loop over both.
+
+The loop is the oracle: one module after the other, one client after the other, on tensors that are on the
+card already. Both sides do the same round from the same start, in full precision, and their learners are
+compared before anything is timed; the stacked side is then timed in mixed precision, too.
+
+    python benchmarks/gpu_rounds.py                       # images of the right sizes, made up
+    python benchmarks/gpu_rounds.py --device cpu --quick  # runs anywhere, in a minute
+
+The memory limit is what a round would take if every number were read and written once where it must be, at
+the speed at which this card copies memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedgmm.algorithms.fedgmm import FedGMM, FedGMMShared
+from fedgmm.algorithms.local_training import LocalTraining
+from fedgmm.algorithms.mixture import FederatedGMM
+from fedgmm.core.backbones import MobileNetV2
+from fedgmm.core.learners import SGD
+from fedgmm.core.networks import is_statistic, network
+from fedgmm.core.pixels import as_numbers
+from fedgmm.core.stacked import Stacked
+from fedgmm.data.dataset import LabelledRows
+from fedgmm.data.federated import ClientRows
+
+FEATURES = 48
+LEARNERS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    learner: str
+    shape: tuple[int, int, int]
+    classes: int
+    clients: int
+    rows: int  # training rows of all clients
+    smallest: int
+    largest: int
+    target: float  # seconds a round on one H200
+
+
+SETTINGS = (
+    Setting("FEMNIST", "cnn", (1, 28, 28), 62, 539, 70_848, 23, 261, 1.0),
+    Setting("CIFAR-10", "mobilenet", (3, 32, 32), 10, 80, 36_000, 77, 1062, 2.5),
+)
+QUICK = (
+    Setting("FEMNIST, small", "cnn", (1, 12, 12), 5, 4, 60, 10, 20, 0.0),
+    Setting("CIFAR-10, small", "mobilenet", (3, 32, 32), 5, 2, 24, 10, 14, 0.0),
+)
+
+
+def rows_of(setting: Setting, device: torch.device) -> LabelledRows:
+    """Made-up images; clients differ in size as the real ones do."""
+    rng = np.random.default_rng(0)
+    shares = rng.dirichlet(np.full(setting.clients, 4.0))
+    sizes = np.clip((shares * setting.rows).astype(int), setting.smallest, setting.largest)
+    codes = torch.from_numpy(np.repeat(np.arange(setting.clients), sizes)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    total = len(codes)
+    images = torch.randint(0, 256, (total, *setting.shape), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, setting.classes, (total,), generator=generator)
+    features = torch.randn(total, FEATURES, generator=generator)
+    seen = ClientRows((features.to(device),), codes, tuple(range(setting.clients)))
+    return LabelledRows(seen, images.to(device), labels.to(device), features_are_inputs=False)
+
+
+def method_of(setting: Setting, compute: torch.dtype | None) -> FedGMM:
+    net: Any = network(setting.learner, setting.shape, setting.classes, compute)
+    if setting.learner == "mobilenet":  # two sides that drop at random could not be compared
+        make = partial(MobileNetV2, setting.classes, dropout=0.0)
+        net = Stacked(make, setting.shape, setting.classes, compute)
+    training = LocalTraining(net, SGD(lr=0.05, batch_size=128))
+    return FedGMM(training, LEARNERS, FederatedGMM(LEARNERS, dtype=torch.float32), start="random")
+
+
+def looped(
+    setting: Setting, method: FedGMM, shared: FedGMMShared, personal: Tensor, rows: LabelledRows
+) -> Callable[[], dict[str, Tensor]]:
+    """The same round, one client and one learner at a time; returns the new learners."""
+    training = method.training
+    make = training.net.factory if hasattr(training.net, "factory") else training.net.module
+
+    def module(learner: int) -> nn.Module:
+        own = make().to(rows.device)
+        state = {name: value[learner] for name, value in shared.learners.items()}
+        own.load_state_dict(state, strict=False)
+        return own
+
+    def log_joint(modules: list[nn.Module], part: slice) -> Tensor:
+        x = as_numbers(rows.inputs[part], torch.float32)
+        seen, y = rows.features.chunks[0][part], rows.labels[part]
+        gaussians = shared.mixture.gaussians
+        log_x = torch.stack(
+            [
+                torch.distributions.MultivariateNormal(mean, covariance).log_prob(seen.double())
+                for mean, covariance in zip(gaussians.means, gaussians.covariances, strict=True)
+            ],
+            dim=1,
+        )
+        log_y = torch.stack(
+            [-nn.functional.cross_entropy(own.eval()(x), y, reduction="none") for own in modules],
+            dim=1,
+        ).double()
+        code = int(rows.codes[part.start])
+        log_pi = personal[code].log().reshape(-1, LEARNERS)
+        return (log_pi + log_x[:, :, None] + log_y[:, None]).flatten(1)
+
+    def step() -> dict[str, Tensor]:
+        options = training.options(1)
+        order = rows.shuffled(training.seed, 1, 0)
+        sums: dict[str, Tensor] = {}
+        counts = torch.zeros(LEARNERS, dtype=torch.float64, device=rows.device)
+        for begin, end in pairwise(rows.offsets.tolist()):
+            modules = [module(learner) for learner in range(LEARNERS)]
+            with torch.no_grad():
+                joint = log_joint(modules, slice(begin, end))
+                q = joint.softmax(1).reshape(end - begin, -1, LEARNERS).sum(1).float()
+            gamma = q.double().sum(0)
+            counts += gamma
+            for learner, own in enumerate(modules):
+                _train(own.train(), rows, order[begin:end], q[:, learner], begin, options)
+                state = dict(own.named_parameters())
+                state |= {n: v for n, v in own.named_buffers() if is_statistic(n)}
+                for name, value in state.items():
+                    total = sums.setdefault(name, torch.zeros_like(shared.learners[name]).double())
+                    total[learner] += gamma[learner] * value.detach().double()
+        return {
+            name: value / counts.reshape(-1, *[1] * (value.dim() - 1))
+            for name, value in sums.items()
+        }
+
+    return step
+
+
+def _train(
+    own: nn.Module, rows: LabelledRows, order: Tensor, weights: Tensor, begin: int, options: SGD
+) -> None:
+    optimiser = torch.optim.SGD(own.parameters(), lr=options.lr)
+    for picked in order.split(options.batch_size):
+        x = as_numbers(rows.inputs[picked], torch.float32)
+        loss = nn.functional.cross_entropy(own(x), rows.labels[picked], reduction="none")
+        share = weights[picked - begin]
+        optimiser.zero_grad()
+        ((share * loss).sum() / share.sum()).backward()
+        optimiser.step()
+
+
+def seconds_of(step: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        _wait(device)
+        start = time.perf_counter()
+        step()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_speed(device: torch.device) -> float:
+    """Bytes a second that a copy moves, counting what is read and what is written."""
+    numbers = torch.empty(
+        256 * 1024 * 1024 if device.type == "cuda" else 1024 * 1024, device=device
+    )
+    other = torch.empty_like(numbers)
+    seconds = seconds_of(lambda: other.copy_(numbers), device, 5)
+    return 2 * numbers.numel() * 4 / seconds
+
+
+def fewest_bytes(setting: Setting, rows: LabelledRows, method: FedGMM) -> float:
+    """What training must move at least: parameters five times a step, activations four times a row.
+
+    A parameter is read forwards and backwards, its gradient is written and read, and it is written;
+    an activation is written and read, and so is its gradient. Mixed precision: 4 and 2 bytes.
+    """
+    parameters = sum(
+        int(np.prod(shape))
+        for name, shape in method.training.net.parameter_shapes.items()
+        if not is_statistic(name)
+    )
+    steps = sum(-(-size // 128) for size in rows.features.rows_per_client.tolist())
+    activations = _activations(setting, method)
+    return LEARNERS * (steps * parameters * 5 * 4 + len(rows) * activations * 4 * 2)
+
+
+def _activations(setting: Setting, method: FedGMM) -> int:
+    """Numbers that all layers of a module put out for one image."""
+    net = method.training.net
+    module = (net.factory if hasattr(net, "factory") else net.module)().eval()
+    found = []
+    for layer in module.modules():
+        if not list(layer.children()):
+            layer.register_forward_hook(lambda _, __, out: found.append(out.numel()))
+    with torch.no_grad():
+        module(torch.zeros(1, *setting.shape))
+    return sum(found)
+
+
+def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, Any]:
+    rows = rows_of(setting, device)
+    method = method_of(setting, None)
+    shared, personal = method.init(rows)
+
+    def stacked_step(own: FedGMM) -> FedGMMShared:
+        _, update = own.client_step(shared, personal, rows, 1)
+        return own.server_step(shared, update)[0]
+
+    loop = looped(setting, method, shared, personal, rows)
+    ours, theirs = stacked_step(method).learners, loop()
+    apart = _distance(ours, theirs, shared.learners)
+    if apart > 1e-3:
+        raise SystemExit(f"{setting.name}: the two sides disagree by {apart:.1e}.")
+    mixed = method_of(setting, torch.bfloat16)
+    stacked_step(mixed)
+    times = {
+        "full": seconds_of(lambda: stacked_step(method), device, repeats),
+        "mixed": seconds_of(lambda: stacked_step(mixed), device, repeats),
+        "looped": seconds_of(loop, device, 1),
+    }
+    limit = fewest_bytes(setting, rows, method) / memory_speed(device)
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    return {
+        "setting": asdict(setting),
+        "rows": len(rows),
+        "seconds": times,
+        "apart": apart,
+        "limit": limit,
+        "peak_gigabytes": peak,
+    }
+
+
+def _distance(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]
+) -> float:
+    """How far apart the learners are, in units of how far they moved."""
+    trained = [name for name in theirs if not is_statistic(name)]
+    apart = sum(float((ours[n].double() - theirs[n]).square().sum()) for n in trained)
+    moved = sum(float((theirs[n] - start[n].double()).square().sum()) for n in trained)
+    return (apart / moved) ** 0.5
+
+
+def main() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    settings = QUICK if arguments.quick else SETTINGS
+    results = [measure(setting, device, arguments.repeats) for setting in settings]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    table = Table(title=f"One FedGMM round, 3 Gaussians, 3 learners, batch 128, on {name}")
+    for column in ("data", "clients", "rows", "full s", "mixed s", "loop s", "ratio", "target s",
+                   "limit s", "of the limit", "apart", "peak GB"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for result in results:
+        setting, seconds = result["setting"], result["seconds"]
+        best = min(seconds["full"], seconds["mixed"])
+        table.add_row(
+            setting["name"],
+            str(setting["clients"]),
+            str(result["rows"]),
+            f"{seconds['full']:.3f}",
+            f"{seconds['mixed']:.3f}",
+            f"{seconds['looped']:.2f}",
+            f"{seconds['looped'] / best:.1f}x",
+            f"{setting['target']:g}",
+            f"{result['limit']:.3f}",
+            f"{100 * result['limit'] / best:.0f} %",
+            f"{result['apart']:.0e}",
+            f"{result['peak_gigabytes']:.0f}",
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    worst = min(
+        r["seconds"]["looped"] / min(r["seconds"]["full"], r["seconds"]["mixed"]) for r in results
+    )
+    print(f"ratio: min {worst:.1f}x")
+
+
+if __name__ == "__main__":
+    main()
