@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cache as once
 from functools import partial
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedgmm.core.backbones import ResNet18
 from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoder import (
@@ -34,6 +36,7 @@ from fedgmm.data.encoder import (
     FeatureMap,
     Features,
     Images,
+    ResNet18Encoder,
     encode_federation,
     encode_images,
     encoder,
@@ -62,8 +65,9 @@ IntArray = NDArray[np.int64]
 Scores = dict[str, FloatArray]
 Changes = Literal["separate", "joint", "none"]
 CHANGES: tuple[str, ...] = get_args(Changes)
-REPRESENTATIONS = ("plain", "direction", "direction and length")
-"""What becomes of an encoder's numbers: nothing; length one; length one, and the length's logarithm."""
+REPRESENTATIONS = ("plain", "direction", "direction and length", "stages")
+"""What becomes of an encoder's numbers: nothing; length one; length one, and the length's logarithm; the
+last of these for each stage of the network, where the encoder tells of several."""
 METRICS = {"auroc": "AUROC", "average_precision": "AP", "max_f1": "Max-F1"}
 
 PAPER_METRICS = {
@@ -84,6 +88,7 @@ _SCORE = {"fedgmm": "log P(x)"}
 _DENSITY_ROUNDS = 30
 _DENSITY_ROWS = 20_000  # training rows that densities are compared on
 _NO_LENGTH = 1e-6
+_STAGE_WIDTHS = (128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -199,12 +204,59 @@ def other_labels(classes: int, generator: np.random.Generator) -> IntArray:
     return renamed
 
 
-def represented(codes: Features, how: str) -> Features:
-    """An encoder's rows ``(n, d)`` as one of ``REPRESENTATIONS``, ``(n, d)`` or ``(n, d + 1)``."""
+class _Stages(torch.nn.Module):
+    """The averages over all places after the last three stages of a ResNet-18."""
+
+    def __init__(self, network: ResNet18) -> None:
+        super().__init__()
+        self.network = network
+        self.feature_size = sum(_STAGE_WIDTHS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows ``(n, 896)`` of images ``(n, 3, height, width)``; the last 512 are the encoder's own."""
+        net = self.network
+        x = net.layer1(net.maxpool(torch.relu(net.bn1(net.conv1(x)))))
+        second = net.layer2(x)
+        third = net.layer3(second)
+        fourth = net.layer4(third)
+        return torch.cat([stage.mean((2, 3)) for stage in (second, third, fourth)], dim=1)
+
+
+class StageEncoder:
+    """A ResNet-18 encoder that tells what three stages of the network see, not only the last.
+
+    Attributes:
+        widths: numbers of each stage.
+    """
+
+    widths = _STAGE_WIDTHS
+
+    def __init__(self, base: ResNet18Encoder) -> None:
+        self._encoder = copy(base)
+        self._encoder._network = _Stages(base._network)  # type: ignore[assignment]
+        self.name = f"stages 2 to 4 of {base.name}"
+
+    def encode(self, images: Images) -> Features:
+        """Rows ``(n, 896)`` of images ``(n, channels, height, width)``."""
+        return self._encoder.encode(images)
+
+
+def represented(codes: Features, how: str, widths: tuple[int, ...] = ()) -> Features:
+    """An encoder's rows as one of ``REPRESENTATIONS``, ``(n, k)``.
+
+    Args:
+        codes: ``(n, d)``.
+        how: which representation; all but ``"stages"`` take the last stage only.
+        widths: numbers of each stage; none means that all are of one.
+    """
+    widths = widths or (codes.shape[1],)
+    stages = np.split(codes, np.cumsum(widths)[:-1], axis=1)
     if how == "plain":
-        return codes
-    lengths = np.maximum(np.linalg.norm(codes, axis=1, keepdims=True), _NO_LENGTH)
-    parts = [codes / lengths] + ([np.log(lengths)] if how == "direction and length" else [])
+        return stages[-1]
+    parts = []
+    for stage in stages if how == "stages" else stages[-1:]:
+        lengths = np.maximum(np.linalg.norm(stage, axis=1, keepdims=True), _NO_LENGTH)
+        parts += [stage / lengths] + ([] if how == "direction" else [np.log(lengths)])
     return np.hstack(parts).astype(np.float32)
 
 
@@ -222,7 +274,11 @@ class Represented:
 
     def encode(self, images: Images) -> Features:
         """Rows of images ``(n, channels, height, width)``."""
-        return represented(self.base.encode(images), self.how)
+        return represented(self.base.encode(images), self.how, _widths(self.base))
+
+
+def _widths(base: Encoder) -> tuple[int, ...]:
+    return base.widths if isinstance(base, StageEncoder) else ()
 
 
 # ---------------------------------------------------------------------- the federations
@@ -263,17 +319,17 @@ def deal_images(
 
 
 def _encoder(study: NoveltyStudy, data_dir: Path | None) -> Encoder:
-    return encoder(study.encoder, data_dir, size=study.image_size, device=study.device)
+    base = encoder(study.encoder, data_dir, size=study.image_size, device=study.device)
+    return StageEncoder(base) if isinstance(base, ResNet18Encoder) else base
 
 
 def with_study_features(
     study: NoveltyStudy, dataset: FederatedDataset, data_dir: Path | None, cache: Path | None
 ) -> EncodedFederation:
     """The clients with features, and the way to features of novel images."""
-    base = _encoder(study, data_dir)
     return encode_federation(
         dataset,
-        base if study.representation == "plain" else Represented(base, study.representation),
+        Represented(_encoder(study, data_dir), study.representation),
         components=study.features,
         scale=True,
         cache=cache,
@@ -519,8 +575,8 @@ def missing_class_auroc(
     from fedgmm.estimators import FederatedGaussianMixture
 
     step = -(-len(dataset.train) // _DENSITY_ROWS)
-    rows = represented(codes["train"], study.representation)[::step]
-    held = represented(codes["validation"], study.representation)
+    rows = represented(codes["train"][::step], study.representation, _widths(base))
+    held = represented(codes["validation"], study.representation, _widths(base))
     labels, owners = dataset.train.labels.numpy()[::step], dataset.train.codes.numpy()[::step]
     held_labels = dataset.validation.labels.numpy()
     found = []
