@@ -8,7 +8,13 @@ import pytest
 from fedgmm import ComponentSelection, FederatedGaussianMixture, select_components
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.synthetic import synthetic
-from fedgmm.selection import MixtureSelection, select_mixture, suitable_covariance
+from fedgmm.selection import (
+    MixtureSelection,
+    select_for_small_data,
+    select_mixture,
+    suitable_covariance,
+)
+from fedgmm.training import TrainingOptions
 from oracles import as_dict, ragged_ids
 
 
@@ -123,6 +129,23 @@ def test_a_number_that_is_given_is_kept():
     assert select_mixture(data, learners=1, candidates=(1, 2, 3)).components == 2
     found = select_mixture(data, components=1, learners=3)
     assert (found.components, found.learners, list(found.scores)) == (1, 3, [(1, 3)])
+
+
+def test_small_data_choose_where_nobody_did(monkeypatch):
+    data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
+    options = TrainingOptions(rounds=20)
+    found = select_for_small_data(data, options)
+    assert found is not None
+    assert (found.components, found.learners) == (2, 2)
+    assert select_for_small_data(data, TrainingOptions(algorithm="fedavg")) is None
+    monkeypatch.setattr("fedgmm.selection._SMALL", len(data.train) * 4 - 1)
+    assert select_for_small_data(data, options) is None
+
+
+def test_without_validation_rows_the_defaults_will_do():
+    rows = {"a": (np.arange(20.0)[:, None], np.arange(20) % 2)}
+    data = FederatedDataset.from_clients(rows, split=(0.8, 0.0, 0.2))
+    assert select_for_small_data(data, TrainingOptions()) is None
 
 
 def test_test_rows_play_no_part_in_the_choice():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fedgmm import __version__
 from fedgmm.cli import app
-from small_runs import fails, works, write_sites
+from small_runs import SMALL, fails, works, write_sites
 
 runner = CliRunner()
 
@@ -178,6 +178,14 @@ def test_compare_keeps_its_results_with_a_run(finished):
     assert "comparison.json" in result.stdout
     works("report", finished / "run")
     assert "Local" in (finished / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_compare_on_a_run_gives_the_run_s_own_figures_again(finished):
+    arguments = ["--methods", "fedgmm", "--json"]
+    (again,) = json.loads(works("compare", finished / "run", *arguments).stdout)
+    told = json.loads((finished / "run" / "metrics.json").read_text())
+    assert again["rounds"] == told["rounds"] == SMALL["rounds"]
+    assert {name: again[name] for name in told["test"]} == pytest.approx(told["test"])
 
 
 def test_compare_refuses_what_it_cannot_compare(tmp_path):

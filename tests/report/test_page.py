@@ -126,6 +126,19 @@ def test_the_page_without_test_rows(contents):
     assert "nan" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL).lower()
 
 
+def test_the_share_of_all_test_rows_stands_beside_the_mean_of_clients(contents):
+    table = replace(contents.clients, row_accuracy=0.12345)
+    assert "12.3% of all test rows" in render(replace(contents, clients=table))
+
+
+def test_titles_of_the_map_s_axes_fit_the_chart(contents):
+    titles = ("+ short", "+ " + "long name " * 12)
+    plane = replace(contents.projection, axis_titles=titles)
+    layout = figures_of(render(replace(contents, projection=plane)))["projection"]["layout"]
+    assert layout["xaxis"]["title"]["text"] == "+ short"
+    assert len(layout["yaxis"]["title"]["text"]) <= 45
+
+
 # ---------------------------------------------------------------------- in one sentence
 
 

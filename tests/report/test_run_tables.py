@@ -60,6 +60,7 @@ def test_many_clients_are_cut_short():
 def test_metrics_of_the_splits_there_are():
     own = {
         "mean_accuracy": 0.875,
+        "weighted_accuracy": 0.625,
         "worst_decile": 0.75,
         "worst_accuracy": 0.5,
         "mean_log_loss": 0.3,
@@ -67,8 +68,17 @@ def test_metrics_of_the_splits_there_are():
     text = shown(metrics_table({"algorithm": "fedgmm", "rounds": 7, "train": own, "test": own}))
     assert "fedgmm, 7 rounds" in text
     assert "87.5 %" in text
+    assert "62.5 %" in text
     assert "train" in text
     assert "validation" not in text
+
+
+def test_sizes_that_were_chosen_are_told():
+    metrics = {"algorithm": "fedgmm", "rounds": 7}
+    assert "chosen" not in shown(metrics_table({**metrics, "selection": None}))
+    chosen = {"components": 1, "learners": 2}
+    text = shown(metrics_table({**metrics, "selection": chosen}))
+    assert "1 Gaussian and 2 learners, chosen" in text
 
 
 def test_weights_of_a_newcomer():

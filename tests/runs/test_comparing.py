@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+import fedgmm
 from fedgmm.experiments.comparison import compare
 from fedgmm.runs.comparing import data_to_compare, write_comparison
 from fedgmm.runs.run import open_run
@@ -33,6 +35,16 @@ def test_rows_of_files(tmp_path):
     assert data.home is None
     with pytest.raises(ValueError, match="--label"):
         data_to_compare([str(files[0])], None, None)
+
+
+def test_files_are_compared_with_the_sizes_that_fit_would_choose(tmp_path):
+    write_sites(tmp_path / "sites")
+    run = fedgmm.fit(tmp_path / "sites", "state", tmp_path / "run")
+    options = data_to_compare([str(tmp_path / "sites")], "state", None).options
+    assert options == replace(run.config.options(), patience=options.patience)
+    assert (options.components, options.learners) != (3, 3)
+    given = data_to_compare([str(tmp_path / "sites")], "state", None, sizes={"learners": 2})
+    assert (given.options.components, given.options.learners) == (3, 2)
 
 
 def test_built_in_rows():

@@ -54,6 +54,16 @@ def test_what_is_left_open():
     assert config_from(sections(training=wanted)).open_choices() == ["components", "learners"]
 
 
+def test_sizes_of_which_nothing_was_said_stay_unsaid_until_the_data_are_there():
+    config = config_from(sections()).complete()
+    assert config.sizes_are_open
+    assert not {"components", "learners"} & set(tomllib.loads(config.toml())["training"])
+    for one in ("components", "learners"):
+        given = config_from(sections(training={one: 2})).complete()
+        assert not given.sizes_are_open
+        assert given.training["components"] + given.training["learners"] == 5
+
+
 def test_the_record_is_complete_and_reads_back_the_same(tmp_path):
     training = {"rounds": 7, "components": "auto", "patience": None, "lr": 0.03}
     config = RunConfig(("a b.csv", 'quo"te.csv'), TableOptions("y", "site", seed=3), training, 2)

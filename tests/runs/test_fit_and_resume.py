@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_wine
+from sklearn.linear_model import LogisticRegression
 
 import fedgmm
 from fedgmm.data.tabular.files import TableError
@@ -88,6 +91,37 @@ def test_numbers_are_chosen_and_recorded(sites, tmp_path):
     again = fit_config(run.config, tmp_path / "again")
     assert again.metrics["selection"] is None
     assert bytes_of(tmp_path / "again" / "model") == bytes_of(tmp_path / "run" / "model")
+
+
+def test_trials_are_not_counted_as_reading(sites, tmp_path):
+    def slow(line):
+        time.sleep(0.02 if line.startswith("trying") else 0.0)
+
+    run = fedgmm.fit(sites, "state", tmp_path / "run", rounds=1, tell=slow)
+    trials = len(run.metrics["selection"]["tried"])
+    assert run.metrics["seconds"]["choosing"] >= 0.02 * trials
+    given = fedgmm.fit(sites, "state", tmp_path / "given", **SMALL)
+    assert given.metrics["seconds"]["choosing"] < 0.02
+
+
+def test_small_files_are_not_given_more_learners_than_they_can_teach(tmp_path):
+    """Wine, 107 training rows: three learners of which nobody asked for cost ten points."""
+    wine = load_wine()
+    (tmp_path / "wine").mkdir()
+    site = np.random.default_rng(7).choice(3, len(wine.target), p=[0.2, 0.1, 0.7])
+    for code in range(3):
+        rows = [
+            {**{f"x{k}": v for k, v in enumerate(x)}, "kind": wine.target_names[y]}
+            for x, y in zip(wine.data[site == code], wine.target[site == code], strict=True)
+        ]
+        write_csv(tmp_path / "wine" / f"site{code}.csv", rows)
+    run = fedgmm.fit(tmp_path / "wine", "kind", tmp_path / "run")
+    data = run.data()
+    pooled = LogisticRegression(max_iter=1000).fit(data.train.inputs, data.train.labels)
+    theirs = pooled.score(data.test.inputs, data.test.labels)
+    assert run.metrics["test"]["weighted_accuracy"] >= theirs - 0.03
+    assert run.config.options().components == run.metrics["selection"]["components"]
+    assert not run.config.sizes_are_open
 
 
 def test_numpy_s_numbers_and_a_single_path_will_do(sites, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -50,6 +51,14 @@ def test_a_damaged_model_is_named(finished):
 
 
 # ---------------------------------------------------------------------- predict
+
+
+def test_a_file_that_is_named_like_a_client_is_told_of(run, finished):
+    shutil.copy(finished / "new.csv", finished / "oslo.csv")
+    (note,) = run.predict(finished / "oslo.csv").notes
+    assert "--client oslo" in note
+    assert run.predict(finished / "oslo.csv", "oslo").notes == []
+    assert run.predict(finished / "new.csv").notes == []
 
 
 def test_predictions_are_the_model_s_bits(run, finished):

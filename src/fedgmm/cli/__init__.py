@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedgmm import __version__
-from fedgmm.cli import runs, studies
+from fedgmm.cli import reproduce, runs, studies
 
 _INTERRUPTED = 130
 
@@ -102,7 +102,7 @@ _ON_FILES: tuple[Callable[..., None], ...] = (
     runs.report,
     studies.compare,
 )
-_OTHERS: tuple[Callable[..., None], ...] = (studies.demo, studies.tune, studies.reproduce)
+_OTHERS: tuple[Callable[..., None], ...] = (studies.demo, studies.tune, reproduce.reproduce)
 for command in _ON_FILES:
     app.command(rich_help_panel=_FILES)(command)
 for command in _OTHERS:

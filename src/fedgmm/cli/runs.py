@@ -87,10 +87,16 @@ def fit(
         typer.Option(help="fedgmm, fedem, fedavg, fedprox, fedavg+, local, clustered or pfedme."),
     ] = None,
     components: Annotated[
-        str | None, typer.Option(help="Gaussians: a number, or auto to choose it by validation.")
+        str | None,
+        typer.Option(
+            help="Gaussians: a number, or auto to choose it by validation; small data do by default."
+        ),
     ] = None,
     learners: Annotated[
-        str | None, typer.Option(help="Learners: a number, or auto to choose it by validation.")
+        str | None,
+        typer.Option(
+            help="Learners: a number, or auto to choose it by validation; small data do by default."
+        ),
     ] = None,
     learner: Annotated[str | None, typer.Option(help="linear or mlp.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Most rounds.")] = None,

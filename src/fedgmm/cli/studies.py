@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,15 +26,8 @@ class DataSet(StrEnum):
     SYNTHETIC = "synthetic"
 
 
-class Experiment(StrEnum):
-    """What can be reproduced."""
-
-    SYNTHETIC = "synthetic"
-    NON_GAUSSIAN = "nongaussian"
-    ILLUSTRATION = "illustration"
-
-
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
+_ROUNDS_TO_COMPARE = 50
 
 
 def demo(
@@ -115,10 +108,12 @@ def compare(
     methods: Annotated[
         str | None, typer.Option(help="Methods, separated by commas; all by default.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Most rounds of the training.")] = 50,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Most rounds of the training; a run's own, or 50.")
+    ] = None,
     tuning_rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 10,
-    components: Annotated[int | None, typer.Option(min=1, help="Gaussians; 3 by default.")] = None,
-    learners: Annotated[int | None, typer.Option(min=1, help="Learners; 3 by default.")] = None,
+    components: Annotated[int | None, typer.Option(min=1, help="Gaussians; as for fit.")] = None,
+    learners: Annotated[int | None, typer.Option(min=1, help="Learners; as for fit.")] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of everything random; a run's own, or 0.")
     ] = None,
@@ -147,9 +142,12 @@ def compare(
     unknown = [name for name in chosen if name not in TITLES]
     if unknown:
         raise ValueError(f"Unknown method {unknown[0]!r}; choose among {', '.join(TITLES)}.")
-    sizes: dict[str, Any] = {"components": components, "learners": learners}
+    asked = {"components": components, "learners": learners}
+    sizes = {name: size for name, size in asked.items() if size is not None}
     with working(as_json) as tell:
-        data = data_to_compare(sources or ["digits"], label, client_column, seed, tell)
+        data = data_to_compare(sources or ["digits"], label, client_column, seed, tell, sizes)
+        if rounds is None:  # on a run, so that its own figures come out again
+            rounds = _ROUNDS_TO_COMPARE if data.home is None else data.options.rounds
         if not as_json:
             screen().print(str(data.dataset), markup=False)
         comparison = compare_methods(
@@ -160,7 +158,6 @@ def compare(
             options=data.options,
             rounds=rounds,
             device=device,
-            **{name: size for name, size in sizes.items() if size is not None},
         )
     folder = out or data.home
     written = write_comparison(comparison, folder) if folder is not None else None
@@ -216,56 +213,6 @@ def _rates(text: str) -> tuple[float, ...]:
         raise typer.BadParameter(
             f"--grid takes learning rates separated by commas, got {text!r}."
         ) from None
-
-
-def reproduce(
-    experiment: Annotated[Experiment, typer.Argument(help="Which experiment of the paper.")],
-    out: Annotated[Path, typer.Option(help="Folder for JSON, Markdown and figures.")] = Path(
-        "results"
-    ),
-    clients: Annotated[
-        int | None, typer.Option(min=3, help="The paper's number by default.")
-    ] = None,
-    rows: Annotated[int, typer.Option(min=10, help="Rows a client.")] = 3000,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Most rounds.")] = 100,
-    tuning_rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 10,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
-) -> None:
-    """Repeat an experiment of the paper and write its table beside the paper's figures.
-
-    Example: fedgmm reproduce synthetic --clients 30 --rows 600 --seeds 1
-    """
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    console = Console()
-    with console.status("starting") as status:
-        if experiment is Experiment.ILLUSTRATION:
-            from fedgmm.experiments.illustration import reproduce_illustration
-
-            reproduce_illustration(out)
-        else:
-            from fedgmm.experiments.synthetic import (
-                Size,
-                reproduce_gaussian,
-                reproduce_non_gaussian,
-            )
-
-            gaussian = experiment is Experiment.SYNTHETIC
-            size = Size(
-                clients=clients or (300 if gaussian else 30),
-                rows=rows,
-                seeds=tuple(range(seeds)),
-                rounds=rounds,
-                tuning_rounds=tuning_rounds,
-                device=device,
-            )
-            run = reproduce_gaussian if gaussian else reproduce_non_gaussian
-            run(out, size, _teller(status))
-    table = out / f"{experiment.value}.md"
-    console.print(Markdown(table.read_text()))
-    console.print(f"Results: [bold]{out}[/]", soft_wrap=True)
 
 
 def _teller(status: Status) -> Callable[[str], None]:

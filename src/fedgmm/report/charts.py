@@ -44,6 +44,7 @@ _FEW_ROUNDS = 10
 _MOST_NAMED_CLIENTS = 40
 _MOST_NAMED_PAIRS = 24
 _LONGEST_NAME = 40
+_LONGEST_AXIS_TITLE = 45  # what the height of the chart has room for
 
 
 def component_colour(component: int) -> str:
@@ -314,7 +315,7 @@ def projection(contents: ReportContents) -> Any:
         )
     )
     figure.update_layout(showlegend=False)
-    first, second = (safe_text(title, 80) for title in plane.axis_titles)
+    first, second = (safe_text(title, _LONGEST_AXIS_TITLE) for title in plane.axis_titles)
     figure.update_xaxes(title_text=first, zeroline=False)
     figure.update_yaxes(title_text=second, zeroline=False, scaleanchor="x", scaleratio=1)
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ class ClientTable:
         strongest: the pair of component and learner with the largest weight; ``None`` without weights.
         share: the weight of that pair, ``(C,)``.
         novel_share: share of the test rows that are flagged as novel, ``(C,)``; ``None`` without flags.
+        row_accuracy: share of all test rows that were predicted correctly; NaN without any.
     """
 
     names: tuple[str, ...]
@@ -61,6 +63,7 @@ class ClientTable:
     strongest: tuple[str, ...] | None = None
     share: FloatArray | None = None
     novel_share: FloatArray | None = None
+    row_accuracy: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -299,12 +302,24 @@ def _client_table(model: FederatedModel, dataset: FederatedDataset) -> ClientTab
         for split in (dataset.train, dataset.validation, dataset.test)
     ]
     scores = np.full((3, len(dataset.names)), np.nan)
+    row_accuracy = math.nan
     if len(dataset.test):
         result = model.evaluate("test", dataset)
+        row_accuracy = result.weighted_accuracy
         here = sizes[2] > 0
         scores[:, here] = result.accuracy, result.log_loss, result.calibration_error
     rows = np.sum(sizes, axis=0)
-    return ClientTable(distinct_names(dataset.names), rows, sizes[0], *scores)
+    names = distinct_names(dataset.names)
+    accuracy, log_loss, calibration_error = scores
+    return ClientTable(
+        names,
+        rows,
+        sizes[0],
+        accuracy,
+        log_loss,
+        calibration_error,
+        row_accuracy=row_accuracy,
+    )
 
 
 def distinct_names(names: Sequence[Hashable]) -> tuple[str, ...]:

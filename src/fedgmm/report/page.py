@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -17,7 +18,7 @@ import numpy as np
 
 from fedgmm.files import write_atomically
 from fedgmm.report.charts import ACCENT, percent, rival_colour
-from fedgmm.report.contents import ReportContents, mean_of
+from fedgmm.report.contents import ClientTable, ReportContents, mean_of
 from fedgmm.report.sections import Section, sections_of, verdict
 
 # Addresses in plotly.js (maps, licences), other than the names of XML's own vocabularies.
@@ -123,6 +124,13 @@ def _policy(scripts: Iterable[str]) -> str:
 # ---------------------------------------------------------------------- parts
 
 
+def _of_rows(table: ClientTable) -> str:
+    """A client with one row counts as much as a large one in the mean, so the rows are told, too."""
+    if not math.isfinite(table.row_accuracy):
+        return "of clients, on test rows"
+    return f"of clients, on test rows; {percent(table.row_accuracy)} of all test rows"
+
+
 def _header(contents: ReportContents) -> str:
     table = contents.clients
     worst, rival = contents.worst_client, contents.best_rival
@@ -134,7 +142,7 @@ def _header(contents: ReportContents) -> str:
     figures = [
         ("Method", _text(contents.method), model),
         ("Clients", f"{len(table.names):,}", f"{int(table.rows.sum()):,} rows in all"),
-        ("Mean accuracy", percent(contents.mean_accuracy), "of clients, on test rows"),
+        ("Mean accuracy", percent(contents.mean_accuracy), _of_rows(table)),
         (
             "Worst client",
             "–" if worst is None else percent(table.accuracy[worst]),

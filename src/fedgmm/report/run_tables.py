@@ -24,7 +24,7 @@ def inspection_tables(found: Inspection) -> list[Table]:
 
 def _clients_table(found: Inspection) -> Table:
     rows = sum(client.rows for client in found.clients)
-    table = Table(title=f"{len(found.clients)} clients, {rows:,} rows")
+    table = Table(title=f"{_count(len(found.clients), 'client')}, {rows:,} rows")
     table.add_column("client")
     labels = list(found.classes)[:_MOST_CLASSES]
     for column in ("rows", "missing", *(f"class {label}" for label in labels)):
@@ -73,10 +73,14 @@ def _columns_table(found: Inspection) -> Table:
     return table
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def metrics_table(metrics: dict[str, Any]) -> Table:
     """The figures of a finished run, split by split."""
     table = Table(title=f"{metrics['algorithm']}, {metrics['rounds']} rounds")
-    for column in ("rows", "accuracy", "worst tenth", "worst client", "log-loss"):
+    for column in ("rows", "accuracy", "of all rows", "worst tenth", "worst client", "log-loss"):
         table.add_column(column, justify="left" if column == "rows" else "right")
     for split in ("train", "validation", "test"):
         own = metrics.get(split)
@@ -84,17 +88,23 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
             table.add_row(
                 split,
                 _percent(own["mean_accuracy"]),
+                _percent(own["weighted_accuracy"]),
                 _percent(own["worst_decile"]),
                 _percent(own["worst_accuracy"]),
                 f"{own['mean_log_loss']:.3f}",
             )
-    table.caption = "means over clients"
+    table.caption = "means over clients, small ones counting as much as large ones"
+    chosen = metrics.get("selection")
+    if chosen is not None:
+        sizes = (chosen["components"], "Gaussian"), (chosen["learners"], "learner")
+        told = " and ".join(_count(*size) for size in sizes)
+        table.caption += f"; {told}, chosen on validation rows"
     return table
 
 
 def evaluation_table(found: Evaluation) -> Table:
     """Every client, the worst first, and what stands for all."""
-    table = Table(title=f"{len(found.clients)} clients")
+    table = Table(title=_count(len(found.clients), "client"))
     table.add_column("client")
     for column in ("rows", "accuracy", "log-loss", "calibration error"):
         table.add_column(column, justify="right")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedgmm.data.tabular.files import Tell
 from fedgmm.data.tabular.loading import load_federation
 from fedgmm.data.tabular.preprocessing import TableOptions
 from fedgmm.runs.folder import RunFolder, write_json
 from fedgmm.runs.run import open_run
-from fedgmm.selection import suitable_covariance
+from fedgmm.selection import select_for_small_data, suitable_covariance
 from fedgmm.training import TrainingOptions
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def data_to_compare(
     client_column: str | None,
     seed: int | None = None,
     tell: Tell = lambda _: None,
+    sizes: Mapping[str, Any] | None = None,
 ) -> DataToCompare:
     """Rows from files, from a run folder, or built in.
 
@@ -58,23 +59,29 @@ def data_to_compare(
         client_column: the column that names the client, for files.
         seed: of the split and the training; a run's own, or 0, where it is ``None``.
         tell: called with a line before each step.
+        sizes: ``components`` and ``learners``, where they were given; where neither was, a run's own
+            hold, and files choose as ``fit`` does.
     """
+    sizes = sizes or {}
     if len(sources) == 1 and RunFolder(Path(sources[0])).is_run:
         run = open_run(sources[0])
         # methods differ; what they have in common is the size of the mixture and the seed
-        options = replace(run.config.options(), algorithm="fedgmm")
+        options = replace(run.config.options(), algorithm="fedgmm", **sizes)
         options = options if seed is None else replace(options, seed=seed)
         return DataToCompare(run.data(tell), sources[0], options, home=run.folder.home)
     if len(sources) == 1 and sources[0] in BUILT_IN and label is None:
         dataset, bayes = built_in_data(sources[0], seed or 0)
-        return DataToCompare(dataset, sources[0], TrainingOptions(seed=seed or 0), bayes)
+        return DataToCompare(dataset, sources[0], TrainingOptions(seed=seed or 0, **sizes), bayes)
     if label is None:
         raise ValueError("No label column was given; say --label COLUMN.")
     table = TableOptions(label, client_column, seed=seed or 0)
     dataset, _, tables = load_federation(sources, table, tell)
-    options = TrainingOptions(standardise=False, seed=seed or 0)
+    options = TrainingOptions(standardise=False, seed=seed or 0, **sizes)
     kind = suitable_covariance(len(dataset.train), dataset.input_shape[0], options.components)
     options = replace(options, covariance_type=kind)
+    found = None if sizes else select_for_small_data(dataset, options, tell)
+    if found is not None:
+        options = replace(options, components=found.components, learners=found.learners)
     return DataToCompare(dataset, "Files", options, notes=tables.notes)
 
 

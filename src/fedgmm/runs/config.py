@@ -19,6 +19,8 @@ Auto = Literal["auto"]
 _AUTO = ("components", "learners", "covariance_type")
 """Training options that may be ``"auto"``: chosen from the data before training."""
 
+_SIZES = ("components", "learners")
+
 _NONE = "none"  # TOML has no word for nothing
 _MAY_BE_NONE = ("patience", "server_lr", "tol")
 _LEARNERS = ("linear", "mlp")  # the others are for images
@@ -37,7 +39,7 @@ class RunConfig:
         table: how they are read.
         training: any fields of :class:`TrainingOptions`; ``components`` and ``learners`` may be
             ``"auto"`` (chosen by validation likelihood), and so may ``covariance_type`` (full where
-            there are rows enough).
+            there are rows enough). Where neither size is given, small data choose, too.
         checkpoint_every: rounds between two checkpoints.
     """
 
@@ -78,16 +80,25 @@ class RunConfig:
         values = {"covariance_type": "auto", **self.training}
         return [name for name in _AUTO if values.get(name) == "auto"]
 
+    @property
+    def sizes_are_open(self) -> bool:
+        """Whether nothing was said about the numbers of components and learners."""
+        return not any(name in self.training for name in _SIZES)
+
     def with_training(self, **changes: Any) -> RunConfig:
         """The same run with some training options changed."""
         return replace(self, training={**self.training, **changes})
 
     def complete(self) -> RunConfig:
-        """The same run with every option written out, so that later defaults change nothing."""
+        """The same run with every option written out, so that later defaults change nothing.
+
+        Sizes of which nothing was said stay unsaid, until the data are there.
+        """
         return replace(self, training=self._training_record(self.options().record()))
 
     def _training_record(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in values.items() if name != "standardise"}
+        unsaid = {"standardise", *(_SIZES if self.sizes_are_open else ())}
+        kept = {name: value for name, value in values.items() if name not in unsaid}
         # what is still to be chosen stays open
         return {**kept, **dict.fromkeys(self.open_choices(), "auto")}
 

@@ -33,7 +33,7 @@ from fedgmm.runs.folder import (
     write_json,
 )
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
-from fedgmm.selection import select_mixture, suitable_covariance
+from fedgmm.selection import select_for_small_data, select_mixture, suitable_covariance
 from fedgmm.training import DivergenceWarning, OnTrainingRound, train
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def fit(
         tell: called with a line before each step.
         on_round: called after every round with its entry of the history.
         **training: fields of :class:`fedgmm.TrainingOptions`; ``components`` and ``learners`` may be
-            ``"auto"``.
+            ``"auto"``, and small data choose them where neither is given.
     """
     if isinstance(files, (str, Path)):
         files = [files]
@@ -208,12 +208,13 @@ def _run(
     write_json(folder.environment, {**environment(), "files": fingerprints(tables.paths)})
     dataset = tables.load(preprocessing, tell)
     write_json(folder.preprocessing, preprocessing.record())
+    seconds_reading = time.perf_counter() - started
     config, selection = _choose(config, dataset, tell)
+    seconds_choosing = time.perf_counter() - started - seconds_reading
     _check_size(config, dataset)
     if selection is not None:  # a run that is resumed does not choose again
         write_json(folder.selection, selection)
     write_atomically(folder.config, config.toml().encode())
-    seconds_reading = time.perf_counter() - started
     options = config.options()
     history = _HistoryFile(folder.history)
     on_start(options.rounds)
@@ -240,6 +241,7 @@ def _run(
         "notes": notes,
         "seconds": {
             "reading": seconds_reading,
+            "choosing": seconds_choosing,
             "training": model.history[-1]["seconds"] if model.history else 0.0,
         },
     }
@@ -252,13 +254,15 @@ def _choose(
 ) -> tuple[RunConfig, dict[str, Any] | None]:
     """Fill in what was left open, from training and validation rows."""
     choices = config.open_choices()
-    selection = None
     if "covariance_type" in choices:
         kind = suitable_covariance(
             len(dataset.train), dataset.input_shape[0], config.options().components
         )
         config = config.with_training(covariance_type=kind)
-    if {"components", "learners"} & set(choices):
+    found = None
+    if config.sizes_are_open:
+        found = select_for_small_data(dataset, config.options(), tell)
+    elif {"components", "learners"} & set(choices):
         found = select_mixture(
             dataset,
             options=config.options(),
@@ -266,9 +270,12 @@ def _choose(
             learners=None if "learners" in choices else config.options().learners,
             tell=tell,
         )
+    if found is not None:
         config = config.with_training(components=found.components, learners=found.learners)
-        selection = found.record()
-    return config, selection
+    # sizes that were left to the defaults are written out, too
+    options = config.options()
+    config = config.with_training(components=options.components, learners=options.learners)
+    return config, None if found is None else found.record()
 
 
 def _check_size(config: RunConfig, dataset: FederatedDataset) -> None:

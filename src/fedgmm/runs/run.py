@@ -214,15 +214,19 @@ class FederatedRun:
             raise ValueError(
                 f"{self.model.algorithm} has no common model; say whose to use: --client NAME."
             )
+        notes = list(rows.notes)
+        namesake = client_name(Path(file))
+        if owner is None and namesake in self.model.names:
+            notes.append(
+                f"The federation's weights were used; for those of {namesake} say --client {namesake}."
+            )
         tell("predicting")
         probabilities = self.model.predict_proba(rows.matrix, owner)
         density = None
         if self.model.prediction.gaussians is not None:
             density = self.model.score_samples(rows.matrix, owner)
         classes = np.asarray(self.model.classes)
-        return Predictions(
-            classes[probabilities.argmax(1)], probabilities, classes, density, rows.notes
-        )
+        return Predictions(classes[probabilities.argmax(1)], probabilities, classes, density, notes)
 
     def detect(
         self,

@@ -125,3 +125,20 @@ def test_who_reads_again_as_text():
 def test_options_that_name_no_column(fails):
     unknown = TableOptions("y", ignore=("zz",))
     assert "'zz'" in fails(agree_on_columns, clients(p=number(1, 1, 3)), unknown)
+
+
+@pytest.mark.parametrize(
+    "dates", ["31.01.2024 01.02.2024", "1/31/24 12/1/24", "31-01-2024 1-2-2024"]
+)
+def test_dates_that_are_not_read_as_dates_are_told(dates):
+    counts = dict.fromkeys(dates.split(), 5)
+    _, notes = agreed(clients(oslo=text(**counts)))
+    assert len(notes) == 1
+    assert "looks like dates" in notes[0]
+    assert "2024-12-31" in notes[0]
+
+
+@pytest.mark.parametrize("texts", ["1.2.3 31.01.2024x", "31.01.2024 north", "a b", "1.1-2024 b"])
+def test_texts_that_are_not_all_dates_are_not_told(texts):
+    _, notes = agreed(clients(oslo=text(**dict.fromkeys(texts.split(), 5))))
+    assert notes == []

@@ -7,6 +7,7 @@ categories, which columns need an indicator of missing values.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from fedgmm.data.tabular.summaries import ClientSummary, ColumnSummary, look_lik
 
 _NAMES = "it has so many different values that they look like names"
 _TOO_LARGE = "its numbers are too large to be squared"
+_OTHER_DATE = re.compile(r"\d{1,2}([./-])\d{1,2}\1(\d{2}|\d{4})( .*)?")  # not ISO 8601
 _ROUNDING = 1e-12  # of the mean: what rounding leaves of a deviation that is zero
 
 
@@ -85,6 +87,11 @@ def agree_on_columns(
             notes.append(
                 f"Column {quoted(name)} has many categories: all but the {len(column.categories) - 1} most "
                 "frequent are joined."
+            )
+        if column.categories and all(map(_OTHER_DATE.fullmatch, set(column.categories) - {OTHER})):
+            notes.append(
+                f"Column {quoted(name)} looks like dates, such as {column.categories[0]}, but is used as "
+                "categories; write dates as 2024-12-31."
             )
         columns.append(column)
     return columns, notes

@@ -182,8 +182,6 @@ def _warnings(
 ) -> list[str]:
     found = []
     used = {facts.name for facts in columns if facts.role != "ignored"}
-    if len(clients) == 1:
-        found.append("There is one client only; a federation needs several.")
     for client in clients:
         if client.rows < _FEW_ROWS:
             found.append(f"{client.name} has {client.rows} rows only; its figures will be noisy.")

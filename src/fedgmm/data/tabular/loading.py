@@ -36,6 +36,11 @@ __all__ = ["Rows", "Tables", "agreement", "load_federation", "read_rows", "read_
 
 _CHANGED = "it changed while it was read; start again when nothing writes to it."
 
+_ONE_CLIENT = (
+    "There is one client only; a federation needs several: give more files, or say --client-column if a "
+    "column names the client."
+)
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -98,6 +103,8 @@ def read_tables(
         for client, s in summaries.items()
         if s.unlabelled
     ]
+    if len(summaries) == 1:
+        notes.append(_ONE_CLIENT)
     tables = Tables(summaries, options, files, notes)
     for client, summary in summaries.items():
         if not summary.rows:

@@ -1,0 +1,161 @@
+"""``fedgmm reproduce``: the paper's experiments."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedgmm.cli.output import screen, working
+
+
+class Experiment(StrEnum):
+    """What can be reproduced."""
+
+    SYNTHETIC = "synthetic"
+    NON_GAUSSIAN = "nongaussian"
+    ILLUSTRATION = "illustration"
+    CLASSIFICATION = "classification"
+    UNSEEN = "unseen"
+    NOVELTY = "novelty"
+    SENSITIVITY = "sensitivity"
+
+
+_ON_IMAGES = (
+    Experiment.CLASSIFICATION,
+    Experiment.UNSEEN,
+    Experiment.NOVELTY,
+    Experiment.SENSITIVITY,
+)
+
+
+def reproduce(
+    experiment: Annotated[Experiment, typer.Argument(help="Which experiment of the paper.")],
+    out: Annotated[Path, typer.Option(help="Folder for JSON, Markdown and figures.")] = Path(
+        "results"
+    ),
+    clients: Annotated[
+        int | None, typer.Option(min=3, help="How many; the paper's number by default.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=10, help="Rows a client, of synthetic data; 3000 by default.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="How many seeds; 3 by default, 1 for sensitivity.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Most rounds; 100 by default, 200 on images.")
+    ] = None,
+    tuning_rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of each trial of a learning rate.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Methods, separated by commas; all by default.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Images: femnist, cifar10, cifar100 or mnist.")
+    ] = None,
+    track: Annotated[
+        str | None,
+        typer.Option(help="Images: the paper's protocol (paper), or every method tuned (tuned)."),
+    ] = None,
+    learner: Annotated[
+        str | None, typer.Option(help="Images: linear, mlp, cnn or mobilenet.")
+    ] = None,
+    encoder: Annotated[
+        str | None, typer.Option(help="Images: what the Gaussians see, resnet18 or pixels.")
+    ] = None,
+    fraction: Annotated[
+        float | None, typer.Option(help="Images: share of the images to use.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="FEDGMM_DATA", help="Folder of the image data sets and weights."),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Images: folder that keeps what the encoder saw.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
+) -> None:
+    """Repeat an experiment of the paper and write its table beside the paper's figures.
+
+    Experiments on images go on where an interruption ended them.
+
+    Example: fedgmm reproduce synthetic --clients 30 --rows 600 --seeds 1
+
+    Example: fedgmm reproduce classification --dataset femnist --track tuned --data-dir data
+    """
+    from rich.markdown import Markdown
+
+    common = {
+        "clients": clients,
+        "seeds": None if seeds is None else tuple(range(seeds)),
+        "rounds": rounds,
+        "tuning_rounds": tuning_rounds,
+        "methods": None if methods is None else tuple(m.strip() for m in methods.split(",")),
+        "device": device,
+    }
+    images = {
+        "dataset": dataset,
+        "track": track,
+        "learner": learner,
+        "encoder": encoder,
+        "fraction": fraction,
+    }
+    with working() as tell:
+        if experiment in _ON_IMAGES:
+            make, run = _study(experiment)
+            study = make(**_given({**common, **images}))
+            run(out, study, data_dir=data_dir, cache=cache, tell=tell)
+            table = out / f"{experiment.value}-{study.dataset}-{study.track}.md"
+        else:
+            for name, value in {**images, "cache": cache}.items():
+                if value is not None:
+                    raise typer.BadParameter(f"--{name} is for experiments on images.")
+            _without_images(experiment, out, _given({**common, "rows": rows}), tell)
+            table = out / f"{experiment.value}.md"
+    console = screen()
+    console.print(Markdown(table.read_text(encoding="utf-8")))
+    console.print(f"Results: [bold]{out}[/]", soft_wrap=True, highlight=False)
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """What was said; all else has its own default."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _study(experiment: Experiment) -> tuple[Any, Any]:
+    """The settings of an experiment on images, and what runs it."""
+    match experiment:
+        case Experiment.CLASSIFICATION:
+            from fedgmm.experiments.classification import ImageStudy, reproduce_classification
+
+            return ImageStudy, reproduce_classification
+        case Experiment.UNSEEN:
+            from fedgmm.experiments.unseen import UnseenStudy, reproduce_unseen
+
+            return UnseenStudy, reproduce_unseen
+        case Experiment.NOVELTY:
+            from fedgmm.experiments.novelty import NoveltyStudy, reproduce_novelty
+
+            return NoveltyStudy, reproduce_novelty
+        case _:
+            from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
+
+            return SensitivityStudy, reproduce_sensitivity
+
+
+def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], tell: Any) -> None:
+    if experiment is Experiment.ILLUSTRATION:
+        from fedgmm.experiments.illustration import reproduce_illustration
+
+        reproduce_illustration(out)
+        return
+    from fedgmm.experiments.synthetic import Size, reproduce_gaussian, reproduce_non_gaussian
+
+    if experiment is Experiment.SYNTHETIC:
+        reproduce_gaussian(out, Size(**given), tell)
+    else:
+        reproduce_non_gaussian(out, Size(**{"clients": 30, **given}), tell)

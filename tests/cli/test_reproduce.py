@@ -1,0 +1,54 @@
+"""The paper's experiments from the command line."""
+
+import pytest
+from typer.testing import CliRunner
+
+import tiny_images
+from fedgmm.cli import app
+
+runner = CliRunner()
+SMALL = ["--rounds", "2", "--tuning-rounds", "1", "--seeds", "1", "--encoder", "pixels"]
+SMALL += ["--learner", "linear", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("experiment", ["classification", "unseen"])
+def test_an_experiment_on_images_writes_its_table(experiment, tmp_path):
+    tiny_images.write_femnist(tmp_path / "data")
+    arguments = ["reproduce", experiment, "--dataset", "femnist", "--methods", "fedavg,fedgmm"]
+    arguments += ["--data-dir", str(tmp_path / "data"), "--out", str(tmp_path / "out"), *SMALL]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "FedGMM" in result.output
+    table = tmp_path / "out" / f"{experiment}-femnist-paper.md"
+    assert "79.49" in table.read_text() or "78.51" in table.read_text()
+
+
+def test_the_data_folder_may_come_from_the_environment(tmp_path, monkeypatch):
+    tiny_images.write_femnist(tmp_path / "data")
+    monkeypatch.setenv("FEDGMM_DATA", str(tmp_path / "data"))
+    arguments = ["reproduce", "classification", "--methods", "fedavg", "--out", str(tmp_path / "o")]
+    assert runner.invoke(app, [*arguments, *SMALL]).exit_code == 0
+
+
+def test_without_a_data_folder_it_says_what_to_set(tmp_path, monkeypatch):
+    monkeypatch.delenv("FEDGMM_DATA", raising=False)
+    result = runner.invoke(app, ["reproduce", "classification", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "FEDGMM_DATA" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--dataset", "imagenet"], ["--track", "fast"], ["--methods", "magic"]], ids=str
+)
+def test_unknown_names_are_told(wrong, tmp_path):
+    result = runner.invoke(app, ["reproduce", "classification", "--out", str(tmp_path), *wrong])
+    assert result.exit_code == 1
+    assert wrong[1] in result.output
+
+
+def test_options_of_images_are_refused_elsewhere(tmp_path):
+    arguments = ["reproduce", "synthetic", "--out", str(tmp_path), "--dataset", "femnist"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "images" in result.output
