@@ -142,6 +142,13 @@ def test_small_data_choose_where_nobody_did(monkeypatch):
     assert select_for_small_data(data, options) is None
 
 
+def test_one_learner_does_not_make_the_density_coarse():
+    data = synthetic(8, 200, components=1, dimensions=4, seed=0).dataset
+    found = select_for_small_data(data, TrainingOptions(rounds=20))
+    assert found is not None
+    assert (found.components, found.learners) == (3, 1)
+
+
 def test_without_validation_rows_the_defaults_will_do():
     rows = {"a": (np.arange(20.0)[:, None], np.arange(20) % 2)}
     data = FederatedDataset.from_clients(rows, split=(0.8, 0.0, 0.2))

@@ -186,6 +186,7 @@ def select_for_small_data(
 ) -> MixtureSelection | None:
     """Choose ``M1`` and ``M2`` where nobody did and where a wrong number costs most.
 
+    Where one learner is best, the number of Gaussians stays the default or grows: labels cannot tell.
     A few hundred rows are easily divided among more learners than they can teach, and trials on them
     are quick.
 
@@ -196,7 +197,11 @@ def select_for_small_data(
     small = len(dataset.train) * dataset.input_shape[0] <= _SMALL
     if not small or not len(dataset.validation) or options.algorithm != "fedgmm":
         return None
-    return select_mixture(dataset, options=options, tell=tell)
+    found = select_mixture(dataset, options=options, tell=tell)
+    if found.learners == 1:
+        # one learner: Gaussians do not touch the labels, but novelty needs more than one of them
+        return replace(found, components=max(found.components, options.components))
+    return found
 
 
 def suitable_covariance(rows: int, columns: int, components: int) -> CovarianceType:

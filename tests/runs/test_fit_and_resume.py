@@ -93,6 +93,20 @@ def test_numbers_are_chosen_and_recorded(sites, tmp_path):
     assert bytes_of(tmp_path / "again" / "model") == bytes_of(tmp_path / "run" / "model")
 
 
+def test_a_run_that_ended_while_sizes_were_chosen_goes_on(sites, tmp_path):
+    def end(line):
+        if line.startswith("trying 2"):
+            raise KeyboardInterrupt
+
+    whole = fedgmm.fit(sites, "state", tmp_path / "whole", rounds=5)
+    with pytest.raises(KeyboardInterrupt):
+        fedgmm.fit(sites, "state", tmp_path / "ended", rounds=5, tell=end)
+    resumed = fedgmm.resume(tmp_path / "ended")
+    assert resumed.metrics["selection"] == whole.metrics["selection"]
+    assert bytes_of(tmp_path / "ended" / "model") == bytes_of(tmp_path / "whole" / "model")
+    assert resumed.config.toml() == whole.config.toml()
+
+
 def test_trials_are_not_counted_as_reading(sites, tmp_path):
     def slow(line):
         time.sleep(0.02 if line.startswith("trying") else 0.0)

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 _ROUND_STRIDE = 1_000_003  # between the seeds of rounds
 _LARGEST = 1e8  # a few layers of numbers beyond it overflow in float32
-_STEP_NUMBERS = 256 * 1024  # inputs of one step of a group: they stay in a core's cache
+_STEP_NUMBERS = 512 * 1024  # inputs of one step of a group: they stay in a core's cache
 
 
 @dataclass(frozen=True)

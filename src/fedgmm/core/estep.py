@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from fedgmm.core.linalg import exp
 
 
 def responsibilities(log_joint: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,6 +18,6 @@ def responsibilities(log_joint: Tensor) -> tuple[Tensor, Tensor]:
         ``q``, ``(..., N, M)``, and ``log Σ_m π_c(m) P_m(s_i)``, ``(..., N)``.
     """
     largest = log_joint.amax(-1, keepdim=True)
-    q = torch.exp(log_joint - largest)
+    q = exp(log_joint - largest)
     total = q.sum(-1, keepdim=True)
     return q.div_(total), total.log_().add_(largest).squeeze(-1)

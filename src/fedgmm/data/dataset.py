@@ -130,9 +130,8 @@ class LabelledRows:
 
 
 def _features_of(inputs: Tensor, codes: Tensor, names: tuple[Hashable, ...]) -> ClientRows:
-    """The inputs as the Gaussians see them: flat, and over the same memory where they can be."""
-    seen = inputs.flatten(1)
-    return ClientRows((seen if seen.is_floating_point() else seen.float(),), codes, names)
+    """The inputs as the Gaussians see them: flat, over the same memory; bytes stay bytes."""
+    return ClientRows((inputs.flatten(1),), codes, names)
 
 
 @dataclass(frozen=True)

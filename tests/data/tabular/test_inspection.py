@@ -84,3 +84,14 @@ def test_without_a_label(inspected):
 def test_files_that_do_not_fit_together(inspected, fails):
     message = fails(inspected, a=site([0], "p"), b=site([0], "p", header="x,d,y"))
     assert "b.csv: the column 'c' is missing" in message
+
+
+def test_what_concerns_everybody_comes_first(inspected):
+    found = inspected(
+        a=site([0, 1] * 20, ["p", "q"] * 20), b=site(range(5), ["r", "s", "p", "q", "p"])
+    )
+    first, second, *rest = found.warnings
+    assert first == "Class 'r' lives at b only."
+    assert second == "Class 's' lives at b only."
+    assert any(note.startswith("b has 5 rows only") for note in rest)
+    assert any("a has no row of class 'r', 's'." in note for note in rest)

@@ -182,10 +182,23 @@ def _warnings(
 ) -> list[str]:
     found = []
     used = {facts.name for facts in columns if facts.role != "ignored"}
+    # what concerns everybody comes first: only so many are shown
+    found += [
+        f"Column {quoted(facts.name)} misses {100 * facts.missing:.0f} % of its values."
+        for facts in columns
+        if facts.name in used and facts.missing > _MANY_MISSING
+    ]
+    total = sum(classes.values())
+    for label, count in classes.items():
+        owners = [client.name for client in clients if label in client.classes]
+        if len(owners) == 1 and len(clients) > 1:
+            found.append(f"Class {quoted(label)} lives at {owners[0]} only.")
+        elif count < _RARE_CLASS * total:
+            found.append(f"Class {quoted(label)} is rare: {count} of {total} rows.")
     for client in clients:
         if client.rows < _FEW_ROWS:
             found.append(f"{client.name} has {client.rows} rows only; its figures will be noisy.")
-        absent = [label for label in classes if label not in client.classes]
+        absent = sorted(label for label in classes if label not in client.classes)
         if absent:
             found.append(f"{client.name} has no row of class {_some(absent)}.")
         found += [
@@ -202,18 +215,6 @@ def _warnings(
             found.append(
                 f"{client.name} has other labels than the rest (shift {client.label_shift:.2f})."
             )
-    found += [
-        f"Column {quoted(facts.name)} misses {100 * facts.missing:.0f} % of its values."
-        for facts in columns
-        if facts.name in used and facts.missing > _MANY_MISSING
-    ]
-    total = sum(classes.values())
-    for label, count in classes.items():
-        owners = [client.name for client in clients if label in client.classes]
-        if len(owners) == 1 and len(clients) > 1:
-            found.append(f"Class {quoted(label)} lives at {owners[0]} only.")
-        elif count < _RARE_CLASS * total:
-            found.append(f"Class {quoted(label)} is rare: {count} of {total} rows.")
     return found
 
 
