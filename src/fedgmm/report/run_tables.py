@@ -138,7 +138,8 @@ def adaptation_table(found: Adapted) -> Table:
     """A new client's weights and how accuracy grew."""
     name = escape(str(found.adaptation.client))
     used = "labelled" if found.labelled else "unlabelled"
-    table = Table(title=f"{name} joined with {found.rows:,} {used} rows")
+    title = f"{name} joined with {found.rows:,} {used} rows"
+    table = Table(title=title, min_width=48)  # with one learner its words would not fit
     table.add_column("Gaussian", justify="right")
     weights = found.adaptation.weights
     for learner in range(weights.shape[1]):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 
 from fedgmm.data.tabular.errors import ConversionError, TableError
@@ -92,15 +93,24 @@ def _header(path: Path, text: str, separator: str) -> tuple[str, ...]:
     sample = _first_line(text).encode()
     try:
         with arrow_csv.open_csv(
-            pa.BufferReader(sample),
+            _reader(sample),
             arrow_csv.ReadOptions(block_size=len(sample) + 1, use_threads=False),
-            arrow_csv.ParseOptions(
-                delimiter=separator, newlines_in_values=True, invalid_row_handler=lambda _: "skip"
-            ),
+            arrow_csv.ParseOptions(delimiter=separator, newlines_in_values=True),
         ) as reader:
             return tuple(reader.schema.names)
     except pa.ArrowException:  # there is text, but the reader finds no end of the first line
         raise TableError(path, "a quote is opened in its first line and never closed.") from None
+
+
+def _reader(data: bytes) -> pa.BufferReader:
+    """Bytes in memory that belong to the reader.
+
+    Its threads may let go of them after the last row, when Python is about to end; bytes of Python's
+    own would then end the program with a crash, once in a while.
+    """
+    own = pa.allocate_buffer(len(data))
+    np.frombuffer(own, dtype=np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
+    return pa.BufferReader(own)
 
 
 def _first_line(text: str) -> str:
@@ -283,7 +293,7 @@ def _parsed(
 
     def read(block_bytes: int) -> pa.Table:
         return arrow_csv.read_csv(
-            pa.BufferReader(data),
+            _reader(data),
             read_options=arrow_csv.ReadOptions(block_size=block_bytes),
             **_options(dialect, known, names),
         )
