@@ -514,6 +514,10 @@ class FederatedModel:
         """``log N(x_i; μ_m1, Σ_m1)`` in scaled coordinates, ``(n, M1)``."""
         gaussians = self.prediction.gaussians
         assert gaussians is not None
+        if len(seen) > _ROWS_AT_ONCE:  # residuals are large: components × columns for each row
+            starts = range(0, len(seen), _ROWS_AT_ONCE)
+            parts = [self._log_gaussians(seen[start : start + _ROWS_AT_ONCE]) for start in starts]
+            return torch.cat(parts)
         return log_densities(residuals(seen, gaussians.means, torch.float64), gaussians)
 
     def _log_learners(self, x: Tensor, learners: dict[str, Tensor] | None = None) -> Tensor:
