@@ -369,7 +369,10 @@ def detect(
         err=True,
     )
     if found.batch_p_value is not None:
-        typer.echo(f"As a whole, the file has p-value {found.batch_p_value:.3f}.", err=True)
+        typer.echo(
+            f"As a client of its own, the file has p-value {found.batch_p_value:.3f}; small is strange.",
+            err=True,
+        )
     if out is not None:
         typer.echo(f"Scores: {out}", err=True)
 
