@@ -134,3 +134,16 @@ def test_files_that_changed_or_vanished(tmp_path):
     file.unlink()
     with pytest.raises(RunError, match=r"a\.csv is gone"):
         check_files_unchanged(folder)
+
+
+def test_what_to_do_depends_on_how_far_a_run_came(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("")
+    with pytest.raises(RunError, match="again with fedgmm fit"):
+        folder.need_finished()
+    folder.checkpoint.parent.mkdir()
+    folder.checkpoint.write_bytes(b"")
+    with pytest.raises(RunError, match="fedgmm resume"):
+        folder.need_finished()
+    folder.metrics.write_text("{}")
+    folder.need_finished()

@@ -112,10 +112,16 @@ class RunFolder:
     def need_finished(self) -> None:
         """Raise :class:`RunError` if the run has no model yet."""
         self.need_run()
-        if not self.is_finished:
+        if self.is_finished:
+            return
+        if not self.has_progress:
             raise RunError(
-                f"The run in {self.home} is not finished; go on with: fedgmm resume {self.home}"
+                f"The run in {self.home} is not finished, and its training never began; start it "
+                "again with fedgmm fit."
             )
+        raise RunError(
+            f"The run in {self.home} is not finished; go on with: fedgmm resume {self.home}"
+        )
 
 
 def write_json(path: Path, value: Any) -> None:
