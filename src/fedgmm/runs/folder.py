@@ -116,8 +116,8 @@ class RunFolder:
             return
         if not self.has_progress:
             raise RunError(
-                f"The run in {self.home} is not finished, and its training never began; start it "
-                "again with fedgmm fit."
+                f"The run in {self.home} is not finished, and its training never began; if it was "
+                f"interrupted, go on with fedgmm resume {self.home}, else start again with fedgmm fit."
             )
         raise RunError(
             f"The run in {self.home} is not finished; go on with: fedgmm resume {self.home}"
