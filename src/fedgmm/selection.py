@@ -158,13 +158,13 @@ def select_mixture(
     base = options or TrainingOptions()
     base = replace(base, rounds=min(rounds, base.rounds))
     scores: dict[tuple[int, int], float] = {}
-    learners_given = learners
+    of_inputs = learners == 1
 
     def score(m1: int, m2: int) -> float:
         if (m1, m2) not in scores:
             tell(f"trying {m1} Gaussians and {m2} learners")
             trial = replace(base, components=m1, learners=m2)
-            scores[m1, m2] = _validation_score(dataset, trial, of_inputs=learners_given == 1)
+            scores[m1, m2] = _validation_score(dataset, trial, of_inputs)
         return scores[m1, m2]
 
     if components is None:

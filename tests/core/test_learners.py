@@ -369,7 +369,7 @@ def test_the_loss_of_a_batch_is_a_weighted_mean(rng):
     params = expand_clients(drawn(net, 2), 4)
     step = plan.steps[1]
     active = take_clients(params, slice(0, len(step.rows)))
-    losses = batch_loss(net, active, x, y, w, step)
+    losses, _ = batch_loss(net, active, x, y, w, step)
     for place, (numbers, mask) in enumerate(zip(step.rows, step.mask, strict=True)):
         own = numbers[mask]
         for m in range(2):

@@ -321,20 +321,8 @@ def batch_loss(
     labels: Tensor,
     weights: Tensor | None,
     step: Step,
-) -> Tensor:
-    """Weighted mean cross-entropy of one step, ``(A, M)``."""
-    return _loss_and_statistics(net, params, inputs, labels, weights, step)[0]
-
-
-def _loss_and_statistics(
-    net: Network,
-    params: Params,
-    inputs: Tensor,
-    labels: Tensor,
-    weights: Tensor | None,
-    step: Step,
 ) -> tuple[Tensor, Params]:
-    """The loss of a step, and running statistics after it where a network has any."""
+    """Weighted mean cross-entropy of one step, ``(A, M)``, and running statistics after it, if any."""
     x, y, share = _batch(params, inputs, labels, weights, step)
     if isinstance(net, Stacked):
         logits, statistics = net.walk(params, x, True, None if step.full else step.mask)
@@ -357,7 +345,7 @@ def batch_gradients(
         return _linear_gradients(net, params, *_batch(params, inputs, labels, weights, step)), {}
     own = {name: value.detach() for name, value in params.items()}
     trained = [value.requires_grad_() for name, value in own.items() if not is_statistic(name)]
-    losses, statistics = _loss_and_statistics(net, own, inputs, labels, weights, step)
+    losses, statistics = batch_loss(net, own, inputs, labels, weights, step)
     # zero for a parameter that the module never uses
     gradients = torch.autograd.grad(losses.sum(), trained, materialize_grads=True)
     names = [name for name in own if not is_statistic(name)]
