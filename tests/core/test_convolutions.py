@@ -54,19 +54,29 @@ def test_shared_learners_have_no_client_axis():
     )
 
 
-def test_the_way_back_through_patches_is_the_derivative():
-    images = torch.randn(2, 2, 1, 3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(patches, (images,))
+SHAPES = [((3, 3), (1, 1), (1, 1)), ((3, 3), (2, 2), (1, 1)), ((5, 2), (1, 2), (0, 1))]
 
 
-def test_a_convolution_is_torchs_own():
+@pytest.mark.parametrize(("size", "stride", "padding"), SHAPES, ids=str)
+def test_the_way_back_through_patches_is_the_derivative(size, stride, padding):
+    images = torch.randn(2, 2, 1, 6, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: patches(x, size, stride, padding), (images,))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("size", "stride", "padding"), SHAPES, ids=str)
+def test_a_convolution_is_torchs_own(size, stride, padding, biased):
     images = torch.randn(2, 3, 4, 6, 5, dtype=torch.float64)
-    weight = torch.randn(2, 7, 3, 3, 3, dtype=torch.float64)
-    bias = torch.randn(2, 7, dtype=torch.float64)
-    found = convolve(images, weight, bias)
+    weight = torch.randn(2, 7, 3, *size, dtype=torch.float64)
+    bias = torch.randn(2, 7, dtype=torch.float64) if biased else None
+    found = convolve(images, weight, bias, stride, padding)
     for group in range(2):
         expected = torch.nn.functional.conv2d(
-            images[group].transpose(0, 1), weight[group], bias[group], padding=1
+            images[group].transpose(0, 1),
+            weight[group],
+            None if bias is None else bias[group],
+            stride,
+            padding,
         )
         torch.testing.assert_close(found[group].transpose(0, 1), expected)
 

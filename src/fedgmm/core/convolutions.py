@@ -10,6 +10,7 @@ Channels come before images, ``(G, c, n, h, w)``, so that a product needs no rea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,32 +21,40 @@ from torch.nn.functional import dropout, max_pool2d, pad, relu
 
 from fedgmm.core.networks import ConvNet, Params, Vectorised
 
-_TAPS = [(dy, dx) for dy in range(3) for dx in range(3)]
+Pair = tuple[int, int]
+"""Down and right."""
 
 
 class _Patches(torch.autograd.Function):
-    """``(G, c, n, h, w)`` to ``(G, 9·c, n, h, w)``: each pixel's neighbours, zeros outside.
+    """``(G, c, n, h, w)`` to ``(G, k·k·c, n, h', w')``: each pixel's neighbours, zeros outside.
 
-    Autograd would make a tensor of the full size for each of the nine slices on the way back.
+    Autograd would make a tensor of the full size for each of the slices on the way back.
     """
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor) -> Tensor:
-        height, width = images.shape[-2:]
-        wide = pad(images, (1, 1, 1, 1))
-        out = images.new_empty(len(images), 9, *images.shape[1:])
-        for tap, (dy, dx) in enumerate(_TAPS):
-            out[:, tap] = wide[..., dy : dy + height, dx : dx + width]
-        return out.flatten(1, 2)
+    def forward(ctx: Any, images: Tensor, size: Pair, stride: Pair, padding: Pair) -> Tensor:
+        wide = pad(images, (padding[1], padding[1], padding[0], padding[0]))
+        ctx.slices = _slices(wide.shape[-2:], size, stride)
+        ctx.wide, ctx.padding = wide.shape, padding
+        return torch.stack([wide[..., down, right] for down, right in ctx.slices], 1).flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        gradient = _split(gradients[0], 1, 9)
-        height, width = gradient.shape[-2:]
-        wide = gradient.new_zeros(*gradient[:, 0].shape[:-2], height + 2, width + 2)
-        for tap, (dy, dx) in enumerate(_TAPS):
-            wide[..., dy : dy + height, dx : dx + width] += gradient[:, tap]
-        return wide[..., 1:-1, 1:-1]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = _split(gradients[0], 1, len(ctx.slices))
+        wide = gradient.new_zeros(ctx.wide)
+        for tap, (down, right) in enumerate(ctx.slices):
+            wide[..., down, right] += gradient[:, tap]
+        (top, left), (height, width) = ctx.padding, ctx.wide[-2:]
+        return wide[..., top : height - top, left : width - left], None, None, None
+
+
+def _slices(wide: Sequence[int], size: Pair, stride: Pair) -> list[tuple[slice, slice]]:
+    """Where the first, second, … neighbour of every place lies in padded images."""
+    rows, columns = (
+        [slice(first, whole - own + first + 1, step) for first in range(own)]
+        for whole, own, step in zip(wide, size, stride, strict=True)
+    )
+    return [(down, right) for down in rows for right in columns]
 
 
 def _split(values: Tensor, axis: int, first: int, second: int = -1) -> Tensor:
@@ -53,27 +62,41 @@ def _split(values: Tensor, axis: int, first: int, second: int = -1) -> Tensor:
     return values.reshape(*values.shape[:axis], first, second, *values.shape[axis + 1 :])
 
 
-def patches(images: Tensor) -> Tensor:
-    """Every pixel's 3×3 neighbourhood: ``(G, c, n, h, w)`` to ``(G, 9·c, n, h, w)``."""
-    found: Tensor = _Patches.apply(images)  # type: ignore[no-untyped-call]
+def patches(
+    images: Tensor, size: Pair = (3, 3), stride: Pair = (1, 1), padding: Pair = (1, 1)
+) -> Tensor:
+    """Every place's neighbourhood: ``(G, c, n, h, w)`` to ``(G, k·k·c, n, h', w')``."""
+    found: Tensor = _Patches.apply(images, size, stride, padding)  # type: ignore[no-untyped-call]
     return found
 
 
-def convolve(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """3×3 convolutions, one a group.
+def convolve(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Pair = (1, 1),
+    padding: Pair = (1, 1),
+) -> Tensor:
+    """Convolutions, one a group.
 
     Args:
         images: ``(G, c, n, h, w)``.
-        weight: ``(G, c', c, 3, 3)``.
+        weight: ``(G, c', c, k, k)``.
         bias: ``(G, c')``.
+        stride: of the places.
+        padding: zeros around the images.
 
     Returns:
-        ``(G, c', n, h, w)``.
+        ``(G, c', n, h', w')``.
     """
-    kernel = weight.permute(0, 1, 3, 4, 2).flatten(2)  # (G, c', 9·c), in the order of patches
-    seen = patches(images).flatten(2)
-    out = torch.baddbmm(bias.unsqueeze(-1), kernel, seen)
-    return out.reshape(*out.shape[:2], *images.shape[2:])
+    size = (weight.shape[-2], weight.shape[-1])
+    kernel = weight.permute(0, 1, 3, 4, 2).flatten(2)  # (G, c', k·k·c), in the order of patches
+    seen = patches(images, size, stride, padding)
+    flat = seen.flatten(2)
+    out = (
+        torch.bmm(kernel, flat) if bias is None else torch.baddbmm(bias.unsqueeze(-1), kernel, flat)
+    )
+    return out.reshape(*out.shape[:2], *seen.shape[2:])
 
 
 def _pooled(images: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedgmm.core.convolutions import convolve
 from fedgmm.core.networks import ModuleFactory, Params, Vectorised, is_statistic
 
 
@@ -214,13 +215,13 @@ def _convolution(layer: nn.Conv2d, name: str) -> Operation:
     if layer.dilation != (1, 1) or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         raise ValueError(f"Stacked training does not know this kind of padding ({name}).")
 
-    def convolve(journey: Pass, images: Tensor) -> Tensor:
+    def filtered(journey: Pass, images: Tensor) -> Tensor:
         out = kernel(layer, journey.params[f"{name}.weight"], images)
         if layer.bias is not None:
             out = out + journey.params[f"{name}.bias"][..., None, None, None]
         return out
 
-    return convolve
+    return filtered
 
 
 def _pointwise(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
@@ -232,25 +233,10 @@ def _pointwise(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
 
 
 def _full(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
-    """``(G, c', c, k, k)`` on ``(G, c, n, h, w)``: a product with every pixel's neighbourhood."""
-    seen = _neighbourhoods(layer, images)
-    out = torch.bmm(weight.permute(0, 1, 3, 4, 2).flatten(2), seen.flatten(1, 2).flatten(2))
-    return out.reshape(*out.shape[:2], *seen.shape[3:])
-
-
-def _neighbourhoods(layer: nn.Conv2d, images: Tensor) -> Tensor:
-    """``(G, c, n, h, w)`` to ``(G, k·k, c, n, h', w')``."""
-    (tall, broad), (down, right), padding = layer.kernel_size, layer.stride, layer.padding
+    """``(G, c', c, k, k)`` on ``(G, c, n, h, w)``: a product with every place's neighbourhood."""
+    (down, right), padding = layer.stride, layer.padding
     assert not isinstance(padding, str)
-    wide = functional.pad(images, (padding[1], padding[1], padding[0], padding[0]))
-    height = (wide.shape[-2] - tall) // down + 1
-    width = (wide.shape[-1] - broad) // right + 1
-    taps = [
-        wide[..., dy : dy + down * height : down, dx : dx + right * width : right]
-        for dy in range(tall)
-        for dx in range(broad)
-    ]
-    return torch.stack(taps, dim=1)
+    return convolve(images, weight, None, (down, right), (padding[0], padding[1]))
 
 
 def _each_channel(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
