@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from fedgmm import FedGMMClassifier
+from fedgmm.algorithms.local_training import LocalTraining
+from fedgmm.core import kernels, stacked
+from fedgmm.core.backbones import MobileNetV2
+from fedgmm.core.learners import SGD
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.inference.saving import load
 from fedgmm.training import ALGORITHMS, train
@@ -94,3 +100,136 @@ def test_selected_clients_and_the_estimator():
     model = FedGMMClassifier(2, 2, rounds=3).fit(x, labels)  # device="auto" finds the card
     assert next(iter(model.model_.prediction.learners.values())).device.type == "cuda"
     assert model.predict(x).shape == labels.shape
+
+
+# ---------------------------------------------------------------------- kernels and recordings
+
+
+def far(found, expected):
+    """Relative distance in the norm."""
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def gradients(function, *given):
+    own = [value.detach().clone().requires_grad_() for value in given]
+    out = function(*own)
+    generator = torch.Generator("cuda").manual_seed(1)
+    slope = torch.randn(out.shape, generator=generator, device="cuda", dtype=torch.float64)
+    return [out, *torch.autograd.grad(out, own, slope.to(out.dtype))]
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).cuda()
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [((2, 3, 5, 7, 7), 1), ((2, 3, 5, 8, 8), 2), ((3, 2, 4, 2, 2), 2), ((2, 2, 5, 1, 1), 1)],
+)
+def test_kernel_of_filters_of_single_channels(shape, stride):
+    groups, channels, rows, height, width = shape
+
+    def plain(images, weight):
+        flat = images.permute(2, 0, 1, 3, 4).reshape(rows, groups * channels, height, width)
+        out = functional.conv2d(
+            flat, weight.flatten(0, 1), stride=stride, padding=1, groups=groups * channels
+        )
+        return out.reshape(rows, groups, channels, *out.shape[-2:]).permute(1, 2, 0, 3, 4)
+
+    given = normal(*shape), normal(groups, channels, 1, 3, 3)
+    found = gradients(lambda x, w: kernels.depthwise(x, w, stride), *given)
+    expected = gradients(plain, *(value.double() for value in given))
+    assert max(map(far, found, expected)) < 1e-5
+
+
+@pytest.mark.parametrize("ceiling", [kernels.NO_ACTIVATION, kernels.RELU, kernels.RELU6])
+@pytest.mark.parametrize("masked", [False, True])
+def test_kernel_of_normalisation(ceiling, masked):
+    mask = torch.rand(3, 6, generator=torch.Generator().manual_seed(0)).cuda() < 0.6
+    mask[:, 0] = True
+    mask = mask if masked else None
+    given = 3 * normal(3, 4, 6, 5, 5) + 1, normal(3, 4).abs() * 3, normal(3, 4)
+    chosen = None if ceiling < 0 else ceiling
+
+    def plain(images, weight, bias):
+        out, _, _ = stacked._by_own_statistics(images, mask, weight, bias, 1e-5)
+        return stacked._activated(out, chosen) * (
+            1 if mask is None else mask[:, None, :, None, None]
+        )
+
+    found = gradients(
+        lambda x, w, b: (
+            kernels.normalised(x, w, b, mask, 1e-5, ceiling)[0]
+            * (1 if mask is None else mask[:, None, :, None, None])
+        ),
+        *given,
+    )
+    expected = gradients(plain, *(value.double() for value in given))
+    assert max(map(far, found, expected)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [8, 7])
+def test_kernel_of_pooling(size):
+    def plain(images):
+        out = functional.max_pool2d(images.flatten(1, 2), 2).relu()
+        return out.reshape(*images.shape[:3], size // 2, size // 2)
+
+    given = normal(3, 4, 5, size, size)
+    found, expected = gradients(kernels.pooled_relu, given), gradients(plain, given.double())
+    assert max(map(far, found, expected)) < 1e-6
+
+
+def test_kernel_of_convolutions():
+    def plain(images, weight, bias):
+        parts = [
+            functional.conv2d(x.transpose(0, 1), w, b, padding=1).transpose(0, 1)
+            for x, w, b in zip(images, weight, bias, strict=True)
+        ]
+        return torch.stack(parts)
+
+    given = normal(2, 16, 3, 7, 7), normal(2, 32, 16, 3, 3), normal(2, 32)
+    found = gradients(kernels.convolve, *given)
+    expected = gradients(plain, *(value.double() for value in given))
+    assert max(map(far, found, expected)) < 1e-5
+
+
+def test_recorded_rounds_are_those_of_a_cpu():
+    """The first round runs as it is, the second is recorded, the third is replayed."""
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 256, size=(40, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(
+        pictures, np.arange(40) % 3, np.arange(40) % 2, features=rng.normal(size=(40, 2))
+    )
+    network = partial(MobileNetV2, 3, dropout=0.0)
+    net = stacked.Stacked(network, (3, 32, 32), 3)
+    rows = data.train
+    results = []
+    for device in ("cpu", "cuda"):
+        training = LocalTraining(net, SGD(lr=0.01, batch_size=8))
+        own, params = rows.to(torch.device(device)), training.initial(2, torch.device(device))
+        counts = torch.ones(2, 2, dtype=torch.float64, device=device)
+        for number in (1, 2, 3, 4):
+            sums = training.train_shared(params, own, None, counts, number)
+            params = {name: (value / 2).float() for name, value in sums.items()}
+        results.append(params)
+    apart = [
+        far(there.cpu(), here)
+        for here, there in zip(*(own.values() for own in results), strict=True)
+    ]
+    assert max(apart) < 1e-2
+    assert sum(apart) / len(apart) < 1e-3
+
+
+def test_augmented_training_with_dropout_learns_in_recorded_rounds():
+    rng = np.random.default_rng(0)
+    labels = np.arange(60) % 2
+    pictures = rng.integers(0, 100, size=(60, 3, 32, 32)).astype(np.uint8)
+    pictures[labels == 1] += 120
+    data = FederatedDataset.from_arrays(
+        pictures, labels, np.arange(60) % 2, features=rng.normal(size=(60, 2))
+    )
+    options = {"learner": "mobilenet", "augment": True, "rounds": 12, "lr": 0.05, "tol": None}
+    model = train(data, "fedavg", device="cuda", precision="mixed", batch_size=16, **options)
+    assert model.history[-1]["log_likelihood"] > model.history[1]["log_likelihood"]
+    assert np.isfinite(model.evaluate().log_loss).all()

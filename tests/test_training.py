@@ -632,3 +632,78 @@ def test_one_client_alone_is_a_federation_too(rng, algorithm):
     x = rng.normal(size=(100, 2))
     data = FederatedDataset.from_arrays(x, (x[:, 0] > 0).astype(int))
     assert train(data, algorithm, rounds=30, lr=0.5).evaluate().mean_accuracy > 0.85
+
+
+def test_watching_now_and_then(rng):
+    model = train(federation(rng), watch_accuracy=2, tol=None, **{**FAST, "rounds": 5})
+    assert ["validation_accuracy" in e for e in model.history] == [False, True, False, True, False]
+
+
+# ---------------------------------------------------------------------- images, starts, priors
+
+
+def test_independent_learners_predict_as_without_a_density(rng):
+    """With an infinite pull FedGMM's labels are FedEM's, whatever its Gaussians do."""
+    data = two_groups(rng)
+    options = {**FAST, "rounds": 6, "start": "split", "solver": "sgd", "dtype": "float64"}
+    with_density = train(data, "fedgmm", independence=1e12, **options)
+    without = train(data, "fedem", **options)
+    x = data.test.inputs.numpy()
+    for name in data.names:
+        np.testing.assert_allclose(
+            with_density.predict_proba(x, name), without.predict_proba(x, name), atol=1e-7
+        )
+    assert not np.allclose(predictions(train(data, **options), data), predictions(without, data))
+
+
+def test_a_newcomer_is_adapted_with_the_same_pull(rng):
+    data = two_groups(rng)
+    model = train(data, independence=1e12, **{**FAST, "rounds": 4})
+    rows = data.test
+    found = model.adapt("new", rows.inputs.numpy(), data.classes[rows.labels.numpy()]).weights
+    np.testing.assert_allclose(found, np.outer(found.sum(1), found.sum(0)), atol=1e-9)
+
+
+def test_crops_and_flips_change_training_and_need_images(rng):
+    data = images(rng)
+    options = {**FAST, "learner": "cnn", "start": "random"}
+    plain, changed = (train(data, "fedavg", augment=a, **options) for a in (False, True))
+    again = train(data, "fedavg", augment=True, **options)
+    name = next(iter(plain.prediction.learners))
+    of = [m.prediction.learners[name] for m in (plain, changed, again)]
+    assert not torch.equal(of[0], of[1])
+    assert torch.equal(of[1], of[2])  # draws belong to the seed
+    with pytest.raises(ValueError, match="augment=True crops and flips images"):
+        train(federation(rng), augment=True, **FAST)
+
+
+def test_pretrained_weights_are_for_mobilenet(rng, tmp_path):
+    with pytest.raises(ValueError, match="needs learner='mobilenet'"):
+        train(federation(rng), pretrained="weights.safetensors", **FAST)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_learners_start_from_given_weights(rng, tmp_path, algorithm):
+    from safetensors.torch import save_file
+
+    from fedgmm.core.backbones import MobileNetV2, read_plain_pixels
+
+    torch.manual_seed(3)
+    module = MobileNetV2(2)
+    save_file(module.state_dict(), tmp_path / "weights.safetensors")
+    read_plain_pixels(module)
+    pictures = rng.integers(0, 256, size=(16, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(
+        pictures, np.arange(16) % 2, np.arange(16) % 2, features=rng.normal(size=(16, 2))
+    )
+    model = train(
+        data,
+        algorithm,
+        learner="mobilenet",
+        pretrained=str(tmp_path / "weights.safetensors"),
+        **{**FAST, "rounds": 1, "lr": 1e-9, "components": 1, "finetune_epochs": 0},
+    )
+    weight = module.state_dict()["features.4.conv.1.0.weight"]
+    for own in model.prediction.learners["features.4.conv.1.0.weight"]:
+        # copies are apart by a fiftieth of the weights' spread
+        assert (own - weight).std() < 0.05 * weight.std()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,9 +24,10 @@ from fedgmm.core.checks import check_choice, check_flag, check_integer, check_no
 from fedgmm.core.devices import resolve_device, resolve_dtype
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.learners import SGD
-from fedgmm.core.networks import Dense, ModuleFactory, Network, network
+from fedgmm.core.networks import Dense, ModuleFactory, Network, Params, network
 from fedgmm.core.scaling import Scaling, scaling_of
 from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
+from fedgmm.core.stacked import Stacked
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.federated import ClientRows
@@ -79,12 +81,17 @@ class TrainingOptions:
         momentum: within a client's round.
         weight_decay: of local SGD.
         schedule: of the learning rate: ``"constant"``, ``"cosine"`` or ``"sqrt"``.
+        augment: random crops and flips of images, anew in every step.
+        pretrained: a file with torchvision's weights that the learners start from (``"mobilenet"``).
         local_epochs: passes over a client's rows in a round.
         batch_size: rows a step.
         covariance_type: of the Gaussians.
         aggregation: ``"exact"`` or ``"paper"``.
         reg_covar: added to every variance; inputs are standardised.
         ridge: penalty of exact steps.
+        independence: how many rows a client's own shares of the learners count for within each
+            Gaussian of FedGMM: 0 lets every Gaussian have learners of its own, a large number makes
+            learners independent of Gaussians.
         server: ``"average"``, ``"momentum"`` or ``"adam"``.
         server_lr: step size of the server; ``None`` is 1, and 0.01 for Adam.
         server_momentum: its momentum.
@@ -117,12 +124,15 @@ class TrainingOptions:
     momentum: float = 0.0
     weight_decay: float = 0.0
     schedule: str = "constant"
+    augment: bool = False
+    pretrained: str | None = None
     local_epochs: int = 1
     batch_size: int = 128
     covariance_type: str = "full"
     aggregation: str = "exact"
     reg_covar: float = 1e-2
     ridge: float = 1.0
+    independence: float = 0.0
     server: str = "average"
     server_lr: float | None = None
     server_momentum: float = 0.9
@@ -155,7 +165,7 @@ class TrainingOptions:
             check_integer(name, getattr(self, name), 0)
         if self.seed >= 2**32:
             raise ValueError(f"seed must be less than 2**32, got {self.seed!r}.")
-        for name in ("weight_decay", "reg_covar", "ridge", "proximal", "mixing"):
+        for name in ("weight_decay", "reg_covar", "ridge", "independence", "proximal", "mixing"):
             check_non_negative(name, getattr(self, name))
         for name in ("lr", "penalty", "participation"):
             _check_positive(name, getattr(self, name))
@@ -170,6 +180,7 @@ class TrainingOptions:
         if self.participation > 1:
             raise ValueError(f"participation must lie in (0, 1], got {self.participation!r}.")
         check_flag("standardise", self.standardise)
+        check_flag("augment", self.augment)
         if self.patience is not None:
             check_integer("patience", self.patience, 1)
         check_choice("algorithm", self.algorithm, ALGORITHMS)
@@ -203,7 +214,7 @@ def train(
     answers: Answers | None = None,
     on_round: Iterable[OnTrainingRound] = (),
     checkpoint: Checkpoint | None = None,
-    watch_accuracy: bool = False,
+    watch_accuracy: bool | int = False,
     **changes: Any,
 ) -> FederatedModel:
     """Train a method on the clients' training rows.
@@ -222,8 +233,9 @@ def train(
             same. A training that has finished goes on if ``rounds`` is raised; rounds that are
             done stay as they are, even where another number of rounds would have changed them:
             with ``schedule="cosine"``, a warm-up as long as the run, or the patience of FedAvg+.
-        watch_accuracy: add ``validation_accuracy`` to every entry of the history: over all rows of a
-            fixed sample, at most 20,000 validation rows, and before any tuning at home.
+        watch_accuracy: add ``validation_accuracy`` to entries of the history, to all or to every
+            so-manieth: over all rows of a fixed sample, at most 20,000 validation rows, and before
+            any tuning at home.
         **changes: any field of :class:`TrainingOptions`, such as ``rounds=50``.
 
     Returns:
@@ -251,6 +263,8 @@ def train(
     scaled = _scaled(dataset, scaling, dtype, device)
     compute = torch.bfloat16 if chosen.precision == "mixed" else None
     net = network(chosen.learner, dataset.input_shape, len(dataset.classes), compute)
+    if chosen.augment and len(dataset.input_shape) != 3:
+        raise ValueError("augment=True crops and flips images; these inputs are none.")
     job = TrainingRun(
         chosen,
         build(chosen, net),
@@ -261,12 +275,25 @@ def train(
         answers,
         tuple(on_round),
         checkpoint,
-        watch_accuracy,
+        int(watch_accuracy),
+        _pretrained(chosen, net),
     )
     # small networks gain nothing from threads inside an operation
     quiet = device.type == "cpu" and isinstance(net, Dense)
     with lanes_only() if quiet else nullcontext():
         return job.run()
+
+
+def _pretrained(options: TrainingOptions, net: Network) -> Params | None:
+    """The learner that training starts from, if a file of weights is given."""
+    if options.pretrained is None:
+        return None
+    if not isinstance(net, Stacked):
+        raise ValueError(
+            f"pretrained={options.pretrained!r} needs learner='mobilenet', got {options.learner!r}."
+        )
+    generator = torch.Generator().manual_seed(options.seed)
+    return net.pretrained(Path(options.pretrained), generator)
 
 
 def build(options: TrainingOptions, net: Network) -> SupervisedMethod[Any, Any, Any]:
@@ -278,6 +305,7 @@ def build(options: TrainingOptions, net: Network) -> SupervisedMethod[Any, Any, 
         proximal=options.proximal if options.algorithm == "fedprox" else 0.0,
         batch_size=options.batch_size,
         epochs=options.local_epochs,
+        augment=options.augment,
     )
     dtype = resolve_dtype(options.dtype)
     training = LocalTraining(
@@ -310,6 +338,7 @@ def build(options: TrainingOptions, net: Network) -> SupervisedMethod[Any, Any, 
         start=start,  # type: ignore[arg-type]
         solver=solver,  # type: ignore[arg-type]
         ridge=options.ridge,
+        independence=options.independence,
         server=server,
     )
     method: Any

@@ -66,7 +66,9 @@ class TrainingRun:
         answers: which clients answer in a round.
         on_round: called after every round.
         checkpoint: where progress is written, and read if there is any.
-        watch_accuracy: whether the history tells the accuracy on validation rows.
+        watch_accuracy: every so many rounds the history tells the accuracy on validation rows; zero
+            means never.
+        learner: a trained learner to start from, ``(...)`` without a learner axis.
         history: one entry a round.
         best: the best round so far, where there is patience.
     """
@@ -80,7 +82,8 @@ class TrainingRun:
     answers: Answers | None
     on_round: tuple[OnTrainingRound, ...]
     checkpoint: Checkpoint | None = None
-    watch_accuracy: bool = False
+    watch_accuracy: int = 0
+    learner: Params | None = None
     history: list[dict[str, float]] = field(default_factory=list)
     best: Best | None = None
 
@@ -113,14 +116,14 @@ class TrainingRun:
     def _start(self) -> _Part:
         if not self._warm_up_rounds:
             return self._start_main(None)
-        part = self._first("warmup", self.warm_up, done=0, learner=None)
+        part = self._first("warmup", self.warm_up, done=0, learner=self.learner)
         self._save(part)
         return part
 
     def _start_main(self, warmed: Run[Any, Any] | None, keep: bool = True) -> _Part:
         """The method's own start; ``keep`` says whether it is worth a checkpoint."""
         if warmed is None:
-            part = self._first("main", self.method, done=0, learner=None)
+            part = self._first("main", self.method, done=0, learner=self.learner)
         else:
             learner = {name: value[0] for name, value in warmed.shared.learners.items()}
             done = max(warmed.round, self._warm_up_rounds)
@@ -144,7 +147,8 @@ class TrainingRun:
 
         def look(_: int, run: Run[Any, Any]) -> bool:
             entry = self._entry(run, started)
-            if self.watch_accuracy and len(self._watched.validation):
+            watch = self.watch_accuracy and run.round % self.watch_accuracy == 0
+            if watch and len(self._watched.validation):
                 entry["validation_accuracy"] = self._accuracy(part.method, run)
             if options.patience is None or part.phase == "warmup" or run.converged:
                 return False

@@ -4,11 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from fedgmm.core.backbones import MobileNetV2, ResNet18
+from fedgmm.core.backbones import IMAGENET_DEVIATION, IMAGENET_MEAN, MobileNetV2, ResNet18
 from fedgmm.core.learners import SGD, plan_batches, stack, train_local
 from fedgmm.core.networks import ConvNet, is_statistic, network
+from fedgmm.core.pixels import as_numbers
 from fedgmm.core.stacked import Stacked
 
 CLIENTS, LEARNERS, ROWS = 2, 2, 6
@@ -176,21 +178,76 @@ def test_mobilenet_by_name():
         network("mobilenet", (1, 28, 28), 10)
 
 
+@pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("sizes", [[7, 4, 3], [6, 6], [2, 1], [9, 3, 3, 1]], ids=str)
-def test_whole_batches_step_apart_and_every_row_is_seen_once(sizes):
+def test_every_row_is_seen_once_and_even_batches_differ_by_one_row(sizes, even):
     offsets = torch.tensor([0, *sizes]).cumsum(0)
     order = torch.arange(sum(sizes))
-    plan = plan_batches(offsets, torch.arange(len(sizes)), [order], 3, full_apart=True)
-    seen = []
+    plan = plan_batches(offsets, torch.arange(len(sizes)), [order], 3, even)
+    assert len(plan.steps) == -(-max(sizes) // 3)
+    seen, batches = [], {}
     for step in plan.steps:
         assert step.full == bool(step.mask.all())
         codes = plan.clients[step.clients]
         for client, rows, mask in zip(codes.tolist(), step.rows, step.mask, strict=True):
             own = rows[mask].tolist()
             assert all(offsets[client] <= row < offsets[client + 1] for row in own)
+            batches.setdefault(client, []).append(len(own))
             seen += own
     assert sorted(seen) == order.tolist()
-    together = plan_batches(offsets, torch.arange(len(sizes)), [order], 3)
-    assert len(together.steps) == -(-max(sizes) // 3)
-    padded = [step for step in plan.steps if not step.full]
-    assert all(len(step.rows) <= len(sizes) for step in padded)
+    assert all(max(own) <= 3 for own in batches.values())
+    if even:
+        assert all(max(own) - min(own) <= 1 for own in batches.values())
+    else:
+        assert all(set(own[:-1]) <= {3} for own in batches.values())
+
+
+class Deep(nn.Module):
+    """Normalisation upon normalisation, without a ceiling between."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4)]
+        for _ in range(19):
+            layers += [nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def test_padding_beside_a_single_row_stays_finite():
+    """A single pixel of a single row has no spread: whatever lies beside it is blown up."""
+    net = Stacked(Deep, (3, 1, 1), 2)
+    params = {n: v.expand(2, 1, *v.shape) for n, v in net.initial(torch.Generator()).items()}
+    inputs = torch.randn(6, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    plan = plan_batches(torch.tensor([0, 5, 6]), torch.arange(2), [torch.arange(6)], 8)
+    found = train_local(net, params, inputs, torch.zeros(6).long(), None, plan, SGD(lr=0.1))
+    assert all(bool(torch.isfinite(value).all()) for value in found.values())
+
+
+def test_pretrained_weights_read_plain_pixels(tmp_path):
+    """The file's network on scaled pictures, and ours on pixels in [-1, 1], say the same."""
+    torch.manual_seed(0)
+    module = MobileNetV2(7).eval()
+    for name, value in module.named_buffers():
+        if name.endswith("running_mean"):
+            value.copy_(0.1 * torch.randn_like(value))
+    save_file(module.state_dict(), tmp_path / "weights.safetensors")
+    net = Stacked(partial(MobileNetV2, 7), (3, 64, 64), 7)
+    own = net.pretrained(tmp_path / "weights.safetensors", torch.Generator())
+    bytes_ = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8)
+    mean, deviation = (torch.tensor(v)[:, None, None] for v in (IMAGENET_MEAN, IMAGENET_DEVIATION))
+    params = {name: value[None] for name, value in own.items()}
+    ours = MobileNetV2(7).eval()
+    ours.load_state_dict({n: v[0] for n, v in params.items()}, strict=False)
+    scaled = (bytes_ / 255 - mean) / deviation
+    first, theirs = ours.features[0], module.features[0]
+    # all but the border, where the one sees mid-grey and the other ImageNet's mean
+    inner = (slice(None), slice(None), slice(2, -2), slice(2, -2))
+    plain = as_numbers(bytes_, torch.float32)
+    torch.testing.assert_close(first(plain)[inner], theirs(scaled)[inner], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(own["classifier.1.weight"], module.classifier[1].weight)
+    with pytest.raises(ValueError, match="no pretrained weights for Small"):
+        Stacked(Small, (3, 8, 8), 5).pretrained(tmp_path / "weights.safetensors", torch.Generator())

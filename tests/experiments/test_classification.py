@@ -11,6 +11,7 @@ from fedgmm.data.images import ImageFileError
 from fedgmm.experiments import classification, comparison
 from fedgmm.experiments.classification import (
     ImageStudy,
+    chosen_of,
     open_trials,
     prepare_federation,
     reproduce_classification,
@@ -66,11 +67,11 @@ def test_the_numbers_are_those_of_a_plain_training(tmp_path, data):
         tuning = comparison.tune(
             federation, one["method"], rounds=1, options=study.options(one["method"], 0)
         )
-        assert one["lr"] == tuning.lr
+        assert one["lr"] == tuning.best
         file = tmp_path / "out" / "classification-femnist-paper" / f"{one['method']}-tuning.json"
         scores = json.loads(file.read_text())["scores"]
-        assert list(scores.values()) == list(tuning.scores.values())
-        options = replace(study.options(one["method"], 0), lr=tuning.lr)
+        assert list(scores["lr"].values()) == list(tuning.scores.values())
+        options = replace(study.options(one["method"], 0), **chosen_of(one))
         model = train(federation, options=options)
         assert outcome.accuracy[one["method"]] == [model.evaluate("test").mean_accuracy]
 

@@ -32,7 +32,7 @@ def test_the_paper_s_grid():
 def test_the_best_rate_on_validation_rows_is_chosen(rng):
     data = easy(rng)
     found = tune(data, "fedavg", grid=(1e-4, 1e-2, 0.5), rounds=8)
-    assert found.lr == 0.5
+    assert found.best == 0.5
     assert list(found.scores) == [1e-4, 1e-2, 0.5]
     for lr, score in found.scores.items():
         model = train(data, "fedavg", lr=lr, rounds=8)
@@ -57,7 +57,7 @@ def test_a_rate_that_diverges_is_never_chosen(rng):
         warnings.simplefilter("error")
         found = tune(data, "fedavg", grid=(1e7, 0.1), rounds=5, learner="mlp")
     assert found.scores[1e7] == -float("inf")
-    assert found.lr == 0.1
+    assert found.best == 0.1
 
 
 def test_options_reach_the_trials(rng):
@@ -83,7 +83,7 @@ def test_all_methods_are_compared(rng):
         assert len(one.model.history) <= 4
         if one.tuning is not None:
             assert set(one.tuning.scores) == {0.03, 0.3}
-            assert one.model.options["lr"] == one.tuning.lr
+            assert one.model.options["lr"] == one.tuning.best
         assert f"{one.algorithm}: training" in told
     assert "fedavg: choosing the learning rate" in told
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +61,14 @@ class FedAvgPlus:
     ) -> tuple[FedGMMShared, RoundInfo]:
         """FedAvg's average."""
         return self.average.server_step(shared, update)
+
+    def combine(self, updates: Sequence[FedGMMUpdate]) -> FedGMMUpdate:
+        """FedAvg's sums."""
+        return self.average.combine(updates)
+
+    def newcomer(self, shared: FedGMMShared, learner: Params | None = None) -> OwnLearners:
+        """Nothing personal yet."""
+        return self.average.newcomer(shared)
 
     def finish(self, shared: FedGMMShared, personal: OwnLearners, rows: LabelledRows) -> Params:
         """Tune the global learner on every client."""

@@ -7,7 +7,7 @@ on a client's own machine the same functions see one client.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -102,6 +102,17 @@ class SupervisedMethod(Method[Shared, Personal, Update, LabelledRows], Protocol)
 
     def init(self, rows: LabelledRows, learner: Params | None = None) -> tuple[Shared, Personal]:
         """The start; ``learner`` is a trained one to start from, ``(...)`` without a learner axis."""
+        ...
+
+    def combine(self, updates: Sequence[Update]) -> Update:
+        """One update from those of single clients, in the order of their names."""
+        ...
+
+    def newcomer(self, shared: Shared, learner: Params | None = None) -> Personal:
+        """What a client keeps before its first round, with a client axis of one.
+
+        ``learner`` is what ``init`` was given, for methods that share nothing.
+        """
         ...
 
     def finish(self, shared: Shared, personal: Personal, rows: LabelledRows) -> Personal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction, RoundInfo
-from fedgmm.algorithms.local import Fit, fit_of_own_learners
+from fedgmm.algorithms.local import Fit, combined_fit, fit_of_own_learners
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.core.learners import flatten, take_clients, weighted_sum
 from fedgmm.core.networks import Params
@@ -146,6 +147,23 @@ class ClusteredFL:
         if alike[leaves][:, ~leaves].max() > self.similarity:
             return None
         return torch.from_numpy(leaves).to(moves.device)
+
+    def combine(self, updates: Sequence[ClusteredUpdate]) -> ClusteredUpdate:
+        """The learners of all clients beside each other."""
+        learners = {
+            name: torch.cat([update.learners[name] for update in updates])
+            for name in updates[0].learners
+        }
+        return ClusteredUpdate(
+            torch.cat([update.clients for update in updates]),
+            learners,
+            torch.cat([update.rows for update in updates]),
+            combined_fit([update.fit for update in updates]),
+        )
+
+    def newcomer(self, shared: ClusteredShared, learner: Params | None = None) -> Tensor:
+        """The first code; a client that is told of its own cluster only knows no other."""
+        return torch.zeros(1, dtype=torch.int64)
 
     def finish(self, shared: ClusteredShared, personal: Tensor, rows: LabelledRows) -> Tensor:
         """Nothing is left to do."""

@@ -12,6 +12,7 @@ FedProx               none       1         proximal term in local training
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -26,12 +27,13 @@ from fedgmm.core.estep import responsibilities
 from fedgmm.core.gaussians import log_densities
 from fedgmm.core.learners import (
     NewtonSums,
+    add_params,
     log_likelihoods,
     newton_step,
     newton_sums,
 )
 from fedgmm.core.linalg import take
-from fedgmm.core.mstep import client_weights
+from fedgmm.core.mstep import client_weights, towards_independence
 from fedgmm.core.networks import Dense, Params, is_statistic
 from fedgmm.core.pixels import as_numbers
 from fedgmm.core.servers import ServerOptimiser, ServerState
@@ -91,6 +93,8 @@ class FedGMM:
         solver: gradient steps, or one exact Newton step a round (linear learners).
         ridge: penalty of the exact steps.
         perturbation: size of the split, relative to each parameter tensor's spread.
+        independence: how many rows a client's own shares of the learners count for within each
+            Gaussian, see :func:`fedgmm.core.mstep.towards_independence`.
         server: the server's optimiser for the learners.
     """
 
@@ -102,6 +106,7 @@ class FedGMM:
     solver: Solver = "sgd"
     ridge: float = 1.0
     perturbation: float = 0.02
+    independence: float = 0.0
     server: ServerOptimiser = field(default_factory=ServerOptimiser)
 
     def init(
@@ -177,7 +182,10 @@ class FedGMM:
                 shared.learners, rows, learner_weights if m2 > 1 else None, counts, round_number
             )
             update = replace(update, learners=sums)
-        weights = client_weights(mixture.counts, rows.features.rows_per_client.clamp_min(1))
+        own = mixture.counts
+        if self.independence:
+            own = towards_independence(own, m2, self.independence)
+        weights = client_weights(own, rows.features.rows_per_client.clamp_min(1))
         present = rows.features.rows_per_client[:, None] > 0
         return torch.where(present, weights, personal), update
 
@@ -206,12 +214,7 @@ class FedGMM:
 
         blocks = rows.features.blocks(self.learners * (net.classes - 1))
         lanes = [lane[0] for lane in accumulate(blocks, start, add_block, rows.device) if lane]
-        return NewtonSums(
-            torch.stack([lane.gradient for lane in lanes]).sum(0),
-            torch.stack([lane.hessian for lane in lanes]).sum(0),
-            torch.stack([lane.second for lane in lanes]).sum(0),
-            torch.stack([lane.weight for lane in lanes]).sum(0),
-        )
+        return _newton_total(lanes)
 
     def server_step(
         self, shared: FedGMMShared, update: FedGMMUpdate
@@ -237,6 +240,21 @@ class FedGMM:
         learners, server = self.server.step(shared.learners, average, shared.server)
         return FedGMMShared(mixture, learners, server), info
 
+    def combine(self, updates: Sequence[FedGMMUpdate]) -> FedGMMUpdate:
+        """Sums over clients that each sent their own."""
+        learners = [update.learners for update in updates if update.learners is not None]
+        newton = [update.newton for update in updates if update.newton is not None]
+        return FedGMMUpdate(
+            self.gaussians.combine([update.mixture for update in updates]),
+            torch.stack([update.learner_counts for update in updates]).sum(0),
+            add_params(learners) if learners else None,
+            _newton_total(newton) if newton else None,
+        )
+
+    def newcomer(self, shared: FedGMMShared, learner: Params | None = None) -> Tensor:
+        """The federation's own weights, ``(1, M1 · M2)``."""
+        return shared.mixture.weights[None]
+
     def finish(self, shared: FedGMMShared, personal: Tensor, rows: LabelledRows) -> Tensor:
         """Nothing is left to do."""
         return personal
@@ -250,3 +268,13 @@ class FedGMM:
             personal,
             shared.mixture.weights,
         )
+
+
+def _newton_total(parts: Sequence[NewtonSums]) -> NewtonSums:
+    """The sums of lanes or of clients."""
+    return NewtonSums(
+        torch.stack([part.gradient for part in parts]).sum(0),
+        torch.stack([part.hessian for part in parts]).sum(0),
+        torch.stack([part.second for part in parts]).sum(0),
+        torch.stack([part.weight for part in parts]).sum(0),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,12 @@ class Fit:
     def info(self) -> RoundInfo:
         """The mean over rows."""
         return RoundInfo(float(self.log_likelihood) / max(self.rows, 1))
+
+
+def combined_fit(fits: Sequence[Fit]) -> Fit:
+    """The fit of several clients from their own."""
+    total = torch.stack([fit.log_likelihood for fit in fits]).sum()
+    return Fit(total, sum(fit.rows for fit in fits))
 
 
 def fit_of_own_learners(training: LocalTraining, personal: Params, rows: LabelledRows) -> Fit:
@@ -67,6 +74,14 @@ class Local:
     def server_step(self, shared: None, update: Fit) -> tuple[None, RoundInfo]:
         """There is no server."""
         return None, update.info()
+
+    def combine(self, updates: Sequence[Fit]) -> Fit:
+        """The fit of all clients."""
+        return combined_fit(updates)
+
+    def newcomer(self, shared: None, learner: Params | None = None) -> Params:
+        """The start that every client has, ``(1, 1, ...)``."""
+        return expand_clients(self.training.initial(1, torch.device("cpu"), learner), 1)
 
     def finish(self, shared: None, personal: Params, rows: LabelledRows) -> Params:
         """Nothing is left to do."""

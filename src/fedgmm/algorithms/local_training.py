@@ -104,9 +104,9 @@ class LocalTraining:
     def plan(
         self, rows: LabelledRows, clients: Tensor, orders: list[Tensor], options: SGD
     ) -> BatchPlan:
-        """The batches of some clients; masks make batch normalisation slow, so most go without."""
-        apart = isinstance(self.net, Stacked)
-        return plan_batches(rows.offsets, clients, orders, options.batch_size, apart)
+        """The batches of some clients: even ones where a batch's own statistics matter."""
+        even = isinstance(self.net, Stacked)
+        return plan_batches(rows.offsets, clients, orders, options.batch_size, even)
 
     def _in_lanes(self, rows: LabelledRows) -> bool:
         """Small networks train group by group, one thread each; large ones use all threads at once."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from fedgmm.algorithms.base import RoundInfo
+from fedgmm.algorithms.centroids import local_centroids
 from fedgmm.core.aggregate import (
     Aggregation,
     aggregate_gaussians,
@@ -29,14 +30,7 @@ from fedgmm.core.gaussians import (
     residuals,
     weighted_moments,
 )
-from fedgmm.core.initialise import (
-    FEWEST_ROWS_SENT,
-    Centroids,
-    Start,
-    local_clusters,
-    nearest,
-    server_means,
-)
+from fedgmm.core.initialise import Centroids, Start, server_means
 from fedgmm.core.mstep import client_weights
 from fedgmm.core.randomness import row_uniforms
 from fedgmm.core.streaming import Block, accumulate
@@ -46,14 +40,8 @@ Assign = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
 """Responsibilities ``(n, M)`` and log-evidence ``(n,)`` of a block from its residuals ``(M, n, d)``,
 client codes ``(n,)`` and place among all rows."""
 
-# The start looks at no more than about this many local centroids and rows, drawn by lot: enough for
-# any M, and neither its time nor its memory grows with the federation.
-_MOST_CENTROIDS = 20_000
-_MOST_START_ROWS = 200_000
-_FEWEST_ROWS_A_CLUSTER = 10
-_LLOYD_ITERATIONS = 10
-_CLIENT_STREAM, _ROW_STREAM = 0, 1_000_000
-_ROWS_AT_ONCE = 65_536
+Assignment = Literal["nearest", "random"]
+"""How a start assigns rows: to the nearest mean, or by lot."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +74,65 @@ class MixtureUpdate:
     counts: Tensor
     moments: Moments
     log_likelihood: Tensor
+
+
+class StartRows(Protocol):
+    """What a start needs of the clients' rows, wherever they are: sums and centroids, never a row."""
+
+    @property
+    def columns(self) -> int:
+        """``d``."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the start is computed."""
+        ...
+
+    def overall(self) -> Gaussians:
+        """One diagonal Gaussian over all rows."""
+        ...
+
+    def centroids(self, clusters: int, seed: int) -> Centroids:
+        """At most ``clusters`` centroids of every client."""
+        ...
+
+    def assigned(
+        self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
+    ) -> MixtureUpdate:
+        """:meth:`FederatedGMM.sums_of_assigned`, summed over clients."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowsAtHand:
+    """Rows of clients that are all in this process."""
+
+    rows: ClientRows
+
+    @property
+    def columns(self) -> int:
+        """``d``."""
+        return self.rows.columns
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.rows.device
+
+    def overall(self) -> Gaussians:
+        """One diagonal Gaussian over all rows."""
+        return FederatedGMM(1).overall(self.rows)
+
+    def centroids(self, clusters: int, seed: int) -> Centroids:
+        """At most ``clusters`` centroids of every client."""
+        return local_centroids(self.rows, clusters, seed)
+
+    def assigned(
+        self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
+    ) -> MixtureUpdate:
+        """Sums over the rows."""
+        return method.sums_of_assigned(self.rows, current, assignment, seed)
 
 
 @dataclass(frozen=True)
@@ -141,10 +188,10 @@ class FederatedGMM:
         moments = update.moments
         mean_log_likelihood = float(update.log_likelihood / update.counts.sum())
         empty = torch.nonzero(~occupied(moments.counts)).flatten().tolist()
-        new = MixtureShared(
-            aggregate_gaussians(moments, shared.gaussians, self.reg_covar),
-            aggregate_weights(update.counts),
-        )
+        current = shared.gaussians
+        if len(empty) < len(moments.counts):  # else clients withheld all their moments
+            current = aggregate_gaussians(moments, current, self.reg_covar)
+        new = MixtureShared(current, aggregate_weights(update.counts))
         return new, RoundInfo(mean_log_likelihood, tuple(empty))
 
     def _sum_over_rows(
@@ -195,44 +242,64 @@ class FederatedGMM:
             moments = within_client_moments(moments, own_counts, own_first, kind)
         return MixtureUpdate(total.counts, moments, total.log_likelihood)
 
+    def combine(self, updates: Sequence[MixtureUpdate]) -> MixtureUpdate:
+        """One update from those of single clients, in the order of their names."""
+        own_counts = torch.stack([update.moments.counts for update in updates])
+        own_first = torch.stack([update.moments.first for update in updates])
+        second = torch.zeros_like(updates[0].moments.second)
+        for update in updates:
+            second += update.moments.second
+        moments = Moments(own_counts.sum(0), own_first.sum(0), second)
+        if self.aggregation == "paper":
+            moments = within_client_moments(moments, own_counts, own_first, self.covariance_type)
+        fit = torch.stack([update.log_likelihood for update in updates]).sum()
+        return MixtureUpdate(torch.cat([update.counts for update in updates]), moments, fit)
+
     # ------------------------------------------------------------------ the start
 
     def start(
-        self, rows: ClientRows, start: Start, seed: int, given: GivenStart | None = None
+        self, rows: ClientRows | StartRows, start: Start, seed: int, given: GivenStart | None = None
     ) -> MixtureShared:
         """Shared Gaussians and weights from sums and local centroids; no raw row is sent.
 
         What is ``given`` is kept; with means given, every row counts for its nearest mean.
         """
         given = given or GivenStart()
+        if isinstance(rows, ClientRows):
+            rows = RowsAtHand(rows)
         weights, means, covariances = given.weights, given.means, given.covariances
         if self.covariance_type == "identity":
             covariances = torch.ones(self.components, dtype=torch.float64, device=rows.device)
         if weights is None or means is None or covariances is None:
-            whole = self.overall(rows)
-            assign: Assign = _nearest_component
+            whole = rows.overall()
+            assignment: Assignment = "nearest"
             if means is not None:
                 centres = means
             elif start == "random":
                 centres = whole.means.expand(self.components, -1)
-                assign = self._random_assignment(rows, seed)
+                assignment = "random"
             else:
                 centres = self._means_from_centroids(rows, whole, start, seed)
-            found = self._from_assignment(rows, centres, whole, assign)
+            found = self._from_assignment(rows, centres, whole, assignment, seed)
             weights = found.weights if weights is None else weights
             means = found.gaussians.means if means is None else means
             covariances = found.gaussians.covariances if covariances is None else covariances
         return MixtureShared(gaussians(means, covariances, self.covariance_type), weights)
 
     def _from_assignment(
-        self, rows: ClientRows, centres: Tensor, whole: Gaussians, assign: Assign
+        self,
+        rows: StartRows,
+        centres: Tensor,
+        whole: Gaussians,
+        assignment: Assignment,
+        seed: int,
     ) -> MixtureShared:
         """One M-step from given responsibilities; an empty component gets the overall spread."""
         current = gaussians(
             centres, _spread(whole, self.components, self.covariance_type), self.covariance_type
         )
         exact = replace(self, aggregation="exact")
-        update = exact._sum_over_rows(rows, current, assign)
+        update = rows.assigned(exact, current, assignment, seed)
         shared, _ = exact.server_step(MixtureShared(current, whole.means.new_empty(0)), update)
         # A weight of zero could never grow again.
         weights = (update.counts.sum(0) + 1e-3).clamp_min(0)
@@ -250,6 +317,14 @@ class FederatedGMM:
             current = Gaussians(current.means + shift, variances.clamp_min(0.0), ones, "diag")
         return current
 
+    def sums_of_assigned(
+        self, rows: ClientRows, current: Gaussians, assignment: Assignment, seed: int
+    ) -> MixtureUpdate:
+        """Counts and moments where each row belongs to its nearest mean, or by lot to all of them."""
+        nearest = assignment == "nearest"
+        assign = _nearest_component if nearest else self._random_assignment(rows, seed)
+        return self._sum_over_rows(rows, current, assign)
+
     def _random_assignment(self, rows: ClientRows, seed: int) -> Assign:
         codes_of_rows = rows.codes.cpu().numpy()
 
@@ -262,10 +337,10 @@ class FederatedGMM:
         return assign
 
     def _means_from_centroids(
-        self, rows: ClientRows, whole: Gaussians, start: Start, seed: int
+        self, rows: StartRows, whole: Gaussians, start: Start, seed: int
     ) -> Tensor:
         means = torch.from_numpy(
-            server_means(local_centroids(rows, self.components, seed), self.components, start, seed)
+            server_means(rows.centroids(self.components, seed), self.components, start, seed)
             if self.components > 1
             else whole.means.cpu().numpy()
         ).to(rows.device)
@@ -311,120 +386,3 @@ def _spread(whole: Gaussians, components: int, kind: CovarianceType) -> Tensor:
             return variances.mean().expand(components)
         case _:
             return torch.ones(components, dtype=variances.dtype, device=variances.device)
-
-
-def local_centroids(rows: ClientRows, clusters: int, seed: int) -> Centroids:
-    """Every client clusters its own rows; all clients at once, none sees another's.
-
-    Args:
-        rows: the clients' rows.
-        clusters: at most this many centroids a client.
-        seed: draws belong to a client's name and row, so the order of clients does not matter.
-    """
-    rows = _sample(rows, clusters, seed)
-    wanted = local_clusters(rows.rows_per_client, clusters)
-    active = torch.arange(clusters, device=rows.device) < wanted[:, None]
-    centres, active = _far_apart_rows(rows, active, seed)
-    for _ in range(_LLOYD_ITERATIONS):
-        sums, counts = _lloyd_step(rows, centres, active)
-        moved = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centres)
-        settled = torch.equal(moved, centres)
-        centres = moved
-        if settled:
-            break
-    sent = counts >= FEWEST_ROWS_SENT
-    return Centroids(centres[sent].cpu().numpy(), counts[sent].cpu().numpy())
-
-
-def _sample(rows: ClientRows, clusters: int, seed: int) -> ClientRows:
-    """Some clients of a large federation and some rows of a large client, drawn by lot."""
-    chosen = _chosen_clients(rows, max(1, _MOST_CENTROIDS // clusters), seed)
-    most = max(_FEWEST_ROWS_A_CLUSTER * clusters, _MOST_START_ROWS // len(chosen))
-    share = np.zeros(len(rows.names))
-    share[chosen] = most / np.maximum(rows.rows_per_client.cpu().numpy()[chosen], 1)
-    if share.min() >= 1.0:
-        return rows
-    codes = rows.codes.cpu().numpy()
-    wanted = np.empty(len(rows), dtype=bool)
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
-        place = slice(first, min(first + _ROWS_AT_ONCE, len(rows)))
-        own = codes[place]
-        lots = row_uniforms(seed, _ROW_STREAM, rows.keys[own], rows.positions_at(place))
-        wanted[place] = lots < share[own]
-    kept = rows.keep(torch.from_numpy(wanted).to(rows.device))
-    new_code = torch.zeros(len(rows.names), dtype=torch.int64)
-    new_code[torch.from_numpy(chosen)] = torch.arange(len(chosen))
-    names = tuple(rows.names[code] for code in chosen.tolist())
-    return ClientRows(kept.chunks, new_code.to(rows.device)[kept.codes], names)
-
-
-def _chosen_clients(rows: ClientRows, most: int, seed: int) -> NDArray[np.int64]:
-    """Sorted codes of at most so many clients, drawn by their names."""
-    if len(rows.names) <= most:
-        return np.arange(len(rows.names))
-    nothing = np.zeros(len(rows.keys), dtype=np.int64)
-    lots = row_uniforms(seed, _CLIENT_STREAM, rows.keys, nothing)
-    return np.sort(np.argsort(lots, kind="stable")[:most])
-
-
-def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """k-means++ within every client: rows drawn in proportion to their squared distance.
-
-    Returns the centres ``(C, k, d)`` and which of them are in use ``(C, k)``; a client with fewer
-    different rows than clusters uses fewer.
-    """
-    clients, clusters = active.shape
-    codes = rows.codes.cpu().numpy()
-    keys = rows.keys[codes]
-    centres = torch.zeros(clients, clusters, rows.columns, dtype=torch.float64, device=rows.device)
-    active = active.clone()
-    squared = torch.full((len(rows),), 1.0, dtype=torch.float64, device=rows.device)
-    for j in range(clusters):
-        uniform = torch.from_numpy(row_uniforms(seed, j + 1, keys, rows.positions)).to(rows.device)
-        # argmax of log D² + Gumbel noise is a draw with probability proportional to D²
-        score = squared.log() - (-uniform.log()).log()
-        best = torch.full((clients,), -torch.inf, dtype=torch.float64, device=rows.device)
-        best.scatter_reduce_(0, rows.codes, score, "amax")
-        is_best = (score == best[rows.codes]) & (score > -torch.inf)
-        winners = torch.nonzero(is_best).flatten()
-        chosen = torch.zeros(clients, dtype=torch.int64, device=rows.device)
-        chosen[rows.codes[winners]] = winners
-        active[:, j] &= best > -torch.inf
-        centres[:, j] = rows.take(chosen)
-        if j + 1 < clusters:
-            squared = _squared_distances(rows, centres[:, : j + 1], active[:, : j + 1])
-    return centres, active
-
-
-def _squared_distances(rows: ClientRows, centres: Tensor, active: Tensor) -> Tensor:
-    """Squared distance of every row to the nearest of its client's centres, ``(N,)``."""
-    out = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
-
-    def write(_: None, block: Block) -> None:
-        x, codes, place = rows.read(block)
-        out[place] = nearest(x.double(), centres[codes], active[codes])[1]
-
-    accumulate(rows.blocks(centres.shape[1]), lambda: None, write, rows.device)
-    return out
-
-
-def _lloyd_step(rows: ClientRows, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums ``(C, k, d)`` and counts ``(C, k)`` of the rows nearest to each centre."""
-    clients, clusters, d = centres.shape
-
-    def start() -> tuple[Tensor, Tensor]:
-        sums = torch.zeros(clients * clusters, d, dtype=torch.float64, device=rows.device)
-        return sums, sums.new_zeros(clients * clusters)
-
-    def add_block(total: tuple[Tensor, Tensor], block: Block) -> None:
-        x, codes, _ = rows.read(block)
-        x = x.double()
-        labels, _ = nearest(x, centres[codes], active[codes])
-        cell = codes * clusters + labels
-        total[0].index_add_(0, cell, x)
-        total[1].index_add_(0, cell, torch.ones_like(cell, dtype=torch.float64))
-
-    lanes = accumulate(rows.blocks(clusters), start, add_block, rows.device)
-    sums = torch.stack([lane[0] for lane in lanes]).sum(0).reshape(clients, clusters, d)
-    counts = torch.stack([lane[1] for lane in lanes]).sum(0).reshape(clients, clusters)
-    return sums, counts

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction, RoundInfo
-from fedgmm.algorithms.local import Fit, fit_of_own_learners
+from fedgmm.algorithms.local import Fit, combined_fit, fit_of_own_learners
 from fedgmm.algorithms.local_training import LocalTraining, check_finite
 from fedgmm.core.learners import (
     add_params,
@@ -111,6 +112,18 @@ class PFedMe:
         }
         learners, server = self.server.step(shared.learners, target, shared.server)
         return PFedMeShared(learners, server), update.fit.info()
+
+    def combine(self, updates: Sequence[PFedMeUpdate]) -> PFedMeUpdate:
+        """Sums over clients that each sent their own."""
+        return PFedMeUpdate(
+            add_params([update.learners for update in updates]),
+            torch.stack([update.rows for update in updates]).sum(),
+            combined_fit([update.fit for update in updates]),
+        )
+
+    def newcomer(self, shared: PFedMeShared, learner: Params | None = None) -> Params:
+        """The global learner, ``(1, 1, ...)``."""
+        return expand_clients(shared.learners, 1)
 
     def finish(self, shared: PFedMeShared, personal: Params, rows: LabelledRows) -> Params:
         """Nothing is left to do."""

@@ -67,6 +67,13 @@ def reproduce(
     encoder: Annotated[
         str | None, typer.Option(help="Images: what the Gaussians see, resnet18 or pixels.")
     ] = None,
+    pretrained: Annotated[
+        Path | None, typer.Option(help="Images: ImageNet weights that MobileNet-V2 starts from.")
+    ] = None,
+    shift: Annotated[
+        bool | None,
+        typer.Option(help="Images: transform and relabel half of them; yes by default."),
+    ] = None,
     fraction: Annotated[
         float | None, typer.Option(help="Images: share of the images to use.")
     ] = None,
@@ -102,6 +109,8 @@ def reproduce(
         "track": track,
         "learner": learner,
         "encoder": encoder,
+        "pretrained": None if pretrained is None else str(pretrained),
+        "shift": shift,
         "fraction": fraction,
     }
     with working() as tell:
@@ -109,7 +118,7 @@ def reproduce(
             make, run = _study(experiment)
             study = make(**_given({**common, **images}))
             run(out, study, data_dir=data_dir, cache=cache, tell=tell)
-            table = out / f"{experiment.value}-{study.dataset}-{study.track}.md"
+            table = out / f"{experiment.value}-{study.label}.md"
         else:
             for name, value in {**images, "cache": cache}.items():
                 if value is not None:

@@ -201,7 +201,7 @@ def tune(
             str(rate): score if math.isfinite(score) else None
             for rate, score in found.scores.items()
         }
-        print_json({"lr": found.lr, "scores": scores})
+        print_json({"lr": found.best, "scores": scores})
         return
     screen().print(tuning_table(found, f"{method} on {data.value}"))
 

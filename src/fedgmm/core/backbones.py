@@ -218,6 +218,29 @@ def weights_file(name: str, data_dir: Path) -> Path:
     return data_dir / "weights" / f"{name}_imagenet.safetensors"
 
 
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
+"""Of red, green and blue in [0, 1], as pretrained networks expect them to be scaled."""
+
+
+def read_plain_pixels(module: Backbone) -> None:
+    """Let a network that was trained on scaled ImageNet pictures read pixels in [-1, 1], in place.
+
+    Scales go into the first convolution and shifts into the normalisation after it. Only what
+    surrounds a picture differs then: mid-grey instead of ImageNet's mean colour.
+    """
+    first = next(part for part in module.modules() if isinstance(part, nn.Conv2d))
+    norm = next(part for part in module.modules() if isinstance(part, nn.BatchNorm2d))
+    mean = torch.tensor(IMAGENET_MEAN).to(first.weight)[:, None, None]
+    deviation = torch.tensor(IMAGENET_DEVIATION).to(first.weight)[:, None, None]
+    with torch.no_grad():
+        # (p - mean) / deviation = (x + 1 - 2 mean) / (2 deviation) for p = (x + 1) / 2
+        first.weight.div_(2.0 * deviation)
+        shift = (first.weight * (1.0 - 2.0 * mean)).sum((1, 2, 3))
+        assert norm.running_mean is not None
+        norm.running_mean.sub_(shift)
+
+
 # ---------------------------------------------------------------------- weights
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, max_pool2d, pad, relu
 
+from fedgmm.core import kernels
 from fedgmm.core.networks import ConvNet, Params, Vectorised
 
 Pair = tuple[int, int]
@@ -89,6 +90,8 @@ def convolve(
     Returns:
         ``(G, c', n, h', w')``.
     """
+    if stride == padding == (1, 1) and kernels.usable_channels(images, weight):
+        return kernels.convolve(images, weight, bias)
     size = (weight.shape[-2], weight.shape[-1])
     kernel = weight.permute(0, 1, 3, 4, 2).flatten(2)  # (G, c', k·k·c), in the order of patches
     seen = patches(images, size, stride, padding)
@@ -100,8 +103,10 @@ def convolve(
 
 
 def _pooled(images: Tensor) -> Tensor:
-    """The largest of every 2×2 pixels."""
-    pooled = max_pool2d(images.flatten(1, 2), 2)
+    """The largest of every 2×2 pixels and of zero."""
+    if kernels.usable(images):
+        return kernels.pooled_relu(images)
+    pooled = relu(max_pool2d(images.flatten(1, 2), 2))
     return pooled.reshape(*images.shape[:3], *pooled.shape[-2:])
 
 
@@ -169,9 +174,9 @@ class Convolutional:
         # learners read the same images: their first convolutions are one
         weight = _split(stacked["features.0.weight"], 0, -1, learners).flatten(1, 2)
         hidden = convolve(images, weight, stacked["features.0.bias"].reshape(len(weight), -1))
-        hidden = relu(_pooled(hidden.reshape(len(weight) * learners, -1, *hidden.shape[2:])))
+        hidden = _pooled(hidden.reshape(len(weight) * learners, -1, *hidden.shape[2:]))
         hidden = convolve(hidden, stacked["features.3.weight"], stacked["features.3.bias"])
-        hidden = dropout(relu(_pooled(hidden)), self.dropout, training)
+        hidden = dropout(_pooled(hidden), self.dropout, training)
 
         hidden = hidden.transpose(1, 2).flatten(2)  # (A·M, n, c·h·w), as the module flattens
         for layer in ("classifier.0", "classifier.3"):

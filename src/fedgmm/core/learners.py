@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from torch.nn.functional import logsigmoid
 
 from fedgmm.core.linalg import matmul, solve, take
 from fedgmm.core.networks import Dense, Network, Params, is_statistic
-from fedgmm.core.pixels import as_numbers
+from fedgmm.core.pixels import as_numbers, crop_and_flip
+from fedgmm.core.recording import recorder_of
 from fedgmm.core.stacked import Stacked
 
 _NUMBERS_AT_ONCE = 512 * 1024 * 1024  # activations of rows that shared learners look at
+_LARGER_ON_ACCELERATORS = 4
 _KEPT_FOR_THE_WAY_BACK = 8  # times as many numbers in training, about
 
 
@@ -35,6 +37,7 @@ def log_likelihoods(
     """
     learners = len(next(iter(params.values())))
     most = _NUMBERS_AT_ONCE * _KEPT_FOR_THE_WAY_BACK // (learners * net.row_numbers)
+    most *= 1 if inputs.device.type == "cpu" else _LARGER_ON_ACCELERATORS
     if inputs.dim() == len(net.input_shape) + 1 and len(inputs) > most and not training:
         size = max(1, most)
         parts = [slice(first, first + size) for first in range(0, len(inputs), size)]
@@ -126,6 +129,7 @@ class SGD:
         proximal: strength ``ρ`` of ``ρ/2 ‖θ - anchor‖²``.
         batch_size: rows a step.
         epochs: passes over the client's rows.
+        augment: random crops and flips of images, anew in every step.
     """
 
     lr: float = 0.1
@@ -134,6 +138,7 @@ class SGD:
     proximal: float = 0.0
     batch_size: int = 128
     epochs: int = 1
+    augment: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,18 +149,16 @@ class Step:
         rows: row numbers, ``(A, B)``.
         mask: one for a row, zero for padding, ``(A, B)``.
         full: there is no padding.
-        first: place of the first of these clients in the plan; the others follow.
     """
 
     rows: Tensor
     mask: Tensor
     full: bool = False
-    first: int = 0
 
     @property
     def clients(self) -> slice:
-        """Their places in the plan."""
-        return slice(self.first, self.first + len(self.rows))
+        """Their places in the plan: its first ones."""
+        return slice(0, len(self.rows))
 
 
 @dataclass(frozen=True)
@@ -163,8 +166,7 @@ class BatchPlan:
     """Who sees which rows, in which step.
 
     Attributes:
-        clients: client codes with the most rows first, ``(C,)``; the clients of a step follow one
-            another, and those that are done drop off the end.
+        clients: client codes with the most rows first, ``(C,)``; those that are done drop off the end.
         steps: the steps of a round, in order.
     """
 
@@ -173,11 +175,7 @@ class BatchPlan:
 
 
 def plan_batches(
-    offsets: Tensor,
-    clients: Tensor,
-    orders: list[Tensor],
-    batch_size: int,
-    full_apart: bool = False,
+    offsets: Tensor, clients: Tensor, orders: list[Tensor], batch_size: int, even: bool = False
 ) -> BatchPlan:
     """Cut every client's shuffled rows into batches, for all clients side by side.
 
@@ -185,28 +183,27 @@ def plan_batches(
         offsets: first row of each client and, last, the number of rows, ``(C_all + 1,)``.
         clients: codes of the clients that train, ``(C,)``.
         orders: one permutation of the rows an epoch, ``(N,)``, that keeps a client's rows together.
-        batch_size: rows a step.
-        full_apart: clients with a whole batch step apart from those with less, and need no mask.
+        batch_size: most rows a step.
+        even: a client's batches differ by at most one row; otherwise all are whole but the last, which
+            may hold a single row.
     """
     sizes = (offsets[1:] - offsets[:-1])[clients]
     by_size = torch.argsort(sizes, descending=True, stable=True)
     clients, sizes = clients[by_size], sizes[by_size]
-    most_first = sizes.tolist()
-    width = most_first[0]
-    batch = min(batch_size, width)
-    columns = torch.arange(batch, device=offsets.device)
+    batches = (sizes + batch_size - 1) // batch_size
     steps: list[Step] = []
     for order in orders:
-        for first in range(0, width, batch):
-            active = sum(size > first for size in most_first)
-            whole = sum(size >= first + batch for size in most_first)
-            edges = [0, whole, active] if full_apart and 0 < whole < active else [0, active]
-            for begin, end in pairwise(edges):
-                wide = columns[: min(batch, most_first[begin] - first)]
-                mask = first + wide < sizes[begin:end, None]
-                place = offsets[clients[begin:end], None] + first + wide
-                full = most_first[end - 1] >= first + len(wide)
-                steps.append(Step(order[torch.where(mask, place, 0)], mask, full, begin))
+        for number in range(int(batches[0])):
+            active = int((batches > number).sum())
+            own, parts = sizes[:active, None], batches[:active, None]
+            first = own * number // parts if even else torch.full_like(own, number * batch_size)
+            after = own * (number + 1) // parts if even else (first + batch_size).clamp_max(own)
+            width = int((after - first).max())
+            columns = first + torch.arange(width, device=offsets.device)
+            mask = columns < after
+            place = offsets[clients[:active], None] + columns
+            full = bool(mask.all())
+            steps.append(Step(order[torch.where(mask, place, 0)], mask, full))
     return BatchPlan(clients, steps)
 
 
@@ -239,24 +236,32 @@ def train_local(
     Returns:
         Trained parameters, ``(C, M, ...)``.
     """
-    params = {name: value.clone() for name, value in params.items()}
-    momentum = {name: torch.zeros_like(value) for name, value in params.items()}
-    for step in plan.steps:
-        active = step.clients
-        own = take_clients(params, active)
-        gradients, statistics = batch_gradients(net, own, inputs, labels, weights, step)
-        with torch.no_grad():
-            _remember(own, statistics)
-            for name, gradient in gradients.items():
-                value = own[name]
-                if options.weight_decay:
-                    gradient = gradient + options.weight_decay * value
-                if options.proximal and anchor is not None:
-                    gradient = gradient + options.proximal * (value - anchor[name][active])
-                if options.momentum:
-                    gradient = momentum[name][active].mul_(options.momentum).add_(gradient)
-                value.sub_(options.lr * gradient)
-    return params
+
+    def run(given: Given) -> list[Params]:
+        params = {name: value.clone() for name, value in given.params[0].items()}
+        centre = given.params[1] if anchor is not None else None
+        momentum = {name: torch.zeros_like(value) for name, value in params.items()}
+        for step in given.steps:
+            active = step.clients
+            own = take_clients(params, active)
+            gradients, statistics = batch_gradients(
+                net, own, inputs, labels, given.weights, step, options.augment
+            )
+            with torch.no_grad():
+                _remember(own, statistics)
+                for name, gradient in gradients.items():
+                    value = own[name]
+                    if options.weight_decay:
+                        gradient = gradient + options.weight_decay * value
+                    if options.proximal and centre is not None:
+                        gradient = gradient + options.proximal * (value - centre[name][active])
+                    if options.momentum:
+                        gradient = momentum[name][active].mul_(options.momentum).add_(gradient)
+                    value.sub_(options.lr * gradient)
+        return [params]
+
+    sets = [params] if anchor is None else [params, anchor]
+    return _done(net, inputs, labels, options, Given(sets, plan.steps, weights), run)[0]
 
 
 def train_moreau(
@@ -291,21 +296,71 @@ def train_moreau(
     Returns:
         The local learners and the personal ones, both ``(C, M, ...)``.
     """
-    local = {name: value.clone() for name, value in params.items()}
-    personal = {name: value.clone() for name, value in params.items()}
-    for step in plan.steps:
-        active = step.clients
-        own = take_clients(personal, active)
-        for _ in range(inner_steps):
-            gradients, statistics = batch_gradients(net, own, inputs, labels, None, step)
-            _remember(own, statistics)
-            for name, gradient in gradients.items():
-                pull = penalty * (own[name] - local[name][active])
-                own[name].sub_(inner_lr * (gradient + pull))
-        for name, value in local.items():
-            rate = 1.0 if is_statistic(name) else options.lr * penalty
-            value[active].sub_(rate * (value[active] - personal[name][active]))
+
+    def run(given: Given) -> list[Params]:
+        local = {name: value.clone() for name, value in given.params[0].items()}
+        personal = {name: value.clone() for name, value in local.items()}
+        for step in given.steps:
+            active = step.clients
+            own = take_clients(personal, active)
+            for _ in range(inner_steps):
+                gradients, statistics = batch_gradients(
+                    net, own, inputs, labels, None, step, options.augment
+                )
+                _remember(own, statistics)
+                for name, gradient in gradients.items():
+                    pull = penalty * (own[name] - local[name][active])
+                    own[name].sub_(inner_lr * (gradient + pull))
+            for name, value in local.items():
+                rate = 1.0 if is_statistic(name) else options.lr * penalty
+                value[active].sub_(rate * (value[active] - personal[name][active]))
+        return [local, personal]
+
+    key = (options, penalty, inner_steps, inner_lr)
+    local, personal = _done(net, inputs, labels, key, Given([params], plan.steps, None), run)
     return local, personal
+
+
+@dataclass(frozen=True)
+class Given:
+    """What differs from round to round: sets of parameters, the batches, and the rows' weights."""
+
+    params: list[Params]
+    steps: list[Step]
+    weights: Tensor | None
+
+
+def _done(
+    net: Network,
+    inputs: Tensor,
+    labels: Tensor,
+    options: Hashable,
+    given: Given,
+    run: Callable[[Given], list[Params]],
+) -> list[Params]:
+    """``run(given)``; large networks on an accelerator record it and replay it from then on."""
+    if not (inputs.is_cuda and isinstance(net, Stacked)):
+        return run(given)
+    names = [list(params) for params in given.params]
+    shape = [step.full for step in given.steps]
+
+    def work(tensors: Sequence[Tensor]) -> list[Tensor]:
+        rest = iter(tensors)
+        params = [{name: next(rest) for name in own} for own in names]
+        steps = [replace(step, rows=next(rest), mask=next(rest)) for step in given.steps]
+        found = run(Given(params, steps, None if given.weights is None else next(rest)))
+        return [value for one in found for value in one.values()]
+
+    tensors = [value for own in given.params for value in own.values()]
+    tensors += [value for step in given.steps for value in (step.rows, step.mask)]
+    tensors += [] if given.weights is None else [given.weights]
+    key = (run.__qualname__, options, tuple(shape), inputs.data_ptr(), labels.data_ptr())
+    found = recorder_of(net).run(key, work, tensors, kept=(inputs, labels))
+    first = names[0]  # what comes out has the names of what went in
+    return [
+        dict(zip(first, found[begin : begin + len(first)], strict=True))
+        for begin in range(0, len(found), len(first))
+    ]
 
 
 def _remember(own: Params, statistics: Params) -> None:
@@ -321,9 +376,10 @@ def batch_loss(
     labels: Tensor,
     weights: Tensor | None,
     step: Step,
+    augment: bool = False,
 ) -> tuple[Tensor, Params]:
     """Weighted mean cross-entropy of one step, ``(A, M)``, and running statistics after it, if any."""
-    x, y, share = _batch(params, inputs, labels, weights, step)
+    x, y, share = _batch(params, inputs, labels, weights, step, augment)
     if isinstance(net, Stacked):
         logits, statistics = net.walk(params, x, True, None if step.full else step.mask)
         likelihood = _of_labels(torch.log_softmax(logits, dim=-1), y)
@@ -339,13 +395,15 @@ def batch_gradients(
     labels: Tensor,
     weights: Tensor | None,
     step: Step,
+    augment: bool = False,
 ) -> tuple[Params, Params]:
     """Gradient of every client's and learner's own :func:`batch_loss`, and new running statistics."""
     if isinstance(net, Dense) and not net.hidden:
-        return _linear_gradients(net, params, *_batch(params, inputs, labels, weights, step)), {}
+        batch = _batch(params, inputs, labels, weights, step, augment)
+        return _linear_gradients(net, params, *batch), {}
     own = {name: value.detach() for name, value in params.items()}
     trained = [value.requires_grad_() for name, value in own.items() if not is_statistic(name)]
-    losses, statistics = batch_loss(net, own, inputs, labels, weights, step)
+    losses, statistics = batch_loss(net, own, inputs, labels, weights, step, augment)
     # zero for a parameter that the module never uses
     gradients = torch.autograd.grad(losses.sum(), trained, materialize_grads=True)
     names = [name for name in own if not is_statistic(name)]
@@ -353,7 +411,12 @@ def batch_gradients(
 
 
 def _batch(
-    params: Params, inputs: Tensor, labels: Tensor, weights: Tensor | None, step: Step
+    params: Params,
+    inputs: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    step: Step,
+    augment: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows ``(A, B, *shape)``, labels ``(A, B)`` and each row's share of the loss, ``(A, B, M or 1)``."""
     dtype = next(iter(params.values())).dtype
@@ -363,7 +426,8 @@ def _batch(
         taken = take(weights.mT, step.rows.reshape(-1), axis=1).to(dtype)
         w = (w.mT * taken.reshape(-1, *step.rows.shape).transpose(0, 1)).mT
     share = w / w.sum(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
-    x = as_numbers(_take_rows(inputs, step.rows), dtype)
+    seen = _take_rows(inputs, step.rows)
+    x = as_numbers(crop_and_flip(seen) if augment else seen, dtype)
     return x, _take_rows(labels, step.rows), share
 
 

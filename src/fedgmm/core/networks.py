@@ -245,6 +245,12 @@ class ConvNet(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(128, classes),
         )
+        # He's start: torch's own makes signals fade, and the first rounds are lost to it
+        for name, value in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(value)
+            elif not name.startswith("classifier.3"):
+                nn.init.kaiming_normal_(value, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``(n, K)`` of images ``(n, channels, size, size)``."""

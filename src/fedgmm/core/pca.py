@@ -122,7 +122,7 @@ def fit_pca(moments: FeatureMoments, k: int) -> PCA:
             f"components={k} is more than {moments.count} rows of {d} columns can have; "
             f"use at most {min(d, moments.count)}."
         )
-    covariance = moments.covariance
+    mean, covariance = moments.mean.cpu(), moments.covariance.cpu()
     if not bool(torch.isfinite(covariance).all()):
         raise ValueError("The moments contain NaN or infinity; look for such values in the rows.")
     eigenvalues, vectors = torch.linalg.eigh(covariance)
@@ -131,4 +131,4 @@ def fit_pca(moments: FeatureMoments, k: int) -> PCA:
     sizes = components.abs()
     largest = (sizes >= sizes.amax(1, keepdim=True) - _TIE).int().argmax(1)  # the first of these
     signs = components.gather(1, largest[:, None]).sign()
-    return PCA(moments.mean, (components * signs).contiguous(), variances.contiguous())
+    return PCA(mean, (components * signs).contiguous(), variances.contiguous())

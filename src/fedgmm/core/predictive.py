@@ -5,6 +5,8 @@ Shapes: ``n`` rows, ``M1`` Gaussians, ``M2`` learners, ``K`` classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,11 @@ def log_class_probabilities(log_pi: Tensor, log_x: Tensor | None, log_y: Tensor)
 
 
 def adapt_weights(
-    log_likelihood: Tensor, start: Tensor, max_rounds: int = 200, tol: float = 1e-8
+    log_likelihood: Tensor,
+    start: Tensor,
+    max_rounds: int = 200,
+    tol: float = 1e-8,
+    pull: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[float]]:
     """EM on a new client's weights alone; everything else is fixed.
 
@@ -54,6 +60,8 @@ def adapt_weights(
         start: weights to begin with, ``(M,)``, positive where they may grow.
         max_rounds: most iterations.
         tol: stop when the mean log-likelihood gains less.
+        pull: what a prior makes of the counts ``Σ_i q_i``, ``(M,)``; the log-likelihood may then fall
+            a little.
 
     Returns:
         The weights ``(M,)`` and the mean log-likelihood before every iteration.
@@ -69,8 +77,9 @@ def adapt_weights(
         joint = relative * weights
         evidence = joint.sum(-1, keepdim=True).clamp_min(torch.finfo(joint.dtype).tiny)
         history.append(float(evidence.log().mean()) + offset)
-        weights = (joint / evidence).mean(0)
+        counts = (joint / evidence).sum(0)
+        weights = counts if pull is None else pull(counts)
         weights = weights / weights.sum()
-        if len(history) > 1 and history[-1] - history[-2] < tol:
+        if len(history) > 1 and abs(history[-1] - history[-2]) < tol:
             break
     return weights, history

@@ -4,7 +4,9 @@ The module's graph is walked with values that carry all clients and learners at 
 ``(G, c, n, h, w)`` and vectors as ``(G, n, f)``, with ``G`` clients × learners. A 1×1 convolution is a
 batched product, one that filters each channel by itself is a grouped convolution over ``G·c`` channels,
 and batch normalisation takes its statistics over ``G·c`` channels, so every client and learner has its
-own. ``torch.func.vmap`` does the same through grouped convolutions throughout, several times slower.
+own, and the ReLU that follows goes with it. ``torch.func.vmap`` does the same through grouped
+convolutions throughout, several times slower. On a card the layers that move much memory and compute
+little are kernels of their own (:mod:`fedgmm.core.kernels`).
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedgmm.core import kernels
+from fedgmm.core.backbones import MobileNetV2, ResNet18, load_weights, read_plain_pixels
 from fedgmm.core.convolutions import convolve
 from fedgmm.core.networks import ModuleFactory, Params, Vectorised, is_statistic
 
@@ -37,6 +42,15 @@ class Pass(NamedTuple):
     training: bool
     mask: Tensor | None
     statistics: Params
+
+
+class Instruction(NamedTuple):
+    """One step of a walk: what it is called, what it does, with which values, and which are done with."""
+
+    name: str
+    operation: Callable[..., Tensor]
+    used: list[str]
+    finished: list[str]
 
 
 @dataclass(frozen=True)
@@ -62,13 +76,24 @@ class Stacked:
         return Vectorised(self.factory, self.input_shape, self.classes)
 
     @cached_property
-    def _graph(self) -> torch.fx.GraphModule:
+    def _program(self) -> list[Instruction]:
+        """The graph as a list; raises where it does not know an operation."""
         from torch.fx import symbolic_trace
 
         graph = symbolic_trace(self._plain._for_evaluation)
-        for node in graph.graph.nodes:
-            _operation(graph, node)  # raises where it does not know one
-        return graph
+        nodes = [node for node in graph.graph.nodes if node.op != "output"]
+        last_use = {used: node for node in nodes for used in node.all_input_nodes}
+        result = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        kept = nodes[: nodes.index(result) + 1]
+        return [
+            Instruction(
+                node.name,
+                _operation(graph, node),
+                [used.name for used in node.all_input_nodes],
+                [used.name for used in node.all_input_nodes if last_use[used] is node],
+            )
+            for node in kept
+        ]
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -77,12 +102,26 @@ class Stacked:
 
     def initial(self, generator: torch.Generator) -> Params:
         """The module's own initialisation, seeded by the generator."""
-        _ = self._graph  # tells what it does not know
+        _ = self._program  # tells what it does not know
+        return {name: value.detach().clone() for name, value in _state(self._drawn(generator))}
+
+    def pretrained(self, path: Path, generator: torch.Generator) -> Params:
+        """Weights from a file with torchvision's names; a head of other classes is drawn.
+
+        The file's network was trained on scaled pictures; this one reads pixels in [-1, 1].
+        """
+        module = self._drawn(generator)
+        if not isinstance(module, MobileNetV2 | ResNet18):
+            raise ValueError(f"There are no pretrained weights for {type(module).__name__}.")
+        load_weights(module, path)
+        read_plain_pixels(module)
+        return {name: value.detach().clone() for name, value in _state(module)}
+
+    def _drawn(self, generator: torch.Generator) -> nn.Module:
         seed = int(torch.randint(2**62, (), generator=generator))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = self.factory()
-        return {name: value.detach().clone() for name, value in _state(module)}
+            return self.factory()
 
     def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
         """Logits ``(*C, n, M, K)``."""
@@ -111,7 +150,7 @@ class Stacked:
         if mask is not None:
             mask = mask.reshape(-1, 1, rows).expand(-1, learners, -1).flatten(0, 1)
         journey = Pass(
-            {n: v if is_statistic(n) else v.to(compute) for n, v in flat.items()},
+            {n: v.to(compute) if _is_product(n, v) else v for n, v in flat.items()},
             training,
             mask,
             {},
@@ -124,24 +163,14 @@ class Stacked:
         return logits, statistics
 
     def _walk(self, images: Tensor, journey: Pass) -> Tensor:
-        graph, values = self._graph, dict[Any, Any]()
-        last_use = {}
-        for node in graph.graph.nodes:
-            for used in node.all_input_nodes:
-                last_use[used] = node
-        for node in graph.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = images
-            elif node.op == "output":
-                out: Tensor = values[node.args[0]]
-                return out
-            else:
-                given = [values[used] for used in node.all_input_nodes]
-                values[node] = _operation(graph, node)(journey, *given)
-                for used in node.all_input_nodes:
-                    if last_use[used] is node:
-                        del values[used]
-        raise AssertionError("a graph has an output")
+        values: dict[str, Tensor] = {}
+        name = ""
+        for name, operation, used, finished in self._program:
+            given = [values[one] for one in used] if used else [images]
+            values[name] = operation(journey, *given)
+            for one in finished:
+                del values[one]
+        return values[name]
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -158,10 +187,17 @@ Operation = Callable[..., Tensor]
 
 def _operation(graph: Any, node: Any) -> Operation:
     """How a node of the graph is computed for all groups at once."""
-    if node.op in ("placeholder", "output"):
-        return lambda *_: torch.empty(0)
+    if node.op == "placeholder" or (
+        _ceiling(graph, node) is not None and _follows_norm(graph, node)
+    ):  # such a ReLU is done together with the normalisation
+        return lambda _, x: x
     if node.op == "call_module":
-        return _layer(graph.get_submodule(node.target), str(node.target))
+        layer, name = graph.get_submodule(node.target), str(node.target)
+        if isinstance(layer, nn.BatchNorm2d):
+            user = _only_user(node)
+            ceiling = None if user is None else _ceiling(graph, user)
+            return lambda journey, x: _normalised(journey, name, layer, x, ceiling)
+        return _layer(layer, name)
     if node.target in (operator.add, torch.add, "add"):
         return lambda _, a, b: a + b
     if node.target in (torch.relu, functional.relu, "relu"):
@@ -173,6 +209,33 @@ def _operation(graph: Any, node: Any) -> Operation:
     raise ValueError(f"Stacked training does not know the operation {node.target!r}.")
 
 
+def _ceiling(graph: Any, node: Any) -> float | None:
+    """The ceiling of a ReLU, as the kernels name it; ``None`` for any other node."""
+    if node.op == "call_module":
+        layer = graph.get_submodule(node.target)
+        return {nn.ReLU: kernels.RELU, nn.ReLU6: kernels.RELU6}.get(type(layer))
+    return kernels.RELU if node.target in (torch.relu, functional.relu, "relu") else None
+
+
+def _only_user(node: Any) -> Any:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _follows_norm(graph: Any, node: Any) -> bool:
+    """Whether a node alone uses what a batch normalisation makes."""
+    before = node.args[0]
+    return (
+        before.op == "call_module"
+        and isinstance(graph.get_submodule(before.target), nn.BatchNorm2d)
+        and _only_user(before) is node
+    )
+
+
+def _is_product(name: str, value: Tensor) -> bool:
+    """Whether a stacked parameter is a factor of products; scales and shifts stay exact."""
+    return value.dim() > 2 and not is_statistic(name)
+
+
 def _axes(node: Any) -> Any:
     return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", ())
 
@@ -181,8 +244,6 @@ def _layer(layer: nn.Module, name: str) -> Operation:
     match layer:
         case nn.Conv2d():
             return _convolution(layer, name)
-        case nn.BatchNorm2d():
-            return lambda journey, x: _normalised(journey, name, layer, x)
         case nn.Linear():
             return lambda journey, x: _dense(journey.params, name, x)
         case nn.ReLU6():
@@ -218,7 +279,7 @@ def _convolution(layer: nn.Conv2d, name: str) -> Operation:
     def filtered(journey: Pass, images: Tensor) -> Tensor:
         out = kernel(layer, journey.params[f"{name}.weight"], images)
         if layer.bias is not None:
-            out = out + journey.params[f"{name}.bias"][..., None, None, None]
+            out = out + journey.params[f"{name}.bias"][..., None, None, None].to(out.dtype)
         return out
 
     return filtered
@@ -241,6 +302,10 @@ def _full(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
 
 def _each_channel(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
     """``(G, c, 1, k, k)`` on ``(G, c, n, h, w)``: each channel has a filter of its own."""
+    if kernels.usable(images) and weight.shape[-2:] == (3, 3) and layer.padding == (1, 1):
+        down, right = layer.stride
+        if down == right:
+            return kernels.depthwise(images, weight, down)
     groups, channels, rows, height, width = images.shape
     # images first for the kernel, and back: cheaper than any kernel that keeps our order
     out = functional.conv2d(
@@ -253,56 +318,101 @@ def _each_channel(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
     return out.reshape(rows, groups, channels, *out.shape[-2:]).permute(1, 2, 0, 3, 4).contiguous()
 
 
-def _normalised(journey: Pass, name: str, layer: nn.BatchNorm2d, images: Tensor) -> Tensor:
-    """Batch normalisation; in training every group by the statistics of its own rows."""
-    groups, channels = images.shape[:2]
+def _normalised(
+    journey: Pass, name: str, layer: nn.BatchNorm2d, images: Tensor, ceiling: float | None
+) -> Tensor:
+    """Batch normalisation, then ReLU if there is a ceiling.
+
+    In training every group is normalised by the statistics of its own rows.
+    """
     params = journey.params
     mean, variance = params[f"{name}.running_mean"], params[f"{name}.running_var"]
     weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
-    flat = images.reshape(1, groups * channels, -1)
+    fast = kernels.usable(images)
+    highest = kernels.NO_ACTIVATION if ceiling is None else ceiling
     if not journey.training:
-        out = functional.batch_norm(
-            flat,
-            mean.flatten(),
-            variance.flatten(),
-            weight.flatten().to(mean.dtype),
-            bias.flatten().to(mean.dtype),
-            eps=layer.eps,
+        scale = weight / (variance + layer.eps).sqrt()
+        if fast and not (images.requires_grad or scale.requires_grad):
+            return kernels.scaled(images, scale, bias - mean * scale, highest)
+        return _activated(
+            _by_fixed_statistics(layer, images, mean, variance, weight, bias), ceiling
         )
-        return out.reshape(images.shape)
-    momentum = 0.1 if layer.momentum is None else layer.momentum
-    if journey.mask is None:
-        new_mean, new_variance = mean.flatten().clone(), variance.flatten().clone()
-        out = functional.batch_norm(
-            flat,
-            new_mean,
-            new_variance,
-            weight.flatten().to(mean.dtype),
-            bias.flatten().to(mean.dtype),
-            training=True,
-            momentum=momentum,
-            eps=layer.eps,
-        ).reshape(images.shape)
+    if fast:
+        out, own_mean, own_variance = kernels.normalised(
+            images, weight, bias, journey.mask, layer.eps, highest
+        )
     else:
-        out, own_mean, own_variance, numbers = _masked_normal(
+        out, own_mean, own_variance = _by_own_statistics(
             images, journey.mask, weight, bias, layer.eps
         )
-        # a single number has no variance of its own
-        unbiased = own_variance * numbers / (numbers - 1.0).clamp_min(1.0)
-        new_mean = torch.lerp(mean, own_mean.to(mean.dtype), momentum)
-        new_variance = torch.lerp(variance, unbiased.to(mean.dtype), momentum)
-    journey.statistics[f"{name}.running_mean"] = new_mean.detach().reshape(groups, channels)
-    journey.statistics[f"{name}.running_var"] = new_variance.detach().reshape(groups, channels)
+        out = _activated(out, ceiling)
+    factor = _unbiased(images, journey.mask)
+    momentum = 0.1 if layer.momentum is None else layer.momentum
+    for kind, old, new in (
+        ("mean", mean, own_mean),
+        ("var", variance, own_variance * factor),
+    ):
+        moved = torch.lerp(old, new.to(old.dtype), momentum)
+        journey.statistics[f"{name}.running_{kind}"] = moved.detach()
     return out
 
 
-def _masked_normal(
-    images: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same over the rows that are there; also their mean and variance ``(G, c)``, and how many.
+def _unbiased(images: Tensor, mask: Tensor | None) -> Tensor | float:
+    """``n / (n - 1)`` for the ``n`` numbers of a channel; a single one has no variance of its own."""
+    place = images[0, 0, 0].numel()
+    if mask is None:
+        numbers = images.shape[2] * place
+        return numbers / max(1, numbers - 1)
+    own = mask.sum(1, keepdim=True) * place
+    return own / (own - 1).clamp_min(1)
 
-    The count ``(G, 1)`` is that of the numbers which each channel has.
-    """
+
+def _activated(images: Tensor, ceiling: float | None) -> Tensor:
+    if ceiling is None:
+        return images
+    return torch.relu(images) if ceiling == kernels.RELU else images.clamp(0.0, ceiling)
+
+
+def _by_fixed_statistics(
+    layer: nn.BatchNorm2d,
+    images: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+) -> Tensor:
+    out = functional.batch_norm(
+        images.reshape(1, mean.numel(), -1),
+        mean.flatten(),
+        variance.flatten(),
+        weight.flatten().to(mean.dtype),
+        bias.flatten().to(mean.dtype),
+        eps=layer.eps,
+    )
+    return out.reshape(images.shape)
+
+
+def _by_own_statistics(
+    images: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Images normalised by the rows that are there; also their mean and biased variance ``(G, c)``."""
+    if mask is None:
+        groups, channels = images.shape[:2]
+        mean, variance = torch.zeros_like(weight), torch.zeros_like(weight)
+        flat_mean, flat_variance = mean.detach().flatten(), variance.detach().flatten()
+        out = functional.batch_norm(
+            images.reshape(1, groups * channels, -1),
+            flat_mean,
+            flat_variance,
+            weight.flatten(),
+            bias.flatten(),
+            training=True,
+            momentum=1.0,
+            eps=eps,
+        )
+        whole = images[0, 0].numel()
+        biased = flat_variance * ((whole - 1) / whole) if whole > 1 else 0 * flat_variance
+        return out.reshape(images.shape), flat_mean.view_as(mean), biased.view_as(mean)
     exact = images.float() if images.dtype == torch.bfloat16 else images
     there = mask[:, None, :, None, None].to(exact.dtype)
     numbers = mask.sum(1, keepdim=True).clamp_min(1).to(exact.dtype) * images[0, 0, 0].numel()
@@ -311,7 +421,9 @@ def _masked_normal(
     variance = (centred.square() * there).sum((2, 3, 4)) / numbers
     scale = weight.to(exact.dtype) / (variance + eps).sqrt()
     out = centred * scale[..., None, None, None] + bias.to(exact.dtype)[..., None, None, None]
-    return out.to(images.dtype), mean.detach(), variance.detach(), numbers
+    # rows that are not there would grow from layer to layer
+    out = torch.where(there > 0, out, torch.zeros_like(out))
+    return out.to(images.dtype), mean.detach(), variance.detach()
 
 
 def _dense(params: Params, name: str, x: Tensor) -> Tensor:
@@ -319,7 +431,7 @@ def _dense(params: Params, name: str, x: Tensor) -> Tensor:
     weight = params[f"{name}.weight"].mT
     if f"{name}.bias" not in params:
         return torch.bmm(x, weight)
-    return torch.baddbmm(params[f"{name}.bias"].unsqueeze(1), x, weight)
+    return torch.baddbmm(params[f"{name}.bias"].unsqueeze(1).to(x.dtype), x, weight)
 
 
 def _on_images(layer: nn.Module, images: Tensor) -> Tensor:

@@ -28,7 +28,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.backbones import ResNet18, WeightsError, load_weights, weights_file
+from fedgmm.core.backbones import (
+    IMAGENET_DEVIATION,
+    IMAGENET_MEAN,
+    ResNet18,
+    WeightsError,
+    load_weights,
+    weights_file,
+)
 from fedgmm.core.checks import check_choice, check_flag, check_integer
 from fedgmm.core.devices import resolve_device
 from fedgmm.core.pca import PCA, fit_pca, moments_of
@@ -42,8 +49,6 @@ Progress = Callable[[int, int], None]
 """Called with the number of images that are encoded and the number of all."""
 
 ENCODERS = ("resnet18", "pixels")
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
 _PRECISIONS = ("float32", "bfloat16")
 
 
@@ -93,7 +98,7 @@ class ResNet18Encoder:
         *,
         size: int = 224,
         device: str = "auto",
-        batch_size: int = 256,
+        batch_size: int = 512,
         dtype: str = "float32",
     ) -> None:
         check_integer("size", size, 1)
@@ -136,8 +141,8 @@ class ResNet18Encoder:
             x = torch.nn.functional.interpolate(
                 x, (self.size, self.size), mode="bilinear", antialias=shrinks
             )
-        mean = x.new_tensor(_IMAGENET_MEAN)[:, None, None]
-        deviation = x.new_tensor(_IMAGENET_DEVIATION)[:, None, None]
+        mean = x.new_tensor(IMAGENET_MEAN)[:, None, None]
+        deviation = x.new_tensor(IMAGENET_DEVIATION)[:, None, None]
         return ((x - mean) / deviation).contiguous(memory_format=torch.channels_last)
 
     @contextmanager
@@ -378,7 +383,7 @@ def encode_federation(
     check_flag("scale", scale)
     folder = None if cache is None else Path(cache)
     codes = _encode_splits(dataset, encoder, folder, progress)
-    training = torch.from_numpy(codes["train"])
+    training = torch.from_numpy(codes["train"]).to(getattr(encoder, "device", "cpu"))
     pca = federated_pca(torch.split(training, _rows_of_clients(dataset.train)), components)
     feature_map = FeatureMap(encoder, pca, whiten, scale, folder)
     features = [feature_map.project(codes[name]) for name in SPLITS]
@@ -393,8 +398,16 @@ def _rows_of_clients(rows: LabelledRows) -> list[int]:
 def _encode_splits(
     dataset: FederatedDataset, encoder: Encoder, cache: Path | None, progress: Progress | None
 ) -> dict[str, Features]:
-    """The encoded images of each split ``(N, d)``, every client's in one go."""
+    """The encoded images of each split ``(N, d)``: every client's in one go, as the cache keeps them.
+
+    Without a cache all are encoded in one go, which is faster on an accelerator.
+    """
     splits = [dataset.split(name) for name in SPLITS]
+    if cache is None and progress is None:
+        images = np.concatenate([rows.inputs.cpu().numpy() for rows in splits])
+        edges = np.cumsum([len(rows) for rows in splits])[:-1]
+        pieces = np.split(_encoded(_checked(images), encoder), edges)
+        return dict(zip(SPLITS, pieces, strict=True))
     total, done = sum(len(rows) for rows in splits), 0
     offsets = [rows.offsets.tolist() for rows in splits]
     parts: list[list[Features]] = [[], [], []]

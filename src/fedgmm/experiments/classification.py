@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache as once
 from functools import partial
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fedgmm.core.checks import check_choice, check_integer
+from fedgmm.core.devices import resolve_device
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.data.encoder import ENCODERS, EncodedFederation, encode_federation, encoder
 from fedgmm.data.federated_images import federated_images
 from fedgmm.data.images import load_images
-from fedgmm.experiments.comparison import PAPER_GRID, Tell, tune
+from fedgmm.experiments.comparison import PAPER_GRID, Tell
 from fedgmm.experiments.results import TITLES, markdown_table, mean_and_spread, write_results
 from fedgmm.federation.checkpoint import Checkpoint
 from fedgmm.files import write_atomically
@@ -46,9 +47,11 @@ PAPER_ACCURACY = {
 """Test accuracy in the paper's Table 2."""
 
 _MIXTURES = ("fedgmm", "fedem")
-_TUNED_GRID = (10.0**-0.5, 0.1, 10.0**-1.5)
+_TUNED_GRID = (1.0, 10.0**-0.5, 0.1, 10.0**-1.5)
+_INDEPENDENCE_GRID = (0.0, 30.0, 1e4)
 _MAY_GROW = ("methods", "seeds", "device")
 _ROUNDS_A_CHECKPOINT = 25
+_WATCHED_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,10 @@ class ImageStudy:
         encoder: what the Gaussians see of an image.
         image_size: pixels a side that the encoder sees.
         features: numbers that federated PCA keeps.
-        learner: of every method.
+        encoder_dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"``: the latter on an accelerator.
+        learner: of every method; ``"auto"`` means the paper's, MobileNet-V2 for CIFAR and the small
+            convolutional network for FEMNIST and MNIST.
+        pretrained: a file with the ImageNet weights that MobileNet-V2 starts from; ``None`` draws them.
         components: ``M1``.
         learners: ``M2``.
         covariance_type: of the Gaussians.
@@ -89,7 +95,9 @@ class ImageStudy:
     encoder: str = "resnet18"
     image_size: int = 224
     features: int = 48
-    learner: str = "cnn"
+    encoder_dtype: str = "auto"
+    learner: str = "auto"
+    pretrained: str | None = None
     components: int = 3
     learners: int = 3
     covariance_type: str = "full"
@@ -114,12 +122,33 @@ class ImageStudy:
         """Learning rates, the same for every method."""
         return PAPER_GRID if self.track == "paper" else _TUNED_GRID
 
+    def grids(self, method: str) -> dict[str, tuple[float, ...]]:
+        """What is chosen on validation rows, one after the other."""
+        found = {"lr": self.grid}
+        if method == "fedgmm" and self.components > 1 and self.learners > 1:
+            found["independence"] = _INDEPENDENCE_GRID
+        return found
+
+    @property
+    def label(self) -> str:
+        """What the files of the study are called."""
+        start = "-pretrained" if self.pretrained else ""
+        return f"{self.dataset}-{self.track}{start}{'' if self.shift else '-plain'}"
+
+    @property
+    def network(self) -> str:
+        """The learner's name."""
+        colour = self.dataset.startswith("cifar")
+        return ("mobilenet" if colour else "cnn") if self.learner == "auto" else self.learner
+
     def options(self, method: str, seed: int) -> TrainingOptions:
         """How a method is trained, but for its learning rate."""
         common = TrainingOptions(
             algorithm=method,
             rounds=self.rounds,
-            learner=self.learner,
+            learner=self.network,
+            pretrained=self.pretrained,
+            augment=self.dataset.startswith("cifar") and self.network in ("mobilenet", "cnn"),
             components=self.components,
             learners=self.learners,
             covariance_type=self.covariance_type,
@@ -130,7 +159,9 @@ class ImageStudy:
             tol=None,
         )
         if self.track == "paper":
-            return common
+            # FedGMM's learners are tied to its Gaussians; FedEM's need a start of their own
+            early = replace(common, start="split", warmup=self.rounds // 4)
+            return early if method == "fedem" else common
         tuned = replace(common, momentum=0.9, server="momentum", schedule="constant")
         if method not in _MIXTURES:
             return tuned
@@ -140,15 +171,16 @@ class ImageStudy:
     def protocol(self) -> str:
         """How everything was trained, in sentences for a table's footnote."""
         track = (
-            "The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid."
+            "The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid; FedEM "
+            "starts as one shared learner for a quarter of the rounds."
             if self.track == "paper"
             else "Every method with momentum 0.9 at clients and server; mixtures start as one shared "
             "learner for half of the rounds."
         )
         return (
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
-            f"{', '.join(map(str, self.seeds))}; learning rates chosen on validation rows of the first "
-            f"seed after {self.tuning_rounds} rounds."
+            f"{', '.join(map(str, self.seeds))}; learning rates, and FedGMM's independence, chosen on "
+            f"validation rows of the first seed after {self.tuning_rounds} rounds."
         )
 
 
@@ -182,11 +214,23 @@ def encoded(
     """A data set of images with the features that the study's Gaussians see."""
     return encode_federation(
         dataset,
-        encoder(study.encoder, data_dir, size=study.image_size, device=study.device),
+        encoder(
+            study.encoder,
+            data_dir,
+            size=study.image_size,
+            device=study.device,
+            dtype=_encoder_dtype(study),
+        ),
         components=study.features,
         scale=True,
         cache=cache,
     )
+
+
+def _encoder_dtype(study: ImageStudy) -> str:
+    if study.encoder_dtype != "auto":
+        return study.encoder_dtype
+    return "float32" if resolve_device(study.device).type == "cpu" else "bfloat16"
 
 
 def reproduce_classification(
@@ -209,15 +253,15 @@ def reproduce_classification(
     from fedgmm.report.image_figures import plot_curves
 
     study = study or ImageStudy()
-    name = f"classification-{study.dataset}-{study.track}"
+    name = f"classification-{study.label}"
     trials = open_trials(folder / name, study)
     details: list[dict[str, Any]] = []
     for seed in study.seeds:
         federation = once(partial(prepare_federation, study, seed, data_dir, tell, cache))
         for method in study.methods:
-            lr = chosen_rate(trials, study, method, federation, tell)
+            chosen = chosen_options(trials, study, method, federation, tell)
             tell(f"{TITLES[method]}, seed {seed}")
-            run = partial(_one_training, trials, study, method, seed, lr, federation)
+            run = partial(_one_training, trials, study, method, seed, chosen, federation)
             details.append(recorded(trials, f"{method}-{seed}", run))
     accuracy = {
         method: [one["mean_accuracy"] for one in details if one["method"] == method]
@@ -262,6 +306,7 @@ def open_trials(trials: Path, study: ImageStudy) -> Path:
 def _settings(study: ImageStudy) -> dict[str, Any]:
     """What all trials of a folder have in common, as JSON gives it back."""
     facts = {name: value for name, value in asdict(study).items() if name not in _MAY_GROW}
+    facts["pretrained"] = study.pretrained is not None  # wherever the file lies
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain
 
@@ -284,29 +329,49 @@ def _checkpoint(trials: Path, trial: str) -> Path:
     return trials / f"{trial}.safetensors"
 
 
-def chosen_rate(
+def chosen_options(
     trials: Path,
     study: ImageStudy,
     method: str,
     federation: Callable[[], FederatedDataset],
     tell: Tell,
-) -> float:
-    """The learning rate with the best validation log-likelihood after short runs on the first seed."""
+) -> dict[str, Any]:
+    """What short runs on the first seed choose, by the validation log-likelihood.
+
+    The learning rate of every method; and of FedGMM, at that rate, how far learners are independent of
+    Gaussians.
+    """
+    from fedgmm.experiments.comparison import tune
 
     def run() -> dict[str, Any]:
-        tell(f"{TITLES[method]}: choosing the learning rate")
         options = study.options(method, study.seeds[0])
         options = replace(options, warmup=min(options.warmup, study.tuning_rounds // 2))
-        found = tune(
-            federation(), method, grid=study.grid, rounds=study.tuning_rounds, options=options
-        )
-        scores = {
-            f"{rate:.6g}": score if math.isfinite(score) else None
-            for rate, score in found.scores.items()
-        }
-        return {"lr": found.lr, "scores": scores}
+        chosen: dict[str, Any] = {}
+        scores: dict[str, Any] = {}
+        for option, grid in study.grids(method).items():
+            tell(f"{TITLES[method]}: choosing {option}")
+            found = tune(
+                federation(),
+                method,
+                option=option,
+                grid=grid,
+                rounds=study.tuning_rounds,
+                options=replace(options, **chosen),
+            )
+            chosen[option] = found.best
+            scores[option] = {
+                f"{value:.6g}": score if math.isfinite(score) else None
+                for value, score in found.scores.items()
+            }
+        return {"chosen": chosen, "scores": scores}
 
-    return float(recorded(trials, f"{method}-tuning", run)["lr"])
+    chosen: dict[str, Any] = recorded(trials, f"{method}-tuning", run)["chosen"]
+    return chosen
+
+
+def chosen_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The chosen options in a trial's file."""
+    return {name: record[name] for name in ("lr", "independence") if name in record}
 
 
 def trained(
@@ -314,7 +379,7 @@ def trained(
 ) -> FederatedModel:
     """Train, or go on from the checkpoint of a trial that was interrupted."""
     checkpoint = Checkpoint(_checkpoint(trials, trial), _ROUNDS_A_CHECKPOINT)
-    model = train(dataset, options=options, checkpoint=checkpoint, watch_accuracy=True)
+    model = train(dataset, options=options, checkpoint=checkpoint, watch_accuracy=_WATCHED_ROUNDS)
     if model.stopped == "interrupted":
         raise KeyboardInterrupt
     return model
@@ -345,21 +410,28 @@ def _one_training(
     study: ImageStudy,
     method: str,
     seed: int,
-    lr: float,
+    chosen: dict[str, Any],
     federation: Callable[[], FederatedDataset],
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    options = replace(study.options(method, seed), lr=lr)
+    options = replace(study.options(method, seed), **chosen)
     model = trained(trials, f"{method}-{seed}", federation(), options)
     evaluation = model.evaluate("test")
     return {
         "method": method,
         "seed": seed,
-        "lr": lr,
+        **chosen,
         "wall_seconds": time.perf_counter() - started,
         **evaluation.summary(),
         **facts_of(model),
     }
+
+
+def _learner(study: ImageStudy) -> str:
+    if study.network != "mobilenet":
+        return study.network
+    start = "pretrained on ImageNet" if study.pretrained else "from a random start"
+    return f"MobileNet-V2 {start}, random crops and flips"
 
 
 def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
@@ -382,6 +454,6 @@ def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
             ["method", "accuracy (%)", "paper (%)", "learning rate", "s a round"], rows
         )
         + f"\n{study.protocol()} {shift} {study.components} Gaussians on {study.features} principal "
-        f"components of {study.encoder} features, {study.learners} learners ({study.learner})."
+        f"components of {study.encoder} features, {study.learners} learners ({_learner(study)})."
         f"{stopped_early(outcome.details)}\n"
     )

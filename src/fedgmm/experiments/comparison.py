@@ -22,14 +22,14 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Tuning:
-    """A learning rate chosen on validation rows.
+    """An option's value, such as a learning rate, chosen on validation rows.
 
     Attributes:
-        lr: the choice.
-        scores: mean validation log-likelihood of every rate; minus infinity where it diverged.
+        best: the choice.
+        scores: mean validation log-likelihood of every value; minus infinity where it diverged.
     """
 
-    lr: float
+    best: float
     scores: dict[float, float]
 
 
@@ -76,7 +76,7 @@ class Comparison:
                 **one.summary,
                 "rounds": len(one.model.history),
                 "seconds": one.seconds,
-                "lr": one.tuning.lr if one.tuning else None,
+                "lr": one.tuning.best if one.tuning else None,
                 "tuning": {
                     str(lr): score if math.isfinite(score) else None
                     for lr, score in one.tuning.scores.items()
@@ -99,26 +99,32 @@ def tune(
     dataset: FederatedDataset,
     algorithm: str,
     *,
+    option: str = "lr",
     grid: Sequence[float] = PAPER_GRID,
     rounds: int = 10,
     options: TrainingOptions | None = None,
     **changes: Any,
 ) -> Tuning:
-    """The learning rate with the best validation log-likelihood after a short run.
+    """The value of an option, the learning rate, with the best validation log-likelihood.
 
-    Every method goes through the same grid; test rows are not looked at.
+    It is that after a short run; every method goes through the same grid, and test rows are not looked
+    at.
     """
     scores: dict[float, float] = {}
-    for lr in grid:
+    for value in grid:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DivergenceWarning)
             run = train(
-                dataset, algorithm, options=options, **{**changes, "lr": lr, "rounds": rounds}
+                dataset, algorithm, options=options, **{**changes, option: value, "rounds": rounds}
             )
         _pass_on_interrupt(run)
         score = -float("inf") if run.stopped else -run.evaluate("validation").mean_log_loss
-        scores[lr] = -float("inf") if math.isnan(score) else score
-    return Tuning(max(scores, key=lambda lr: scores[lr]), scores)
+        scores[value] = -float("inf") if math.isnan(score) else score
+    if not any(map(math.isfinite, scores.values())):
+        raise ValueError(
+            f"{algorithm} diverged with every {option} of the grid {tuple(grid)}; try smaller ones."
+        )
+    return Tuning(max(scores, key=lambda value: scores[value]), scores)
 
 
 def compare(
@@ -155,7 +161,7 @@ def compare(
         if grid is not None and not exact:
             tell(f"{algorithm}: choosing the learning rate")
             tuning = tune(dataset, algorithm, grid=grid, rounds=tuning_rounds, options=chosen)
-            chosen = replace(chosen, lr=tuning.lr)
+            chosen = replace(chosen, lr=tuning.best)
         tell(f"{algorithm}: training")
         started = time.perf_counter()
         model = train(dataset, algorithm, options=chosen)

@@ -47,7 +47,8 @@ from fedgmm.data.images import WHITE, ImageData, load_images
 from fedgmm.data.partition import transform_images
 from fedgmm.experiments.classification import (
     ImageStudy,
-    chosen_rate,
+    chosen_of,
+    chosen_options,
     facts_of,
     open_trials,
     recorded,
@@ -451,7 +452,7 @@ def reproduce_novelty(
         tell: called with a line before each step.
     """
     study = study or NoveltyStudy()
-    name = f"novelty-{study.dataset}-{study.track}"
+    name = f"novelty-{study.label}"
     trials = open_trials(folder / name, study)
     sized = study
     if "fedgmm" in study.methods:
@@ -460,9 +461,9 @@ def reproduce_novelty(
     for seed in study.seeds:
         clients = once(partial(_prepared, sized, seed, data_dir, cache, tell))
         for method in study.methods:
-            lr = chosen_rate(trials, sized, method, partial(_dataset, clients), tell)
+            chosen = chosen_options(trials, sized, method, partial(_dataset, clients), tell)
             tell(f"{TITLES[method]}, seed {seed}")
-            run = partial(_one_trial, trials, sized, method, seed, lr, clients)
+            run = partial(_one_trial, trials, sized, method, seed, chosen, clients)
             details.append(recorded(trials, f"{method}-{seed}", run))
     metrics = {
         method: {
@@ -478,7 +479,7 @@ def reproduce_novelty(
         own = next(one for one in details if one["method"] == "fedgmm" and one["seed"] == first)
         perturbed = own["perturbed"]
         tell(f"class {study.left_out} left out")
-        run = partial(_left_out_trial, trials, sized, own["lr"], data_dir, cache)
+        run = partial(_left_out_trial, trials, sized, chosen_of(own), data_dir, cache)
         left_out = recorded(trials, f"left-out-{first}", run)["auroc"]
     outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
     chosen = {key: getattr(sized, key) for key in _CHOSEN}
@@ -621,14 +622,14 @@ def _one_trial(
     study: NoveltyStudy,
     method: str,
     seed: int,
-    lr: float,
+    chosen: dict[str, Any],
     clients: Callable[[], EncodedFederation],
 ) -> dict[str, Any]:
     """Train, then score test images as they are and as novel ones."""
     federation = clients()
     dataset, feature_map = federation.dataset, federation.feature_map
     trial = f"{method}-{seed}"
-    model = trained(trials, trial, dataset, replace(study.options(method, seed), lr=lr))
+    model = trained(trials, trial, dataset, replace(study.options(method, seed), **chosen))
     images, features = dataset.test.inputs.numpy(), _features(dataset, "test")
     strange = novel_images(images)
     dense = model.prediction.gaussians is not None
@@ -639,7 +640,7 @@ def _one_trial(
     record = {
         "method": method,
         "seed": seed,
-        "lr": lr,
+        **chosen,
         **({key: getattr(study, key) for key in _CHOSEN} if dense else {}),
         **asdict(novelty_metrics(scores["known"], scores["novel"])),
         "test": model.evaluate("test").summary(),
@@ -696,14 +697,18 @@ def _perturbed_auroc(scores: Scores) -> dict[str, float]:
 
 
 def _left_out_trial(
-    trials: Path, study: NoveltyStudy, lr: float, data_dir: Path | None, cache: Path | None
+    trials: Path,
+    study: NoveltyStudy,
+    chosen: dict[str, Any],
+    data_dir: Path | None,
+    cache: Path | None,
 ) -> dict[str, Any]:
     """FedGMM without one class, and what it says of normal rows and of two kinds of outliers."""
     seed = study.seeds[0]
     trial = f"left-out-{seed}"
     case = leave_out(study, seed, data_dir, cache)
     dataset = case.encoded.dataset
-    model = trained(trials, trial, dataset, replace(study.options("fedgmm", seed), lr=lr))
+    model = trained(trials, trial, dataset, replace(study.options("fedgmm", seed), **chosen))
     images, features = dataset.test.inputs.numpy(), _features(dataset, "test")
     labels = dataset.test.labels.numpy()
     strange_features = case.encoded.feature_map(case.strangers)

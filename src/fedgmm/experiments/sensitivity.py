@@ -17,7 +17,7 @@ from fedgmm.core.checks import check_integer
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.experiments.classification import (
     ImageStudy,
-    chosen_rate,
+    chosen_options,
     facts_of,
     open_trials,
     prepare_federation,
@@ -55,6 +55,10 @@ class SensitivityStudy(ImageStudy):
             for choice in getattr(self, name):
                 check_integer(name, choice, 1)
 
+    def grids(self, method: str) -> dict[str, tuple[float, ...]]:
+        """The learning rate alone: a pull towards independence would hide what is measured."""
+        return {"lr": self.grid}
+
 
 @dataclass(frozen=True)
 class SensitivityOutcome:
@@ -91,17 +95,17 @@ def reproduce_sensitivity(
     from fedgmm.report.image_figures import plot_heat_map
 
     study = study or SensitivityStudy()
-    name = f"sensitivity-{study.dataset}-{study.track}"
+    name = f"sensitivity-{study.label}"
     trials = open_trials(folder / name, study)
     details: list[dict[str, Any]] = []
     for seed in study.seeds:
         federation = once(partial(prepare_federation, study, seed, data_dir, tell, cache))
         # one rate for the whole grid, chosen at the study's own numbers
-        lr = chosen_rate(trials, study, "fedgmm", federation, tell)
+        chosen = chosen_options(trials, study, "fedgmm", federation, tell)
         for m1, m2 in product(study.component_choices, study.learner_choices):
             tell(f"{m1} Gaussians, {m2} learners, seed {seed}")
             sized = replace(study, components=m1, learners=m2)
-            run = partial(_one_training, trials, sized, seed, lr, federation)
+            run = partial(_one_training, trials, sized, seed, chosen, federation)
             details.append(recorded(trials, _trial(sized, seed), run))
     shape = (len(study.seeds), len(study.component_choices), len(study.learner_choices))
     outcome = SensitivityOutcome(
@@ -129,17 +133,17 @@ def _one_training(
     trials: Path,
     sized: ImageStudy,
     seed: int,
-    lr: float,
+    chosen: dict[str, Any],
     federation: Callable[[], FederatedDataset],
 ) -> dict[str, Any]:
-    options = replace(sized.options("fedgmm", seed), lr=lr)
+    options = replace(sized.options("fedgmm", seed), **chosen)
     model = trained(trials, _trial(sized, seed), federation(), options)
     return {
         "method": "fedgmm",
         "seed": seed,
         "components": sized.components,
         "learners": sized.learners,
-        "lr": lr,
+        **chosen,
         "validation_accuracy": model.evaluate("validation").mean_accuracy,
         **model.evaluate("test").summary(),
         **facts_of(model),

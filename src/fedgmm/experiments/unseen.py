@@ -29,7 +29,7 @@ from fedgmm.data.federated_images import federated_images
 from fedgmm.data.images import load_images
 from fedgmm.experiments.classification import (
     ImageStudy,
-    chosen_rate,
+    chosen_options,
     encoded,
     facts_of,
     open_trials,
@@ -274,15 +274,17 @@ def reproduce_unseen(
     from fedgmm.report.image_figures import plot_adaptation
 
     study = study or UnseenStudy()
-    name = f"unseen-{study.dataset}-{study.track}"
+    name = f"unseen-{study.label}"
     trials = open_trials(folder / name, study)
     details: list[dict[str, Any]] = []
     for seed in study.seeds:
         clients = once(partial(hold_out_clients, study, seed, data_dir, tell, cache))
         for method in study.methods:
-            lr = chosen_rate(trials, study, method, partial(_training_clients, clients), tell)
+            chosen = chosen_options(
+                trials, study, method, partial(_training_clients, clients), tell
+            )
             tell(f"{TITLES[method]}, seed {seed}")
-            run = partial(_one_trial, trials, study, method, seed, lr, clients)
+            run = partial(_one_trial, trials, study, method, seed, chosen, clients)
             details.append(recorded(trials, f"{method}-{seed}", run))
     accuracy = {
         method: {
@@ -329,12 +331,12 @@ def _one_trial(
     study: UnseenStudy,
     method: str,
     seed: int,
-    lr: float,
+    chosen: dict[str, Any],
     clients: Callable[[], HeldOut],
 ) -> dict[str, Any]:
     """Train on the clients that are there, then let the others in, one by one."""
     held_out = clients()
-    options = replace(study.options(method, seed), lr=lr)
+    options = replace(study.options(method, seed), **chosen)
     model = trained(trials, f"{method}-{seed}", held_out.dataset, options)
     newcomers = held_out.newcomers
     started = time.perf_counter()
@@ -354,7 +356,7 @@ def _one_trial(
     return {
         "method": method,
         "seed": seed,
-        "lr": lr,
+        **chosen,
         "seen": model.evaluate("test").summary(),
         "newcomers": [str(one.name) for one in newcomers],
         "test_rows": [len(one.test) for one in newcomers],

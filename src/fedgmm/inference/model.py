@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.mstep import towards_independence
 from fedgmm.core.pixels import as_numbers
 from fedgmm.core.predictive import adapt_weights, log_class_probabilities, log_marginal
 from fedgmm.core.scaling import Scaling
@@ -236,9 +237,18 @@ class FederatedModel:
             log_y = self._log_learners(x)
             log_y = log_y.gather(-1, labels[:, None, None].expand(-1, log_y.shape[1], 1))[..., 0]
             joint = log_y[:, None] if log_x is None else log_x[..., None] + log_y[:, None]
-            own, history = adapt_weights(joint.flatten(1), weights.reshape(-1), max_rounds)
+            own, history = adapt_weights(
+                joint.flatten(1), weights.reshape(-1), max_rounds, pull=self._pull()
+            )
         self._register(client, own.reshape(-1))
         return Adaptation(client, own.reshape(weights.shape).cpu().numpy(), history)
+
+    def _pull(self) -> Callable[[Tensor], Tensor] | None:
+        """The prior that clients' weights were trained with."""
+        rows = float(self.options.get("independence", 0.0))
+        if not rows or self.prediction.gaussians is None:
+            return None
+        return lambda counts: towards_independence(counts, self.n_learners, rows)
 
     def _register(self, client: Hashable, weights: Tensor) -> None:
         table = self._mixed("client_weights")

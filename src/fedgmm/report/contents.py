@@ -275,7 +275,7 @@ def gather(
         components=0 if model.prediction.gaussians is None else model.n_components,
         learners=model.n_learners,
         clients=clients,
-        convergence=_convergence(history, absent),
+        convergence=convergence(history, absent),
         rivals={
             TITLES.get(name, name): _aligned(told, dataset.names)
             for name, told in (rivals or {}).items()
@@ -338,9 +338,10 @@ def _aligned(told: Evaluation | Mapping[Any, float], names: Sequence[Hashable]) 
 # ---------------------------------------------------------------------- rounds
 
 
-def _convergence(
+def convergence(
     history: Sequence[Mapping[str, float]], absent: dict[str, str]
 ) -> tuple[Series, ...]:
+    """What was noted after each round; ``absent`` is told where there is nothing."""
     series = []
     for key, title in _SERIES.items():
         noted = [

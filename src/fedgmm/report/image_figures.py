@@ -39,8 +39,9 @@ def plot_curves(
     for place, (name, curves) in enumerate(runs.items()):
         length = min(map(len, curves))
         values = np.array([curve[:length] for curve in curves], dtype=np.float64)
-        rounds = np.arange(1, length + 1)
-        axes.plot(rounds, 100 * values.mean(0), label=name, color=colour_of(place), linewidth=1.6)
+        mean = 100 * values.mean(0)
+        rounds = 1 + np.flatnonzero(np.isfinite(mean))  # those that were watched
+        axes.plot(rounds, mean[rounds - 1], label=name, color=colour_of(place), linewidth=1.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("round", color=INK)
     axes.set_ylabel("accuracy (%)", color=INK)

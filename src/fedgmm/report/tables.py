@@ -62,7 +62,7 @@ def comparison_table(comparison: Comparison, title: str, bayes: float | None = N
             f"{one.summary['mean_log_loss']:.3f}",
             str(len(one.model.history)),
             f"{one.seconds:.1f}",
-            f"{one.tuning.lr:.3g}" if one.tuning else "exact steps",
+            f"{one.tuning.best:.3g}" if one.tuning else "exact steps",
             style="bold" if accuracy == best else None,
         )
     if bayes is not None:
@@ -77,5 +77,5 @@ def tuning_table(tuning: Tuning, title: str) -> Table:
     table.add_column("validation log-likelihood", justify="right")
     for rate, score in tuning.scores.items():
         told = f"{score:.4f}" if np.isfinite(score) else "diverged"
-        table.add_row(f"{rate:.3g}", told, style="bold" if rate == tuning.lr else None)
+        table.add_row(f"{rate:.3g}", told, style="bold" if rate == tuning.best else None)
     return table

@@ -1,0 +1,162 @@
+"""The clients' part of a start: every client clusters its own rows and sends a few centroids."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgmm.core.initialise import FEWEST_ROWS_SENT, Centroids, local_clusters, nearest
+from fedgmm.core.randomness import row_uniforms
+from fedgmm.core.streaming import Block, accumulate
+from fedgmm.data.federated import ClientRows
+
+# The start looks at no more than about this many local centroids and rows, drawn by lot: enough for
+# any M, and neither its time nor its memory grows with the federation.
+_MOST_CENTROIDS = 20_000
+_MOST_START_ROWS = 200_000
+_FEWEST_ROWS_A_CLUSTER = 10
+_LLOYD_ITERATIONS = 10
+_CLIENT_STREAM, _ROW_STREAM = 0, 1_000_000
+_ROWS_AT_ONCE = 65_536
+
+
+def local_centroids(
+    rows: ClientRows, clusters: int, seed: int, most_rows: int | None = None
+) -> Centroids:
+    """Every client clusters its own rows; all clients at once, none sees another's.
+
+    Args:
+        rows: the clients' rows.
+        clusters: at most this many centroids a client.
+        seed: draws belong to a client's name and row, so the order of clients does not matter.
+        most_rows: rows that a client looks at, as :func:`start_sample` says, for clients that are a
+            part of their federation only; ``None`` takes them for all of it.
+    """
+    rows = _sample(rows, clusters, seed, most_rows)
+    wanted = local_clusters(rows.rows_per_client, clusters)
+    active = torch.arange(clusters, device=rows.device) < wanted[:, None]
+    centres, active = _far_apart_rows(rows, active, seed)
+    for _ in range(_LLOYD_ITERATIONS):
+        sums, counts = _lloyd_step(rows, centres, active)
+        moved = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centres)
+        settled = torch.equal(moved, centres)
+        centres = moved
+        if settled:
+            break
+    sent = counts >= FEWEST_ROWS_SENT
+    return Centroids(centres[sent].cpu().numpy(), counts[sent].cpu().numpy())
+
+
+def start_sample(
+    keys: NDArray[np.uint64], clusters: int, seed: int
+) -> tuple[NDArray[np.int64], int]:
+    """Who takes part in the start, and with how many rows.
+
+    Args:
+        keys: of the names of all clients, ``(C,)``.
+        clusters: centroids a client.
+        seed: of the lots.
+
+    Returns:
+        Sorted codes of the clients, ``(A,)``, and most rows of each.
+    """
+    chosen = _chosen_clients(keys, max(1, _MOST_CENTROIDS // clusters), seed)
+    return chosen, max(_FEWEST_ROWS_A_CLUSTER * clusters, _MOST_START_ROWS // len(chosen))
+
+
+def _sample(rows: ClientRows, clusters: int, seed: int, most_rows: int | None) -> ClientRows:
+    """Some clients of a large federation and some rows of a large client, drawn by lot."""
+    if most_rows is None:
+        chosen, most = start_sample(rows.keys, clusters, seed)
+    else:
+        chosen, most = np.arange(len(rows.names)), most_rows
+    share = np.zeros(len(rows.names))
+    share[chosen] = most / np.maximum(rows.rows_per_client.cpu().numpy()[chosen], 1)
+    if share.min() >= 1.0:
+        return rows
+    codes = rows.codes.cpu().numpy()
+    wanted = np.empty(len(rows), dtype=bool)
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        place = slice(first, min(first + _ROWS_AT_ONCE, len(rows)))
+        own = codes[place]
+        lots = row_uniforms(seed, _ROW_STREAM, rows.keys[own], rows.positions_at(place))
+        wanted[place] = lots < share[own]
+    kept = rows.keep(torch.from_numpy(wanted).to(rows.device))
+    new_code = torch.zeros(len(rows.names), dtype=torch.int64)
+    new_code[torch.from_numpy(chosen)] = torch.arange(len(chosen))
+    names = tuple(rows.names[code] for code in chosen.tolist())
+    return ClientRows(kept.chunks, new_code.to(rows.device)[kept.codes], names)
+
+
+def _chosen_clients(keys: NDArray[np.uint64], most: int, seed: int) -> NDArray[np.int64]:
+    """Sorted codes of at most so many clients, drawn by their names."""
+    if len(keys) <= most:
+        return np.arange(len(keys))
+    nothing = np.zeros(len(keys), dtype=np.int64)
+    lots = row_uniforms(seed, _CLIENT_STREAM, keys, nothing)
+    return np.sort(np.argsort(lots, kind="stable")[:most])
+
+
+def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """k-means++ within every client: rows drawn in proportion to their squared distance.
+
+    Returns the centres ``(C, k, d)`` and which of them are in use ``(C, k)``; a client with fewer
+    different rows than clusters uses fewer.
+    """
+    clients, clusters = active.shape
+    codes = rows.codes.cpu().numpy()
+    keys = rows.keys[codes]
+    centres = torch.zeros(clients, clusters, rows.columns, dtype=torch.float64, device=rows.device)
+    active = active.clone()
+    squared = torch.full((len(rows),), 1.0, dtype=torch.float64, device=rows.device)
+    for j in range(clusters):
+        uniform = torch.from_numpy(row_uniforms(seed, j + 1, keys, rows.positions)).to(rows.device)
+        # argmax of log D² + Gumbel noise is a draw with probability proportional to D²
+        score = squared.log() - (-uniform.log()).log()
+        best = torch.full((clients,), -torch.inf, dtype=torch.float64, device=rows.device)
+        best.scatter_reduce_(0, rows.codes, score, "amax")
+        is_best = (score == best[rows.codes]) & (score > -torch.inf)
+        winners = torch.nonzero(is_best).flatten()
+        chosen = torch.zeros(clients, dtype=torch.int64, device=rows.device)
+        chosen[rows.codes[winners]] = winners
+        active[:, j] &= best > -torch.inf
+        centres[:, j] = rows.take(chosen)
+        if j + 1 < clusters:
+            squared = _squared_distances(rows, centres[:, : j + 1], active[:, : j + 1])
+    return centres, active
+
+
+def _squared_distances(rows: ClientRows, centres: Tensor, active: Tensor) -> Tensor:
+    """Squared distance of every row to the nearest of its client's centres, ``(N,)``."""
+    out = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
+
+    def write(_: None, block: Block) -> None:
+        x, codes, place = rows.read(block)
+        out[place] = nearest(x.double(), centres[codes], active[codes])[1]
+
+    accumulate(rows.blocks(centres.shape[1]), lambda: None, write, rows.device)
+    return out
+
+
+def _lloyd_step(rows: ClientRows, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums ``(C, k, d)`` and counts ``(C, k)`` of the rows nearest to each centre."""
+    clients, clusters, d = centres.shape
+
+    def start() -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(clients * clusters, d, dtype=torch.float64, device=rows.device)
+        return sums, sums.new_zeros(clients * clusters)
+
+    def add_block(total: tuple[Tensor, Tensor], block: Block) -> None:
+        x, codes, _ = rows.read(block)
+        x = x.double()
+        labels, _ = nearest(x, centres[codes], active[codes])
+        cell = codes * clusters + labels
+        total[0].index_add_(0, cell, x)
+        total[1].index_add_(0, cell, torch.ones_like(cell, dtype=torch.float64))
+
+    lanes = accumulate(rows.blocks(clusters), start, add_block, rows.device)
+    sums = torch.stack([lane[0] for lane in lanes]).sum(0).reshape(clients, clusters, d)
+    counts = torch.stack([lane[1] for lane in lanes]).sum(0).reshape(clients, clusters)
+    return sums, counts

@@ -1,0 +1,308 @@
+"""Kernels for stacked networks on NVIDIA cards, written in Triton. :mod:`fedgmm.core.kernels` calls them.
+
+Images lie as ``(planes, pixels)``: a plane is one channel of one client and learner, and its pixels are
+all rows of the batch, ``pixels = n · height · width``. Products are summed in float32.
+"""
+
+import triton
+import triton.language as tl
+
+# ---------------------------------------------------------------------- one filter a channel
+
+
+@triton.jit
+def depthwise(
+    images, weight, out, pixels,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``out[p, n, y, x] = Σ weight[p, dy, dx] · images[p, n, s·y + dy - 1, s·x + dx - 1]``."""
+    plane = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = place < pixels
+    image, row, column = place // (OH * OW), (place // OW) % OH, place % OW
+    source = images + plane * (pixels // (OH * OW)) * (H * W) + image * (H * W)
+    total = tl.zeros([BLOCK], tl.float32)
+    for tap in tl.static_range(9):
+        y, x = row * STRIDE + tap // 3 - 1, column * STRIDE + tap % 3 - 1
+        inside = there & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+        seen = tl.load(source + y * W + x, mask=inside, other=0.0).to(tl.float32)
+        total += seen * tl.load(weight + plane * 9 + tap).to(tl.float32)
+    tl.store(out + plane * pixels + place, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def depthwise_images(
+    gradient, weight, out, pixels,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the images, ``pixels = n · H · W``, from that of the output."""
+    plane = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = place < pixels
+    image, row, column = place // (H * W), (place // W) % H, place % W
+    source = gradient + plane * (pixels // (H * W)) * (OH * OW) + image * (OH * OW)
+    total = tl.zeros([BLOCK], tl.float32)
+    for tap in tl.static_range(9):
+        y, x = row + 1 - tap // 3, column + 1 - tap % 3
+        inside = there & (y >= 0) & (x >= 0) & (y // STRIDE < OH) & (x // STRIDE < OW)
+        inside = inside & (y % STRIDE == 0) & (x % STRIDE == 0)
+        seen = tl.load(source + (y // STRIDE) * OW + x // STRIDE, mask=inside, other=0.0)
+        total += seen.to(tl.float32) * tl.load(weight + plane * 9 + tap).to(tl.float32)
+    tl.store(out + plane * pixels + place, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def depthwise_weights(
+    images, gradient, out, pixels,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one plane's nine weights: all nine taps side by side, sixteen at once."""
+    plane = tl.program_id(0).to(tl.int64)
+    tap = tl.arange(0, 16)[:, None]
+    source = images + plane * (pixels // (OH * OW)) * (H * W)
+    total = tl.zeros([16, BLOCK], tl.float32)
+    for first in range(0, pixels, BLOCK):
+        place = first + tl.arange(0, BLOCK)[None, :]
+        there = place < pixels
+        image, row, column = place // (OH * OW), (place // OW) % OH, place % OW
+        y, x = row * STRIDE + tap // 3 - 1, column * STRIDE + tap % 3 - 1
+        inside = there & (tap < 9) & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+        seen = tl.load(source + image * (H * W) + y * W + x, mask=inside, other=0.0)
+        slope = tl.load(gradient + plane * pixels + place, mask=there, other=0.0)
+        total += seen.to(tl.float32) * slope.to(tl.float32)
+    taps = tl.arange(0, 16)
+    tl.store(out + plane * 9 + taps, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=taps < 9)
+
+
+# ---------------------------------------------------------------------- batch normalisation
+
+
+@triton.jit
+def _activated(z, HIGHEST: tl.constexpr):
+    """The identity for ``HIGHEST < 0``, ReLU for 0, else ReLU with a ceiling."""
+    if HIGHEST >= 0:
+        z = tl.maximum(z, 0.0)
+    if HIGHEST > 0:
+        z = tl.minimum(z, HIGHEST)
+    return z
+
+
+@triton.jit
+def _slope(z, gradient, HIGHEST: tl.constexpr):
+    """The gradient before the activation."""
+    if HIGHEST >= 0:
+        gradient = tl.where(z > 0.0, gradient, 0.0)
+    if HIGHEST > 0:
+        gradient = tl.where(z < HIGHEST, gradient, 0.0)
+    return gradient
+
+
+@triton.jit
+def normalise(
+    images, mask, weight, bias, out, means, variances, pixels, channels, rows, eps,
+    MASKED: tl.constexpr, HIGHEST: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each plane by the mean and variance of its own rows that are there, then the activation.
+
+    ``mask`` is ``(G, n)``, ``PLACE`` the pixels of one image.
+    """
+    plane = tl.program_id(0).to(tl.int64)
+    images += plane * pixels
+    out += plane * pixels
+    mask += (plane // channels) * rows
+    total = tl.zeros([BLOCK], tl.float32)
+    number = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, pixels, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        there = place < pixels
+        if MASKED:
+            there = there & (tl.load(mask + place // PLACE, mask=there, other=0) != 0)
+        total += tl.load(images + place, mask=there, other=0.0).to(tl.float32)
+        number += there.to(tl.float32)
+    count = tl.maximum(tl.sum(number, axis=0), 1.0)
+    mean = tl.sum(total, axis=0) / count
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, pixels, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        there = place < pixels
+        if MASKED:
+            there = there & (tl.load(mask + place // PLACE, mask=there, other=0) != 0)
+        centred = tl.load(images + place, mask=there, other=0.0).to(tl.float32) - mean
+        total += tl.where(there, centred * centred, 0.0)
+    variance = tl.sum(total, axis=0) / count
+    scale = tl.load(weight + plane).to(tl.float32) / tl.sqrt(variance + eps)
+    shift = tl.load(bias + plane).to(tl.float32)
+    for first in range(0, pixels, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        there = place < pixels
+        centred = tl.load(images + place, mask=there, other=0.0).to(tl.float32) - mean
+        z = _activated(centred * scale + shift, HIGHEST)
+        if MASKED:  # what is not there would grow from layer to layer
+            z = tl.where(tl.load(mask + place // PLACE, mask=there, other=0) != 0, z, 0.0)
+        tl.store(out + place, z.to(out.dtype.element_ty), mask=there)
+    tl.store(means + plane, mean)
+    tl.store(variances + plane, variance)
+
+
+@triton.jit
+def normalise_backward(
+    images, mask, weight, bias, means, variances, gradient, out, out_weight, out_bias,
+    pixels, channels, rows, eps,
+    MASKED: tl.constexpr, HIGHEST: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the images, scales and shifts; rows that are not there have none."""
+    plane = tl.program_id(0).to(tl.int64)
+    images += plane * pixels
+    gradient += plane * pixels
+    out += plane * pixels
+    mask += (plane // channels) * rows
+    mean, own_weight = tl.load(means + plane), tl.load(weight + plane).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.load(variances + plane) + eps)
+    shift = tl.load(bias + plane).to(tl.float32)
+    slopes = tl.zeros([BLOCK], tl.float32)
+    products = tl.zeros([BLOCK], tl.float32)
+    number = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, pixels, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        there = place < pixels
+        if MASKED:
+            there = there & (tl.load(mask + place // PLACE, mask=there, other=0) != 0)
+        unit = (tl.load(images + place, mask=there, other=0.0).to(tl.float32) - mean) * inverse
+        slope = tl.load(gradient + place, mask=there, other=0.0).to(tl.float32)
+        slope = _slope(unit * own_weight + shift, slope, HIGHEST)
+        slopes += slope
+        products += slope * unit
+        number += there.to(tl.float32)
+    count = tl.maximum(tl.sum(number, axis=0), 1.0)
+    total, product = tl.sum(slopes, axis=0), tl.sum(products, axis=0)
+    for first in range(0, pixels, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < pixels
+        there = inside
+        if MASKED:
+            there = there & (tl.load(mask + place // PLACE, mask=there, other=0) != 0)
+        unit = (tl.load(images + place, mask=there, other=0.0).to(tl.float32) - mean) * inverse
+        slope = tl.load(gradient + place, mask=there, other=0.0).to(tl.float32)
+        slope = _slope(unit * own_weight + shift, slope, HIGHEST)
+        back = own_weight * inverse * (slope - (total + unit * product) / count)
+        back = tl.where(there, back, 0.0)
+        tl.store(out + place, back.to(out.dtype.element_ty), mask=inside)
+    tl.store(out_weight + plane, product)
+    tl.store(out_bias + plane, total)
+
+
+@triton.jit
+def scale_and_shift(
+    images, scale, shift, out, pixels, HIGHEST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """``activation(images · scale + shift)``, one scale and shift a plane."""
+    plane = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = place < pixels
+    seen = tl.load(images + plane * pixels + place, mask=there, other=0.0).to(tl.float32)
+    z = _activated(seen * tl.load(scale + plane) + tl.load(shift + plane), HIGHEST)
+    tl.store(out + plane * pixels + place, z.to(out.dtype.element_ty), mask=there)
+
+
+# ---------------------------------------------------------------------- the small network
+
+
+@triton.jit
+def pooled_relu(
+    images, out, places, pixels,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest of 2×2 pixels and of zero, and which it was: 0 to 3, or 4 for zero."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < pixels
+    image, row, column = place // (OH * OW), (place // OW) % OH, place % OW
+    source = images + image * (H * W) + 2 * row * W + 2 * column
+    best = tl.zeros([BLOCK], tl.float32)
+    which = tl.full([BLOCK], 4, tl.int32)
+    for corner in tl.static_range(4):
+        seen = tl.load(source + (corner // 2) * W + corner % 2, mask=there, other=0.0)
+        seen = seen.to(tl.float32)
+        which = tl.where(seen > best, corner, which)
+        best = tl.maximum(best, seen)
+    tl.store(out + place, best.to(out.dtype.element_ty), mask=there)
+    tl.store(places + place, which.to(tl.uint8), mask=there)
+
+
+@triton.jit
+def pooled_relu_backward(
+    gradient, places, out, pixels,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient goes to the pixel that was the largest; ``pixels`` counts those of the images."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < pixels
+    image, row, column = place // (H * W), (place // W) % H, place % W
+    inside = there & (row // 2 < OH) & (column // 2 < OW)
+    source = image * (OH * OW) + (row // 2) * OW + column // 2
+    slope = tl.load(gradient + source, mask=inside, other=0.0)
+    which = tl.load(places + source, mask=inside, other=4).to(tl.int32)
+    own = which == (row % 2) * 2 + column % 2
+    tl.store(out + place, tl.where(own, slope, 0.0).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def convolution(
+    images, weight, bias, out, pixels,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CO: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """3×3, stride 1, padded: weights ``(G, 9, CO, C)`` on images ``(G, C, n, H, W)``."""
+    group = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = place < pixels
+    row, column = (place // W) % H, place % W
+    source, target = tl.arange(0, C), tl.arange(0, CO)
+    images += group * C * pixels
+    weight += group * 9 * CO * C
+    total = tl.zeros([CO, BLOCK], tl.float32)
+    for tap in range(9):
+        dy, dx = tap // 3 - 1, tap % 3 - 1
+        inside = there & (row + dy >= 0) & (row + dy < H) & (column + dx >= 0) & (column + dx < W)
+        spot = place + dy * W + dx
+        seen = tl.load(
+            images + source[:, None] * pixels + spot[None, :], mask=inside[None, :], other=0.0
+        )
+        kernel = tl.load(weight + tap * CO * C + target[:, None] * C + source[None, :])
+        total += tl.dot(kernel, seen, input_precision=PRECISION)
+    if BIAS:
+        total += tl.load(bias + group * CO + target).to(tl.float32)[:, None]
+    spot = group * CO * pixels + target[:, None] * pixels + place[None, :]
+    tl.store(out + spot, total.to(out.dtype.element_ty), mask=there[None, :])
+
+
+@triton.jit
+def convolution_weights(
+    images, gradient, out, pixels,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CO: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the weights ``(G, 9, CO, C)``, one tap of one group a program."""
+    tap, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    dy, dx = tap // 3 - 1, tap % 3 - 1
+    source, target = tl.arange(0, C), tl.arange(0, CO)
+    images += group * C * pixels
+    gradient += group * CO * pixels
+    total = tl.zeros([CO, C], tl.float32)
+    for first in range(0, pixels, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        there = place < pixels
+        row, column = (place // W) % H, place % W
+        inside = there & (row + dy >= 0) & (row + dy < H) & (column + dx >= 0) & (column + dx < W)
+        spot = place + dy * W + dx
+        seen = tl.load(
+            images + source[None, :] * pixels + spot[:, None], mask=inside[:, None], other=0.0
+        )
+        slope = tl.load(
+            gradient + target[:, None] * pixels + place[None, :], mask=there[None, :], other=0.0
+        )
+        total += tl.dot(slope, seen, input_precision=PRECISION)
+    spot = (group * 9 + tap) * CO * C + target[:, None] * C + source[None, :]
+    tl.store(out + spot, total.to(out.dtype.element_ty))
