@@ -5,10 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types bench docs clean
+.PHONY: demo federation-demo test test-slow lint types bench docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedgmm demo --out demo
+
+# One server and four clients as processes on this machine, with TLS and keys.
+federation-demo: $(INSTALLED)
+	$(BIN)/python -m fedgmm.flower.demo --out federation-demo
 
 test: lint types
 	$(BIN)/pytest -m "not slow" --cov --cov-report=term
@@ -31,7 +35,7 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/make_figures.py
 
 clean:
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) demo federation-demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 
 # Installs again only when the dependencies change.
 $(INSTALLED): pyproject.toml constraints.txt

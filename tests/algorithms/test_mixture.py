@@ -11,12 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from fedgmm.algorithms.mixture import (
-    FederatedGMM,
-    GivenStart,
-    MixtureShared,
-    local_centroids,
-)
+from fedgmm.algorithms.centroids import local_centroids
+from fedgmm.algorithms.mixture import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.core.aggregate import within_client_moments
 from fedgmm.core.gaussians import Moments, gaussians
 from fedgmm.data.federated import client_rows
@@ -129,7 +125,7 @@ def test_a_large_federation_asks_only_some_clients(rng, monkeypatch):
     clients = {f"c{k}": rng.normal(size=(6, 2)) + 100 * k for k in range(30)}
     everyone = local_centroids(rows_of(clients), 2, seed=3)
     assert everyone.counts.sum() == pytest.approx(180, abs=30)
-    monkeypatch.setattr("fedgmm.algorithms.mixture._MOST_CENTROIDS", 20)
+    monkeypatch.setattr("fedgmm.algorithms.centroids._MOST_CENTROIDS", 20)
 
     some = local_centroids(rows_of(clients), 2, seed=3)
     asked = set(np.round(some.points[:, 0] / 100).astype(int).tolist())

@@ -249,14 +249,16 @@ def test_a_run_that_never_began_its_first_round(monkeypatch, sites, tmp_path):
     def crash(*_, **__):
         raise MemoryError
 
-    for step in ("read_tables", "agreement", "_choose", "train", "_finish"):
+    for step in ("read_tables", "agreement", "_choose", "train", "finish_run"):
         home = tmp_path / step
         with monkeypatch.context() as patch:
             patch.setattr(fitting, step, crash)
             with pytest.raises(MemoryError):
                 fedgmm.fit([sites], "state", home, **SMALL)
         fedgmm.resume(home)
-    models = [bytes_of(tmp_path / step / "model") for step in ("read_tables", "_choose", "_finish")]
+    models = [
+        bytes_of(tmp_path / step / "model") for step in ("read_tables", "_choose", "finish_run")
+    ]
     assert models[0] == models[1] == models[2]
 
 

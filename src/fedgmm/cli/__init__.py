@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedgmm import __version__
-from fedgmm.cli import reproduce, runs, studies
+from fedgmm.cli import federation, reproduce, runs, studies
 
 _INTERRUPTED = 130
 
@@ -91,6 +91,7 @@ def options(
 
 
 _FILES, _STUDIES = "From files to answers", "Demonstrations and experiments"
+_MACHINES = "Over several machines"
 _ON_FILES: tuple[Callable[..., None], ...] = (
     runs.inspect,
     runs.fit,
@@ -107,3 +108,6 @@ for command in _ON_FILES:
     app.command(rich_help_panel=_FILES)(command)
 for command in _OTHERS:
     app.command(rich_help_panel=_STUDIES)(command)
+for command in (federation.server, federation.client):
+    app.command(rich_help_panel=_MACHINES)(command)
+app.add_typer(federation.keys, name="keys", rich_help_panel=_MACHINES)

@@ -13,10 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from fedgmm.algorithms.base import SupervisedMethod
 from fedgmm.algorithms.fedgmm import FedGMM
 from fedgmm.core.checks import check_integer
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.federation.state_arrays import StateDecoder, StateError, laid_out, take_apart
 from fedgmm.files import write_atomically
 
 FORMAT = 1
@@ -50,7 +50,7 @@ _LOWER_LAYERS = (
 )
 
 
-class CheckpointError(ValueError):
+class CheckpointError(StateError):
     """A checkpoint that cannot be written, read or gone on from, with the file and the reason."""
 
 
@@ -145,7 +145,7 @@ def save_progress(path: str | Path, progress: Progress) -> None:
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for name, value in state.items():
-        _take_apart(name, value, tensors, values)
+        take_apart(name, value, tensors, values)
     dense = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in tensors.items()
@@ -180,25 +180,6 @@ def save_progress(path: str | Path, progress: Progress) -> None:
         raise CheckpointError(
             f"Cannot write the checkpoint {path} ({reason}); make room or choose another file."
         ) from None
-
-
-def _take_apart(path: str, value: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Name every tensor and every plain value of a state by where it is."""
-    if isinstance(value, Tensor):
-        tensors[path] = value
-    elif isinstance(value, dict):
-        values[path] = list(value)  # an empty one is one, too; and the order of names is kept
-        for name, item in value.items():
-            tensors[f"{path}/{name}"] = item
-    elif is_dataclass(value):
-        for part in fields(value):
-            _take_apart(f"{path}/{part.name}", getattr(value, part.name), tensors, values)
-    elif isinstance(value, float):
-        values[path] = {"float": value.hex()}
-    elif value is None or isinstance(value, (bool, int, str)):
-        values[path] = value
-    else:
-        raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold.")
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -340,7 +321,7 @@ class StoredProgress:
         """The state of ``method``, on ``device``."""
         try:
             return self._assemble(method, device)
-        except CheckpointError as error:
+        except StateError as error:
             raise CheckpointError(f"{self.path} does not fit the method: {error}") from None
         except _LOWER_LAYERS as error:
             raise CheckpointError(f"{self.path} does not fit the method: {error!r}.") from None
@@ -349,11 +330,13 @@ class StoredProgress:
         facts = self.facts
         strides = facts["strides"]
         tensors = {
-            name: _laid_out(value.to(device), strides.get(name))
+            name: laid_out(value.to(device), strides.get(name))
             for name, value in self.tensors.items()
         }
         hints = get_args(get_type_hints(type(method).init)["return"])
-        decoder = _Decoder(tensors, facts["values"], _frame(method).training.net.parameter_shapes)
+        decoder = StateDecoder(
+            tensors, facts["values"], _frame(method).training.net.parameter_shapes
+        )
 
         def state(prefix: str) -> tuple[Any, Any]:
             shared, personal = (
@@ -381,89 +364,6 @@ class StoredProgress:
             dict(facts["options"]),
             str(facts["data"]),
         )
-
-
-def _laid_out(value: Tensor, strides: list[int] | None) -> Tensor:
-    """A tensor with its axes in the order in memory that they had; repeated ones are held once."""
-    if strides is None:
-        return value
-    once = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
-    order = sorted(range(value.dim()), key=lambda axis: -strides[axis])
-    back = sorted(range(value.dim()), key=lambda place: order[place])
-    return once.permute(order).contiguous().permute(back).expand(value.shape)
-
-
-@dataclass(frozen=True)
-class _Decoder:
-    """State from tensors and values, as type hints say.
-
-    Attributes:
-        tensors: by path.
-        values: everything else, by path.
-        shapes: of a learner's parameters, which is what dictionaries in a state hold.
-    """
-
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def decode(self, hint: Any, path: str) -> Any:
-        """The value at ``path``, which must be of the kind that ``hint`` names."""
-        kind = get_origin(hint) or hint
-        if kind in (Union, UnionType):
-            return self._first_that_fits(get_args(hint), path)
-        if kind is Tensor:
-            if path not in self.tensors:
-                raise CheckpointError(f"it has no numbers called {path}.")
-            return self.tensors[path]
-        if kind is dict:
-            return self._parameters(path)
-        if is_dataclass(kind) and isinstance(kind, type):
-            hints = get_type_hints(kind)
-            return kind(
-                **{
-                    part.name: self.decode(hints[part.name], f"{path}/{part.name}")
-                    for part in fields(kind)
-                }
-            )
-        return self._plain(hint, path)
-
-    def _first_that_fits(self, hints: tuple[Any, ...], path: str) -> Any:
-        for hint in hints:
-            try:
-                return self.decode(hint, path)
-            except CheckpointError:
-                continue
-        raise CheckpointError(f"{path} is of another kind.")
-
-    def _parameters(self, path: str) -> dict[str, Tensor]:
-        """Stacked parameters of learners, or none at all."""
-        names = self.values.get(path)
-        if not isinstance(names, list) or (names and set(names) != set(self.shapes)):
-            raise CheckpointError(f"{path} does not hold the parameters of this learner.")
-        params = {name: self.decode(Tensor, f"{path}/{name}") for name in names}
-        for name, value in params.items():
-            own = self.shapes[name]
-            stacked = value.shape[: value.dim() - len(own)]
-            if not stacked or tuple(value.shape) != (*stacked, *own):
-                raise CheckpointError(
-                    f"{path}/{name} has shape {tuple(value.shape)}, which does not end in {own}."
-                )
-        return params
-
-    def _plain(self, hint: Any, path: str) -> Any:
-        if path not in self.values:
-            raise CheckpointError(f"it has no value called {path}.")
-        value = self.values[path]
-        if hint is float and isinstance(value, dict):
-            return float.fromhex(value["float"])
-        if get_origin(hint) is Literal:
-            fits = value in get_args(hint)
-        else:
-            fits = hint in (NoneType, None, bool, int, str) and type(value) is (hint or NoneType)
-        if not fits:
-            raise CheckpointError(f"{path} is of another kind.")
-        return value
 
 
 def _frame(method: AnyMethod) -> Any:

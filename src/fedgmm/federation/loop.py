@@ -160,7 +160,7 @@ def continue_rounds(
     callbacks = tuple(on_round)
 
     def judge() -> None:
-        run.converged = tol is not None and _settled(run.history, tol)
+        run.converged = tol is not None and settled(run.history, tol)
         if stop is not None and stop(run.round, run):
             run.converged = True
         run.judged = True
@@ -188,7 +188,8 @@ def continue_rounds(
     return run
 
 
-def _settled(history: list[RoundInfo], tol: float) -> bool:
+def settled(history: list[RoundInfo], tol: float) -> bool:
+    """Whether the mean log-likelihood changed by less than ``tol`` in the last round."""
     return len(history) > 1 and abs(history[-1].log_likelihood - history[-2].log_likelihood) < tol
 
 

@@ -22,12 +22,24 @@ _AUTO = ("components", "learners", "covariance_type")
 _SIZES = ("components", "learners")
 
 _NONE = "none"  # TOML has no word for nothing
-_MAY_BE_NONE = ("patience", "server_lr", "tol")
+_MAY_BE_NONE = ("patience", "pretrained", "server_lr", "tol")
 _LEARNERS = ("linear", "mlp")  # the others are for images
 
 
 TRAINING = {one.name for one in fields(TrainingOptions)} - {"standardise"}
 """Training options that can be set; tables are standardised when they are read."""
+
+
+FEDERATION = {
+    "clients",
+    "min_clients",
+    "round_timeout",
+    "min_rows",
+    "precision",
+    "largest_message",
+    "start_timeout",
+}
+"""Options of a federation over several machines; runs in one process do not look at them."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,7 @@ class RunConfig:
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:
-    """The sections ``data``, ``training`` and ``run`` of a TOML file.
+    """The sections ``data``, ``training``, ``run`` and ``federation`` of a TOML file.
 
     Raises:
         ValueError: text that is not TOML, or an option that does not exist.
@@ -130,6 +142,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         "data": {"files", *(one.name for one in fields(TableOptions))},
         "training": TRAINING,
         "run": {"checkpoint_every"},
+        "federation": FEDERATION,
     }
     for section, values in document.items():
         if section not in known or not isinstance(values, dict):
@@ -143,15 +156,21 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
     return {section: dict(document.get(section, {})) for section in known}
 
 
-def config_from(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+def config_from(
+    sections: Mapping[str, Mapping[str, Any]], *, files_needed: bool = True
+) -> RunConfig:
     """A run from the sections of a TOML file.
+
+    Args:
+        sections: as :func:`read_config` gives them.
+        files_needed: whether it must name files; the server of a federation has none.
 
     Raises:
         ValueError: something that is missing or of the wrong type.
     """
     data = dict(sections.get("data", {}))
     files = _texts("files", data.pop("files", []))
-    if not files:
+    if not files and files_needed:
         raise ValueError("No files were given; name at least one, such as site_*.csv.")
     if data.get("label", "") == "":
         raise ValueError("No label column was given; say --label COLUMN.")
@@ -168,6 +187,8 @@ def _table_options(data: dict[str, Any]) -> TableOptions:
     for name in ("label", "client_column"):
         if not isinstance(data.get(name, ""), str):
             raise ValueError(f"{name} must be the name of a column in quotes, got {data[name]!r}.")
+    if not isinstance(data.get("client", ""), str):
+        raise ValueError(f"client must be a name in quotes, got {data['client']!r}.")
     for name in ("categorical", "ignore"):
         data[name] = _texts(name, data.get(name, []))
     if "split" in data:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 import warnings
@@ -27,9 +26,10 @@ from fedgmm.runs.folder import (
     as_json,
     check_files_unchanged,
     fingerprints,
-    finite,
+    history_line,
     read_history,
     read_json,
+    write_history,
     write_json,
 )
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
@@ -245,7 +245,7 @@ def _run(
             "training": model.history[-1]["seconds"] if model.history else 0.0,
         },
     }
-    _finish(folder, model, dataset, tables, facts)
+    finish_run(folder, model, dataset, tables, facts)
     return FederatedRun(folder, model, preprocessing, dataset)
 
 
@@ -301,14 +301,10 @@ class _HistoryFile:
             before = read_history(self._path)
             self.replace([one for one in before if one["round"] < entry["round"]])
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(_line(entry))
+            file.write(history_line(entry))
 
     def replace(self, history: Iterable[dict[str, float]]) -> None:
-        write_atomically(self._path, "".join(map(_line, history)).encode())
-
-
-def _line(entry: dict[str, float]) -> str:
-    return json.dumps(finite(entry), allow_nan=False) + "\n"
+        write_history(self._path, history)
 
 
 def _forget_joined(folder: RunFolder) -> list[str]:
@@ -327,7 +323,7 @@ def _forget_joined(folder: RunFolder) -> list[str]:
     return [f"The model is new, so these must join again with fedgmm adapt: {', '.join(joined)}."]
 
 
-def _finish(
+def finish_run(
     folder: RunFolder,
     model: FederatedModel,
     dataset: FederatedDataset,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,16 @@ def read_history(path: Path) -> list[dict[str, float]]:
             break
         entries.append(entry)
     return entries
+
+
+def write_history(path: Path, history: Iterable[Mapping[str, Any]]) -> None:
+    """Write ``history.jsonl`` anew."""
+    write_atomically(path, "".join(map(history_line, history)).encode())
+
+
+def history_line(entry: Mapping[str, Any]) -> str:
+    """One round, as ``history.jsonl`` has it."""
+    return json.dumps(finite(dict(entry)), allow_nan=False) + "\n"
 
 
 def check_files_unchanged(folder: RunFolder) -> None:

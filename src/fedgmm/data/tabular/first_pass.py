@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -67,12 +67,33 @@ def summarise_one_by_one(
     for file in files:
         tell(f"reading {file.path.name}")
         summaries |= _summarise([file], options)
+    of_client = {file.names[0]: file for file in files}
+
+    def read_again(columns: dict[str, set[str]]) -> dict[str, ClientSummary]:
+        found: dict[str, ClientSummary] = {}
+        for client, wanted in columns.items():
+            of_client[client].read_as_categories(wanted)
+            found |= _summarise([of_client[client]], options)
+        return found
+
+    return settle_kinds(summaries, options, read_again)
+
+
+def settle_kinds(
+    summaries: dict[str, ClientSummary],
+    options: TableOptions,
+    read_again: Callable[[dict[str, set[str]]], dict[str, ClientSummary]],
+) -> dict[str, ClientSummary]:
+    """Summaries in which columns that are text for one client are text for all, where that helps.
+
+    Args:
+        summaries: of all clients, as each read its own rows.
+        options: how tables are read.
+        read_again: the summaries of clients that read the named columns as categories.
+    """
     again = needs_text(summaries, options)
     known = dict(summaries)
-    for file in files:
-        if wanted := again.get(file.names[0]):
-            file.read_as_categories(wanted)
-            summaries |= _summarise([file], options)
+    summaries = {**summaries, **(read_again(again) if again else {})}
     for name in sorted({name for names in again.values() for name in names}):
         own = {client: s.columns[name] for client, s in known.items() if name in s.columns}
         numeric = any(told.kind in ("number", "date") for told in own.values())
@@ -207,7 +228,8 @@ def _add_batch(
         own_labels, texts = categories(batch.column(options.label))
     labels_of.add(own_labels, texts)
     if options.client_column is None:
-        clients, names = np.zeros(len(batch), dtype=np.int64), [client_name(file.path)]
+        clients = np.zeros(len(batch), dtype=np.int64)
+        names = [options.client or client_name(file.path)]
     else:
         clients, names = categories(batch.column(options.client_column))
         if (clients < 0).any():

@@ -36,10 +36,11 @@ __all__ = ["Rows", "Tables", "agreement", "load_federation", "read_rows", "read_
 
 _CHANGED = "it changed while it was read; start again when nothing writes to it."
 
-_ONE_CLIENT = (
+ONE_CLIENT = (
     "There is one client only; a federation needs several: give more files, or say --client-column if a "
     "column names the client."
 )
+"""What is noted of tables with a single client."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def read_tables(
     # sorted, so that nothing depends on the order in which they were named
     paths = sorted(find_tables(sources), key=lambda path: (client_name(path), path))
     _check_names(paths, options)
+    if options.client is not None and len(paths) > 1:
+        raise TableError(paths[1], f"client {quoted(options.client)} has one file, not several.")
     categorical = set(options.categorical) - {options.label, options.client_column}
     as_text = categorical | {n for n in (options.label, options.client_column) if n is not None}
     files = [TableFile(path, set(as_text), set(categorical)) for path in paths]
@@ -104,7 +107,7 @@ def read_tables(
         if s.unlabelled
     ]
     if len(summaries) == 1:
-        notes.append(_ONE_CLIENT)
+        notes.append(ONE_CLIENT)
     tables = Tables(summaries, options, files, notes)
     for client, summary in summaries.items():
         if not summary.rows:

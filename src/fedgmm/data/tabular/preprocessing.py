@@ -43,6 +43,7 @@ class TableOptions:
         indicator_from: share of missing values from which a column gets an indicator of them.
         split: shares of training, validation and test rows within every client.
         seed: of the split.
+        client: what the client of the only file is called; ``None`` takes the file's name.
     """
 
     label: str | None
@@ -53,8 +54,13 @@ class TableOptions:
     indicator_from: float = 0.01
     split: tuple[float, float, float] = (0.6, 0.2, 0.2)
     seed: int = 0
+    client: str | None = None
 
     def __post_init__(self) -> None:
+        if self.client is not None and self.client_column is not None:
+            raise ValueError(
+                "client and client_column cannot both be given; leave out one of them."
+            )
         if self.max_categories < 2:
             raise ValueError(f"max_categories must be at least 2, got {self.max_categories!r}.")
         if not 0.0 <= self.indicator_from <= 1.0:

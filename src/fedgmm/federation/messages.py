@@ -1,0 +1,172 @@
+"""What crosses the wire: named numeric arrays and plain JSON, checked before use.
+
+Nothing here can run: there is no pickle, there are no class names, and every array has a dtype of a
+short list. The module imports nothing but NumPy, so that a relay which only hands messages on stays
+light.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DTYPES = ("bool", "uint8", "int64", "float16", "float32", "float64")
+"""Kinds of numbers that a message may hold, in the machine's own byte order, which is little-endian."""
+
+LARGEST_MESSAGE = 256 * 1024 * 1024
+"""Bytes of a message, unless the federation says otherwise."""
+
+_MOST_ARRAYS = 4096
+_MOST_AXES = 8
+_LONGEST_NAME = 200
+_LARGEST_FACTS = 16 * 1024 * 1024
+_MOST_DEPTH = 12
+_LARGEST_INTEGER = 2**63
+_NAME = re.compile(r"[A-Za-z0-9_.+ /-]+", flags=re.ASCII)
+_KIND = re.compile(r"[a-z][a-z_]{0,39}", flags=re.ASCII)
+
+
+class MessageError(ValueError):
+    """What is wrong with a message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A question of the server, or an answer to one.
+
+    Attributes:
+        kind: which question, or ``"answer"``.
+        arrays: named numeric arrays in C order, of ``DTYPES``.
+        facts: plain JSON values.
+    """
+
+    kind: str
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the arrays and of the JSON text."""
+        return sum(array.nbytes for array in self.arrays.values()) + len(self.facts_text().encode())
+
+    def facts_text(self) -> str:
+        """The facts as JSON; floats keep every bit.
+
+        Raises:
+            MessageError: values that JSON cannot hold.
+        """
+        try:
+            return json.dumps(self.facts, allow_nan=False, ensure_ascii=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MessageError(f"its facts are not plain JSON values: {error}.") from None
+
+
+def read_facts(text: str | bytes) -> dict[str, Any]:
+    """The facts of a message from its JSON text.
+
+    Raises:
+        MessageError: text that is too long or not a JSON object.
+    """
+    if len(text) > _LARGEST_FACTS:
+        raise MessageError(
+            f"its facts are {len(text)} bytes; at most {_LARGEST_FACTS} are allowed."
+        )
+    try:
+        facts = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"its facts are not JSON: {error}.") from None
+    if not isinstance(facts, dict):
+        raise MessageError("its facts are not a JSON object.")
+    return facts
+
+
+def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> None:
+    """Raise :class:`MessageError` unless a message keeps all bounds.
+
+    Args:
+        message: what came in, or is to go out.
+        limit_bytes: most bytes of arrays and JSON together.
+    """
+    if not isinstance(message.kind, str) or not _KIND.fullmatch(message.kind):
+        raise MessageError(f"its kind is {_short(message.kind)}, which is no kind of message.")
+    if len(message.arrays) > _MOST_ARRAYS:
+        raise MessageError(
+            f"it has {len(message.arrays)} arrays; at most {_MOST_ARRAYS} are allowed."
+        )
+    for name, array in message.arrays.items():
+        _check_array(name, array)
+    _check_value(message.facts, _MOST_DEPTH)
+    if not isinstance(message.facts, Mapping):
+        raise MessageError("its facts are not a JSON object.")
+    facts = len(message.facts_text())
+    if facts > _LARGEST_FACTS:
+        raise MessageError(f"its facts are {facts} bytes; at most {_LARGEST_FACTS} are allowed.")
+    total = facts + sum(array.nbytes for array in message.arrays.values())
+    if total > limit_bytes:
+        raise MessageError(f"it is {total} bytes; at most {limit_bytes} are allowed.")
+
+
+def check_declared_array(name: Any, dtype: Any, shape: Any) -> int:
+    """Check what a sender says of an array before any of it is read; its number of bytes.
+
+    Raises:
+        MessageError: a name, dtype or shape that is not allowed.
+    """
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
+        raise MessageError(f"an array is called {_short(name)}, which is no name of an array.")
+    if dtype not in DTYPES:
+        raise MessageError(
+            f"array {name!r} is of type {_short(dtype)}; allowed are {', '.join(DTYPES)}."
+        )
+    if not isinstance(shape, (list, tuple)) or len(shape) > _MOST_AXES:
+        raise MessageError(f"array {name!r} has no shape, or too many axes.")
+    if any(type(length) is not int or length < 0 for length in shape):
+        raise MessageError(f"array {name!r} has the shape {_short(shape)}, which is none.")
+    return int(math.prod(shape) * np.dtype(dtype).itemsize)
+
+
+def _check_array(name: Any, array: Any) -> None:
+    if not isinstance(array, np.ndarray):
+        raise MessageError(f"{_short(name)} is a {type(array).__name__}, not an array.")
+    dtype = array.dtype.name if array.dtype.isnative else str(array.dtype)
+    check_declared_array(name, dtype, array.shape)
+    if not array.flags.c_contiguous:
+        raise MessageError(f"array {name!r} does not lie in memory row by row.")
+
+
+def _check_value(value: Any, depth: int) -> None:
+    """Plain JSON values of bounded depth; numbers are finite."""
+    if depth == 0:
+        raise MessageError(f"its facts are nested deeper than {_MOST_DEPTH} levels.")
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            if not isinstance(name, str):
+                raise MessageError(f"its facts have a name that is no text: {_short(name)}.")
+            _check_value(one, depth - 1)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _check_value(one, depth - 1)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise MessageError("its facts hold a number that is not finite.")
+    elif isinstance(value, int):
+        if abs(value) >= _LARGEST_INTEGER:
+            raise MessageError("its facts hold a whole number that is too large.")
+    elif value is not None and not isinstance(value, str):
+        raise MessageError(f"its facts hold a {type(value).__name__}, which is no JSON value.")
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

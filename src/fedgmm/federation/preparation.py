@@ -1,0 +1,149 @@
+"""Before the rounds: wait for the sites, agree on columns, choose what was left open."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedgmm.data.tabular.agreement import DisagreementError, agree
+from fedgmm.data.tabular.first_pass import settle_kinds
+from fedgmm.data.tabular.summaries import ClientSummary
+from fedgmm.federation.assembly import Assembly, Failure
+from fedgmm.federation.jobs import Job, check_for_tables
+from fedgmm.federation.settings import FederationError
+from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_record
+from fedgmm.selection import suitable_covariance
+from fedgmm.training import TrainingOptions
+
+_TELL_AGAIN = 30.0  # seconds after which it is said again whom the server waits for
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all sites agreed on.
+
+    Attributes:
+        job: the training.
+        notes: what is worth knowing.
+    """
+
+    job: Job
+    notes: list[str]
+
+
+def prepare(assembly: Assembly, poll: float) -> Prepared:
+    """Wait until all sites are there and agree on the preprocessing.
+
+    Raises:
+        FederationError: too few sites came, or their tables do not fit together.
+    """
+    settings, table = assembly.settings, assembly.settings.config.table
+    try:
+        check_for_tables(settings.config.options())
+    except ValueError as error:
+        raise FederationError(str(error)) from None
+    wait_for(assembly, settings.clients, poll)
+    while True:
+        summaries = {
+            name: member.summary
+            for name in assembly.names
+            if (member := assembly.members[name]).summary is not None
+        }
+        try:
+            settled = _settled(assembly, summaries)
+            preprocessing, notes = agree(settled, table)
+            break
+        except DisagreementError as error:
+            if len(assembly.members) - 1 < settings.quorum or error.client not in assembly.members:
+                raise FederationError(f"The tables do not fit together: {error}") from None
+            assembly.refuse(error.client, error.problem)
+        except ValueError as error:
+            raise FederationError(str(error)) from None
+    rows = training_rows([s.rows for s in settled.values()], table.split[0])
+    width = len(preprocessing.feature_names)
+    chosen, more = _chosen(assembly, rows, width)
+    notes = [*notes, *more]
+    for note in notes:
+        assembly.tell(note)
+    job = Job(chosen, table, preprocessing, settings.precision, settings.min_rows)
+    assembly.tell(
+        f"agreed on {len(preprocessing.columns)} columns, which become {width}, and "
+        f"{len(preprocessing.labels.classes)} classes"
+    )
+    return Prepared(job, notes)
+
+
+def wait_for(assembly: Assembly, wanted: int, poll: float) -> None:
+    """Greet nodes until there are so many members with a summary."""
+    timeout = assembly.settings.start_timeout
+    started = told_at = time.monotonic()
+    told = ""
+    while True:
+        ready = [name for name, m in sorted(assembly.members.items()) if m.summary is not None]
+        if len(ready) >= wanted:
+            return
+        now = time.monotonic()
+        line = f"waiting for {wanted - len(ready)} more of {wanted} clients" + (
+            f"; here are {', '.join(ready)}" if ready else ""
+        )
+        if line != told or now - told_at > _TELL_AGAIN:
+            assembly.tell(line)
+            told, told_at = line, now
+        if timeout is not None and now - started > timeout:
+            raise FederationError(
+                f"Only {len(ready)} of {wanted} clients came within {timeout:g} s; start the others, or "
+                "ask for fewer with clients."
+            )
+        if assembly.greetings_due():
+            assembly.ask({}, greet=True)
+        else:
+            time.sleep(poll)
+
+
+def _settled(assembly: Assembly, summaries: dict[str, ClientSummary]) -> dict[str, ClientSummary]:
+    """Summaries after sites with other kinds of values read some columns as text."""
+
+    def read_again(columns: dict[str, set[str]]) -> dict[str, ClientSummary]:
+        questions = {name: assembly.hello(True, wanted) for name, wanted in columns.items()}
+        found: dict[str, ClientSummary] = {}
+        for name, answer in assembly.ask(questions).items():
+            try:
+                if isinstance(answer, Failure):
+                    raise SummaryError(answer.reason)
+                found[name] = summary_from_record(answer.facts.get("summary"))
+            except SummaryError as error:
+                raise FederationError(f"{name} could not read its table again: {error}") from None
+        return found
+
+    return settle_kinds(summaries, assembly.settings.config.table, read_again)
+
+
+def training_rows(rows: Iterable[int], share: float) -> int:
+    """How many rows all clients train on, as the split will have it."""
+    return int(sum(max(1, int(np.round(share * own))) for own in rows))
+
+
+def _chosen(assembly: Assembly, rows: int, width: int) -> tuple[TrainingOptions, list[str]]:
+    """The training options with what was left open filled in, and what is worth knowing of it."""
+    config, notes = assembly.settings.config, []
+    options = config.options()
+    open_sizes = config.sizes_are_open or {"components", "learners"} & set(config.open_choices())
+    if open_sizes and options.algorithm == "fedgmm":
+        notes.append(
+            f"The size of the mixture was left open: {options.components} Gaussians and "
+            f"{options.learners} learners are taken. Trials on the data need one machine; say "
+            "components and learners."
+        )
+    if "covariance_type" in config.open_choices():
+        kind = suitable_covariance(rows, width, options.components)
+        config = config.with_training(covariance_type=kind)
+    chosen = config.options()
+    for name in ("components", "learners"):
+        if getattr(chosen, name) > max(rows, 10):
+            raise FederationError(
+                f"{name}={getattr(chosen, name)} is more than the {rows} training rows; ask for fewer."
+            )
+    return chosen, notes

@@ -1,0 +1,176 @@
+"""The server's own folder: a run folder with the shared model and nothing of any row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from fedgmm.experiments.results import TITLES, environment
+from fedgmm.federation.checkpoint import Progress, StoredProgress, read_checkpoint, save_progress
+from fedgmm.federation.jobs import Job
+from fedgmm.federation.settings import FederationError, FederationSettings
+from fedgmm.files import write_atomically
+from fedgmm.inference.metrics import Evaluation
+from fedgmm.inference.model import FederatedModel
+from fedgmm.report.contents import ClientTable, ReportContents, convergence, flattened
+from fedgmm.report.page import write_report
+from fedgmm.runs.config import read_config
+from fedgmm.runs.folder import RunFolder, read_history, write_history, write_json
+from fedgmm.runs.run import has_common_model
+
+_LEFTOVERS = {".lock", "config.toml.part"}
+
+_FIGURES = ("accuracy", "log_loss", "calibration_error")
+
+
+class ServerFolder:
+    """Where the server keeps everything."""
+
+    def __init__(self, home: Path) -> None:
+        self.run = RunFolder(home)
+
+    # ------------------------------------------------------------------ on the way
+
+    def begin(self, settings: FederationSettings, job: Job) -> None:
+        """Write what was asked for and what all agreed on."""
+        for path in (self.run.metrics, self.run.report, self.run.history):
+            path.unlink(missing_ok=True)
+        training = {k: v for k, v in job.options.record().items() if k != "standardise"}
+        config = replace(settings.config, training=training)
+        text = config.toml() + "\n" + tomli_w.dumps({"federation": settings.record()})
+        write_atomically(self.run.config, text.encode())
+        write_json(self.run.environment, environment())
+        write_json(self.run.preprocessing, job.preprocessing.record())
+
+    def stored(self) -> StoredProgress | None:
+        """The checkpoint of an earlier attempt, if there is one."""
+        path = self.run.checkpoint
+        return read_checkpoint(path) if path.is_file() else None
+
+    def save(self, progress: Progress, history: Sequence[Mapping[str, Any]]) -> None:
+        """Write down where the run stands; the checkpoint comes last."""
+        write_history(self.run.history, history)
+        save_progress(self.run.checkpoint, progress)
+
+    def history(self, last: int) -> list[dict[str, Any]]:
+        """The rounds that are written down, up to the last one that counts."""
+        return [dict(e) for e in read_history(self.run.history) if e["round"] <= last]
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(
+        self,
+        model: FederatedModel | None,
+        job: Job,
+        history: Sequence[Mapping[str, Any]],
+        figures: Mapping[str, Mapping[str, float]],
+        clients: Mapping[str, int],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write model, metrics and report.
+
+        Args:
+            model: the shared model; ``None`` where the method shares none.
+            job: the training.
+            history: one entry a round.
+            figures: of the sites that shared them.
+            clients: training rows of all sites.
+            facts: what else belongs into the metrics.
+        """
+        if model is not None and has_common_model(model):
+            model.save(self.run.model)
+        (self.run.clients / "weights").mkdir(parents=True, exist_ok=True)
+        summary = {} if not figures else {"test": _evaluation(figures).summary()}
+        write_json(
+            self.run.metrics,
+            {
+                "algorithm": job.options.algorithm,
+                "rounds": len(history),
+                "clients": figures,
+                "selection": None,
+                **summary,
+                **facts,
+            },
+        )
+        self._write_report(model, job, history, figures, clients, facts)
+
+    def _write_report(
+        self,
+        model: FederatedModel | None,
+        job: Job,
+        history: Sequence[Mapping[str, Any]],
+        figures: Mapping[str, Mapping[str, float]],
+        clients: Mapping[str, int],
+        facts: Mapping[str, Any],
+    ) -> None:
+        at_home = "Rows stay with the clients; their own reports show it."
+        absent = dict.fromkeys(
+            ("calibration", "densities", "weights", "projection", "adaptation"), at_home
+        )
+        if not figures:
+            absent["accuracy"] = "No client shared the figures of its test rows."
+        names = tuple(sorted(clients))
+        scores = np.array(
+            [[figures.get(name, {}).get(figure, np.nan) for name in names] for figure in _FIGURES]
+        )
+        table = ClientTable(
+            names,
+            np.array([clients[name] for name in names], dtype=np.int64),
+            np.array([clients[name] for name in names], dtype=np.int64),
+            *scores,
+        )
+        gaussians = None if model is None else model.prediction.gaussians
+        contents = ReportContents(
+            title=self.run.home.resolve().name,
+            method=TITLES.get(job.options.algorithm, job.options.algorithm),
+            classes=len(job.preprocessing.labels.classes),
+            components=0 if gaussians is None else len(gaussians.means),
+            learners=1 if model is None else model.n_learners,
+            clients=table,
+            convergence=convergence([_numbers(entry) for entry in history], absent),
+            configuration=flattened(read_config(self.run.config)),
+            environment=flattened(environment()),
+            notes=tuple(facts.get("notes", ())),
+            absent=absent,
+        )
+        write_report(contents, self.run.report)
+
+
+def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in entry.items() if isinstance(value, (int, float))}
+
+
+def _evaluation(figures: Mapping[str, Mapping[str, float]]) -> Evaluation:
+    names = tuple(sorted(figures))
+    accuracy, loss, error = (np.array([figures[n][f] for n in names]) for f in _FIGURES)
+    rows = np.array([int(figures[name]["rows"]) for name in names], dtype=np.int64)
+    return Evaluation(names, rows, accuracy, loss, error)
+
+
+def checked_figures(told: Any) -> dict[str, float] | None:
+    """A site's figures of its test rows; ``None`` where they make no sense."""
+    if not isinstance(told, Mapping):
+        return None
+    found: dict[str, float] = {}
+    for name in ("rows", *_FIGURES):
+        value = told.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            return None
+        found[name] = float(value)
+    return found if found["accuracy"] <= 1 and found["rows"] >= 1 else None
+
+
+def check_home(folder: RunFolder) -> None:
+    """Raise unless a folder is empty, or holds an earlier attempt of a federation."""
+    if folder.is_run or not folder.home.is_dir():
+        return
+    here = {child.name for child in folder.home.iterdir()} - _LEFTOVERS
+    if any(not name.startswith((".", "flower", "federation")) for name in here):
+        raise FederationError(
+            f"{folder.home} is not empty and holds no federation; choose another folder."
+        )

@@ -1,0 +1,111 @@
+"""A site's own folder: a run folder, and beside it what the site keeps between questions.
+
+``federation/RUN/`` holds the site's personal state after the rounds that it answered. The server says
+from which of them a round goes on, so that a round that is asked again gives the same answer.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.tabular.files import client_name
+from fedgmm.data.tabular.loading import Tables
+from fedgmm.experiments.results import environment
+from fedgmm.federation.checkpoint import (
+    AnyMethod,
+    CheckpointError,
+    Phase,
+    Progress,
+    load_progress,
+    save_progress,
+)
+from fedgmm.federation.jobs import Job
+from fedgmm.files import write_atomically
+from fedgmm.inference.model import FederatedModel
+from fedgmm.runs.config import RunConfig
+from fedgmm.runs.fitting import finish_run
+from fedgmm.runs.folder import (
+    RunFolder,
+    fingerprints,
+    read_history,
+    read_json,
+    write_history,
+    write_json,
+)
+
+RUN_ID = re.compile(r"[0-9a-f]{8,64}", flags=re.ASCII)
+"""What a run is called; it is also the name of a folder."""
+
+
+class SiteFolder:
+    """Where a site keeps everything."""
+
+    def __init__(self, home: Path) -> None:
+        self.run = RunFolder(home)
+        self._states = home / "federation"
+
+    # ------------------------------------------------------------------ between questions
+
+    def _state(self, run: str, phase: Phase, number: int) -> Path:
+        return self._states / run / f"{phase}-{number:06d}.safetensors"
+
+    def begin(self, run: str) -> None:
+        """Forget earlier runs when a new one begins."""
+        home = self._states / run
+        if home.is_dir():
+            return
+        shutil.rmtree(self._states, ignore_errors=True)
+        self.run.metrics.unlink(missing_ok=True)
+        self.run.history.unlink(missing_ok=True)
+        self.run.report.unlink(missing_ok=True)
+        home.mkdir(parents=True, exist_ok=True)
+
+    def personal(self, run: str, phase: Phase, number: int, method: AnyMethod) -> Any | None:
+        """What the site kept after a round; ``None`` if it has nothing of it."""
+        path = self._state(run, phase, number)
+        if number <= 0 or not path.is_file():
+            return None
+        try:
+            return load_progress(path, method).personal
+        except CheckpointError:
+            return None
+
+    def keep(self, run: str, progress: Progress, since: int) -> None:
+        """Write down the state after a round; of older ones only ``since`` is still needed."""
+        path = self._state(run, progress.phase, progress.round)
+        save_progress(path, progress)
+        needed = {path, self._state(run, progress.phase, since)}
+        for old in path.parent.glob("*.safetensors"):
+            if old not in needed:
+                old.unlink(missing_ok=True)
+
+    def add_history(self, entry: dict[str, float]) -> None:
+        """Add a round; a round that is asked again replaces its entry and those after it."""
+        before = [e for e in read_history(self.run.history) if e["round"] < entry["round"]]
+        write_history(self.run.history, [*before, entry])
+
+    # ------------------------------------------------------------------ the run folder
+
+    def write_config(self, job: Job, path: Path, name: str) -> None:
+        """``config.toml``, preprocessing, and what is needed to read the file again."""
+        client = None if client_name(path) == name else name
+        training = {k: v for k, v in job.options.record().items() if k != "standardise"}
+        config = RunConfig((str(path.resolve()),), replace(job.table, client=client), training)
+        write_atomically(self.run.config, config.toml().encode())
+        write_json(self.run.environment, {**environment(), "files": fingerprints([path.resolve()])})
+        write_json(self.run.preprocessing, job.preprocessing.record())
+
+    def write_model(self, model: FederatedModel, tables: Tables, notes: list[str]) -> None:
+        """The personalised model, its weights and, as the sign that all is there, the metrics."""
+        assert isinstance(model.dataset, FederatedDataset)
+        facts: dict[str, Any] = {"selection": None, "notes": [*tables.notes, *notes], "seconds": {}}
+        finish_run(self.run, model, model.dataset, tables, facts)
+
+    def metrics(self) -> dict[str, Any]:
+        """``metrics.json``."""
+        return dict(read_json(self.run.metrics))

@@ -1,0 +1,139 @@
+"""A client's summary of its table as JSON, and back with every value checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, get_args
+
+from fedgmm.data.tabular.columns import Kind
+from fedgmm.data.tabular.preprocessing import TableOptions
+from fedgmm.data.tabular.summaries import ClientSummary, ColumnSummary
+
+_MOST_COLUMNS = 20_000
+_MOST_TEXTS = 4_000
+_LONGEST_TEXT = 2_000
+_MOST_ROWS = 10**12
+
+
+class SummaryError(ValueError):
+    """What is wrong with a summary."""
+
+
+def summary_record(summary: ClientSummary) -> dict[str, Any]:
+    """Plain values; numbers that JSON has no words for become ``None``."""
+    return {
+        "rows": summary.rows,
+        "unlabelled": summary.unlabelled,
+        "labels": dict(summary.labels),
+        "columns": [
+            {
+                "name": name,
+                "kind": column.kind,
+                "missing": column.missing,
+                "count": column.count,
+                "mean": _finite(column.mean),
+                "squares": _finite(column.squares),
+                "mean_rest": _finite(column.mean_rest),
+                "categories": None if column.categories is None else dict(column.categories),
+            }
+            for name, column in summary.columns.items()
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def summary_from_record(record: Any) -> ClientSummary:
+    """The inverse of :func:`summary_record`.
+
+    Raises:
+        SummaryError: values that no table could have made.
+    """
+    if not isinstance(record, Mapping):
+        raise SummaryError("its summary is missing")
+    rows = _count(record.get("rows"), "rows", _MOST_ROWS)
+    labels = _texts(record.get("labels"), "labels")
+    if sum(labels.values()) != rows:
+        raise SummaryError("its labels do not add up to its rows")
+    columns = record.get("columns")
+    if not isinstance(columns, list) or not 0 < len(columns) <= _MOST_COLUMNS:
+        raise SummaryError("it has no columns, or too many")
+    found: dict[str, ColumnSummary] = {}
+    for column in columns:
+        name = column.get("name") if isinstance(column, Mapping) else None
+        if not isinstance(name, str) or len(name) > _LONGEST_TEXT or name in found:
+            raise SummaryError("a column has no name, or one that another has")
+        found[name] = _column(name, column, rows)
+    unlabelled = _count(record.get("unlabelled"), "unlabelled", _MOST_ROWS)
+    return ClientSummary(rows, unlabelled, found, labels)
+
+
+def _column(name: str, record: Mapping[str, Any], rows: int) -> ColumnSummary:
+    what = f"column {name!r}"
+    kind: Any = record.get("kind")
+    if kind not in get_args(Kind):
+        raise SummaryError(f"{what} is of no kind that there is")
+    missing = _count(record.get("missing"), f"missing of {what}", rows)
+    count = _count(record.get("count"), f"count of {what}", rows - missing)
+    mean, squares, rest = (_number(record, name, what) for name in ("mean", "squares", "mean_rest"))
+    if squares < 0:
+        raise SummaryError(f"the squares of {what} are negative")
+    categories = record.get("categories")
+    texts = None if categories is None else _texts(categories, what)
+    if texts is not None and sum(texts.values()) > rows - missing:
+        raise SummaryError(f"the categories of {what} are more than its rows")
+    return ColumnSummary(kind, missing, count, mean, squares, texts, rest)
+
+
+def _number(record: Mapping[str, Any], name: str, what: str) -> float:
+    value = record.get(name)
+    if value is None:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise SummaryError(f"{name} of {what} is no number")
+    return float(value)
+
+
+def _count(value: Any, what: str, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise SummaryError(f"{what} is {value!r:.40}, which is no number of rows")
+    return int(value)
+
+
+def _texts(value: Any, what: str) -> dict[str, int]:
+    if not isinstance(value, Mapping) or len(value) > _MOST_TEXTS:
+        raise SummaryError(f"{what}: there are no texts, or too many")
+    for text in value:
+        if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
+            raise SummaryError(f"{what}: a text is too long")
+    return {text: _count(count, what, _MOST_ROWS) for text, count in value.items()}
+
+
+# ---------------------------------------------------------------------- how tables are read
+
+
+def table_record(options: TableOptions) -> dict[str, Any]:
+    """How tables are read, for JSON; the client's name is its own."""
+    return {name: value for name, value in asdict(options).items() if name != "client"}
+
+
+def table_from_record(record: Any, client: str) -> TableOptions:
+    """The inverse of :func:`table_record`, for one client.
+
+    Raises:
+        SummaryError: values that are no options.
+    """
+    known = {field.name for field in fields(TableOptions)} - {"client"}
+    if not isinstance(record, Mapping) or not set(record) <= known:
+        raise SummaryError("the options of the table are not known; is the server's fedgmm newer?")
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in record.items()
+    }
+    try:
+        return TableOptions(**values, client=client)
+    except (TypeError, ValueError) as error:
+        raise SummaryError(f"the options of the table make no sense: {error}") from None

@@ -1,0 +1,89 @@
+"""A SuperLink of our own, as long as it is needed, and the sites that are reached through it.
+
+Import it after :func:`fedgmm.flower.processes.prepare_environment`: Flower looks at the environment
+when it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedgmm.federation.messages import LARGEST_MESSAGE
+from fedgmm.federation.settings import FederationError
+from fedgmm.flower.certificates import Tls
+from fedgmm.flower.inner import started_run
+from fedgmm.flower.keys import PublicKey
+from fedgmm.flower.processes import Child, FlowerFolder
+from fedgmm.flower.sites import FlowerSites
+
+_START = 90.0  # seconds; a busy machine takes its time to import Flower
+_SLACK = 64 * 1024 * 1024
+
+
+@contextlib.contextmanager
+def open_sites(
+    out: Path,
+    host: str,
+    port: int,
+    tls: Tls | None,
+    keys: Sequence[PublicKey],
+    *,
+    limit_bytes: int = LARGEST_MESSAGE,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Iterator[FlowerSites]:
+    """Start a SuperLink on ``host:port``, start our app on it, and yield its sites.
+
+    Args:
+        out: the run folder; Flower's files go into ``out/flower``.
+        host: address to listen on.
+        port: for the sites; Flower's other interfaces get a port of the loopback address.
+        tls: files of the server; ``None`` for plain text.
+        keys: of the sites that are let in; without TLS every site is.
+        limit_bytes: the largest message.
+        tell: told what goes on.
+
+    Raises:
+        FederationError: the port is taken, or Flower does not start.
+    """
+    folder = FlowerFolder(out)
+    folder.make()
+    secret = secrets.token_hex(32)
+    told = {
+        "host": host,
+        "port": port,
+        "tls": None
+        if tls is None
+        else {
+            "certificate": str(tls.certificate.resolve()),
+            "key": str(tls.key.resolve()),
+            "authority": str(tls.authority.resolve()),
+        },
+        "keys": {key.name: key.pem for key in keys} if tls is not None else {},
+        "secret": secret,
+        "secret_file": str(folder.secret),
+        "bytes_per_window": 4 * limit_bytes + _SLACK,
+    }
+    with Child("fedgmm.flower.superlink", [], folder, json.dumps(told)) as child:
+        line = child.first_line(_START)
+        if not line:
+            raise FederationError(f"Flower's SuperLink did not start; {folder.log} says why.")
+        ready: dict[str, Any] = json.loads(line)
+        if "error" in ready:
+            raise FederationError(
+                f"Cannot listen on {host}:{port} ({ready['error']}); another server may be running "
+                "there: choose another --port."
+            )
+        with started_run(ready["port"], folder.secret.read_text(), secret) as grid:
+            tell(f"Listening on {host}:{port}.")
+            yield FlowerSites(
+                grid,
+                limit_bytes=limit_bytes,
+                names=ready["nodes"],
+                is_up=lambda: not child.ended,
+                tell=tell,
+            )

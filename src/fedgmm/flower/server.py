@@ -1,0 +1,105 @@
+"""``fedgmm server``: checks what it was given, opens the doors, and has the coordinator do its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedgmm.federation.coordinator import Sites, run_federation, serve_model
+from fedgmm.federation.settings import FederationError, FederationSettings
+from fedgmm.flower.certificates import Tls, check_tls
+from fedgmm.flower.keys import PublicKey, read_public_keys
+from fedgmm.flower.processes import FlowerFolder, prepare_environment
+from fedgmm.runs.folder import RunFolder
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Where the server listens, and whom it lets in.
+
+    Attributes:
+        host: address to listen on.
+        port: for the sites.
+        tls: files of the server; ``None`` is plain text, and lets every site in.
+        keys: folder of public keys; needs TLS.
+    """
+
+    host: str
+    port: int
+    tls: Tls | None
+    keys: Path | None
+
+    def check(self, tell: Tell) -> list[PublicKey]:
+        """The keys of the sites that are let in, after everything was looked at.
+
+        Raises:
+            ValueError: what is missing or does not fit, and what to do.
+        """
+        if self.tls is None:
+            tell("Plain text, and every site is let in: only for trying out on this machine.")
+            return []
+        if self.keys is None:
+            raise FederationError(
+                "Say which sites are let in: --keys FOLDER with their public keys (NAME.pub), which "
+                "they make with fedgmm keys new NAME."
+            )
+        names = check_tls(self.tls, self.host)
+        keys = read_public_keys(self.keys)
+        tell(f"Clients reach this server as {', '.join(names)}.")
+        tell(f"{len(keys)} keys are let in: {', '.join(key.name for key in keys)}.")
+        return keys
+
+
+def run_server(
+    settings: FederationSettings, out: Path, doors: Doors, *, serve: bool, tell: Tell
+) -> None:
+    """Train with the sites that connect; with a finished run, hand out its model.
+
+    Args:
+        settings: of the federation.
+        out: the run folder; a run that was interrupted goes on there.
+        doors: where, and for whom.
+        serve: hand out the model after the training, too.
+        tell: told what goes on, in plain words.
+    """
+    from filelock import FileLock, Timeout
+
+    keys = doors.check(tell)
+    folder = FlowerFolder(out)
+    folder.root.mkdir(parents=True, exist_ok=True)
+    prepare_environment(folder)  # before Flower is imported
+    from fedgmm.flower.link import open_sites
+
+    try:
+        with (
+            FileLock(str(folder.lock), timeout=0),
+            open_sites(
+                out,
+                doors.host,
+                doors.port,
+                doors.tls,
+                keys,
+                limit_bytes=settings.largest_message,
+                tell=tell,
+            ) as sites,
+        ):
+            run_or_serve(settings, sites, out, serve, tell=tell)
+    except Timeout:
+        raise FederationError(
+            f"Another server is working in {out}; end it, or use another folder."
+        ) from None
+
+
+def run_or_serve(
+    settings: FederationSettings, sites: Sites, out: Path, serve: bool, *, tell: Tell
+) -> None:
+    """Train unless the run is finished; hand out the model of one that is, or if asked to."""
+    finished = RunFolder(out).is_finished
+    if not finished:
+        run_federation(settings, sites, out, tell=tell)
+    if finished or serve:
+        tell("The run is finished; handing its model to sites that join with --adapt-only.")
+        serve_model(settings, sites, out, tell=tell, stop=lambda: False)

@@ -1,0 +1,470 @@
+"""Sites and servers that die, come late, come back or do not fit."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from fedgmm.federation import coordinator
+from fedgmm.federation.coordinator import FederationError, run_federation, serve_model
+from fedgmm.federation.messages import Message
+from fedgmm.runs import open_run
+from in_memory_sites import InMemorySites, Killed, federate, federation_settings
+from small_runs import draw_rows, write_csv, write_sites
+
+SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "dtype": "float64"}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(coordinator, "_POLL", 0.001)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_sites(tmp_path_factory.mktemp("data"))
+
+
+def history(home):
+    return [json.loads(line) for line in (home / "server/history.jsonl").open()]
+
+
+def shared_numbers(home):
+    prediction = open_run(home / "server").model.prediction
+    numbers = dict(prediction.learners)
+    if prediction.gaussians is not None:
+        numbers |= {
+            "means": prediction.gaussians.means,
+            "covariances": prediction.gaussians.covariances,
+        }
+    return {name: value.double().numpy() for name, value in numbers.items()}
+
+
+def assert_same_end(home, other):
+    here, there = shared_numbers(home), shared_numbers(other)
+    assert here.keys() == there.keys()
+    for name, value in here.items():
+        np.testing.assert_array_equal(value, there[name], err_msg=name)
+    for name in ("oslo", "bergen", "tromso"):
+        a, b = (open_run(place / "sites" / name).model for place in (home, other))
+        if a.prediction.client_weights is not None:
+            np.testing.assert_array_equal(a.client_weights, b.client_weights)
+
+
+# ---------------------------------------------------------------------- dead servers
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "fedgmm",
+        *(pytest.param(a, marks=pytest.mark.slow) for a in ("pfedme", "clustered", "fedavg+")),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_server_that_dies_in_any_exchange_ends_the_same(files, tmp_path, algorithm, when):
+    options = {**SIZE, "rounds": 3, "algorithm": algorithm}
+    sites, _ = federate(files, tmp_path / "whole", **options)
+    for exchange in range(1, len(sites.asked) + 1):
+        home = tmp_path / f"died-{exchange}"
+        broken = InMemorySites(files, home)
+
+        def die(number, _, at=exchange):
+            if number == at:
+                raise Killed
+
+        setattr(broken, f"{when}_ask", die)
+        with pytest.raises(Killed):
+            federate(files, home, sites=broken, **options)
+        again = InMemorySites(files, home)
+        federate(files, home, sites=again, **options)
+        assert_same_end(home, tmp_path / "whole")
+        lost = len(broken.asked) + len(again.asked) - len(sites.asked)
+        assert lost <= 1 + (exchange if exchange <= 3 else 1)  # at most one round, and a greeting
+        assert [entry["round"] for entry in history(home)] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_during_a_warm_up_ends_the_same(files, tmp_path):
+    options = {**SIZE, "rounds": 4, "warmup": 2, "solver": "sgd"}
+    sites, _ = federate(files, tmp_path / "whole", **options)
+    for exchange in range(2, len(sites.asked) + 1):
+        home = tmp_path / f"died-{exchange}"
+        broken = InMemorySites(files, home)
+
+        def die(number, _, at=exchange):
+            if number == at:
+                raise Killed
+
+        broken.after_ask = die
+        with pytest.raises(Killed):
+            federate(files, home, sites=broken, **options)
+        federate(files, home, **options)
+        assert_same_end(home, tmp_path / "whole")
+
+
+def test_a_finished_run_is_left_alone(files, tmp_path):
+    federate(files, tmp_path, **SIZE, rounds=2)
+    before = (tmp_path / "server/metrics.json").read_bytes()
+    sites, lines = federate(files, tmp_path, **SIZE, rounds=2)
+    assert lines == ["the run is finished already"]
+    assert sites.asked == []
+    assert (tmp_path / "server/metrics.json").read_bytes() == before
+
+
+def test_a_run_goes_on_with_its_own_settings_only(files, tmp_path):
+    sites = InMemorySites(files, tmp_path)
+
+    def die(number, _):
+        if number == 5:
+            raise Killed
+
+    sites.before_ask = die
+    with pytest.raises(Killed):
+        federate(files, tmp_path, sites=sites, **SIZE, rounds=4)
+    with pytest.raises(FederationError, match=r"holds a federation with components=2, not 3"):
+        federate(files, tmp_path, **{**SIZE, "components": 3}, rounds=4)
+    with pytest.raises(FederationError, match="tables were read with other options"):
+        federate(files, tmp_path, **SIZE, rounds=4, table={"ignore": ("dose",)})
+    checkpoint = tmp_path / "server/checkpoint/progress.safetensors"
+    data = bytearray(checkpoint.read_bytes())
+    data[-3] ^= 1
+    checkpoint.write_bytes(data)
+    with pytest.raises(FederationError, match="checksum"):
+        federate(files, tmp_path, **SIZE, rounds=4)
+
+
+def test_a_folder_with_other_things_is_refused(files, tmp_path):
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server/thesis.txt").write_text("all my work")
+    with pytest.raises(FederationError, match="is not empty and holds no federation"):
+        federate(files, tmp_path, **SIZE)
+    with pytest.raises(FederationError, match="holds no finished federation"):
+        serve_model(federation_settings(3), InMemorySites(files, tmp_path), tmp_path / "none")
+
+
+# ---------------------------------------------------------------------- dead clients
+
+
+def test_a_round_closes_without_the_dead(files, tmp_path):
+    sites = InMemorySites(files, tmp_path)
+
+    def fail(_, questions):
+        rounds = [q.facts["round"] for q in questions.values() if q.kind == "round"]
+        sites.down = {"bergen"} if rounds and rounds[0] in (2, 3) else set()
+
+    sites.before_ask = fail
+    _, lines = federate(files, tmp_path, sites=sites, **SIZE, rounds=5, min_clients=2)
+    entries = history(tmp_path)
+    assert [entry["answered"] for entry in entries] == [3, 2, 2, 3, 3]
+    assert entries[1]["dropped"] == {"bergen": "no answer within 5 s"}
+    assert "dropped" not in entries[3]
+    assert "round 2: no update from bergen: no answer within 5 s" in lines
+
+
+def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
+    """A client that misses rounds keeps its weights, even if its answer came too late to count."""
+    from fedgmm.data.tabular.loading import load_federation
+    from fedgmm.data.tabular.preprocessing import TableOptions
+    from fedgmm.federation.coordinator import Failure
+    from fedgmm.training import train
+
+    missed = {("bergen", 2), ("bergen", 3), ("oslo", 4)}
+    sites = InMemorySites(files, tmp_path)
+
+    def lose(name, question, answer):
+        late = question.kind == "round" and (name, question.facts["round"]) in missed
+        return Failure("no answer within 5 s") if late else answer
+
+    sites.tamper = lose
+    federate(files, tmp_path, sites=sites, **SIZE, rounds=6, min_clients=2)
+    dataset, _, _ = load_federation(files, TableOptions("state"))
+    model = train(
+        dataset,
+        rounds=6,
+        standardise=False,
+        answers=lambda number, name: (name, number) not in missed,
+        **SIZE,
+    )
+    for name in model.names:
+        own = open_run(tmp_path / "sites" / name).model
+        wanted = model.client_weights[model.names.index(name)]
+        np.testing.assert_allclose(own.client_weights[0], wanted, atol=1e-10)
+
+
+def test_below_the_quorum_the_server_waits_and_says_for_whom(files, tmp_path):
+    sites, waited = InMemorySites(files, tmp_path), []
+
+    def fail(number, _):
+        sites.down = {"oslo", "tromso"} if 5 <= number < 9 else set()
+
+    sites.before_ask = fail
+    federate(files, tmp_path, sites=sites, **SIZE, rounds=4, min_clients=2, tell=waited.append)
+    assert "round 2: 1 of at least 2 clients have answered; waiting for oslo, tromso" in waited
+    assert [entry["answered"] for entry in history(tmp_path)] == [3, 3, 3, 3]
+    # bergen's answer of the round was kept meanwhile
+    assert sites.asked[5] == ["round", "round"]
+    federate(files, tmp_path / "whole", **SIZE, rounds=4)
+    assert_same_end(tmp_path, tmp_path / "whole")
+
+
+def test_a_site_that_is_not_connected_is_waited_for(files, tmp_path):
+    sites, told = InMemorySites(files, tmp_path), []
+
+    def leave(number, _):
+        if number == 5:
+            sites.gone = {"oslo"}
+
+    def tell(line):
+        told.append(line)
+        if "waiting for oslo" in line:
+            sites.gone = set()
+
+    sites.before_ask = leave
+    federate(files, tmp_path, sites=sites, **SIZE, rounds=3, tell=tell)
+    assert any(line.startswith("round 2: 2 of at least 3") for line in told)
+    assert len(history(tmp_path)) == 3
+
+
+def test_a_site_that_comes_back_as_another_node_goes_on_with_its_weights(files, tmp_path):
+    sites = InMemorySites(files, tmp_path)
+
+    def restart(number, _):
+        if number == 5:  # in the middle of round 2
+            sites.settings["node-9"] = sites.settings.pop("node-0")
+
+    sites.before_ask = restart
+    _, lines = federate(files, tmp_path, sites=sites, **SIZE, rounds=4)
+    assert "oslo is back" in lines
+    federate(files, tmp_path / "whole", **SIZE, rounds=4)
+    assert_same_end(tmp_path, tmp_path / "whole")
+
+
+def test_a_name_is_free_again_once_its_dead_connection_is_gone(files, tmp_path):
+    """A site that starts again while its old connection still seems alive."""
+    sites = InMemorySites(files, tmp_path)
+
+    def restart(number, _):
+        if number == 5:  # the old connection stays in the list, but nobody answers there
+            sites.settings["node-9"] = sites.settings["node-0"]
+            sites.dead = {"node-0"}
+        if number == 9:
+            del sites.settings["node-0"]
+
+    sites.before_ask = restart
+    lines = []
+    settings = federation_settings(3, **SIZE, rounds=9, min_clients=2)
+    run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    assert "a second client called 'oslo' is refused" in lines
+    assert lines.index("oslo is back") > lines.index("a second client called 'oslo' is refused")
+    answered = [entry["answered"] for entry in history(tmp_path)]
+    assert answered[0] == answered[-1] == 3
+    assert 2 in answered
+
+
+def test_a_site_that_lost_its_disk_starts_as_a_newcomer(files, tmp_path):
+    import shutil
+
+    sites = InMemorySites(files, tmp_path)
+
+    def burn(number, _):
+        if number == 6:
+            shutil.rmtree(tmp_path / "sites/oslo")
+
+    sites.before_ask = burn
+    federate(files, tmp_path, sites=sites, **SIZE, rounds=4)
+    assert any("nothing is left of round 2" in line for line in sites.lines["oslo"])
+    assert len(history(tmp_path)) == 4
+
+
+def test_a_site_keeps_two_states_at_most(files, tmp_path):
+    federate(files, tmp_path, **SIZE, rounds=5)
+    states = [path.name for path in (tmp_path / "sites/oslo/federation").rglob("*.safetensors")]
+    assert sorted(states) == ["main-000004.safetensors", "main-000005.safetensors"]
+
+
+# ---------------------------------------------------------------------- newcomers
+
+
+def test_late_joiners_take_part_from_the_next_round(files, tmp_path):
+    late = write_csv(tmp_path / "late.csv", draw_rows(np.random.default_rng(8), 40))
+    sites = InMemorySites(files, tmp_path)
+
+    def join(_, questions):
+        if any(q.facts.get("round") == 2 for q in questions.values()) and len(sites.settings) == 3:
+            sites.add(late)
+
+    sites.after_ask = join
+    settings = federation_settings(3, **SIZE, rounds=5)
+    lines = []
+    run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    assert "late is here" in lines
+    assert [entry["answered"] for entry in history(tmp_path)] == [3, 3, 3, 4, 4]
+    assert open_run(tmp_path / "sites/late").model.names == ["late"]
+
+
+@pytest.mark.parametrize("algorithm", ["clustered", "pfedme", "local", "fedavg+"])
+def test_late_joiners_of_other_methods(files, tmp_path, algorithm):
+    late = write_csv(tmp_path / "a-late-one.csv", draw_rows(np.random.default_rng(8), 40))
+    sites = InMemorySites(files, tmp_path)
+
+    def join(number, _):
+        if number == 3:
+            sites.add(late)
+
+    sites.before_ask = join
+    settings = federation_settings(3, **SIZE, rounds=5, algorithm=algorithm)
+    run_federation(settings, sites, tmp_path / "server")
+    assert history(tmp_path)[-1]["answered"] == 4
+    assert open_run(tmp_path / "sites/a-late-one").model.names == ["a-late-one"]
+
+
+def test_codes_of_clusters_follow_the_names_while_a_round_waits(files, tmp_path, monkeypatch):
+    """Somebody whose name comes first joins while a round is below its quorum."""
+    from fedgmm.algorithms.clustered import ClusteredFL
+
+    late = write_csv(tmp_path / "a-late-one.csv", draw_rows(np.random.default_rng(8), 40))
+    sites, seen = InMemorySites(files, tmp_path), []
+
+    def join(number, _):
+        sites.down = {"tromso"} if number in (3, 4) else set()
+        if number == 3:
+            sites.add(late)
+
+    step = ClusteredFL.server_step
+
+    def look(self, shared, update):
+        seen.append((update.clients.tolist(), len(shared.clusters)))
+        return step(self, shared, update)
+
+    sites.before_ask = join
+    monkeypatch.setattr(ClusteredFL, "server_step", look)
+    settings = federation_settings(3, **SIZE, rounds=3, algorithm="clustered")
+    run_federation(settings, sites, tmp_path / "server")
+    assert seen == [([0, 1, 2], 3), ([0, 1, 2, 3], 4), ([0, 1, 2, 3], 4)]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"without": ("dose",)}, "the column 'dose' is missing"),
+        ({"extra": "bmi"}, "the column 'bmi' was not there in training; take it out"),
+        ({"text": "age"}, "the column 'age' holds text where training had numbers"),
+        ({"label": "dying"}, "it has a label that the federation does not know"),
+    ],
+)
+def test_a_late_table_that_does_not_fit_is_refused(files, tmp_path, change, reason):
+    rows = draw_rows(np.random.default_rng(8), 40)
+    for row in rows:
+        row |= {change["extra"]: "1"} if "extra" in change else {}
+        row |= {change["text"]: "secret"} if "text" in change else {}
+        row |= {"state": change["label"]} if "label" in change else {}
+    late = write_csv(tmp_path / "late.csv", rows, change.get("without", ()))
+    sites = InMemorySites(files, tmp_path)
+
+    def join(number, _):
+        if number == 5:
+            sites.add(late)
+
+    sites.before_ask = join
+    lines = []
+    settings = federation_settings(3, **SIZE, rounds=6)
+    run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    assert [line for line in lines if "late is refused" in line] == [f"late is refused: {reason}"]
+    assert not any(
+        "secret" in line or "dying" in line or str(tmp_path / "late") in line for line in lines
+    )
+    assert any("refused" in line for line in sites.lines["late"])
+    assert [entry["answered"] for entry in history(tmp_path)] == [3] * 6
+    assert any("refused" in kinds for kinds in sites.asked)
+
+
+def test_a_second_site_of_one_name_is_refused(files, tmp_path):
+    sites = InMemorySites(files, tmp_path)
+    sites.add(files[0], name="bergen", out=tmp_path / "sites/impostor")
+    lines = []
+    settings = federation_settings(3, **SIZE, rounds=3)
+    run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    assert "a second client called 'bergen' is refused" in lines
+    assert [entry["answered"] for entry in history(tmp_path)] == [3] * 3
+
+
+def test_a_table_that_disagrees_at_the_start_is_refused_where_enough_are_left(files, tmp_path):
+    rows = draw_rows(np.random.default_rng(8), 40)
+    odd = write_csv(tmp_path / "zz.csv", rows, without=("dose",))
+    sites = InMemorySites([*files, odd], tmp_path)
+    _, lines = federate([], tmp_path, sites=sites, **SIZE, rounds=2, min_clients=3)
+    assert "zz is refused: the column 'dose' is missing, which 'bergen' has." in lines
+    with pytest.raises(FederationError, match=r"Client 'zz': the column 'dose' is missing"):
+        federate([*files, odd], tmp_path / "strict", **SIZE, rounds=2)
+
+
+def test_too_few_clients_within_the_time(files, tmp_path):
+    sites = InMemorySites(files[:2], tmp_path)
+    settings = federation_settings(3, **SIZE, start_timeout=0.05)
+    with pytest.raises(FederationError, match="Only 2 of 3 clients came within"):
+        run_federation(settings, sites, tmp_path / "server")
+
+
+def test_a_table_that_cannot_be_read_is_told_of_without_its_path(files, tmp_path):
+    (tmp_path / "broken.csv").write_text("age,dose\n1,2\n")
+    sites = InMemorySites([*files, tmp_path / "broken.csv"], tmp_path)
+    lines = []
+    settings = federation_settings(4, **SIZE, start_timeout=0.2)
+    with pytest.raises(FederationError, match="Only 3 of 4"):
+        run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    told = [line for line in lines if line.startswith("a client cannot take part")]
+    assert told == [
+        "a client cannot take part: the client reports: there is no label column 'state'; the columns "
+        "are age, dose"
+    ]
+
+
+# ---------------------------------------------------------------------- after the end
+
+
+def test_a_site_that_missed_the_end_fetches_its_model_later(files, tmp_path):
+    sites = InMemorySites(files, tmp_path)
+
+    def leave(_, questions):
+        sites.gone = {"oslo"} if any(q.kind == "finish" for q in questions.values()) else sites.gone
+
+    sites.before_ask = leave
+    _, lines = federate(files, tmp_path, sites=sites, **SIZE, rounds=3, round_timeout=0.05)
+    assert "These clients have not fetched their model yet: oslo." in lines
+    assert not (tmp_path / "sites/oslo/metrics.json").exists()
+    back = InMemorySites(files, tmp_path)
+    ends = time.monotonic() + 1
+    settings = federation_settings(3, **SIZE, rounds=3)
+    serve_model(
+        settings,
+        back,
+        tmp_path / "server",
+        stop=lambda: (tmp_path / "sites/oslo/metrics.json").exists() or time.monotonic() > ends,
+    )
+    federate(files, tmp_path / "whole", **SIZE, rounds=3)
+    assert_same_end(tmp_path, tmp_path / "whole")
+
+
+def test_diverging_training_ends_with_the_last_good_state(files, tmp_path):
+    options = {**SIZE, "dtype": "float32", "solver": "sgd", "lr": 1e30, "learner": "mlp"}
+    _, lines = federate(files, tmp_path, **options, rounds=5)
+    assert any("training diverged on client" in line for line in lines)
+    metrics = json.loads((tmp_path / "server/metrics.json").read_text())
+    assert "A smaller learning rate" in metrics["stopped"]
+    model = open_run(tmp_path / "sites/oslo").model
+    assert np.isfinite(model.predict_proba(np.zeros((2, model.input_shape[0])))).all()
+
+
+def test_questions_that_are_none_are_answered_in_plain_words(files, tmp_path):
+    from fedgmm.federation.site import SiteError
+
+    site = InMemorySites(files, tmp_path).site("node-0")
+    with pytest.raises(SiteError, match="there is no question 'steal'"):
+        site.answer(Message("steal", {}, {"protocol": 1}))
+    with pytest.raises(SiteError, match="does not speak the server's protocol"):
+        site.answer(Message("hello", {}, {"protocol": 99}))
+    for kind in ("start", "assigned", "round", "finish", "model"):
+        with pytest.raises(SiteError):
+            site.answer(Message(kind, {}, {"protocol": 1, "run": "../../etc"}))

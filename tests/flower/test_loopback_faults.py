@@ -1,0 +1,156 @@
+"""Promises of a federation when processes die, with real processes and ``kill -9``."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loopback import Federation, all_gone, parameters
+
+
+@pytest.fixture
+def federation(tmp_path):
+    federation = Federation(tmp_path)
+    yield federation
+    federation.clean_up()
+
+
+def rounds(federation):
+    """The server's history."""
+    path = federation.home / "run" / "history.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for_round(federation, number, server="server"):
+    federation.wait_for(server, f"round {number}: log-likelihood", timeout=90)
+
+
+@pytest.mark.slow
+def test_a_killed_client_is_missed_at_the_deadline_and_takes_part_again(federation):
+    federation.configure(3, rounds=16, training="tol = 0.0", federation="min_clients = 2")
+    federation.server("--round-timeout", 8)
+    for name in ("bergen", "oslo", "tromso"):
+        federation.client(name)
+    wait_for_round(federation, 2)
+
+    federation.freeze(
+        "oslo"
+    )  # it takes no more questions, so that it dies in the middle of a round
+    time.sleep(2.0)
+    before = federation.said("server").count("log-likelihood")
+    started = time.monotonic()
+    federation.kill("oslo")
+    federation.wait_for("server", "no update from oslo", timeout=30)
+    federation.wait_for("server", "log-likelihood", times=before + 2)
+    assert time.monotonic() - started < 25
+    federation.client("oslo")
+
+    assert federation.ends("server", 120) == 0, federation.all_said()
+    assert federation.ends("oslo") == 0
+    history = rounds(federation)
+    answered = [entry["answered"] for entry in history]
+    assert len(history) == 16
+    assert min(answered) == 2
+    assert answered[0] == answered[-1] == 3  # it was there, and is again
+    assert "starting as a newcomer" not in federation.said("oslo")  # its π was on its own disk
+
+
+@pytest.mark.slow
+def test_a_killed_server_goes_on_and_ends_as_if_nothing_had_happened(federation, tmp_path_factory):
+    other = Federation(tmp_path_factory.mktemp("undisturbed"))
+    try:
+        for one in (federation, other):
+            one.configure(3, rounds=8)
+            one.server()
+            for name in ("bergen", "oslo", "tromso"):
+                one.client(name)
+            if one is federation:
+                wait_for_round(one, 3)
+                family = one.kill("server", children=False)
+                assert all_gone(family)  # its SuperLink ends with it
+                one.server(name="again")
+                assert one.ends("again", 120) == 0, one.all_said()
+            else:
+                assert one.ends("server", 120) == 0, one.all_said()
+            for name in ("bergen", "oslo", "tromso"):
+                assert one.ends(name) == 0, one.all_said()
+    finally:
+        other.clean_up()
+
+    assert [entry["round"] for entry in rounds(federation)] == [
+        entry["round"] for entry in rounds(other)
+    ]
+    for place in ("run", "oslo", "bergen", "tromso"):
+        mine, theirs = parameters(federation.home / place), parameters(other.home / place)
+        assert set(mine) == set(theirs)
+        for name, array in mine.items():
+            np.testing.assert_allclose(array, theirs[name], rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_late_site_takes_part_from_the_next_round(federation):
+    federation.configure(3, rounds=14, federation="min_clients = 2\nstart_timeout = 4.0")
+    federation.server("--clients", 2)
+    federation.client("bergen")
+    federation.client("tromso")
+    wait_for_round(federation, 1)
+
+    federation.client("oslo")
+
+    assert federation.ends("server", 120) == 0, federation.all_said()
+    assert federation.ends("oslo") == 0, federation.all_said()
+    assert "oslo is here" in federation.said("server")
+    assert "answered" in federation.said("oslo")
+    assert (federation.home / "oslo" / "metrics.json").is_file()
+
+
+@pytest.mark.slow
+def test_below_quorum_the_server_waits_and_says_for_whom(federation):
+    federation.configure(2, rounds=3)
+    federation.server("--round-timeout", 4)
+    federation.client("bergen")
+
+    federation.wait_for("server", "waiting for 1 more of 2 clients; here are bergen")
+
+    federation.client("oslo")
+    assert federation.ends("server") == 0, federation.all_said()
+    assert federation.ends("oslo") == 0
+
+
+@pytest.mark.parametrize("role", ["server", "client"])
+def test_children_end_when_their_parent_is_killed(federation, role):
+    name = "server" if role == "server" else "oslo"
+    federation.server()
+    federation.client("oslo")
+    federation.wait_for("server", "oslo is here")
+
+    family = federation.kill(name, children=False)
+
+    assert family
+    assert all_gone(family, 15)
+
+
+@pytest.mark.slow
+def test_a_node_that_announces_answers_and_never_sends_them_holds_nobody_up_for_long(federation):
+    federation.configure(2, rounds=4, federation="round_timeout = 5.0")
+    federation.server()
+    hostile = Path(__file__).parents[1] / "hostile_node.py"
+    address = f"127.0.0.1:{federation.port}"
+    federation.wait_for("server", "Listening")
+    federation.start_program(
+        "hostile", hostile, address, "private/oslo.key", federation.tls.authority
+    )
+    federation.wait_for("hostile", "connected")
+    federation.client("bergen")
+    federation.client("tromso")
+
+    assert federation.ends("server", 90) == 0, federation.all_said()
+
+    assert "announced" in federation.said("hostile")
+    assert "413" in federation.said("hostile")  # too large, and refused at the door
+    assert "no answer within 5 s" in federation.said("server")
+    assert len(rounds(federation)) == 4
+    for name in ("bergen", "tromso"):
+        assert federation.ends(name) == 0

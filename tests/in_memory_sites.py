@@ -1,0 +1,124 @@
+"""A federation in one process: sites that answer at once, die, come back, or lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fedgmm.data.tabular.preprocessing import TableOptions
+from fedgmm.federation.coordinator import Failure, FederationSettings, run_federation
+from fedgmm.federation.messages import Message
+from fedgmm.federation.site import Site, SiteError, SiteSettings
+from fedgmm.runs.config import RunConfig
+
+
+class Killed(BaseException):
+    """The server died here."""
+
+
+class InMemorySites:
+    """Nodes are numbered; every question meets a new :class:`Site`, as after a restart.
+
+    Attributes:
+        down: names of sites that are connected but do not answer.
+        gone: names of sites that are not connected.
+        dead: nodes that do not answer, whoever is there.
+        tamper: called with a site's name, the question and the answer; returns the answer.
+        before_ask, after_ask: called with the number of the exchange and its questions.
+        asked: kinds of the questions of every exchange.
+    """
+
+    def __init__(self, files, home, *, fresh=True, **settings):
+        self.home = Path(home)
+        self.settings = {}
+        for number, path in enumerate(files):
+            self.add(path, node=f"node-{number}", **settings)
+        self.fresh = fresh
+        self.sites = {}
+        self.down, self.gone, self.dead = set(), set(), set()
+        self.tamper = lambda name, question, answer: answer
+        self.before_ask = lambda number, questions: None
+        self.after_ask = lambda number, questions: None
+        self.asked = []
+        self.lines = {}
+
+    def add(self, path, node=None, **settings):
+        node = node or f"node-{len(self.settings)}"
+        name = settings.get("name") or Path(path).stem
+        out = settings.pop("out", self.home / "sites" / name)
+        self.settings[node] = SiteSettings((Path(path),), out, **settings)
+        return node
+
+    def name_of(self, node):
+        own = self.settings[node]
+        return own.name or own.data[0].stem
+
+    def site(self, node):
+        if self.fresh or node not in self.sites:
+            lines = self.lines.setdefault(self.name_of(node), [])
+            self.sites[node] = Site(self.settings[node], tell=lines.append)
+        return self.sites[node]
+
+    def nodes(self):
+        return [node for node in self.settings if self.name_of(node) not in self.gone]
+
+    def ask(self, questions, timeout):
+        self.asked.append([question.kind for question in questions.values()])
+        self.before_ask(len(self.asked), questions)
+        answers = {}
+        for node, question in questions.items():
+            if node not in self.settings or node in self.dead:
+                answers[node] = Failure("the node is gone")
+                continue
+            name = self.name_of(node)
+            if name in self.down or name in self.gone:
+                answers[node] = Failure(f"no answer within {timeout:g} s")
+                continue
+            try:
+                answer = self.site(node).answer(question)
+            except SiteError as error:
+                answers[node] = Failure(f"the client reports: {error}")
+                continue
+            answers[node] = self.tamper(name, question, answer)
+        self.after_ask(len(self.asked), questions)
+        return answers
+
+
+def federation_settings(clients, label="state", **options):
+    """Settings of a small federation; unknown options are those of the training."""
+    own = (
+        "min_clients",
+        "round_timeout",
+        "min_rows",
+        "precision",
+        "largest_message",
+        "start_timeout",
+    )
+    given = {name: options.pop(name) for name in own if name in options}
+    table = TableOptions(label, seed=options.get("seed", 0), **options.pop("table", {}))
+    given = {"round_timeout": 5.0, "start_timeout": 5.0, **given}
+    return FederationSettings(RunConfig((), table, options), clients, **given)
+
+
+def federate(files, home, *, sites=None, tell=None, **options):
+    """A federation of some files; the transport and what was told."""
+    sites = sites or InMemorySites(files, home)
+    lines = []
+    run_federation(
+        federation_settings(len(sites.settings), **options),
+        sites,
+        Path(home) / "server",
+        tell=tell or lines.append,
+    )
+    return sites, lines
+
+
+def with_arrays(answer, **arrays):
+    """An answer with some arrays replaced."""
+    named = {name.replace("__", "/"): value for name, value in arrays.items()}
+    return Message(answer.kind, {**answer.arrays, **named}, answer.facts)
+
+
+def with_facts(answer, **facts):
+    """An answer with some facts replaced."""
+    return replace(answer, facts={**answer.facts, **facts})
