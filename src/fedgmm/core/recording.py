@@ -18,6 +18,10 @@ Work = Callable[[Sequence[Tensor]], list[Tensor]]
 """Tensors to tensors: the same kernels whatever the numbers, and nothing waits for the card."""
 
 
+_MOST_RECORDINGS = 8  # each holds its own copy of what is given
+_MOST_KEYS = 10_000
+
+
 @dataclass(frozen=True)
 class _Recording:
     graph: Any
@@ -49,9 +53,12 @@ class Recorder:
         """
         key = (key, tuple((tuple(value.shape), value.dtype) for value in given))
         if key not in self._seen:
-            self._seen.add(key)
+            if len(self._seen) < _MOST_KEYS:
+                self._seen.add(key)
             return work(given)
         if key not in self._recordings:
+            if len(self._recordings) == _MOST_RECORDINGS:
+                return work(given)
             self._recordings[key] = self._record(work, given, kept)
         recording = self._recordings[key]
         torch._foreach_copy_(recording.given, list(given))
