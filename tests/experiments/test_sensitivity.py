@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedgmm.experiments import classification
-from fedgmm.experiments.classification import prepare_federation
+from fedgmm.experiments import image_study, image_trials
+from fedgmm.experiments.image_study import prepare_federation
 from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
 from fedgmm.training import train
-from tiny_images import FAST, write_femnist
+from tiny_images import FAST
 
 NAME = "sensitivity-femnist-tuned"
 SMALL = SensitivityStudy(
@@ -20,16 +20,10 @@ SMALL = SensitivityStudy(
 )
 
 
-@pytest.fixture
-def data(tmp_path):
-    write_femnist(tmp_path / "data")
-    return tmp_path / "data"
-
-
-def test_every_cell_is_a_training_of_its_own(tmp_path, data, monkeypatch):
-    outcome = reproduce_sensitivity(tmp_path / "out", SMALL, data_dir=data)
+def test_every_cell_is_a_training_of_its_own(tmp_path, femnist, monkeypatch):
+    outcome = reproduce_sensitivity(tmp_path / "out", SMALL, data_dir=femnist)
     assert outcome.accuracy.shape == (1, 2, 2)
-    federation = prepare_federation(SMALL, 0, data)
+    federation = prepare_federation(SMALL, 0, femnist).dataset
     (lr,) = {one["lr"] for one in outcome.details}
     for (_, i, j), accuracy in np.ndenumerate(outcome.accuracy):
         options = replace(
@@ -53,18 +47,18 @@ def test_every_cell_is_a_training_of_its_own(tmp_path, data, monkeypatch):
     np.testing.assert_array_equal(record["accuracy"], outcome.accuracy)
     assert 3_000 < (tmp_path / "out" / f"{NAME}.png").stat().st_size < 150_000
 
-    monkeypatch.setattr(classification, "train", None)
-    monkeypatch.setattr(classification, "load_images", None)
-    again = reproduce_sensitivity(tmp_path / "out", SMALL, data_dir=data)
+    monkeypatch.setattr(image_trials, "train", None)
+    monkeypatch.setattr(image_study, "load_images", None)
+    again = reproduce_sensitivity(tmp_path / "out", SMALL, data_dir=femnist)
     np.testing.assert_array_equal(again.accuracy, outcome.accuracy)
 
 
-def test_validation_rows_name_the_choice(tmp_path, data):
-    reproduce_sensitivity(tmp_path, SMALL, data_dir=data)
+def test_validation_rows_name_the_choice(tmp_path, femnist):
+    reproduce_sensitivity(tmp_path, SMALL, data_dir=femnist)
     file = tmp_path / NAME / "fedgmm-3x2-0.json"
     facts = json.loads(file.read_text())
     file.write_text(json.dumps({**facts, "validation_accuracy": 1.0, "mean_accuracy": 0.125}))
-    reproduce_sensitivity(tmp_path, SMALL, data_dir=data)
+    reproduce_sensitivity(tmp_path, SMALL, data_dir=femnist)
     table = (tmp_path / f"{NAME}.md").read_text()
     assert "choose 3 Gaussians and 2 learners (12.50 % on test rows)" in table
 

@@ -11,7 +11,7 @@ import torch
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
-from fedgmm.experiments import classification, comparison, unseen
+from fedgmm.experiments import comparison, image_study, image_trials
 from fedgmm.experiments.unseen import (
     UnseenStudy,
     accuracy_of,
@@ -25,12 +25,6 @@ from tiny_images import FAST, write_femnist
 
 NAME = "unseen-femnist-tuned"
 SMALL = UnseenStudy(track="tuned", iterations=(1, 4), held_out=0.4, **FAST)
-
-
-@pytest.fixture
-def data(tmp_path):
-    write_femnist(tmp_path / "data")
-    return tmp_path / "data"
 
 
 def fitted(study, held_out, method, rounds=8):
@@ -71,9 +65,9 @@ def test_held_out_clients_are_whole_and_split_in_two(tmp_path):
             assert told[image.tobytes()] == label
 
 
-def test_others_are_held_out_with_another_seed(data):
+def test_others_are_held_out_with_another_seed(femnist):
     drawn = {
-        tuple(one.name for one in hold_out_clients(SMALL, seed, data).newcomers)
+        tuple(one.name for one in hold_out_clients(SMALL, seed, femnist).newcomers)
         for seed in range(6)
     }
     assert len(drawn) > 1
@@ -101,16 +95,16 @@ def test_principal_components_know_nothing_of_them(tmp_path):
     assert not np.allclose(*changed)
 
 
-def test_no_training_sees_them(tmp_path, data, monkeypatch):
+def test_no_training_sees_them(tmp_path, femnist, monkeypatch):
     seen = []
 
     def watched(dataset, *args, **kwargs):
         seen.append(dataset)
         return train(dataset, *args, **kwargs)
 
-    monkeypatch.setattr(classification, "train", watched)
+    monkeypatch.setattr(image_trials, "train", watched)
     monkeypatch.setattr(comparison, "train", watched)
-    outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=data)
+    outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist)
     away = set(outcome.details[0]["newcomers"])
     assert len(away) == 2
     tried = [len(grid) + 3 for m in SMALL.methods for grid in SMALL.grids(m).values()]
@@ -125,8 +119,8 @@ def test_no_training_sees_them(tmp_path, data, monkeypatch):
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_weights_by_hand(data, labelled):
-    held_out = hold_out_clients(SMALL, 0, data)
+def test_weights_by_hand(femnist, labelled):
+    held_out = hold_out_clients(SMALL, 0, femnist)
     model, _ = fitted(SMALL, held_out, "fedgmm")
     newcomer, gaussians = held_out.newcomers[0], model.prediction.gaussians
 
@@ -172,8 +166,8 @@ def test_weights_by_hand(data, labelled):
     np.testing.assert_allclose(found, weights, atol=1e-5)
 
 
-def test_tuning_is_one_epoch_from_the_global_learner(data):
-    held_out = hold_out_clients(SMALL, 0, data)
+def test_tuning_is_one_epoch_from_the_global_learner(femnist):
+    held_out = hold_out_clients(SMALL, 0, femnist)
     study = replace(SMALL, track="paper")
     model, options = fitted(study, held_out, "fedavg+")
     tuned = tuned_model(model, held_out.newcomers, options)
@@ -199,8 +193,8 @@ def test_tuning_is_one_epoch_from_the_global_learner(data):
 # ---------------------------------------------------------------------- the study
 
 
-def test_table_and_curve(tmp_path, data, monkeypatch):
-    outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=data)
+def test_table_and_curve(tmp_path, femnist, monkeypatch):
+    outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist)
     assert {method: list(ways) for method, ways in outcome.accuracy.items()} == {
         "fedavg": ["as it is"],
         "fedavg+": ["as it is", "tuned"],
@@ -212,7 +206,7 @@ def test_table_and_curve(tmp_path, data, monkeypatch):
         "labels": 2,
         "no labels": 2,
     }
-    held_out = hold_out_clients(SMALL, 0, data)
+    held_out = hold_out_clients(SMALL, 0, femnist)
     model = train(held_out.dataset, options=replace(SMALL.options("fedgmm", 0), lr=gmm["lr"]))
     for way, labelled in (("labels", True), ("no labels", False)):
         by_client = [adapted_accuracy(model, one, labelled) for one in held_out.newcomers]
@@ -232,13 +226,13 @@ def test_table_and_curve(tmp_path, data, monkeypatch):
     assert record["accuracy"] == outcome.accuracy
     assert 5_000 < (tmp_path / "out" / f"{NAME}.png").stat().st_size < 150_000
 
-    monkeypatch.setattr(classification, "train", None)
-    monkeypatch.setattr(unseen, "load_images", None)
-    assert reproduce_unseen(tmp_path / "out", SMALL, data_dir=data) == outcome
+    monkeypatch.setattr(image_trials, "train", None)
+    monkeypatch.setattr(image_study, "load_images", None)
+    assert reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist) == outcome
 
 
-def test_without_mixtures_there_is_no_curve(tmp_path, data):
-    reproduce_unseen(tmp_path, replace(SMALL, methods=("fedavg",)), data_dir=data)
+def test_without_mixtures_there_is_no_curve(tmp_path, femnist):
+    reproduce_unseen(tmp_path, replace(SMALL, methods=("fedavg",)), data_dir=femnist)
     assert not (tmp_path / f"{NAME}.png").exists()
 
 
@@ -255,9 +249,9 @@ def test_bad_settings(change, message):
         UnseenStudy(**change)
 
 
-def test_too_few_clients(data):
+def test_too_few_clients(femnist):
     with pytest.raises(ValueError, match=r"held_out=0\.05 of 5 clients leaves nobody"):
-        hold_out_clients(replace(SMALL, held_out=0.05), 0, data)
+        hold_out_clients(replace(SMALL, held_out=0.05), 0, femnist)
 
 
 def test_too_few_rows(tmp_path):

@@ -139,7 +139,8 @@ def _study(experiment: Experiment) -> tuple[Any, Any]:
     """The settings of an experiment on images, and what runs it."""
     match experiment:
         case Experiment.CLASSIFICATION:
-            from fedgmm.experiments.classification import ImageStudy, reproduce_classification
+            from fedgmm.experiments.classification import reproduce_classification
+            from fedgmm.experiments.image_study import ImageStudy
 
             return ImageStudy, reproduce_classification
         case Experiment.UNSEEN:
@@ -147,7 +148,8 @@ def _study(experiment: Experiment) -> tuple[Any, Any]:
 
             return UnseenStudy, reproduce_unseen
         case Experiment.NOVELTY:
-            from fedgmm.experiments.novelty import NoveltyStudy, reproduce_novelty
+            from fedgmm.experiments.novelty import reproduce_novelty
+            from fedgmm.experiments.novelty_study import NoveltyStudy
 
             return NoveltyStudy, reproduce_novelty
         case _:

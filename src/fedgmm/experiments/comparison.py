@@ -89,7 +89,7 @@ class Comparison:
         ]
 
 
-def _pass_on_interrupt(model: FederatedModel) -> None:
+def pass_on_interrupt(model: FederatedModel) -> None:
     """Training keeps its last round on Ctrl-C; a series of trainings should end."""
     if model.stopped == "interrupted":
         raise KeyboardInterrupt
@@ -149,7 +149,7 @@ def _scores(
             run = train(
                 dataset, algorithm, options=options, **{**changes, option: value, "rounds": rounds}
             )
-        _pass_on_interrupt(run)
+        pass_on_interrupt(run)
         score = -float("inf") if run.stopped else -run.evaluate("validation").mean_log_loss
         scores[value] = -float("inf") if math.isnan(score) else score
     return scores
@@ -193,7 +193,7 @@ def compare(
         tell(f"{algorithm}: training")
         started = time.perf_counter()
         model = train(dataset, algorithm, options=chosen)
-        _pass_on_interrupt(model)
+        pass_on_interrupt(model)
         seconds = time.perf_counter() - started
         evaluation = model.evaluate("test")
         result.contestants.append(Contestant(algorithm, model, evaluation, seconds, tuning))

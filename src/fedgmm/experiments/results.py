@@ -52,6 +52,11 @@ def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{percent.mean():.{digits}f} ± {percent.std(ddof=1):.{digits}f}"
 
 
+def printed(value: float | None) -> str:
+    """A figure of the paper's, or that it gives none."""
+    return "not given" if value is None else f"{value:.2f}"
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, first column left, the others right."""
     lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]

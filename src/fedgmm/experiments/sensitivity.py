@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache as once
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_integer
-from fedgmm.data.dataset import FederatedDataset
-from fedgmm.experiments.classification import (
-    ImageStudy,
-    chosen_options,
+from fedgmm.data.encoder import EncodedFederation
+from fedgmm.experiments.comparison import Tell
+from fedgmm.experiments.image_study import ImageStudy, Variant, prepare_federation
+from fedgmm.experiments.image_trials import (
+    Trial,
     facts_of,
     open_trials,
-    prepare_federation,
-    recorded,
+    run_trials,
     stopped_early,
     trained,
 )
-from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
 
 
@@ -58,6 +54,17 @@ class SensitivityStudy(ImageStudy):
     def grids(self, method: str) -> dict[str, tuple[float, ...]]:
         """The learning rate alone: a pull towards independence would hide what is measured."""
         return {"lr": self.grid}
+
+    def variants(self, method: str) -> list[Variant[Self]]:
+        """Every cell of the grid; the learning rate is the one chosen at the study's own numbers."""
+        return [
+            Variant(
+                f"{method}-{m1}x{m2}",
+                f"{m1} Gaussians, {m2} learners",
+                replace(self, components=m1, learners=m2),
+            )
+            for m1, m2 in product(self.component_choices, self.learner_choices)
+        ]
 
 
 @dataclass(frozen=True)
@@ -97,16 +104,13 @@ def reproduce_sensitivity(
     study = study or SensitivityStudy()
     name = f"sensitivity-{study.label}"
     trials = open_trials(folder / name, study)
-    details: list[dict[str, Any]] = []
-    for seed in study.seeds:
-        federation = once(partial(prepare_federation, study, seed, data_dir, tell, cache))
-        # one rate for the whole grid, chosen at the study's own numbers
-        chosen = chosen_options(trials, study, "fedgmm", federation, tell)
-        for m1, m2 in product(study.component_choices, study.learner_choices):
-            tell(f"{m1} Gaussians, {m2} learners, seed {seed}")
-            sized = replace(study, components=m1, learners=m2)
-            run = partial(_one_training, trials, sized, seed, chosen, federation)
-            details.append(recorded(trials, _trial(sized, seed), run))
+    details = run_trials(
+        trials,
+        study,
+        lambda seed: prepare_federation(study, seed, data_dir, tell, cache),
+        _one_training,
+        tell,
+    )
     shape = (len(study.seeds), len(study.component_choices), len(study.learner_choices))
     outcome = SensitivityOutcome(
         np.array([one["mean_accuracy"] for one in details]).reshape(shape),
@@ -125,25 +129,14 @@ def reproduce_sensitivity(
     return outcome
 
 
-def _trial(sized: ImageStudy, seed: int) -> str:
-    return f"fedgmm-{sized.components}x{sized.learners}-{seed}"
-
-
-def _one_training(
-    trials: Path,
-    sized: ImageStudy,
-    seed: int,
-    chosen: dict[str, Any],
-    federation: Callable[[], FederatedDataset],
-) -> dict[str, Any]:
-    options = replace(sized.options("fedgmm", seed), **chosen)
-    model = trained(trials, _trial(sized, seed), federation(), options)
+def _one_training(trial: Trial[SensitivityStudy], federation: EncodedFederation) -> dict[str, Any]:
+    model = trained(trial, federation.dataset)
     return {
-        "method": "fedgmm",
-        "seed": seed,
-        "components": sized.components,
-        "learners": sized.learners,
-        **chosen,
+        "method": trial.method,
+        "seed": trial.seed,
+        "components": trial.study.components,
+        "learners": trial.study.learners,
+        **trial.chosen,
         "validation_accuracy": model.evaluate("validation").mean_accuracy,
         **model.evaluate("test").summary(),
         **facts_of(model),

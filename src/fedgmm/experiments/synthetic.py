@@ -9,7 +9,13 @@ from typing import Any
 
 from fedgmm.data.synthetic import SyntheticFederation, synthetic
 from fedgmm.experiments.comparison import PAPER_GRID, Tell, compare
-from fedgmm.experiments.results import TITLES, markdown_table, mean_and_spread, write_results
+from fedgmm.experiments.results import (
+    TITLES,
+    markdown_table,
+    mean_and_spread,
+    printed,
+    write_results,
+)
 
 PAPER_GAUSSIAN = {
     "local": 57.52,
@@ -171,8 +177,14 @@ def reproduce_non_gaussian(
     for outcome in outcomes:
         paper = PAPER_NON_GAUSSIAN[outcome.setting]
         for method, values in outcome.accuracy.items():
-            printed = f"{paper[method]:.2f}" if method in paper else "not given"
-            rows.append([outcome.setting, TITLES[method], mean_and_spread(values), printed])
+            rows.append(
+                [
+                    outcome.setting,
+                    TITLES[method],
+                    mean_and_spread(values),
+                    printed(paper.get(method)),
+                ]
+            )
         rows.append([outcome.setting, "Bayes", mean_and_spread(outcome.bayes), "not given"])
     markdown = (
         f"# Non-Gaussian mixtures: test accuracy, mean over {size.clients} clients\n\n"

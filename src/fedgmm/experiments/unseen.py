@@ -7,10 +7,8 @@ components. Then each of them learns its weights on half of its rows and is test
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
-from functools import cache as once
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +23,25 @@ from fedgmm.core.learners import expand_clients
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
-from fedgmm.data.federated_images import federated_images
-from fedgmm.data.images import load_images
-from fedgmm.experiments.classification import (
-    ImageStudy,
-    chosen_options,
-    encoded,
+from fedgmm.experiments.comparison import Tell
+from fedgmm.experiments.image_study import ImageStudy, dealt, encoded
+from fedgmm.experiments.image_trials import (
+    Trial,
     facts_of,
+    features_of,
+    of_method,
     open_trials,
-    recorded,
+    run_trials,
     stopped_early,
     trained,
 )
-from fedgmm.experiments.comparison import Tell
-from fedgmm.experiments.results import TITLES, markdown_table, mean_and_spread, write_results
+from fedgmm.experiments.results import (
+    TITLES,
+    markdown_table,
+    mean_and_spread,
+    printed,
+    write_results,
+)
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, build
 
@@ -130,12 +133,8 @@ def hold_out_clients(
     cache: Path | None = None,
 ) -> HeldOut:
     """The clients of a seed; principal components know nothing of those that are held out."""
-    images = load_images(study.dataset, data_dir)  # type: ignore[arg-type]
-    federation = federated_images(
-        images, clients=study.clients, shift=study.shift, fraction=study.fraction, seed=seed
-    )
-    tell(federation.description.splitlines()[0])
-    names = list(federation.dataset.names)
+    everyone = dealt(study, seed, data_dir, tell, shift=study.shift).dataset
+    names = list(everyone.names)
     count = round(study.held_out * len(names))
     if not 0 < count < len(names):
         raise ValueError(
@@ -145,8 +144,8 @@ def hold_out_clients(
     drawn = np.random.default_rng([seed, len(names)]).permutation(len(names))[:count].tolist()
     away = [names[code] for code in sorted(drawn)]
     at_home = [name for name in names if name not in set(away)]
-    training = encoded(study, federation.dataset.select(at_home), data_dir, cache)
-    unseen = training.feature_map.attach(federation.dataset.select(away))
+    training = encoded(study, everyone.select(at_home), data_dir, cache)
+    unseen = training.feature_map.attach(everyone.select(away))
     return HeldOut(training.dataset, _newcomers(unseen, seed))
 
 
@@ -186,7 +185,7 @@ def accuracy_of(model: FederatedModel, rows: LabelledRows, client: Hashable | No
 
 
 def _arrays(rows: LabelledRows) -> tuple[NDArray[Any], NDArray[Any]]:
-    return rows.inputs.numpy(), torch.cat(rows.features.chunks).numpy()
+    return rows.inputs.numpy(), features_of(rows)
 
 
 def _labels(model: FederatedModel, rows: LabelledRows) -> NDArray[Any]:
@@ -276,19 +275,16 @@ def reproduce_unseen(
     study = study or UnseenStudy()
     name = f"unseen-{study.label}"
     trials = open_trials(folder / name, study)
-    details: list[dict[str, Any]] = []
-    for seed in study.seeds:
-        clients = once(partial(hold_out_clients, study, seed, data_dir, tell, cache))
-        for method in study.methods:
-            chosen = chosen_options(
-                trials, study, method, partial(_training_clients, clients), tell
-            )
-            tell(f"{TITLES[method]}, seed {seed}")
-            run = partial(_one_trial, trials, study, method, seed, chosen, clients)
-            details.append(recorded(trials, f"{method}-{seed}", run))
+    details = run_trials(
+        trials,
+        study,
+        lambda seed: hold_out_clients(study, seed, data_dir, tell, cache),
+        _one_trial,
+        tell,
+    )
     accuracy = {
         method: {
-            way: [_mean(one["unseen"][way]) for one in details if one["method"] == method]
+            way: [_mean(one["unseen"][way]) for one in of_method(details, method)]
             for way in _ways(method)
         }
         for method in study.methods
@@ -304,10 +300,6 @@ def reproduce_unseen(
             folder / f"{name}.png",
         )
     return outcome
-
-
-def _training_clients(clients: Callable[[], HeldOut]) -> FederatedDataset:
-    return clients().dataset
 
 
 def _ways(method: str) -> tuple[str, ...]:
@@ -326,37 +318,26 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _one_trial(
-    trials: Path,
-    study: UnseenStudy,
-    method: str,
-    seed: int,
-    chosen: dict[str, Any],
-    clients: Callable[[], HeldOut],
-) -> dict[str, Any]:
+def _one_trial(trial: Trial[UnseenStudy], held_out: HeldOut) -> dict[str, Any]:
     """Train on the clients that are there, then let the others in, one by one."""
-    held_out = clients()
-    options = replace(study.options(method, seed), **chosen)
-    model = trained(trials, f"{method}-{seed}", held_out.dataset, options)
+    model = trained(trial, held_out.dataset)
     newcomers = held_out.newcomers
     started = time.perf_counter()
     unseen = {"as it is": [accuracy_of(model, one.test, None) for one in newcomers]}
     curves: dict[str, list[float]] = {}
-    for way in _ways(method)[1:]:
+    for way in _ways(trial.method)[1:]:
         if way == "tuned":
-            tuned = tuned_model(model, newcomers, options)
+            tuned = tuned_model(model, newcomers, trial.options)
             unseen[way] = [accuracy_of(tuned, one.test, one.name) for one in newcomers]
             continue
         labels = way == "labels"
         unseen[way] = [adapted_accuracy(model, one, labels) for one in newcomers]
         curves[way] = [
             _mean([adapted_accuracy(model, one, labels, count) for one in newcomers])
-            for count in study.iterations
+            for count in trial.study.iterations
         ]
     return {
-        "method": method,
-        "seed": seed,
-        **chosen,
+        **trial.facts,
         "seen": model.evaluate("test").summary(),
         "newcomers": [str(one.name) for one in newcomers],
         "test_rows": [len(one.test) for one in newcomers],
@@ -371,7 +352,7 @@ def _curves(study: UnseenStudy, details: list[dict[str, Any]]) -> dict[str, list
     """Mean over seeds after each number of iterations, from none on, for each method and way."""
     curves: dict[str, list[float]] = {}
     for method in study.methods:
-        own = [one for one in details if one["method"] == method]
+        own = of_method(details, method)
         for way in own[0]["adaptation_curves"]:
             runs = [
                 [_mean(one["unseen"]["as it is"]), *one["adaptation_curves"][way]] for one in own
@@ -385,12 +366,11 @@ def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
     paper = PAPER_ACCURACY.get(study.dataset, {}) if study.shift else {}
     rows = []
     for method, ways in outcome.accuracy.items():
-        own = [one for one in outcome.details if one["method"] == method]
+        own = of_method(outcome.details, method)
         seen = mean_and_spread([one["seen"]["mean_accuracy"] for one in own])
         for way, values in ways.items():
-            given = way == _PRINTED[method] and method in paper
-            printed = f"{paper[method]:.2f}" if given else "not given"
-            rows.append([TITLES[method], WAYS[way], mean_and_spread(values), printed, seen])
+            given = printed(paper.get(method) if way == _PRINTED[method] else None)
+            rows.append([TITLES[method], WAYS[way], mean_and_spread(values), given, seen])
     count = len(outcome.details[0]["newcomers"])
     return (
         f"# {study.dataset}: test accuracy of {count} clients that were not there in training "

@@ -1,0 +1,231 @@
+"""What all studies on images have in common: their settings, and the clients of a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, Literal, Self, TypeVar, get_args
+
+from fedgmm.core.checks import check_choice, check_integer
+from fedgmm.core.devices import resolve_device
+from fedgmm.core.gaussians import COVARIANCE_TYPES
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.encoder import ENCODERS, EncodedFederation, encode_federation, encoder
+from fedgmm.data.federated_images import FederatedImages, federated_images
+from fedgmm.data.images import load_images
+from fedgmm.experiments.comparison import PAPER_GRID, Tell
+from fedgmm.experiments.results import TITLES
+from fedgmm.training import TrainingOptions
+
+Track = Literal["paper", "tuned"]
+TRACKS: tuple[str, ...] = get_args(Track)
+DATA_SETS = ("femnist", "cifar10", "cifar100", "mnist")
+
+_MIXTURES = ("fedgmm", "fedem")
+_TUNED_GRID = (1.0, 10.0**-0.5, 0.1, 10.0**-1.5)
+_INDEPENDENCE_GRID = (0.0, 30.0, 1e4)
+
+StudyT = TypeVar("StudyT", bound="ImageStudy")
+
+
+@dataclass(frozen=True)
+class Variant(Generic[StudyT]):
+    """One way to train a method in a study; most studies have one for each method.
+
+    Attributes:
+        name: its files are called so, with the seed behind it.
+        title: for people.
+        study: its settings.
+    """
+
+    name: str
+    title: str
+    study: StudyT
+
+
+@dataclass(frozen=True)
+class ImageStudy:
+    """What is run; the defaults are the paper's.
+
+    Attributes:
+        dataset: one of ``DATA_SETS``.
+        track: ``"paper"`` has its optimiser, batch, epochs, rounds and grid; ``"tuned"`` gives every
+            method momentum at the clients and at the server, and mixtures a shared start.
+        methods: which methods.
+        seeds: one federation each.
+        rounds: of the final training.
+        tuning_rounds: of each trial of a learning rate, on the first seed; the best three of them run
+            again, three times as long.
+        clients: how many; ``None`` means the paper's number.
+        fraction: share of the images.
+        shift: half of the images transformed and relabelled.
+        encoder: what the Gaussians see of an image.
+        image_size: pixels a side that the encoder sees.
+        features: numbers that federated PCA keeps.
+        encoder_dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"``: the latter on an accelerator.
+        learner: of every method; ``"auto"`` means the paper's, MobileNet-V2 for CIFAR and the small
+            convolutional network for FEMNIST and MNIST.
+        pretrained: a file with the ImageNet weights that MobileNet-V2 starts from; ``None`` draws them.
+        components: ``M1``.
+        learners: ``M2``.
+        covariance_type: of the Gaussians.
+        reg_covar: added to every variance of theirs; the first feature has variance one.
+        device: where to train.
+    """
+
+    dataset: str = "femnist"
+    track: Track = "paper"
+    methods: tuple[str, ...] = tuple(TITLES)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rounds: int = 200
+    tuning_rounds: int = 10
+    clients: int | None = None
+    fraction: float = 1.0
+    shift: bool = True
+    encoder: str = "resnet18"
+    image_size: int = 224
+    features: int = 48
+    encoder_dtype: str = "auto"
+    learner: str = "auto"
+    pretrained: str | None = None
+    components: int = 3
+    learners: int = 3
+    covariance_type: str = "full"
+    reg_covar: float = 1e-2
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("dataset", self.dataset, DATA_SETS)
+        check_choice("track", self.track, TRACKS)
+        check_choice("encoder", self.encoder, ENCODERS)
+        check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
+        for name in ("methods", "seeds"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one.")
+        for method in self.methods:
+            check_choice("methods", method, tuple(TITLES))
+        for name in ("rounds", "tuning_rounds", "features", "components", "learners"):
+            check_integer(name, getattr(self, name), 1)
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Learning rates, the same for every method."""
+        return PAPER_GRID if self.track == "paper" else _TUNED_GRID
+
+    def grids(self, method: str) -> dict[str, tuple[float, ...]]:
+        """What is chosen on validation rows, one after the other."""
+        found = {"lr": self.grid}
+        if method == "fedgmm" and self.components > 1 and self.learners > 1:
+            found["independence"] = _INDEPENDENCE_GRID
+        return found
+
+    def variants(self, method: str) -> list[Variant[Self]]:
+        """What is trained with a method and each seed, with the same chosen options."""
+        return [Variant(method, TITLES[method], self)]
+
+    @property
+    def label(self) -> str:
+        """What the files of the study are called."""
+        start = "-pretrained" if self.pretrained else ""
+        return f"{self.dataset}-{self.track}{start}{'' if self.shift else '-plain'}"
+
+    @property
+    def network(self) -> str:
+        """The learner's name."""
+        colour = self.dataset.startswith("cifar")
+        return ("mobilenet" if colour else "cnn") if self.learner == "auto" else self.learner
+
+    def options(self, method: str, seed: int) -> TrainingOptions:
+        """How a method is trained, but for its learning rate."""
+        common = TrainingOptions(
+            algorithm=method,
+            rounds=self.rounds,
+            learner=self.network,
+            pretrained=self.pretrained,
+            augment=self.dataset.startswith("cifar") and self.network in ("mobilenet", "cnn"),
+            components=self.components,
+            learners=self.learners,
+            covariance_type=self.covariance_type,
+            reg_covar=self.reg_covar,
+            seed=seed,
+            device=self.device,
+            precision="mixed",
+            tol=None,
+        )
+        if self.track == "paper":
+            # FedGMM's learners are tied to its Gaussians; FedEM's need a start of their own
+            early = replace(common, start="split", warmup=self.rounds // 4)
+            return early if method == "fedem" else common
+        tuned = replace(common, momentum=0.9, server="momentum", schedule="constant")
+        if method not in _MIXTURES:
+            return tuned
+        # one shared learner first, then slightly different copies of it
+        return replace(tuned, warmup=self.rounds // 2, start="split")
+
+    def protocol(self) -> str:
+        """How everything was trained, in sentences for a table's footnote."""
+        track = (
+            "The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid; FedEM "
+            "starts as one shared learner for a quarter of the rounds."
+            if self.track == "paper"
+            else "Every method with momentum 0.9 at clients and server; mixtures start as one shared "
+            "learner for half of the rounds."
+        )
+        return (
+            f"{track} {self.rounds} rounds, the last one is reported; seeds "
+            f"{', '.join(map(str, self.seeds))}; learning rates, and FedGMM's independence, chosen on "
+            f"validation rows of the first seed after {self.tuning_rounds} rounds, and among the best "
+            f"three after {3 * self.tuning_rounds}."
+        )
+
+
+# ---------------------------------------------------------------------- the clients of a seed
+
+
+def dealt(
+    study: ImageStudy, seed: int, data_dir: Path | None, tell: Tell, *, shift: bool
+) -> FederatedImages:
+    """The images of a study on their clients; ``shift`` transforms and relabels half of them."""
+    images = load_images(study.dataset, data_dir)  # type: ignore[arg-type]
+    federation = federated_images(
+        images, clients=study.clients, shift=shift, fraction=study.fraction, seed=seed
+    )
+    tell(federation.description.splitlines()[0])
+    return federation
+
+
+def prepare_federation(
+    study: ImageStudy,
+    seed: int,
+    data_dir: Path | None,
+    tell: Tell = lambda _: None,
+    cache: Path | None = None,
+) -> EncodedFederation:
+    """The clients of a seed: images dealt, shifted, and encoded for the Gaussians."""
+    federation = dealt(study, seed, data_dir, tell, shift=study.shift)
+    return encoded(study, federation.dataset, data_dir, cache)
+
+
+def encoded(
+    study: ImageStudy, dataset: FederatedDataset, data_dir: Path | None, cache: Path | None
+) -> EncodedFederation:
+    """A data set of images with the features that the study's Gaussians see."""
+    return encode_federation(
+        dataset,
+        encoder(
+            study.encoder,
+            data_dir,
+            size=study.image_size,
+            device=study.device,
+            dtype=_encoder_dtype(study),
+        ),
+        components=study.features,
+        scale=True,
+        cache=cache,
+    )
+
+
+def _encoder_dtype(study: ImageStudy) -> str:
+    if study.encoder_dtype != "auto":
+        return study.encoder_dtype
+    return "float32" if resolve_device(study.device).type == "cpu" else "bfloat16"

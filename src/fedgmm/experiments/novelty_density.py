@@ -1,0 +1,129 @@
+"""Which density: what the Gaussians see of an image, how many there are, and their ridge.
+
+It is chosen without novel images: each known class in turn is left out of a density, which must then tell
+its validation rows from the others'.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_images, federated_pca
+from fedgmm.data.representations import represented, stage_widths
+from fedgmm.experiments.comparison import Tell
+from fedgmm.experiments.image_trials import recorded
+from fedgmm.experiments.novel_images import IntArray
+from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
+from fedgmm.inference.novelty import novelty_metrics
+
+_DENSITY_ROUNDS = 30
+_DENSITY_ROWS = 20_000  # training rows that densities are compared on
+
+
+def choose_density(
+    trials: Path,
+    study: NoveltyStudy,
+    data_dir: Path | None,
+    cache: Path | None = None,
+    tell: Tell = lambda _: None,
+) -> NoveltyStudy:
+    """The study with the density that knows best when a known class is missing, on the first seed.
+
+    First the representation and the number of features are chosen, then the number of Gaussians and
+    the ridge. Test rows and novel images are not looked at.
+    """
+    if not study.density_is_chosen:
+        seen, sizes = study.density_choices
+        return replace(study, **seen[0], **sizes[0])
+
+    def run() -> dict[str, Any]:
+        dataset = deal_images(study, study.seeds[0], data_dir, tell)
+        base = study_encoder(study, data_dir)
+        codes = {
+            split: encode_images(dataset.split(split).inputs.numpy(), base, cache)
+            for split in ("train", "validation")
+        }
+        best: NoveltyStudy = study
+        tried: list[dict[str, Any]] = []
+        for stage in study.density_choices:
+            if len(stage) == 1:
+                best = replace(best, **stage[0])
+                continue
+            scores = []
+            for choice in stage:
+                tell("density: " + ", ".join(f"{key} {value}" for key, value in choice.items()))
+                sized = replace(best, **choice)
+                scores.append(missing_class_auroc(sized, dataset, codes, base))
+                tried.append({**sized.density, "auroc": scores[-1]})
+            best = replace(best, **stage[int(np.argmax(scores))])
+        return {"best": best.density, "tried": tried}
+
+    return replace(study, **recorded(trials, "density", run)["best"])
+
+
+def missing_class_auroc(
+    study: NoveltyStudy,
+    dataset: FederatedDataset,
+    codes: dict[str, Features],
+    base: Encoder,
+) -> float:
+    """How well ``log P(x)`` tells validation rows of a class that was left out from the others.
+
+    Args:
+        study: what the Gaussians see, and how many there are.
+        dataset: the clients.
+        codes: what the encoder says of the training and the validation rows, ``(N, d)`` each.
+        base: the encoder.
+
+    Returns:
+        Mean AUROC over the classes.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+
+    from fedgmm.estimators import FederatedGaussianMixture
+
+    step = -(-len(dataset.train) // _DENSITY_ROWS)
+    rows = represented(codes["train"][::step], study.representation, stage_widths(base))
+    held = represented(codes["validation"], study.representation, stage_widths(base))
+    labels, owners = dataset.train.labels.numpy()[::step], dataset.train.codes.numpy()[::step]
+    held_labels = dataset.validation.labels.numpy()
+    found = []
+    for label in _classes_to_miss(labels, held_labels):
+        there = labels != label
+        pca = federated_pca([torch.from_numpy(rows[there])], study.features)
+        features = FeatureMap(base, pca, scale=True)
+        mixture = FederatedGaussianMixture(
+            study.components,
+            covariance_type=study.covariance_type,
+            reg_covar=study.reg_covar,
+            max_iter=_DENSITY_ROUNDS,
+            random_state=study.seeds[0],
+            device=study.device,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # a comparison of short fits
+            mixture.fit(features.project(rows[there]), clients=owners[there])
+        scores = mixture.score_samples(features.project(held))
+        missing = held_labels == label
+        found.append(novelty_metrics(scores[~missing], scores[missing]).auroc)
+    if not found:
+        raise ValueError(
+            "The density cannot be chosen: no class is in both training and validation rows beside "
+            "another one; use more images."
+        )
+    return float(np.mean(found))
+
+
+def _classes_to_miss(labels: IntArray, held_labels: IntArray) -> Iterable[int]:
+    """Classes with validation rows, beside which others remain in both splits."""
+    for label in np.unique(held_labels).tolist():
+        if (labels != label).any() and (held_labels != label).any():
+            yield label

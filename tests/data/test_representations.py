@@ -1,0 +1,61 @@
+"""Other ways to read an encoder's numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from fedgmm.core.backbones import ResNet18
+from fedgmm.data.encoder import PixelEncoder, ResNet18Encoder
+from fedgmm.data.representations import REPRESENTATIONS, Represented, StageEncoder, represented
+
+
+def test_representations(rng):
+    codes = rng.normal(size=(6, 5)).astype(np.float32)
+    codes[0] = 0
+    direction = represented(codes, "direction")
+    np.testing.assert_allclose(np.linalg.norm(direction[1:], axis=1), 1, rtol=1e-6)
+    both = represented(codes, "direction and length")
+    # nothing is lost
+    np.testing.assert_allclose(both[:, :-1] * np.exp(both[:, -1:]), codes, atol=1e-6)
+    np.testing.assert_array_equal(represented(codes, "plain"), codes)
+    # of two stages
+    np.testing.assert_array_equal(represented(codes, "plain", (2, 3)), codes[:, 2:])
+    np.testing.assert_array_equal(
+        represented(codes, "direction", (2, 3)), represented(codes[:, 2:], "direction")
+    )
+    how = "direction and length"
+    np.testing.assert_array_equal(
+        represented(codes, "stages", (2, 3)),
+        np.hstack([represented(codes[:, :2], how), represented(codes[:, 2:], how)]),
+    )
+    np.testing.assert_array_equal(represented(codes, "stages"), represented(codes, how))
+    assert all(np.isfinite(represented(codes, how)).all() for how in REPRESENTATIONS)
+
+
+def test_a_representation_has_a_name_of_its_own():
+    """Or the cache would take one for the other."""
+    base = PixelEncoder()
+    assert len({base.name, *(Represented(base, how).name for how in REPRESENTATIONS)}) == 5
+
+
+def test_stages_of_the_network(rng, tmp_path):
+    torch.manual_seed(0)
+    network = ResNet18(classes=10)
+    save_file(dict(network.state_dict()), tmp_path / "weights.safetensors")
+    base = ResNet18Encoder(tmp_path / "weights.safetensors", size=32, device="cpu")
+    images = rng.integers(256, size=(3, 1, 28, 28)).astype(np.uint8)
+    stages = StageEncoder(base)
+    found = stages.encode(images)
+    assert found.shape == (3, sum(stages.widths))
+    np.testing.assert_allclose(found[:, -512:], base.encode(images), rtol=1e-5, atol=1e-6)
+    assert stages.name != base.name
+    seen = {}
+    for name in ("layer2", "layer3"):
+        getattr(base._network, name).register_forward_hook(
+            lambda _, __, out, name=name: seen.update({name: out.mean((2, 3)).numpy()})
+        )
+    base.encode(images)
+    np.testing.assert_allclose(found[:, :128], seen["layer2"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[:, 128:384], seen["layer3"], rtol=1e-5, atol=1e-6)

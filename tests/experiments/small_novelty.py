@@ -1,0 +1,24 @@
+"""The study on novel images in little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedgmm.experiments.novelty_study import NoveltyStudy
+from tiny_images import FAST
+
+SMALL = NoveltyStudy(
+    track="tuned",
+    clients=4,
+    representation_choices=("plain", "direction"),
+    feature_choices=(4,),
+    component_choices=(2,),
+    reg_covar_choices=(1e-2,),
+    scatter_clients=3,
+    scatter_rows=30,
+    **FAST,
+)
+"""Two representations to choose from."""
+
+FIXED = replace(SMALL, representation_choices=("direction",))
+"""With nothing to choose."""

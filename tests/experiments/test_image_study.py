@@ -1,0 +1,40 @@
+"""Settings of studies on images."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedgmm.experiments.image_study import ImageStudy
+from fedgmm.experiments.results import TITLES
+
+
+def test_tracks():
+    paper, tuned = ImageStudy(), ImageStudy(track="tuned", reg_covar=1e-3)
+    assert len(paper.grid) == 6
+    options = paper.options("fedgmm", 3)
+    assert (options.momentum, options.server, options.warmup, options.seed) == (0, "average", 0, 3)
+    assert (options.batch_size, options.local_epochs, options.rounds) == (128, 1, 200)
+    for method in TITLES:
+        options = tuned.options(method, 0)
+        assert (options.momentum, options.server) == (0.9, "momentum")
+        assert options.warmup == (100 if method in ("fedem", "fedgmm") else 0)
+        assert options.reg_covar == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset": "imagenet"}, "dataset must be one of"),
+        ({"track": "fast"}, "track must be one of"),
+        ({"methods": ("fedsgd",)}, "methods must be one of"),
+        ({"methods": ()}, "methods is empty"),
+        ({"seeds": ()}, "seeds is empty"),
+        ({"encoder": "vgg"}, "encoder must be one of"),
+        ({"covariance_type": "round"}, "covariance_type must be one of"),
+        ({"rounds": 0}, "rounds must be at least 1"),
+        ({"features": 0}, "features must be at least 1"),
+    ],
+)
+def test_bad_settings(change, message):
+    with pytest.raises(ValueError, match=message):
+        ImageStudy(**change)

@@ -1,0 +1,135 @@
+"""The trials of a study: what they share, when they are run, and what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from dataclasses import replace
+
+import pytest
+
+from fedgmm.experiments import image_trials
+from fedgmm.experiments.image_study import ImageStudy, Variant
+from fedgmm.experiments.image_trials import Trial, of_method, open_trials, run_trials, stopped_early
+from tiny_images import FAST
+
+SOME = ImageStudy(**{**FAST, "methods": ("fedavg", "fedgmm"), "seeds": (3, 5)})
+
+
+class Prepared:
+    """The federation of a seed."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+
+@pytest.fixture
+def journal(tmp_path, monkeypatch):
+    """Runs trials that only say what they are given, and what happened in which order."""
+    monkeypatch.setattr(image_trials, "chosen_options", lambda *args: {"lr": 0.25})
+    lines = []
+
+    def prepare(seed):
+        lines.append(f"prepare {seed}")
+        return Prepared(seed)
+
+    def run(trial, federation):
+        assert federation.seed == trial.seed
+        lines.append(f"run {trial.name}")
+        return {**trial.facts, "components": trial.study.components}
+
+    def go(study):
+        lines.clear()
+        return run_trials(tmp_path, study, prepare, run, lines.append), list(lines)
+
+    return go
+
+
+def test_every_method_runs_on_one_federation_a_seed(journal):
+    details, lines = journal(SOME)
+    assert lines == [
+        "FedAvg, seed 3",
+        "prepare 3",
+        "run fedavg-3",
+        "FedGMM, seed 3",
+        "run fedgmm-3",
+        "FedAvg, seed 5",
+        "prepare 5",
+        "run fedavg-5",
+        "FedGMM, seed 5",
+        "run fedgmm-5",
+    ]
+    assert details[2] == {"method": "fedavg", "seed": 5, "lr": 0.25, "components": 2}
+    assert [one["seed"] for one in of_method(details, "fedgmm")] == [3, 5]
+
+
+def test_what_is_on_file_is_not_run_and_needs_no_federation(journal, tmp_path):
+    first, _ = journal(SOME)
+    (tmp_path / "fedgmm-5.json").unlink()
+    again, lines = journal(SOME)
+    assert again == first
+    assert [line for line in lines if "seed" not in line] == ["prepare 5", "run fedgmm-5"]
+
+
+def test_variants_share_the_chosen_options(journal):
+    class Sized(ImageStudy):
+        def variants(self, method):
+            return [
+                Variant(f"{method}-{m1}", f"{m1} Gaussians", replace(self, components=m1))
+                for m1 in (1, 4)
+            ]
+
+    study = Sized(**{**FAST, "methods": ("fedgmm",)})
+    details, lines = journal(study)
+    assert [one["components"] for one in details] == [1, 4]
+    assert {one["lr"] for one in details} == {0.25}
+    assert lines[-2:] == ["4 Gaussians, seed 0", "run fedgmm-4-0"]
+
+
+def test_one_federation_is_gone_before_the_next_is_made(tmp_path, monkeypatch):
+    """Two at a time may not fit into memory."""
+    monkeypatch.setattr(image_trials, "chosen_options", lambda *args: {})
+    made = []
+
+    def prepare(seed):
+        gc.collect()
+        assert not any(one() for one in made)
+        federation = Prepared(seed)
+        made.append(weakref.ref(federation))
+        return federation
+
+    run_trials(tmp_path, SOME, prepare, lambda trial, _: trial.facts, lambda _: None)
+    assert len(made) == 2
+
+
+def test_a_trial_is_trained_with_what_was_chosen(tmp_path):
+    trial = Trial(tmp_path, "fedgmm-5", SOME, "fedgmm", 5, {"lr": 0.25, "independence": 30.0})
+    assert trial.options == replace(SOME.options("fedgmm", 5), lr=0.25, independence=30.0)
+
+
+def test_one_folder_holds_one_study(tmp_path):
+    open_trials(tmp_path, SOME)
+    open_trials(tmp_path, replace(SOME, methods=("local",), seeds=(3, 4)))  # these may grow
+    with pytest.raises(ValueError, match=r"a study with rounds=2, not 3; choose another folder\.$"):
+        open_trials(tmp_path, replace(SOME, rounds=3))
+
+
+def test_settings_younger_than_a_folder_have_their_defaults(tmp_path):
+    file = open_trials(tmp_path, SOME) / "study.json"
+    facts = json.loads(file.read_text())
+    del facts["reg_covar"]
+    file.write_text(json.dumps(facts))
+    open_trials(tmp_path, SOME)
+    file.write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=r"reg_covar=0\.01, not 0\.5"):
+        open_trials(tmp_path, replace(SOME, reg_covar=0.5))
+
+
+def test_a_training_that_diverged_is_named():
+    rows = [
+        {"method": "fedem", "seed": 0, "stopped": None},
+        {"method": "fedgmm", "seed": 2, "stopped": "round 3"},
+    ]
+    assert stopped_early(rows[:1]) == ""
+    assert stopped_early(rows).endswith("kept its last good round: FedGMM (seed 2).")

@@ -1,0 +1,67 @@
+"""The density is chosen by classes that are missing, and nothing peeks at novel images."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+from small_novelty import FIXED, SMALL
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.encoder import PixelEncoder
+from fedgmm.experiments import image_study, novel_images, novelty_density
+from fedgmm.experiments.novelty_density import choose_density, missing_class_auroc
+from fedgmm.experiments.novelty_study import deal_images
+
+
+def test_the_density_is_chosen_by_classes_that_are_missing(tmp_path, mnist):
+    chosen = choose_density(tmp_path, SMALL, mnist)
+    record = json.loads((tmp_path / "density.json").read_text())
+    dataset = deal_images(SMALL, 0, mnist)
+    base = PixelEncoder()
+    codes = {
+        split: base.encode(dataset.split(split).inputs.numpy()) for split in ("train", "validation")
+    }
+    scores = {
+        how: missing_class_auroc(replace(SMALL, representation=how), dataset, codes, base)
+        for how in SMALL.representation_choices
+    }
+    assert [one["auroc"] for one in record["tried"][:2]] == list(scores.values())
+    assert chosen.representation == max(scores, key=lambda how: scores[how])
+    assert (chosen.features, chosen.components, chosen.reg_covar) == (4, 2, 1e-2)
+
+
+def test_a_missing_class_is_told_from_those_that_are_there(rng):
+    """By a density that was not shown it: all would look alike otherwise."""
+    labels = np.repeat([0, 1, 2], 100)
+    x = (8 * np.eye(3, 5)[labels] + rng.normal(size=(300, 5))).astype(np.float32)
+    dataset = FederatedDataset.from_arrays(x, labels, np.arange(300) % 3)
+    codes = {split: dataset.split(split).inputs.numpy() for split in ("train", "validation")}
+    auroc = missing_class_auroc(SMALL, dataset, codes, PixelEncoder())
+    assert auroc > 0.99
+
+
+def test_test_rows_and_novel_images_have_no_part_in_the_choice(tmp_path, mnist, monkeypatch):
+    (tmp_path / "first").mkdir()
+    before = choose_density(tmp_path / "first", SMALL, mnist)
+    tried = json.loads((tmp_path / "first" / "density.json").read_text())
+
+    def without_test_rows(*args, **kwargs):
+        dataset = deal_images(*args, **kwargs)
+        dataset.test.inputs.fill_(77)
+        dataset.test.labels.fill_(0)
+        return dataset
+
+    monkeypatch.setattr(novelty_density, "deal_images", without_test_rows)
+    monkeypatch.setattr(novel_images, "resized_about_centre", None)
+    (tmp_path / "second").mkdir()
+    assert choose_density(tmp_path / "second", SMALL, mnist) == before
+    assert json.loads((tmp_path / "second" / "density.json").read_text()) == tried
+
+
+def test_with_one_candidate_there_is_nothing_to_choose(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_study, "load_images", None)
+    chosen = choose_density(tmp_path, FIXED, None)
+    assert chosen == replace(FIXED, representation="direction", features=4, components=2)
+    assert not (tmp_path / "density.json").exists()

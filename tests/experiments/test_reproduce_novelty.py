@@ -1,0 +1,131 @@
+"""Novel images in little: how they are scored, and the table and figures of the study."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from small_novelty import FIXED, SMALL
+
+from fedgmm.experiments import image_study, image_trials, novelty_study
+from fedgmm.experiments.novel_images import novel_images, slightly_changed
+from fedgmm.experiments.novelty import familiarity, reproduce_novelty
+from fedgmm.experiments.novelty_density import choose_density
+from fedgmm.experiments.novelty_study import deal_images, with_study_features
+from fedgmm.experiments.results import TITLES
+from fedgmm.training import train
+
+NAME = "novelty-mnist-tuned"
+
+
+def auroc_by_counting(known, novel):
+    """How often a novel row scores below a known one; ties count half."""
+    below = (novel[:, None] < known).mean()
+    return below + 0.5 * (novel[:, None] == known).mean()
+
+
+@pytest.mark.parametrize("method", list(TITLES))
+def test_scores_by_hand(mnist, method):
+    federation = with_study_features(FIXED, deal_images(FIXED, 0, mnist), mnist, None)
+    model = train(federation.dataset, options=FIXED.options(method, 0))
+    rows = federation.dataset.test
+    images = rows.inputs.numpy()
+    features = torch.cat(rows.features.chunks).numpy()
+    found = familiarity(model, images, features)
+    if method == "fedgmm":
+        expected = model.score_samples(images, features=features)
+    elif method in ("fedavg", "fedprox"):
+        expected = np.log(model.predict_proba(images).max(-1))
+    else:
+        by_client = [model.predict_proba(images, client).max(-1) for client in model.names]
+        assert len({tuple(own) for own in by_client}) > 1 or method in ("clustered", "fedem")
+        expected = np.log(np.max(by_client, axis=0))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_table_and_figures(tmp_path, mnist, monkeypatch):
+    study = replace(FIXED, methods=("fedavg", "fedem", "fedgmm"))
+    outcome = reproduce_novelty(tmp_path / "out", study, data_dir=mnist)
+    trials = tmp_path / "out" / NAME
+    for method, metrics in outcome.metrics.items():
+        with np.load(trials / f"{method}-0.npz") as scores:
+            counted = auroc_by_counting(scores["known"], scores["novel"])
+            assert len(scores["known"]) == len(scores["novel"])
+        assert metrics["auroc"][0] == pytest.approx(counted, abs=1e-6)
+    with np.load(trials / "left-out-0.npz") as scores:
+        assert outcome.left_out["class 1, log P(x)"] == pytest.approx(
+            auroc_by_counting(scores["normal_x"], scores["stranger_x"])
+        )
+        assert outcome.left_out["other labels, log P(y|x)"] == pytest.approx(
+            auroc_by_counting(scores["normal_y"], scores["relabelled_y"])
+        )
+    with np.load(trials / "fedgmm-0.npz") as scores:
+        joint = auroc_by_counting(
+            scores["known"] + scores["known_y"], scores["changed_x"] + scores["changed_x_y"]
+        )
+        assert outcome.perturbed["changed images, log P(x, y)"] == pytest.approx(joint, abs=1e-3)
+
+    table = (tmp_path / "out" / f"{NAME}.md").read_text()
+    assert "99.21 / 99.60 / 99.49" in table
+    assert "was chosen" not in table
+    for line in table.splitlines():
+        if line.startswith("| "):
+            assert line.replace("\\|", "").count("|") in (3, 6), line  # no cell is torn
+    record = json.loads((tmp_path / "out" / f"{NAME}.json").read_text())
+    assert record["chosen"]["representation"] == "direction"
+    pictures = sorted((tmp_path / "out").glob("*.png"))
+    assert [picture.stem.removeprefix(f"{NAME}-") for picture in pictures] == [
+        "left-out",
+        "likelihoods",
+        "perturbed",
+        "relabelled",
+    ]
+    assert all(3_000 < picture.stat().st_size < 150_000 for picture in pictures)
+
+    monkeypatch.setattr(image_trials, "train", None)
+    for module in (image_study, novelty_study):
+        monkeypatch.setattr(module, "load_images", None)
+    assert reproduce_novelty(tmp_path / "out", study, data_dir=mnist) == outcome
+
+
+def test_what_is_scored(tmp_path, mnist):
+    study = replace(FIXED, methods=("fedgmm",))
+    outcome = reproduce_novelty(tmp_path, study, data_dir=mnist)
+    chosen = choose_density(tmp_path, study, mnist)
+    federation = with_study_features(chosen, deal_images(chosen, 0, mnist), mnist, None)
+    options = replace(chosen.options("fedgmm", 0), lr=outcome.details[0]["lr"])
+    model = train(federation.dataset, options=options)
+    images = federation.dataset.test.inputs.numpy()
+    with np.load(tmp_path / NAME / "fedgmm-0.npz") as scores:
+        for name, changed in (
+            ("known", images),
+            ("novel", novel_images(images)),
+            ("changed_x", slightly_changed(images)),
+        ):
+            expected = model.score_samples(changed, features=federation.feature_map(changed))
+            np.testing.assert_allclose(scores[name], expected, rtol=1e-4, atol=1e-3)
+        labels = federation.dataset.test.labels.numpy()
+        features = federation.feature_map(images)
+        expected = model.log_conditional(images, labels, features=features)
+        np.testing.assert_allclose(scores["known_y"], expected, rtol=1e-4, atol=1e-3)
+        assert not np.allclose(scores["relabelled_y"], expected, atol=1e-2)
+
+
+def test_a_class_nobody_knew_is_found(mnist, tmp_path):
+    """Its bar lies where no other has one."""
+    outcome = reproduce_novelty(
+        tmp_path, replace(FIXED, methods=("fedgmm",), rounds=4), data_dir=mnist
+    )
+    assert outcome.left_out["class 1, log P(x)"] > 0.95
+
+
+def test_baselines_alone(tmp_path, mnist):
+    study = replace(SMALL, methods=("local",))
+    outcome = reproduce_novelty(tmp_path, study, data_dir=mnist)
+    assert list(outcome.metrics) == ["local"]
+    assert not outcome.left_out
+    assert not (tmp_path / NAME / "density.json").exists()
+    assert not list(tmp_path.glob("*.png"))
