@@ -52,3 +52,18 @@ def test_options_of_images_are_refused_elsewhere(tmp_path):
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
     assert "images" in result.output
+
+
+def test_nothing_is_fetched_unless_asked_for(tmp_path, monkeypatch):
+    asked = []
+
+    def fetched(name, folder, progress=None):
+        asked.append((name, folder))
+
+    monkeypatch.setattr("fedgmm.data.images.fetch_files", fetched)
+    arguments = ["reproduce", "classification", "--dataset", "mnist", "--out", str(tmp_path / "o")]
+    arguments += ["--data-dir", str(tmp_path / "data")]
+    assert runner.invoke(app, arguments).exit_code == 1
+    assert asked == []
+    assert runner.invoke(app, [*arguments, "--download"]).exit_code == 1  # there is still no file
+    assert [name for name, _ in asked] == ["mnist"]

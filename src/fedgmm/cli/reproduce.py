@@ -81,6 +81,10 @@ def reproduce(
         Path | None,
         typer.Option(envvar="FEDGMM_DATA", help="Folder of the image data sets and weights."),
     ] = None,
+    download: Annotated[
+        bool,
+        typer.Option("--download", help="Images: fetch what is missing from its official place."),
+    ] = False,
     cache: Annotated[
         Path | None, typer.Option(help="Images: folder that keeps what the encoder saw.")
     ] = None,
@@ -117,10 +121,15 @@ def reproduce(
         if experiment in _ON_IMAGES:
             make, run = _study(experiment)
             study = make(**_given({**common, **images}))
+            if download:
+                from fedgmm.data.images import load_images
+
+                tell(f"looking for {study.dataset}")
+                load_images(study.dataset, data_dir, download=True)
             run(out, study, data_dir=data_dir, cache=cache, tell=tell)
             table = out / f"{experiment.value}-{study.label}.md"
         else:
-            for name, value in {**images, "cache": cache}.items():
+            for name, value in {**images, "cache": cache, "download": download or None}.items():
                 if value is not None:
                     raise typer.BadParameter(f"--{name} is for experiments on images.")
             _without_images(experiment, out, _given({**common, "rows": rows}), tell)

@@ -171,9 +171,11 @@ class ImageStudy:
             else "Every method with momentum 0.9 at clients and server; mixtures start as one shared "
             "learner for half of the rounds."
         )
+        pulled = "fedgmm" in self.methods and "independence" in self.grids("fedgmm")
+        chosen = "learning rates, and FedGMM's independence," if pulled else "learning rates"
         return (
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
-            f"{', '.join(map(str, self.seeds))}; learning rates, and FedGMM's independence, chosen on "
+            f"{', '.join(map(str, self.seeds))}; {chosen} chosen on "
             f"validation rows of the first seed after {self.tuning_rounds} rounds, and among the best "
             f"three after {3 * self.tuning_rounds}."
         )
