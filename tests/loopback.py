@@ -69,6 +69,8 @@ class Federation:
         text = LINES.format(
             clients=clients, rounds=rounds, training=training, federation=federation
         )
+        if '"gmm"' in training:  # which has nothing to predict
+            text = text.replace('label = "state"\n', "")
         (self.home / "federation.toml").write_text(text)
 
     # ------------------------------------------------------------------ processes

@@ -111,3 +111,49 @@ def test_ratio_is_taken_against_the_fastest_reference(benchmark):
     ours = summary(benchmark.PRIVATE, 2, 1.0)
     slow_on_two = [summary(benchmark.REFERENCE, 1, 3.0), summary(benchmark.REFERENCE, 2, 9.0)]
     assert benchmark.ratio(ours, slow_on_two) == 3.0
+
+
+ROUNDS_OVER_FLOWER = SCRIPT.with_name("flower_rounds.py")
+SCALE = SCRIPT.with_name("federation_scale.py")
+
+
+@pytest.mark.slow
+def test_flower_rounds_compares_both_sides_and_counts_every_method(tmp_path):
+    pytest.importorskip("flwr")
+    results = tmp_path / "results.json"
+    done = subprocess.run(
+        [sys.executable, ROUNDS_OVER_FLOWER, "--quick", "--json", results],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1].startswith("overhead: ")
+    found = json.loads(results.read_text())
+    assert found["apart"] < 1e-5
+    assert found["flower"]["startup"] > 0
+    assert min(found["flower"]["rounds"]) > min(found["in_process"]["rounds"]) > 0
+    assert len(found["bytes"]) == 11  # eight methods, the density alone, two more of FedGMM
+    assert found["bytes"]["fedgmm, mlp, float16"][1] < 0.6 * found["bytes"]["fedgmm, mlp"][1]
+    for payload in found["payloads"]:
+        for way in ("wire_to_client", "wire_to_server"):
+            assert payload["bytes"] < payload[way] < 2 * payload["bytes"] + 50_000
+
+
+@pytest.mark.slow
+def test_federation_scale_loads_the_server_and_flower(tmp_path):
+    pytest.importorskip("flwr")
+    results = tmp_path / "results.json"
+    done = subprocess.run(
+        [sys.executable, SCALE, "--quick", "--json", results],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(results.read_text())
+    small, large = found["alone"]
+    assert large["bytes_received"] > 5 * small["bytes_received"]
+    assert all(one["seconds"] > 0 for one in found["alone"])
+    (nodes,) = found["nodes"]
+    assert nodes["exchanges"][0]["seconds"] > 0  # NaN where a node did not answer

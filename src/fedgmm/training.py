@@ -38,6 +38,7 @@ from fedgmm.training_run import DivergenceWarning, OnTrainingRound, TrainingRun
 
 __all__ = [
     "ALGORITHMS",
+    "DENSITY",
     "Checkpoint",
     "DivergenceWarning",
     "OnTrainingRound",
@@ -57,6 +58,9 @@ ALGORITHMS = (
     "pfedme",
 )
 
+DENSITY = "gmm"
+"""The federated Gaussian mixture: FedGMM without learners, for rows without labels."""
+
 _WITH_EXACT_STEPS = ("fedgmm", "fedem", "fedavg", "fedavg+")
 
 
@@ -65,7 +69,7 @@ class TrainingOptions:
     """Everything that decides a run, with defaults that work.
 
     Attributes:
-        algorithm: one of ``ALGORITHMS``.
+        algorithm: one of ``ALGORITHMS``, or ``"gmm"`` for the density of rows without labels.
         rounds: most rounds.
         components: ``M1`` Gaussians.
         learners: ``M2`` learners.
@@ -183,7 +187,7 @@ class TrainingOptions:
         check_flag("augment", self.augment)
         if self.patience is not None:
             check_integer("patience", self.patience, 1)
-        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_choice("algorithm", self.algorithm, (*ALGORITHMS, DENSITY))
         check_choice("solver", self.solver, ("auto", "sgd", "newton"))
         check_choice("start", self.start, ("auto", *LEARNER_STARTS))
         check_choice("schedule", self.schedule, SCHEDULES)
@@ -255,7 +259,7 @@ def train(
     chosen = replace(options or TrainingOptions(), **changes)
     chosen.check()
     device, dtype = resolve_device(chosen.device), resolve_dtype(chosen.dtype)
-    if len(dataset.classes) < 2:
+    if len(dataset.classes) < 2 and chosen.algorithm != DENSITY:
         raise ValueError(
             f"There is only one class ({dataset.classes[0]!r}) in the data; classification needs two."
         )
@@ -345,6 +349,10 @@ def build(options: TrainingOptions, net: Network) -> SupervisedMethod[Any, Any, 
     match options.algorithm:
         case "fedgmm":
             method = mixture
+        case "gmm":
+            # one learner of one class is certain of it: log P(y|x) = 0, and nothing is learned
+            nothing = replace(training, sgd=replace(sgd, epochs=0))
+            method = replace(mixture, training=nothing, learners=1, solver="sgd", start="random")
         case "fedem":
             method = without_density(mixture, options.learners)
         case "fedavg" | "fedprox":

@@ -134,3 +134,33 @@ def test_an_answer_that_cannot_be_read_is_an_error_of_its_sender_alone(grid, eng
     sites = FlowerSites(grid)
     assert isinstance(sites._read("11", found["q1"]), Failure)
     assert isinstance(sites._read("22", found["q2"]), Message)
+
+
+def test_an_answer_that_is_too_large_is_not_fetched_to_its_end(grid, engine):
+    grid.limit_bytes = 1_000_000
+    large = 70_000_000  # bytes, in pieces of 5 MB
+    engine.answer("q1", 11, size=large // 8)
+    engine.answer("q2", 22)
+    fetched, pull = [], engine.PullObject
+    engine.PullObject = lambda request: fetched.append(pull(request)) or fetched[-1]
+
+    found = {m.metadata.reply_to_message_id: m for m in grid.pull_messages(["q1", "q2"])}
+
+    assert "larger than the largest message" in found["q1"].error.reason
+    assert found["q2"].has_content()
+    assert sum(len(one.object_content) for one in fetched) < large + 1_000_000
+    assert len(engine.confirmed) == 2  # nobody keeps its pieces
+
+
+def test_an_answer_in_very_many_pieces_is_not_fetched_at_all(grid, engine):
+    grid.limit_bytes = 1_000_000
+    engine.answer("q1", 11)
+    told, tree = engine.answers["q1"]
+    for number in range(200):
+        tree.children.add(object_id=f"{number:064d}")
+    engine.answers["q1"] = (told, tree)
+    engine.PullObject = None
+
+    (found,) = grid.pull_messages(["q1"])
+
+    assert "too many pieces" in found.error.reason

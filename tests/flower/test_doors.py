@@ -8,7 +8,7 @@ import pytest
 from fedgmm.flower.guard import LARGEST_REQUEST, SECRET_HEADER, PrivateDoor, PublicDoor
 
 
-def call(door, path, headers=None, kind="http"):
+def call(door, path, headers=None, kind="http", client=None):
     """Status and body of a request; 299 says that it got through."""
     sent = []
 
@@ -19,7 +19,7 @@ def call(door, path, headers=None, kind="http"):
         return {"type": "http.request"}
 
     raw = [(k.encode(), v.encode()) for k, v in (headers or {}).items()]
-    asyncio.run(door({"type": kind, "path": path, "headers": raw}, receive, send))
+    asyncio.run(door({"type": kind, "path": path, "headers": raw, "client": client}, receive, send))
     if kind == "websocket":
         return sent[0]["type"]
     return sent[0]["status"], sent[1]["body"]
@@ -94,6 +94,23 @@ def test_one_node_cannot_fill_the_memory_and_does_not_hold_up_another():
     assert call(door, "/v1/fleet/push-object", {**large, "flwr-public-key": "x"})[0] == 299
 
 
+def test_a_stranger_cannot_use_up_what_the_owner_of_a_key_may_send():
+    door = public(most=100, window=60)
+    large = {**NODE, "content-length": "90"}
+
+    assert call(door, "/v1/fleet/push-object", large, client=("6.6.6.6", 1))[0] == 299
+    assert call(door, "/v1/fleet/push-object", large, client=("6.6.6.6", 2))[0] == 413
+    assert call(door, "/v1/fleet/push-object", large, client=("10.0.0.1", 1))[0] == 299
+
+
+def test_keys_may_change_while_the_door_is_open():
+    known = {b"good"}
+    door = public(known)
+    known.clear()
+
+    assert call(door, "/v1/fleet/pull-messages", NODE)[0] == 400
+
+
 def test_after_a_while_a_node_may_send_again():
     door = public(most=100, window=0.0)
 
@@ -114,3 +131,13 @@ def test_starting_runs_needs_the_secret_even_on_this_machine(secret):
     assert call(door, "/v1/fleet/activate-node", headers)[0] == 403
     assert call(door, "/v1/runtime/acquire-task", headers)[0] == 299  # Flower asks for its own
     assert call(door, "/v1/control/start-run", {SECRET_HEADER: "right"})[0] == 299
+
+
+def test_the_server_is_reached_without_a_proxy_as_it_is_knocked_at(tmp_path, monkeypatch):
+    from fedgmm.flower.processes import FlowerFolder, environment
+
+    monkeypatch.setenv("NO_PROXY", "intranet,127.0.0.1")
+
+    found = environment(FlowerFolder(tmp_path), "server.org")["NO_PROXY"].split(",")
+
+    assert sorted(found) == ["127.0.0.1", "::1", "intranet", "localhost", "server.org"]

@@ -13,6 +13,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedgmm.federation.coordinator import Failure, FederationError
 from fedgmm.federation.messages import Message
+from fedgmm.flower import sites as sites_module
 from fedgmm.flower.records import failure, to_records
 from fedgmm.flower.sites import FlowerSites
 
@@ -217,6 +218,48 @@ def test_a_node_that_left_and_a_line_that_is_down_for_a_moment():
 def test_nobody_waits_for_an_engine_that_is_gone():
     with pytest.raises(FederationError, match="ended by itself"):
         asked(FakeGrid({1: lambda _: None}), timeout=60, is_up=lambda: False)
+
+
+def test_a_silent_stranger_does_not_hold_up_those_who_work(monkeypatch):
+    monkeypatch.setattr(sites_module, "_GREETING", 0.2)
+    sites = FlowerSites(FakeGrid({1: echo, 2: lambda _: None}, delays={1: 0.4}))
+    start = time.monotonic()
+
+    answers = sites.ask({"1": Message("round"), "2": Message("hello")}, 30)
+
+    assert time.monotonic() - start < 3  # and not 30
+    assert isinstance(answers["1"], Message)
+    assert answers["2"] == Failure("no answer within 0.2 s")
+
+
+def test_a_greeting_alone_is_waited_for(monkeypatch):
+    monkeypatch.setattr(sites_module, "_GREETING", 0.1)
+
+    answers = FlowerSites(FakeGrid({1: echo}, delays={1: 0.5})).ask({"1": Message("hello")}, 5)
+
+    assert isinstance(answers["1"], Message)
+
+
+def test_a_failure_says_whose_key_it_is():
+    nodes = {1: lambda _: None, 2: replies(to_records(failure("no label")))}
+
+    answers = asked(FakeGrid(nodes), timeout=0.2, names={"1": "oslo", "2": "bergen"})
+
+    assert {answer.who for answer in answers.values()} == {"oslo", "bergen"}
+
+
+def test_names_may_change_while_the_server_runs():
+    names, looks = {"1": "bergen"}, []
+
+    def refresh():
+        looks.append(names.update({"1": "oslo"}))
+
+    sites = FlowerSites(FakeGrid({1: echo}), names=names, refresh=refresh)
+    assert "registered as 'bergen'" in sites.ask({"1": Message("round")}, 1)["1"].reason
+
+    sites.nodes()
+
+    assert isinstance(sites.ask({"1": Message("round")}, 1)["1"], Message)
 
 
 def test_no_questions_need_no_time():

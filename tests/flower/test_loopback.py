@@ -226,32 +226,39 @@ def test_nothing_is_written_elsewhere(finished):
 
 
 def test_a_new_site_takes_the_finished_model_and_learns_its_weights(finished):
-    """The running server lets no new keys in; one that is started again does."""
-    for name in ("bergen", "oslo", "tromso"):
-        finished.ends(name)
-    finished.processes["server"].terminate()
-    assert finished.ends("server") == 130
+    """Its key is put into the folder of a server that runs."""
     finished.add_site("bodo", 7)
+    finished.wait_for("server", "The key of bodo is let in")
 
-    finished.server(name="again")
     finished.client("bodo", "--adapt-only")
 
     assert finished.ends("bodo") == 0, finished.all_said()
-    assert "bodo has the model and adapts" in finished.said("again")
+    assert "bodo has the model and adapts" in finished.said("server")
     out = finished.home / "bodo_answers.csv"
     works("predict", finished.home / "bodo", finished.home / "bodo.csv", "--out", out)
     assert len(out.read_text().splitlines()) > 30
 
 
+def test_a_key_that_is_taken_away_is_refused_at_once(finished):
+    finished.add_site("hamar", 8)
+    finished.wait_for("server", "The key of hamar is let in")
+    (finished.home / "keys" / "hamar.pub").unlink()
+    finished.wait_for("server", "The key of hamar is not let in any more")
+
+    finished.client("hamar", "--adapt-only")
+
+    assert finished.ends("hamar") == 1
+    assert "does not know our key" in finished.said("hamar")
+
+
 def test_an_end_on_request_leaves_no_process_behind(finished):
-    name = "again" if "again" in finished.processes else "server"
-    server = psutil.Process(finished.processes[name].pid)
+    server = psutil.Process(finished.processes["server"].pid)
     family = server.children(recursive=True)
     assert family
 
     started = time.monotonic()
-    finished.processes[name].terminate()
+    finished.processes["server"].terminate()
 
-    assert finished.ends(name) == 130
+    assert finished.ends("server") == 130
     assert all_gone(family)
     assert time.monotonic() - started < 15

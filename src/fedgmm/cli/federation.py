@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedgmm.cli.output import escaped, sidelines
+
+if TYPE_CHECKING:
+    from fedgmm.flower.certificates import Tls
 
 _HOST, _PORT = "0.0.0.0", 9092
 
@@ -61,8 +65,10 @@ def server(
     Example: fedgmm server --config federation.toml --out run --host 127.0.0.1 --insecure
     """
     _need_flower()
-    from fedgmm.federation.settings import read_settings
-    from fedgmm.flower.server import Doors, run_server
+    with _unbroken():
+        from fedgmm.federation.coordinator import check_start
+        from fedgmm.federation.settings import read_settings
+        from fedgmm.flower.server import Doors, run_server
 
     settings = read_settings(
         config,
@@ -71,7 +77,8 @@ def server(
         round_timeout=round_timeout,
         min_rows=min_rows,
     )
-    doors = Doors(host, port, _tls(tls_cert, tls_key, tls_ca, insecure), keys_folder)
+    doors = Doors(host, port, _tls(tls_cert, tls_key, tls_ca, keys_folder, insecure), keys_folder)
+    check_start(settings, out)
     with _ended_politely(), _log_lines(out) as tell:
         run_server(settings, out, doors, serve=serve, tell=tell)
 
@@ -116,8 +123,11 @@ def client(
     --adapt-only
     """
     _need_flower()
-    from fedgmm.flower.client import Connection, read_address, take_part
-    from fedgmm.flower.keys import check_private_key
+    with _unbroken():
+        from fedgmm.federation.site import Site, SiteSettings
+        from fedgmm.federation.site_table import SiteTable
+        from fedgmm.flower.client import Connection, check_authority, read_address, take_part
+        from fedgmm.flower.keys import check_private_key
 
     host, port = read_address(server_address)
     if insecure and (ca is not None or key is not None):
@@ -128,16 +138,14 @@ def client(
                 "Say --ca ca.crt, which you have from the server, and --key NAME.key, which you make "
                 "with fedgmm keys new NAME; or --insecure for trying out."
             )
-        if not ca.is_file():
-            raise ValueError(f"There is no file {ca}.")
+        check_authority(ca)
         name = name or check_private_key(key).name
     connection = Connection(
         host, port, ca.resolve() if ca else None, key.resolve() if key else None
     )
+    SiteTable.found(tuple(data), name, tell=lambda _: None)  # before anything is written
+    settings = SiteSettings(tuple(data), out, name, share_metrics, adapt_only, min_rows)
     with _ended_politely(), _log_lines(out) as tell:
-        from fedgmm.federation.site import Site, SiteSettings
-
-        settings = SiteSettings(tuple(data), out, name, share_metrics, adapt_only, min_rows)
         take_part(Site(settings, tell=tell), connection, out, tell=tell)
 
 
@@ -198,13 +206,21 @@ def _need_flower() -> None:
         raise ValueError("This command needs Flower; say: pip install 'fedgmm[flower]'.")
 
 
-def _tls(certificate: Path | None, key: Path | None, authority: Path | None, insecure: bool) -> Any:
+def _tls(
+    certificate: Path | None,
+    key: Path | None,
+    authority: Path | None,
+    keys_folder: Path | None,
+    insecure: bool,
+) -> Tls | None:
     from fedgmm.flower.certificates import Tls
 
     given = [one for one in (certificate, key, authority) if one is not None]
     if insecure:
-        if given:
-            raise typer.BadParameter("--insecure goes without --tls-cert, --tls-key and --tls-ca.")
+        if given or keys_folder is not None:
+            raise typer.BadParameter(
+                "--insecure goes without --tls-cert, --tls-key, --tls-ca and --keys: keys need TLS."
+            )
         return None
     if certificate is None or key is None or authority is None:
         raise typer.BadParameter(
@@ -212,6 +228,27 @@ def _tls(certificate: Path | None, key: Path | None, authority: Path | None, ins
             "--insecure to go without."
         )
     return Tls(certificate, key, authority)
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """Ctrl-C waits until the imports are done: some libraries die of it in the middle of theirs."""
+    asked = False
+
+    def remember(*_: object) -> None:
+        nonlocal asked
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main one's
+        yield
+        return
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -233,12 +270,16 @@ def _log_lines(out: Path) -> Iterator[Callable[[str], None]]:
     """Lines with the time of day, on the side and in ``federation.log``."""
     from datetime import datetime
 
+    from fedgmm.federation.messages import one_line
+
     console = sidelines()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; choose a folder.")
     out.mkdir(parents=True, exist_ok=True)
     with (out / "federation.log").open("a", encoding="utf-8") as file:
 
         def tell(line: str) -> None:
-            now = datetime.now()
+            now, line = datetime.now(), one_line(line)  # others choose some of the words
             console.print(
                 f"[dim]{now:%H:%M:%S}[/] {escaped(line)}", soft_wrap=True, highlight=False
             )

@@ -84,7 +84,10 @@ def fit(
     ] = None,
     algorithm: Annotated[
         str | None,
-        typer.Option(help="fedgmm, fedem, fedavg, fedprox, fedavg+, local, clustered or pfedme."),
+        typer.Option(
+            help="fedgmm, fedem, fedavg, fedprox, fedavg+, local, clustered or pfedme; gmm needs no "
+            "label."
+        ),
     ] = None,
     components: Annotated[
         str | None,

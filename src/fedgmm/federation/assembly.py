@@ -10,44 +10,20 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from fedgmm.data.tabular.summaries import ClientSummary
 from fedgmm.federation.jobs import PROTOCOL
-from fedgmm.federation.messages import Message, MessageError, check_message
+from fedgmm.federation.messages import Message, MessageError, check_message, one_line
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_record, table_record
+from fedgmm.federation.transport import Failure, Sites
 
 Tell = Callable[[str], None]
 
-REPORTED = "the client reports: "
-"""How the transport begins the reason of a failure that the site itself explained."""
-
 _LONGEST_NAME = 200
+_FAREWELL = 5.0  # seconds for the sites to hear that there will be no training
 _MOST_PATIENCE = 120.0  # seconds for which a node that does not answer is left alone
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why there is no answer, such as ``no answer within 60 s``."""
-
-    reason: str
-
-
-class Sites(Protocol):
-    """The transport: nodes that can be asked."""
-
-    def nodes(self) -> list[str]:
-        """Ids of the nodes that are connected now; late ones appear here."""
-        ...
-
-    def ask(self, questions: Mapping[str, Message], timeout: float) -> dict[str, Message | Failure]:
-        """Send each node its question at once.
-
-        Returns when all have answered or when ``timeout`` seconds have passed; a node without an
-        answer then gets a :class:`Failure`. A late answer to an older question is never mixed in.
-        """
-        ...
 
 
 @dataclass
@@ -141,6 +117,10 @@ class Assembly:
     traffic: dict[str, Traffic] = field(default_factory=dict)
     _strangers: dict[str, _Stranger] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        told = self.tell
+        self.tell = lambda line: told(one_line(line))  # sites choose their names and their words
+
     # ------------------------------------------------------------------ who is there
 
     @property
@@ -150,8 +130,7 @@ class Assembly:
 
     def connected(self) -> list[str]:
         """Names of the members whose nodes are connected now, sorted."""
-        here = set(self.sites.nodes())
-        self._strangers = {node: s for node, s in self._strangers.items() if node in here}
+        here = self._here()
         owners = {m.node: m for m in self.members.values()}
         for node in here - set(owners):  # a site that came back as another node
             stranger = self._strangers.get(node)
@@ -161,6 +140,12 @@ class Assembly:
                 del self._strangers[node]
                 self.tell(f"{member.name} is back")
         return sorted(name for name, m in self.members.items() if m.node in here)
+
+    def _here(self) -> set[str]:
+        """Nodes that are connected; strangers who left are forgotten, and greeted if they return."""
+        here = set(self.sites.nodes())
+        self._strangers = {node: s for node, s in self._strangers.items() if node in here}
+        return here
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` that are not connected."""
@@ -187,7 +172,7 @@ class Assembly:
     def greetings_due(self) -> bool:
         """Whether a node waits to be greeted, or to hear why it is refused."""
         known = {member.node for member in self.members.values()}
-        new = [self._strangers.get(n, _Stranger()) for n in self.sites.nodes() if n not in known]
+        new = [self._strangers.get(n, _Stranger()) for n in self._here() if n not in known]
         return any(stranger.due for stranger in new)
 
     def greetings(self, agree: bool) -> dict[str, Message]:
@@ -343,7 +328,8 @@ class Assembly:
             stranger.patience = min(2 * stranger.patience, _MOST_PATIENCE)
             if str(error) != stranger.reason:
                 stranger.reason = str(error)
-                self.tell(f"a client cannot take part: {stranger.reason}")
+                known = answer.who if isinstance(answer, Failure) else None
+                self.tell(f"{known or 'a client'} cannot take part: {stranger.reason}")
             return
         stranger.name, stranger.reason = name, ""
         if stranger.adapt_only:
@@ -362,6 +348,12 @@ class Assembly:
             member.summary = told
         del self._strangers[node]
 
+    def dismiss(self, reason: str) -> None:
+        """Tell everybody who is here that there will be no training, and why."""
+        facts = self._facts(reason=reason, ticket=secrets.token_hex(16))
+        everybody = {node: Message("refused", {}, facts) for node in self.sites.nodes()}
+        self.sites.ask(everybody, min(_FAREWELL, self.settings.round_timeout))
+
     def refuse(self, name: str, reason: str) -> None:
         """A member leaves the federation, and is told why."""
         member = self.members.pop(name)
@@ -372,6 +364,8 @@ class Assembly:
 
 def _name_in(answer: Message) -> str:
     name = answer.facts.get("name")
-    if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST_NAME:
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise SummaryError("it does not say who it is")
+    if len(name) > _LONGEST_NAME:
+        raise SummaryError(f"its name is longer than {_LONGEST_NAME} characters")
     return name

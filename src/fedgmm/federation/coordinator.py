@@ -21,27 +21,31 @@ question      what a site answers, and so all that the server learns of it
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedgmm.federation.assembly import Assembly, Failure, Sites, Tell
+from fedgmm.federation.assembly import Assembly, Tell
 from fedgmm.federation.checkpoint import CheckpointError
+from fedgmm.federation.jobs import check_for_tables
 from fedgmm.federation.messages import Message
 from fedgmm.federation.preparation import prepare
 from fedgmm.federation.rounds import FederatedTraining
 from fedgmm.federation.server_folder import ServerFolder, check_home, checked_figures
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.shared_model import shared_model
-from fedgmm.runs.folder import RunError
+from fedgmm.federation.transport import Failure, Sites
+from fedgmm.runs.folder import RunError, RunFolder
 
 __all__ = [
     "Failure",
     "FederationError",
     "FederationSettings",
     "Sites",
+    "check_start",
     "run_federation",
     "serve_model",
 ]
@@ -70,8 +74,21 @@ def run_federation(
             if folder.run.is_finished:
                 tell("the run is finished already")
                 return
-            _Server(settings, sites, folder, tell).run()
+            _Server(settings, sites, folder, tell).run_or_dismiss()
     except (RunError, CheckpointError) as error:
+        raise FederationError(str(error)) from None
+
+
+def check_start(settings: FederationSettings, out: Path) -> None:
+    """Look at everything that can be known before any door is opened or any file is written.
+
+    Raises:
+        FederationError: options that no federation can have, or a folder with other things.
+    """
+    check_home(RunFolder(Path(out)))
+    try:
+        check_for_tables(settings.config.options())
+    except ValueError as error:
         raise FederationError(str(error)) from None
 
 
@@ -110,6 +127,16 @@ class _Server:
 
     def __post_init__(self) -> None:
         self.assembly = Assembly(self.settings, self.sites, self.tell)
+        self.tell = self.assembly.tell
+
+    def run_or_dismiss(self) -> None:
+        """Run; where that cannot be, the sites need not wait for ever: they are told why."""
+        try:
+            self.run()
+        except FederationError as error:
+            with contextlib.suppress(FederationError):  # the transport itself may be the reason
+                self.assembly.dismiss(str(error))
+            raise
 
     def run(self) -> None:
         """Everything from the first greeting to the report."""
@@ -117,6 +144,7 @@ class _Server:
             training = self._begin()
         else:
             training = self.resume()
+            self.tell(f"going on after round {training.run_state.round}")
             self.assembly.reunite(_POLL)
         training.run()
         self._finish(training)

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fedgmm.federation.assembly import REPORTED, Assembly, Failure, Member
+from fedgmm.federation.assembly import Assembly, Member
 from fedgmm.federation.messages import Message
+from fedgmm.federation.transport import REPORTED, Failure
 from fedgmm.federation.updates import UpdateError
 
 _MOST_ROWS = 10**12

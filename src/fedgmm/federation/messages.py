@@ -33,6 +33,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.+ /-]+", flags=re.ASCII)
 _KIND = re.compile(r"[a-z][a-z_]{0,39}", flags=re.ASCII)
 
 
+GREETINGS = ("hello", "refused")
+"""Kinds of questions to nodes that are no members; beside other questions nobody waits long for them."""
+
+
 class MessageError(ValueError):
     """What is wrong with a message."""
 
@@ -161,6 +165,11 @@ def _check_value(value: Any, depth: int) -> None:
             raise MessageError("its facts hold a whole number that is too large.")
     elif value is not None and not isinstance(value, str):
         raise MessageError(f"its facts hold a {type(value).__name__}, which is no JSON value.")
+
+
+def one_line(text: str) -> str:
+    """Text of somebody else for a log: what could move a cursor or begin a new line is written out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _no_constant(name: str) -> Any:

@@ -11,10 +11,11 @@ import numpy as np
 from fedgmm.data.tabular.agreement import DisagreementError, agree
 from fedgmm.data.tabular.first_pass import settle_kinds
 from fedgmm.data.tabular.summaries import ClientSummary
-from fedgmm.federation.assembly import Assembly, Failure
+from fedgmm.federation.assembly import Assembly
 from fedgmm.federation.jobs import Job, check_for_tables
 from fedgmm.federation.settings import FederationError
 from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_record
+from fedgmm.federation.transport import Failure
 from fedgmm.selection import suitable_covariance
 from fedgmm.training import TrainingOptions
 
@@ -69,10 +70,10 @@ def prepare(assembly: Assembly, poll: float) -> Prepared:
     for note in notes:
         assembly.tell(note)
     job = Job(chosen, table, preprocessing, settings.precision, settings.min_rows)
-    assembly.tell(
-        f"agreed on {len(preprocessing.columns)} columns, which become {width}, and "
-        f"{len(preprocessing.labels.classes)} classes"
-    )
+    told = f"agreed on {len(preprocessing.columns)} columns, which become {width}"
+    if table.label is not None:
+        told += f", and {len(preprocessing.labels.classes)} classes"
+    assembly.tell(told)
     return Prepared(job, notes)
 
 

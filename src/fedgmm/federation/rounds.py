@@ -375,7 +375,6 @@ class FederatedTraining:
         training.log = RoundLog(entries, dict(known["start_bytes"]))
         training.stopped = known["stopped"]
         training._cluster_names = tuple(known["clusters"])
-        assembly.tell(f"going on after round {progress.round}")
         return training
 
 

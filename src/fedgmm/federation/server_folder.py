@@ -167,6 +167,10 @@ def checked_figures(told: Any) -> dict[str, float] | None:
 
 def check_home(folder: RunFolder) -> None:
     """Raise unless a folder is empty, or holds an earlier attempt of a federation."""
+    if folder.home.exists() and not folder.home.is_dir():
+        raise FederationError(f"{folder.home} is a file; choose a folder.")
+    if folder.is_run and not read_config(folder.config)["federation"]:
+        raise FederationError(f"{folder.home} holds a run of one machine; choose another folder.")
     if folder.is_run or not folder.home.is_dir():
         return
     here = {child.name for child in folder.home.iterdir()} - _LEFTOVERS

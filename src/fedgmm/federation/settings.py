@@ -16,6 +16,14 @@ WirePrecision = Literal["float32", "float16"]
 WIRE_PRECISIONS: tuple[str, ...] = get_args(WirePrecision)
 
 
+_AT_SITES = {
+    "files": "each site names its own with --data",
+    "client": "each site has its own name",
+    "client_column": "a site is one client",
+}
+"""Options of one machine that would do nothing here, and why."""
+
+
 class FederationError(RuntimeError):
     """Why a federation cannot start or go on, in plain words."""
 
@@ -87,11 +95,18 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
     from fedgmm.runs.config import config_from, read_config
 
     sections = read_config(Path(path))
-    config = config_from(sections, files_needed=False)
-    if config.table.client_column is not None:
+    for name, why in _AT_SITES.items():
+        if name in sections["data"]:
+            raise ValueError(f"{path}: [data] {name} has no place in a federation: {why}.")
+    if not sections["data"].get("label") and sections["training"].get("algorithm") != "gmm":
         raise ValueError(
-            f"{path}: client_column has no place in a federation: a site is one client."
+            f'{path}: [data] must say which column is to be predicted, label = "COLUMN", or '
+            '[training] algorithm = "gmm" for tables without labels.'
         )
+    try:
+        config = config_from(sections, files_needed=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
     values = {**sections["federation"], **{k: v for k, v in given.items() if v is not None}}
     if "clients" not in values:
         raise ValueError(f"{path}: [federation] must say how many clients there are: clients = 4.")

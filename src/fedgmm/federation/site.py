@@ -25,9 +25,11 @@ from fedgmm.core.gaussians import gaussians
 from fedgmm.core.networks import Dense
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.tabular.errors import TableError
+from fedgmm.data.tabular.summaries import look_like_names
 from fedgmm.federation.checkpoint import Phase, Progress
 from fedgmm.federation.jobs import PROTOCOL, Job
-from fedgmm.federation.messages import Message, MessageError, check_message
+from fedgmm.federation.messages import Message, MessageError, check_message, one_line
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.shared_model import shared_model, write_shared_model
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder
@@ -53,6 +55,7 @@ from fedgmm.federation.wire import (
 from fedgmm.inference.model import FederatedModel
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
+from fedgmm.training import DENSITY
 
 __all__ = ["Site", "SiteError", "SiteSettings"]
 
@@ -61,6 +64,10 @@ Answer = tuple[Arrays, dict[str, Any]]
 
 class SiteError(RuntimeError):
     """Why a site cannot answer, in plain words that may be shown at the server."""
+
+
+class UnfitError(ValueError):
+    """What this site lacks to take part; asking it again does not help."""
 
 
 class Site:
@@ -72,6 +79,7 @@ class Site:
         finished: it has its model, and nothing is left to do.
         refused: why the server does not want it now; ``None`` again as soon as it asks something
             else, as where a name was taken by a connection that had died.
+        unusable: what is wrong with its table; only somebody at the site can mend that.
     """
 
     def __init__(
@@ -80,7 +88,7 @@ class Site:
         """Find the site's table.
 
         Raises:
-            ValueError: no table, or several.
+            ValueError: no table, or several, or one that cannot be read; a folder of another run.
         """
         self.settings = settings
         self.tell = tell
@@ -88,7 +96,9 @@ class Site:
         self.name = self.table.name
         self.finished = False
         self.refused: str | None = None
+        self.unusable: str | None = None
         self._folder = SiteFolder(settings.out)
+        self._folder.check()
 
     def answer(self, question: Message) -> Message:
         """Answer one question; called one at a time.
@@ -96,7 +106,7 @@ class Site:
         Raises:
             SiteError: why there is no answer; the text holds no value of a row.
         """
-        self.refused = None
+        self.refused = self.unusable = None
         answers: dict[str, Callable[[Message], Answer]] = {
             "hello": self._hello,
             "start": self._start,
@@ -132,6 +142,10 @@ class Site:
         except (RunError, StateError, OSError) as error:  # whose texts name folders
             self.tell(str(error))
             raise SiteError("its own folder or file cannot be used; its log says why") from None
+        except (TableError, UnfitError) as error:
+            self.unusable = str(error)
+            self.tell(self.unusable)
+            raise SiteError(public_reason(error)) from None
         except ValueError as error:
             self.tell(str(error))
             raise SiteError(public_reason(error)) from None
@@ -156,8 +170,17 @@ class Site:
             summary = self.table.summary(table, columns)
             least = max(self.settings.min_rows, _whole(question, "min_rows"))
             if summary.rows < least:
-                raise MessageError(f"it has fewer rows than min_rows={least}.")
+                raise UnfitError(f"it has fewer rows than min_rows={least}")
+            if look_like_names(
+                len(summary.labels), summary.rows
+            ):  # whatever the server calls a label
+                raise UnfitError(
+                    f"the values of the label column {table.label!r} are names, numbers of persons or "
+                    "measurements rather than classes, and stay here"
+                )
             facts["summary"] = summary_record(summary)
+        if self.settings.adapt_only:
+            self.tell("waiting for the end of the training, and its model")
         return {}, facts
 
     def _start(self, question: Message) -> Answer:
@@ -218,7 +241,8 @@ class Site:
         facts: dict[str, Any] = {"rows": len(rows)}
         entry = {"round": float(number)}
         with self._quietly(job):
-            if self.settings.share_metrics and number > 1 and since:
+            labelled = job.options.algorithm != DENSITY
+            if self.settings.share_metrics and labelled and number > 1 and since:
                 facts["validation"] = self._watch(job, phase, shared, personal)
             moved, update = method.client_step(shared, personal, rows, number)
         fit: Any = getattr(update, "mixture", None) or getattr(update, "fit", update)
@@ -271,6 +295,7 @@ class Site:
         with self._quietly(job):
             personal = method.finish(shared, personal, rows)
             model = self._model(job, dataset, method.prediction(shared, personal))
+            model = replace(model, history=self._folder.history())
             self._folder.write_config(job, self.table.path, self.name)
             notes = [str(note) for note in question.facts.get("notes", [])]
             self._folder.write_model(model, tables, notes)
@@ -302,7 +327,7 @@ class Site:
 
     def _refused(self, question: Message) -> Answer:
         """The server does not want this site, and says why."""
-        self.refused = str(question.facts.get("reason", "no reason was given"))[:500]
+        self.refused = one_line(str(question.facts.get("reason", "no reason was given"))[:500])
         self.tell(f"the server refused this site: {self.refused}")
         return {}, {}
 
@@ -311,7 +336,11 @@ class Site:
     def _training_rows(self, question: Message) -> tuple[Job, LabelledRows]:
         job = Job.from_record(question.facts, self.name)
         dataset, _ = self.table.load(job.table, job.preprocessing)
-        return job, dataset.train.to(resolve_device(job.options.device))
+        try:
+            device = resolve_device(job.options.device)
+        except (RuntimeError, ValueError) as error:
+            raise UnfitError(f"the federation wants an accelerator: {error}") from None
+        return job, dataset.train.to(device)
 
     def _model(self, job: Job, dataset: FederatedDataset, prediction: Any) -> FederatedModel:
         return FederatedModel(

@@ -54,6 +54,13 @@ class SiteFolder:
     def _state(self, run: str, phase: Phase, number: int) -> Path:
         return self._states / run / f"{phase}-{number:06d}.safetensors"
 
+    def check(self) -> None:
+        """Raise ``ValueError`` where the folder is somebody else's: nothing of it may be written over."""
+        if self.run.is_run and not self._states.is_dir():
+            raise ValueError(
+                f"{self.run.home} holds a run of one machine; choose another folder with --out."
+            )
+
     def begin(self, run: str) -> None:
         """Forget earlier runs when a new one begins."""
         home = self._states / run
@@ -89,10 +96,15 @@ class SiteFolder:
         before = [e for e in read_history(self.run.history) if e["round"] < entry["round"]]
         write_history(self.run.history, [*before, entry])
 
+    def history(self) -> list[dict[str, float]]:
+        """The rounds that the site answered."""
+        return read_history(self.run.history)
+
     # ------------------------------------------------------------------ the run folder
 
     def write_config(self, job: Job, path: Path, name: str) -> None:
         """``config.toml``, preprocessing, and what is needed to read the file again."""
+        self._states.mkdir(parents=True, exist_ok=True)  # the sign that the folder is a site's
         client = None if client_name(path) == name else name
         training = {k: v for k, v in job.options.record().items() if k != "standardise"}
         config = RunConfig((str(path.resolve()),), replace(job.table, client=client), training)

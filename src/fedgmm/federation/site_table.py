@@ -47,8 +47,9 @@ class SiteTable:
                 "join them first, or start one client for each."
             )
         own = client_name(paths[0]) if name is None else name
-        if not own.strip():
-            raise ValueError("The site needs a name; say --name NAME.")
+        if not own.strip() or not own.isprintable():
+            raise ValueError("The site needs a name that can be read; say --name NAME.")
+        read_header(paths[0])  # a file that nobody can read is told of at once
         return cls(paths[0], own, tell)
 
     def summary(self, options: TableOptions, as_categories: list[str]) -> ClientSummary:
@@ -63,7 +64,9 @@ class SiteTable:
         known = self._known
         if known is not None and known[:2] == (options, preprocessing):
             return known[2], known[3]
-        preprocessing.check_header(self.path, read_header(self.path), label_needed=True)
+        preprocessing.check_header(
+            self.path, read_header(self.path), label_needed=options.label is not None
+        )
         as_text = [column.name for column in preprocessing.columns if column.role == "category"]
         wanted = replace(options, categorical=(*options.categorical, *as_text))
         tables = read_tables([self.path], wanted, self.tell)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_.])?", flags=re.ASCII)
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -114,6 +116,7 @@ def try_out_certificates(hosts: Sequence[str], folder: Path, days: int = 365) ->
     for path in (files.certificate, files.key, files.authority):
         if path.exists():
             raise CertificateError(f"{path} is there already; choose another folder with --out.")
+    names = [_general(one) for one in hosts]
     folder.mkdir(parents=True, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP384R1())
     authority_name = x509.Name(
@@ -129,7 +132,7 @@ def try_out_certificates(hosts: Sequence[str], folder: Path, days: int = 365) ->
     certificate = (
         _builder(subject, authority_name, key, days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([_general(one) for one in hosts]), False)
+        .add_extension(x509.SubjectAlternativeName(names), False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), False
@@ -165,4 +168,9 @@ def _general(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        pass
+    if not _HOST.fullmatch(host):
+        raise CertificateError(
+            f"{host!r} is neither an address nor a host name; use letters, digits, dots and hyphens."
+        )
+    return x509.DNSName(host)

@@ -33,16 +33,22 @@ class RefusedError(ValueError):
     """The server does not want us, or is not who it should be; trying again does not help."""
 
 
+class UnusableError(ValueError):
+    """Something at the site has to be mended before it can take part."""
+
+
 class AnswersQuestions(Protocol):
     """A site, as far as the transport knows it.
 
     Attributes:
         finished: nothing is left to do.
         refused: why the server does not want it, if it does not.
+        unusable: what is wrong with its table, if something is.
     """
 
     finished: bool
     refused: str | None
+    unusable: str | None
 
     def answer(self, question: Message) -> Message:
         """Answer one question."""
@@ -97,7 +103,7 @@ def take_part(site: AnswersQuestions, connection: Connection, out: Path, *, tell
     folder.root.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(str(folder.lock), timeout=0):
-            prepare_environment(folder)
+            prepare_environment(folder, connection.host)  # as we knock: without a proxy
             while not site.finished:
                 wait_for_server(connection, tell)
                 folder.make()
@@ -105,6 +111,20 @@ def take_part(site: AnswersQuestions, connection: Connection, out: Path, *, tell
     except Timeout:
         raise ValueError(
             f"Another client is working in {out}; end it, or use another folder."
+        ) from None
+    except OSError as error:
+        raise ValueError(f"Cannot work in {out}: {error.strerror or error}.") from None
+
+
+def check_authority(path: Path) -> None:
+    """Raise ``ValueError`` unless a file holds certificates that a server can be known by."""
+    if not path.is_file():
+        raise ValueError(f"There is no file {path}; ask who runs the server for its ca.crt.")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except (ssl.SSLError, OSError):
+        raise ValueError(
+            f"{path} is not a certificate (PEM); ask who runs the server for its ca.crt."
         ) from None
 
 
@@ -214,8 +234,11 @@ def _answer_all(site: AnswersQuestions, tasks: Tasks, node: Child, tell: Tell) -
                     before = node.log_end
                     task.reply(answer_records(site.answer, task.content, SiteError, tell))
                     last = time.monotonic()
-                    if site.finished:
+                    if site.finished or site.unusable:
                         _wait_until_sent(node, before)
+                    if site.unusable:
+                        raise UnusableError(f"This site cannot take part: {site.unusable}")
+                    if site.finished:
                         return
                     continue
             if site.refused and time.monotonic() - last > _PATIENCE:

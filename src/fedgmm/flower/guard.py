@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Container, MutableMapping
 from typing import Any
 
 Scope = MutableMapping[str, Any]
@@ -35,15 +35,16 @@ class PublicDoor:
 
     Args:
         inner: Flower's application.
-        known_keys: public keys as they stand in the header; ``None`` lets every key in.
-        bytes_per_window: most bytes of one key within a window.
+        known_keys: public keys as they stand in the header, which may change; ``None`` lets every
+            key in.
+        bytes_per_window: most bytes of one key from one address within a window.
         window: seconds.
     """
 
     def __init__(
         self,
         inner: Application,
-        known_keys: frozenset[bytes] | None,
+        known_keys: Container[bytes] | None,
         bytes_per_window: int,
         window: float = 10.0,
     ) -> None:
@@ -74,19 +75,21 @@ class PublicDoor:
         if not declared.isdigit() or int(declared) > LARGEST_REQUEST:
             await _refuse(scope, send, 413, "The request is too large, or does not say its length.")
             return
-        if not self._within_bounds(key, int(declared)):
+        # whoever knows a public key cannot use up what its owner may send from elsewhere
+        sender = key + b" " + str((scope.get("client") or ("",))[0]).encode()
+        if not self._within_bounds(sender, int(declared)):
             await _refuse(scope, send, 413, "Too much was sent within a short time.")
             return
         await self._inner(scope, receive, send)
 
-    def _within_bounds(self, key: bytes, size: int) -> bool:
+    def _within_bounds(self, sender: bytes, size: int) -> bool:
         now = time.monotonic()
-        began, total = self._since.get(key, (now, 0))
+        began, total = self._since.get(sender, (now, 0))
         if now - began > self._window:
             began, total = now, 0
         if len(self._since) > 10_000:  # keys are made up at will where every key is let in
             self._since.clear()
-        self._since[key] = (began, total + size)
+        self._since[sender] = (began, total + size)
         return total + size <= self._most
 
 

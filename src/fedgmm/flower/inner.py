@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,14 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
+from fedgmm.federation.messages import LARGEST_MESSAGE
 from fedgmm.flower.guard import SECRET_HEADER
 from fedgmm.flower.pace import fetch_sooner
 
 APP_FOLDER = Path(__file__).parent / "app"
 _ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 _HEARTBEAT = 10.0
+_FEW_PIECES, _SMALLEST_PIECE = 64, 1024 * 1024  # Flower cuts arrays into pieces of 5 MB
 _PATIENCE = 30.0  # seconds for a task to appear after its run was started
 
 
@@ -74,20 +77,33 @@ class _Secret:
 class _Arriving:
     """An answer of which not all pieces may be there yet."""
 
-    def __init__(self, told: Any, tree: Any) -> None:
+    def __init__(self, told: Any, tree: Any, limit_bytes: int) -> None:
         self.number: str = told.metadata.message_id
         self.question: str = told.metadata.reply_to_message_id
-        self._missing = [one.object_id for one in iterate_object_tree(tree)]
+        # one more than is allowed is enough to know
+        most = _FEW_PIECES + limit_bytes // _SMALLEST_PIECE
+        self._missing = [one.object_id for one in islice(iterate_object_tree(tree), most + 1)]
+        self._too_many = len(self._missing) > most
+        self._room = limit_bytes + _FEW_PIECES * _SMALLEST_PIECE
         self._pieces: dict[str, bytes] = {}
 
     def is_whole(self, pull: Callable[[str], bytes]) -> bool:
-        """Fetch what is there."""
+        """Fetch what is there.
+
+        Raises:
+            ValueError: it is larger than any message may be.
+        """
+        if self._too_many:
+            raise ValueError("it is in too many pieces")
         while self._missing:
             try:
-                self._pieces[self._missing[-1]] = pull(self._missing[-1])
+                piece = pull(self._missing[-1])
             except ObjectUnavailableError:
                 return False
-            self._missing.pop()
+            self._room -= len(piece)
+            if self._room < 0:
+                raise ValueError("it is larger than the largest message")
+            self._pieces[self._missing.pop()] = piece
         return True
 
     def message(self) -> FlowerMessage:
@@ -102,6 +118,7 @@ class _CarefulGrid(HttpGrid):
     """A grid on which an answer that cannot be read, or never arrives whole, holds nobody up."""
 
     _arriving: tuple[_Arriving, ...] = ()
+    limit_bytes: int = LARGEST_MESSAGE
 
     def fail_at_once(self) -> None:
         """Do not try again behind our back: the engine is on this machine, and we look after it."""
@@ -115,7 +132,7 @@ class _CarefulGrid(HttpGrid):
         if unanswered := wanted - {one.question for one in arriving}:
             found = client.PullMessages(PullAppMessagesRequest(message_ids=unanswered))
             new = zip(found.messages_list, found.message_object_trees, strict=True)
-            arriving += [_Arriving(told, tree) for told, tree in new]
+            arriving += [_Arriving(told, tree, self.limit_bytes) for told, tree in new]
         pull = make_pull_object_fn_protobuf(client.PullObject, self.node, run_id)
         messages, rest = [], []
         for one in arriving:
@@ -125,16 +142,22 @@ class _CarefulGrid(HttpGrid):
                 if not one.is_whole(pull):
                     rest.append(one)
                     continue
-                client.ConfirmMessageReceived(
-                    ConfirmMessageReceivedRequest(
-                        node=self.node, run_id=run_id, message_object_id=one.number
-                    )
-                )
+                self._put_away(one)
                 messages.append(one.message())
             except Exception as error:  # whatever a hostile sender made of it
+                with contextlib.suppress(Exception):
+                    self._put_away(one)
                 messages.append(self._unreadable(one.question, error))
         self._arriving = tuple(rest)
         return messages
+
+    def _put_away(self, one: _Arriving) -> None:
+        """Flower need not keep the pieces any longer."""
+        self._runtime_client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(
+                node=self.node, run_id=self.run.run_id, message_object_id=one.number
+            )
+        )
 
     def _unreadable(self, question: str, error: Exception) -> FlowerMessage:
         metadata = Metadata(
@@ -205,13 +228,16 @@ def _alive(client: RuntimeHttpClient) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def started_run(port: int, task_secret: str, door_secret: str) -> Iterator[HttpGrid]:
+def started_run(
+    port: int, task_secret: str, door_secret: str, *, limit_bytes: int = LARGEST_MESSAGE
+) -> Iterator[HttpGrid]:
     """Start our app on a SuperLink, take its task, and yield the grid that it works on.
 
     Args:
         port: of the private door.
         task_secret: for taking tasks.
         door_secret: for starting runs.
+        limit_bytes: the largest message that is fetched.
     """
     content = build_fab_from_disk(APP_FOLDER)
     control = ControlHttpClient.from_server_address(
@@ -227,6 +253,7 @@ def started_run(port: int, task_secret: str, door_secret: str) -> Iterator[HttpG
         raise RuntimeError("Flower did not start the run; see its log.")
     token = _task_token(port, task_secret)
     grid = _CarefulGrid(_address(port), insecure=True, token=token)
+    grid.limit_bytes = limit_bytes
     grid.fail_at_once()
     client = grid._runtime_client
     status, details = SubStatus.FAILED, "It was interrupted."

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -93,23 +95,27 @@ def check_private_key(path: Path) -> PublicKey:
     """
     if not path.is_file():
         raise SiteKeyError(f"There is no key {path}; make one with fedgmm keys new NAME.")
-    if os.name == "posix" and path.stat().st_mode & 0o077:
-        raise SiteKeyError(f"Others can read {path}; say chmod 600 {path}.")
+    if path.suffix == _PUBLIC:
+        raise SiteKeyError(
+            f"{path} is the public half, which goes to the server; say --key NAME{_PRIVATE}."
+        )
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise SiteKeyError(
             f"{path} is not a private key that Flower can use; make one with fedgmm keys new NAME."
         )
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise SiteKeyError(f"Others can read {path}; say chmod 600 {path}.")
     return _described(path.name.removesuffix(_PRIVATE), key.public_key())
 
 
 def _read_public(path: Path) -> PublicKey:
     try:
         key = load_ssh_public_key(path.read_bytes())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise SiteKeyError(
@@ -122,6 +128,7 @@ def _read_public(path: Path) -> PublicKey:
 def _described(name: str, key: ec.EllipticCurvePublicKey) -> PublicKey:
     import hashlib
 
+    name = unicodedata.normalize("NFC", name)  # file systems write umlauts in two ways
     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
     der = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     digest = hashlib.sha256(der).hexdigest()[:24]

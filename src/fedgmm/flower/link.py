@@ -17,6 +17,7 @@ from fedgmm.federation.messages import LARGEST_MESSAGE
 from fedgmm.federation.settings import FederationError
 from fedgmm.flower.certificates import Tls
 from fedgmm.flower.inner import started_run
+from fedgmm.flower.key_ring import KeyRing
 from fedgmm.flower.keys import PublicKey
 from fedgmm.flower.processes import Child, FlowerFolder
 from fedgmm.flower.sites import FlowerSites
@@ -33,6 +34,7 @@ def open_sites(
     tls: Tls | None,
     keys: Sequence[PublicKey],
     *,
+    keys_folder: Path | None = None,
     limit_bytes: int = LARGEST_MESSAGE,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[FlowerSites]:
@@ -44,6 +46,7 @@ def open_sites(
         port: for the sites; Flower's other interfaces get a port of the loopback address.
         tls: files of the server; ``None`` for plain text.
         keys: of the sites that are let in; without TLS every site is.
+        keys_folder: where they are from; keys that come or go there later are let in or shut out.
         limit_bytes: the largest message.
         tell: told what goes on.
 
@@ -66,24 +69,24 @@ def open_sites(
         "keys": {key.name: key.pem for key in keys} if tls is not None else {},
         "secret": secret,
         "secret_file": str(folder.secret),
-        "bytes_per_window": 4 * limit_bytes + _SLACK,
+        "bytes_per_window": 2 * limit_bytes + _SLACK,
     }
     with Child("fedgmm.flower.superlink", [], folder, json.dumps(told)) as child:
-        line = child.first_line(_START)
+        line = child.next_line(_START)
         if not line:
             raise FederationError(f"Flower's SuperLink did not start; {folder.log} says why.")
         ready: dict[str, Any] = json.loads(line)
         if "error" in ready:
-            raise FederationError(
-                f"Cannot listen on {host}:{port} ({ready['error']}); another server may be running "
-                "there: choose another --port."
-            )
-        with started_run(ready["port"], folder.secret.read_text(), secret) as grid:
+            raise FederationError(f"Cannot listen on {host}:{port}: {ready['error']}.")
+        secrets_of_start = (folder.secret.read_text(), secret)
+        with started_run(ready["port"], *secrets_of_start, limit_bytes=limit_bytes) as grid:
             tell(f"Listening on {host}:{port}.")
+            ring = KeyRing(keys_folder if tls else None, child, keys, ready["nodes"], tell)
             yield FlowerSites(
                 grid,
                 limit_bytes=limit_bytes,
-                names=ready["nodes"],
+                names=ring.names,
                 is_up=lambda: not child.ended,
+                refresh=ring.refresh,
                 tell=tell,
             )

@@ -55,17 +55,23 @@ class FlowerFolder:
             self.log.replace(self.root / "log.old.txt")
 
 
-def prepare_environment(folder: FlowerFolder) -> None:
-    """Set our own environment as Flower needs it; call it before Flower is imported."""
-    os.environ.update(environment(folder))
+def prepare_environment(folder: FlowerFolder, *direct: str) -> None:
+    """Set our own environment as Flower needs it; call it before Flower is imported.
+
+    Args:
+        folder: for Flower's files.
+        *direct: hosts that are reached without a proxy, whatever the environment says.
+    """
+    os.environ.update(environment(folder, *direct))
 
 
-def environment(folder: FlowerFolder) -> dict[str, str]:
+def environment(folder: FlowerFolder, *direct: str) -> dict[str, str]:
     """What Flower's programs are told: to be quiet, and to keep to their folder."""
+    own = (*_LOOPBACK, *direct)
     values = {**os.environ, **QUIET, "FLWR_HOME": str(folder.home)}
     for name in ("NO_PROXY", "no_proxy"):  # a proxy has no business between us and our children
-        kept = [one for one in values.get(name, "").split(",") if one and one not in _LOOPBACK]
-        values[name] = ",".join([*kept, *_LOOPBACK])
+        kept = [one for one in values.get(name, "").split(",") if one and one not in own]
+        values[name] = ",".join([*kept, *own])
     return values
 
 
@@ -96,8 +102,7 @@ class Child:
         # the child watches this pipe: its end is our end
         self._line: IO[bytes] = _present(self._process.stdin)
         if told:
-            self._line.write(told.encode() + b"\n")
-            self._line.flush()
+            self.say(told)
 
     @property
     def pid(self) -> int:
@@ -109,7 +114,12 @@ class Child:
         """Whether it is no longer there."""
         return self._process.poll() is not None
 
-    def first_line(self, timeout: float) -> str:
+    def say(self, line: str) -> None:
+        """One more line to its standard input."""
+        self._line.write(line.encode() + b"\n")
+        self._line.flush()
+
+    def next_line(self, timeout: float) -> str:
         """What it says on its standard output; empty if it ends or takes too long."""
         output = _present(self._process.stdout)
         found: list[bytes] = []
@@ -150,12 +160,22 @@ class Child:
         self.stop()
 
 
-def end_with_parent(at_end: Callable[[], None] = lambda: None) -> None:
-    """In a child: watch the pipe to the parent, and end when the parent has."""
+def end_with_parent(
+    at_end: Callable[[], None] = lambda: None, on_line: Callable[[bytes], None] = lambda _: None
+) -> None:
+    """In a child: watch the pipe to the parent, and end when the parent has.
+
+    Args:
+        at_end: called before the end.
+        on_line: called with every line that the parent says.
+    """
 
     def watch() -> None:
-        while os.read(0, 4096):  # not sys.stdin, whose buffer would be locked at the end
-            pass
+        rest = b""
+        while piece := os.read(0, 65_536):  # not sys.stdin, whose buffer would be locked at the end
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                on_line(line)
         try:
             at_end()
         finally:

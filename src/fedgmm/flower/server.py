@@ -82,6 +82,7 @@ def run_server(
                 doors.port,
                 doors.tls,
                 keys,
+                keys_folder=doors.keys,
                 limit_bytes=settings.largest_message,
                 tell=tell,
             ) as sites,

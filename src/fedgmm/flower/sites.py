@@ -8,15 +8,16 @@ from collections.abc import Callable, Mapping
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
-from fedgmm.federation.coordinator import Failure
-from fedgmm.federation.messages import LARGEST_MESSAGE, Message, MessageError
+from fedgmm.federation.messages import GREETINGS, LARGEST_MESSAGE, Message, MessageError
 from fedgmm.federation.settings import FederationError
+from fedgmm.federation.transport import REPORTED, Failure
 from fedgmm.flower.records import FAILURE, from_records, to_records
 
 QUESTION = "query"
 """Flower's type of all our messages."""
 
 _POLL = 0.1
+_GREETING = 5.0  # seconds that a greeting may take beside other questions
 _TRIES_TO_SEND = 3
 _REASONS = {
     1: "its Flower app could not be loaded: is the same version of fedgmm installed there?",
@@ -37,6 +38,7 @@ class FlowerSites:
         limit_bytes: the largest message that is sent or read.
         names: of the nodes whose keys are registered; such a node cannot call itself otherwise.
         is_up: whether the engine still runs.
+        refresh: called before every look at who is there, and may change ``names``.
         tell: told of answers that were dropped.
     """
 
@@ -47,11 +49,13 @@ class FlowerSites:
         limit_bytes: int = LARGEST_MESSAGE,
         names: Mapping[str, str] | None = None,
         is_up: Callable[[], bool] = lambda: True,
+        refresh: Callable[[], None] = lambda: None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._grid = grid
         self._limit = limit_bytes
-        self._names = names or {}
+        self._names = {} if names is None else names
+        self._refresh = refresh
         self._is_up = is_up
         self._tell = tell
         self._exchange = 0
@@ -60,6 +64,7 @@ class FlowerSites:
     def nodes(self) -> list[str]:
         """Ids of the nodes that are connected now."""
         self._check_engine()
+        self._refresh()
         return sorted(str(node) for node in self._grid.get_node_ids())
 
     def ask(self, questions: Mapping[str, Message], timeout: float) -> dict[str, Message | Failure]:
@@ -71,6 +76,9 @@ class FlowerSites:
         deadline = time.monotonic() + timeout
         self._forget_abandoned()
         answers: dict[str, Message | Failure] = {}
+        working = {node for node, one in questions.items() if one.kind not in GREETINGS}
+        short = min(timeout, _GREETING) if working else timeout
+        greeted = time.monotonic() + short
         waiting = self._send(questions, timeout, answers)
         while waiting and time.monotonic() < deadline:
             for reply in self._pull(waiting):
@@ -78,10 +86,13 @@ class FlowerSites:
                 if node is not None:
                     answers[node] = self._read(node, reply)
             self._check_engine()
+            if not working.intersection(waiting.values()) and time.monotonic() >= greeted:
+                break  # only nodes that nobody knows are left; they are greeted again
             if waiting:
                 time.sleep(min(_POLL, max(deadline - time.monotonic(), 0.0)))
         for message_id, node in waiting.items():
-            answers[node] = Failure(f"no answer within {timeout:g} s")
+            patience = timeout if node in working else short
+            answers[node] = Failure(f"no answer within {patience:g} s", self._names.get(node))
             self._abandoned[message_id] = time.monotonic() + 1.0
         return answers
 
@@ -144,7 +155,9 @@ class FlowerSites:
         except MessageError as error:
             return Failure(f"its message was dropped: {error}")
         if answer.kind == FAILURE:
-            return Failure(f"the client reports: {str(answer.facts.get('reason', ''))[:500]}")
+            return Failure(
+                REPORTED + str(answer.facts.get("reason", ""))[:500], self._names.get(node)
+            )
         name, known = answer.facts.get("name"), self._names.get(node)
         if known is not None and name is not None and name != known:
             return Failure(

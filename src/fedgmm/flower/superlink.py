@@ -1,13 +1,15 @@
 """Flower's SuperLink behind our two doors; run as a child with ``python -m``.
 
 The parent sends one line of JSON: hosts, files, keys and secrets. The child answers with one line: its
-private port and the ids of the registered nodes, or why it cannot start.
+private port and the ids of the registered nodes, or why it cannot start. Later lines of the parent hold
+all keys that are let in from now on; each is answered with the ids of their nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -35,20 +37,24 @@ class _Server(uvicorn.Server):
 
 def main() -> None:
     """Serve until the parent ends."""
-    told = read_told()
-    end_with_parent()
-    with _answer() as line:
-        try:
-            public = _listen(told["host"], told["port"])
-            private = _listen("127.0.0.1", 0)
-        except OSError as error:
-            line.write(json.dumps({"error": f"{error.strerror}"}) + "\n")
-            return
-        application = _superlink(told)
-        nodes = _register(application, told["keys"])
-        ready = {"port": private.getsockname()[1], "nodes": nodes}
-        line.write(json.dumps(ready) + "\n")
-    asyncio.run(_serve(application, public, private, told))
+    told, line = read_told(), _answer()
+
+    def answer(**facts: Any) -> None:
+        line.write(json.dumps(facts) + "\n")
+        line.flush()
+
+    try:
+        public = _listen(told["host"], told["port"])
+        private = _listen("127.0.0.1", 0)
+    except OSError as error:
+        answer(error=_why(error))
+        return
+    application = _superlink(told)
+    keys = _Keys(application.state.linkstate_factory.state())
+    nodes = keys.let_in(told["keys"])
+    end_with_parent(on_line=lambda words: answer(nodes=keys.let_in(json.loads(words)["keys"])))
+    answer(port=private.getsockname()[1], nodes=nodes)
+    asyncio.run(_serve(application, public, private, told, keys))
 
 
 def _answer() -> TextIO:
@@ -68,6 +74,17 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.listen(_BACKLOG)
     listener.set_inheritable(False)
     return listener
+
+
+def _why(error: OSError) -> str:
+    """Why a port cannot be listened on, and what to do."""
+    if isinstance(error, socket.gaierror):
+        return "no machine is known by this name; choose another --host"
+    return {
+        errno.EADDRINUSE: "somebody listens there already; choose another --port",
+        errno.EADDRNOTAVAIL: "it is no address of this machine; choose another --host",
+        errno.EACCES: "ports below 1024 need more rights; choose another --port",
+    }.get(error.errno or 0, f"{error.strerror}; choose another --host or --port")
 
 
 def _superlink(told: dict[str, Any]) -> Any:
@@ -123,23 +140,38 @@ def _mend(factory: Any) -> None:
     store.preregister = register_at_once
 
 
-def _register(application: Any, keys: dict[str, str]) -> dict[str, str]:
-    """Make the public keys known; names by the ids of their nodes."""
-    from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+class _Keys:
+    """The public keys that are let in, as the door sees them in headers."""
 
-    state = application.state.linkstate_factory.state()
-    return {
-        str(state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key.encode(), 0)): name
-        for name, key in keys.items()
-    }
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._nodes: dict[str, str] = {}
+        self._headers: frozenset[bytes] = frozenset()
+
+    def __contains__(self, header: object) -> bool:
+        return header in self._headers
+
+    def let_in(self, keys: dict[str, str]) -> dict[str, str]:
+        """Let in these keys and no others; their names by the ids of their nodes."""
+        from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+
+        for key in keys.values():
+            if key not in self._nodes:  # Flower knows a key for ever; the door does not
+                node = self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key.encode(), 0)
+                self._nodes[key] = str(node)
+        self._headers = frozenset(b64encode(key.encode()) for key in keys.values())
+        return {self._nodes[key]: name for name, key in keys.items()}
 
 
 async def _serve(
-    application: Any, public: socket.socket, private: socket.socket, told: dict[str, Any]
+    application: Any,
+    public: socket.socket,
+    private: socket.socket,
+    told: dict[str, Any],
+    keys: _Keys,
 ) -> None:
     secure = told["tls"] is not None
-    known = frozenset(b64encode(key.encode()) for key in told["keys"].values())
-    outer = PublicDoor(application, known if secure else None, told["bytes_per_window"])
+    outer = PublicDoor(application, keys if secure else None, told["bytes_per_window"])
     common: dict[str, Any] = {"access_log": False, "log_level": "warning", "ws": "none"}
     files = {}
     if secure:

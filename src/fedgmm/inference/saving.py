@@ -240,7 +240,7 @@ def _classes(facts: dict[str, Any]) -> NDArray[Any]:
     dtype = np.dtype(facts["class_dtype"])
     _need(dtype.kind in _CLASS_KINDS and dtype.itemsize <= 4 * _LONGEST_LABEL, "class_dtype")
     classes: NDArray[Any] = np.array(facts["classes"], dtype=dtype)
-    _need(classes.ndim == 1 and len(set(classes.tolist())) == len(classes) > 1, "classes")
+    _need(classes.ndim == 1 and len(set(classes.tolist())) == len(classes) > 0, "classes")
     return classes
 
 

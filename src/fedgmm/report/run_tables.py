@@ -78,8 +78,16 @@ def _count(number: int, what: str) -> str:
 
 
 def metrics_table(metrics: dict[str, Any]) -> Table:
-    """The figures of a finished run, split by split."""
+    """The figures of a finished run, split by split; without labels, client by client."""
     table = Table(title=f"{metrics['algorithm']}, {metrics['rounds']} rounds")
+    clients = metrics.get("clients", {})
+    if any("log_density" in own for own in clients.values()):
+        for column in ("client", "rows", "log-density"):
+            table.add_column(column, justify="left" if column == "client" else "right")
+        for name, own in list(clients.items())[:_MOST_LINES]:
+            table.add_row(escape(str(name)), f"{own['rows']:,}", f"{own['log_density']:.3f}")
+        _add_rest(table, len(clients))
+        return table
     for column in ("rows", "accuracy", "of all rows", "worst tenth", "worst client", "log-loss"):
         table.add_column(column, justify="left" if column == "rows" else "right")
     for split in ("train", "validation", "test"):

@@ -12,7 +12,7 @@ import tomli_w
 
 from fedgmm.core.checks import check_choice, check_integer, check_non_negative
 from fedgmm.data.tabular.preprocessing import TableOptions
-from fedgmm.training import TrainingOptions
+from fedgmm.training import DENSITY, TrainingOptions
 
 Auto = Literal["auto"]
 
@@ -68,6 +68,13 @@ class RunConfig:
                 )
         check_integer("checkpoint_every", self.checkpoint_every, 1)
         options = self.options()
+        if (self.table.label is None) != (options.algorithm == DENSITY):
+            raise ValueError(
+                "algorithm='gmm' is for tables without a label; leave the label out, or ignore its "
+                "column."
+                if options.algorithm == DENSITY
+                else "No label column was given; say which one is to be predicted."
+            )
         check_choice("learner", options.learner, _LEARNERS)
         if not isinstance(options.device, str):
             raise ValueError(f"device must be cpu, cuda or auto, got {options.device!r}.")
@@ -172,7 +179,8 @@ def config_from(
     files = _texts("files", data.pop("files", []))
     if not files and files_needed:
         raise ValueError("No files were given; name at least one, such as site_*.csv.")
-    if data.get("label", "") == "":
+    unlabelled = dict(sections.get("training", {})).get("algorithm") == DENSITY
+    if data.get("label", "") == "" and not unlabelled:
         raise ValueError("No label column was given; say --label COLUMN.")
     return RunConfig(
         files,
@@ -196,7 +204,7 @@ def _table_options(data: dict[str, Any]) -> TableOptions:
     check_integer("max_categories", data.get("max_categories", 2), 2)
     check_non_negative("indicator_from", data.get("indicator_from", 0.0))
     check_integer("seed", data.get("seed", 0), 0)
-    return TableOptions(**data)
+    return TableOptions(**{"label": None, **data})
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from fedgmm.runs.folder import (
 )
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.selection import select_for_small_data, select_mixture, suitable_covariance
-from fedgmm.training import DivergenceWarning, OnTrainingRound, train
+from fedgmm.training import DENSITY, DivergenceWarning, OnTrainingRound, train
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
@@ -52,7 +52,7 @@ OnStart = Callable[[int], None]
 
 def fit(
     files: str | Path | Sequence[str | Path],
-    label: str,
+    label: str | None,
     out: str | Path,
     *,
     client_column: str | None = None,
@@ -68,7 +68,7 @@ def fit(
 
     Args:
         files: one file a client (CSV, TSV, Parquet, npz), folders or patterns.
-        label: the column to predict.
+        label: the column to predict; ``None`` with ``algorithm="gmm"``.
         out: the run folder.
         client_column: the column that names the client, where several are in one file.
         categorical: number columns whose values are names of groups.
@@ -224,7 +224,7 @@ def _run(
             dataset,
             options=options,
             checkpoint=Checkpoint(folder.checkpoint, config.checkpoint_every),
-            watch_accuracy=True,
+            watch_accuracy=options.algorithm != DENSITY,
             on_round=[history.append, *on_round],
         )
     history.replace(model.history)
@@ -260,7 +260,7 @@ def _choose(
         )
         config = config.with_training(covariance_type=kind)
     found = None
-    if config.sizes_are_open:
+    if config.sizes_are_open and config.options().algorithm != DENSITY:
         found = select_for_small_data(dataset, config.options(), tell)
     elif {"components", "learners"} & set(choices):
         found = select_mixture(
@@ -336,11 +336,9 @@ def finish_run(
     # times are in history.jsonl; without them the same run leaves the same bytes
     timeless = [{k: v for k, v in entry.items() if k != "seconds"} for entry in model.history]
     replace(model, history=timeless).save(folder.model)
-    splits = {
-        split: model.evaluate(split)
-        for split in ("train", "validation", "test")
-        if len(dataset.split(split))
-    }
+    named = [one for one in ("train", "validation", "test") if len(dataset.split(one))]
+    labelled = model.algorithm != DENSITY
+    splits = {split: model.evaluate(split) for split in named} if labelled else {}
     weights = model.client_weights if model.prediction.client_weights is not None else None
     folder.client("").parent.mkdir(parents=True, exist_ok=True)
     for code, name in enumerate(dataset.names):
@@ -357,10 +355,32 @@ def finish_run(
         "rounds": len(model.history),
         "stopped": model.stopped,
         **{split: own.summary() for split, own in splits.items()},
-        "clients": client_metrics(splits["test"] if "test" in splits else splits["train"]),
+        "clients": (
+            client_metrics(splits["test"] if "test" in splits else splits["train"])
+            if labelled
+            else client_densities(model, dataset, "test" if "test" in named else "train")
+        ),
         **facts,
     }
     write_json(folder.metrics, metrics)
+
+
+def client_densities(
+    model: FederatedModel, dataset: FederatedDataset, split: str
+) -> dict[str, dict[str, float]]:
+    """Each client's mean log-density, for JSON; what is known where there are no labels."""
+    rows = dataset.split(split)
+    codes = rows.codes.cpu().numpy()
+    owners = np.array(rows.names, dtype=object)[codes]
+    density = model.score_samples(rows.inputs.cpu().numpy(), owners)
+    return {
+        str(name): {
+            "rows": int((codes == code).sum()),
+            "log_density": float(density[codes == code].mean()),
+        }
+        for code, name in enumerate(rows.names)
+        if (codes == code).any()
+    }
 
 
 def client_metrics(evaluation: Evaluation) -> dict[str, dict[str, float]]:

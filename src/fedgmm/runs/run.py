@@ -28,6 +28,7 @@ from fedgmm.runs.folder import (
     read_json,
     write_json,
 )
+from fedgmm.training import DENSITY
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
@@ -168,6 +169,7 @@ class FederatedRun:
             split: of the training's own rows: ``"train"``, ``"validation"`` or ``"test"``.
             tell: called with a line before each step.
         """
+        self._need_labels()
         if not files:
             return self.model.evaluate(split, self.data(tell))
         codes, log_proba, labels = [], [], []
@@ -204,6 +206,7 @@ class FederatedRun:
                 one, or else the federation's weights.
             tell: called with a line before each step.
         """
+        self._need_labels()
         rows = read_rows(Path(file), self.preprocessing, tell=tell)
         owner: Any = None
         if client is not None:
@@ -279,6 +282,12 @@ class FederatedRun:
         if "clients" in self.model.calibration and len(rows.matrix) >= 2:
             batch = self.model.client_novelty(rows.matrix)
         return Detection(result, score, batch, rows.notes)
+
+    def _need_labels(self) -> None:
+        if self.model.algorithm == DENSITY:
+            raise RunError(
+                f"{self.folder.home} was trained without labels, so it predicts none; use fedgmm detect."
+            )
 
     def adapt(
         self,
@@ -367,6 +376,7 @@ class FederatedRun:
 
     def report(self, *, tell: Tell = lambda _: None) -> Path:
         """Write ``report.html`` and return where it is."""
+        self._need_labels()
         from fedgmm.runs.reporting import write_run_report
 
         return write_run_report(self, tell)

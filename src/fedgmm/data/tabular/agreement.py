@@ -60,8 +60,9 @@ def agree(
     if not any(column.outputs for column in columns):
         raise ValueError("No column is left to learn from.")
     if options.label is None:
-        raise ValueError("No label column was given; say which one is to be predicted.")
-    labels = Labels.agreed(options.label, [s.labels for s in summaries.values()])
+        labels = Labels.absent()
+    else:
+        labels = Labels.agreed(options.label, [s.labels for s in summaries.values()])
     return Preprocessing(tuple(columns), labels, options.client_column), notes
 
 

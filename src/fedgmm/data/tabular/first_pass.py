@@ -15,7 +15,7 @@ from fedgmm.data.tabular.agreement import needs_text, too_many_categories
 from fedgmm.data.tabular.columns import Kind, categories, stored_kind
 from fedgmm.data.tabular.errors import ConversionError, TableError, listed, quoted
 from fedgmm.data.tabular.files import Tell, client_name, read_batches, read_header
-from fedgmm.data.tabular.labels import UNKNOWN
+from fedgmm.data.tabular.labels import NO_LABEL, UNKNOWN
 from fedgmm.data.tabular.preprocessing import TableOptions, check_type
 from fedgmm.data.tabular.summaries import BatchValues, ClientSummary, SummaryOfColumns
 
@@ -223,7 +223,7 @@ def _add_batch(
     labels_of: Codes,
 ) -> None:
     if options.label is None:
-        own_labels, texts = np.zeros(len(batch), dtype=np.int64), ["(none)"]
+        own_labels, texts = np.zeros(len(batch), dtype=np.int64), [NO_LABEL]
     else:
         own_labels, texts = categories(batch.column(options.label))
     labels_of.add(own_labels, texts)

@@ -17,6 +17,9 @@ from fedgmm.data.tabular.errors import quoted
 _MOST_CLASSES = 1000
 _MOST_FRACTIONS = 20
 _LARGEST_NUMBER = 2.0**53
+NO_LABEL = "(none)"
+"""The class of all rows where no column is to be predicted."""
+
 UNKNOWN = -1
 """The code of a label that is missing or that no client had in training."""
 
@@ -55,6 +58,11 @@ class Labels:
                 f"The label column {name!r} has {only} in all files; classification needs two classes."
             )
         return cls(name, classes)
+
+    @classmethod
+    def absent(cls) -> Labels:
+        """No column is to be predicted: all rows are of one class."""
+        return cls("", (NO_LABEL,))
 
     @property
     def array(self) -> NDArray[Any]:

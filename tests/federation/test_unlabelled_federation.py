@@ -1,0 +1,144 @@
+"""Tables without labels: the federated Gaussian mixture, in one process and over sites."""
+
+import json
+
+import numpy as np
+import pytest
+
+from fedgmm.algorithms.mixture import FederatedGMM
+from fedgmm.data.tabular.loading import load_federation
+from fedgmm.data.tabular.preprocessing import TableOptions
+from fedgmm.federation import coordinator
+from fedgmm.federation.coordinator import run_federation
+from fedgmm.federation.settings import read_settings
+from fedgmm.runs import fit, open_run
+from in_memory_sites import InMemorySites, federate
+from small_runs import draw_rows, fails, works, write_csv
+
+TRAINING = {"algorithm": "gmm", "components": 3, "rounds": 5, "covariance_type": "full"}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(coordinator, "_POLL", 0.001)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    home, rng = tmp_path_factory.mktemp("unlabelled"), np.random.default_rng(0)
+    return [
+        write_csv(home / f"{name}.csv", draw_rows(rng, rows, turned=rows == 60), without=("state",))
+        for name, rows in {"bergen": 60, "oslo": 90, "tromso": 50}.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(files, tmp_path_factory):
+    home = tmp_path_factory.mktemp("finished")
+    sites = InMemorySites(files, home, share_metrics=True)
+    sites.add(files[2], node="later", name="later", adapt_only=True)
+    sites.sent = []
+    sites.tamper = lambda name, question, answer: (
+        sites.sent.append((name, question, answer)) or answer
+    )
+    settings = home / "federation.toml"
+    text = '[training]\nalgorithm = "gmm"\ncomponents = 3\nrounds = 5\ncovariance_type = "full"\n'
+    settings.write_text(text + 'dtype = "float64"\n[federation]\nclients = 3\n')
+    run_federation(read_settings(settings), sites, home / "server")
+    return home, sites
+
+
+def mixture_of(home):
+    found = open_run(home).model.prediction
+    return found.gaussians.means, found.gaussians.covariances, found.client_weights
+
+
+def test_a_federation_ends_with_the_mixture_of_one_process(finished, files, tmp_path):
+    home, _ = finished
+    fit(files, None, tmp_path / "here", **TRAINING, dtype="float64")
+    means, covariances, weights = mixture_of(tmp_path / "here")
+    for place, name in enumerate(("bergen", "oslo", "tromso")):
+        own = mixture_of(home / "sites" / name)
+        np.testing.assert_allclose(own[0], means, atol=1e-10)
+        np.testing.assert_allclose(own[1], covariances, atol=1e-10)
+        np.testing.assert_allclose(own[2][0], weights[place], atol=1e-10)
+
+
+def test_it_is_the_federated_mixture_of_the_paper(finished, files):
+    dataset, _, _ = load_federation(files, TableOptions(None))
+    rows, method = dataset.train.features, FederatedGMM(3, reg_covar=1e-2)
+    shared = method.start(rows, "kmeans", 0)
+    personal = shared.weights.expand(len(rows.names), -1)
+    for number in range(1, 6):
+        personal, update = method.client_step(shared, personal, rows, number)
+        shared, _ = method.server_step(shared, update)
+    means, covariances, _ = mixture_of(finished[0] / "server")
+    np.testing.assert_allclose(means, shared.gaussians.means, atol=1e-10)
+    np.testing.assert_allclose(covariances, shared.gaussians.covariances, atol=1e-10)
+
+
+def test_a_site_finds_novel_rows_with_it(finished, files, tmp_path):
+    far = [dict(row, age="900") for row in draw_rows(np.random.default_rng(1), 30)]
+    strange = write_csv(tmp_path / "far.csv", far, without=("state",))
+    for site in ("oslo", "bergen"):
+        told = works(
+            "detect", finished[0] / "sites" / site, strange, "--json", "--false-alarm-rate", 0.2
+        ).output
+        assert json.loads(told)["novel"] == 30
+    usual = works("detect", finished[0] / "sites/oslo", files[0], "--json").output
+    assert json.loads(usual)["novel"] < 15
+
+
+def test_a_new_site_adapts_to_it(finished, files):
+    model = open_run(finished[0] / "sites/later").model
+    assert model.names == ["later"]
+    assert model.client_weights.sum() == pytest.approx(1.0)
+
+
+def test_there_are_densities_and_no_accuracies(finished):
+    home, sites = finished
+    for place in ("sites/oslo", "server"):
+        text = (home / place / "metrics.json").read_text()
+        assert "accuracy" not in text
+    assert json.loads((home / "sites/oslo/metrics.json").read_text())["clients"]["oslo"].keys() == {
+        "rows",
+        "log_density",
+    }
+    assert not any("validation" in answer.facts for _, _, answer in sites.sent)
+    assert "No client shared" in (home / "server/report.html").read_text()
+
+
+def test_what_needs_labels_says_so(finished, files):
+    for command in (("evaluate",), ("predict", files[0]), ("report",)):
+        told = fails(command[0], finished[0] / "sites/oslo", *command[1:])
+        assert "trained without labels" in told
+
+
+def test_labels_and_mixture_do_not_go_together(files, tmp_path):
+    assert "without a label" in fails(
+        "fit", *files, "--algorithm", "gmm", "--label", "age", "--out", tmp_path / "run"
+    )
+    assert "No label column" in fails("fit", *files, "--out", tmp_path / "run")
+    with pytest.raises(ValueError, match="No label column"):
+        fit(files, None, tmp_path / "run")
+
+
+def test_the_command_without_labels(files, tmp_path):
+    told = works("fit", *files, "--algorithm", "gmm", "--rounds", 2, "--out", tmp_path / "run")
+    assert "log-density" in told.output
+    assert "accuracy" not in told.output
+
+
+@pytest.mark.parametrize("array", ["counts", "gaussians/second", "gaussians/first"])
+def test_a_liar_is_left_out_here_too(files, tmp_path, array):
+    sites = InMemorySites(files, tmp_path)
+
+    def lie(name, question, answer):
+        if name == "oslo" and question.kind == "round" and question.facts["round"] > 1:
+            answer.arrays[array][:] = np.nan
+        return answer
+
+    sites.tamper = lie
+    _, lines = federate([], tmp_path, sites=sites, label=None, min_clients=2, **TRAINING)
+    assert f"round 2: the update of oslo is dropped: {array} is not finite" in lines
+    assert np.isfinite(mixture_of(tmp_path / "server")[1]).all()

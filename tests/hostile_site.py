@@ -1,0 +1,66 @@
+"""A site with a good key that lies in every round, each time otherwise, as a program.
+
+Arguments: port, name, certificate of the authority. It takes part like ``fedgmm client``.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from fedgmm.federation.messages import Message
+from fedgmm.federation.settings import SiteSettings
+from fedgmm.federation.site import Site
+from fedgmm.flower.client import Connection, take_part
+
+
+def with_first(array, value):
+    changed = array.copy()
+    changed.flat[0] = value
+    return changed
+
+
+LIES = {
+    "nan": ("counts", lambda a: with_first(a, np.nan)),
+    "infinite": ("gaussians/second", lambda a: with_first(a, np.inf)),
+    "negative": ("counts", lambda a: with_first(a, -1.0)),
+    "above its rows": ("counts", lambda a: 10 * a),
+    "shape": ("gaussians/first", lambda a: a[:, :-1].copy()),
+    "dtype": ("gaussians/first", lambda a: a.astype("float32")),
+    "gigantic": ("counts", lambda a: np.zeros(400_000)),
+    "not semidefinite": ("gaussians/second", lambda a: -a),
+    "replayed": ("", None),
+}
+
+
+class Liar(Site):
+    """Answers honestly until the second round, and never again."""
+
+    first: Message | None = None
+
+    def answer(self, question: Message) -> Message:
+        answer = super().answer(question)
+        if question.kind != "round":
+            return answer
+        self.first = self.first or answer
+        number = question.facts["round"] - 2
+        if not 0 <= number < len(LIES):
+            return answer
+        name, lie = list(LIES.values())[number]
+        if lie is None:
+            return self.first
+        return replace(answer, arrays={**answer.arrays, name: lie(answer.arrays[name])})
+
+
+def main() -> None:
+    port, name, authority = sys.argv[1:4]
+    site = Liar(SiteSettings((Path(f"{name}.csv"),), Path(name)))
+    connection = Connection(
+        "127.0.0.1", int(port), Path(authority), Path(f"private/{name}.key").resolve()
+    )
+    take_part(site, connection, Path(name), tell=print)
+
+
+if __name__ == "__main__":
+    main()
