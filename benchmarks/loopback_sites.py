@@ -92,7 +92,7 @@ def count_bytes(front: int, back: int, counted: Any) -> None:
                     other.sendall(data)
                     continue
             for one in (line, other):
-                with contextlib.suppress(KeyError):
+                with contextlib.suppress(KeyError, ValueError):  # closed already
                     lines.unregister(one)
                 one.close()
 

@@ -148,7 +148,7 @@ def test_other_shapes_dtypes_and_names_are_dropped(honest, data):
     assert honest.outcome(arrays) == "dropped"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_whatever_is_sent_the_model_stays_finite(honest, data):
     arrays = dict(honest.answer.arrays)
@@ -449,6 +449,5 @@ def test_a_site_of_few_rows_does_not_take_part(files, tmp_path):
     with pytest.raises(Exception, match="Only 1 of 3"):
         federate(files, tmp_path, sites=sites, **SIZE, start_timeout=0.1, tell=lines.append)
     assert (
-        "a client cannot take part: the client reports: it has fewer rows than min_rows=70."
-        in lines
+        "a client cannot take part: the client reports: it has fewer rows than min_rows=70" in lines
     )

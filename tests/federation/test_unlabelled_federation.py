@@ -50,7 +50,8 @@ def finished(files, tmp_path_factory):
 
 def mixture_of(home):
     found = open_run(home).model.prediction
-    return found.gaussians.means, found.gaussians.covariances, found.client_weights
+    parts = found.gaussians.means, found.gaussians.covariances, found.client_weights
+    return tuple(part.numpy() for part in parts)
 
 
 def test_a_federation_ends_with_the_mixture_of_one_process(finished, files, tmp_path):

@@ -239,6 +239,7 @@ def test_a_new_site_takes_the_finished_model_and_learns_its_weights(finished):
     assert len(out.read_text().splitlines()) > 30
 
 
+@pytest.mark.slow
 def test_a_key_that_is_taken_away_is_refused_at_once(finished):
     finished.add_site("hamar", 8)
     finished.wait_for("server", "The key of hamar is let in")

@@ -125,6 +125,7 @@ def test_below_quorum_the_server_waits_and_says_for_whom(federation):
     assert [entry["answered"] for entry in rounds(federation)] == [2] * 8
 
 
+@pytest.mark.slow
 def test_children_end_when_their_parent_is_killed(federation):
     federation.server()
     federation.client("oslo")

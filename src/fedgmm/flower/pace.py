@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 _POLL, _IDLE_POLL, _IDLE_AFTER = 0.3, 2.0, 120.0
+_PATIENCE = 4.0  # times as long as a look took, before the next one: a busy server is left alone
 _HEARTBEAT = 12
 _LONGEST_RETRY = 4
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
@@ -21,15 +22,17 @@ class _Sleeper:
     """``time.sleep`` of the loop of a SuperNode: 3 s before the next question, 0.5 s for an answer."""
 
     def __init__(self) -> None:
-        self._busy = time.monotonic()
+        self._busy = self._woke = time.monotonic()
 
     def sleep(self, seconds: float) -> None:
+        now = time.monotonic()
         if seconds < 1.0:  # an answer is being worked on
-            self._busy = time.monotonic()
+            self._busy = now
             time.sleep(min(seconds, 0.1))
-            return
-        idle = time.monotonic() - self._busy > _IDLE_AFTER
-        time.sleep(min(seconds, _IDLE_POLL if idle else _POLL))
+        else:
+            wanted = _IDLE_POLL if now - self._busy > _IDLE_AFTER else _POLL
+            time.sleep(min(seconds, max(wanted, _PATIENCE * (now - self._woke))))
+        self._woke = time.monotonic()
 
 
 def look_sooner() -> None:
