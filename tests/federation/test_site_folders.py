@@ -221,12 +221,13 @@ def test_a_stranger_who_wants_to_train_after_the_end_is_told(finished, files, tm
 
 def test_a_method_without_weights_cannot_be_adapted_to(files, tmp_path):
     new = write_csv(tmp_path / "new.csv", draw_rows(np.random.default_rng(3), 60))
-    sites = InMemorySites(files, tmp_path)
-    sites.add(new, adapt_only=True)
+    sites = InMemorySites(files, tmp_path, fresh=False)
+    node = sites.add(new, adapt_only=True)
     lines = []
     settings = federation_settings(3, **SIZE, algorithm="pfedme")
     coordinator.run_federation(settings, sites, tmp_path / "server", tell=lines.append)
     assert any("new has not got the model" in line and "no weights" in line for line in lines)
+    assert "no weights" in sites.sites[node].unusable  # so that its client ends
 
 
 # ---------------------------------------------------------------------- settings

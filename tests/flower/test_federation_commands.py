@@ -6,7 +6,7 @@ import pytest
 
 from fedgmm.flower.certificates import try_out_certificates
 from fedgmm.flower.keys import new_pair
-from small_runs import fails, write_sites
+from small_runs import fails, works, write_sites
 
 GOOD = '[data]\nlabel = "state"\n[federation]\nclients = 2\n'
 
@@ -157,3 +157,62 @@ def test_no_certificate_for_what_is_no_host(office, host):
     told = fails("keys", "certificate", "--host", host, "--out", "new")
     assert "neither an address nor a host name" in told
     assert not (office / "new").exists()
+
+
+# ---------------------------------------------------------------------- the two commands in short
+
+
+SERVER = """
+[server]
+host = "127.0.0.1"
+port = 0
+tls_cert = "tls/server.crt"
+tls_key = "tls/server.key"
+tls_ca = "tls/ca.crt"
+keys = "keys"
+"""
+
+
+def test_what_the_server_needs_may_stand_in_its_config(office, monkeypatch):
+    (office / "sub").mkdir()
+    for folder in ("tls", "keys"):
+        shutil.move(office / folder, office / "sub" / folder)
+    (office / "sub" / "full.toml").write_text(GOOD + SERVER.replace("port = 0", "port = 9"))
+    seen = []
+    monkeypatch.setattr(
+        "fedgmm.flower.server.run_server", lambda settings, out, doors, **_: seen.append(doors)
+    )
+    works("server", "--config", "sub/full.toml", "--out", "run")
+    works("server", "--config", "sub/full.toml", "--out", "run", "--port", "77")
+    assert [(doors.host, doors.port) for doors in seen] == [("127.0.0.1", 9), ("127.0.0.1", 77)]
+    assert seen[0].tls.certificate.samefile(office / "sub" / "tls" / "server.crt")
+    assert seen[0].keys.samefile(office / "sub" / "keys")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("port = true", "port must be of type int"),
+        ('port = "9"', "port must be of type int"),
+        ("keys = 3", "keys must be of type str"),
+        ("door = 3", "no option"),
+    ],
+)
+def test_a_config_with_a_wrong_server(office, line, words):
+    (office / "wrong.toml").write_text(GOOD + f"[server]\n{line}\n")
+    assert words in " ".join(server(config="wrong.toml").split())
+
+
+@pytest.mark.parametrize("place", [".", "site"])
+def test_key_and_certificate_that_lie_about_need_not_be_named(office, monkeypatch, place):
+    (office / "site").mkdir()
+    shutil.move(office / "oslo.key", office / "elsewhere.key")
+    shutil.copy(office / "elsewhere.key", office / place / "oslo.key")
+    shutil.copy(office / "tls" / "ca.crt", office / place / "ca.crt")
+    seen = []
+    monkeypatch.setattr(
+        "fedgmm.flower.client.take_part", lambda site, connection, out, **_: seen.append(connection)
+    )
+    works("client", "--server", "127.0.0.1:9", "--data", "oslo.csv", "--out", "site")
+    assert seen[0].key.samefile(office / place / "oslo.key")
+    assert seen[0].authority.samefile(office / place / "ca.crt")

@@ -26,8 +26,12 @@ keys = typer.Typer(
 def server(
     config: Annotated[Path, typer.Option(help="TOML file: what is trained, and with whom.")],
     out: Annotated[Path, typer.Option(help="The run folder; an interrupted run goes on there.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = _HOST,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = _PORT,
+    host: Annotated[
+        str | None, typer.Option(help=f"Address to listen on; {_HOST} by default.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help=f"Port to listen on; {_PORT} by default.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the server (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="Certificate of who signed it.")] = None,
@@ -56,6 +60,8 @@ def server(
 ) -> None:
     """Run a federation: wait for the sites, train, evaluate, report. Rows never come here.
 
+    What is not given here is looked up in the config's section [server].
+
     Started again, it goes on from its last checkpoint; after the end, it hands the model to sites that
     join with --adapt-only.
 
@@ -68,7 +74,7 @@ def server(
     with _unbroken():
         from fedgmm.federation.coordinator import check_start
         from fedgmm.federation.settings import read_settings
-        from fedgmm.flower.server import Doors, run_server
+        from fedgmm.flower.server import Doors, read_doors, run_server
 
     settings = read_settings(
         config,
@@ -77,7 +83,28 @@ def server(
         round_timeout=round_timeout,
         min_rows=min_rows,
     )
-    doors = Doors(host, port, _tls(tls_cert, tls_key, tls_ca, keys_folder, insecure), keys_folder)
+    told = read_doors(
+        config,
+        host=host,
+        port=port,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_ca=tls_ca,
+        keys=keys_folder,
+        insecure=insecure or None,
+    )
+    doors = Doors(
+        told.get("host", _HOST),
+        told.get("port", _PORT),
+        _tls(
+            told.get("tls_cert"),
+            told.get("tls_key"),
+            told.get("tls_ca"),
+            told.get("keys"),
+            told.get("insecure", False),
+        ),
+        told.get("keys"),
+    )
     check_start(settings, out)
     with _ended_politely(), _log_lines(out) as tell:
         run_server(settings, out, doors, serve=serve, tell=tell)
@@ -115,6 +142,8 @@ def client(
 ) -> None:
     """Take part in a federation with the rows of this site, which stay here.
 
+    A key NAME.key and a certificate ca.crt in this folder, or in --out, need not be named.
+
     Waits for the server, connects again by itself, and ends when the federation has.
 
     Example: fedgmm client --server host:9092 --data oslo.csv --out oslo --key oslo.key --ca ca.crt
@@ -124,6 +153,7 @@ def client(
     """
     _need_flower()
     with _unbroken():
+        from fedgmm.data.tabular.files import client_name
         from fedgmm.federation.site import Site, SiteSettings
         from fedgmm.federation.site_table import SiteTable
         from fedgmm.flower.client import Connection, check_authority, read_address, take_part
@@ -133,6 +163,9 @@ def client(
     if insecure and (ca is not None or key is not None):
         raise typer.BadParameter("--insecure goes without --ca and --key.")
     if not insecure:
+        own = name or client_name(data[0])
+        key = key or _lying_about(f"{own}.key", out)
+        ca = ca or _lying_about("ca.crt", out)
         if ca is None or key is None:
             raise typer.BadParameter(
                 "Say --ca ca.crt, which you have from the server, and --key NAME.key, which you make "
@@ -197,6 +230,11 @@ def certificate(
     files = try_out_certificates(host, out, days)
     typer.echo(f"{files.certificate}, {files.key}: for the server (--tls-cert, --tls-key).")
     typer.echo(f"{files.authority}: for the server (--tls-ca) and every client (--ca).")
+
+
+def _lying_about(name: str, out: Path) -> Path | None:
+    """A file in the working folder, or in the site's own."""
+    return next((path for path in (Path(name), out / name) if path.is_file()), None)
 
 
 def _need_flower() -> None:

@@ -79,7 +79,7 @@ class Site:
         finished: it has its model, and nothing is left to do.
         refused: why the server does not want it now; ``None`` again as soon as it asks something
             else, as where a name was taken by a connection that had died.
-        unusable: what is wrong with its table; only somebody at the site can mend that.
+        unusable: why it can never take part, such as what is wrong with its table.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class Site:
         shared = received(method, question.arrays, job.columns)
         model = shared_model(job, method, shared, ())
         if model is None or model.prediction.client_weights is None:
-            raise MessageError(
+            raise UnfitError(
                 f"{job.options.algorithm} has no weights that a new site could learn on its own."
             )
         self._folder.write_config(job, self.table.path, self.name)

@@ -5,15 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedgmm.federation.coordinator import Sites, run_federation, serve_model
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.flower.certificates import Tls, check_tls
 from fedgmm.flower.keys import PublicKey, read_public_keys
 from fedgmm.flower.processes import FlowerFolder, prepare_environment
+from fedgmm.runs.config import SERVER, read_config
 from fedgmm.runs.folder import RunFolder
 
 Tell = Callable[[str], None]
+
+
+_PATHS = ("tls_cert", "tls_key", "tls_ca", "keys")
+
+
+def read_doors(config: Path, **given: Any) -> dict[str, Any]:
+    """The section ``server`` of a TOML file, whose paths are relative to it.
+
+    Args:
+        config: the file.
+        **given: options that count more than the file's; ``None`` means that nothing was given.
+
+    Raises:
+        ValueError: an option of the wrong type.
+    """
+    found: dict[str, Any] = {}
+    for name, value in read_config(config)["server"].items():
+        kind = SERVER[name]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{config}: [server] {name} must be of type {kind.__name__}, got {value!r}.")
+        found[name] = config.parent / str(value) if name in _PATHS else value
+    return {**found, **{name: value for name, value in given.items() if value is not None}}
 
 
 @dataclass(frozen=True)

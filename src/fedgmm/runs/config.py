@@ -41,6 +41,17 @@ FEDERATION = {
 }
 """Options of a federation over several machines; runs in one process do not look at them."""
 
+SERVER = {
+    "host": str,
+    "port": int,
+    "tls_cert": str,
+    "tls_key": str,
+    "tls_ca": str,
+    "keys": str,
+    "insecure": bool,
+}
+"""Where the server of a federation listens and whom it lets in, with the type of each option."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -136,7 +147,7 @@ class RunConfig:
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:
-    """The sections ``data``, ``training``, ``run`` and ``federation`` of a TOML file.
+    """The sections ``data``, ``training``, ``run``, ``federation`` and ``server`` of a TOML file.
 
     Raises:
         ValueError: text that is not TOML, or an option that does not exist.
@@ -150,6 +161,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         "training": TRAINING,
         "run": {"checkpoint_every"},
         "federation": FEDERATION,
+        "server": SERVER,
     }
     for section, values in document.items():
         if section not in known or not isinstance(values, dict):
