@@ -149,6 +149,12 @@ def test_no_row_leaves_a_site(finished, files):
         assert not any(f'"{value}"' in answer.facts_text() for value in values), question.kind
 
 
+@pytest.mark.parametrize("command", ["evaluate", "report", "resume"])
+def test_commands_that_need_rows_say_where_these_are(finished, command):
+    home, _, _ = finished
+    assert "the rows are at its sites" in " ".join(fails(command, home / "server").split())
+
+
 # ---------------------------------------------------------------------- adapt only
 
 

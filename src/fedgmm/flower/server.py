@@ -35,7 +35,9 @@ def read_doors(config: Path, **given: Any) -> dict[str, Any]:
     for name, value in read_config(config)["server"].items():
         kind = SERVER[name]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"{config}: [server] {name} must be of type {kind.__name__}, got {value!r}.")
+            raise ValueError(
+                f"{config}: [server] {name} must be of type {kind.__name__}, got {value!r}."
+            )
         found[name] = config.parent / str(value) if name in _PATHS else value
     return {**found, **{name: value for name, value in given.items() if value is not None}}
 

@@ -189,6 +189,11 @@ def config_from(
     """
     data = dict(sections.get("data", {}))
     files = _texts("files", data.pop("files", []))
+    if not files and files_needed and sections.get("federation"):
+        raise ValueError(
+            "This is a federation's server, and the rows are at its sites: evaluate and report there. "
+            "Its own report.html was written at the end; fedgmm server goes on with it."
+        )
     if not files and files_needed:
         raise ValueError("No files were given; name at least one, such as site_*.csv.")
     unlabelled = dict(sections.get("training", {})).get("algorithm") == DENSITY
