@@ -13,7 +13,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from fedgmm.core.checks import array_of_names, check_integer, check_non_negative
+from fedgmm.core.checks import array_of_names, check_choice, check_integer, check_non_negative
 from fedgmm.inference.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
@@ -153,7 +153,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             One client id per row. ``None`` means one client.
         """
         from fedgmm.data.dataset import FederatedDataset
-        from fedgmm.training import train
+        from fedgmm.training import ALGORITHMS, train
 
         X, y = validate_data(
             self,
@@ -164,6 +164,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             ensure_min_samples=2,
         )
         check_classification_targets(y)
+        check_choice("algorithm", self.algorithm, ALGORITHMS)  # all of them learn labels
         check_integer("n_components", self.n_components, 1)
         check_integer("n_learners", self.n_learners, 1)
         check_non_negative("validation_fraction", self.validation_fraction)
