@@ -94,7 +94,7 @@ def test_the_commands_work_on_the_servers_folder(finished, files, tmp_path):
     works("predict", home, files[0], "--out", tmp_path / "out.csv")
     new = write_csv(tmp_path / "new.csv", draw_rows(np.random.default_rng(3), 30))
     works("adapt", home, new, "--client", "new")
-    assert "No files were given" in fails("evaluate", home)
+    assert "the rows are at its sites" in fails("evaluate", home)
     assert "Rows stay with the clients" in (home / "report.html").read_text()
 
 
