@@ -264,19 +264,7 @@ class TrainingRun:
         method = self.warm_up if stored.phase == "warmup" else self.method
         progress = stored.progress(method, self.scaled.train.device)
         self.history, self.best = progress.history, progress.best
-        run = Run(
-            progress.shared,
-            progress.personal,
-            [
-                RoundInfo(entry["log_likelihood"])
-                for entry in progress.history
-                if entry["round"] >= progress.first_round
-            ],
-            progress.round,
-            progress.judged,
-            progress.converged,
-        )
-        return _Part(progress.phase, method, run, progress.first_round)
+        return _Part(progress.phase, method, progress.run, progress.first_round)
 
     # ------------------------------------------------------------------ how it ends
 

@@ -20,10 +20,11 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from fedgmm.algorithms.base import SupervisedMethod
+from fedgmm.algorithms.base import RoundInfo, SupervisedMethod
 from fedgmm.algorithms.fedgmm import FedGMM
 from fedgmm.core.checks import check_integer
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.federation.loop import Run
 from fedgmm.federation.state_arrays import StateDecoder, StateError, laid_out, take_apart
 from fedgmm.files import write_atomically
 
@@ -110,6 +111,16 @@ class Progress:
     converged: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     data: str = ""
+
+    @property
+    def run(self) -> Run[Any, Any]:
+        """The phase's rounds, to go on with."""
+        infos = [
+            RoundInfo(entry["log_likelihood"])
+            for entry in self.history
+            if entry["round"] >= self.first_round
+        ]
+        return Run(self.shared, self.personal, infos, self.round, self.judged, self.converged)
 
 
 def fingerprint(dataset: FederatedDataset) -> str:

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from fedgmm.algorithms.base import RoundInfo
 from fedgmm.algorithms.centroids import start_sample
 from fedgmm.algorithms.clustered import ClusteredShared, ClusteredUpdate
 from fedgmm.algorithms.fedgmm import FedGMM
@@ -357,20 +356,8 @@ class FederatedTraining:
                 founder=bool(told["founder"]),
                 figures=told["figures"],
             )
-        run = Run(
-            progress.shared,
-            progress.personal,
-            [
-                RoundInfo(entry["log_likelihood"])
-                for entry in progress.history
-                if entry["round"] >= progress.first_round
-            ],
-            progress.round,
-            True,
-            progress.converged,
-        )
         training = cls(job, assembly, folder, poll, list(known["notes"]), progress.phase)
-        training.first_round, training.run_state = progress.first_round, run
+        training.first_round, training.run_state = progress.first_round, progress.run
         entries = folder.history(progress.round) or [dict(e) for e in progress.history]
         training.log = RoundLog(entries, dict(known["start_bytes"]))
         training.stopped = known["stopped"]

@@ -93,12 +93,13 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
         ValueError: something that is missing, unknown or of the wrong type.
     """
     from fedgmm.runs.config import config_from, read_config
+    from fedgmm.training import DENSITY
 
     sections = read_config(Path(path))
     for name, why in _AT_SITES.items():
         if name in sections["data"]:
             raise ValueError(f"{path}: [data] {name} has no place in a federation: {why}.")
-    if not sections["data"].get("label") and sections["training"].get("algorithm") != "gmm":
+    if not sections["data"].get("label") and sections["training"].get("algorithm") != DENSITY:
         raise ValueError(
             f'{path}: [data] must say which column is to be predicted, label = "COLUMN", or '
             '[training] algorithm = "gmm" for tables without labels.'
