@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +107,13 @@ def depthwise(images: Tensor, weight: Tensor, stride: int) -> Tensor:
 # ---------------------------------------------------------------------- batch normalisation
 
 
+class BatchStatistics(NamedTuple):
+    """Mean and variance of every channel, of a batch or running over many, ``(G, c)`` each."""
+
+    mean: Tensor
+    variance: Tensor
+
+
 class _Normalised(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -115,6 +122,8 @@ class _Normalised(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         mask: Tensor | None,
+        running: BatchStatistics,
+        momentum: float,
         eps: float,
         ceiling: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,22 +133,24 @@ class _Normalised(torch.autograd.Function):
         groups, channels, rows = images.shape[:3]
         place = images.shape[3] * images.shape[4]
         out = torch.empty_like(images)
-        mean = torch.empty(groups, channels, dtype=torch.float32, device=images.device)
-        variance = torch.empty_like(mean)
-        there = weight if mask is None else mask.contiguous().to(torch.uint8)
+        old = [value.float().contiguous() for value in running]
+        mean, variance, new_mean, new_variance = (torch.empty_like(old[0]) for _ in range(4))
+        there = weight if mask is None else mask.to(torch.uint8).contiguous()
         pixels = rows * place
         options = (mask is not None, ceiling, place, _tile(pixels))
         sizes = (pixels, channels, rows, eps)
         kernels.normalise[(groups * channels,)](
-            images, there, weight, bias, out, mean, variance, *sizes, *options
-        )
+            images, there, weight, bias, *old,
+            out, mean, variance, new_mean, new_variance, *sizes, momentum, *options,
+        )  # fmt: skip
         ctx.save_for_backward(images, there, weight, bias, mean, variance)
         ctx.sizes, ctx.options = sizes, options
-        ctx.mark_non_differentiable(mean, variance)
-        return out, mean, variance
+        ctx.mark_non_differentiable(new_mean, new_variance)
+        ctx.set_materialize_grads(False)  # no zeros for what has no gradient
+        return out, new_mean, new_variance
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         from fedgmm.core import triton_kernels as kernels
 
         images, there, weight, bias, mean, variance = ctx.saved_tensors
@@ -149,7 +160,8 @@ class _Normalised(torch.autograd.Function):
             images, there, weight, bias, mean, variance, gradients[0].contiguous(),
             own, own_weight, own_bias, *ctx.sizes, *ctx.options,
         )  # fmt: skip
-        return own, own_weight.to(weight.dtype), own_bias.to(bias.dtype), None, None, None
+        scales = own_weight.to(weight.dtype), own_bias.to(bias.dtype)
+        return own, *scales, None, None, None, None, None
 
 
 def normalised(
@@ -157,9 +169,11 @@ def normalised(
     weight: Tensor,
     bias: Tensor,
     mask: Tensor | None,
+    running: BatchStatistics,
+    momentum: float,
     eps: float,
     ceiling: float = NO_ACTIVATION,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, BatchStatistics]:
     """Batch normalisation by the rows that are there, then ReLU or nothing.
 
     Args:
@@ -167,16 +181,18 @@ def normalised(
         weight: ``(G, c)``.
         bias: ``(G, c)``.
         mask: which rows are there, ``(G, n)``; ``None`` means all.
+        running: statistics of earlier batches.
+        momentum: how far they move towards those of this one.
         eps: added to variances.
         ceiling: ``NO_ACTIVATION``, ``RELU`` or ``RELU6``.
 
     Returns:
-        The images, and each channel's mean and biased variance, ``(G, c)`` float32.
+        The images, and the running statistics after them, in float32.
     """
-    found: tuple[Tensor, Tensor, Tensor] = _Normalised.apply(  # type: ignore[no-untyped-call]
-        images, weight, bias, mask, eps, ceiling
+    out, mean, variance = _Normalised.apply(  # type: ignore[no-untyped-call]
+        images, weight, bias, mask, running, momentum, eps, ceiling
     )
-    return found
+    return out, BatchStatistics(mean, variance)
 
 
 def scaled(images: Tensor, scale: Tensor, shift: Tensor, ceiling: float = NO_ACTIVATION) -> Tensor:

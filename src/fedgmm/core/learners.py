@@ -240,7 +240,7 @@ def train_local(
     def run(given: Given) -> list[Params]:
         params = {name: value.clone() for name, value in given.params[0].items()}
         centre = given.params[1] if anchor is not None else None
-        momentum = {name: torch.zeros_like(value) for name, value in params.items()}
+        velocity = _zeros_like(params) if options.momentum else None
         for step in given.steps:
             active = step.clients
             own = take_clients(params, active)
@@ -249,15 +249,13 @@ def train_local(
             )
             with torch.no_grad():
                 _remember(own, statistics)
-                for name, gradient in gradients.items():
-                    value = own[name]
-                    if options.weight_decay:
-                        gradient = gradient + options.weight_decay * value
-                    if options.proximal and centre is not None:
-                        gradient = gradient + options.proximal * (value - centre[name][active])
-                    if options.momentum:
-                        gradient = momentum[name][active].mul_(options.momentum).add_(gradient)
-                    value.sub_(options.lr * gradient)
+                _descend(
+                    own,
+                    gradients,
+                    options,
+                    None if velocity is None else take_clients(velocity, active),
+                    None if centre is None else take_clients(centre, active),
+                )
         return [params]
 
     sets = [params] if anchor is None else [params, anchor]
@@ -296,6 +294,7 @@ def train_moreau(
     Returns:
         The local learners and the personal ones, both ``(C, M, ...)``.
     """
+    inner = SGD(lr=inner_lr, proximal=penalty)
 
     def run(given: Given) -> list[Params]:
         local = {name: value.clone() for name, value in given.params[0].items()}
@@ -308,9 +307,7 @@ def train_moreau(
                     net, own, inputs, labels, None, step, options.augment
                 )
                 _remember(own, statistics)
-                for name, gradient in gradients.items():
-                    pull = penalty * (own[name] - local[name][active])
-                    own[name].sub_(inner_lr * (gradient + pull))
+                _descend(own, gradients, inner, None, take_clients(local, active))
             for name, value in local.items():
                 rate = 1.0 if is_statistic(name) else options.lr * penalty
                 value[active].sub_(rate * (value[active] - personal[name][active]))
@@ -365,8 +362,34 @@ def _done(
 
 def _remember(own: Params, statistics: Params) -> None:
     """Put new running statistics in the place of the old."""
-    for name, value in statistics.items():
-        own[name].copy_(value)
+    if statistics:
+        torch._foreach_copy_([own[name] for name in statistics], list(statistics.values()))
+
+
+def _zeros_like(params: Params) -> Params:
+    return {name: torch.zeros_like(value) for name, value in params.items()}
+
+
+def _descend(
+    own: Params, gradients: Params, options: SGD, velocity: Params | None, centre: Params | None
+) -> None:
+    """One step of SGD, in place.
+
+    All parameters at once: on a card, a kernel for each of a hundred parameters takes longer to start
+    than to run.
+    """
+    values, slopes = [own[name] for name in gradients], list(gradients.values())
+    if options.weight_decay:
+        slopes = list(torch._foreach_add(slopes, values, alpha=options.weight_decay))
+    if options.proximal and centre is not None:
+        pulls = torch._foreach_sub(values, [centre[name] for name in gradients])
+        slopes = list(torch._foreach_add(slopes, pulls, alpha=options.proximal))
+    if velocity is not None:
+        speeds = [velocity[name] for name in gradients]
+        torch._foreach_mul_(speeds, options.momentum)
+        torch._foreach_add_(speeds, slopes)
+        slopes = speeds
+    torch._foreach_add_(values, slopes, alpha=-options.lr)
 
 
 def batch_loss(

@@ -34,7 +34,7 @@ class Pass(NamedTuple):
     Attributes:
         params: of all groups, ``(G, ...)``.
         training: dropout is on, and batch normalisation takes its statistics from the batch.
-        mask: which rows are there, ``(G, n)``; ``None`` means all.
+        mask: which rows are there, ``(G, n)`` as bytes, which kernels read; ``None`` means all.
         statistics: running means and variances after this batch, ``(G, c)``; filled on the way.
     """
 
@@ -148,7 +148,7 @@ class Stacked:
         images = inputs.reshape(-1, 1, rows, *self.input_shape).to(compute)
         images = images.expand(-1, learners, *images.shape[2:]).flatten(0, 1).transpose(1, 2)
         if mask is not None:
-            mask = mask.reshape(-1, 1, rows).expand(-1, learners, -1).flatten(0, 1)
+            mask = mask.reshape(-1, 1, rows).expand(-1, learners, -1).flatten(0, 1).to(torch.uint8)
         journey = Pass(
             {n: v.to(compute) if _is_product(n, v) else v for n, v in flat.items()},
             training,
@@ -326,35 +326,43 @@ def _normalised(
     In training every group is normalised by the statistics of its own rows.
     """
     params = journey.params
-    mean, variance = params[f"{name}.running_mean"], params[f"{name}.running_var"]
+    running = kernels.BatchStatistics(params[f"{name}.running_mean"], params[f"{name}.running_var"])
     weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
     fast = kernels.usable(images)
     highest = kernels.NO_ACTIVATION if ceiling is None else ceiling
     if not journey.training:
-        scale = weight / (variance + layer.eps).sqrt()
+        scale = weight / (running.variance + layer.eps).sqrt()
         if fast and not (images.requires_grad or scale.requires_grad):
-            return kernels.scaled(images, scale, bias - mean * scale, highest)
-        return _activated(
-            _by_fixed_statistics(layer, images, mean, variance, weight, bias), ceiling
-        )
+            return kernels.scaled(images, scale, bias - running.mean * scale, highest)
+        return _activated(_by_fixed_statistics(layer, images, running, weight, bias), ceiling)
+    momentum = 0.1 if layer.momentum is None else layer.momentum
     if fast:
-        out, own_mean, own_variance = kernels.normalised(
-            images, weight, bias, journey.mask, layer.eps, highest
+        out, moved = kernels.normalised(
+            images, weight, bias, journey.mask, running, momentum, layer.eps, highest
         )
     else:
-        out, own_mean, own_variance = _by_own_statistics(
-            images, journey.mask, weight, bias, layer.eps
-        )
+        out, own = _by_own_statistics(images, journey.mask, weight, bias, layer.eps)
         out = _activated(out, ceiling)
-    factor = _unbiased(images, journey.mask)
-    momentum = 0.1 if layer.momentum is None else layer.momentum
-    for kind, old, new in (
-        ("mean", mean, own_mean),
-        ("var", variance, own_variance * factor),
-    ):
-        moved = torch.lerp(old, new.to(old.dtype), momentum)
-        journey.statistics[f"{name}.running_{kind}"] = moved.detach()
+        moved = _moved(running, own, _unbiased(images, journey.mask), momentum)
+    for kind, old, new in zip(("mean", "var"), running, moved, strict=True):
+        journey.statistics[f"{name}.running_{kind}"] = new.detach().to(old.dtype)
     return out
+
+
+def _moved(
+    running: kernels.BatchStatistics,
+    own: kernels.BatchStatistics,
+    unbiased: Tensor | float,
+    momentum: float,
+) -> kernels.BatchStatistics:
+    """Running statistics after a batch whose own have a biased variance."""
+    news = own.mean, own.variance * unbiased
+    return kernels.BatchStatistics(
+        *(
+            torch.lerp(old, new.to(old.dtype), momentum)
+            for old, new in zip(running, news, strict=True)
+        )
+    )
 
 
 def _unbiased(images: Tensor, mask: Tensor | None) -> Tensor | float:
@@ -376,17 +384,17 @@ def _activated(images: Tensor, ceiling: float | None) -> Tensor:
 def _by_fixed_statistics(
     layer: nn.BatchNorm2d,
     images: Tensor,
-    mean: Tensor,
-    variance: Tensor,
+    running: kernels.BatchStatistics,
     weight: Tensor,
     bias: Tensor,
 ) -> Tensor:
+    dtype = running.mean.dtype
     out = functional.batch_norm(
-        images.reshape(1, mean.numel(), -1),
-        mean.flatten(),
-        variance.flatten(),
-        weight.flatten().to(mean.dtype),
-        bias.flatten().to(mean.dtype),
+        images.reshape(1, weight.numel(), -1),
+        running.mean.flatten(),
+        running.variance.flatten(),
+        weight.flatten().to(dtype),
+        bias.flatten().to(dtype),
         eps=layer.eps,
     )
     return out.reshape(images.shape)
@@ -394,7 +402,7 @@ def _by_fixed_statistics(
 
 def _by_own_statistics(
     images: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, kernels.BatchStatistics]:
     """Images normalised by the rows that are there; also their mean and biased variance ``(G, c)``."""
     if mask is None:
         groups, channels = images.shape[:2]
@@ -412,7 +420,8 @@ def _by_own_statistics(
         )
         whole = images[0, 0].numel()
         biased = flat_variance * ((whole - 1) / whole) if whole > 1 else 0 * flat_variance
-        return out.reshape(images.shape), flat_mean.view_as(mean), biased.view_as(mean)
+        own = kernels.BatchStatistics(flat_mean.view_as(mean), biased.view_as(mean))
+        return out.reshape(images.shape), own
     exact = images.float() if images.dtype == torch.bfloat16 else images
     there = mask[:, None, :, None, None].to(exact.dtype)
     numbers = mask.sum(1, keepdim=True).clamp_min(1).to(exact.dtype) * images[0, 0, 0].numel()
@@ -423,7 +432,7 @@ def _by_own_statistics(
     out = centred * scale[..., None, None, None] + bias.to(exact.dtype)[..., None, None, None]
     # rows that are not there would grow from layer to layer
     out = torch.where(there > 0, out, torch.zeros_like(out))
-    return out.to(images.dtype), mean.detach(), variance.detach()
+    return out.to(images.dtype), kernels.BatchStatistics(mean.detach(), variance.detach())
 
 
 def _dense(params: Params, name: str, x: Tensor) -> Tensor:

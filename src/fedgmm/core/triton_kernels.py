@@ -102,12 +102,14 @@ def _slope(z, gradient, HIGHEST: tl.constexpr):
 
 @triton.jit
 def normalise(
-    images, mask, weight, bias, out, means, variances, pixels, channels, rows, eps,
+    images, mask, weight, bias, old_mean, old_variance,
+    out, means, variances, new_mean, new_variance, pixels, channels, rows, eps, momentum,
     MASKED: tl.constexpr, HIGHEST: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each plane by the mean and variance of its own rows that are there, then the activation.
 
-    ``mask`` is ``(G, n)``, ``PLACE`` the pixels of one image.
+    Running statistics move towards those of the batch; their variance is the unbiased one. ``mask`` is
+    ``(G, n)``, ``PLACE`` the pixels of one image.
     """
     plane = tl.program_id(0).to(tl.int64)
     images += plane * pixels
@@ -145,6 +147,11 @@ def normalise(
         tl.store(out + place, z.to(out.dtype.element_ty), mask=there)
     tl.store(means + plane, mean)
     tl.store(variances + plane, variance)
+    old = tl.load(old_mean + plane)
+    tl.store(new_mean + plane, old + momentum * (mean - old))
+    old = tl.load(old_variance + plane)
+    unbiased = variance * count / tl.maximum(count - 1.0, 1.0)
+    tl.store(new_variance + plane, old + momentum * (unbiased - old))
 
 
 @triton.jit
