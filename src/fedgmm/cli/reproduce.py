@@ -67,6 +67,11 @@ def reproduce(
     encoder: Annotated[
         str | None, typer.Option(help="Images: what the Gaussians see, resnet18 or pixels.")
     ] = None,
+    encoder_dtype: Annotated[
+        str | None, typer.Option(help="Images: the encoder's float32, bfloat16, or auto.")
+    ] = None,
+    components: Annotated[int | None, typer.Option(min=1, help="Images: Gaussians; 3.")] = None,
+    learners: Annotated[int | None, typer.Option(min=1, help="Images: learners; 3.")] = None,
     pretrained: Annotated[
         Path | None, typer.Option(help="Images: ImageNet weights that MobileNet-V2 starts from.")
     ] = None,
@@ -113,6 +118,9 @@ def reproduce(
         "track": track,
         "learner": learner,
         "encoder": encoder,
+        "encoder_dtype": encoder_dtype,
+        "components": components,
+        "learners": learners,
         "pretrained": None if pretrained is None else str(pretrained),
         "shift": shift,
         "fraction": fraction,
@@ -131,7 +139,8 @@ def reproduce(
         else:
             for name, value in {**images, "cache": cache, "download": download or None}.items():
                 if value is not None:
-                    raise typer.BadParameter(f"--{name} is for experiments on images.")
+                    flag = name.replace("_", "-")
+                    raise typer.BadParameter(f"--{flag} is for experiments on images.")
             _without_images(experiment, out, _given({**common, "rows": rows}), tell)
             table = out / f"{experiment.value}.md"
     console = screen()

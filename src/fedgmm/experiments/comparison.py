@@ -6,7 +6,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fedgmm.data.dataset import FederatedDataset
@@ -103,6 +104,7 @@ def tune(
     grid: Sequence[float] = PAPER_GRID,
     rounds: int = 10,
     finalists: int = 1,
+    known: Mapping[float, float] | None = None,
     options: TrainingOptions | None = None,
     **changes: Any,
 ) -> Tuning:
@@ -117,14 +119,19 @@ def tune(
         grid: its values.
         rounds: of a short run with each of them.
         finalists: so many of the best run again, three times as long, if there is more than one: what
-            is fastest in the first rounds need not be so later.
+            is fastest in the first rounds need not be so later. A grid that is no longer than that
+            goes to the final at once.
+        known: scores of finals that were run before.
         options: the others.
         **changes: laid over ``options``.
     """
-    scores = _scores(dataset, algorithm, option, grid, rounds, options, changes)
-    best = sorted(scores, key=lambda value: -scores[value])[:finalists]
+    score = partial(_scores, dataset, algorithm, option, options=options, changes=changes)
+    scores = {} if 1 < len(grid) <= finalists else score(grid, rounds)
+    best = sorted(grid, key=lambda value: -scores.get(value, 0.0))[:finalists]
     if len(best) > 1:
-        scores |= _scores(dataset, algorithm, option, best, 3 * rounds, options, changes)
+        known = known or {}
+        scores |= score([value for value in best if value not in known], 3 * rounds)
+        scores |= {value: known[value] for value in best if value in known}
     if not any(math.isfinite(scores[value]) for value in best):
         raise ValueError(
             f"{algorithm} diverged with every {option} of the grid {tuple(grid)}; try smaller ones."
@@ -138,17 +145,22 @@ def _scores(
     option: str,
     values: Sequence[float],
     rounds: int,
+    *,
     options: TrainingOptions | None,
     changes: Mapping[str, Any],
 ) -> dict[float, float]:
-    """Validation log-likelihood after some rounds with each value; minus infinity where it diverged."""
+    """Validation log-likelihood after some rounds with each value; minus infinity where it diverged.
+
+    The warm-up is as long in proportion as in the training that the options describe.
+    """
+    whole = replace(options or TrainingOptions(), **changes)
+    short = replace(whole, rounds=rounds, warmup=whole.warmup * rounds // whole.rounds)
     scores: dict[float, float] = {}
     for value in values:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DivergenceWarning)
-            run = train(
-                dataset, algorithm, options=options, **{**changes, option: value, "rounds": rounds}
-            )
+            changed: dict[str, Any] = {option: value}
+            run = train(dataset, algorithm, options=short, **changed)
         pass_on_interrupt(run)
         score = -float("inf") if run.stopped else -run.evaluate("validation").mean_log_loss
         scores[value] = -float("inf") if math.isnan(score) else score
@@ -176,8 +188,6 @@ def compare(
         tell: called with a line before each step.
         **changes: laid over ``options``.
     """
-    from dataclasses import replace
-
     from fedgmm.core.networks import network
 
     result = Comparison()

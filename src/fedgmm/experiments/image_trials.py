@@ -185,9 +185,9 @@ def chosen_options(
 
     def run() -> dict[str, Any]:
         options = study.options(method, study.seeds[0])
-        options = replace(options, warmup=min(options.warmup, study.tuning_rounds // 2))
         chosen: dict[str, Any] = {}
         scores: dict[str, Any] = {}
+        best = math.nan  # score of what is chosen so far
         for option, grid in study.grids(method).items():
             tell(f"{TITLES[method]}: choosing {option}")
             found = tune(
@@ -197,9 +197,10 @@ def chosen_options(
                 grid=grid,
                 rounds=study.tuning_rounds,
                 finalists=_FINALISTS,
+                known={getattr(options, option): best} if chosen else None,
                 options=replace(options, **chosen),
             )
-            chosen[option] = found.best
+            chosen[option], best = found.best, found.scores[found.best]
             scores[option] = {
                 f"{value:.6g}": score if math.isfinite(score) else None
                 for value, score in found.scores.items()
