@@ -36,9 +36,10 @@ from fedgmm.algorithms.fedgmm import FedGMM, FedGMMShared
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.algorithms.mixture import FederatedGMM
 from fedgmm.core.backbones import MobileNetV2
-from fedgmm.core.learners import SGD, log_likelihoods
+from fedgmm.core.learners import log_likelihoods
 from fedgmm.core.networks import is_statistic, network
 from fedgmm.core.pixels import as_numbers
+from fedgmm.core.sgd import SGD
 from fedgmm.core.stacked import Stacked
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.federated import ClientRows

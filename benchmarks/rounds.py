@@ -119,8 +119,9 @@ def _stacked(setting: Setting, rows: Any, start: Any) -> Any:
     from fedgmm.algorithms.fedgmm import FedGMM, FedGMMShared
     from fedgmm.algorithms.local_training import LocalTraining
     from fedgmm.algorithms.mixture import FederatedGMM, MixtureShared
-    from fedgmm.core.learners import SGD, stack
+    from fedgmm.core.learners import stack
     from fedgmm.core.servers import ServerState
+    from fedgmm.core.sgd import SGD
 
     net, learners, shared = start
     m = setting.components

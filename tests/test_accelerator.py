@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from fedgmm import FedGMMClassifier
 from fedgmm.algorithms.local_training import LocalTraining
-from fedgmm.core import kernels, learners, stacked
+from fedgmm.core import kernels, sgd, stacked
 from fedgmm.core.backbones import MobileNetV2
-from fedgmm.core.learners import SGD
 from fedgmm.core.networks import is_statistic
+from fedgmm.core.sgd import SGD
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.inference.saving import load
 from fedgmm.training import ALGORITHMS, train
@@ -216,7 +216,7 @@ def test_recorded_rounds_are_those_that_run_as_they_are(monkeypatch):
     results = []
     for recorded in (True, False):
         if not recorded:
-            monkeypatch.setattr(learners, "recorder_of", lambda _: AsItIs())
+            monkeypatch.setattr(sgd, "recorder_of", lambda _: AsItIs())
         training = LocalTraining(stacked_mobilenet(), SGD(lr=0.01, batch_size=8, momentum=0.9))
         params = training.initial(2, torch.device("cuda"))
         for number in (1, 2, 3, 4):
@@ -246,10 +246,10 @@ def test_a_step_of_a_deep_network_is_that_of_a_cpu():
     moves = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         params = {name: value.to(device, dtype).clone() for name, value in start.items()}
-        plan = learners.plan_batches(
+        plan = sgd.plan_batches(
             offsets.to(device), clients.to(device), [order.to(device)], 64, even=True
         )
-        after = learners.train_local(
+        after = sgd.train_local(
             net,
             params,
             inputs.to(device),

@@ -23,10 +23,10 @@ from fedgmm.core.aggregate import AGGREGATIONS
 from fedgmm.core.checks import check_choice, check_flag, check_integer, check_non_negative
 from fedgmm.core.devices import resolve_device, resolve_dtype
 from fedgmm.core.gaussians import COVARIANCE_TYPES
-from fedgmm.core.learners import SGD
 from fedgmm.core.networks import Dense, ModuleFactory, Network, Params, network
 from fedgmm.core.scaling import Scaling, scaling_of
 from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
+from fedgmm.core.sgd import SGD
 from fedgmm.core.stacked import Stacked
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset

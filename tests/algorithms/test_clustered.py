@@ -11,9 +11,9 @@ import torch
 from fedgmm.algorithms.clustered import ClusteredFL, ClusteredUpdate, bipartition
 from fedgmm.algorithms.local import Fit
 from fedgmm.algorithms.local_training import LocalTraining
-from fedgmm.core.learners import SGD
 from fedgmm.core.networks import Dense
 from fedgmm.core.servers import ServerOptimiser
+from fedgmm.core.sgd import SGD
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.federation.loop import Participation, run_rounds
 from fedgmm.training import train

@@ -18,9 +18,11 @@ from fedgmm.algorithms.fedgmm import LEARNER_STARTS, FedGMM, FedGMMShared
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.algorithms.mixture import FederatedGMM, MixtureShared
 from fedgmm.core.gaussians import gaussians
-from fedgmm.core.learners import SGD, newton_step, newton_sums, stack
+from fedgmm.core.learners import stack
 from fedgmm.core.networks import Dense
+from fedgmm.core.newton import newton_step, newton_sums
 from fedgmm.core.servers import ServerOptimiser, ServerState
+from fedgmm.core.sgd import SGD
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.federation.loop import run_rounds
 from fedgmm.training import ALGORITHMS, train

@@ -8,9 +8,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedgmm.core.backbones import IMAGENET_DEVIATION, IMAGENET_MEAN, MobileNetV2, ResNet18
-from fedgmm.core.learners import SGD, plan_batches, stack, train_local
+from fedgmm.core.learners import stack
 from fedgmm.core.networks import ConvNet, is_statistic, network
 from fedgmm.core.pixels import as_numbers
+from fedgmm.core.sgd import SGD, plan_batches, train_local
 from fedgmm.core.stacked import Stacked
 
 CLIENTS, LEARNERS, ROWS = 2, 2, 6

@@ -11,7 +11,6 @@ from fedgmm.data.images import ImageFileError
 from fedgmm.experiments import comparison, image_study, image_trials
 from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
-from fedgmm.experiments.image_trials import chosen_of
 from fedgmm.experiments.results import TITLES
 from fedgmm.training import train
 from tiny_images import FAST
@@ -53,26 +52,65 @@ def test_the_numbers_are_those_of_a_plain_training(tmp_path, femnist):
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
     federation = prepare_federation(study, 0, femnist).dataset
     for one in outcome.details:
-        tuning = comparison.tune(
-            federation,
-            one["method"],
-            rounds=1,
-            finalists=3,
-            options=study.options(one["method"], 0),
-        )
-        assert one["lr"] == tuning.best
+        options = study.options(one["method"], 0)
+        short = comparison.tune(federation, one["method"], rounds=1, options=options).scores
+        best = sorted(short, key=lambda lr: -short[lr])[:2]
+        whole = {lr: train(federation, options=options, lr=lr) for lr in best}
+        scores = {lr: comparison.validation_score(model) for lr, model in whole.items()}
+        assert one["lr"] == max(best, key=lambda lr: scores[lr])
         file = tmp_path / "out" / "classification-femnist-paper" / f"{one['method']}-tuning.json"
-        scores = json.loads(file.read_text())["scores"]
-        assert list(scores["lr"].values()) == list(tuning.scores.values())
-        options = replace(study.options(one["method"], 0), **chosen_of(one))
-        model = train(federation, options=options)
-        assert outcome.accuracy[one["method"]] == [model.evaluate("test").mean_accuracy]
+        written = json.loads(file.read_text())["scores"]["lr"]
+        assert written["short"] == {f"{lr:.6g}": short[lr] for lr in short}
+        assert written["whole"] == {f"{lr:.6g}": scores[lr] for lr in best}
+        accuracy = whole[one["lr"]].evaluate("test").mean_accuracy
+        assert outcome.accuracy[one["method"]] == [accuracy]
+
+
+def test_independence_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path, femnist):
+    study = ImageStudy(**{**SOME, "methods": ("fedgmm",)})
+    outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    trials = tmp_path / "out" / "classification-femnist-tuned"
+    written = json.loads((trials / "fedgmm-tuning.json").read_text())
+    (one,) = outcome.details
+    assert written["chosen"] == {"lr": one["lr"], "independence": one["independence"]}
+    rates, pulls = written["scores"]["lr"], written["scores"]["independence"]
+    assert pulls["short"] == {}
+    assert set(pulls["whole"]) == {"0", "10000"}
+    assert pulls["whole"]["0"] == max(rates["whole"].values())  # not trained again
+    federation = prepare_federation(study, 0, femnist).dataset
+    options = replace(study.options("fedgmm", 0), lr=one["lr"])
+    for pull, score in pulls["whole"].items():
+        model = train(federation, options=options, independence=float(pull))
+        assert comparison.validation_score(model) == score
+        if float(pull) == one["independence"]:
+            assert outcome.accuracy["fedgmm"] == [model.evaluate("test").mean_accuracy]
+    assert float(max(pulls["whole"], key=lambda pull: pulls["whole"][pull])) == one["independence"]
+
+
+def test_a_method_that_diverges_with_every_rate_says_so(tmp_path, femnist, monkeypatch):
+    monkeypatch.setattr(image_trials, "validation_score", lambda model: -float("inf"))
+    study = ImageStudy(**{**SOME, "methods": ("fedavg",)})
+    with pytest.raises(ValueError, match="FedAvg diverged with"):
+        reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+
+
+def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, monkeypatch):
+    rounds = []
+
+    def watched(*args, **kwargs):
+        return train(*args, on_round=[lambda entry: rounds.append(entry["round"])], **kwargs)
+
+    monkeypatch.setattr(image_trials, "train", watched)
+    study = ImageStudy(**{**SOME, "methods": ("fedavg",)})
+    outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    assert len(rounds) == 2 * study.rounds  # those of the two finalists
+    assert len(outcome.details[0]["curve"]) == study.rounds
 
 
 def test_rates_are_chosen_once_for_all_seeds(tmp_path, femnist, trainings):
     study = ImageStudy(**{**SOME, "seeds": (0, 1), "methods": ("fedavg",)})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    assert len(trainings) == len(study.grid) + 3 + 2
+    assert len(trainings) == len(study.grid) + 2 + 2  # short, whole, and one a seed
     assert len(outcome.accuracy["fedavg"]) == 2
     first, second = outcome.details
     assert first["lr"] == second["lr"]
@@ -107,7 +145,7 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         reproduce_classification(tmp_path / "out", study, data_dir=femnist)
     trials = tmp_path / "out" / "classification-femnist-paper"
-    assert (trials / "fedgmm-0.safetensors").exists()
+    assert list(trials.glob("fedgmm-lr-*.safetensors"))  # the first finalist
     assert not (trials / "fedgmm-0.json").exists()
     rounds = []
 
@@ -116,7 +154,7 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
 
     monkeypatch.setattr(image_trials, "train", watched)
     resumed = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    assert rounds == [2]
+    assert rounds == [2, 1, 2]  # the first finalist goes on, then the second
     assert resumed.accuracy == whole.accuracy
 
 

@@ -69,36 +69,6 @@ def test_options_reach_the_trials(rng):
     assert found.scores[0.1] == -expected.evaluate("validation").mean_log_loss
 
 
-def trial_lengths(monkeypatch):
-    """The value and the rounds of every training that is to come."""
-    lengths = []
-    plain = comparison.train
-
-    def watched(*args, **changes):
-        lengths.append((changes["lr"], changes["options"].rounds))
-        return plain(*args, **changes)
-
-    monkeypatch.setattr(comparison, "train", watched)
-    return lengths
-
-
-def test_the_best_run_again_three_times_as_long(rng, monkeypatch):
-    trials = trial_lengths(monkeypatch)
-    found = tune(easy(rng), "fedavg", grid=(1e-4, 1e-2, 0.5), rounds=2, finalists=2)
-    assert trials == [(1e-4, 2), (1e-2, 2), (0.5, 2), (0.5, 6), (1e-2, 6)]
-    assert found.best == 0.5
-
-
-def test_a_short_grid_goes_to_the_final_at_once_and_what_is_known_is_not_run(rng, monkeypatch):
-    data, trials = easy(rng), trial_lengths(monkeypatch)
-    found = tune(data, "fedavg", grid=(1e-2, 0.5, 0.1), rounds=2, finalists=3, known={0.1: 0.0})
-    assert trials == [(1e-2, 6), (0.5, 6)]
-    assert found.best == 0.1
-    assert found.scores[0.1] == 0.0
-    model = train(data, "fedavg", lr=0.5, rounds=6)
-    assert found.scores[0.5] == -model.evaluate("validation").mean_log_loss
-
-
 def test_a_trial_warms_up_for_as_long_in_proportion(rng, monkeypatch):
     seen = []
     plain = comparison.train
@@ -109,9 +79,8 @@ def test_a_trial_warms_up_for_as_long_in_proportion(rng, monkeypatch):
 
     monkeypatch.setattr(comparison, "train", watched)
     options = TrainingOptions(algorithm="fedem", rounds=40, warmup=20, solver="sgd", learners=2)
-    tune(easy(rng), "fedem", grid=(0.1, 0.01), rounds=4, finalists=1, options=options)
-    tune(easy(rng), "fedem", grid=(0.1, 0.01), rounds=2, finalists=2, options=options)
-    assert seen == [(2, 4)] * 2 + [(3, 6)] * 2
+    tune(easy(rng), "fedem", grid=(0.1, 0.01), rounds=4, options=options)
+    assert seen == [(2, 4)] * 2
 
 
 # ---------------------------------------------------------------------- comparison

@@ -10,8 +10,8 @@ from fedgmm.algorithms.base import DivergedError
 from fedgmm.algorithms.fedgmm import FedGMM
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.algorithms.mixture import FederatedGMM
-from fedgmm.core.learners import SGD
 from fedgmm.core.networks import Dense
+from fedgmm.core.sgd import SGD
 from fedgmm.federation.loop import Participation, run_rounds
 from fedgmm.training import ALGORITHMS, train
 from supervised import federation

@@ -25,16 +25,11 @@ from fedgmm.algorithms.mixture import FederatedGMM, MixtureShared, MixtureUpdate
 from fedgmm.core.aggregate import aggregate_weights
 from fedgmm.core.estep import responsibilities
 from fedgmm.core.gaussians import log_densities
-from fedgmm.core.learners import (
-    NewtonSums,
-    add_params,
-    log_likelihoods,
-    newton_step,
-    newton_sums,
-)
+from fedgmm.core.learners import add_params, log_likelihoods
 from fedgmm.core.linalg import take
 from fedgmm.core.mstep import client_weights, towards_independence
 from fedgmm.core.networks import Dense, Params, is_statistic
+from fedgmm.core.newton import NewtonSums, newton_step, newton_sums
 from fedgmm.core.pixels import as_numbers
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate

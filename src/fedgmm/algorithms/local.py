@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction, RoundInfo
 from fedgmm.algorithms.local_training import LocalTraining
-from fedgmm.core.learners import expand_clients, log_likelihoods, plan_batches, take_clients
+from fedgmm.core.learners import expand_clients, log_likelihoods, take_clients
 from fedgmm.core.networks import Params
 from fedgmm.core.pixels import as_numbers
+from fedgmm.core.sgd import plan_batches
 from fedgmm.data.dataset import LabelledRows
 
 _ROWS_AT_ONCE = 512

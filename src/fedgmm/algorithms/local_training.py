@@ -13,18 +13,15 @@ from torch import Tensor
 from fedgmm.algorithms.base import DivergedError
 from fedgmm.core.devices import accelerator_memory
 from fedgmm.core.learners import (
-    SGD,
-    BatchPlan,
     add_params,
     expand_clients,
     flatten,
-    plan_batches,
     stack,
     take_clients,
-    train_local,
     weighted_sum,
 )
 from fedgmm.core.networks import Dense, Network, Params
+from fedgmm.core.sgd import SGD, BatchPlan, plan_batches, train_local
 from fedgmm.core.stacked import Stacked
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
@@ -106,7 +103,9 @@ class LocalTraining:
     ) -> BatchPlan:
         """The batches of some clients: even ones where a batch's own statistics matter."""
         even = isinstance(self.net, Stacked)
-        return plan_batches(rows.offsets, clients, orders, options.batch_size, even)
+        return plan_batches(
+            rows.offsets, clients, orders, options.batch_size, even, options.augment
+        )
 
     def _in_lanes(self, rows: LabelledRows) -> bool:
         """Small networks train group by group, one thread each; large ones use all threads at once."""

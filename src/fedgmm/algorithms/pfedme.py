@@ -11,14 +11,10 @@ from torch import Tensor
 from fedgmm.algorithms.base import Prediction, RoundInfo
 from fedgmm.algorithms.local import Fit, combined_fit, fit_of_own_learners
 from fedgmm.algorithms.local_training import LocalTraining, check_finite
-from fedgmm.core.learners import (
-    add_params,
-    expand_clients,
-    train_moreau,
-    weighted_sum,
-)
+from fedgmm.core.learners import add_params, expand_clients, weighted_sum
 from fedgmm.core.networks import Params
 from fedgmm.core.servers import ServerOptimiser, ServerState
+from fedgmm.core.sgd import train_moreau
 from fedgmm.data.dataset import LabelledRows
 
 

@@ -282,6 +282,8 @@ def _write_codes(file: Path, codes: Features) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, save({"codes": codes, "sha256": checksum}))
     except OSError as error:
+        if file.is_file():  # another program wrote the same at the same time
+            return
         warnings.warn(
             f"The encoded images could not be kept in {file.parent} ({error}); they will be encoded "
             "again next time.",

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from fedgmm.data.dataset import FederatedDataset
@@ -103,8 +102,6 @@ def tune(
     option: str = "lr",
     grid: Sequence[float] = PAPER_GRID,
     rounds: int = 10,
-    finalists: int = 1,
-    known: Mapping[float, float] | None = None,
     options: TrainingOptions | None = None,
     **changes: Any,
 ) -> Tuning:
@@ -118,25 +115,15 @@ def tune(
         option: what is chosen.
         grid: its values.
         rounds: of a short run with each of them.
-        finalists: so many of the best run again, three times as long, if there is more than one: what
-            is fastest in the first rounds need not be so later. A grid that is no longer than that
-            goes to the final at once.
-        known: scores of finals that were run before.
         options: the others.
         **changes: laid over ``options``.
     """
-    score = partial(_scores, dataset, algorithm, option, options=options, changes=changes)
-    scores = {} if 1 < len(grid) <= finalists else score(grid, rounds)
-    best = sorted(grid, key=lambda value: -scores.get(value, 0.0))[:finalists]
-    if len(best) > 1:
-        known = known or {}
-        scores |= score([value for value in best if value not in known], 3 * rounds)
-        scores |= {value: known[value] for value in best if value in known}
-    if not any(math.isfinite(scores[value]) for value in best):
+    scores = _scores(dataset, algorithm, option, grid, rounds, options, changes)
+    if not any(map(math.isfinite, scores.values())):
         raise ValueError(
             f"{algorithm} diverged with every {option} of the grid {tuple(grid)}; try smaller ones."
         )
-    return Tuning(max(best, key=lambda value: scores[value]), scores)
+    return Tuning(max(scores, key=lambda value: scores[value]), scores)
 
 
 def _scores(
@@ -145,7 +132,6 @@ def _scores(
     option: str,
     values: Sequence[float],
     rounds: int,
-    *,
     options: TrainingOptions | None,
     changes: Mapping[str, Any],
 ) -> dict[float, float]:
@@ -162,9 +148,14 @@ def _scores(
             changed: dict[str, Any] = {option: value}
             run = train(dataset, algorithm, options=short, **changed)
         pass_on_interrupt(run)
-        score = -float("inf") if run.stopped else -run.evaluate("validation").mean_log_loss
-        scores[value] = -float("inf") if math.isnan(score) else score
+        scores[value] = validation_score(run)
     return scores
+
+
+def validation_score(model: FederatedModel) -> float:
+    """Mean log-likelihood of validation labels; minus infinity where training diverged."""
+    score = -float("inf") if model.stopped else -model.evaluate("validation").mean_log_loss
+    return -float("inf") if math.isnan(score) else score
 
 
 def compare(

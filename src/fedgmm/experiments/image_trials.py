@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache as once
 from functools import partial
@@ -18,18 +19,18 @@ import torch
 
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.encoder import Features
-from fedgmm.experiments.comparison import Tell, pass_on_interrupt, tune
+from fedgmm.experiments.comparison import Tell, pass_on_interrupt, tune, validation_score
 from fedgmm.experiments.image_study import ImageStudy, StudyT
 from fedgmm.experiments.results import TITLES
 from fedgmm.federation.checkpoint import Checkpoint
 from fedgmm.files import write_atomically
 from fedgmm.inference.model import FederatedModel
-from fedgmm.training import TrainingOptions, train
+from fedgmm.training import DivergenceWarning, TrainingOptions, train
 
 _MAY_GROW = ("methods", "seeds", "device")
 _ROUNDS_A_CHECKPOINT = 25
 _WATCHED_ROUNDS = 5
-_FINALISTS = 3
+_FINALISTS = 2
 
 
 class Federation(Protocol):
@@ -177,38 +178,91 @@ def chosen_options(
     federation: Callable[[], Federation],
     tell: Tell,
 ) -> dict[str, Any]:
-    """What short runs on the first seed choose, by the validation log-likelihood.
+    """What trainings on the first seed choose, by the validation log-likelihood.
 
     The learning rate of every method; and of FedGMM, at that rate, how far learners are independent of
-    Gaussians.
+    Gaussians. Short runs rank a long grid; the best of it are trained in full, since what is fastest in
+    the first rounds need not be best in the end. The training that wins is that of the first seed.
     """
 
     def run() -> dict[str, Any]:
-        options = study.options(method, study.seeds[0])
-        chosen: dict[str, Any] = {}
+        first = study.seeds[0]
+        dataset = federation().dataset
+        options = study.options(method, first)
+        best = Trial(trials, "", study, method, first, {})
+        best_score = -math.inf
         scores: dict[str, Any] = {}
-        best = math.nan  # score of what is chosen so far
         for option, grid in study.grids(method).items():
             tell(f"{TITLES[method]}: choosing {option}")
-            found = tune(
-                federation().dataset,
-                method,
-                option=option,
-                grid=grid,
-                rounds=study.tuning_rounds,
-                finalists=_FINALISTS,
-                known={getattr(options, option): best} if chosen else None,
-                options=replace(options, **chosen),
-            )
-            chosen[option], best = found.best, found.scores[found.best]
-            scores[option] = {
-                f"{value:.6g}": score if math.isfinite(score) else None
-                for value, score in found.scores.items()
+            ranked = _ranked(dataset, best, option, grid, study.tuning_rounds)
+            known = {getattr(options, option): best} if best.chosen else {}
+            finals = {}
+            for value in list(ranked)[:_FINALISTS]:
+                chosen = {**best.chosen, option: value}
+                name = f"{method}-{option}-{value:.3g}"
+                finals[value] = replace(known.get(value, replace(best, name=name)), chosen=chosen)
+            outcome = {
+                value: best_score if value in known else _final_score(trial, dataset)
+                for value, trial in finals.items()
             }
-        return {"chosen": chosen, "scores": scores}
+            winner = max(outcome, key=lambda value: outcome[value])
+            best, best_score = finals[winner], outcome[winner]
+            _forget(trial for value, trial in finals.items() if value != winner)
+            scores[option] = {"short": _printed(ranked), "whole": _printed(outcome)}
+        if not math.isfinite(best_score):
+            raise ValueError(f"{TITLES[method]} diverged with {best.chosen}; try smaller rates.")
+        _hand_on(best)
+        return {"chosen": best.chosen, "scores": scores}
 
     chosen: dict[str, Any] = recorded(trials, f"{method}-tuning", run)["chosen"]
     return chosen
+
+
+def _ranked(
+    dataset: FederatedDataset,
+    trial: Trial[ImageStudy],
+    option: str,
+    grid: Sequence[float],
+    rounds: int,
+) -> dict[float, float]:
+    """The values of an option with their scores in short runs, best first; a few need none."""
+    if len(grid) <= _FINALISTS:
+        return dict.fromkeys(grid, math.nan)
+    found = tune(
+        dataset, trial.method, option=option, grid=grid, rounds=rounds, options=trial.options
+    )
+    return dict(sorted(found.scores.items(), key=lambda item: -item[1]))
+
+
+def _final_score(trial: Trial[ImageStudy], dataset: FederatedDataset) -> float:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DivergenceWarning)
+        return validation_score(trained(trial, dataset))
+
+
+def _forget(trials: Iterable[Trial[ImageStudy]]) -> None:
+    """Remove the checkpoints of trainings that lost."""
+    for trial in trials:
+        _checkpoint(trial.folder, trial.name).unlink(missing_ok=True)
+
+
+def _hand_on(trial: Trial[ImageStudy]) -> None:
+    """Make the checkpoint of a training that won that of the study's own trial: it is the same."""
+    for variant in trial.study.variants(trial.method):
+        if variant.study == trial.study:
+            own = _checkpoint(trial.folder, f"{variant.name}-{trial.seed}")
+            _checkpoint(trial.folder, trial.name).replace(own)
+            return
+    _forget([trial])
+
+
+def _printed(scores: Mapping[float, float]) -> dict[str, float | None]:
+    """For JSON, which knows no infinity; what was not run is left out."""
+    return {
+        f"{value:.6g}": score if math.isfinite(score) else None
+        for value, score in scores.items()
+        if not math.isnan(score)
+    }
 
 
 def chosen_of(record: Mapping[str, Any]) -> dict[str, Any]:

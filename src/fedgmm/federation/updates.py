@@ -22,8 +22,8 @@ from fedgmm.algorithms.local import Fit
 from fedgmm.algorithms.mixture import MixtureUpdate
 from fedgmm.algorithms.pfedme import PFedMe, PFedMeUpdate
 from fedgmm.core.gaussians import CovarianceType, Moments
-from fedgmm.core.learners import NewtonSums
 from fedgmm.core.networks import Dense, Params
+from fedgmm.core.newton import NewtonSums
 from fedgmm.federation.checkpoint import AnyMethod
 from fedgmm.federation.settings import WirePrecision
 from fedgmm.federation.wire import (

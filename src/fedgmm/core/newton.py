@@ -1,0 +1,116 @@
+"""Exact steps of linear learners: Newton's, from sums over rows and over clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.linalg import matmul, solve
+from fedgmm.core.networks import Dense, Params
+
+_SMALLEST_RIDGE = 1e-9
+
+
+@dataclass(frozen=True)
+class NewtonSums:
+    """Gradient and Hessian of the weighted cross-entropy of ``M`` linear learners.
+
+    Both are sums over rows and over clients. Coordinates are contrasts of the classes: logits are
+    ``contrasts(K) @ β``, so two classes need one coordinate and none is redundant.
+
+    Attributes:
+        gradient: ``(M, (K-1)·p)`` with ``p = columns + 1``.
+        hessian: ``(M, (K-1)·p, (K-1)·p)``.
+        second: ``Σ_i w_i(m) x_i x_iᵀ``, ``(M, p, p)``; tells how far a step moves the logits.
+        weight: ``Σ_i w_i(m)``, ``(M,)``.
+    """
+
+    gradient: Tensor
+    hessian: Tensor
+    second: Tensor
+    weight: Tensor
+
+
+def contrasts(classes: int) -> Tensor:
+    """An orthonormal basis ``(K, K-1)`` of the logits that sum to zero."""
+    helmert: Tensor = torch.zeros(classes, classes - 1, dtype=torch.float64)
+    for k in range(1, classes):
+        helmert[:k, k - 1] = 1.0
+        helmert[k, k - 1] = -float(k)
+    lengths: Tensor = torch.linalg.vector_norm(helmert, dim=0)
+    return helmert / lengths
+
+
+def newton_sums(
+    net: Dense, params: Params, inputs: Tensor, labels: Tensor, weights: Tensor
+) -> NewtonSums:
+    """Gradient and Hessian of ``Σ_i w_i(m) CE_i(θ_m)`` on a block of rows.
+
+    Args:
+        net: a linear network.
+        params: ``(M, ...)``.
+        inputs: ``(n, d)``.
+        labels: ``(n,)``.
+        weights: ``w_i(m)``, ``(n, M)``.
+    """
+    x = inputs.flatten(1).double()
+    x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype, device=x.device)], dim=1)
+    basis = contrasts(net.classes).to(x.device)
+    probabilities = torch.softmax(net.logits(params, inputs).double(), dim=-1)
+    truth = torch.nn.functional.one_hot(labels, net.classes).double()
+    w = weights.double()
+    # ∂CE/∂β = Bᵀ (p - y) xᵀ
+    error = (probabilities - truth[:, None]) @ basis * w[..., None]
+    gradient = error.flatten(1).mT @ x
+    # ∂²CE/∂β² = Bᵀ (diag p - p pᵀ) B ⊗ x xᵀ
+    pb = probabilities @ basis
+    curvature = torch.einsum("kr,nmk,ks->nmrs", basis, probabilities, basis)
+    curvature = (curvature - pb[..., :, None] * pb[..., None, :]) * w[..., None, None]
+    n, m, r, _ = curvature.shape
+    p = x.shape[1]
+
+    def gram(row_weights: Tensor) -> Tensor:
+        """``Σ_i v_i(m) x_i x_iᵀ``, ``(M, p, p)``, as one product for all learners."""
+        scaled = (row_weights.mT[:, None] * x.mT).reshape(m * p, n)
+        return matmul(scaled, x).reshape(m, p, p)
+
+    hessian = torch.empty(m, r, p, r, p, dtype=x.dtype, device=x.device)
+    for a in range(r):
+        for b in range(a, r):
+            block = gram(curvature[:, :, a, b])
+            hessian[:, a, :, b] = block
+            hessian[:, b, :, a] = block.mT
+    flat = (m, r * p, r * p)
+    return NewtonSums(gradient.reshape(flat[:2]), hessian.reshape(flat), gram(w), w.sum(0))
+
+
+def newton_step(net: Dense, params: Params, sums: NewtonSums, ridge: float) -> Params:
+    """A damped Newton step, ``β ← β - τ (H + ridge·I)⁻¹ (g + ridge·β)``, for every learner with weight.
+
+    Logistic loss is self-concordant in the logits: with ``δ`` the root mean square change of the
+    logits that a full step would make, ``τ = log(1 + δ) / δ`` keeps it from overshooting where the
+    curvature has died away, and tends to one as the steps get small.
+
+    The bias is not penalised beyond what keeps the system solvable: a column without spread, or a
+    learner that no row belongs to, has no curvature of its own.
+    """
+    weight, bias = params["0.weight"].double(), params["0.bias"].double()
+    m, k, d = weight.shape
+    basis = contrasts(k).to(weight.device)
+    beta = (basis.mT @ torch.cat([weight, bias[..., None]], dim=-1)).reshape(m, -1)
+    penalty = torch.full((k - 1, d + 1), ridge, dtype=torch.float64, device=weight.device)
+    penalty[:, -1] = min(ridge, 1e-3)
+    penalty = penalty.reshape(-1).clamp_min(_SMALLEST_RIDGE)
+    system = sums.hessian + torch.diag(penalty)
+    direction = solve(system, sums.gradient + penalty * beta)
+    moves = direction.reshape(m, k - 1, d + 1)
+    squares = torch.einsum("mrp,mpq,mrq->m", moves, sums.second, moves).clamp_min(0.0)
+    change = (squares / sums.weight.clamp_min(1e-9)).sqrt().clamp_min(1e-12)
+    damping = (torch.log1p(change) / change)[:, None]
+    alive = (sums.weight > 1e-9)[:, None] & torch.isfinite(direction).all(-1, keepdim=True)
+    beta = torch.where(alive, beta - damping * direction, beta)
+    logits = basis @ beta.reshape(m, k - 1, d + 1)
+    dtype = params["0.weight"].dtype
+    return {"0.weight": logits[..., :d].to(dtype), "0.bias": logits[..., d].to(dtype)}

@@ -1,0 +1,174 @@
+"""Exact steps of linear learners against autograd and scikit-learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from small_learners import drawn, rows
+from torch.nn.functional import cross_entropy
+
+from fedgmm.core.learners import log_likelihoods
+from fedgmm.core.networks import Dense
+from fedgmm.core.newton import contrasts, newton_step, newton_sums
+
+
+def weighted_loss(beta, x, y, w, classes):
+    """``Σ w CE`` of a linear learner whose logits are ``contrasts @ β``."""
+    logits = (
+        torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+        @ (contrasts(classes) @ beta.reshape(classes - 1, -1)).mT
+    )
+    return (w * cross_entropy(logits, y, reduction="none")).sum()
+
+
+def beta_of(params, m):
+    both = torch.cat([params["0.weight"][m], params["0.bias"][m][:, None]], 1)
+    return (contrasts(both.shape[0]).mT @ both).reshape(-1)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_contrasts_are_orthonormal_and_sum_to_zero(classes):
+    basis = contrasts(classes)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(classes - 1, dtype=basis.dtype))
+    torch.testing.assert_close(basis.sum(0), torch.zeros(classes - 1, dtype=basis.dtype))
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_newton_sums_are_what_autograd_finds(rng, classes):
+    net = Dense(3, classes)
+    params = drawn(net, 2)
+    x, y, w, _ = rows(rng, classes=classes)
+    sums = newton_sums(net, params, x, y, w)
+    for m in range(2):
+        beta = beta_of(params, m)
+
+        def loss(b, m=m):
+            return weighted_loss(b, x, y, w[:, m], classes)
+
+        gradient = torch.func.grad(loss)(beta)
+        hessian = torch.func.hessian(loss)(beta)
+        torch.testing.assert_close(sums.gradient[m], gradient, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(sums.hessian[m], hessian, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(sums.weight, w.sum(0))
+
+
+def test_newton_sums_add_up_over_clients(rng):
+    net = Dense(3, 3)
+    params = drawn(net, 2)
+    x, y, w, offsets = rows(rng, classes=3)
+    whole = newton_sums(net, params, x, y, w)
+    parts = [
+        newton_sums(net, params, x[a:b], y[a:b], w[a:b])
+        for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    ]
+    for name in ("gradient", "hessian", "second", "weight"):
+        total = sum(getattr(part, name) for part in parts)
+        torch.testing.assert_close(total, getattr(whole, name), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_newton_steps_end_where_scikit_learn_ends(rng, classes):
+    net, ridge = Dense(3, classes), 0.7
+    x, y, w, _ = rows(rng, sizes=(80, 60), classes=classes)
+    x = x + torch.tensor([1.0, 0.0, 0.0])
+    y = (x @ torch.from_numpy(rng.normal(size=(3, classes)))).argmax(1) * (
+        torch.from_numpy(rng.random(140)) < 0.8
+    )
+    params = drawn(net, 2)
+    for _ in range(30):
+        params = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+    actual = torch.log_softmax(net.logits(params, x), -1)
+    for m in range(2):
+        # two classes: β is the contrast z₁ - z₀ over √2, and scikit-learn penalises z₁ - z₀ itself
+        strength = 2.0 / ridge if classes == 2 else 1.0 / ridge
+        peer = LogisticRegression(C=strength, tol=1e-10, max_iter=10_000)
+        peer.fit(x.numpy(), y.numpy(), sample_weight=w[:, m].numpy())
+        # its bias is free, ours is held by 1e-3
+        np.testing.assert_allclose(
+            actual[:, m].numpy(), peer.predict_log_proba(x.numpy()), atol=2e-3
+        )
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_newton_steps_end_at_the_penalised_optimum(rng, classes):
+    net, ridge = Dense(3, classes), 0.7
+    x, y, w, _ = rows(rng, classes=classes)
+    params = drawn(net, 2)
+    for _ in range(30):
+        params = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+    penalty = torch.full((classes - 1, 4), ridge, dtype=torch.float64)
+    penalty[:, -1] = 1e-3
+
+    for m in range(2):
+        found = beta_of(params, m).clone().requires_grad_()
+        value = weighted_loss(found, x, y, w[:, m], classes)
+        value = value + 0.5 * (penalty.reshape(-1) * found.square()).sum()
+        (gradient,) = torch.autograd.grad(value, found)
+        assert float(gradient.abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_step_is_damped_by_how_far_it_would_move_the_logits(rng, classes):
+    net, ridge = Dense(3, classes), 0.7
+    x, y, w, _ = rows(rng, classes=classes)
+    params = drawn(net, 2)
+    moved = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+    penalty = torch.full((classes - 1, 4), ridge, dtype=torch.float64)
+    penalty[:, -1] = 1e-3
+    penalty = penalty.reshape(-1)
+    for m in range(2):
+        beta = beta_of(params, m)
+
+        def loss(b, m=m):
+            ridge_term = 0.5 * (penalty * b.square()).sum()
+            return weighted_loss(b, x, y, w[:, m], classes) + ridge_term
+
+        full = torch.linalg.solve(torch.func.hessian(loss)(beta), torch.func.grad(loss)(beta))
+        ones = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+        change = (ones @ full.reshape(classes - 1, -1).mT).square().sum(1)  # of the logits, squared
+        delta = ((w[:, m] * change).sum() / w[:, m].sum()).sqrt()
+        expected = beta - torch.log1p(delta) / delta * full
+        torch.testing.assert_close(beta_of(moved, m), expected, atol=1e-10, rtol=0)
+
+
+def test_newton_steps_come_back_from_far_away(rng):
+    """Learners that are sure of the wrong answer have next to no curvature: full steps explode."""
+    net, ridge = Dense(3, 2), 1.0
+    x, _, w, _ = rows(rng, sizes=(200,))
+    y = (x[:, 0] + 0.5 * torch.from_numpy(rng.normal(size=200)) > 0).long()
+    params = drawn(net, 2)
+    params["0.weight"][:, 1, 0] = -30.0
+    far = params
+    for _ in range(60):
+        params = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+    near = drawn(net, 2)
+    for _ in range(60):
+        near = newton_step(net, near, newton_sums(net, near, x, y, w), ridge)
+    before, after = (
+        -(w * log_likelihoods(net, own, x, y)).sum(0) / w.sum(0) for own in (far, params)
+    )
+    assert (before > 5).all()
+    assert (after < 0.5).all()
+    torch.testing.assert_close(log_odds(params)["0.weight"], log_odds(near)["0.weight"])
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1.0])
+def test_an_exact_step_survives_what_has_no_curvature(rng, ridge):
+    """A constant column, and a learner without rows, which stays where it is."""
+    net = Dense(3, 2)
+    x, y, w, _ = rows(rng)
+    x[:, 1] = 0.0
+    w[:, 0] = 0.0
+    params = drawn(net, 2)
+    moved = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+    before, after = log_odds(params), log_odds(moved)  # what logits have in common means nothing
+    for name in params:
+        torch.testing.assert_close(after[name][0], before[name][0])
+        assert torch.isfinite(moved[name]).all()
+        assert not torch.equal(after[name][1], before[name][1])
+
+
+def log_odds(params):
+    return {name: value[:, 1] - value[:, 0] for name, value in params.items()}
