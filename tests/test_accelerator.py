@@ -14,7 +14,9 @@ from fedgmm import FedGMMClassifier
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.core import kernels, sgd, stacked
 from fedgmm.core.backbones import MobileNetV2
+from fedgmm.core.learners import log_likelihoods
 from fedgmm.core.networks import is_statistic
+from fedgmm.core.pixels import as_numbers
 from fedgmm.core.sgd import SGD
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.inference.saving import load
@@ -104,6 +106,8 @@ def test_selected_clients_and_the_estimator():
 
 
 # ---------------------------------------------------------------------- kernels and recordings
+
+DEVICE = torch.device("cuda")
 
 
 def far(found, expected):
@@ -267,15 +271,46 @@ def test_a_step_of_a_deep_network_is_that_of_a_cpu():
         assert far(found, expected) < bound
 
 
-def test_augmented_training_with_dropout_learns_in_recorded_rounds():
+class Small(torch.nn.Module):
+    """Tells bright pictures from dark ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU6(),
+            torch.nn.Dropout(0.2),
+        )
+        self.classifier = torch.nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+def test_recorded_rounds_crop_and_drop_anew_and_learn():
     rng = np.random.default_rng(0)
     labels = np.arange(60) % 2
-    pictures = rng.integers(0, 100, size=(60, 3, 32, 32)).astype(np.uint8)
+    pictures = rng.integers(0, 100, size=(60, 3, 8, 8)).astype(np.uint8)
     pictures[labels == 1] += 120
     data = FederatedDataset.from_arrays(
-        pictures, labels, np.arange(60) % 2, features=rng.normal(size=(60, 2))
+        pictures, labels, np.arange(60) // 30, features=rng.normal(size=(60, 2))
     )
-    options = {"learner": "mobilenet", "augment": True, "rounds": 12, "lr": 0.05, "tol": None}
-    model = train(data, "fedavg", device="cuda", precision="mixed", batch_size=16, **options)
-    assert model.history[-1]["log_likelihood"] > model.history[1]["log_likelihood"]
-    assert np.isfinite(model.evaluate().log_loss).all()
+    rows = data.train.to(DEVICE)
+    net = stacked.Stacked(Small, (3, 8, 8), 2)
+    training = LocalTraining(net, SGD(lr=0.5, batch_size=16, augment=True))
+    counts = torch.ones(2, 1, dtype=torch.float64, device=DEVICE)
+
+    def after(params, number):
+        sums = training.train_shared(params, rows, None, counts, number)
+        return {name: (value / 2).float() for name, value in sums.items()}
+
+    params = training.initial(1, DEVICE)
+    for number in range(1, 25):
+        params = after(params, number)
+    inputs = as_numbers(rows.inputs, torch.float32)
+    assert log_likelihoods(net, params, inputs, rows.labels).mean() > -0.3
+    same, again, other = (after(params, number) for number in (30, 30, 31))
+    weight = "classifier.weight"
+    torch.testing.assert_close(same[weight], again[weight])
+    assert not torch.allclose(same[weight], other[weight], atol=1e-4)
