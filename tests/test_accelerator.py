@@ -149,33 +149,29 @@ def test_kernel_of_filters_of_single_channels(shape, stride):
 
 
 @pytest.mark.parametrize("ceiling", [kernels.NO_ACTIVATION, kernels.RELU, kernels.RELU6])
-@pytest.mark.parametrize("masked", [False, True])
-def test_kernel_of_normalisation(ceiling, masked):
-    mask = torch.rand(3, 6, generator=torch.Generator().manual_seed(0)).cuda() < 0.6
-    mask[:, 0] = True
-    mask = mask if masked else None
+@pytest.mark.parametrize("padded", [False, True])
+def test_kernel_of_normalisation(ceiling, padded):
+    counts = torch.tensor([1, 6, 4], device="cuda") if padded else None
+    there = 1.0
+    if counts is not None:
+        there = (torch.arange(6, device="cuda") < counts[:, None])[:, None, :, None, None]
     given = 3 * normal(3, 4, 6, 5, 5) + 1, normal(3, 4).abs() * 3, normal(3, 4)
     chosen = None if ceiling < 0 else ceiling
 
     def plain(images, weight, bias):
-        out, _ = stacked._by_own_statistics(images, mask, weight, bias, 1e-5)
-        return stacked._activated(out, chosen) * (
-            1 if mask is None else mask[:, None, :, None, None]
-        )
+        out, _ = stacked._by_own_statistics(images, counts, weight, bias, 1e-5)
+        return stacked._activated(out, chosen) * there
 
     running = kernels.BatchStatistics(normal(3, 4), normal(3, 4).abs())
     found = gradients(
-        lambda x, w, b: (
-            kernels.normalised(x, w, b, mask, running, 0.1, 1e-5, ceiling)[0]
-            * (1 if mask is None else mask[:, None, :, None, None])
-        ),
+        lambda x, w, b: kernels.normalised(x, w, b, counts, running, 0.1, 1e-5, ceiling)[0],
         *given,
     )
     expected = gradients(plain, *(value.double() for value in given))
     assert max(map(far, found, expected)) < 1e-5
-    _, moved = kernels.normalised(*given, mask, running, 0.1, 1e-5, ceiling)
-    _, own = stacked._by_own_statistics(given[0], mask, *given[1:], 1e-5)
-    after = stacked._moved(running, own, stacked._unbiased(given[0], mask), 0.1)
+    _, moved = kernels.normalised(*given, counts, running, 0.1, 1e-5, ceiling)
+    _, own = stacked._by_own_statistics(given[0], counts, *given[1:], 1e-5)
+    after = stacked._moved(running, own, stacked._unbiased(given[0], counts), 0.1)
     assert max(map(far, moved, after)) < 1e-5
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDTHS = (16, 32, 64, 128)  # channels that fit a tile of a product
 _TILE = 1024
+_TILE_OF_TAPS = 512  # four pixels a thread: more would spread a warp's single reads over more lines
 _PIXELS_A_PRODUCT = 128
 NO_ACTIVATION, RELU, RELU6 = -1.0, 0.0, 6.0
 """What follows a normalisation, named by its ceiling."""
@@ -56,7 +57,7 @@ class _Depthwise(torch.autograd.Function):
         shape = ((height - 1) // stride + 1, (width - 1) // stride + 1)
         out = images.new_empty(groups, channels, rows, *shape)
         pixels = rows * shape[0] * shape[1]
-        tile = _tile(pixels)
+        tile = _tile(pixels, _TILE_OF_TAPS)
         kernels.depthwise[(groups * channels, -(-pixels // tile))](
             images, weight, out, pixels, height, width, *shape, stride, tile
         )
@@ -76,7 +77,7 @@ class _Depthwise(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             own_images = torch.empty_like(images)
             pixels = rows * height * width
-            tile = _tile(pixels)
+            tile = _tile(pixels, _TILE_OF_TAPS)
             kernels.depthwise_images[(groups * channels, -(-pixels // tile))](
                 gradient, weight, own_images, pixels, *sizes, tile
             )
@@ -84,7 +85,7 @@ class _Depthwise(torch.autograd.Function):
             own_weight = torch.empty_like(weight)
             pixels = rows * gradient.shape[-2] * gradient.shape[-1]
             kernels.depthwise_weights[(groups * channels,)](
-                images, gradient, own_weight, pixels, *sizes, _tile(pixels, 128)
+                images, gradient, own_weight, pixels, *sizes, _tile(pixels, _TILE_OF_TAPS)
             )
         return own_images, own_weight, None
 
@@ -121,7 +122,7 @@ class _Normalised(torch.autograd.Function):
         images: Tensor,
         weight: Tensor,
         bias: Tensor,
-        mask: Tensor | None,
+        counts: Tensor | None,
         running: BatchStatistics,
         momentum: float,
         eps: float,
@@ -135,10 +136,10 @@ class _Normalised(torch.autograd.Function):
         out = torch.empty_like(images)
         old = [value.float().contiguous() for value in running]
         mean, variance, new_mean, new_variance = (torch.empty_like(old[0]) for _ in range(4))
-        there = weight if mask is None else mask.to(torch.uint8).contiguous()
+        there = weight if counts is None else counts.to(torch.int32).contiguous()
         pixels = rows * place
-        options = (mask is not None, ceiling, place, _tile(pixels))
-        sizes = (pixels, channels, rows, eps)
+        options = (counts is not None, ceiling, place, _tile(pixels))
+        sizes = (pixels, channels, eps)
         kernels.normalise[(groups * channels,)](
             images, there, weight, bias, *old,
             out, mean, variance, new_mean, new_variance, *sizes, momentum, *options,
@@ -168,7 +169,7 @@ def normalised(
     images: Tensor,
     weight: Tensor,
     bias: Tensor,
-    mask: Tensor | None,
+    counts: Tensor | None,
     running: BatchStatistics,
     momentum: float,
     eps: float,
@@ -180,7 +181,7 @@ def normalised(
         images: ``(G, c, n, h, w)``.
         weight: ``(G, c)``.
         bias: ``(G, c)``.
-        mask: which rows are there, ``(G, n)``; ``None`` means all.
+        counts: how many rows are there, ``(G,)``, and they come first; ``None`` means all.
         running: statistics of earlier batches.
         momentum: how far they move towards those of this one.
         eps: added to variances.
@@ -190,7 +191,7 @@ def normalised(
         The images, and the running statistics after them, in float32.
     """
     out, mean, variance = _Normalised.apply(  # type: ignore[no-untyped-call]
-        images, weight, bias, mask, running, momentum, eps, ceiling
+        images, weight, bias, counts, running, momentum, eps, ceiling
     )
     return out, BatchStatistics(mean, variance)
 

@@ -51,7 +51,7 @@ class Step:
 
     Attributes:
         rows: row numbers, ``(A, B)``.
-        mask: one for a row, zero for padding, ``(A, B)``.
+        mask: one for a row, zero for padding, which comes last, ``(A, B)``.
         full: there is no padding.
         augment: random crops and flips of the images.
     """
@@ -60,6 +60,11 @@ class Step:
     mask: Tensor
     full: bool = False
     augment: bool = False
+
+    @property
+    def counts(self) -> Tensor | None:
+        """How many rows each client has, ``(A,)``; ``None`` where there is no padding."""
+        return None if self.full else self.mask.sum(1)
 
     @property
     def clients(self) -> slice:
@@ -306,7 +311,7 @@ def batch_loss(
     """Weighted mean cross-entropy of one step, ``(A, M)``, and running statistics after it, if any."""
     x, y, share = _batch(params, inputs, labels, weights, step)
     if isinstance(net, Stacked):
-        logits, statistics = net.walk(params, x, True, None if step.full else step.mask)
+        logits, statistics = net.walk(params, x, True, step.counts)
         likelihood = at_labels(torch.log_softmax(logits, dim=-1), y)
     else:
         likelihood, statistics = log_likelihoods(net, params, x, y, training=True), {}

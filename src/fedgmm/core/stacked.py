@@ -34,13 +34,13 @@ class Pass(NamedTuple):
     Attributes:
         params: of all groups, ``(G, ...)``.
         training: dropout is on, and batch normalisation takes its statistics from the batch.
-        mask: which rows are there, ``(G, n)`` as bytes, which kernels read; ``None`` means all.
+        counts: how many rows are there, ``(G,)``, and they come first; ``None`` means all.
         statistics: running means and variances after this batch, ``(G, c)``; filled on the way.
     """
 
     params: Params
     training: bool
-    mask: Tensor | None
+    counts: Tensor | None
     statistics: Params
 
 
@@ -128,7 +128,7 @@ class Stacked:
         return self.walk(params, inputs, training, None)[0]
 
     def walk(
-        self, params: Params, inputs: Tensor, training: bool, mask: Tensor | None
+        self, params: Params, inputs: Tensor, training: bool, counts: Tensor | None
     ) -> tuple[Tensor, Params]:
         """Logits ``(*C, n, M, K)``, and the running statistics after a batch of training.
 
@@ -136,7 +136,8 @@ class Stacked:
             params: ``(*C, M, ...)``.
             inputs: ``(*C, n, channels, height, width)``.
             training: as in training.
-            mask: which rows are there, ``(*C, n)``; the others do not touch the statistics.
+            counts: how many rows are there, ``(*C,)``; the others come last and do not touch the
+                statistics. ``None`` means all.
         """
         lead_axes = inputs.dim() - 4
         first = next(iter(params.values()))
@@ -147,12 +148,12 @@ class Stacked:
         rows = inputs.shape[lead_axes]
         images = inputs.reshape(-1, 1, rows, *self.input_shape).to(compute)
         images = images.expand(-1, learners, *images.shape[2:]).flatten(0, 1).transpose(1, 2)
-        if mask is not None:
-            mask = mask.reshape(-1, 1, rows).expand(-1, learners, -1).flatten(0, 1).to(torch.uint8)
+        if counts is not None:
+            counts = counts.to(torch.int32).reshape(-1, 1).expand(-1, learners).flatten()
         journey = Pass(
             {n: v.to(compute) if _is_product(n, v) else v for n, v in flat.items()},
             training,
-            mask,
+            counts,
             {},
         )
         out = self._walk(images, journey)  # (G, n, K)
@@ -338,12 +339,12 @@ def _normalised(
     momentum = 0.1 if layer.momentum is None else layer.momentum
     if fast:
         out, moved = kernels.normalised(
-            images, weight, bias, journey.mask, running, momentum, layer.eps, highest
+            images, weight, bias, journey.counts, running, momentum, layer.eps, highest
         )
     else:
-        out, own = _by_own_statistics(images, journey.mask, weight, bias, layer.eps)
+        out, own = _by_own_statistics(images, journey.counts, weight, bias, layer.eps)
         out = _activated(out, ceiling)
-        moved = _moved(running, own, _unbiased(images, journey.mask), momentum)
+        moved = _moved(running, own, _unbiased(images, journey.counts), momentum)
     for kind, old, new in zip(("mean", "var"), running, moved, strict=True):
         journey.statistics[f"{name}.running_{kind}"] = new.detach().to(old.dtype)
     return out
@@ -365,13 +366,13 @@ def _moved(
     )
 
 
-def _unbiased(images: Tensor, mask: Tensor | None) -> Tensor | float:
+def _unbiased(images: Tensor, counts: Tensor | None) -> Tensor | float:
     """``n / (n - 1)`` for the ``n`` numbers of a channel; a single one has no variance of its own."""
     place = images[0, 0, 0].numel()
-    if mask is None:
+    if counts is None:
         numbers = images.shape[2] * place
         return numbers / max(1, numbers - 1)
-    own = mask.sum(1, keepdim=True) * place
+    own = counts[:, None] * place
     return own / (own - 1).clamp_min(1)
 
 
@@ -401,10 +402,10 @@ def _by_fixed_statistics(
 
 
 def _by_own_statistics(
-    images: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    images: Tensor, counts: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, kernels.BatchStatistics]:
     """Images normalised by the rows that are there; also their mean and biased variance ``(G, c)``."""
-    if mask is None:
+    if counts is None:
         groups, channels = images.shape[:2]
         mean, variance = torch.zeros_like(weight), torch.zeros_like(weight)
         flat_mean, flat_variance = mean.detach().flatten(), variance.detach().flatten()
@@ -423,8 +424,9 @@ def _by_own_statistics(
         own = kernels.BatchStatistics(flat_mean.view_as(mean), biased.view_as(mean))
         return out.reshape(images.shape), own
     exact = images.float() if images.dtype == torch.bfloat16 else images
+    mask = torch.arange(images.shape[2], device=images.device) < counts[:, None]
     there = mask[:, None, :, None, None].to(exact.dtype)
-    numbers = mask.sum(1, keepdim=True).clamp_min(1).to(exact.dtype) * images[0, 0, 0].numel()
+    numbers = counts[:, None].clamp_min(1).to(exact.dtype) * images[0, 0, 0].numel()
     mean = (exact * there).sum((2, 3, 4)) / numbers
     centred = exact - mean[..., None, None, None]
     variance = (centred.square() * there).sum((2, 3, 4)) / numbers
