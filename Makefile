@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TRITON := $(VENV)/.triton
 
 .PHONY: demo federation-demo test test-slow lint types bench docs clean
 
@@ -14,7 +15,7 @@ demo: $(INSTALLED)
 federation-demo: $(INSTALLED)
 	$(BIN)/python -m fedgmm.flower.demo --out federation-demo
 
-test: lint types
+test: lint types $(TRITON)
 	$(BIN)/pytest -m "not slow" --cov --cov-report=term
 
 test-slow: $(INSTALLED)
@@ -41,4 +42,12 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# Kernels for graphics cards are tested without one, in Triton's interpreter. A torch for cards brings its
+# own Triton; where none can be had, the tests are skipped.
+$(TRITON): $(INSTALLED)
+	$(BIN)/python -c "import triton" 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet triton==3.9.0 \
+	  || echo "Triton could not be installed: the tests of kernels will be skipped."
 	touch $@

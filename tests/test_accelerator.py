@@ -8,11 +8,10 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from fedgmm import FedGMMClassifier
 from fedgmm.algorithms.local_training import LocalTraining
-from fedgmm.core import kernels, sgd, stacked
+from fedgmm.core import sgd, stacked
 from fedgmm.core.backbones import MobileNetV2
 from fedgmm.core.learners import log_likelihoods
 from fedgmm.core.networks import is_statistic
@@ -105,7 +104,7 @@ def test_selected_clients_and_the_estimator():
     assert model.predict(x).shape == labels.shape
 
 
-# ---------------------------------------------------------------------- kernels and recordings
+# ---------------------------------------------------------------------- deep networks, recorded rounds
 
 DEVICE = torch.device("cuda")
 
@@ -114,90 +113,6 @@ def far(found, expected):
     """Relative distance in the norm."""
     expected = expected.double()
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-12))
-
-
-def gradients(function, *given):
-    own = [value.detach().clone().requires_grad_() for value in given]
-    out = function(*own)
-    generator = torch.Generator("cuda").manual_seed(1)
-    slope = torch.randn(out.shape, generator=generator, device="cuda", dtype=torch.float64)
-    return [out, *torch.autograd.grad(out, own, slope.to(out.dtype))]
-
-
-def normal(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).cuda()
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride"),
-    [((2, 3, 5, 7, 7), 1), ((2, 3, 5, 8, 8), 2), ((3, 2, 4, 2, 2), 2), ((2, 2, 5, 1, 1), 1)],
-)
-def test_kernel_of_filters_of_single_channels(shape, stride):
-    groups, channels, rows, height, width = shape
-
-    def plain(images, weight):
-        flat = images.permute(2, 0, 1, 3, 4).reshape(rows, groups * channels, height, width)
-        out = functional.conv2d(
-            flat, weight.flatten(0, 1), stride=stride, padding=1, groups=groups * channels
-        )
-        return out.reshape(rows, groups, channels, *out.shape[-2:]).permute(1, 2, 0, 3, 4)
-
-    given = normal(*shape), normal(groups, channels, 1, 3, 3)
-    found = gradients(lambda x, w: kernels.depthwise(x, w, stride), *given)
-    expected = gradients(plain, *(value.double() for value in given))
-    assert max(map(far, found, expected)) < 1e-5
-
-
-@pytest.mark.parametrize("ceiling", [kernels.NO_ACTIVATION, kernels.RELU, kernels.RELU6])
-@pytest.mark.parametrize("padded", [False, True])
-def test_kernel_of_normalisation(ceiling, padded):
-    counts = torch.tensor([1, 6, 4], device="cuda") if padded else None
-    there = 1.0
-    if counts is not None:
-        there = (torch.arange(6, device="cuda") < counts[:, None])[:, None, :, None, None]
-    given = 3 * normal(3, 4, 6, 5, 5) + 1, normal(3, 4).abs() * 3, normal(3, 4)
-    chosen = None if ceiling < 0 else ceiling
-
-    def plain(images, weight, bias):
-        out, _ = stacked._by_own_statistics(images, counts, weight, bias, 1e-5)
-        return stacked._activated(out, chosen) * there
-
-    running = kernels.BatchStatistics(normal(3, 4), normal(3, 4).abs())
-    found = gradients(
-        lambda x, w, b: kernels.normalised(x, w, b, counts, running, 0.1, 1e-5, ceiling)[0],
-        *given,
-    )
-    expected = gradients(plain, *(value.double() for value in given))
-    assert max(map(far, found, expected)) < 1e-5
-    _, moved = kernels.normalised(*given, counts, running, 0.1, 1e-5, ceiling)
-    _, own = stacked._by_own_statistics(given[0], counts, *given[1:], 1e-5)
-    after = stacked._moved(running, own, stacked._unbiased(given[0], counts), 0.1)
-    assert max(map(far, moved, after)) < 1e-5
-
-
-@pytest.mark.parametrize("size", [8, 7])
-def test_kernel_of_pooling(size):
-    def plain(images):
-        out = functional.max_pool2d(images.flatten(1, 2), 2).relu()
-        return out.reshape(*images.shape[:3], size // 2, size // 2)
-
-    given = normal(3, 4, 5, size, size)
-    found, expected = gradients(kernels.pooled_relu, given), gradients(plain, given.double())
-    assert max(map(far, found, expected)) < 1e-6
-
-
-def test_kernel_of_convolutions():
-    def plain(images, weight, bias):
-        parts = [
-            functional.conv2d(x.transpose(0, 1), w, b, padding=1).transpose(0, 1)
-            for x, w, b in zip(images, weight, bias, strict=True)
-        ]
-        return torch.stack(parts)
-
-    given = normal(2, 16, 3, 7, 7), normal(2, 32, 16, 3, 3), normal(2, 32)
-    found = gradients(kernels.convolve, *given)
-    expected = gradients(plain, *(value.double() for value in given))
-    assert max(map(far, found, expected)) < 1e-5
 
 
 def stacked_mobilenet():

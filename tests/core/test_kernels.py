@@ -1,0 +1,189 @@
+"""Kernels for graphics cards against plain torch: on a card, or else in Triton's interpreter.
+
+The interpreter runs each program of a kernel in NumPy: slow, but the same code.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fedgmm.core import kernels, stacked
+from fedgmm.core.networks import is_statistic
+from fedgmm.core.sgd import SGD, plan_batches, train_local
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def far(found, expected):
+    """Relative distance in the norm."""
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def gradients(function, *given):
+    own = [value.detach().clone().requires_grad_() for value in given]
+    out = function(*own)
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [out.detach(), *torch.autograd.grad(out, own, slope.to(out))]
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        ((2, 3, 5, 7, 7), 1),
+        ((2, 3, 5, 8, 8), 2),
+        ((3, 2, 4, 2, 2), 2),
+        ((2, 2, 5, 1, 1), 1),
+        ((1, 2, 30, 5, 6), 1),  # several tiles, not square
+        ((1, 2, 40, 5, 6), 2),
+        ((1, 1, 1, 1, 1), 2),
+    ],
+)
+def test_kernel_of_filters_of_single_channels(shape, stride):
+    groups, channels, rows, height, width = shape
+
+    def plain(images, weight):
+        flat = images.permute(2, 0, 1, 3, 4).reshape(rows, groups * channels, height, width)
+        out = functional.conv2d(
+            flat, weight.flatten(0, 1), stride=stride, padding=1, groups=groups * channels
+        )
+        return out.reshape(rows, groups, channels, *out.shape[-2:]).permute(1, 2, 0, 3, 4)
+
+    given = normal(*shape), normal(groups, channels, 1, 3, 3)
+    found = gradients(lambda x, w: kernels.depthwise(x, w, stride), *given)
+    expected = gradients(plain, *(value.double() for value in given))
+    assert max(map(far, found, expected)) < 1e-5
+
+
+@pytest.mark.parametrize("ceiling", [kernels.NO_ACTIVATION, kernels.RELU, kernels.RELU6])
+@pytest.mark.parametrize("padded", [False, True])
+def test_kernel_of_normalisation(ceiling, padded):
+    counts = torch.tensor([1, 6, 4], device=DEVICE) if padded else None
+    there = 1.0
+    if counts is not None:
+        there = (torch.arange(6, device=DEVICE) < counts[:, None])[:, None, :, None, None]
+    given = 3 * normal(3, 4, 6, 5, 5) + 1, normal(3, 4).abs() * 3, normal(3, 4)
+    chosen = None if ceiling < 0 else ceiling
+
+    def plain(images, weight, bias):
+        out, _ = stacked._by_own_statistics(images, counts, weight, bias, 1e-5)
+        return stacked._activated(out, chosen) * there
+
+    running = kernels.BatchStatistics(normal(3, 4), normal(3, 4).abs())
+    found = gradients(
+        lambda x, w, b: kernels.normalised(x, w, b, counts, running, 0.1, 1e-5, ceiling)[0],
+        *given,
+    )
+    expected = gradients(plain, *(value.double() for value in given))
+    assert max(map(far, found, expected)) < 1e-5
+    _, moved = kernels.normalised(*given, counts, running, 0.1, 1e-5, ceiling)
+    _, own = stacked._by_own_statistics(given[0], counts, *given[1:], 1e-5)
+    after = stacked._moved(running, own, stacked._unbiased(given[0], counts), 0.1)
+    assert max(map(far, moved, after)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [8, 7])
+def test_kernel_of_pooling(size):
+    def plain(images):
+        out = functional.max_pool2d(images.flatten(1, 2), 2).relu()
+        return out.reshape(*images.shape[:3], size // 2, size // 2)
+
+    given = normal(3, 4, 5, size, size)
+    found, expected = gradients(kernels.pooled_relu, given), gradients(plain, given.double())
+    assert max(map(far, found, expected)) < 1e-6
+
+
+def test_kernel_of_convolutions():
+    def plain(images, weight, bias):
+        parts = [
+            functional.conv2d(x.transpose(0, 1), w, b, padding=1).transpose(0, 1)
+            for x, w, b in zip(images, weight, bias, strict=True)
+        ]
+        return torch.stack(parts)
+
+    given = normal(2, 16, 3, 7, 7), normal(2, 32, 16, 3, 3), normal(2, 32)
+    found = gradients(kernels.convolve, *given)
+    expected = gradients(plain, *(value.double() for value in given))
+    assert max(map(far, found, expected)) < 1e-5
+
+
+def test_kernel_of_fixed_statistics():
+    images, scale, shift = normal(2, 3, 4, 5, 5), normal(2, 3), normal(2, 3).abs()
+    expected = images * scale[..., None, None, None] + shift[..., None, None, None]
+    found = kernels.scaled(images, scale, shift, kernels.RELU6)
+    torch.testing.assert_close(found, expected.clamp(0, 6))
+    torch.testing.assert_close(kernels.scaled(images, scale, shift), expected)
+
+
+class Bottleneck(nn.Module):
+    """The layers of MobileNet-V2, a few of each."""
+
+    def __init__(self):
+        super().__init__()
+
+        def block(wide, out, stride):
+            return [
+                nn.Conv2d(4, wide, 1, bias=False),
+                nn.BatchNorm2d(wide),
+                nn.ReLU6(),
+                nn.Conv2d(wide, wide, 3, stride=stride, padding=1, groups=wide, bias=False),
+                nn.BatchNorm2d(wide),
+                nn.ReLU6(),
+                nn.Conv2d(wide, out, 1, bias=False),
+                nn.BatchNorm2d(out),
+            ]
+
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU6(),
+            *block(8, 4, 1),
+            *block(8, 6, 2),
+        )
+        self.classifier = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+def test_training_by_kernels_is_training_without(monkeypatch):
+    """Clients of several sizes, so that batches are padded; then what the trained networks say."""
+    net, generator = stacked.Stacked(Bottleneck, (3, 8, 8), 3), torch.Generator().manual_seed(1)
+    start = {
+        name: value.expand(3, 2, *value.shape).clone()
+        for name, value in net.initial(generator).items()
+    }
+    for name, value in start.items():
+        if not is_statistic(name):
+            value += 0.1 * torch.randn(value.shape, generator=generator)
+    inputs = torch.randn(18, 3, 8, 8, generator=generator).to(DEVICE)
+    labels = torch.randint(3, (18,), generator=generator).to(DEVICE)
+    weights = torch.rand(18, 2, generator=generator).to(DEVICE)
+    offsets, order = torch.tensor([0, 9, 15, 18]).to(DEVICE), torch.arange(18).to(DEVICE)
+    plan = plan_batches(offsets, torch.arange(3).to(DEVICE), [order], 5, even=True)
+    assert not all(step.full for step in plan.steps)
+    start = {name: value.to(DEVICE) for name, value in start.items()}
+    outcome = []
+    for fast in (False, True):
+        monkeypatch.setattr(kernels, "usable", lambda _, fast=fast: fast)
+        after = train_local(net, start, inputs, labels, weights, plan, SGD(lr=0.05, momentum=0.9))
+        logits = net.logits({name: value[0] for name, value in after.items()}, inputs)
+        outcome.append(([after[name] - start[name] for name in start], logits))
+    (plain, said), (fast, said_fast) = outcome
+    assert (
+        far(torch.cat([v.flatten() for v in fast]), torch.cat([v.flatten() for v in plain])) < 1e-4
+    )
+    torch.testing.assert_close(said_fast, said, rtol=1e-4, atol=1e-5)
