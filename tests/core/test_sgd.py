@@ -50,6 +50,24 @@ def test_every_row_is_seen_once_an_epoch_by_its_own_client(sizes, batch, epochs,
             assert sorted(seen[client]) == list(own)
 
 
+@pytest.mark.parametrize("even", [False, True])
+def test_padding_to_a_multiple_adds_no_rows(rng, even):
+    offsets, orders = torch.tensor([0, *np.cumsum(SIZES)]), shuffles(rng, SIZES, 1)
+    plain = plan_batches(offsets, torch.arange(4), orders, 6, even)
+    padded = plan_batches(offsets, torch.arange(4), orders, 6, even, multiple=4)
+    for step, other in zip(plain.steps, padded.steps, strict=True):
+        assert other.rows.shape[1] % 4 == 0
+        assert 0 <= other.rows.shape[1] - step.rows.shape[1] < 4
+        for own, mask, rows_of, mask_of in zip(
+            step.rows, step.mask, other.rows, other.mask, strict=True
+        ):
+            assert own[mask].tolist() == rows_of[mask_of].tolist()
+        assert other.full == bool(other.mask.all())
+        if other.counts is not None:  # padding comes last
+            columns = torch.arange(other.mask.shape[1])
+            assert torch.equal(other.mask, columns < other.counts[:, None])
+
+
 def test_only_the_last_batch_of_a_client_is_short(rng):
     offsets = torch.tensor([0, *np.cumsum(SIZES)])
     plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 1), 6)

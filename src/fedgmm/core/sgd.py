@@ -92,6 +92,7 @@ def plan_batches(
     batch_size: int,
     even: bool = False,
     augment: bool = False,
+    multiple: int = 1,
 ) -> BatchPlan:
     """Cut every client's shuffled rows into batches, for all clients side by side.
 
@@ -103,7 +104,10 @@ def plan_batches(
         even: a client's batches differ by at most one row; otherwise all are whole but the last, which
             may hold a single row.
         augment: every step crops and flips its images at random.
+        multiple: steps are padded to a multiple of so many rows.
     """
+    device = offsets.device
+    offsets, clients = offsets.cpu(), clients.cpu()  # a card would be waited for again and again
     sizes = (offsets[1:] - offsets[:-1])[clients]
     by_size = torch.argsort(sizes, descending=True, stable=True)
     clients, sizes = clients[by_size], sizes[by_size]
@@ -115,13 +119,13 @@ def plan_batches(
             own, parts = sizes[:active, None], batches[:active, None]
             first = own * number // parts if even else torch.full_like(own, number * batch_size)
             after = own * (number + 1) // parts if even else (first + batch_size).clamp_max(own)
-            width = int((after - first).max())
-            columns = first + torch.arange(width, device=offsets.device)
+            width = -(-int((after - first).max()) // multiple) * multiple
+            columns = first + torch.arange(width)
             mask = columns < after
-            place = offsets[clients[:active], None] + columns
-            full = bool(mask.all())
-            steps.append(Step(order[torch.where(mask, place, 0)], mask, full, augment))
-    return BatchPlan(clients, steps)
+            place = torch.where(mask, offsets[clients[:active], None] + columns, 0)
+            rows = order[place.to(device)]
+            steps.append(Step(rows, mask.to(device), bool(mask.all()), augment))
+    return BatchPlan(clients.to(device), steps)
 
 
 def train_local(
