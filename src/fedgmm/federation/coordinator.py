@@ -34,7 +34,7 @@ from fedgmm.federation.jobs import check_for_tables
 from fedgmm.federation.messages import Message
 from fedgmm.federation.preparation import prepare
 from fedgmm.federation.rounds import FederatedTraining
-from fedgmm.federation.server_folder import ServerFolder, check_home, checked_figures
+from fedgmm.federation.server_folder import Outcome, ServerFolder, check_home, checked_figures
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.shared_model import shared_model
 from fedgmm.federation.transport import Failure, Sites
@@ -198,7 +198,8 @@ class _Server:
             "traffic": training.log.total_traffic(),
         }
         figures = {m.name: m.figures for m in self.assembly.members.values() if m.figures}
-        self.folder.finish(model, training.job, training.log.entries, figures, clients, facts)
+        outcome = Outcome(model, training.job, training.log.entries, figures, clients, facts)
+        self.folder.finish(outcome)
         self.tell(f"finished: {self.folder.run.home} holds the model and the report")
 
     def hand_out(self, training: FederatedTraining) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,27 @@ from fedgmm.runs.run import has_common_model
 _LEFTOVERS = {".lock", "config.toml.part"}
 
 _FIGURES = ("accuracy", "log_loss", "calibration_error")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a federation has to show in the end.
+
+    Attributes:
+        model: the shared model; ``None`` where the method shares none.
+        job: the training.
+        history: one entry a round.
+        figures: of the sites that shared them.
+        clients: training rows of all sites.
+        facts: what else belongs into the metrics.
+    """
+
+    model: FederatedModel | None
+    job: Job
+    history: Sequence[Mapping[str, Any]]
+    figures: Mapping[str, Mapping[str, float]]
+    clients: Mapping[str, int]
+    facts: Mapping[str, Any]
 
 
 class ServerFolder:
@@ -63,25 +84,9 @@ class ServerFolder:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(
-        self,
-        model: FederatedModel | None,
-        job: Job,
-        history: Sequence[Mapping[str, Any]],
-        figures: Mapping[str, Mapping[str, float]],
-        clients: Mapping[str, int],
-        facts: Mapping[str, Any],
-    ) -> None:
-        """Write model, metrics and report.
-
-        Args:
-            model: the shared model; ``None`` where the method shares none.
-            job: the training.
-            history: one entry a round.
-            figures: of the sites that shared them.
-            clients: training rows of all sites.
-            facts: what else belongs into the metrics.
-        """
+    def finish(self, outcome: Outcome) -> None:
+        """Write model, metrics and report."""
+        model, figures = outcome.model, outcome.figures
         if model is not None and has_common_model(model):
             model.save(self.run.model)
         (self.run.clients / "weights").mkdir(parents=True, exist_ok=True)
@@ -89,25 +94,18 @@ class ServerFolder:
         write_json(
             self.run.metrics,
             {
-                "algorithm": job.options.algorithm,
-                "rounds": len(history),
+                "algorithm": outcome.job.options.algorithm,
+                "rounds": len(outcome.history),
                 "clients": figures,
                 "selection": None,
                 **summary,
-                **facts,
+                **outcome.facts,
             },
         )
-        self._write_report(model, job, history, figures, clients, facts)
+        self._write_report(outcome)
 
-    def _write_report(
-        self,
-        model: FederatedModel | None,
-        job: Job,
-        history: Sequence[Mapping[str, Any]],
-        figures: Mapping[str, Mapping[str, float]],
-        clients: Mapping[str, int],
-        facts: Mapping[str, Any],
-    ) -> None:
+    def _write_report(self, outcome: Outcome) -> None:
+        model, job, figures, clients = outcome.model, outcome.job, outcome.figures, outcome.clients
         at_home = "Rows stay with the clients; their own reports show it."
         absent = dict.fromkeys(
             ("calibration", "densities", "weights", "projection", "adaptation"), at_home
@@ -132,10 +130,10 @@ class ServerFolder:
             components=0 if gaussians is None else len(gaussians.means),
             learners=1 if model is None else model.n_learners,
             clients=table,
-            convergence=convergence([_numbers(entry) for entry in history], absent),
+            convergence=convergence([_numbers(entry) for entry in outcome.history], absent),
             configuration=flattened(read_config(self.run.config)),
             environment=flattened(environment()),
-            notes=tuple(facts.get("notes", ())),
+            notes=tuple(outcome.facts.get("notes", ())),
             absent=absent,
         )
         write_report(contents, self.run.report)
