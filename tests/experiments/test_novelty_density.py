@@ -12,7 +12,7 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.encoder import PixelEncoder
 from fedgmm.experiments import image_study, novel_images, novelty_density
 from fedgmm.experiments.novelty_density import choose_density, missing_class_auroc
-from fedgmm.experiments.novelty_study import deal_images
+from fedgmm.experiments.novelty_study import deal_images, prepare_novelty
 
 
 def test_the_density_is_chosen_by_classes_that_are_missing(tmp_path, mnist):
@@ -65,3 +65,22 @@ def test_with_one_candidate_there_is_nothing_to_choose(tmp_path, monkeypatch):
     chosen = choose_density(tmp_path, FIXED, None)
     assert chosen == replace(FIXED, representation="direction", features=4, components=2)
     assert not (tmp_path / "density.json").exists()
+
+
+def test_with_a_cache_the_clients_are_encoded_once_for_choice_and_training(
+    tmp_path, mnist, monkeypatch
+):
+    encoded = []
+    plain = PixelEncoder.encode
+
+    def counted(self, images):
+        encoded.append(len(images))
+        return plain(self, images)
+
+    monkeypatch.setattr(PixelEncoder, "encode", counted)
+    cache = tmp_path / "cache"
+    sized = choose_density(tmp_path, SMALL, mnist, cache)
+    assert len(encoded) == 1
+    prepare_novelty(sized, 0, mnist, lambda _: None, cache)
+    prepare_novelty(replace(sized, representation="plain"), 0, mnist, lambda _: None, cache)
+    assert len(encoded) == 1

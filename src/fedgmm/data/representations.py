@@ -7,12 +7,13 @@ objects near the middle of all others; the direction of the numbers tells them a
 from __future__ import annotations
 
 from copy import copy
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from fedgmm.core.backbones import ResNet18
-from fedgmm.data.encoder import Encoder, Features, Images, ResNet18Encoder
+from fedgmm.data.encoder import Encoder, Features, Images, ResNet18Encoder, encode_images
 
 REPRESENTATIONS = ("plain", "direction", "direction and length", "stages")
 """What becomes of an encoder's numbers: nothing; length one; length one, and the length's logarithm; the
@@ -84,15 +85,17 @@ class Represented:
     Attributes:
         base: the encoder.
         how: one of ``REPRESENTATIONS``.
+        cache: a folder for what the encoder says, whatever becomes of it; ``None`` keeps nothing.
     """
 
-    def __init__(self, base: Encoder, how: str) -> None:
-        self.base, self.how = base, how
+    def __init__(self, base: Encoder, how: str, cache: Path | None = None) -> None:
+        self.base, self.how, self.cache = base, how, cache
         self.name = f"{how}, {base.name}"
 
     def encode(self, images: Images) -> Features:
         """Rows of images ``(n, channels, height, width)``."""
-        return represented(self.base.encode(images), self.how, stage_widths(self.base))
+        codes = encode_images(images, self.base, self.cache)
+        return represented(codes, self.how, stage_widths(self.base))
 
 
 def stage_widths(base: Encoder) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_images, federated_pca
 from fedgmm.data.representations import represented, stage_widths
 from fedgmm.experiments.comparison import Tell
@@ -47,10 +47,7 @@ def choose_density(
     def run() -> dict[str, Any]:
         dataset = deal_images(study, study.seeds[0], data_dir, tell)
         base = study_encoder(study, data_dir)
-        codes = {
-            split: encode_images(dataset.split(split).inputs.numpy(), base, cache)
-            for split in ("train", "validation")
-        }
+        codes = _encoded(dataset, base, cache)
         best: NoveltyStudy = study
         tried: list[dict[str, Any]] = []
         for stage in study.density_choices:
@@ -67,6 +64,14 @@ def choose_density(
         return {"best": best.density, "tried": tried}
 
     return replace(study, **recorded(trials, "density", run)["best"])
+
+
+def _encoded(dataset: FederatedDataset, base: Encoder, cache: Path | None) -> dict[str, Features]:
+    """What the encoder says of every split; all at once, as the cache is asked for it later."""
+    parts = [dataset.split(name).inputs.numpy() for name in SPLITS]
+    codes = encode_images(np.concatenate(parts), base, cache)
+    edges = np.cumsum([len(part) for part in parts])[:-1]
+    return dict(zip(SPLITS, np.split(codes, edges), strict=True))
 
 
 def missing_class_auroc(

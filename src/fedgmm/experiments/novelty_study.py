@@ -159,10 +159,9 @@ def with_study_features(
     """The clients with features, and the way to features of novel images."""
     return encode_federation(
         dataset,
-        Represented(study_encoder(study, data_dir), study.representation),
+        Represented(study_encoder(study, data_dir), study.representation, cache),
         components=study.features,
         scale=True,
-        cache=cache,
     )
 
 
