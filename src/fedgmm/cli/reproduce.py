@@ -70,6 +70,9 @@ def reproduce(
     encoder_dtype: Annotated[
         str | None, typer.Option(help="Images: the encoder's float32, bfloat16, or auto.")
     ] = None,
+    image_size: Annotated[
+        int | None, typer.Option(min=8, help="Images: pixels a side that the encoder sees; 224.")
+    ] = None,
     components: Annotated[int | None, typer.Option(min=1, help="Images: Gaussians; 3.")] = None,
     learners: Annotated[int | None, typer.Option(min=1, help="Images: learners; 3.")] = None,
     pretrained: Annotated[
@@ -119,6 +122,7 @@ def reproduce(
         "learner": learner,
         "encoder": encoder,
         "encoder_dtype": encoder_dtype,
+        "image_size": image_size,
         "components": components,
         "learners": learners,
         "pretrained": None if pretrained is None else str(pretrained),
