@@ -1,5 +1,7 @@
 """The paper's experiments from the command line."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -67,3 +69,22 @@ def test_nothing_is_fetched_unless_asked_for(tmp_path, monkeypatch):
     assert asked == []
     assert runner.invoke(app, [*arguments, "--download"]).exit_code == 1  # there is still no file
     assert [name for name, _ in asked] == ["mnist"]
+
+
+def test_sizes_reach_the_study(tmp_path):
+    tiny_images.write_femnist(tmp_path / "data")
+    arguments = ["reproduce", "classification", "--methods", "fedavg", "--out", str(tmp_path / "o")]
+    arguments += ["--data-dir", str(tmp_path / "data"), *SMALL]
+    sizes = ["--components", "2", "--learners", "1", "--image-size", "16"]
+    result = runner.invoke(app, [*arguments, *sizes, "--encoder-dtype", "float32"])
+    assert result.exit_code == 0, result.output
+    study = json.loads((tmp_path / "o" / "classification-femnist-paper" / "study.json").read_text())
+    asked = {"components": 2, "learners": 1, "image_size": 16, "encoder_dtype": "float32"}
+    assert {name: study[name] for name in asked} == asked
+
+
+def test_a_flag_of_images_is_named_as_it_was_typed(tmp_path):
+    arguments = ["reproduce", "synthetic", "--out", str(tmp_path), "--image-size", "16"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "--image-size" in result.output
