@@ -23,6 +23,9 @@ settings.register_profile(
 )
 settings.load_profile("fedgmm")
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: see test_kernels.py
+
 
 @pytest.fixture
 def rng():

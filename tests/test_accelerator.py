@@ -199,7 +199,8 @@ class Small(torch.nn.Module):
         return self.classifier(self.features(x).mean((2, 3)))
 
 
-def test_recorded_rounds_crop_and_drop_anew_and_learn():
+@pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=str)
+def test_recorded_rounds_crop_and_drop_anew_and_learn(compute):
     rng = np.random.default_rng(0)
     labels = np.arange(60) % 2
     pictures = rng.integers(0, 100, size=(60, 3, 8, 8)).astype(np.uint8)
@@ -208,7 +209,7 @@ def test_recorded_rounds_crop_and_drop_anew_and_learn():
         pictures, labels, np.arange(60) // 30, features=rng.normal(size=(60, 2))
     )
     rows = data.train.to(DEVICE)
-    net = stacked.Stacked(Small, (3, 8, 8), 2)
+    net = stacked.Stacked(Small, (3, 8, 8), 2, compute)
     training = LocalTraining(net, SGD(lr=0.5, batch_size=16, augment=True))
     counts = torch.ones(2, 1, dtype=torch.float64, device=DEVICE)
 

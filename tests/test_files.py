@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -73,3 +75,24 @@ def test_a_file_system_that_cannot_flush_a_folder(tmp_path, monkeypatch):
 def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "nowhere" / "numbers", b"")
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from fedgmm.files import write_atomically
+for _ in range(300):
+    write_atomically(Path(sys.argv[1]), sys.argv[2].encode() * 2000, shared=True)
+"""
+
+
+def test_several_programs_may_write_a_shared_file(tmp_path):
+    path = tmp_path / "file"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path), letter]) for letter in "ab"
+    ]
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            assert path.read_bytes() in (b"a" * 2000, b"b" * 2000)
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]

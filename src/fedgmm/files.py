@@ -7,13 +7,19 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, shared: bool = False) -> None:
     """Write, flush to disk, rename: readers see the old file or the new one, never a half.
 
     The draft lies beside the file, under a fixed name: what a crash leaves behind is written over
     by the next try.
+
+    Args:
+        path: the file.
+        data: what is written.
+        shared: several programs may write the file at once; each then has a draft of its own.
     """
-    draft = path.with_name(path.name + ".part")
+    owner = f".{os.getpid()}" if shared else ""
+    draft = path.with_name(f"{path.name}{owner}.part")
     try:
         with draft.open("wb") as file:
             file.write(data)

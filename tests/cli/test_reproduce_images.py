@@ -88,3 +88,17 @@ def test_a_flag_of_images_is_named_as_it_was_typed(tmp_path):
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
     assert "--image-size" in result.output
+
+
+def test_a_number_of_gaussians_leaves_novelty_nothing_to_choose(tmp_path, monkeypatch):
+    seen = []
+
+    def reproduced(out, study, **others):
+        seen.append(study)
+        (out / f"novelty-{study.label}.md").write_text("# done")
+
+    monkeypatch.setattr("fedgmm.experiments.novelty.reproduce_novelty", reproduced)
+    arguments = ["reproduce", "novelty", "--out", str(tmp_path), "--components", "7"]
+    assert runner.invoke(app, arguments).exit_code == 0
+    _, sizes = seen[0].density_choices
+    assert {size["components"] for size in sizes} == {7}

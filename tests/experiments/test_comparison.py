@@ -74,13 +74,18 @@ def test_a_trial_warms_up_for_as_long_in_proportion(rng, monkeypatch):
     plain = comparison.train
 
     def watched(*args, **changes):
-        seen.append((changes["options"].warmup, changes["options"].rounds))
+        seen.append((changes["options"].warmup, changes["rounds"]))
         return plain(*args, **changes)
 
     monkeypatch.setattr(comparison, "train", watched)
     options = TrainingOptions(algorithm="fedem", rounds=40, warmup=20, solver="sgd", learners=2)
     tune(easy(rng), "fedem", grid=(0.1, 0.01), rounds=4, options=options)
     assert seen == [(2, 4)] * 2
+
+
+def test_numbers_of_numpy_are_numbers(rng):
+    found = tune(easy(rng), "fedavg", grid=(np.float64(0.1),), rounds=2, seed=np.int64(3))
+    assert found.best == 0.1
 
 
 # ---------------------------------------------------------------------- comparison

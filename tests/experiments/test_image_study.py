@@ -30,6 +30,7 @@ def test_tracks():
         ({"methods": ()}, "methods is empty"),
         ({"seeds": ()}, "seeds is empty"),
         ({"encoder": "vgg"}, "encoder must be one of"),
+        ({"encoder_dtype": "half"}, "encoder_dtype must be one of"),
         ({"covariance_type": "round"}, "covariance_type must be one of"),
         ({"rounds": 0}, "rounds must be at least 1"),
         ({"features": 0}, "features must be at least 1"),
@@ -38,3 +39,10 @@ def test_tracks():
 def test_bad_settings(change, message):
     with pytest.raises(ValueError, match=message):
         ImageStudy(**change)
+
+
+def test_only_the_tuned_track_goes_beyond_the_paper_s_method():
+    assert list(ImageStudy().grids("fedgmm")) == ["lr"]
+    assert ImageStudy(track="tuned").grids("fedgmm")["independence"] == (0.0, 1e4)
+    assert list(ImageStudy(track="tuned").grids("fedem")) == ["lr"]
+    assert list(ImageStudy(track="tuned", components=1).grids("fedgmm")) == ["lr"]

@@ -11,7 +11,8 @@ import pytest
 
 from fedgmm.experiments import image_trials
 from fedgmm.experiments.image_study import ImageStudy, Variant
-from fedgmm.experiments.image_trials import Trial, of_method, open_trials, run_trials, stopped_early
+from fedgmm.experiments.image_trials import of_method, run_trials, stopped_early
+from fedgmm.experiments.trial_files import Trial, open_trials
 from tiny_images import FAST
 
 SOME = ImageStudy(**{**FAST, "methods": ("fedavg", "fedgmm"), "seeds": (3, 5)})

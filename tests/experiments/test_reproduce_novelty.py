@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_novelty import FIXED, SMALL
 
-from fedgmm.experiments import image_study, image_trials, novelty_study
+from fedgmm.experiments import image_study, novelty_study, trial_files
 from fedgmm.experiments.novel_images import novel_images, slightly_changed
 from fedgmm.experiments.novelty import familiarity, reproduce_novelty
 from fedgmm.experiments.novelty_density import choose_density
@@ -85,7 +85,7 @@ def test_table_and_figures(tmp_path, mnist, monkeypatch):
     ]
     assert all(3_000 < picture.stat().st_size < 150_000 for picture in pictures)
 
-    monkeypatch.setattr(image_trials, "train", None)
+    monkeypatch.setattr(trial_files, "train", None)
     for module in (image_study, novelty_study):
         monkeypatch.setattr(module, "load_images", None)
     assert reproduce_novelty(tmp_path / "out", study, data_dir=mnist) == outcome

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedgmm.experiments import image_study, image_trials
+from fedgmm.experiments import image_study, trial_files
 from fedgmm.experiments.image_study import prepare_federation
 from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
 from fedgmm.training import train
@@ -47,7 +47,7 @@ def test_every_cell_is_a_training_of_its_own(tmp_path, femnist, monkeypatch):
     np.testing.assert_array_equal(record["accuracy"], outcome.accuracy)
     assert 3_000 < (tmp_path / "out" / f"{NAME}.png").stat().st_size < 150_000
 
-    monkeypatch.setattr(image_trials, "train", None)
+    monkeypatch.setattr(trial_files, "train", None)
     monkeypatch.setattr(image_study, "load_images", None)
     again = reproduce_sensitivity(tmp_path / "out", SMALL, data_dir=femnist)
     np.testing.assert_array_equal(again.accuracy, outcome.accuracy)

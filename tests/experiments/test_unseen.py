@@ -11,7 +11,7 @@ import torch
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
-from fedgmm.experiments import comparison, image_study, image_trials
+from fedgmm.experiments import comparison, image_study, trial_files
 from fedgmm.experiments.unseen import (
     UnseenStudy,
     accuracy_of,
@@ -102,7 +102,7 @@ def test_no_training_sees_them(tmp_path, femnist, monkeypatch):
         seen.append(dataset)
         return train(dataset, *args, **kwargs)
 
-    monkeypatch.setattr(image_trials, "train", watched)
+    monkeypatch.setattr(trial_files, "train", watched)
     monkeypatch.setattr(comparison, "train", watched)
     outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist)
     away = set(outcome.details[0]["newcomers"])
@@ -228,7 +228,7 @@ def test_table_and_curve(tmp_path, femnist, monkeypatch):
     assert record["accuracy"] == outcome.accuracy
     assert 5_000 < (tmp_path / "out" / f"{NAME}.png").stat().st_size < 150_000
 
-    monkeypatch.setattr(image_trials, "train", None)
+    monkeypatch.setattr(trial_files, "train", None)
     monkeypatch.setattr(image_study, "load_images", None)
     assert reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist) == outcome
 

@@ -91,7 +91,8 @@ class LocalTraining:
             size = max(1, self.memory // copies)
         else:
             learners = len(next(iter(params.values())))
-            batch = self.sgd.batch_size * learners * self.net.row_numbers * self.dtype.itemsize
+            padded = -(-self.sgd.batch_size // _ROWS_OF_A_PRODUCT) * _ROWS_OF_A_PRODUCT
+            batch = padded * learners * self.net.row_numbers * self.dtype.itemsize
             size = max(1, accelerator_memory(rows.device) // (copies + batch))
         if self._in_lanes(rows):
             numbers = self.sgd.batch_size * math.prod(rows.inputs.shape[1:])

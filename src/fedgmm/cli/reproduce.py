@@ -73,7 +73,9 @@ def reproduce(
     image_size: Annotated[
         int | None, typer.Option(min=8, help="Images: pixels a side that the encoder sees; 224.")
     ] = None,
-    components: Annotated[int | None, typer.Option(min=1, help="Images: Gaussians; 3.")] = None,
+    components: Annotated[
+        int | None, typer.Option(min=1, help="Images: Gaussians; 3, or chosen for novelty.")
+    ] = None,
     learners: Annotated[int | None, typer.Option(min=1, help="Images: learners; 3.")] = None,
     pretrained: Annotated[
         Path | None, typer.Option(help="Images: ImageNet weights that MobileNet-V2 starts from.")
@@ -132,7 +134,10 @@ def reproduce(
     with working() as tell:
         if experiment in _ON_IMAGES:
             make, run = _study(experiment)
-            study = make(**_given({**common, **images}))
+            given = _given({**common, **images})
+            if experiment is Experiment.NOVELTY and components is not None:
+                given["component_choices"] = ()  # nothing is left to choose
+            study = make(**given)
             if download:
                 from fedgmm.data.images import load_images
 

@@ -2,7 +2,7 @@
 
 Each does what a few calls of torch do, with a fraction of the memory traffic. :func:`usable` says whether
 they can serve a tensor; callers have the plain way beside it, and that way is the one that is tested
-against everything else. Tests on a card hold the two together.
+against everything else. Tests hold the two together, on a card or in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def plan_batches(
         even: a client's batches differ by at most one row; otherwise all are whole but the last, which
             may hold a single row.
         augment: every step crops and flips its images at random.
-        multiple: steps are padded to a multiple of so many rows.
+        multiple: steps are padded to a multiple of so many rows, which may be more than a batch.
     """
     device = offsets.device
     offsets, clients = offsets.cpu(), clients.cpu()  # a card would be waited for again and again

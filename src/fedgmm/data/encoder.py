@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 """Called with the number of images that are encoded and the number of all."""
 
 ENCODERS = ("resnet18", "pixels")
-_PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16")
 
 
 class Encoder(Protocol):
@@ -103,7 +103,7 @@ class ResNet18Encoder:
     ) -> None:
         check_integer("size", size, 1)
         check_integer("batch_size", batch_size, 1)
-        check_choice("dtype", dtype, _PRECISIONS)
+        check_choice("dtype", dtype, PRECISIONS)
         if weights is None:
             raise WeightsError(
                 "ResNet18Encoder needs a file of pretrained weights, since random ones say little "
@@ -280,10 +280,8 @@ def _write_codes(file: Path, codes: Features) -> None:
     checksum = np.frombuffer(hashlib.sha256(codes.data).digest(), dtype=np.uint8)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, save({"codes": codes, "sha256": checksum}))
+        write_atomically(file, save({"codes": codes, "sha256": checksum}), shared=True)
     except OSError as error:
-        if file.is_file():  # another program wrote the same at the same time
-            return
         warnings.warn(
             f"The encoded images could not be kept in {file.parent} ({error}); they will be encoded "
             "again next time.",

@@ -10,15 +10,7 @@ from typing import Any
 from fedgmm.data.encoder import EncodedFederation
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
-from fedgmm.experiments.image_trials import (
-    Trial,
-    facts_of,
-    of_method,
-    open_trials,
-    run_trials,
-    stopped_early,
-    trained,
-)
+from fedgmm.experiments.image_trials import facts_of, of_method, run_trials, stopped_early
 from fedgmm.experiments.results import (
     TITLES,
     markdown_table,
@@ -26,6 +18,7 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
+from fedgmm.experiments.trial_files import Trial, open_trials, trained
 
 PAPER_ACCURACY = {
     "cifar10": {"local": 19.96, "fedavg": 45.53, "fedprox": 37.0, "fedavg+": 34.33,

@@ -115,8 +115,8 @@ def tune(
         option: what is chosen.
         grid: its values.
         rounds: of a short run with each of them.
-        options: the others.
-        **changes: laid over ``options``.
+        options: the others; their warm-up is shortened as much as their rounds are.
+        **changes: laid over them.
     """
     scores = _scores(dataset, algorithm, option, grid, rounds, options, changes)
     if not any(map(math.isfinite, scores.values())):
@@ -135,17 +135,14 @@ def _scores(
     options: TrainingOptions | None,
     changes: Mapping[str, Any],
 ) -> dict[float, float]:
-    """Validation log-likelihood after some rounds with each value; minus infinity where it diverged.
-
-    The warm-up is as long in proportion as in the training that the options describe.
-    """
-    whole = replace(options or TrainingOptions(), **changes)
-    short = replace(whole, rounds=rounds, warmup=whole.warmup * rounds // whole.rounds)
+    """Validation log-likelihood after some rounds with each value; minus infinity where it diverged."""
+    whole = options or TrainingOptions()
+    short = replace(whole, warmup=whole.warmup * rounds // whole.rounds)
     scores: dict[float, float] = {}
     for value in values:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DivergenceWarning)
-            changed: dict[str, Any] = {option: value}
+            changed = {**changes, option: value, "rounds": rounds}
             run = train(dataset, algorithm, options=short, **changed)
         pass_on_interrupt(run)
         scores[value] = validation_score(run)

@@ -10,7 +10,13 @@ from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.devices import resolve_device
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.encoder import ENCODERS, EncodedFederation, encode_federation, encoder
+from fedgmm.data.encoder import (
+    ENCODERS,
+    PRECISIONS,
+    EncodedFederation,
+    encode_federation,
+    encoder,
+)
 from fedgmm.data.federated_images import FederatedImages, federated_images
 from fedgmm.data.images import load_images
 from fedgmm.experiments.comparison import PAPER_GRID, Tell
@@ -98,6 +104,7 @@ class ImageStudy:
         check_choice("dataset", self.dataset, DATA_SETS)
         check_choice("track", self.track, TRACKS)
         check_choice("encoder", self.encoder, ENCODERS)
+        check_choice("encoder_dtype", self.encoder_dtype, ("auto", *PRECISIONS))
         check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
         for name in ("methods", "seeds"):
             if not getattr(self, name):
@@ -177,8 +184,8 @@ class ImageStudy:
         return (
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
             f"{', '.join(map(str, self.seeds))}; {chosen} chosen on "
-            f"validation rows of the first seed: after {self.tuning_rounds} rounds, and among the best "
-            f"two after all."
+            f"validation rows of the first seed, by short runs of {self.tuning_rounds} and then between "
+            f"the best two after all {self.rounds}."
         )
 
 

@@ -16,17 +16,7 @@ import numpy as np
 
 from fedgmm.data.encoder import EncodedFederation, Features, Images
 from fedgmm.experiments.comparison import Tell
-from fedgmm.experiments.image_trials import (
-    Trial,
-    chosen_of,
-    facts_of,
-    features_of,
-    of_method,
-    open_trials,
-    recorded,
-    run_trials,
-    trained,
-)
+from fedgmm.experiments.image_trials import facts_of, features_of, of_method, run_trials
 from fedgmm.experiments.novel_images import IntArray, novel_images, other_labels, slightly_changed
 from fedgmm.experiments.novelty_density import choose_density
 from fedgmm.experiments.novelty_results import (
@@ -41,6 +31,7 @@ from fedgmm.experiments.novelty_results import (
 )
 from fedgmm.experiments.novelty_study import NoveltyStudy, leave_out, prepare_novelty
 from fedgmm.experiments.results import write_results
+from fedgmm.experiments.trial_files import Trial, chosen_of, open_trials, recorded, trained
 from fedgmm.inference.model import FederatedModel
 from fedgmm.inference.novelty import novelty_metrics
 
@@ -65,9 +56,8 @@ def reproduce_novelty(
     study = study or NoveltyStudy()
     name = f"novelty-{study.label}"
     trials = open_trials(folder / name, study)
-    sized = study
-    if "fedgmm" in study.methods:
-        sized = choose_density(trials, study, data_dir, cache, tell)
+    # whatever the methods are: trials of one folder see the same features
+    sized = choose_density(trials, study, data_dir, cache, tell)
     details = run_trials(
         trials,
         sized,

@@ -19,9 +19,9 @@ from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_images, federated_pca
 from fedgmm.data.representations import represented, stage_widths
 from fedgmm.experiments.comparison import Tell
-from fedgmm.experiments.image_trials import recorded
 from fedgmm.experiments.novel_images import IntArray
 from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
+from fedgmm.experiments.trial_files import recorded
 from fedgmm.inference.novelty import novelty_metrics
 
 _DENSITY_ROUNDS = 30
@@ -67,11 +67,16 @@ def choose_density(
 
 
 def _encoded(dataset: FederatedDataset, base: Encoder, cache: Path | None) -> dict[str, Features]:
-    """What the encoder says of every split; all at once, as the cache is asked for it later."""
-    parts = [dataset.split(name).inputs.numpy() for name in SPLITS]
+    """What the encoder says of training and validation rows, ``(N, d)`` each.
+
+    With a cache test rows are encoded, too, and not returned: all rows at once are what training asks
+    the cache for.
+    """
+    wanted = ("train", "validation")
+    parts = [dataset.split(name).inputs.numpy() for name in (wanted if cache is None else SPLITS)]
     codes = encode_images(np.concatenate(parts), base, cache)
-    edges = np.cumsum([len(part) for part in parts])[:-1]
-    return dict(zip(SPLITS, np.split(codes, edges), strict=True))
+    edges = np.cumsum([len(part) for part in parts])
+    return dict(zip(wanted, np.split(codes, edges), strict=False))
 
 
 def missing_class_auroc(

@@ -14,15 +14,9 @@ from fedgmm.core.checks import check_integer
 from fedgmm.data.encoder import EncodedFederation
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, Variant, prepare_federation
-from fedgmm.experiments.image_trials import (
-    Trial,
-    facts_of,
-    open_trials,
-    run_trials,
-    stopped_early,
-    trained,
-)
+from fedgmm.experiments.image_trials import facts_of, run_trials, stopped_early
 from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
+from fedgmm.experiments.trial_files import Trial, open_trials, trained
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,11 @@ from fedgmm.data.federated import ClientRows
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, dealt, encoded
 from fedgmm.experiments.image_trials import (
-    Trial,
     facts_of,
     features_of,
     of_method,
-    open_trials,
     run_trials,
     stopped_early,
-    trained,
 )
 from fedgmm.experiments.results import (
     TITLES,
@@ -42,6 +39,7 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
+from fedgmm.experiments.trial_files import Trial, open_trials, trained
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, build
 

@@ -1,0 +1,174 @@
+"""Which options a method of a study on images is trained with, chosen on validation rows of the first seed.
+
+Short runs rank a long grid. The best of it are trained in full, since what is fastest in the first rounds
+need not be best in the end, and the training that wins is that of the first seed. Every step leaves a file:
+an interruption costs no more than the training that it hit.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.experiments.comparison import Tell, tune, validation_score
+from fedgmm.experiments.image_study import ImageStudy
+from fedgmm.experiments.results import TITLES
+from fedgmm.experiments.trial_files import Trial, checkpoint_of, recorded, trained
+from fedgmm.training import DivergenceWarning
+
+_SEARCH = "short runs, then the best two in full"
+_FINALISTS = 2
+
+
+class Federation(Protocol):
+    """Whatever a study prepares for a seed: it holds the clients that train."""
+
+    @property
+    def dataset(self) -> FederatedDataset:
+        """The clients."""
+        ...
+
+
+def chosen_options(
+    trials: Path,
+    study: ImageStudy,
+    method: str,
+    federation: Callable[[], Federation],
+    tell: Tell,
+) -> dict[str, Any]:
+    """The learning rate of a method; and of FedGMM how far learners are independent of Gaussians.
+
+    Args:
+        trials: the folder of the study's trials.
+        study: its settings.
+        method: what is tuned.
+        federation: the clients of the first seed, asked for only where something has to be run.
+        tell: called with a line before each step.
+
+    Raises:
+        ValueError: everything diverged, or the folder holds choices of another search.
+    """
+    record = recorded(
+        trials,
+        f"{method}-tuning",
+        lambda: _search(Trial(trials, "", study, method, study.seeds[0], {}), federation(), tell),
+    )
+    chosen: dict[str, Any] = record["chosen"]
+    if record.get("search") != _SEARCH or chosen.keys() != study.grids(method).keys():
+        raise ValueError(
+            f"{trials} holds options of {TITLES[method]} that were chosen in another way; choose "
+            "another folder."
+        )
+    _tidy(Trial(trials, record["winner"], study, method, record["seed"], chosen), record["finals"])
+    return chosen
+
+
+def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dict[str, Any]:
+    """Choose one option after the other; returns what is written to the file."""
+    best, best_score = trial, math.nan
+    scores: dict[str, Any] = {}
+    finals: list[str] = []
+    defaults = trial.study.options(trial.method, trial.seed)
+    for option, grid in trial.study.grids(trial.method).items():
+        ranked = _ranked(best, option, grid, federation.dataset, tell)
+        outcome: dict[float, float] = {}
+        entrants: dict[float, Trial[ImageStudy]] = {}
+        for value in ranked:
+            if sum(map(math.isfinite, outcome.values())) == _FINALISTS:
+                break
+            chosen = {**best.chosen, option: value}
+            if best.chosen and value == getattr(defaults, option):  # trained by the option before
+                entrants[value], outcome[value] = replace(best, chosen=chosen), best_score
+                continue
+            name = f"{trial.method}-{option}-{value:.6g}-{trial.seed}"
+            entrants[value] = replace(best, name=name, chosen=chosen)
+            tell(f"{TITLES[trial.method]}: {option} {value:.3g} in full")
+            outcome[value] = _final_score(entrants[value], federation.dataset)
+            finals.append(name)
+        winner = max(outcome, key=lambda value: outcome[value])
+        best, best_score = entrants[winner], outcome[winner]
+        scores[option] = {"short": _printed(ranked), "whole": _printed(outcome)}
+        if not math.isfinite(best_score):
+            raise ValueError(
+                f"{TITLES[trial.method]} diverged with every {option} of "
+                f"{', '.join(f'{value:.3g}' for value in outcome)}."
+            )
+    return {
+        "search": _SEARCH,
+        "chosen": best.chosen,
+        "seed": trial.seed,
+        "winner": best.name,
+        "finals": finals,
+        "scores": scores,
+    }
+
+
+def _ranked(
+    trial: Trial[ImageStudy],
+    option: str,
+    grid: Sequence[float],
+    dataset: FederatedDataset,
+    tell: Tell,
+) -> dict[float, float]:
+    """Values with their scores in short runs, best first, without those that diverged; a few need none."""
+    if len(grid) <= _FINALISTS:
+        return dict.fromkeys(grid, math.nan)
+
+    def run() -> dict[str, Any]:
+        tell(f"{TITLES[trial.method]}: {option} in short runs")
+        found = tune(
+            dataset,
+            trial.method,
+            option=option,
+            grid=grid,
+            rounds=trial.study.tuning_rounds,
+            options=trial.options,
+        )
+        return {"scores": [_plain(found.scores[value]) for value in grid]}
+
+    name = f"{trial.method}-{option}-ranking-{trial.seed}"
+    scores = dict(zip(grid, recorded(trial.folder, name, run)["scores"], strict=True))
+    finite = {value: score for value, score in scores.items() if score is not None}
+    return dict(sorted(finite.items(), key=lambda item: -item[1]))
+
+
+def _final_score(trial: Trial[ImageStudy], dataset: FederatedDataset) -> float:
+    """Of a whole training; its checkpoint stays until the choice is made."""
+
+    def run() -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DivergenceWarning)
+            return {"score": _plain(validation_score(trained(trial, dataset)))}
+
+    score = recorded(trial.folder, trial.name, run, keep_checkpoint=True)["score"]
+    return -math.inf if score is None else float(score)
+
+
+def _tidy(winner: Trial[ImageStudy], finals: Iterable[str]) -> None:
+    """The winner's checkpoint becomes that of the study's own trial, which is the same; others go."""
+    for variant in winner.study.variants(winner.method):
+        own = f"{variant.name}-{winner.seed}"
+        source = checkpoint_of(winner.folder, winner.name)
+        if variant.study == winner.study and source.exists():
+            if not (winner.folder / f"{own}.json").exists():
+                source.replace(checkpoint_of(winner.folder, own))
+            break
+    for name in finals:
+        checkpoint_of(winner.folder, name).unlink(missing_ok=True)
+
+
+def _printed(scores: Mapping[float, float]) -> dict[str, float | None]:
+    """For people who read the file; what was not run is left out."""
+    return {
+        f"{value:.6g}": _plain(score) for value, score in scores.items() if not math.isnan(score)
+    }
+
+
+def _plain(score: float) -> float | None:
+    """For JSON, which knows no infinity."""
+    return score if math.isfinite(score) else None

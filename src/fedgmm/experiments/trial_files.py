@@ -1,0 +1,124 @@
+"""One training of a study on images, and the files that it leaves behind.
+
+Trainings write checkpoints, so that a study goes on where an interruption ended it. Several programs may
+work on one folder at once, with different methods.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Generic
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.experiments.comparison import pass_on_interrupt
+from fedgmm.experiments.image_study import ImageStudy, StudyT
+from fedgmm.federation.checkpoint import Checkpoint
+from fedgmm.files import write_atomically
+from fedgmm.inference.model import FederatedModel
+from fedgmm.training import TrainingOptions, train
+
+_MAY_GROW = ("methods", "seeds", "device")
+_ROUNDS_A_CHECKPOINT = 25
+_WATCHED_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Trial(Generic[StudyT]):
+    """One training of a study.
+
+    Attributes:
+        folder: of all trials.
+        name: of its files.
+        study: its settings.
+        method: what is trained.
+        seed: of the federation and of the training.
+        chosen: options that were tuned.
+    """
+
+    folder: Path
+    name: str
+    study: StudyT
+    method: str
+    seed: int
+    chosen: dict[str, Any]
+
+    @property
+    def options(self) -> TrainingOptions:
+        """How it is trained."""
+        return replace(self.study.options(self.method, self.seed), **self.chosen)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its file begins with."""
+        return {"method": self.method, "seed": self.seed, **self.chosen}
+
+
+def open_trials(trials: Path, study: ImageStudy) -> Path:
+    """The folder of a study's trials: all of one study, but for what may grow.
+
+    Raises:
+        ValueError: the folder holds trials of a study with other settings.
+    """
+    trials.mkdir(parents=True, exist_ok=True)
+    file = trials / "study.json"
+    facts = _settings(study)
+    if file.is_file():
+        # settings that are younger than the file had their defaults
+        held = {**_settings(type(study)()), **json.loads(file.read_text())}
+        for setting, value in facts.items():
+            if held[setting] != value:
+                raise ValueError(
+                    f"{trials} holds results of a study with {setting}={held[setting]!r}, not "
+                    f"{value!r}; choose another folder."
+                )
+    if not file.is_file():
+        _write_json(file, facts)
+    return trials
+
+
+def _settings(study: ImageStudy) -> dict[str, Any]:
+    """What all trials of a folder have in common, as JSON gives it back."""
+    facts = {name: value for name, value in asdict(study).items() if name not in _MAY_GROW}
+    facts["pretrained"] = study.pretrained is not None  # wherever the file lies
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain
+
+
+def _write_json(file: Path, record: dict[str, Any]) -> None:
+    write_atomically(file, (json.dumps(record, indent=1) + "\n").encode(), shared=True)
+
+
+def recorded(
+    trials: Path, trial: str, run: Callable[[], dict[str, Any]], keep_checkpoint: bool = False
+) -> dict[str, Any]:
+    """What a trial left behind; where it left nothing it is run, and then its checkpoint goes."""
+    file = trials / f"{trial}.json"
+    if not file.is_file():
+        _write_json(file, run())
+        if not keep_checkpoint:
+            checkpoint_of(trials, trial).unlink(missing_ok=True)
+    record: dict[str, Any] = json.loads(file.read_text())
+    return record
+
+
+def checkpoint_of(trials: Path, trial: str) -> Path:
+    """Where a trial's training writes down its progress."""
+    return trials / f"{trial}.safetensors"
+
+
+def chosen_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The chosen options in a trial's file."""
+    return {name: record[name] for name in ("lr", "independence") if name in record}
+
+
+def trained(trial: Trial[StudyT], dataset: FederatedDataset) -> FederatedModel:
+    """Train, or go on from the checkpoint of a trial that was interrupted."""
+    checkpoint = Checkpoint(checkpoint_of(trial.folder, trial.name), _ROUNDS_A_CHECKPOINT)
+    model = train(
+        dataset, options=trial.options, checkpoint=checkpoint, watch_accuracy=_WATCHED_ROUNDS
+    )
+    pass_on_interrupt(model)
+    return model
