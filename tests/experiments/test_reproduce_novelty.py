@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_novelty import FIXED, SMALL
 
-from fedgmm.experiments import image_study, novelty_study, trial_files
+from fedgmm.experiments import comparison, image_study, novelty_study, trial_files
 from fedgmm.experiments.novel_images import novel_images, slightly_changed
 from fedgmm.experiments.novelty import familiarity, reproduce_novelty
 from fedgmm.experiments.novelty_density import choose_density
@@ -127,5 +127,20 @@ def test_baselines_alone(tmp_path, mnist):
     outcome = reproduce_novelty(tmp_path, study, data_dir=mnist)
     assert list(outcome.metrics) == ["local"]
     assert not outcome.left_out
-    assert not (tmp_path / NAME / "density.json").exists()
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_methods_may_come_one_by_one(tmp_path, mnist, monkeypatch):
+    """All trials of a folder see the same features, whichever method came first."""
+    tuned = []
+    plain = comparison.train
+
+    def watched(dataset, *args, **kwargs):
+        tuned.append(dataset.train.features.chunks[0])
+        return plain(dataset, *args, **kwargs)
+
+    monkeypatch.setattr(comparison, "train", watched)
+    reproduce_novelty(tmp_path, replace(SMALL, methods=("fedavg",)), data_dir=mnist)
+    both = reproduce_novelty(tmp_path, replace(SMALL, methods=("fedavg", "fedgmm")), data_dir=mnist)
+    assert list(both.metrics) == ["fedavg", "fedgmm"]
+    assert all(torch.equal(features, tuned[0]) for features in tuned)
