@@ -49,7 +49,7 @@ def reproduce(
         int | None, typer.Option(min=1, help="Most rounds; 100 by default, 200 on images.")
     ] = None,
     tuning_rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of each trial of a learning rate.")
+        int | None, typer.Option(min=1, help="Rounds of the short runs that rank learning rates.")
     ] = None,
     methods: Annotated[
         str | None, typer.Option(help="Methods, separated by commas; all by default.")

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.experiments.comparison import Tell, tune, validation_score
@@ -68,44 +68,61 @@ def chosen_options(
     return chosen
 
 
+class _Final(NamedTuple):
+    """A whole training, and its validation score."""
+
+    trial: Trial[ImageStudy]
+    score: float
+
+
 def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dict[str, Any]:
     """Choose one option after the other; returns what is written to the file."""
-    best, best_score = trial, math.nan
+    best = _Final(trial, math.nan)
     scores: dict[str, Any] = {}
-    finals: list[str] = []
-    defaults = trial.study.options(trial.method, trial.seed)
+    names: list[str] = []
     for option, grid in trial.study.grids(trial.method).items():
-        ranked = _ranked(best, option, grid, federation.dataset, tell)
-        outcome: dict[float, float] = {}
-        entrants: dict[float, Trial[ImageStudy]] = {}
-        for value in ranked:
-            if sum(map(math.isfinite, outcome.values())) == _FINALISTS:
-                break
-            chosen = {**best.chosen, option: value}
-            if best.chosen and value == getattr(defaults, option):  # trained by the option before
-                entrants[value], outcome[value] = replace(best, chosen=chosen), best_score
-                continue
-            name = f"{trial.method}-{option}-{value:.6g}-{trial.seed}"
-            entrants[value] = replace(best, name=name, chosen=chosen)
-            tell(f"{TITLES[trial.method]}: {option} {value:.3g} in full")
-            outcome[value] = _final_score(entrants[value], federation.dataset)
-            finals.append(name)
-        winner = max(outcome, key=lambda value: outcome[value])
-        best, best_score = entrants[winner], outcome[winner]
-        scores[option] = {"short": _printed(ranked), "whole": _printed(outcome)}
-        if not math.isfinite(best_score):
+        ranked = _ranked(best.trial, option, grid, federation.dataset, tell)
+        finals = _finals(best, option, ranked, federation.dataset, tell)
+        best = max(finals.values(), key=lambda final: final.score)
+        if not math.isfinite(best.score):
             raise ValueError(
                 f"{TITLES[trial.method]} diverged with every {option} of "
-                f"{', '.join(f'{value:.3g}' for value in outcome)}."
+                f"{', '.join(f'{value:.3g}' for value in finals)}, the grid of the "
+                f"{trial.study.track} track; leave it out of the methods."
             )
+        scores[option] = {
+            "short": _printed(ranked),
+            "whole": _printed({value: final.score for value, final in finals.items()}),
+        }
+        names += [final.trial.name for final in finals.values()]
     return {
         "search": _SEARCH,
-        "chosen": best.chosen,
+        "chosen": best.trial.chosen,
         "seed": trial.seed,
-        "winner": best.name,
-        "finals": finals,
+        "winner": best.trial.name,
+        "finals": names,
         "scores": scores,
     }
+
+
+def _finals(
+    best: _Final, option: str, ranked: Iterable[float], dataset: FederatedDataset, tell: Tell
+) -> dict[float, _Final]:
+    """The first of the ranked values, trained in full; those that diverge make room for the next."""
+    start = best.trial
+    default = getattr(start.study.options(start.method, start.seed), option)
+    found: dict[float, _Final] = {}
+    for value in ranked:
+        if sum(math.isfinite(final.score) for final in found.values()) == _FINALISTS:
+            break
+        trial = replace(start, chosen={**start.chosen, option: value})
+        if start.chosen and value == default:  # the option before was trained with it
+            found[value] = _Final(trial, best.score)
+            continue
+        trial = replace(trial, name=f"{trial.method}-{option}-{value:.6g}-{trial.seed}")
+        tell(f"{TITLES[trial.method]}: {option} {value:.3g} in full")
+        found[value] = _Final(trial, _final_score(trial, dataset))
+    return found
 
 
 def _ranked(
