@@ -5,12 +5,16 @@ The interpreter runs each program of a kernel in NumPy: slow, but the same code.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from fedgmm.core import kernels, stacked
+from fedgmm.core.convolutions import Convolutional
 from fedgmm.core.networks import is_statistic
 from fedgmm.core.sgd import SGD, plan_batches, train_local
 
@@ -26,6 +30,8 @@ def far(found, expected):
 
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# the interpreter multiplies in NumPy, which has no bfloat16
+OF_PRODUCTS = BOUNDS if DEVICE.type == "cuda" else {torch.float32: 1e-5, torch.float16: 5e-3}
 
 
 def gradients(function, *given):
@@ -97,29 +103,69 @@ def test_kernel_of_normalisation(ceiling, padded, dtype):
     assert max(map(far, moved, after)) < 1e-5
 
 
-@pytest.mark.parametrize("size", [8, 7])
-def test_kernel_of_pooling(size):
-    def plain(images):
-        out = functional.max_pool2d(images.flatten(1, 2), 2).relu()
-        return out.reshape(*images.shape[:3], size // 2, size // 2)
-
-    given = normal(3, 4, 5, size, size)
-    found, expected = gradients(kernels.pooled_relu, given), gradients(plain, given.double())
-    assert max(map(far, found, expected)) < 1e-6
-
-
-def test_kernel_of_convolutions():
-    def plain(images, weight, bias):
-        parts = [
-            functional.conv2d(x.transpose(0, 1), w, b, padding=1).transpose(0, 1)
+def block(images, weight, bias):
+    """Convolution, pooling and ReLU, one group after the other: channels first."""
+    return torch.stack(
+        [
+            functional.max_pool2d(functional.conv2d(x, w, b, padding=1), 2).relu()
             for x, w, b in zip(images, weight, bias, strict=True)
         ]
-        return torch.stack(parts)
+    )
 
-    given = normal(2, 16, 3, 7, 7), normal(2, 32, 16, 3, 3), normal(2, 32)
-    found = gradients(kernels.convolve, *given)
-    expected = gradients(plain, *(value.double() for value in given))
-    assert max(map(far, found, expected)) < 1e-5
+
+@pytest.mark.parametrize(("colours", "height", "width"), [(1, 8, 8), (3, 6, 9), (1, 7, 4)])
+@pytest.mark.parametrize("dtype", OF_PRODUCTS, ids=str)
+def test_kernel_of_blocks_on_pixels(colours, height, width, dtype):
+    """Two clients with three learners each, which share their client's images; two tiles."""
+    images = normal(2, 9, colours, height, width).to(dtype)
+    given = normal(6, 16, colours, 3, 3).to(dtype), normal(6, 16).to(dtype)
+    found = gradients(lambda w, b: kernels.pixel_block(images, w, b), *given)
+    shared = images.double().repeat_interleave(3, 0)
+    expected = gradients(
+        lambda w, b: block(shared, w, b).permute(0, 1, 3, 4, 2), *(v.double() for v in given)
+    )
+    assert max(map(far, found, expected)) < OF_PRODUCTS[dtype]
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (5, 6), (6, 7)])
+@pytest.mark.parametrize("dtype", OF_PRODUCTS, ids=str)
+def test_kernel_of_blocks_on_channels(height, width, dtype):
+    given = [
+        value.to(dtype)
+        for value in (normal(2, 9, height, width, 16), normal(2, 32, 16, 3, 3), normal(2, 32))
+    ]
+    found = gradients(kernels.channel_block, *given)
+    expected = gradients(
+        lambda x, w, b: block(x.permute(0, 1, 4, 2, 3), w, b).permute(0, 1, 3, 4, 2),
+        *(value.double() for value in given),
+    )
+    assert max(map(far, found, expected)) < OF_PRODUCTS[dtype]
+
+
+@pytest.mark.parametrize("colours", [1, 3])
+def test_the_small_network_by_kernels_is_the_one_without(colours, monkeypatch):
+    half = next(dtype for dtype in OF_PRODUCTS if dtype.itemsize == 2)
+    net = Convolutional(colours, 9, 5, compute=half)
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        name: torch.randn((2, 3, *shape), generator=generator).to(DEVICE) * 0.2
+        for name, shape in net.parameter_shapes.items()
+    }
+    images = torch.rand(2, 7, colours, 9, 9, generator=generator).to(DEVICE)
+    exact = replace(net, compute=torch.float64)
+
+    def logits(own_net, *own):
+        return own_net.stacked_logits(dict(zip(params, own, strict=True)), images)
+
+    expected = gradients(partial(logits, exact), *params.values())
+    monkeypatch.setattr(kernels, "usable", lambda _: True)
+    found = gradients(partial(logits, net), *params.values())
+    assert max(map(far, found, expected)) < 5e-2
+    filters = params["features.0.weight"][0], params["features.3.weight"][0]
+    assert kernels.usable_blocks(images.to(half), *filters)
+    # float32, and who asks for gradients of the images, get the plain way
+    assert not kernels.usable_blocks(images, *filters)
+    assert not kernels.usable_blocks(images.to(half).requires_grad_(), *filters)
 
 
 def test_kernel_of_fixed_statistics():

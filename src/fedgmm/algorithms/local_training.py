@@ -15,7 +15,6 @@ from fedgmm.core.devices import accelerator_memory
 from fedgmm.core.learners import (
     add_params,
     expand_clients,
-    flatten,
     stack,
     take_clients,
     weighted_sum,
@@ -34,6 +33,9 @@ _ROUND_STRIDE = 1_000_003  # between the seeds of rounds
 _LARGEST = 1e8  # a few layers of numbers beyond it overflow in float32
 _ROWS_OF_A_PRODUCT = 8  # cards multiply matrices of other sizes several times as slowly
 _STEP_NUMBERS = 512 * 1024  # inputs of one step of a group: they stay in a core's cache
+_CLIENTS_ALIKE = (
+    64  # a group on a card: enough to fill it, and few enough to have about as many rows
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class LocalTraining:
     def groups(self, rows: LabelledRows, params: Params) -> list[Tensor]:
         """Codes of clients that have rows, in groups that train side by side.
 
-        Copies of ``params`` fit the memory; on a CPU a step of the group fits the cache.
+        Those with the most rows come first: the fewer rows a group's clients differ by, the less is
+        padded. Copies of ``params`` fit the memory; on a CPU a step of the group fits the cache.
         """
         one = sum(value.numel() * value.element_size() for value in params.values())
         copies = 4 * one  # parameters, gradients, momentum, a temporary
@@ -94,10 +97,13 @@ class LocalTraining:
             padded = -(-self.sgd.batch_size // _ROWS_OF_A_PRODUCT) * _ROWS_OF_A_PRODUCT
             batch = padded * learners * self.net.row_numbers * self.dtype.itemsize
             size = max(1, accelerator_memory(rows.device) // (copies + batch))
+            if not isinstance(self.net, Stacked):  # recorded rounds are best in one piece
+                size = min(size, _CLIENTS_ALIKE)
         if self._in_lanes(rows):
             numbers = self.sgd.batch_size * math.prod(rows.inputs.shape[1:])
             size = min(size, max(1, _STEP_NUMBERS // numbers))
-        present = torch.nonzero(rows.features.rows_per_client > 0).flatten()
+        counts = rows.features.rows_per_client
+        present = torch.argsort(counts, descending=True, stable=True)[: int((counts > 0).sum())]
         return [present[first : first + size] for first in range(0, len(present), size)]
 
     def plan(
@@ -208,6 +214,9 @@ class LocalTraining:
 
 def check_finite(params: Params, clients: Tensor, rows: LabelledRows) -> None:
     """Raise :class:`DivergedError` for the first client whose ``(A, M, ...)`` are lost."""
-    good = (flatten(params).abs() < _LARGEST).all(-1).all(-1)  # NaN is not less than anything
+    largest = torch.stack(
+        [torch.linalg.vector_norm(value.flatten(1), math.inf, -1) for value in params.values()]
+    )
+    good = (largest < _LARGEST).all(0)  # NaN is not less than anything
     if not bool(good.all()):
         raise DivergedError(rows.names[int(clients[int(torch.nonzero(~good)[0])])])

@@ -90,8 +90,6 @@ def convolve(
     Returns:
         ``(G, c', n, h', w')``.
     """
-    if stride == padding == (1, 1) and kernels.usable_channels(images, weight):
-        return kernels.convolve(images, weight, bias)
     size = (weight.shape[-2], weight.shape[-1])
     kernel = weight.permute(0, 1, 3, 4, 2).flatten(2)  # (G, c', k·k·c), in the order of patches
     seen = patches(images, size, stride, padding)
@@ -104,8 +102,6 @@ def convolve(
 
 def _pooled(images: Tensor) -> Tensor:
     """The largest of every 2×2 pixels and of zero."""
-    if kernels.usable(images):
-        return kernels.pooled_relu(images)
     pooled = relu(max_pool2d(images.flatten(1, 2), 2))
     return pooled.reshape(*images.shape[:3], *pooled.shape[-2:])
 
@@ -169,16 +165,7 @@ class Convolutional:
         stacked = {name: value.flatten(0, len(lead)).to(dtype) for name, value in params.items()}
         rows = inputs.shape[len(lead)]
         images = inputs.reshape(-1, rows, self.channels, self.size, self.size).to(dtype)
-        images = images.transpose(1, 2)  # (A, c, n, h, w)
-
-        # learners read the same images: their first convolutions are one
-        weight = _split(stacked["features.0.weight"], 0, -1, learners).flatten(1, 2)
-        hidden = convolve(images, weight, stacked["features.0.bias"].reshape(len(weight), -1))
-        hidden = _pooled(hidden.reshape(len(weight) * learners, -1, *hidden.shape[2:]))
-        hidden = convolve(hidden, stacked["features.3.weight"], stacked["features.3.bias"])
-        hidden = dropout(_pooled(hidden), self.dropout, training)
-
-        hidden = hidden.transpose(1, 2).flatten(2)  # (A·M, n, c·h·w), as the module flattens
+        hidden = dropout(self._features(stacked, images), self.dropout, training)
         for layer in ("classifier.0", "classifier.3"):
             bias, weight = stacked[f"{layer}.bias"].unsqueeze(1), stacked[f"{layer}.weight"]
             hidden = torch.baddbmm(bias, hidden, weight.mT)
@@ -186,3 +173,17 @@ class Convolutional:
                 hidden = dropout(relu(hidden), self.dropout, training)
         logits = hidden.reshape(*lead, learners, rows, self.classes).transpose(-3, -2)
         return logits.to(own.dtype)
+
+    def _features(self, stacked: Params, images: Tensor) -> Tensor:
+        """Both convolutions, ``(A·M, n, c·h·w)`` as the module flattens, of images ``(A, n, c, h, w)``."""
+        first, second = (
+            (stacked[f"features.{k}.weight"], stacked[f"features.{k}.bias"]) for k in (0, 3)
+        )
+        if kernels.usable_blocks(images, first[0], second[0]):
+            hidden = kernels.channel_block(kernels.pixel_block(images, *first), *second)
+            return hidden.permute(0, 1, 4, 2, 3).flatten(2)
+        # learners read the same images: their first convolutions are one
+        weight = _split(first[0], 0, len(images)).flatten(1, 2)
+        hidden = convolve(images.transpose(1, 2), weight, first[1].reshape(len(images), -1))
+        hidden = _pooled(hidden.reshape(len(first[0]), -1, *hidden.shape[2:]))
+        return _pooled(convolve(hidden, *second)).transpose(1, 2).flatten(2)

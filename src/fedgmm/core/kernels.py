@@ -15,10 +15,15 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDTHS = (16, 32, 64, 128)  # channels that fit a tile of a product
+_WIDTHS = (16, 32, 64)  # channels that fit a tile of a product
+_MOST_COLOURS = 4
 _TILE = 1024
 _TILE_OF_TAPS = 512  # four pixels a thread: more would spread a warp's single reads over more lines
-_PIXELS_A_PRODUCT = 128
+_PRODUCTS = (
+    torch.bfloat16,
+    torch.float16,
+)  # of blocks: in float32 their sums do not fit the registers
+_PLACES_A_PRODUCT, _PLACES_A_SUM = 128, 64
 NO_ACTIVATION, RELU, RELU6 = -1.0, 0.0, 6.0
 """What follows a normalisation, named by its ceiling."""
 
@@ -31,12 +36,6 @@ def _triton_is_there() -> bool:
 def usable(values: Tensor) -> bool:
     """Whether the kernels can read this tensor."""
     return values.is_cuda and values.dtype in _DTYPES and _triton_is_there()
-
-
-def usable_channels(images: Tensor, weight: Tensor) -> bool:
-    """The same for :func:`convolve`, which wants round numbers of channels and 3×3 filters."""
-    wanted = weight.shape[1] in _WIDTHS and weight.shape[2] in _WIDTHS
-    return usable(images) and wanted and tuple(weight.shape[-2:]) == (3, 3)
 
 
 def _tile(pixels: int, most: int = _TILE) -> int:
@@ -213,104 +212,153 @@ def scaled(images: Tensor, scale: Tensor, shift: Tensor, ceiling: float = NO_ACT
 # ---------------------------------------------------------------------- the small network
 
 
-class _PooledRelu(torch.autograd.Function):
+def usable_blocks(images: Tensor, weight: Tensor, next_weight: Tensor) -> bool:
+    """Whether :func:`pixel_block` and then :func:`channel_block` can serve images ``(A, n, c, h, w)``.
+
+    They want 16 bits a number, few colours, round numbers of channels, 3×3 filters and at least 4×4
+    pixels, and give no gradient of the images.
+    """
+    fit = (
+        images.dtype in _PRODUCTS
+        and images.shape[2] <= _MOST_COLOURS
+        and weight.shape[1] in _WIDTHS
+        and next_weight.shape[1] in _WIDTHS
+        and weight.shape[-2:] == next_weight.shape[-2:] == (3, 3)
+        and min(images.shape[-2:]) >= 4
+    )
+    return usable(images) and fit and not images.requires_grad
+
+
+class _PixelBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, images: Tensor) -> Tensor:
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         from fedgmm.core import triton_kernels as kernels
 
-        images = images.contiguous()
-        height, width = images.shape[-2:]
-        out = images.new_empty(*images.shape[:-2], height // 2, width // 2)
-        places = torch.empty(out.shape, dtype=torch.uint8, device=out.device)
-        ctx.sizes = (height, width, height // 2, width // 2)
-        kernels.pooled_relu[(-(-out.numel() // _TILE),)](
-            images, out, places, out.numel(), *ctx.sizes, _TILE
+        images, weight, bias = images.contiguous(), weight.contiguous(), bias.contiguous()
+        rows, colours, height, width = images.shape[1:]
+        groups, targets = weight.shape[:2]
+        out, corners = _pooled_results(images, groups, rows, height, width, targets)
+        places = rows * out.shape[2] * out.shape[3]
+        ctx.places = places
+        ctx.sizes = (
+            groups // len(images), colours, targets, height, width,
+            16 if colours == 1 else 64, _precision(),
+        )  # fmt: skip
+        kernels.pixel_block[(-(-places // _PLACES_A_PRODUCT), groups)](
+            images, weight, bias, out, corners, places, *ctx.sizes, _PLACES_A_PRODUCT
         )
-        ctx.save_for_backward(places)
-        ctx.shape = images.shape
+        ctx.save_for_backward(images, corners)
+        ctx.dtype = weight.dtype
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
         from fedgmm.core import triton_kernels as kernels
 
-        own = gradients[0].new_empty(ctx.shape)
-        kernels.pooled_relu_backward[(-(-own.numel() // _TILE),)](
-            gradients[0].contiguous(), *ctx.saved_tensors, own, own.numel(), *ctx.sizes, _TILE
-        )
-        return own
-
-
-def pooled_relu(images: Tensor) -> Tensor:
-    """The largest of every 2×2 pixels and of zero: ``(..., h, w)`` to ``(..., h/2, w/2)``."""
-    out: Tensor = _PooledRelu.apply(images)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Convolved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        images = images.contiguous()
-        taps = weight.permute(0, 3, 4, 1, 2).flatten(1, 2).contiguous()  # (G, 9, c', c)
-        ctx.save_for_backward(images, taps)
-        ctx.has_bias = bias is not None
-        return _filtered(images, taps, bias)
-
-    @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        from fedgmm.core import triton_kernels as kernels
-
-        images, taps = ctx.saved_tensors
+        images, corners = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        own_images = own_weight = own_bias = None
-        if ctx.needs_input_grad[0]:  # the same with the filters turned round and transposed
-            own_images = _filtered(gradient, taps.flip(1).mT.contiguous(), None)
-        if ctx.needs_input_grad[1]:
-            groups, _, targets, sources = taps.shape
-            own = torch.empty_like(taps)
-            pixels = images.shape[2] * images.shape[3] * images.shape[4]
-            kernels.convolution_weights[(9, groups)](
-                images, gradient, own, pixels, *images.shape[-2:], sources, targets,
-                _precision(images), _PIXELS_A_PRODUCT,
-            )  # fmt: skip
-            own_weight = own.reshape(groups, 3, 3, targets, sources).permute(0, 3, 4, 1, 2)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            own_bias = gradient.sum((2, 3, 4))
-        return own_images, own_weight, own_bias
+        colours, targets, window = ctx.sizes[1], ctx.sizes[2], ctx.sizes[5]
+        groups = len(gradient)
+        seen = gradient.new_empty(groups, 4, window, targets, dtype=torch.float32)
+        own_bias = gradient.new_empty(groups, targets, dtype=torch.float32)
+        kernels.pixel_block_weights[(groups,)](
+            images, gradient, corners, seen, own_bias, ctx.places, *ctx.sizes, _PLACES_A_SUM,
+            num_stages=2,
+        )  # fmt: skip
+        corner = seen[:, :, : 16 * colours].reshape(groups, 2, 2, colours, 4, 4, targets)
+        # the filter at a corner is at its place in the window
+        own = sum(
+            corner[:, down, right, :, down : down + 3, right : right + 3]
+            for down in range(2)
+            for right in range(2)
+        )
+        assert isinstance(own, Tensor)
+        return None, own.permute(0, 4, 1, 2, 3).to(ctx.dtype), own_bias.to(ctx.dtype)
 
 
-def _filtered(images: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
-    """Filters ``(G, 9, c', c)`` on images ``(G, c, n, h, w)``."""
-    from fedgmm.core import triton_kernels as kernels
-
-    groups, sources, rows, height, width = images.shape
-    targets = taps.shape[2]
-    out = images.new_empty(groups, targets, rows, height, width)
-    pixels = rows * height * width
-    kernels.convolution[(-(-pixels // _PIXELS_A_PRODUCT), groups)](
-        images, taps, taps if bias is None else bias.contiguous(), out, pixels,
-        height, width, sources, targets, bias is not None, _precision(images), _PIXELS_A_PRODUCT,
-    )  # fmt: skip
-    return out
-
-
-def _precision(images: Tensor) -> str:
-    """All of float32, unless the user has allowed TF32."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
-def convolve(images: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """3×3 convolutions with stride one, padded by one; see :func:`usable_channels`.
+def pixel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """3×3 convolutions of pixels, padded by one, then the largest of every 2×2 and of zero.
 
     Args:
-        images: ``(G, c, n, h, w)``.
+        images: ``(A, n, c, h, w)``; groups that follow each other share them.
+        weight: ``(G, c', c, 3, 3)``, ``G`` a multiple of ``A``.
+        bias: ``(G, c')``.
+
+    Returns:
+        ``(G, n, h/2, w/2, c')``, channels last.
+    """
+    out: Tensor = _PixelBlock.apply(images, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ChannelBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        from fedgmm.core import triton_kernels as kernels
+
+        images, bias = images.contiguous(), bias.contiguous()
+        groups, rows, height, width, sources = images.shape
+        targets = weight.shape[1]
+        taps = weight.permute(0, 3, 4, 2, 1).contiguous()  # (G, 3, 3, c, c')
+        out, corners = _pooled_results(images, groups, rows, height, width, targets)
+        places = rows * out.shape[2] * out.shape[3]
+        ctx.sizes = sources, targets, height, width, _precision()
+        kernels.channel_block[(-(-places // _PLACES_A_PRODUCT), groups)](
+            images, taps, bias, out, corners, places, *ctx.sizes, _PLACES_A_PRODUCT, num_warps=8
+        )
+        ctx.save_for_backward(images, weight, corners)
+        ctx.places = places
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        from fedgmm.core import triton_kernels as kernels
+
+        images, weight, corners = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        groups, rows, height, width, sources = images.shape
+        targets = weight.shape[1]
+        own_images = None
+        if ctx.needs_input_grad[0]:
+            own_images = torch.empty_like(images)
+            blocks = rows * -(-height // 2) * -(-width // 2)
+            taps = weight.permute(0, 3, 4, 1, 2).contiguous()  # (G, 3, 3, c', c)
+            kernels.channel_block_images[(-(-blocks // _PLACES_A_PRODUCT), groups)](
+                gradient, corners, taps, own_images, rows, *ctx.sizes, _PLACES_A_PRODUCT,
+                num_warps=8,
+            )  # fmt: skip
+        own = weight.new_empty(groups, 3, 3, sources, targets)
+        own_bias = gradient.new_empty(groups, targets, dtype=torch.float32)
+        kernels.channel_block_weights[(3, groups)](
+            images, gradient, corners, own, own_bias, ctx.places, *ctx.sizes, _PLACES_A_SUM,
+            num_warps=8, num_stages=2,
+        )  # fmt: skip
+        return own_images, own.permute(0, 4, 3, 1, 2), own_bias.to(weight.dtype)
+
+
+def channel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The same for many channels.
+
+    Args:
+        images: ``(G, n, h, w, c)``, channels last.
         weight: ``(G, c', c, 3, 3)``.
         bias: ``(G, c')``.
 
     Returns:
-        ``(G, c', n, h, w)``.
+        ``(G, n, h/2, w/2, c')``.
     """
-    out: Tensor = _Convolved.apply(images, weight, bias)  # type: ignore[no-untyped-call]
+    out: Tensor = _ChannelBlock.apply(images, weight, bias)  # type: ignore[no-untyped-call]
     return out
+
+
+def _pooled_results(
+    images: Tensor, groups: int, rows: int, height: int, width: int, targets: int
+) -> tuple[Tensor, Tensor]:
+    """Room for what a block gives, and for which corners it took it from."""
+    out = images.new_empty(groups, rows, height // 2, width // 2, targets)
+    return out, torch.empty(out.shape, dtype=torch.uint8, device=out.device)
+
+
+def _precision() -> str:
+    """All of float32, unless the user has allowed TF32."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
