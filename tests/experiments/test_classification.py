@@ -124,6 +124,15 @@ def test_what_is_done_is_not_done_again(tmp_path, femnist, trainings, monkeypatc
     assert again.accuracy == first.accuracy
 
 
+def test_methods_without_gaussians_need_no_encoder(tmp_path, femnist, monkeypatch):
+    study = ImageStudy(**{**SOME, "methods": ("fedavg",)})
+    monkeypatch.setattr(image_study, "encoder", None)
+    alone = reproduce_classification(tmp_path / "alone", study, data_dir=femnist)
+    monkeypatch.undo()
+    both = reproduce_classification(tmp_path / "both", ImageStudy(**SOME), data_dir=femnist)
+    assert alone.accuracy["fedavg"] == both.accuracy["fedavg"]
+
+
 def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
     # without a warm-up, whose length depends on that of the run
     study = ImageStudy(**{**SOME, "methods": ("fedgmm",), "track": "paper"})

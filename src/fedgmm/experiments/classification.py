@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedgmm.data.encoder import EncodedFederation
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
 from fedgmm.experiments.image_trials import facts_of, of_method, run_trials, stopped_early
+from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import (
     TITLES,
     markdown_table,
@@ -83,7 +83,7 @@ def reproduce_classification(
     return outcome
 
 
-def _one_training(trial: Trial[ImageStudy], federation: EncodedFederation) -> dict[str, Any]:
+def _one_training(trial: Trial[ImageStudy], federation: Federation) -> dict[str, Any]:
     started = time.perf_counter()
     model = trained(trial, federation.dataset)
     evaluation = model.evaluate("test")

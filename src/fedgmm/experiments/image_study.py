@@ -210,9 +210,11 @@ def prepare_federation(
     data_dir: Path | None,
     tell: Tell = lambda _: None,
     cache: Path | None = None,
-) -> EncodedFederation:
-    """The clients of a seed: images dealt, shifted, and encoded for the Gaussians."""
+) -> EncodedFederation | FederatedImages:
+    """The clients of a seed: images dealt, shifted, and encoded if a method has Gaussians to see them."""
     federation = dealt(study, seed, data_dir, tell, shift=study.shift)
+    if "fedgmm" not in study.methods:
+        return federation
     return encoded(study, federation.dataset, data_dir, cache)
 
 

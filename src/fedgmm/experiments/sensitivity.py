@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_integer
-from fedgmm.data.encoder import EncodedFederation
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, Variant, prepare_federation
 from fedgmm.experiments.image_trials import facts_of, run_trials, stopped_early
+from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
 from fedgmm.experiments.trial_files import Trial, open_trials, trained
 
@@ -123,7 +123,7 @@ def reproduce_sensitivity(
     return outcome
 
 
-def _one_training(trial: Trial[SensitivityStudy], federation: EncodedFederation) -> dict[str, Any]:
+def _one_training(trial: Trial[SensitivityStudy], federation: Federation) -> dict[str, Any]:
     model = trained(trial, federation.dataset)
     return {
         "method": trial.method,
