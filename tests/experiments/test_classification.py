@@ -73,6 +73,8 @@ def test_independence_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path,
     written = json.loads((trials / "fedgmm-tuning.json").read_text())
     (one,) = outcome.details
     assert written["chosen"] == {"lr": one["lr"], "independence": one["independence"]}
+    table = (tmp_path / "out" / "classification-femnist-tuned.md").read_text()
+    assert f"| {one['lr']:.3g}, independence {one['independence']:g} |" in table
     rates, pulls = written["scores"]["lr"], written["scores"]["independence"]
     assert pulls["short"] == {}
     assert set(pulls["whole"]) == {"0", "10000"}

@@ -535,6 +535,19 @@ def test_learners_of_ones_own_with_dropout_go_on_exactly(tmp_path, rng):
         train(data, checkpoint=Checkpoint(rounds[1]), **options)
 
 
+@pytest.mark.parametrize("server", ["momentum", "adam"])
+@pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg", "clustered", "pfedme"])
+def test_running_statistics_go_on(tmp_path, rng, algorithm, server):
+    """Batch normalisation's statistics are in the learners, but not in the server's averages."""
+    pictures = rng.integers(0, 256, size=(12, 3, 8, 8)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(
+        pictures, np.arange(12) % 2, np.arange(12) // 6, features=rng.normal(size=(12, 2))
+    )
+    options = {**SMALL, "learner": "mobilenet", "server": server, "lr": 1e-3, "rounds": 2}
+    model, _, rounds, _ = copies_of(tmp_path, data, algorithm, **options)
+    assert_same_model(train(data, algorithm, checkpoint=Checkpoint(rounds[0]), **options), model)
+
+
 def test_rounds_that_nobody_answers_are_lost_again(tmp_path, rng):
     data = federation(rng)
     options = {

@@ -95,6 +95,13 @@ def _one_training(trial: Trial[ImageStudy], federation: Federation) -> dict[str,
     }
 
 
+def _chosen(record: dict[str, Any]) -> str:
+    """The learning rate, and how far learners are independent of Gaussians where that was chosen."""
+    independence = record.get("independence")
+    pulled = "" if independence is None else f", independence {independence:g}"
+    return f"{record['lr']:.3g}{pulled}"
+
+
 def _learner(study: ImageStudy) -> str:
     if study.network != "mobilenet":
         return study.network
@@ -108,13 +115,12 @@ def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
     for method, values in outcome.accuracy.items():
         own = of_method(outcome.details, method)
         seconds = sum(one["seconds"] for one in own) / max(1, sum(one["rounds"] for one in own))
-        lr = f"{own[0]['lr']:.3g}"
         rows.append(
             [
                 TITLES[method],
                 mean_and_spread(values),
                 printed(paper.get(method)),
-                lr,
+                _chosen(own[0]),
                 f"{seconds:.2f}",
             ]
         )

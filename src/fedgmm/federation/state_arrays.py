@@ -7,12 +7,15 @@ such as ``shared/mixture/gaussians/means``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+
+from fedgmm.core.networks import is_statistic
+from fedgmm.core.servers import ServerState
 
 
 class StateError(ValueError):
@@ -77,13 +80,19 @@ class StateDecoder:
             return self._parameters(path)
         if is_dataclass(kind) and isinstance(kind, type):
             hints = get_type_hints(kind)
+            own = self._of_what_is_trained() if kind is ServerState else self
             return kind(
                 **{
-                    part.name: self.decode(hints[part.name], f"{path}/{part.name}")
+                    part.name: own.decode(hints[part.name], f"{path}/{part.name}")
                     for part in fields(kind)
                 }
             )
         return self._plain(hint, path)
+
+    def _of_what_is_trained(self) -> StateDecoder:
+        """The server averages gradients, and running statistics have none."""
+        shapes = {name: shape for name, shape in self.shapes.items() if not is_statistic(name)}
+        return replace(self, shapes=shapes)
 
     def _first_that_fits(self, hints: tuple[Any, ...], path: str) -> Any:
         for hint in hints:
