@@ -142,6 +142,24 @@ def test_recorded_rounds_are_those_that_run_as_they_are(monkeypatch):
         torch.testing.assert_close(value, results[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_a_trained_model_leaves_the_card_s_memory_to_others():
+    rng = np.random.default_rng(0)
+    data = FederatedDataset.from_arrays(
+        rng.integers(0, 256, size=(40, 3, 32, 32)).astype(np.uint8),
+        np.arange(40) % 3,
+        np.arange(40) % 2,
+        features=rng.normal(size=(40, 2)),
+    )
+    options = {"learner": "mobilenet", "rounds": 4, "lr": 1e-3, "device": "cuda", "tol": None}
+    kept = [train(data, "fedavg", **options)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept.append(train(data, "fedavg", **options))
+    own = torch.cuda.memory_allocated() - before
+    assert own < (torch.cuda.max_memory_allocated() - before) / 4
+    assert len(kept) == 2
+
+
 class AsItIs:
     """Records nothing."""
 

@@ -707,3 +707,14 @@ def test_learners_start_from_given_weights(rng, tmp_path, algorithm):
     for own in model.prediction.learners["features.4.conv.1.0.weight"]:
         # copies are apart by a fiftieth of the weights' spread
         assert (own - weight).std() < 0.05 * weight.std()
+
+
+def test_a_model_that_is_kept_keeps_no_recordings(rng, monkeypatch):
+    """They hold as much memory of a card as training did."""
+    forgotten = []
+    monkeypatch.setattr("fedgmm.training.forget_recordings", forgotten.append)
+    model = train(federation(rng), **FAST)
+    assert forgotten == [model.prediction.net]
+    with pytest.raises(ZeroDivisionError):
+        train(federation(rng), on_round=[lambda entry: entry["round"] / 0], **FAST)
+    assert len(forgotten) == 2

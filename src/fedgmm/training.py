@@ -24,6 +24,7 @@ from fedgmm.core.checks import check_choice, check_flag, check_integer, check_no
 from fedgmm.core.devices import resolve_device, resolve_dtype
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.networks import Dense, ModuleFactory, Network, Params, network
+from fedgmm.core.recording import forget_recordings
 from fedgmm.core.scaling import Scaling, scaling_of
 from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
 from fedgmm.core.sgd import SGD
@@ -284,8 +285,11 @@ def train(
     )
     # small networks gain nothing from threads inside an operation
     quiet = device.type == "cpu" and isinstance(net, Dense)
-    with lanes_only() if quiet else nullcontext():
-        return job.run()
+    try:
+        with lanes_only() if quiet else nullcontext():
+            return job.run()
+    finally:
+        forget_recordings(net)  # or a model that is kept would keep half of a card's memory
 
 
 def _pretrained(options: TrainingOptions, net: Network) -> Params | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedgmm.core import recording
-from fedgmm.core.recording import Recorder, _Recording, recorder_of
+from fedgmm.core.recording import Recorder, _Recording, forget_recordings, recorder_of
 
 
 class Graph:
@@ -74,3 +74,14 @@ def test_a_network_has_one_recorder_and_takes_it_along():
     before = len(recording._RECORDERS)
     del first
     assert len(recording._RECORDERS) == before - 1
+
+
+def test_recordings_can_go_before_their_network():
+    class Network:
+        pass
+
+    network = Network()
+    before = recorder_of(network)
+    forget_recordings(network)
+    forget_recordings(network)  # nothing is left to forget
+    assert recorder_of(network) is not before

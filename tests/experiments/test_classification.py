@@ -54,14 +54,18 @@ def test_the_numbers_are_those_of_a_plain_training(tmp_path, femnist):
     for one in outcome.details:
         options = study.options(one["method"], 0)
         short = comparison.tune(federation, one["method"], rounds=1, options=options).scores
-        best = sorted(short, key=lambda lr: -short[lr])[:2]
-        whole = {lr: train(federation, options=options, lr=lr) for lr in best}
-        scores = {lr: comparison.validation_score(model) for lr, model in whole.items()}
-        assert one["lr"] == max(best, key=lambda lr: scores[lr])
         file = tmp_path / "out" / "classification-femnist-paper" / f"{one['method']}-tuning.json"
         written = json.loads(file.read_text())["scores"]["lr"]
         assert written["short"] == {f"{lr:.6g}": short[lr] for lr in short}
-        assert written["whole"] == {f"{lr:.6g}": scores[lr] for lr in best}
+        tried = [next(lr for lr in short if f"{lr:.6g}" == name) for name in written["whole"]]
+        assert tried[:2] == sorted(short, key=lambda lr: -short[lr])[:2]
+        whole = {lr: train(federation, options=options, lr=lr) for lr in tried}
+        scores = {lr: comparison.validation_score(model) for lr, model in whole.items()}
+        assert written["whole"] == {f"{lr:.6g}": scores[lr] for lr in tried}
+        assert one["lr"] == max(tried, key=lambda lr: scores[lr])
+        rates = sorted(short)
+        place = rates.index(one["lr"])
+        assert set(rates[max(0, place - 1) : place + 2]) <= set(tried)
         accuracy = whole[one["lr"]].evaluate("test").mean_accuracy
         assert outcome.accuracy[one["method"]] == [accuracy]
 
@@ -89,6 +93,12 @@ def test_independence_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path,
     assert float(max(pulls["whole"], key=lambda pull: pulls["whole"][pull])) == one["independence"]
 
 
+def whole_trainings(tmp_path):
+    """How many there were in the search of a rate for FedAvg."""
+    file = tmp_path / "out" / "classification-femnist-tuned" / "fedavg-tuning.json"
+    return len(json.loads(file.read_text())["finals"])
+
+
 def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, monkeypatch):
     rounds = []
 
@@ -98,14 +108,15 @@ def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, 
     monkeypatch.setattr(trial_files, "train", watched)
     study = ImageStudy(**{**SOME, "methods": ("fedavg",)})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    assert len(rounds) == 2 * study.rounds  # those of the two finalists
+    assert len(rounds) == whole_trainings(tmp_path) * study.rounds
     assert len(outcome.details[0]["curve"]) == study.rounds
 
 
 def test_rates_are_chosen_once_for_all_seeds(tmp_path, femnist, trainings):
     study = ImageStudy(**{**SOME, "seeds": (0, 1), "methods": ("fedavg",)})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    assert len(trainings) == len(study.grid) + 2 + 2  # short, whole, and one a seed
+    # short, whole, and one a seed
+    assert len(trainings) == len(study.grid) + whole_trainings(tmp_path) + 2
     assert len(outcome.accuracy["fedavg"]) == 2
     first, second = outcome.details
     assert first["lr"] == second["lr"]
@@ -121,7 +132,12 @@ def test_what_is_done_is_not_done_again(tmp_path, femnist, trainings, monkeypatc
     assert not trainings
     monkeypatch.undo()
 
-    (tmp_path / "out" / "classification-femnist-tuned" / "fedgmm-0.json").unlink()
+    file = tmp_path / "out" / "classification-femnist-tuned" / "fedgmm-0.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "lr": 0.5}))
+    with pytest.raises(ValueError, match=r"fedgmm-0.json was trained with .*0.5.*delete it"):
+        reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    file.unlink()
     again = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
     assert again.accuracy == first.accuracy
 
@@ -158,7 +174,8 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
 
     monkeypatch.setattr(trial_files, "train", watched)
     resumed = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    assert rounds == [2, 1, 2]  # the first finalist goes on, then the second
+    finals = len(json.loads((trials / "fedgmm-tuning.json").read_text())["finals"])
+    assert rounds == [2, *[1, 2] * (finals - 1)]  # the first finalist goes on, then the others
     assert resumed.accuracy == whole.accuracy
 
 

@@ -39,6 +39,12 @@ def rounds(monkeypatch):
     return seen
 
 
+def rates_of(folder, name=FOLDER):
+    """Learning rates that FedGMM was trained with in full."""
+    record = json.loads((folder / name / "fedgmm-tuning.json").read_text())
+    return list(record["scores"]["lr"]["whole"])
+
+
 class PowerCutError(Exception):
     """As if by a power cut."""
 
@@ -62,7 +68,7 @@ def test_whatever_is_finished_is_not_run_again(tmp_path, femnist, monkeypatch, r
     """Stopped before each file that is written, the study takes no more rounds in all than at once."""
     expected = reproduce_classification(tmp_path / "whole", STUDY, data_dir=femnist)
     once = {kind: sorted(entries) for kind, entries in rounds.items()}
-    assert len(once["whole"]) == 3 * STUDY.rounds  # two rates, and the other independence
+    assert len(once["whole"]) == (len(rates_of(tmp_path / "whole")) + 1) * STUDY.rounds
     written = len(list((tmp_path / "whole" / FOLDER).glob("*.json"))) - 1
     for entries in rounds.values():
         entries.clear()
@@ -109,6 +115,55 @@ def test_rates_that_diverge_in_full_make_room_for_the_next(tmp_path, femnist, mo
     assert list(written["scores"]["lr"]["whole"].values()) == [None, None, -4.0, -5.0]
 
 
+@pytest.mark.parametrize(
+    ("scores", "trained"),
+    [
+        ((4, 5, 0, 9), (2, 1, 3)),  # the best of two is better than its other neighbour
+        ((1, 4, 5, 9), (2, 1, 3, 4)),  # better and better
+        ((9, 8, 7, 1), (2, 1)),  # the end of the grid
+    ],
+)
+def test_neighbours_of_the_best_rate_are_trained_too(
+    tmp_path, femnist, monkeypatch, scores, trained
+):
+    """Short runs prefer the second and the first of four rates; whole trainings have their own mind."""
+    grid = sorted(STUDY.grid)
+    short = dict(zip(grid, (3.0, 4.0, 2.0, 1.0), strict=True))
+    monkeypatch.setattr(
+        image_tuning, "tune", lambda *args, **kwargs: comparison.Tuning(grid[1], short)
+    )
+    whole = dict(zip(grid, map(float, scores), strict=True))
+    seen = []
+
+    def score(model):
+        seen.append(grid.index(model.options["lr"]) + 1)
+        return whole[model.options["lr"]]
+
+    monkeypatch.setattr(image_tuning, "validation_score", score)
+    outcome = reproduce_classification(
+        tmp_path, replace(STUDY, methods=("fedavg",)), data_dir=femnist
+    )
+    assert tuple(seen) == trained
+    assert outcome.details[0]["lr"] == max((grid[k - 1] for k in trained), key=whole.__getitem__)
+
+
+def test_a_rate_that_diverged_in_its_short_run_is_no_neighbour(tmp_path, femnist, monkeypatch):
+    grid = sorted(STUDY.grid)
+    short = dict(zip(grid, (3.0, 4.0, -float("inf"), 1.0), strict=True))
+    monkeypatch.setattr(
+        image_tuning, "tune", lambda *args, **kwargs: comparison.Tuning(grid[1], short)
+    )
+    seen = []
+
+    def score(model):
+        seen.append(grid.index(model.options["lr"]) + 1)
+        return -float(len(seen))
+
+    monkeypatch.setattr(image_tuning, "validation_score", score)
+    reproduce_classification(tmp_path, replace(STUDY, methods=("fedavg",)), data_dir=femnist)
+    assert seen == [2, 1, 4]  # those beside it are neighbours then
+
+
 def test_a_method_that_diverges_with_every_rate_says_so(tmp_path, femnist, monkeypatch):
     monkeypatch.setattr(image_tuning, "validation_score", lambda model: -float("inf"))
     study = replace(STUDY, methods=("fedgmm",))
@@ -136,5 +191,6 @@ def test_a_study_of_several_cells_uses_the_training_that_won(
         track="tuned", component_choices=choices, learner_choices=(2,), **{**FAST, "components": 2}
     )
     reproduce_sensitivity(tmp_path, study, data_dir=femnist)
-    assert len(rounds["whole"]) == (1 + extra) * study.rounds
+    cells = len(rates_of(tmp_path, "sensitivity-femnist-tuned")) - 1 + extra
+    assert len(rounds["whole"]) == cells * study.rounds
     assert not list(tmp_path.rglob("*.safetensors"))

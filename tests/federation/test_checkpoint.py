@@ -543,7 +543,7 @@ def test_running_statistics_go_on(tmp_path, rng, algorithm, server):
     data = FederatedDataset.from_arrays(
         pictures, np.arange(12) % 2, np.arange(12) // 6, features=rng.normal(size=(12, 2))
     )
-    options = {**SMALL, "learner": "mobilenet", "server": server, "lr": 1e-3, "rounds": 2}
+    options = {**SMALL, "learner": "mobilenet", "server": server, "lr": 1e-4, "rounds": 2}
     model, _, rounds, _ = copies_of(tmp_path, data, algorithm, **options)
     assert_same_model(train(data, algorithm, checkpoint=Checkpoint(rounds[0]), **options), model)
 

@@ -83,3 +83,8 @@ def recorder_of(network: Any) -> Recorder:
     if network not in _RECORDERS:
         _RECORDERS[network] = Recorder()
     return _RECORDERS[network]
+
+
+def forget_recordings(network: Any) -> None:
+    """Give the memory of a network's recordings back, though the network itself is kept."""
+    _RECORDERS.pop(network, None)

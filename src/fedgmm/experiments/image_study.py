@@ -60,8 +60,8 @@ class ImageStudy:
         methods: which methods.
         seeds: one federation each.
         rounds: of the final training.
-        tuning_rounds: of each trial of a learning rate, on the first seed; the best two of them are
-            then trained in full.
+        tuning_rounds: of each trial of a learning rate, on the first seed; the best two of them, and
+            neighbours of the best, are then trained in full.
         clients: how many; ``None`` means the paper's number.
         fraction: share of the images.
         shift: half of the images transformed and relabelled.
@@ -184,8 +184,8 @@ class ImageStudy:
         return (
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
             f"{', '.join(map(str, self.seeds))}; {chosen} chosen on "
-            f"validation rows of the first seed, by short runs of {self.tuning_rounds} and then between "
-            f"the best two after all {self.rounds}."
+            f"validation rows of the first seed: short runs of {self.tuning_rounds} rank them, then the "
+            f"best two, and the neighbours of whatever is best, are compared after all {self.rounds}."
         )
 
 

@@ -16,7 +16,7 @@ from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import StudyT
 from fedgmm.experiments.image_tuning import Federation, chosen_options
 from fedgmm.experiments.results import TITLES
-from fedgmm.experiments.trial_files import Trial, recorded
+from fedgmm.experiments.trial_files import Trial, chosen_of, recorded
 from fedgmm.inference.model import FederatedModel
 
 FederationT = TypeVar("FederationT", bound=Federation)
@@ -50,7 +50,13 @@ def run_trials(
                 tell(f"{variant.title}, seed {seed}")
                 name = f"{variant.name}-{seed}"
                 trial = Trial(folder, name, variant.study, method, seed, chosen)
-                details.append(recorded(folder, name, partial(_run, run, trial, federation)))
+                record = recorded(folder, name, partial(_run, run, trial, federation))
+                if chosen_of(record) != chosen:
+                    raise ValueError(
+                        f"{folder / name}.json was trained with {chosen_of(record)}, but {chosen} are "
+                        "the options that were chosen; delete it to train it again."
+                    )
+                details.append(record)
     return details
 
 

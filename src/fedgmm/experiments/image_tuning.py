@@ -1,8 +1,9 @@
 """Which options a method of a study on images is trained with, chosen on validation rows of the first seed.
 
 Short runs rank a long grid. The best of it are trained in full, since what is fastest in the first rounds
-need not be best in the end, and the training that wins is that of the first seed. Every step leaves a file:
-an interruption costs no more than the training that it hit.
+need not be best in the end; so are the neighbours in the grid of whatever is best so far, until they are
+worse. The training that wins is that of the first seed. Every step leaves a file: an interruption costs no
+more than the training that it hit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fedgmm.experiments.results import TITLES
 from fedgmm.experiments.trial_files import Trial, checkpoint_of, recorded, trained
 from fedgmm.training import DivergenceWarning
 
-_SEARCH = "short runs, then the best two in full"
+_SEARCH = "short runs, then the best two and the neighbours of the best in full"
 _FINALISTS = 2
 
 
@@ -108,21 +109,38 @@ def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dic
 def _finals(
     best: _Final, option: str, ranked: Iterable[float], dataset: FederatedDataset, tell: Tell
 ) -> dict[float, _Final]:
-    """The first of the ranked values, trained in full; those that diverge make room for the next."""
+    """The first of the ranked values, trained in full, and then neighbours of the best of them.
+
+    Values that diverge make room for the next. In the end the best has no neighbour in the grid that
+    was not trained, but for those that diverged in their short runs.
+    """
     start = best.trial
     default = getattr(start.study.options(start.method, start.seed), option)
     found: dict[float, _Final] = {}
-    for value in ranked:
-        if sum(math.isfinite(final.score) for final in found.values()) == _FINALISTS:
-            break
+
+    def run(value: float) -> None:
         trial = replace(start, chosen={**start.chosen, option: value})
         if start.chosen and value == default:  # the option before was trained with it
             found[value] = _Final(trial, best.score)
-            continue
+            return
         trial = replace(trial, name=f"{trial.method}-{option}-{value:.6g}-{trial.seed}")
         tell(f"{TITLES[trial.method]}: {option} {value:.3g} in full")
         found[value] = _Final(trial, _final_score(trial, dataset))
+
+    values = list(ranked)
+    for value in values:
+        if sum(math.isfinite(final.score) for final in found.values()) == _FINALISTS:
+            break
+        run(value)
+    while missing := _untrained_neighbours(sorted(values), found):
+        run(missing[0])
     return found
+
+
+def _untrained_neighbours(values: Sequence[float], found: Mapping[float, _Final]) -> list[float]:
+    """Neighbours of the best value so far, in ascending order, that were not trained in full."""
+    place = values.index(max(found, key=lambda value: found[value].score))
+    return [value for value in values[max(0, place - 1) : place + 2] if value not in found]
 
 
 def _ranked(
