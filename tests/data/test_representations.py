@@ -8,7 +8,13 @@ from safetensors.torch import save_file
 
 from fedgmm.core.backbones import ResNet18
 from fedgmm.data.encoder import PixelEncoder, ResNet18Encoder
-from fedgmm.data.representations import REPRESENTATIONS, Represented, StageEncoder, represented
+from fedgmm.data.representations import (
+    REPRESENTATIONS,
+    Layout,
+    Represented,
+    StageEncoder,
+    represented,
+)
 
 
 def test_representations(rng):
@@ -21,23 +27,36 @@ def test_representations(rng):
     np.testing.assert_allclose(both[:, :-1] * np.exp(both[:, -1:]), codes, atol=1e-6)
     np.testing.assert_array_equal(represented(codes, "plain"), codes)
     # of two stages
-    np.testing.assert_array_equal(represented(codes, "plain", (2, 3)), codes[:, 2:])
+    np.testing.assert_array_equal(represented(codes, "plain", Layout((2, 3))), codes[:, 2:])
     np.testing.assert_array_equal(
-        represented(codes, "direction", (2, 3)), represented(codes[:, 2:], "direction")
+        represented(codes, "direction", Layout((2, 3))), represented(codes[:, 2:], "direction")
     )
     how = "direction and length"
     np.testing.assert_array_equal(
-        represented(codes, "stages", (2, 3)),
+        represented(codes, "stages", Layout((2, 3))),
         np.hstack([represented(codes[:, :2], how), represented(codes[:, 2:], how)]),
     )
     np.testing.assert_array_equal(represented(codes, "stages"), represented(codes, how))
+    # with deviations behind the means
+    layout, wide = Layout((2, 3), (1, 3)), np.hstack([codes, codes[:, :4] ** 2])
+    for other in ("plain", "direction", "stages"):
+        np.testing.assert_array_equal(
+            represented(wide, other, layout), represented(codes, other, Layout((2, 3)))
+        )
+    sizes = np.abs(codes)
+    np.testing.assert_allclose(
+        represented(wide, "deviations", layout),
+        np.hstack([represented(sizes[:, :1], how), represented(sizes[:, 1:4], how)]),
+        rtol=1e-5,
+    )
+    np.testing.assert_array_equal(represented(codes, "deviations"), represented(codes, how))
     assert all(np.isfinite(represented(codes, how)).all() for how in REPRESENTATIONS)
 
 
 def test_a_representation_has_a_name_of_its_own():
     """Or the cache would take one for the other."""
     base = PixelEncoder()
-    assert len({base.name, *(Represented(base, how).name for how in REPRESENTATIONS)}) == 5
+    assert len({base.name, *(Represented(base, how).name for how in REPRESENTATIONS)}) == 6
 
 
 def test_stages_of_the_network(rng, tmp_path):
@@ -48,14 +67,18 @@ def test_stages_of_the_network(rng, tmp_path):
     images = rng.integers(256, size=(3, 1, 28, 28)).astype(np.uint8)
     stages = StageEncoder(base)
     found = stages.encode(images)
-    assert found.shape == (3, sum(stages.widths))
-    np.testing.assert_allclose(found[:, -512:], base.encode(images), rtol=1e-5, atol=1e-6)
+    layout = stages.layout
+    assert found.shape == (3, sum(layout.means) + sum(layout.deviations))
+    assert np.isfinite(found).all()  # the last stage has a single place
+    np.testing.assert_allclose(found[:, 384:896], base.encode(images), rtol=1e-5, atol=1e-6)
     assert stages.name != base.name
-    seen = {}
-    for name in ("layer2", "layer3"):
-        getattr(base._network, name).register_forward_hook(
-            lambda _, __, out, name=name: seen.update({name: out.mean((2, 3)).numpy()})
-        )
+    means, deviations = [], []
+    for name in ("layer1", "layer2", "layer3", "layer4"):
+
+        def note(_, __, out):
+            means.append(out.mean((2, 3)).numpy())
+            deviations.append(out.flatten(2).numpy().std(2))
+
+        getattr(base._network, name).register_forward_hook(note)
     base.encode(images)
-    np.testing.assert_allclose(found[:, :128], seen["layer2"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found[:, 128:384], seen["layer3"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found, np.hstack([*means[1:], *deviations]), rtol=1e-5, atol=1e-6)

@@ -23,7 +23,8 @@ _PRODUCTS = (
     torch.bfloat16,
     torch.float16,
 )  # of blocks: in float32 their sums do not fit the registers
-_PLACES_A_PRODUCT, _PLACES_A_SUM = 128, 64
+_PIXELS_AT_ONCE, _PIXELS_A_SUM = 128, 64  # places of a program, measured on an H200
+_CHANNELS_AT_ONCE, _CHANNELS_A_SUM = 64, 32
 NO_ACTIVATION, RELU, RELU6 = -1.0, 0.0, 6.0
 """What follows a normalisation, named by its ceiling."""
 
@@ -244,8 +245,8 @@ class _PixelBlock(torch.autograd.Function):
             groups // len(images), colours, targets, height, width,
             16 if colours == 1 else 64, _precision(),
         )  # fmt: skip
-        kernels.pixel_block[(-(-places // _PLACES_A_PRODUCT), groups)](
-            images, weight, bias, out, corners, places, *ctx.sizes, _PLACES_A_PRODUCT
+        kernels.pixel_block[(-(-places // _PIXELS_AT_ONCE), groups)](
+            images, weight, bias, out, corners, places, *ctx.sizes, _PIXELS_AT_ONCE
         )
         ctx.save_for_backward(images, corners)
         ctx.dtype = weight.dtype
@@ -262,7 +263,7 @@ class _PixelBlock(torch.autograd.Function):
         seen = gradient.new_empty(groups, 4, window, targets, dtype=torch.float32)
         own_bias = gradient.new_empty(groups, targets, dtype=torch.float32)
         kernels.pixel_block_weights[(groups,)](
-            images, gradient, corners, seen, own_bias, ctx.places, *ctx.sizes, _PLACES_A_SUM,
+            images, gradient, corners, seen, own_bias, ctx.places, *ctx.sizes, _PIXELS_A_SUM,
             num_stages=2,
         )  # fmt: skip
         corner = seen[:, :, : 16 * colours].reshape(groups, 2, 2, colours, 4, 4, targets)
@@ -303,8 +304,8 @@ class _ChannelBlock(torch.autograd.Function):
         out, corners = _pooled_results(images, groups, rows, height, width, targets)
         places = rows * out.shape[2] * out.shape[3]
         ctx.sizes = sources, targets, height, width, _precision()
-        kernels.channel_block[(-(-places // _PLACES_A_PRODUCT), groups)](
-            images, taps, bias, out, corners, places, *ctx.sizes, _PLACES_A_PRODUCT, num_warps=8
+        kernels.channel_block[(-(-places // _CHANNELS_AT_ONCE), groups)](
+            images, taps, bias, out, corners, places, *ctx.sizes, _CHANNELS_AT_ONCE
         )
         ctx.save_for_backward(images, weight, corners)
         ctx.places = places
@@ -323,16 +324,21 @@ class _ChannelBlock(torch.autograd.Function):
             own_images = torch.empty_like(images)
             blocks = rows * -(-height // 2) * -(-width // 2)
             taps = weight.permute(0, 3, 4, 1, 2).contiguous()  # (G, 3, 3, c', c)
-            kernels.channel_block_images[(-(-blocks // _PLACES_A_PRODUCT), groups)](
-                gradient, corners, taps, own_images, rows, *ctx.sizes, _PLACES_A_PRODUCT,
-                num_warps=8,
-            )  # fmt: skip
+            kernels.channel_block_images[(-(-blocks // _CHANNELS_AT_ONCE), groups)](
+                gradient, corners, taps, own_images, rows, *ctx.sizes, _CHANNELS_AT_ONCE
+            )
         own = weight.new_empty(groups, 3, 3, sources, targets)
         own_bias = gradient.new_empty(groups, targets, dtype=torch.float32)
         kernels.channel_block_weights[(3, groups)](
-            images, gradient, corners, own, own_bias, ctx.places, *ctx.sizes, _PLACES_A_SUM,
-            num_warps=8, num_stages=2,
-        )  # fmt: skip
+            images,
+            gradient,
+            corners,
+            own,
+            own_bias,
+            ctx.places,
+            *ctx.sizes,
+            _CHANNELS_A_SUM,
+        )
         return own_images, own.permute(0, 4, 3, 1, 2), own_bias.to(weight.dtype)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_images, federated_pca
-from fedgmm.data.representations import represented, stage_widths
+from fedgmm.data.representations import layout_of, represented
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.novel_images import IntArray
 from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
@@ -101,8 +101,8 @@ def missing_class_auroc(
     from fedgmm.estimators import FederatedGaussianMixture
 
     step = -(-len(dataset.train) // _DENSITY_ROWS)
-    rows = represented(codes["train"][::step], study.representation, stage_widths(base))
-    held = represented(codes["validation"], study.representation, stage_widths(base))
+    rows = represented(codes["train"][::step], study.representation, layout_of(base))
+    held = represented(codes["validation"], study.representation, layout_of(base))
     labels, owners = dataset.train.labels.numpy()[::step], dataset.train.codes.numpy()[::step]
     held_labels = dataset.validation.labels.numpy()
     found = []
