@@ -118,17 +118,17 @@ def test_rates_that_diverge_in_full_make_room_for_the_next(tmp_path, femnist, mo
 @pytest.mark.parametrize(
     ("scores", "trained"),
     [
-        ((4, 5, 0, 9), (2, 1, 3)),  # the best of two is better than its other neighbour
-        ((1, 4, 5, 9), (2, 1, 3, 4)),  # better and better
-        ((9, 8, 7, 1), (2, 1)),  # the end of the grid
+        ((4, 5, 0, 9, 9), (2, 1, 3)),  # the best of two is better than its other neighbour
+        ((1, 4, 5, 9, 8), (2, 1, 3, 4, 5)),  # better and better
+        ((9, 8, 7, 1, 1), (2, 1)),  # the end of the grid
     ],
 )
 def test_neighbours_of_the_best_rate_are_trained_too(
     tmp_path, femnist, monkeypatch, scores, trained
 ):
-    """Short runs prefer the second and the first of four rates; whole trainings have their own mind."""
+    """Short runs prefer the second and the first of five rates; whole trainings have their own mind."""
     grid = sorted(STUDY.grid)
-    short = dict(zip(grid, (3.0, 4.0, 2.0, 1.0), strict=True))
+    short = dict(zip(grid, (3.0, 4.0, 2.0, 1.0, 0.0), strict=True))
     monkeypatch.setattr(
         image_tuning, "tune", lambda *args, **kwargs: comparison.Tuning(grid[1], short)
     )
@@ -149,7 +149,7 @@ def test_neighbours_of_the_best_rate_are_trained_too(
 
 def test_a_rate_that_diverged_in_its_short_run_is_no_neighbour(tmp_path, femnist, monkeypatch):
     grid = sorted(STUDY.grid)
-    short = dict(zip(grid, (3.0, 4.0, -float("inf"), 1.0), strict=True))
+    short = dict(zip(grid, (3.0, 4.0, -float("inf"), 1.0, 0.0), strict=True))
     monkeypatch.setattr(
         image_tuning, "tune", lambda *args, **kwargs: comparison.Tuning(grid[1], short)
     )

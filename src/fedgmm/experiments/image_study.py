@@ -28,7 +28,7 @@ TRACKS: tuple[str, ...] = get_args(Track)
 DATA_SETS = ("femnist", "cifar10", "cifar100", "mnist")
 
 _MIXTURES = ("fedgmm", "fedem")
-_TUNED_GRID = (1.0, 10.0**-0.5, 0.1, 10.0**-1.5)
+_TUNED_GRID = (1.0, 10.0**-0.5, 0.1, 10.0**-1.5, 0.01)
 _INDEPENDENCE_GRID = (0.0, 1e4)  # the paper's FedGMM, and FedEM with a density
 
 StudyT = TypeVar("StudyT", bound="ImageStudy")
