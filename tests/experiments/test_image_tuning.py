@@ -180,6 +180,11 @@ def test_choices_of_another_search_are_refused(tmp_path, femnist):
         file.write_text(json.dumps({**record, **change}))
         with pytest.raises(ValueError, match="chosen in another way"):
             reproduce_classification(tmp_path, STUDY, data_dir=femnist)
+    file.unlink()
+    ranking = tmp_path / FOLDER / "fedgmm-lr-ranking-0.json"
+    ranking.write_text(json.dumps({"scores": [-1.0, -2.0, -3.0]}))  # of a shorter grid
+    with pytest.raises(ValueError, match="chosen in another way"):
+        reproduce_classification(tmp_path, STUDY, data_dir=femnist)
 
 
 @pytest.mark.parametrize(("choices", "extra"), [((2,), 1), ((1,), 2)])

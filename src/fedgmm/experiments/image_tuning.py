@@ -61,12 +61,16 @@ def chosen_options(
     )
     chosen: dict[str, Any] = record["chosen"]
     if record.get("search") != _SEARCH or chosen.keys() != study.grids(method).keys():
-        raise ValueError(
-            f"{trials} holds options of {TITLES[method]} that were chosen in another way; choose "
-            "another folder."
-        )
+        raise _of_another_search(trials, method)
     _tidy(Trial(trials, record["winner"], study, method, record["seed"], chosen), record["finals"])
     return chosen
+
+
+def _of_another_search(trials: Path, method: str) -> ValueError:
+    return ValueError(
+        f"{trials} holds options of {TITLES[method]} that were chosen in another way; choose "
+        "another folder."
+    )
 
 
 class _Final(NamedTuple):
@@ -167,7 +171,10 @@ def _ranked(
         return {"scores": [_plain(found.scores[value]) for value in grid]}
 
     name = f"{trial.method}-{option}-ranking-{trial.seed}"
-    scores = dict(zip(grid, recorded(trial.folder, name, run)["scores"], strict=True))
+    found = recorded(trial.folder, name, run)["scores"]
+    if len(found) != len(grid):
+        raise _of_another_search(trial.folder, trial.method)
+    scores = dict(zip(grid, found, strict=True))
     finite = {value: score for value, score in scores.items() if score is not None}
     return dict(sorted(finite.items(), key=lambda item: -item[1]))
 
