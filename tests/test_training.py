@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import fedgmm
 from fedgmm.core.networks import network
+from fedgmm.core.recording import recorder_of
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.training import ALGORITHMS, DivergenceWarning, TrainingOptions, _solver, build, train
 from supervised import federation, images, tiny, two_groups
@@ -713,8 +715,31 @@ def test_a_model_that_is_kept_keeps_no_recordings(rng, monkeypatch):
     """They hold as much memory of a card as training did."""
     forgotten = []
     monkeypatch.setattr("fedgmm.training.forget_recordings", forgotten.append)
-    model = train(federation(rng), **FAST)
+    data = FederatedDataset.from_arrays(
+        rng.integers(0, 256, size=(12, 3, 8, 8)).astype(np.uint8),
+        np.arange(12) % 2,
+        np.arange(12) // 6,
+    )
+    options = {**FAST, "learner": "mobilenet", "lr": 1e-4, "rounds": 1}
+    model = train(data, "fedavg", **options)
     assert forgotten == [model.prediction.net]
     with pytest.raises(ZeroDivisionError):
-        train(federation(rng), on_round=[lambda entry: entry["round"] / 0], **FAST)
+        train(data, "fedavg", on_round=[lambda entry: entry["round"] / 0], **options)
     assert len(forgotten) == 2
+
+
+@dataclass
+class Factory:
+    """Makes learners; such an object has no hash."""
+
+    classes: int = 2
+
+    def __call__(self):
+        return nn.Linear(3, self.classes)
+
+
+def test_learners_from_a_factory_without_a_hash(rng):
+    held = type("Network", (), {})()
+    recorder_of(held)  # as if a network was being trained on a card
+    model = train(federation(rng), "fedavg", **{**FAST, "learner": Factory()})
+    assert len(model.history) == FAST["rounds"]

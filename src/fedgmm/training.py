@@ -289,7 +289,8 @@ def train(
         with lanes_only() if quiet else nullcontext():
             return job.run()
     finally:
-        forget_recordings(net)  # or a model that is kept would keep half of a card's memory
+        if isinstance(net, Stacked):  # or a model that is kept would keep half of a card's memory
+            forget_recordings(net)
 
 
 def _pretrained(options: TrainingOptions, net: Network) -> Params | None:

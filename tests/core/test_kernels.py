@@ -113,7 +113,9 @@ def block(images, weight, bias):
     )
 
 
-@pytest.mark.parametrize(("colours", "height", "width"), [(1, 8, 8), (3, 6, 9), (1, 7, 4)])
+@pytest.mark.parametrize(
+    ("colours", "height", "width"), [(1, 8, 8), (2, 5, 5), (3, 6, 9), (4, 4, 4), (1, 7, 4)]
+)
 @pytest.mark.parametrize("dtype", OF_PRODUCTS, ids=str)
 def test_kernel_of_blocks_on_pixels(colours, height, width, dtype):
     """Two clients with three learners each, which share their client's images; two tiles."""
@@ -127,7 +129,7 @@ def test_kernel_of_blocks_on_pixels(colours, height, width, dtype):
     assert max(map(far, found, expected)) < OF_PRODUCTS[dtype]
 
 
-@pytest.mark.parametrize(("height", "width"), [(8, 8), (5, 6), (6, 7)])
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (5, 6), (6, 7), (2, 2)])
 @pytest.mark.parametrize("dtype", OF_PRODUCTS, ids=str)
 def test_kernel_of_blocks_on_channels(height, width, dtype):
     given = [
@@ -140,6 +142,31 @@ def test_kernel_of_blocks_on_channels(height, width, dtype):
         *(value.double() for value in given),
     )
     assert max(map(far, found, expected)) < OF_PRODUCTS[dtype]
+
+
+def test_blocks_keep_what_is_not_a_number():
+    """Or a learner that is lost would predict as if nothing had happened."""
+    images, weight, bias = normal(1, 2, 1, 4, 4), normal(1, 16, 1, 3, 3), normal(1, 16)
+    weight[0, 3, 0, 1, 1] = torch.nan
+    out = kernels.pixel_block(images, weight, bias)
+    assert out[..., 3].isnan().all()
+    assert not out[..., :3].isnan().any()
+
+
+def test_blocks_give_a_tie_to_the_first_corner_and_nothing_to_zeros():
+    """As torch's pooling does."""
+    images = torch.ones(1, 1, 4, 4, 16, device=DEVICE)
+    weight = torch.zeros(1, 16, 16, 3, 3, device=DEVICE)
+    weight[:, :, :, 1, 1] = 1.0  # every pixel sees itself: four alike
+    for bias in (0.0, -16.0):
+        given = images, weight, torch.full((1, 16), bias, device=DEVICE)
+        found = gradients(kernels.channel_block, *given)
+        expected = gradients(
+            lambda x, w, b: block(x.permute(0, 1, 4, 2, 3), w, b).permute(0, 1, 3, 4, 2),
+            *(value.double() for value in given),
+        )
+        for own, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(own.double(), right)
 
 
 @pytest.mark.parametrize("colours", [1, 3])

@@ -164,3 +164,14 @@ def test_blocks_run_without_autograd():
         CPU,
     )
     assert modes == [True] * 4
+
+
+@pytest.mark.parametrize("number", [1, 4, 9])
+def test_blocks_dealt_in_turn(threads, number):
+    threads(2)
+    shares = accumulate(
+        range(number), list, lambda own, block: own.append(block), torch.device("cpu"), in_turn=True
+    )
+    assert sorted(block for share in shares for block in share) == list(range(number))
+    if len(shares) == 2:
+        assert shares == [list(range(0, number, 2)), list(range(1, number, 2))]

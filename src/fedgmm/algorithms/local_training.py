@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.algorithms.base import DivergedError
+from fedgmm.core.convolutions import Convolutional
 from fedgmm.core.devices import accelerator_memory
 from fedgmm.core.learners import (
     add_params,
@@ -33,9 +34,7 @@ _ROUND_STRIDE = 1_000_003  # between the seeds of rounds
 _LARGEST = 1e8  # a few layers of numbers beyond it overflow in float32
 _ROWS_OF_A_PRODUCT = 8  # cards multiply matrices of other sizes several times as slowly
 _STEP_NUMBERS = 512 * 1024  # inputs of one step of a group: they stay in a core's cache
-_CLIENTS_ALIKE = (
-    64  # a group on a card: enough to fill it, and few enough to have about as many rows
-)
+_CLIENTS_ALIKE = 64  # with small images: enough to fill a card, all with about as many rows
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class LocalTraining:
             padded = -(-self.sgd.batch_size // _ROWS_OF_A_PRODUCT) * _ROWS_OF_A_PRODUCT
             batch = padded * learners * self.net.row_numbers * self.dtype.itemsize
             size = max(1, accelerator_memory(rows.device) // (copies + batch))
-            if not isinstance(self.net, Stacked):  # recorded rounds are best in one piece
+            if isinstance(self.net, Convolutional):
                 size = min(size, _CLIENTS_ALIKE)
         if self._in_lanes(rows):
             numbers = self.sgd.batch_size * math.prod(rows.inputs.shape[1:])
@@ -135,7 +134,9 @@ class LocalTraining:
         """Call ``visit`` with a list to append to and each group's codes; all that was appended."""
         groups = self.groups(rows, params)
         if self._in_lanes(rows):
-            lanes = accumulate(groups, list[Result], visit, rows.device, gradients=True)
+            lanes = accumulate(
+                groups, list[Result], visit, rows.device, gradients=True, in_turn=True
+            )
             return [result for lane in lanes for result in lane]
         results: list[Result] = []
         # dropout draws from the program's generator: it gets this round's seed, then its own back
@@ -214,9 +215,11 @@ class LocalTraining:
 
 def check_finite(params: Params, clients: Tensor, rows: LabelledRows) -> None:
     """Raise :class:`DivergedError` for the first client whose ``(A, M, ...)`` are lost."""
-    largest = torch.stack(
-        [torch.linalg.vector_norm(value.flatten(1), math.inf, -1) for value in params.values()]
-    )
-    good = (largest < _LARGEST).all(0)  # NaN is not less than anything
+    largest = [
+        torch.linalg.vector_norm(value.flatten(1), math.inf, -1)
+        for value in params.values()
+        if value.numel()
+    ]
+    good = (torch.stack(largest) < _LARGEST).all(0)  # NaN is not less than anything
     if not bool(good.all()):
         raise DivergedError(rows.names[int(clients[int(torch.nonzero(~good)[0])])])

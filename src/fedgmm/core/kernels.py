@@ -19,10 +19,7 @@ _WIDTHS = (16, 32, 64)  # channels that fit a tile of a product
 _MOST_COLOURS = 4
 _TILE = 1024
 _TILE_OF_TAPS = 512  # four pixels a thread: more would spread a warp's single reads over more lines
-_PRODUCTS = (
-    torch.bfloat16,
-    torch.float16,
-)  # of blocks: in float32 their sums do not fit the registers
+_BLOCK_DTYPES = (torch.bfloat16, torch.float16)  # in float32 the sums do not fit the registers
 _PIXELS_AT_ONCE, _PIXELS_A_SUM = 128, 64  # places of a program, measured on an H200
 _CHANNELS_AT_ONCE, _CHANNELS_A_SUM = 64, 32
 NO_ACTIVATION, RELU, RELU6 = -1.0, 0.0, 6.0
@@ -220,7 +217,7 @@ def usable_blocks(images: Tensor, weight: Tensor, next_weight: Tensor) -> bool:
     pixels, and give no gradient of the images.
     """
     fit = (
-        images.dtype in _PRODUCTS
+        images.dtype in _BLOCK_DTYPES
         and images.shape[2] <= _MOST_COLOURS
         and weight.shape[1] in _WIDTHS
         and next_weight.shape[1] in _WIDTHS

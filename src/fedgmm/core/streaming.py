@@ -62,6 +62,7 @@ def accumulate(
     add_block: Callable[[Accumulator, Item], None],
     device: torch.device,
     gradients: bool = False,
+    in_turn: bool = False,
 ) -> list[Accumulator]:
     """Run ``add_block`` over all blocks and return one accumulator a lane, in order.
 
@@ -71,13 +72,16 @@ def accumulate(
         add_block: adds one block to an accumulator in place.
         device: lanes are threads on the CPU; elsewhere there is one.
         gradients: whether ``add_block`` differentiates.
+        in_turn: deal the blocks to lanes in turn, where the first are the largest; otherwise a lane's
+            blocks follow each other.
     """
     lanes = min(_threads(), len(blocks) // _BLOCKS_A_LANE) if device.type == "cpu" else 1
     stop = threading.Event()
 
     def run(lane: int) -> Accumulator:
         accumulator = start()
-        share = blocks[len(blocks) * lane // lanes : len(blocks) * (lane + 1) // lanes]
+        whole = slice(len(blocks) * lane // lanes, len(blocks) * (lane + 1) // lanes)
+        share = blocks[lane::lanes] if in_turn else blocks[whole]
         with torch.inference_mode(mode=not gradients):
             for block in share:
                 if stop.is_set():

@@ -272,15 +272,15 @@ def scale_and_shift(
 
 @triton.jit
 def _largest(a, b, c, d):
-    """The largest of four corners and of zero, and which it was."""
-    best = tl.maximum(a, 0.0)
+    """The largest of four corners and of zero, and which it was; NaN is the largest of all."""
+    best = tl.maximum(a, 0.0, propagate_nan=tl.PropagateNan.ALL)
     which = tl.where(a > 0.0, 0, 4)
     which = tl.where(b > best, 1, which)
-    best = tl.maximum(best, b)
+    best = tl.maximum(best, b, propagate_nan=tl.PropagateNan.ALL)
     which = tl.where(c > best, 2, which)
-    best = tl.maximum(best, c)
+    best = tl.maximum(best, c, propagate_nan=tl.PropagateNan.ALL)
     which = tl.where(d > best, 3, which)
-    return tl.maximum(best, d), which
+    return tl.maximum(best, d, propagate_nan=tl.PropagateNan.ALL), which
 
 
 @triton.jit

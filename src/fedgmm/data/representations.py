@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fedgmm.core.backbones import ResNet18
+from fedgmm.core.checks import check_choice
 from fedgmm.data.encoder import Encoder, Features, Images, ResNet18Encoder, encode_images
 
 REPRESENTATIONS = ("plain", "direction", "direction and length", "stages", "deviations")
@@ -30,8 +31,8 @@ class Layout:
     """How an encoder's row is made up: means of some stages, then deviations of some.
 
     Attributes:
-        means: numbers of each stage; the last is the encoder's own. None means that all are.
-        deviations: numbers of each stage.
+        means: numbers of each stage, the last the encoder's own; empty means that all numbers are.
+        deviations: numbers of each stage; may be empty.
     """
 
     means: tuple[int, ...] = ()
@@ -89,6 +90,7 @@ def represented(codes: Features, how: str, layout: Layout | None = None) -> Feat
             deviations if there are any, and all others the means of the last.
         layout: of the rows; ``None`` means that all numbers are the encoder's own.
     """
+    check_choice("representation", how, REPRESENTATIONS)
     layout = layout or Layout()
     means = layout.means or (codes.shape[1],)
     stages = np.split(codes, np.cumsum((*means, *layout.deviations))[:-1], axis=1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fedgmm.experiments.comparison import Tell
-from fedgmm.experiments.image_study import ImageStudy, prepare_federation
+from fedgmm.experiments.image_study import MIXTURES, ImageStudy, prepare_federation
 from fedgmm.experiments.image_trials import facts_of, of_method, run_trials, stopped_early
 from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import (
@@ -84,12 +83,10 @@ def reproduce_classification(
 
 
 def _one_training(trial: Trial[ImageStudy], federation: Federation) -> dict[str, Any]:
-    started = time.perf_counter()
     model = trained(trial, federation.dataset)
     evaluation = model.evaluate("test")
     return {
         **trial.facts,
-        "wall_seconds": time.perf_counter() - started,
         **evaluation.summary(),
         **facts_of(model),
     }
@@ -102,11 +99,24 @@ def _chosen(record: dict[str, Any]) -> str:
     return f"{record['lr']:.3g}{pulled}"
 
 
+def _models(study: ImageStudy) -> str:
+    """How many Gaussians and learners the methods have, where they have several, and of which kind."""
+    parts = []
+    if "fedgmm" in study.methods:
+        parts.append(
+            f"FedGMM has {study.components} Gaussians on {study.features} principal components of "
+            f"{study.encoder} features."
+        )
+    if any(method in study.methods for method in MIXTURES):
+        parts.append(f"Mixtures have {study.learners} learners.")
+    return " ".join([*parts, f"Every learner is {_learner(study)}."])
+
+
 def _learner(study: ImageStudy) -> str:
     if study.network != "mobilenet":
-        return study.network
+        return f"of the kind {study.network!r}"
     start = "pretrained on ImageNet" if study.pretrained else "from a random start"
-    return f"MobileNet-V2 {start}, random crops and flips"
+    return f"a MobileNet-V2 {start}, with random crops and flips"
 
 
 def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
@@ -134,7 +144,6 @@ def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
         + markdown_table(
             ["method", "accuracy (%)", "paper (%)", "learning rate", "s a round"], rows
         )
-        + f"\n{study.protocol()} {shift} {study.components} Gaussians on {study.features} principal "
-        f"components of {study.encoder} features, {study.learners} learners ({_learner(study)})."
+        + f"\n{study.protocol()} {shift} {_models(study)}"
         f"{stopped_early(outcome.details)}\n"
     )

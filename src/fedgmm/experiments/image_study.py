@@ -27,7 +27,7 @@ Track = Literal["paper", "tuned"]
 TRACKS: tuple[str, ...] = get_args(Track)
 DATA_SETS = ("femnist", "cifar10", "cifar100", "mnist")
 
-_MIXTURES = ("fedgmm", "fedem")
+MIXTURES = ("fedgmm", "fedem")
 _TUNED_GRID = (1.0, 10.0**-0.5, 0.1, 10.0**-1.5, 0.01)
 _INDEPENDENCE_GRID = (0.0, 1e4)  # the paper's FedGMM, and FedEM with a density
 
@@ -165,7 +165,7 @@ class ImageStudy:
             early = replace(common, start="split", warmup=self.rounds // 4)
             return early if method == "fedem" else common
         tuned = replace(common, momentum=0.9, server="momentum", schedule="constant")
-        if method not in _MIXTURES:
+        if method not in MIXTURES:
             return tuned
         # one shared learner first, then slightly different copies of it
         return replace(tuned, warmup=self.rounds // 2, start="split")

@@ -15,7 +15,7 @@ from fedgmm.data.encoder import Features
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import StudyT
 from fedgmm.experiments.image_tuning import Federation, chosen_options
-from fedgmm.experiments.results import TITLES
+from fedgmm.experiments.results import TITLES, environment
 from fedgmm.experiments.trial_files import Trial, chosen_of, recorded
 from fedgmm.inference.model import FederatedModel
 
@@ -78,6 +78,7 @@ def facts_of(model: FederatedModel) -> dict[str, Any]:
         "rounds": len(model.history),
         "stopped": model.stopped,
         "seconds": model.history[-1]["seconds"] if model.history else 0.0,
+        "environment": environment(),
         "curve": [entry.get("validation_accuracy") for entry in model.history],
         "likelihood": [entry["log_likelihood"] for entry in model.history],
     }
