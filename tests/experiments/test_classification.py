@@ -60,7 +60,7 @@ def test_the_numbers_are_those_of_a_plain_training(tmp_path, femnist):
         tried = [next(lr for lr in short if f"{lr:.6g}" == name) for name in written["whole"]]
         assert tried[:2] == sorted(short, key=lambda lr: -short[lr])[:2]
         whole = {lr: train(federation, options=options, lr=lr) for lr in tried}
-        scores = {lr: comparison.validation_score(model) for lr, model in whole.items()}
+        scores = {lr: comparison.validation_accuracy(model) for lr, model in whole.items()}
         assert written["whole"] == {f"{lr:.6g}": scores[lr] for lr in tried}
         assert one["lr"] == max(tried, key=lambda lr: scores[lr])
         rates = sorted(short)
@@ -87,7 +87,7 @@ def test_independence_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path,
     options = replace(study.options("fedgmm", 0), lr=one["lr"])
     for pull, score in pulls["whole"].items():
         model = train(federation, options=options, independence=float(pull))
-        assert comparison.validation_score(model) == score
+        assert comparison.validation_accuracy(model) == score
         if float(pull) == one["independence"]:
             assert outcome.accuracy["fedgmm"] == [model.evaluate("test").mean_accuracy]
     assert float(max(pulls["whole"], key=lambda pull: pulls["whole"][pull])) == one["independence"]

@@ -105,7 +105,7 @@ def test_rates_that_diverge_in_full_make_room_for_the_next(tmp_path, femnist, mo
         ranked.append(model.options["lr"])
         return -float("inf") if len(ranked) <= 2 else -1.0 - len(ranked)
 
-    monkeypatch.setattr(image_tuning, "validation_score", score)
+    monkeypatch.setattr(image_tuning, "validation_accuracy", score)
     outcome = reproduce_classification(tmp_path, study, data_dir=femnist)
     written = json.loads((tmp_path / FOLDER / "fedavg-tuning.json").read_text())
     short = written["scores"]["lr"]["short"]
@@ -139,7 +139,7 @@ def test_neighbours_of_the_best_rate_are_trained_too(
         seen.append(grid.index(model.options["lr"]) + 1)
         return whole[model.options["lr"]]
 
-    monkeypatch.setattr(image_tuning, "validation_score", score)
+    monkeypatch.setattr(image_tuning, "validation_accuracy", score)
     outcome = reproduce_classification(
         tmp_path, replace(STUDY, methods=("fedavg",)), data_dir=femnist
     )
@@ -159,13 +159,13 @@ def test_a_rate_that_diverged_in_its_short_run_is_no_neighbour(tmp_path, femnist
         seen.append(grid.index(model.options["lr"]) + 1)
         return -float(len(seen))
 
-    monkeypatch.setattr(image_tuning, "validation_score", score)
+    monkeypatch.setattr(image_tuning, "validation_accuracy", score)
     reproduce_classification(tmp_path, replace(STUDY, methods=("fedavg",)), data_dir=femnist)
     assert seen == [2, 1, 4]  # those beside it are neighbours then
 
 
 def test_a_method_that_diverges_with_every_rate_says_so(tmp_path, femnist, monkeypatch):
-    monkeypatch.setattr(image_tuning, "validation_score", lambda model: -float("inf"))
+    monkeypatch.setattr(image_tuning, "validation_accuracy", lambda model: -float("inf"))
     study = replace(STUDY, methods=("fedgmm",))
     with pytest.raises(ValueError, match=r"FedGMM diverged with every lr of .*0\.316"):
         reproduce_classification(tmp_path, study, data_dir=femnist)
@@ -183,6 +183,11 @@ def test_choices_of_another_search_are_refused(tmp_path, femnist):
     file.unlink()
     ranking = tmp_path / FOLDER / "fedgmm-lr-ranking-0.json"
     ranking.write_text(json.dumps({"scores": [-1.0, -2.0, -3.0]}))  # of a shorter grid
+    with pytest.raises(ValueError, match="chosen in another way"):
+        reproduce_classification(tmp_path, STUDY, data_dir=femnist)
+    ranking.unlink()
+    for final in (tmp_path / FOLDER).glob("fedgmm-lr-0*.json"):
+        final.write_text(json.dumps({"score": -1.0}))
     with pytest.raises(ValueError, match="chosen in another way"):
         reproduce_classification(tmp_path, STUDY, data_dir=femnist)
 

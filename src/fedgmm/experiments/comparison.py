@@ -155,6 +155,11 @@ def validation_score(model: FederatedModel) -> float:
     return -float("inf") if math.isnan(score) else score
 
 
+def validation_accuracy(model: FederatedModel) -> float:
+    """Mean accuracy over clients on validation rows; minus infinity where training diverged."""
+    return -float("inf") if model.stopped else model.evaluate("validation").mean_accuracy
+
+
 def compare(
     dataset: FederatedDataset,
     algorithms: Iterable[str] = ALGORITHMS,

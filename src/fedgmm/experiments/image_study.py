@@ -185,7 +185,8 @@ class ImageStudy:
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
             f"{', '.join(map(str, self.seeds))}; {chosen} chosen on "
             f"validation rows of the first seed: short runs of {self.tuning_rounds} rank them, then the "
-            f"best two, and the neighbours of whatever is best, are compared after all {self.rounds}."
+            f"best two, and the neighbours of whatever is best, are compared by accuracy after all "
+            f"{self.rounds}."
         )
 
 

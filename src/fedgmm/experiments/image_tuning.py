@@ -1,9 +1,11 @@
 """Which options a method of a study on images is trained with, chosen on validation rows of the first seed.
 
-Short runs rank a long grid. The best of it are trained in full, since what is fastest in the first rounds
-need not be best in the end; so are the neighbours in the grid of whatever is best so far, until they are
-worse. The training that wins is that of the first seed. Every step leaves a file: an interruption costs no
-more than the training that it hit.
+Short runs rank a long grid, by log-likelihood, which tells more in the first rounds than accuracy does.
+The best of it are trained in full, since what is fastest in the first rounds need not be best in the end;
+so are the neighbours in the grid of whatever is best so far, until they are worse. Whole trainings are
+compared by accuracy, which is what tables report: a learner that overfits, as one trained at home does, is
+right more often than its likelihood suggests. The training that wins is that of the first seed. Every step
+leaves a file: an interruption costs no more than the training that it hit.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.experiments.comparison import Tell, tune, validation_score
+from fedgmm.experiments.comparison import Tell, tune, validation_accuracy
 from fedgmm.experiments.image_study import ImageStudy
 from fedgmm.experiments.results import TITLES
 from fedgmm.experiments.trial_files import Trial, checkpoint_of, recorded, trained
 from fedgmm.training import DivergenceWarning
 
-_SEARCH = "short runs, then the best two and the neighbours of the best in full"
+_SEARCH = "short runs, then the best two and neighbours of the best in full, by accuracy"
 _FINALISTS = 2
 
 
@@ -74,7 +76,7 @@ def _of_another_search(trials: Path, method: str) -> ValueError:
 
 
 class _Final(NamedTuple):
-    """A whole training, and its validation score."""
+    """A whole training, and its accuracy on validation rows."""
 
     trial: Trial[ImageStudy]
     score: float
@@ -185,10 +187,12 @@ def _final_score(trial: Trial[ImageStudy], dataset: FederatedDataset) -> float:
     def run() -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DivergenceWarning)
-            return {"score": _plain(validation_score(trained(trial, dataset)))}
+            return {"accuracy": _plain(validation_accuracy(trained(trial, dataset)))}
 
-    score = recorded(trial.folder, trial.name, run, keep_checkpoint=True)["score"]
-    return -math.inf if score is None else float(score)
+    record = recorded(trial.folder, trial.name, run, keep_checkpoint=True)
+    if "accuracy" not in record:
+        raise _of_another_search(trial.folder, trial.method)
+    return -math.inf if record["accuracy"] is None else float(record["accuracy"])
 
 
 def _tidy(winner: Trial[ImageStudy], finals: Iterable[str]) -> None:
