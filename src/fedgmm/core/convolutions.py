@@ -72,18 +72,13 @@ def patches(
 
 
 def convolve(
-    images: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Pair = (1, 1),
-    padding: Pair = (1, 1),
+    images: Tensor, weight: Tensor, stride: Pair = (1, 1), padding: Pair = (1, 1)
 ) -> Tensor:
-    """Convolutions, one a group.
+    """Convolutions, one a group, without a bias.
 
     Args:
         images: ``(G, c, n, h, w)``.
         weight: ``(G, c', c, k, k)``.
-        bias: ``(G, c')``.
         stride: of the places.
         padding: zeros around the images.
 
@@ -93,17 +88,18 @@ def convolve(
     size = (weight.shape[-2], weight.shape[-1])
     kernel = weight.permute(0, 1, 3, 4, 2).flatten(2)  # (G, c', k·k·c), in the order of patches
     seen = patches(images, size, stride, padding)
-    flat = seen.flatten(2)
-    out = (
-        torch.bmm(kernel, flat) if bias is None else torch.baddbmm(bias.unsqueeze(-1), kernel, flat)
-    )
+    out = torch.bmm(kernel, seen.flatten(2))
     return out.reshape(*out.shape[:2], *seen.shape[2:])
 
 
-def _pooled(images: Tensor) -> Tensor:
-    """The largest of every 2×2 pixels and of zero."""
-    pooled = relu(max_pool2d(images.flatten(1, 2), 2))
-    return pooled.reshape(*images.shape[:3], *pooled.shape[-2:])
+def _pooled(images: Tensor, bias: Tensor) -> Tensor:
+    """The largest of every 2×2 pixels, plus the bias ``(G, c)``, and of zero.
+
+    The bias comes after the largest, which it does not change: there are a quarter as many numbers.
+    """
+    pooled = max_pool2d(images.flatten(1, 2), 2)
+    pooled = pooled.reshape(*images.shape[:3], *pooled.shape[-2:])
+    return relu(pooled + bias[..., None, None, None])
 
 
 @dataclass(frozen=True)
@@ -184,6 +180,7 @@ class Convolutional:
             return hidden.permute(0, 1, 4, 2, 3).flatten(2)
         # learners read the same images: their first convolutions are one
         weight = _split(first[0], 0, len(images)).flatten(1, 2)
-        hidden = convolve(images.transpose(1, 2), weight, first[1].reshape(len(images), -1))
-        hidden = _pooled(hidden.reshape(len(first[0]), -1, *hidden.shape[2:]))
-        return _pooled(convolve(hidden, *second)).transpose(1, 2).flatten(2)
+        hidden = convolve(images.transpose(1, 2), weight)
+        hidden = _pooled(hidden.reshape(len(first[0]), -1, *hidden.shape[2:]), first[1])
+        hidden = _pooled(convolve(hidden, second[0]), second[1])
+        return hidden.transpose(1, 2).flatten(2)

@@ -298,7 +298,7 @@ def _full(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
     """``(G, c', c, k, k)`` on ``(G, c, n, h, w)``: a product with every place's neighbourhood."""
     (down, right), padding = layer.stride, layer.padding
     assert not isinstance(padding, str)
-    return convolve(images, weight, None, (down, right), (padding[0], padding[1]))
+    return convolve(images, weight, (down, right), (padding[0], padding[1]))
 
 
 def _each_channel(layer: nn.Conv2d, weight: Tensor, images: Tensor) -> Tensor:
