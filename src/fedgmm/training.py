@@ -85,7 +85,8 @@ class TrainingOptions:
         lr: learning rate of local SGD.
         momentum: within a client's round.
         weight_decay: of local SGD.
-        schedule: of the learning rate: ``"constant"``, ``"cosine"`` or ``"sqrt"``.
+        schedule: of the learning rate: ``"constant"``; ``"cooldown"``, constant but for the last fifth
+            of the rounds, in which it falls to zero; ``"cosine"``; or ``"sqrt"``.
         augment: random crops and flips of images, anew in every step.
         pretrained: a file with torchvision's weights that the learners start from (``"mobilenet"``).
         local_epochs: passes over a client's rows in a round.
@@ -220,6 +221,7 @@ def train(
     on_round: Iterable[OnTrainingRound] = (),
     checkpoint: Checkpoint | None = None,
     watch_accuracy: bool | int = False,
+    until: int | None = None,
     **changes: Any,
 ) -> FederatedModel:
     """Train a method on the clients' training rows.
@@ -237,10 +239,14 @@ def train(
             threads). The data, ``answers`` and all options but ``rounds`` and ``device`` must be the
             same. A training that has finished goes on if ``rounds`` is raised; rounds that are
             done stay as they are, even where another number of rounds would have changed them:
-            with ``schedule="cosine"``, a warm-up as long as the run, or the patience of FedAvg+.
+            with a schedule that knows the last round, a warm-up as long as the run, or the patience
+            of FedAvg+.
         watch_accuracy: add ``validation_accuracy`` to entries of the history, to all or to every
             so-manieth: over all rows of a fixed sample, at most 20,000 validation rows, and before
             any tuning at home.
+        until: end this call after that round, though ``rounds`` plan for more; with a checkpoint another
+            call goes on as if there had been no end. One that ends in the warm-up leaves the model of
+            its shared learner.
         **changes: any field of :class:`TrainingOptions`, such as ``rounds=50``.
 
     Returns:
@@ -259,6 +265,8 @@ def train(
     changes = {k: v.item() if isinstance(v, np.generic) else v for k, v in changes.items()}
     chosen = replace(options or TrainingOptions(), **changes)
     chosen.check()
+    if until is not None:
+        check_integer("until", until, 1)
     device, dtype = resolve_device(chosen.device), resolve_dtype(chosen.dtype)
     if len(dataset.classes) < 2 and chosen.algorithm != DENSITY:
         raise ValueError(
@@ -282,6 +290,7 @@ def train(
         checkpoint,
         int(watch_accuracy),
         _pretrained(chosen, net),
+        until,
     )
     # small networks gain nothing from threads inside an operation
     quiet = device.type == "cpu" and isinstance(net, Dense)

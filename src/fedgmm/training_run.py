@@ -69,6 +69,7 @@ class TrainingRun:
         watch_accuracy: every so many rounds the history tells the accuracy on validation rows; zero
             means never.
         learner: a trained learner to start from, ``(...)`` without a learner axis.
+        until: the last round of this call, where the options plan for more.
         history: one entry a round.
         best: the best round so far, where there is patience.
     """
@@ -84,6 +85,7 @@ class TrainingRun:
     checkpoint: Checkpoint | None = None
     watch_accuracy: int = 0
     learner: Params | None = None
+    until: int | None = None
     history: list[dict[str, float]] = field(default_factory=list)
     best: Best | None = None
 
@@ -91,12 +93,15 @@ class TrainingRun:
         """Train, or go on with what a checkpoint holds."""
         part = self._resume() or self._start()
         why = None
+        last_round = min(self.options.rounds, self.until or self.options.rounds)
         if part.phase == "warmup":
-            warmed = self._go_on(part, self._warm_up_rounds, tol=None)
+            warmed = self._go_on(part, min(self._warm_up_rounds, last_round), tol=None)
             why = self._why_stopped(warmed.interrupted, warmed.diverged)
+            if why is None and last_round < self._warm_up_rounds:
+                return self._model(self.warm_up, warmed.shared, warmed.personal, None)
             part = self._start_main(warmed, keep=why is None)
         if why is None:
-            run = self._go_on(part, self.options.rounds, tol=self.options.tol)
+            run = self._go_on(part, last_round, tol=self.options.tol)
             why = self._why_stopped(run.interrupted, run.diverged)
         shared, personal = part.run.shared, part.run.personal
         if self.best is not None:

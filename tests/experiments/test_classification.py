@@ -48,25 +48,28 @@ def test_all_methods_beside_the_paper(tmp_path, femnist):
 
 
 def test_the_numbers_are_those_of_a_plain_training(tmp_path, femnist):
-    study = ImageStudy(**{**SOME, "track": "paper"})
+    study = ImageStudy(**{**SOME, "track": "paper", "rounds": 8, "tuning_rounds": 1})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
     federation = prepare_federation(study, 0, femnist).dataset
     for one in outcome.details:
         options = study.options(one["method"], 0)
-        short = comparison.tune(federation, one["method"], rounds=1, options=options).scores
+
+        def scores(rates, rounds, judge, options=options):
+            models = {lr: train(federation, options=options, lr=lr, until=rounds) for lr in rates}
+            return {lr: judge(model) for lr, model in models.items()}
+
+        short = scores(study.grid, 1, comparison.validation_score)
+        middle = scores(
+            sorted(short, key=lambda lr: -short[lr])[:3], 2, comparison.validation_accuracy
+        )
+        best = max(middle, key=lambda lr: middle[lr])
+        whole = scores([best], 8, comparison.validation_accuracy)
         file = tmp_path / "out" / "classification-femnist-paper" / f"{one['method']}-tuning.json"
         written = json.loads(file.read_text())["scores"]["lr"]
-        assert written["short"] == {f"{lr:.6g}": short[lr] for lr in short}
-        tried = [next(lr for lr in short if f"{lr:.6g}" == name) for name in written["whole"]]
-        assert tried[:2] == sorted(short, key=lambda lr: -short[lr])[:2]
-        whole = {lr: train(federation, options=options, lr=lr) for lr in tried}
-        scores = {lr: comparison.validation_accuracy(model) for lr, model in whole.items()}
-        assert written["whole"] == {f"{lr:.6g}": scores[lr] for lr in tried}
-        assert one["lr"] == max(tried, key=lambda lr: scores[lr])
-        rates = sorted(short)
-        place = rates.index(one["lr"])
-        assert set(rates[max(0, place - 1) : place + 2]) <= set(tried)
-        accuracy = whole[one["lr"]].evaluate("test").mean_accuracy
+        for stage, expected in {"short": short, "middle": middle, "whole": whole}.items():
+            assert written[stage] == {f"{lr:.6g}": score for lr, score in expected.items()}
+        assert one["lr"] == best
+        accuracy = train(federation, options=options, lr=best).evaluate("test").mean_accuracy
         assert outcome.accuracy[one["method"]] == [accuracy]
 
 
@@ -80,7 +83,7 @@ def test_independence_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path,
     table = (tmp_path / "out" / "classification-femnist-tuned.md").read_text()
     assert f"| {one['lr']:.3g}, independence {one['independence']:g} |" in table
     rates, pulls = written["scores"]["lr"], written["scores"]["independence"]
-    assert pulls["short"] == {}
+    assert set(pulls) == {"whole"}
     assert set(pulls["whole"]) == {"0", "10000"}
     assert pulls["whole"]["0"] == max(rates["whole"].values())  # not trained again
     federation = prepare_federation(study, 0, femnist).dataset
@@ -93,12 +96,6 @@ def test_independence_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path,
     assert float(max(pulls["whole"], key=lambda pull: pulls["whole"][pull])) == one["independence"]
 
 
-def whole_trainings(tmp_path):
-    """How many there were in the search of a rate for FedAvg."""
-    file = tmp_path / "out" / "classification-femnist-tuned" / "fedavg-tuning.json"
-    return len(json.loads(file.read_text())["finals"])
-
-
 def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, monkeypatch):
     rounds = []
 
@@ -108,15 +105,15 @@ def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, 
     monkeypatch.setattr(trial_files, "train", watched)
     study = ImageStudy(**{**SOME, "methods": ("fedavg",)})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    assert len(rounds) == whole_trainings(tmp_path) * study.rounds
+    assert len(rounds) == len(study.grid) + study.rounds - 1  # short runs, of which one goes on
     assert len(outcome.details[0]["curve"]) == study.rounds
 
 
 def test_rates_are_chosen_once_for_all_seeds(tmp_path, femnist, trainings):
     study = ImageStudy(**{**SOME, "seeds": (0, 1), "methods": ("fedavg",)})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    # short, whole, and one a seed
-    assert len(trainings) == len(study.grid) + whole_trainings(tmp_path) + 2
+    # all for a while, three for longer, one to the end, and one a seed
+    assert len(trainings) == len(study.grid) + 3 + 1 + 2
     assert len(outcome.accuracy["fedavg"]) == 2
     first, second = outcome.details
     assert first["lr"] == second["lr"]
@@ -152,20 +149,19 @@ def test_methods_without_gaussians_need_no_encoder(tmp_path, femnist, monkeypatc
 
 
 def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
-    # without a warm-up, whose length depends on that of the run
-    study = ImageStudy(**{**SOME, "methods": ("fedgmm",), "track": "paper"})
+    study = ImageStudy(**{**SOME, "methods": ("fedgmm",), "rounds": 3, "tuning_rounds": 2})
     whole = reproduce_classification(tmp_path / "whole", study, data_dir=femnist)
 
-    def stopped_after_a_round(dataset, *, options, **others):
-        model = train(dataset, options=replace(options, rounds=1), **others)
+    def stopped_after_a_round(dataset, *, until, **others):
+        model = train(dataset, until=1, **others)
         model.stopped = "interrupted"
         return model
 
     monkeypatch.setattr(trial_files, "train", stopped_after_a_round)
     with pytest.raises(KeyboardInterrupt):
         reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    trials = tmp_path / "out" / "classification-femnist-paper"
-    assert list(trials.glob("fedgmm-lr-*.safetensors"))  # the first finalist
+    trials = tmp_path / "out" / "classification-femnist-tuned"
+    assert len(list(trials.glob("fedgmm-lr-*.safetensors"))) == 1  # of the first rate
     assert not (trials / "fedgmm-0.json").exists()
     rounds = []
 
@@ -174,8 +170,7 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
 
     monkeypatch.setattr(trial_files, "train", watched)
     resumed = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    finals = len(json.loads((trials / "fedgmm-tuning.json").read_text())["finals"])
-    assert rounds == [2, *[1, 2] * (finals - 1)]  # the first finalist goes on, then the others
+    assert rounds == [2, *[1, 2] * 4, 3, 1, 2, 3]  # rates, the best of them, another independence
     assert resumed.accuracy == whole.accuracy
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedgmm.experiments import comparison, image_tuning, trial_files
+from fedgmm.experiments import image_tuning, trial_files
 from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy
 from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
@@ -15,34 +15,49 @@ from fedgmm.training import train
 from tiny_images import FAST
 
 STUDY = ImageStudy(methods=("fedgmm",), track="tuned", **FAST)
+LONG = replace(STUDY, methods=("fedavg",), rounds=8)
 FOLDER = "classification-femnist-tuned"
+LOST = -float("inf")
 
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """Every round of a whole training, and of a short one, by learning rate and independence."""
-    seen = {"whole": [], "short": []}
+    """Every round of every training, by learning rate and independence."""
+    seen = []
 
-    def watched(kind):
-        def run(*args, options, **kwargs):
-            rate = kwargs.get("lr", options.lr)
+    def watched(*args, options, **kwargs):
+        def note(entry):
+            seen.append((round(options.lr, 4), options.independence, entry["round"]))
 
-            def note(entry):
-                seen[kind].append((round(rate, 4), options.independence, entry["round"]))
+        return train(*args, options=options, on_round=[note], **kwargs)
 
-            return train(*args, options=options, on_round=[note], **kwargs)
-
-        return run
-
-    monkeypatch.setattr(trial_files, "train", watched("whole"))
-    monkeypatch.setattr(comparison, "train", watched("short"))
+    monkeypatch.setattr(trial_files, "train", watched)
     return seen
 
 
-def rates_of(folder, name=FOLDER):
-    """Learning rates that FedGMM was trained with in full."""
-    record = json.loads((folder / name / "fedgmm-tuning.json").read_text())
-    return list(record["scores"]["lr"]["whole"])
+@pytest.fixture
+def judged(monkeypatch):
+    """Which rates a study looks at, after how many rounds; scores are set by hand.
+
+    Returns a dictionary of scores, by the place of a rate in the grid and then by stage (short, middle,
+    whole), and the list of looks.
+    """
+    table, looks = {}, []
+
+    def judge(stage):
+        def score(model):
+            place = sorted(STUDY.grid).index(model.options["lr"]) + 1
+            looks.append((place, len(model.history)))
+            late = stage if len(model.history) < LONG.rounds else 2
+            return float(table[place][late])
+
+        return score
+
+    for stage, name in enumerate(("validation_score", "validation_accuracy")):
+        score = judge(stage)
+        score.__name__ = name
+        monkeypatch.setattr(image_tuning, name, score)
+    return table, looks
 
 
 class PowerCutError(Exception):
@@ -66,22 +81,21 @@ def interrupted_after(monkeypatch, calls):
 
 def test_whatever_is_finished_is_not_run_again(tmp_path, femnist, monkeypatch, rounds):
     """Stopped before each file that is written, the study takes no more rounds in all than at once."""
-    expected = reproduce_classification(tmp_path / "whole", STUDY, data_dir=femnist)
-    once = {kind: sorted(entries) for kind, entries in rounds.items()}
-    assert len(once["whole"]) == (len(rates_of(tmp_path / "whole")) + 1) * STUDY.rounds
+    study = replace(STUDY, rounds=4, tuning_rounds=1)
+    expected = reproduce_classification(tmp_path / "whole", study, data_dir=femnist)
+    once = sorted(rounds)
+    # five rates for a round, of which one goes on to the end, and another independence
+    assert len(once) == len(set(once)) == 5 + 3 + 4
     written = len(list((tmp_path / "whole" / FOLDER).glob("*.json"))) - 1
-    for entries in rounds.values():
-        entries.clear()
+    rounds.clear()
     for _ in range(written - 1):
         with monkeypatch.context() as patch:
             interrupted_after(patch, 1)
             with pytest.raises(PowerCutError):
-                reproduce_classification(tmp_path / "parts", STUDY, data_dir=femnist)
-    outcome = reproduce_classification(tmp_path / "parts", STUDY, data_dir=femnist)
+                reproduce_classification(tmp_path / "parts", study, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path / "parts", study, data_dir=femnist)
     assert outcome.accuracy == expected.accuracy
-    assert sorted(rounds["whole"]) == once["whole"]
-    # the first file to be lost is that of the short runs
-    assert set(rounds["short"]) == set(once["short"])
+    assert sorted(rounds) == once
     assert not list((tmp_path / "parts").rglob("*.safetensors"))
 
 
@@ -91,77 +105,42 @@ def test_a_checkpoint_that_was_handed_on_is_found_again(tmp_path, femnist, monke
         patch.setattr(image_tuning, "_tidy", lambda *args: (_ for _ in ()).throw(PowerCutError))
         with pytest.raises(PowerCutError):
             reproduce_classification(tmp_path, STUDY, data_dir=femnist)
-    before = len(rounds["whole"])
+    before = len(rounds)
     reproduce_classification(tmp_path, STUDY, data_dir=femnist)
-    assert len(rounds["whole"]) == before
+    assert len(rounds) == before
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_rates_that_diverge_in_full_make_room_for_the_next(tmp_path, femnist, monkeypatch):
-    study = replace(STUDY, methods=("fedavg",))
-    ranked = []
+def test_the_best_go_on_and_the_best_of_those_to_the_end(tmp_path, femnist, judged, rounds):
+    table, looks = judged
+    table |= {1: (3, 1, 0), 2: (9, 2, 0), 3: (5, 7, 0), 4: (1, 9, 9), 5: (0, 9, 9)}
+    outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    short, middle, whole = looks[:5], looks[5:8], looks[8:]
+    assert {place for place, _ in short} == {1, 2, 3, 4, 5}
+    assert {after for _, after in short} == {LONG.tuning_rounds}
+    assert middle == [(2, 2), (3, 2), (1, 2)]
+    assert whole == [(3, 8)]
+    assert outcome.details[0]["lr"] == sorted(LONG.grid)[2]
+    assert len(rounds) == 5 * 1 + 3 * 1 + 6  # nothing is trained twice
 
-    def score(model):
-        ranked.append(model.options["lr"])
-        return -float("inf") if len(ranked) <= 2 else -1.0 - len(ranked)
 
-    monkeypatch.setattr(image_tuning, "validation_accuracy", score)
-    outcome = reproduce_classification(tmp_path, study, data_dir=femnist)
+def test_rates_that_diverge_make_room_for_the_next(tmp_path, femnist, judged):
+    table, looks = judged
+    table |= {1: (9, LOST, 0), 2: (8, 5, LOST), 3: (LOST, 9, 9), 4: (7, LOST, 9), 5: (6, 4, 3)}
+    outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    assert looks[5:] == [(1, 2), (2, 2), (4, 2), (5, 2), (2, 8), (5, 8)]
+    assert outcome.details[0]["lr"] == sorted(LONG.grid)[4]
     written = json.loads((tmp_path / FOLDER / "fedavg-tuning.json").read_text())
-    short = written["scores"]["lr"]["short"]
-    order = sorted(short, key=lambda value: -short[value])
-    assert [f"{lr:.6g}" for lr in ranked] == order[:4]
-    assert f"{outcome.details[0]['lr']:.6g}" == order[2]
-    assert list(written["scores"]["lr"]["whole"].values()) == [None, None, -4.0, -5.0]
+    assert list(written["scores"]["lr"]["whole"].values()) == [None, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("scores", "trained"),
-    [
-        ((4, 5, 0, 9, 9), (2, 1, 3)),  # the best of two is better than its other neighbour
-        ((1, 4, 5, 9, 8), (2, 1, 3, 4, 5)),  # better and better
-        ((9, 8, 7, 1, 1), (2, 1)),  # the end of the grid
-    ],
-)
-def test_neighbours_of_the_best_rate_are_trained_too(
-    tmp_path, femnist, monkeypatch, scores, trained
-):
-    """Short runs prefer the second and the first of five rates; whole trainings have their own mind."""
-    grid = sorted(STUDY.grid)
-    short = dict(zip(grid, (3.0, 4.0, 2.0, 1.0, 0.0), strict=True))
-    monkeypatch.setattr(
-        image_tuning, "tune", lambda *args, **kwargs: comparison.Tuning(grid[1], short)
-    )
-    whole = dict(zip(grid, map(float, scores), strict=True))
-    seen = []
-
-    def score(model):
-        seen.append(grid.index(model.options["lr"]) + 1)
-        return whole[model.options["lr"]]
-
-    monkeypatch.setattr(image_tuning, "validation_accuracy", score)
-    outcome = reproduce_classification(
-        tmp_path, replace(STUDY, methods=("fedavg",)), data_dir=femnist
-    )
-    assert tuple(seen) == trained
-    assert outcome.details[0]["lr"] == max((grid[k - 1] for k in trained), key=whole.__getitem__)
-
-
-def test_a_rate_that_diverged_in_its_short_run_is_no_neighbour(tmp_path, femnist, monkeypatch):
-    grid = sorted(STUDY.grid)
-    short = dict(zip(grid, (3.0, 4.0, -float("inf"), 1.0, 0.0), strict=True))
-    monkeypatch.setattr(
-        image_tuning, "tune", lambda *args, **kwargs: comparison.Tuning(grid[1], short)
-    )
-    seen = []
-
-    def score(model):
-        seen.append(grid.index(model.options["lr"]) + 1)
-        return -float(len(seen))
-
-    monkeypatch.setattr(image_tuning, "validation_accuracy", score)
-    reproduce_classification(tmp_path, replace(STUDY, methods=("fedavg",)), data_dir=femnist)
-    assert seen == [2, 1, 4]  # those beside it are neighbours then
+def test_rates_that_were_left_behind_come_last(tmp_path, femnist, judged):
+    """Whatever went on diverges in full; the fourth of the short runs does not."""
+    table, looks = judged
+    table |= {k: (k, k, LOST) for k in (5, 4, 3)} | {2: (2, 0, 1), 1: (1, 0, 1)}
+    outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    assert [place for place, after in looks if after == LONG.rounds] == [5, 4, 3, 2]
+    assert outcome.details[0]["lr"] == sorted(LONG.grid)[1]
 
 
 def test_a_method_that_diverges_with_every_rate_says_so(tmp_path, femnist, monkeypatch):
@@ -180,19 +159,9 @@ def test_choices_of_another_search_are_refused(tmp_path, femnist):
         file.write_text(json.dumps({**record, **change}))
         with pytest.raises(ValueError, match="chosen in another way"):
             reproduce_classification(tmp_path, STUDY, data_dir=femnist)
-    file.unlink()
-    ranking = tmp_path / FOLDER / "fedgmm-lr-ranking-0.json"
-    ranking.write_text(json.dumps({"scores": [-1.0, -2.0, -3.0]}))  # of a shorter grid
-    with pytest.raises(ValueError, match="chosen in another way"):
-        reproduce_classification(tmp_path, STUDY, data_dir=femnist)
-    ranking.unlink()
-    for final in (tmp_path / FOLDER).glob("fedgmm-lr-0*.json"):
-        final.write_text(json.dumps({"score": -1.0}))
-    with pytest.raises(ValueError, match="chosen in another way"):
-        reproduce_classification(tmp_path, STUDY, data_dir=femnist)
 
 
-@pytest.mark.parametrize(("choices", "extra"), [((2,), 1), ((1,), 2)])
+@pytest.mark.parametrize(("choices", "extra"), [((2,), 0), ((1,), 1)])
 def test_a_study_of_several_cells_uses_the_training_that_won(
     tmp_path, femnist, rounds, choices, extra
 ):
@@ -201,6 +170,6 @@ def test_a_study_of_several_cells_uses_the_training_that_won(
         track="tuned", component_choices=choices, learner_choices=(2,), **{**FAST, "components": 2}
     )
     reproduce_sensitivity(tmp_path, study, data_dir=femnist)
-    cells = len(rates_of(tmp_path, "sensitivity-femnist-tuned")) - 1 + extra
-    assert len(rounds["whole"]) == cells * study.rounds
+    # five rates for one of two rounds, the best to its end, and the cell
+    assert len(rounds) == 5 + 1 + 2 * extra
     assert not list(tmp_path.rglob("*.safetensors"))

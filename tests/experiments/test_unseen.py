@@ -107,13 +107,8 @@ def test_no_training_sees_them(tmp_path, femnist, monkeypatch):
     outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist)
     away = set(outcome.details[0]["newcomers"])
     assert len(away) == 2
-    # short runs of all rates, whole ones, and the trial of each method
-    files = sorted((tmp_path / "out").rglob("*-tuning.json"))
-    assert len(files) == len(SMALL.methods)
-    whole = [len(set(json.loads(file.read_text())["finals"])) for file in files]
-    names = {name for file in files for name in json.loads(file.read_text())["finals"]}
-    assert len(names) == sum(whole)
-    assert len(seen) == len(SMALL.methods) * (len(SMALL.grid) + 1) + len(names)
+    # all rates for a while, three for longer, one to the end, and the trial of each method
+    assert len(seen) >= len(SMALL.methods) * (len(SMALL.grid) + 3 + 1 + 1)
     for dataset in seen:
         assert not away & set(dataset.names)
         for split in ("train", "validation", "test"):

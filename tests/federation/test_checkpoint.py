@@ -507,6 +507,32 @@ def test_every_method_goes_on_from_every_round_to_the_same_bits(tmp_path, algori
         ]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("algorithm", ["fedgmm", "fedavg+", "clustered"])
+def test_a_training_in_several_calls_ends_as_one_in_a_single_call(tmp_path, algorithm, variant):
+    data, options = data_set(algorithm), {**SMALL, **VARIANTS[variant]}
+    model = train(data, algorithm, **options)
+    path = Checkpoint(tmp_path / "c", every=1000)
+    for until, done in ((1, 1), (2, 2), (3, 3), (3, 3), (2, 3)):
+        part = train(data, algorithm, checkpoint=path, until=until, **options)
+        assert len(part.history) == min(done, len(model.history))
+        assert np.isfinite(part.evaluate("validation").mean_log_loss)
+    assert_same_model(train(data, algorithm, checkpoint=path, **options), model)
+
+
+def test_a_training_that_ends_in_its_warm_up_leaves_the_shared_learner():
+    options = {**SMALL, "rounds": 6, "warmup": 4, "schedule": "cooldown", "solver": "sgd"}
+    part = train(data_set(), "fedem", until=3, **options)
+    alone = train(data_set(), "fedavg", until=3, **options)
+    assert set(part.prediction.learners) == set(alone.prediction.learners)
+    for name, value in part.prediction.learners.items():
+        assert torch.equal(value, alone.prediction.learners[name])
+    split = train(data_set(), "fedem", until=4, **options)
+    assert len(split.prediction.learners["0.weight"]) == SMALL["learners"]
+    with pytest.raises(ValueError, match="until must be at least 1"):
+        train(data_set(), until=0, **options)
+
+
 def test_the_variants_do_what_their_names_say(tmp_path):
     """Or the test above would say little."""
     data = data_set()

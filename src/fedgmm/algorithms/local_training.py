@@ -26,7 +26,7 @@ from fedgmm.core.stacked import Stacked
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
 
-Schedule = Literal["constant", "cosine", "sqrt"]
+Schedule = Literal["constant", "cooldown", "cosine", "sqrt"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 Result = TypeVar("Result")
 
@@ -34,6 +34,7 @@ _ROUND_STRIDE = 1_000_003  # between the seeds of rounds
 _LARGEST = 1e8  # a few layers of numbers beyond it overflow in float32
 _ROWS_OF_A_PRODUCT = 8  # cards multiply matrices of other sizes several times as slowly
 _STEP_NUMBERS = 512 * 1024  # inputs of one step of a group: they stay in a core's cache
+_COOLING_SHARE = 1 / 5  # of the rounds, at the end
 _CLIENTS_ALIKE = 64  # with small images: enough to fill a card, all with about as many rows
 
 
@@ -45,7 +46,7 @@ class LocalTraining:
         net: the network.
         sgd: the optimiser.
         schedule: of the learning rate over rounds.
-        rounds: length of the run, for the cosine.
+        rounds: length of the run, for schedules that know its end.
         seed: of shuffles and random starts.
         dtype: of the parameters.
         memory: most bytes for the copies of the learners that clients hold at once, on a CPU.
@@ -64,6 +65,9 @@ class LocalTraining:
         match self.schedule:
             case "constant":
                 factor = 1.0
+            case "cooldown":
+                falling = max(1, round(self.rounds * _COOLING_SHARE))
+                factor = min(1.0, max(1, self.rounds + 1 - round_number) / falling)
             case "cosine":
                 factor = 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / self.rounds))
             case _:

@@ -60,8 +60,8 @@ class ImageStudy:
         methods: which methods.
         seeds: one federation each.
         rounds: of the final training.
-        tuning_rounds: of each trial of a learning rate, on the first seed; the best two of them, and
-            neighbours of the best, are then trained in full.
+        tuning_rounds: of each trial of a learning rate, on the first seed; the best three go on to a
+            quarter of the rounds, and the best of those to the end.
         clients: how many; ``None`` means the paper's number.
         fraction: share of the images.
         shift: half of the images transformed and relabelled.
@@ -164,7 +164,7 @@ class ImageStudy:
             # FedGMM's learners are tied to its Gaussians; FedEM's need a start of their own
             early = replace(common, start="split", warmup=self.rounds // 4)
             return early if method == "fedem" else common
-        tuned = replace(common, momentum=0.9, server="momentum", schedule="constant")
+        tuned = replace(common, momentum=0.9, server="momentum", schedule="cooldown")
         if method not in MIXTURES:
             return tuned
         # one shared learner first, then slightly different copies of it
@@ -176,17 +176,16 @@ class ImageStudy:
             "The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid; FedEM "
             "starts as one shared learner for a quarter of the rounds."
             if self.track == "paper"
-            else "Every method with momentum 0.9 at clients and server; mixtures start as one shared "
-            "learner for half of the rounds."
+            else "Every method with momentum 0.9 at clients and server, and rates that fall to zero in the "
+            "last fifth of the rounds; mixtures start as one shared learner for half of the rounds."
         )
         pulled = "fedgmm" in self.methods and "independence" in self.grids("fedgmm")
-        chosen = "learning rates, and FedGMM's independence," if pulled else "learning rates"
+        twice = " FedGMM's independence by whole trainings." if pulled else ""
         return (
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
-            f"{', '.join(map(str, self.seeds))}; {chosen} chosen on "
-            f"validation rows of the first seed: short runs of {self.tuning_rounds} rank them, then the "
-            f"best two, and the neighbours of whatever is best, are compared by accuracy after all "
-            f"{self.rounds}."
+            f"{', '.join(map(str, self.seeds))}. Learning rates are chosen on validation rows of the first "
+            f"seed: {self.tuning_rounds} rounds rank them, the best three are compared by accuracy after "
+            f"{max(self.tuning_rounds, self.rounds // 4)}.{twice}"
         )
 
 

@@ -1,11 +1,11 @@
 """Which options a method of a study on images is trained with, chosen on validation rows of the first seed.
 
-Short runs rank a long grid, by log-likelihood, which tells more in the first rounds than accuracy does.
-The best of it are trained in full, since what is fastest in the first rounds need not be best in the end;
-so are the neighbours in the grid of whatever is best so far, until they are worse. Whole trainings are
-compared by accuracy, which is what tables report: a learner that overfits, as one trained at home does, is
-right more often than its likelihood suggests. The training that wins is that of the first seed. Every step
-leaves a file: an interruption costs no more than the training that it hit.
+All values of a grid are trained for a few rounds and ranked by log-likelihood, which tells more there than
+accuracy does. The best three go on to a quarter of the rounds and are compared by accuracy, which is what
+tables report: what is fastest in the first rounds need not be best later. The best of them is trained to
+the end. A grid of two is trained in full: how far learners are independent of Gaussians shows at the end.
+Trainings go on where they were left, and the one that wins is that of the first seed. Every step leaves a
+file: an interruption costs no more than the training that it hit.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.experiments.comparison import Tell, tune, validation_accuracy
+from fedgmm.experiments.comparison import Tell, validation_accuracy, validation_score
 from fedgmm.experiments.image_study import ImageStudy
 from fedgmm.experiments.results import TITLES
 from fedgmm.experiments.trial_files import Trial, checkpoint_of, recorded, trained
+from fedgmm.inference.model import FederatedModel
 from fedgmm.training import DivergenceWarning
 
-_SEARCH = "short runs, then the best two and neighbours of the best in full, by accuracy"
-_FINALISTS = 2
+_SEARCH = "all for a few rounds, three for a quarter of them, the best in full"
+_MIDDLE_SHARE = 4
+_IN_THE_MIDDLE = 3
+_ALL_IN_FULL = 2
 
 
 class Federation(Protocol):
@@ -63,139 +67,115 @@ def chosen_options(
     )
     chosen: dict[str, Any] = record["chosen"]
     if record.get("search") != _SEARCH or chosen.keys() != study.grids(method).keys():
-        raise _of_another_search(trials, method)
-    _tidy(Trial(trials, record["winner"], study, method, record["seed"], chosen), record["finals"])
+        raise ValueError(
+            f"{trials} holds options of {TITLES[method]} that were chosen in another way; choose "
+            "another folder."
+        )
+    _tidy(Trial(trials, record["winner"], study, method, record["seed"], chosen), record["trained"])
     return chosen
-
-
-def _of_another_search(trials: Path, method: str) -> ValueError:
-    return ValueError(
-        f"{trials} holds options of {TITLES[method]} that were chosen in another way; choose "
-        "another folder."
-    )
-
-
-class _Final(NamedTuple):
-    """A whole training, and its accuracy on validation rows."""
-
-    trial: Trial[ImageStudy]
-    score: float
 
 
 def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dict[str, Any]:
     """Choose one option after the other; returns what is written to the file."""
-    best = _Final(trial, math.nan)
+    best = trial
     scores: dict[str, Any] = {}
     names: list[str] = []
     for option, grid in trial.study.grids(trial.method).items():
-        ranked = _ranked(best.trial, option, grid, federation.dataset, tell)
-        finals = _finals(best, option, ranked, federation.dataset, tell)
-        best = max(finals.values(), key=lambda final: final.score)
-        if not math.isfinite(best.score):
+        search = _Search(best, option, federation.dataset, tell)
+        found = search.run(grid)
+        finals = found["whole"]
+        value = max(finals, key=lambda value: finals[value])
+        if not math.isfinite(finals[value]):
             raise ValueError(
                 f"{TITLES[trial.method]} diverged with every {option} of "
                 f"{', '.join(f'{value:.3g}' for value in finals)}, the grid of the "
                 f"{trial.study.track} track; leave it out of the methods."
             )
-        scores[option] = {
-            "short": _printed(ranked),
-            "whole": _printed({value: final.score for value, final in finals.items()}),
-        }
-        names += [final.trial.name for final in finals.values()]
+        best = search.trial(value)
+        scores[option] = {stage: _printed(ranked) for stage, ranked in found.items()}
+        names += [search.trial(value).name for value in grid]
     return {
         "search": _SEARCH,
-        "chosen": best.trial.chosen,
+        "chosen": best.chosen,
         "seed": trial.seed,
-        "winner": best.trial.name,
-        "finals": names,
+        "winner": best.name,
+        "trained": names,
         "scores": scores,
     }
 
 
-def _finals(
-    best: _Final, option: str, ranked: Iterable[float], dataset: FederatedDataset, tell: Tell
-) -> dict[float, _Final]:
-    """The first of the ranked values, trained in full, and then neighbours of the best of them.
+@dataclass(frozen=True)
+class _Search:
+    """The search for one option.
 
-    Values that diverge make room for the next. In the end the best has no neighbour in the grid that
-    was not trained, but for those that diverged in their short runs.
+    Attributes:
+        start: the training with what was chosen before; it has a name if something was.
+        option: what is chosen.
+        dataset: the clients.
+        tell: called with a line before each step.
     """
-    start = best.trial
-    default = getattr(start.study.options(start.method, start.seed), option)
-    found: dict[float, _Final] = {}
 
-    def run(value: float) -> None:
-        trial = replace(start, chosen={**start.chosen, option: value})
-        if start.chosen and value == default:  # the option before was trained with it
-            found[value] = _Final(trial, best.score)
-            return
-        trial = replace(trial, name=f"{trial.method}-{option}-{value:.6g}-{trial.seed}")
-        tell(f"{TITLES[trial.method]}: {option} {value:.3g} in full")
-        found[value] = _Final(trial, _final_score(trial, dataset))
+    start: Trial[ImageStudy]
+    option: str
+    dataset: FederatedDataset
+    tell: Tell
 
-    values = list(ranked)
+    def run(self, grid: Sequence[float]) -> dict[str, dict[float, float]]:
+        """Scores after each stage, in the order of trainings; minus infinity where one diverged."""
+        study = self.start.study
+        whole = partial(self._score, study.rounds, validation_accuracy)
+        if len(grid) <= _ALL_IN_FULL:
+            return {"whole": _scores(grid, len(grid), whole)}
+        early = min(study.tuning_rounds, study.rounds)
+        middle = min(max(early, study.rounds // _MIDDLE_SHARE), study.rounds)
+        short = _scores(grid, len(grid), partial(self._score, early, validation_score))
+        ranked = _ranked(short)
+        some = _scores(ranked, _IN_THE_MIDDLE, partial(self._score, middle, validation_accuracy))
+        last = dict.fromkeys([*_ranked(some), *(v for v in ranked if v not in some)])
+        return {"short": short, "middle": some, "whole": _scores(last or grid, 1, whole)}
+
+    def trial(self, value: float) -> Trial[ImageStudy]:
+        """The training with one value of the option."""
+        start = self.start
+        chosen = replace(start, chosen={**start.chosen, self.option: value})
+        if start.name and chosen.options == start.options:
+            return chosen  # the option before was trained with it
+        return replace(chosen, name=f"{start.method}-{self.option}-{value:.6g}-{start.seed}")
+
+    def _score(self, until: int, judge: Callable[[FederatedModel], float], value: float) -> float:
+        """Of a training after some rounds; its checkpoint stays until the choice is made."""
+        trial = self.trial(value)
+
+        def run() -> dict[str, Any]:
+            self.tell(f"{TITLES[trial.method]}: {self.option} {value:.3g}, to round {until}")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DivergenceWarning)
+                return {"score": _plain(judge(trained(trial, self.dataset, until)))}
+
+        name = f"{trial.name}-{judge.__name__}-{until}"
+        score = recorded(trial.folder, name, run, keep_checkpoint=True)["score"]
+        return -math.inf if score is None else float(score)
+
+
+def _scores(
+    values: Iterable[float], wanted: int, score: Callable[[float], float]
+) -> dict[float, float]:
+    """Scores of values in their order, until so many of them have not diverged."""
+    found: dict[float, float] = {}
     for value in values:
-        if sum(math.isfinite(final.score) for final in found.values()) == _FINALISTS:
+        if sum(map(math.isfinite, found.values())) == wanted:
             break
-        run(value)
-    while missing := _untrained_neighbours(sorted(values), found):
-        run(missing[0])
+        found[value] = score(value)
     return found
 
 
-def _untrained_neighbours(values: Sequence[float], found: Mapping[float, _Final]) -> list[float]:
-    """Neighbours of the best value so far, in ascending order, that were not trained in full."""
-    place = values.index(max(found, key=lambda value: found[value].score))
-    return [value for value in values[max(0, place - 1) : place + 2] if value not in found]
+def _ranked(scores: Mapping[float, float]) -> list[float]:
+    """Values by their scores, best first, without those that diverged."""
+    finite = [value for value, score in scores.items() if math.isfinite(score)]
+    return sorted(finite, key=lambda value: -scores[value])
 
 
-def _ranked(
-    trial: Trial[ImageStudy],
-    option: str,
-    grid: Sequence[float],
-    dataset: FederatedDataset,
-    tell: Tell,
-) -> dict[float, float]:
-    """Values with their scores in short runs, best first, without those that diverged; a few need none."""
-    if len(grid) <= _FINALISTS:
-        return dict.fromkeys(grid, math.nan)
-
-    def run() -> dict[str, Any]:
-        tell(f"{TITLES[trial.method]}: {option} in short runs")
-        found = tune(
-            dataset,
-            trial.method,
-            option=option,
-            grid=grid,
-            rounds=trial.study.tuning_rounds,
-            options=trial.options,
-        )
-        return {"scores": [_plain(found.scores[value]) for value in grid]}
-
-    name = f"{trial.method}-{option}-ranking-{trial.seed}"
-    found = recorded(trial.folder, name, run)["scores"]
-    if len(found) != len(grid):
-        raise _of_another_search(trial.folder, trial.method)
-    scores = dict(zip(grid, found, strict=True))
-    finite = {value: score for value, score in scores.items() if score is not None}
-    return dict(sorted(finite.items(), key=lambda item: -item[1]))
-
-
-def _final_score(trial: Trial[ImageStudy], dataset: FederatedDataset) -> float:
-    """Of a whole training; its checkpoint stays until the choice is made."""
-
-    def run() -> dict[str, Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DivergenceWarning)
-            return {"accuracy": _plain(validation_accuracy(trained(trial, dataset)))}
-
-    record = recorded(trial.folder, trial.name, run, keep_checkpoint=True)
-    if "accuracy" not in record:
-        raise _of_another_search(trial.folder, trial.method)
-    return -math.inf if record["accuracy"] is None else float(record["accuracy"])
-
-
-def _tidy(winner: Trial[ImageStudy], finals: Iterable[str]) -> None:
+def _tidy(winner: Trial[ImageStudy], names: Iterable[str]) -> None:
     """The winner's checkpoint becomes that of the study's own trial, which is the same; others go."""
     for variant in winner.study.variants(winner.method):
         own = f"{variant.name}-{winner.seed}"
@@ -204,15 +184,13 @@ def _tidy(winner: Trial[ImageStudy], finals: Iterable[str]) -> None:
             if not (winner.folder / f"{own}.json").exists():
                 source.replace(checkpoint_of(winner.folder, own))
             break
-    for name in finals:
+    for name in names:
         checkpoint_of(winner.folder, name).unlink(missing_ok=True)
 
 
 def _printed(scores: Mapping[float, float]) -> dict[str, float | None]:
-    """For people who read the file; what was not run is left out."""
-    return {
-        f"{value:.6g}": _plain(score) for value, score in scores.items() if not math.isnan(score)
-    }
+    """For people who read the file."""
+    return {f"{value:.6g}": _plain(score) for value, score in scores.items()}
 
 
 def _plain(score: float) -> float | None:

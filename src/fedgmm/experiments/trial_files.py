@@ -21,7 +21,7 @@ from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, train
 
 _MAY_GROW = ("methods", "seeds", "device")
-_ROUNDS_A_CHECKPOINT = 25
+_ROUNDS_A_CHECKPOINT = 50
 _WATCHED_ROUNDS = 5
 
 
@@ -114,11 +114,23 @@ def chosen_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in ("lr", "independence") if name in record}
 
 
-def trained(trial: Trial[StudyT], dataset: FederatedDataset) -> FederatedModel:
-    """Train, or go on from the checkpoint of a trial that was interrupted."""
+def trained(
+    trial: Trial[StudyT], dataset: FederatedDataset, until: int | None = None
+) -> FederatedModel:
+    """Train, or go on from the checkpoint of a trial that was interrupted, or that ended early.
+
+    Args:
+        trial: what is trained.
+        dataset: the clients.
+        until: the last round for now; ``None`` means the last of all.
+    """
     checkpoint = Checkpoint(checkpoint_of(trial.folder, trial.name), _ROUNDS_A_CHECKPOINT)
     model = train(
-        dataset, options=trial.options, checkpoint=checkpoint, watch_accuracy=_WATCHED_ROUNDS
+        dataset,
+        options=trial.options,
+        checkpoint=checkpoint,
+        watch_accuracy=_WATCHED_ROUNDS,
+        until=until,
     )
     pass_on_interrupt(model)
     return model
