@@ -2,7 +2,9 @@
 
 Each does what a few calls of torch do, with a fraction of the memory traffic. :func:`usable` says whether
 they can serve a tensor; callers have the plain way beside it, and that way is the one that is tested
-against everything else. Tests hold the two together, on a card or in Triton's interpreter.
+against everything else. Tests hold the two together, on a card or in Triton's interpreter. The kernels
+themselves are in ``triton_layers`` and ``triton_blocks``, imported where they are called: Triton may not
+be there.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def _tile(pixels: int, most: int = _TILE) -> int:
 class _Depthwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, stride: int) -> Tensor:
-        from fedgmm.core import triton_kernels as kernels
+        from fedgmm.core import triton_layers as kernels
 
         images, weight = images.contiguous(), weight.contiguous()
         groups, channels, rows, height, width = images.shape
@@ -64,7 +66,7 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        from fedgmm.core import triton_kernels as kernels
+        from fedgmm.core import triton_layers as kernels
 
         images, weight = ctx.saved_tensors
         gradient = gradients[0].contiguous()
@@ -125,7 +127,7 @@ class _Normalised(torch.autograd.Function):
         eps: float,
         ceiling: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from fedgmm.core import triton_kernels as kernels
+        from fedgmm.core import triton_layers as kernels
 
         images, weight, bias = images.contiguous(), weight.contiguous(), bias.contiguous()
         groups, channels, rows = images.shape[:3]
@@ -149,7 +151,7 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from fedgmm.core import triton_kernels as kernels
+        from fedgmm.core import triton_layers as kernels
 
         images, there, weight, bias, mean, variance = ctx.saved_tensors
         own = torch.empty_like(images)
@@ -195,7 +197,7 @@ def normalised(
 
 def scaled(images: Tensor, scale: Tensor, shift: Tensor, ceiling: float = NO_ACTIVATION) -> Tensor:
     """``images · scale + shift`` and ReLU or nothing, without gradients; scales are ``(G, c)``."""
-    from fedgmm.core import triton_kernels as kernels
+    from fedgmm.core import triton_layers as kernels
 
     images = images.contiguous()
     out = torch.empty_like(images)
@@ -230,7 +232,7 @@ def usable_blocks(images: Tensor, weight: Tensor, next_weight: Tensor) -> bool:
 class _PixelBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        from fedgmm.core import triton_kernels as kernels
+        from fedgmm.core import triton_blocks as kernels
 
         images, weight, bias = images.contiguous(), weight.contiguous(), bias.contiguous()
         rows, colours, height, width = images.shape[1:]
@@ -250,7 +252,7 @@ class _PixelBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
-        from fedgmm.core import triton_kernels as kernels
+        from fedgmm.core import triton_blocks as kernels
 
         images, corners = ctx.saved_tensors
         gradient = gradients[0].contiguous()
@@ -291,7 +293,7 @@ def pixel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 class _ChannelBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        from fedgmm.core import triton_kernels as kernels
+        from fedgmm.core import triton_blocks as kernels
 
         images, bias = images.contiguous(), bias.contiguous()
         groups, rows, height, width, sources = images.shape
@@ -309,7 +311,7 @@ class _ChannelBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        from fedgmm.core import triton_kernels as kernels
+        from fedgmm.core import triton_blocks as kernels
 
         images, weight, corners = ctx.saved_tensors
         gradient = gradients[0].contiguous()
