@@ -21,7 +21,7 @@ from fedgmm.core.learners import (
     weighted_sum,
 )
 from fedgmm.core.networks import Dense, Network, Params
-from fedgmm.core.sgd import SGD, BatchPlan, plan_batches, train_local
+from fedgmm.core.sgd import SGD, BatchPlan, padded_rows, plan_batches, train_local
 from fedgmm.core.stacked import Stacked
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
@@ -97,7 +97,7 @@ class LocalTraining:
             size = max(1, self.memory // copies)
         else:
             learners = len(next(iter(params.values())))
-            padded = -(-self.sgd.batch_size // _ROWS_OF_A_PRODUCT) * _ROWS_OF_A_PRODUCT
+            padded = padded_rows(self.sgd.batch_size, _ROWS_OF_A_PRODUCT)
             batch = padded * learners * self.net.row_numbers * self.dtype.itemsize
             size = max(1, accelerator_memory(rows.device) // (copies + batch))
             if isinstance(self.net, Convolutional):

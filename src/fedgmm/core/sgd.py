@@ -119,13 +119,18 @@ def plan_batches(
             own, parts = sizes[:active, None], batches[:active, None]
             first = own * number // parts if even else torch.full_like(own, number * batch_size)
             after = own * (number + 1) // parts if even else (first + batch_size).clamp_max(own)
-            width = -(-int((after - first).max()) // multiple) * multiple
+            width = padded_rows(int((after - first).max()), multiple)
             columns = first + torch.arange(width)
             mask = columns < after
             place = torch.where(mask, offsets[clients[:active], None] + columns, 0)
             rows = order[place.to(device)]
             steps.append(Step(rows, mask.to(device), bool(mask.all()), augment))
     return BatchPlan(clients.to(device), steps)
+
+
+def padded_rows(rows: int, multiple: int) -> int:
+    """How many rows a step has when it is padded to a multiple of so many."""
+    return -(-rows // multiple) * multiple
 
 
 def train_local(
