@@ -293,12 +293,12 @@ def train(
         until,
     )
     # small networks gain nothing from threads inside an operation
-    quiet = device.type == "cpu" and isinstance(net, Dense)
+    quiet = device.type == "cpu" and net.handling.in_lanes
     try:
         with lanes_only() if quiet else nullcontext():
             return job.run()
     finally:
-        if isinstance(net, Stacked):  # or a model that is kept would keep half of a card's memory
+        if net.handling.recorded:  # or a model that is kept would keep half of a card's memory
             forget_recordings(net)
 
 

@@ -10,6 +10,7 @@ from fedgmm.algorithms import local_training
 from fedgmm.algorithms.base import DivergedError
 from fedgmm.algorithms.local_training import LocalTraining, check_finite
 from fedgmm.core.networks import network
+from fedgmm.core.sgd import SGD
 from fedgmm.data.dataset import FederatedDataset
 from supervised import federation
 
@@ -18,7 +19,7 @@ class OnACard:
     """Rows that say that they are on a card."""
 
     def __init__(self, rows):
-        self.features, self.inputs = rows.features, rows.inputs
+        self.features, self.inputs, self.offsets = rows.features, rows.inputs, rows.offsets
         self.device = torch.device("cuda")
 
 
@@ -52,6 +53,29 @@ def test_small_images_train_in_groups_of_clients_alike_on_a_card(rng, monkeypatc
     assert list(map(len, groups_of(network("cnn", (1, 8, 8), 2), rows))) == [64, 6]
     for learner in ("linear", "mlp"):  # their rounds take as long as their kernels take to start
         assert len(groups_of(network(learner, (64,), 2), rows)) == 1
+
+
+def test_steps_of_small_networks_alone_stay_in_the_cache(rng, monkeypatch):
+    monkeypatch.setattr(local_training, "_STEP_NUMBERS", 2 * 128 * 64)
+    rows = pictures(rng, 5).train
+    for learner in ("linear", "mlp"):
+        assert list(map(len, groups_of(network(learner, (1, 8, 8), 2), rows))) == [2, 2, 1]
+    assert len(groups_of(network("cnn", (1, 8, 8), 2), rows)) == 1
+
+
+@pytest.mark.parametrize(
+    ("learner", "rows_of_steps", "rows_on_a_card"),
+    [("mobilenet", [1, 2], [8, 8]), ("cnn", [2, 1], [2, 1]), ("mlp", [2, 1], [2, 1])],
+)
+def test_batches_are_even_where_their_own_statistics_matter(
+    rng, learner, rows_of_steps, rows_on_a_card
+):
+    rows = pictures(rng, 1, rows=5).train
+    assert len(rows.inputs) == 3
+    training = LocalTraining(network(learner, (3, 8, 8), 2), SGD(batch_size=2))
+    for own, expected in ((rows, rows_of_steps), (OnACard(rows), rows_on_a_card)):
+        plan = training.plan(own, torch.tensor([0]), [torch.arange(3)], training.sgd)
+        assert [step.rows.shape[1] for step in plan.steps] == expected
 
 
 @pytest.mark.parametrize("lost", [np.nan, np.inf, -np.inf, 1e9])

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedgmm.algorithms.base import DivergedError
-from fedgmm.core.convolutions import Convolutional
 from fedgmm.core.devices import accelerator_memory
 from fedgmm.core.learners import (
     add_params,
@@ -20,9 +19,8 @@ from fedgmm.core.learners import (
     take_clients,
     weighted_sum,
 )
-from fedgmm.core.networks import Dense, Network, Params
+from fedgmm.core.networks import Network, Params
 from fedgmm.core.sgd import SGD, BatchPlan, padded_rows, plan_batches, train_local
-from fedgmm.core.stacked import Stacked
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
 
@@ -35,7 +33,6 @@ _LARGEST = 1e8  # a few layers of numbers beyond it overflow in float32
 _ROWS_OF_A_PRODUCT = 8  # cards multiply matrices of other sizes several times as slowly
 _STEP_NUMBERS = 512 * 1024  # inputs of one step of a group: they stay in a core's cache
 _COOLING_SHARE = 1 / 5  # of the rounds, at the end
-_CLIENTS_ALIKE = 64  # with small images: enough to fill a card, all with about as many rows
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,7 @@ class LocalTraining:
             padded = padded_rows(self.sgd.batch_size, _ROWS_OF_A_PRODUCT)
             batch = padded * learners * self.net.row_numbers * self.dtype.itemsize
             size = max(1, accelerator_memory(rows.device) // (copies + batch))
-            if isinstance(self.net, Convolutional):
-                size = min(size, _CLIENTS_ALIKE)
+            size = min(size, self.net.handling.most_clients or size)
         if self._in_lanes(rows):
             numbers = self.sgd.batch_size * math.prod(rows.inputs.shape[1:])
             size = min(size, max(1, _STEP_NUMBERS // numbers))
@@ -113,7 +109,7 @@ class LocalTraining:
         self, rows: LabelledRows, clients: Tensor, orders: list[Tensor], options: SGD
     ) -> BatchPlan:
         """The batches of some clients: even ones where a batch's own statistics matter."""
-        even = isinstance(self.net, Stacked)
+        even = self.net.handling.even_batches
         return plan_batches(
             rows.offsets,
             clients,
@@ -126,7 +122,7 @@ class LocalTraining:
 
     def _in_lanes(self, rows: LabelledRows) -> bool:
         """Small networks train group by group, one thread each; large ones use all threads at once."""
-        return rows.device.type == "cpu" and isinstance(self.net, Dense)
+        return rows.device.type == "cpu" and self.net.handling.in_lanes
 
     def over_groups(
         self,

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, max_pool2d, pad, relu
 
 from fedgmm.core import kernels
-from fedgmm.core.networks import ConvNet, Params, Vectorised
+from fedgmm.core.networks import ConvNet, Handling, Params, Vectorised
 
 Pair = tuple[int, int]
 """Down and right."""
@@ -113,6 +113,9 @@ class Convolutional:
         dropout: share of activations that training drops.
         compute: dtype of the products; parameters stay as they are.
     """
+
+    # enough to fill a card, all with about as many rows
+    handling: ClassVar[Handling] = Handling(most_clients=64)
 
     channels: int
     size: int

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,25 @@ _MAKING_MODULES = threading.Lock()
 def is_statistic(name: str) -> bool:
     """Whether a parameter is a running statistic of batch normalisation: averaged, never trained."""
     return name.endswith((".running_mean", ".running_var"))
+
+
+@dataclass(frozen=True)
+class Handling:
+    """How networks of a kind are trained well.
+
+    Attributes:
+        in_lanes: on a CPU, groups of clients train side by side with one thread each, since threads
+            inside an operation gain nothing.
+        most_clients: in a group on a card; ``None`` means as many as fit its memory.
+        even_batches: a client's batches differ by at most one row, since their own statistics matter.
+        recorded: a round on a card is recorded and replayed, since its kernels take longer to start
+            than to run. Such networks have a hash.
+    """
+
+    in_lanes: bool = False
+    most_clients: int | None = None
+    even_batches: bool = False
+    recorded: bool = False
 
 
 class Network(Protocol):
@@ -50,6 +69,11 @@ class Network(Protocol):
     @property
     def row_numbers(self) -> int:
         """About how many numbers a learner holds at once for each row, for memory budgets."""
+        ...
+
+    @property
+    def handling(self) -> Handling:
+        """How it is trained well."""
         ...
 
     @property
@@ -75,6 +99,8 @@ class Dense:
         classes: ``K``.
         hidden: widths of the hidden layers.
     """
+
+    handling: ClassVar[Handling] = Handling(in_lanes=True)
 
     columns: int
     classes: int
@@ -136,6 +162,8 @@ class Vectorised:
         input_shape: of one row.
         classes: ``K``.
     """
+
+    handling: ClassVar[Handling] = Handling()
 
     factory: ModuleFactory
     input_shape: tuple[int, ...]

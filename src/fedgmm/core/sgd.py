@@ -257,8 +257,8 @@ def _done(
     given: Given,
     run: Callable[[Given], list[Params]],
 ) -> list[Params]:
-    """``run(given)``; large networks on an accelerator record it and replay it from then on."""
-    if not (inputs.is_cuda and isinstance(net, Stacked)):
+    """``run(given)``; some networks on an accelerator record it and replay it from then on."""
+    if not (inputs.is_cuda and net.handling.recorded):
         return run(given)
     names = [list(params) for params in given.params]
     kinds = [(step.full, step.augment) for step in given.steps]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.nn import functional
 from fedgmm.core import kernels
 from fedgmm.core.backbones import MobileNetV2, ResNet18, load_weights, read_plain_pixels
 from fedgmm.core.convolutions import convolve
-from fedgmm.core.networks import ModuleFactory, Params, Vectorised, is_statistic
+from fedgmm.core.networks import Handling, ModuleFactory, Params, Vectorised, is_statistic
 
 
 class Pass(NamedTuple):
@@ -64,6 +64,8 @@ class Stacked:
         compute: dtype of the products on an accelerator; ``None`` means that of the parameters.
         row_numbers: about how many numbers a learner holds at once for each row.
     """
+
+    handling: ClassVar[Handling] = Handling(even_batches=True, recorded=True)
 
     factory: ModuleFactory
     input_shape: tuple[int, ...]

@@ -22,7 +22,6 @@ from fedgmm.algorithms.centroids import local_centroids
 from fedgmm.algorithms.mixture import FederatedGMM
 from fedgmm.core.devices import resolve_device
 from fedgmm.core.gaussians import gaussians
-from fedgmm.core.networks import Dense
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.tabular.errors import TableError
@@ -359,7 +358,7 @@ class Site:
     def _quietly(self, job: Job) -> Any:
         """Small networks gain nothing from threads inside an operation."""
         net = training_of(job.method).net
-        quiet = resolve_device(job.options.device).type == "cpu" and isinstance(net, Dense)
+        quiet = resolve_device(job.options.device).type == "cpu" and net.handling.in_lanes
         return lanes_only() if quiet else nullcontext()
 
 
