@@ -61,7 +61,7 @@ class ImageStudy:
         seeds: one federation each.
         rounds: of the final training.
         tuning_rounds: of each trial of a learning rate, on the first seed; the best three go on to a
-            quarter of the rounds, and the best of those to the end.
+            quarter of the rounds, and the best two of those to the end.
         clients: how many; ``None`` means the paper's number.
         fraction: share of the images.
         shift: half of the images transformed and relabelled.
@@ -180,12 +180,13 @@ class ImageStudy:
             "last fifth of the rounds; mixtures start as one shared learner for half of the rounds."
         )
         pulled = "fedgmm" in self.methods and "independence" in self.grids("fedgmm")
-        twice = " FedGMM's independence by whole trainings." if pulled else ""
+        middle = min(max(self.tuning_rounds, self.rounds // 4), self.rounds)
+        twice = " FedGMM's independence is chosen by whole trainings." if pulled else ""
         return (
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
             f"{', '.join(map(str, self.seeds))}. Learning rates are chosen on validation rows of the first "
             f"seed: {self.tuning_rounds} rounds rank them, the best three are compared by accuracy after "
-            f"{max(self.tuning_rounds, self.rounds // 4)}.{twice}"
+            f"{middle}, and the best two of those after all.{twice}"
         )
 
 
