@@ -67,9 +67,9 @@ def test_the_numbers_are_those_of_a_plain_training(tmp_path, femnist):
         )
         best = max(whole, key=lambda lr: whole[lr])
         file = tmp_path / "out" / "classification-femnist-paper" / f"{one['method']}-tuning.json"
-        written = json.loads(file.read_text())["scores"]["lr"]
+        (written,) = json.loads(file.read_text())["scores"]
         for stage, expected in {"short": short, "middle": middle, "whole": whole}.items():
-            assert written[stage] == {f"{lr:.6g}": score for lr, score in expected.items()}
+            assert written[stage] == {f"lr {lr:.6g}": score for lr, score in expected.items()}
         assert one["lr"] == best
         accuracy = train(federation, options=options, lr=best).evaluate("test").mean_accuracy
         assert outcome.accuracy[one["method"]] == [accuracy]
@@ -81,21 +81,27 @@ def test_independence_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path,
     trials = tmp_path / "out" / "classification-femnist-tuned"
     written = json.loads((trials / "fedgmm-tuning.json").read_text())
     (one,) = outcome.details
-    assert written["chosen"] == {"lr": one["lr"], "independence": one["independence"]}
+    chosen = {name: one[name] for name in ("lr", "server_momentum", "independence")}
+    assert written["chosen"] == chosen
     table = (tmp_path / "out" / "classification-femnist-tuned.md").read_text()
-    assert f"| {one['lr']:.3g}, independence {one['independence']:g} |" in table
-    rates, pulls = written["scores"]["lr"], written["scores"]["independence"]
+    momentum, independence = one["server_momentum"], one["independence"]
+    assert (
+        f"| {one['lr']:.3g}, server momentum {momentum:g}, independence {independence:g} |" in table
+    )
+    rates, pulls = written["scores"]
+    assert len(rates["short"]) == 2 * len(study.grid)
     assert set(pulls) == {"whole"}
-    assert set(pulls["whole"]) == {"0", "10000"}
-    assert pulls["whole"]["0"] == max(rates["whole"].values())  # not trained again
+    assert set(pulls["whole"]) == {"independence 0", "independence 10000"}
+    assert pulls["whole"]["independence 0"] == max(rates["whole"].values())  # not trained again
     federation = prepare_federation(study, 0, femnist).dataset
-    options = replace(study.options("fedgmm", 0), lr=one["lr"])
-    for pull, score in pulls["whole"].items():
-        model = train(federation, options=options, independence=float(pull))
+    options = replace(study.options("fedgmm", 0), lr=one["lr"], server_momentum=momentum)
+    for label, score in pulls["whole"].items():
+        pull = float(label.split()[1])
+        model = train(federation, options=options, independence=pull)
         assert comparison.validation_accuracy(model) == score
-        if float(pull) == one["independence"]:
+        if pull == independence:
             assert outcome.accuracy["fedgmm"] == [model.evaluate("test").mean_accuracy]
-    assert float(max(pulls["whole"], key=lambda pull: pulls["whole"][pull])) == one["independence"]
+            assert score == max(pulls["whole"].values())
 
 
 def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, monkeypatch):
@@ -107,15 +113,17 @@ def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, 
     monkeypatch.setattr(trial_files, "train", watched)
     study = ImageStudy(**{**SOME, "methods": ("fedavg",)})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    assert len(rounds) == len(study.grid) + 2 * (study.rounds - 1)  # two of the short runs go on
+    assert len(rounds) == 2 * len(study.grid) + 2 * (
+        study.rounds - 1
+    )  # two of the short runs go on
     assert len(outcome.details[0]["curve"]) == study.rounds
 
 
 def test_rates_are_chosen_once_for_all_seeds(tmp_path, femnist, trainings):
     study = ImageStudy(**{**SOME, "seeds": (0, 1), "methods": ("fedavg",)})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    # all for a while, three for longer, two to the end, and one a seed
-    assert len(trainings) == len(study.grid) + 3 + 2 + 2
+    # all for a while, half of them for longer, two to the end, and one a seed
+    assert len(trainings) == 2 * len(study.grid) + 5 + 2 + 2
     assert len(outcome.accuracy["fedavg"]) == 2
     first, second = outcome.details
     assert first["lr"] == second["lr"]
@@ -163,7 +171,7 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         reproduce_classification(tmp_path / "out", study, data_dir=femnist)
     trials = tmp_path / "out" / "classification-femnist-tuned"
-    assert len(list(trials.glob("fedgmm-lr-*.safetensors"))) == 1  # of the first rate
+    assert len(list(trials.glob("fedgmm-lr-*.safetensors"))) == 1  # of the first choice
     assert not (trials / "fedgmm-0.json").exists()
     rounds = []
 
@@ -172,7 +180,7 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
 
     monkeypatch.setattr(trial_files, "train", watched)
     resumed = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    assert rounds == [2, *[1, 2] * 4, 3, 3, 1, 2, 3]  # rates, two of them, another independence
+    assert rounds == [2, *[1, 2] * 9, 3, 3, 1, 2, 3]  # choices, two of them, another independence
     assert resumed.accuracy == whole.accuracy
 
 

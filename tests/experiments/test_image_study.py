@@ -42,7 +42,11 @@ def test_bad_settings(change, message):
 
 
 def test_only_the_tuned_track_goes_beyond_the_paper_s_method():
-    assert list(ImageStudy().grids("fedgmm")) == ["lr"]
-    assert ImageStudy(track="tuned").grids("fedgmm")["independence"] == (0.0, 1e4)
-    assert list(ImageStudy(track="tuned").grids("fedem")) == ["lr"]
-    assert list(ImageStudy(track="tuned", components=1).grids("fedgmm")) == ["lr"]
+    (rates,) = ImageStudy().choices("fedgmm")
+    assert [set(choice) for choice in rates] == [{"lr"}] * 6
+    tuned = ImageStudy(track="tuned")
+    assert tuned.choices("fedgmm")[1] == [{"independence": 0.0}, {"independence": 1e4}]
+    for method in ("fedem", "fedavg", "pfedme", "clustered"):
+        assert tuned.choices(method) == tuned.choices("fedgmm")[:1]  # the same care for all
+    assert tuned.choices("local") == [[{"lr": rate} for rate in tuned.grid]]
+    assert len(ImageStudy(track="tuned", components=1).choices("fedgmm")) == 1

@@ -15,19 +15,20 @@ from fedgmm.training import train
 from tiny_images import FAST
 
 STUDY = ImageStudy(methods=("fedgmm",), track="tuned", **FAST)
-LONG = replace(STUDY, methods=("fedavg",), rounds=8)
+LONG = replace(STUDY, methods=("local",), rounds=8)  # its rates alone are chosen
 FOLDER = "classification-femnist-tuned"
 LOST = -float("inf")
 
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """Every round of every training, by learning rate and independence."""
+    """Every round of every training, with what was chosen."""
     seen = []
 
     def watched(*args, options, **kwargs):
         def note(entry):
-            seen.append((round(options.lr, 4), options.independence, entry["round"]))
+            chosen = options.lr, options.server_momentum, options.independence
+            seen.append((*chosen, entry["round"]))
 
         return train(*args, options=options, on_round=[note], **kwargs)
 
@@ -46,7 +47,7 @@ def judged(monkeypatch):
 
     def judge(stage):
         def score(model):
-            place = sorted(STUDY.grid).index(model.options["lr"]) + 1
+            place = sorted(LONG.grid).index(model.options["lr"]) + 1
             looks.append((place, len(model.history)))
             late = stage if len(model.history) < LONG.rounds else 2
             return float(table[place][late])
@@ -84,8 +85,8 @@ def test_whatever_is_finished_is_not_run_again(tmp_path, femnist, monkeypatch, r
     study = replace(STUDY, rounds=4, tuning_rounds=1)
     expected = reproduce_classification(tmp_path / "whole", study, data_dir=femnist)
     once = sorted(rounds)
-    # five rates for a round, of which two go on to the end, and another independence
-    assert len(once) == len(set(once)) == 5 + 2 * 3 + 4
+    # ten choices for a round, of which two go on to the end, and another independence
+    assert len(once) == len(set(once)) == 10 + 2 * 3 + 4
     written = len(list((tmp_path / "whole" / FOLDER).glob("*.json"))) - 1
     rounds.clear()
     for _ in range(written - 1):
@@ -130,8 +131,8 @@ def test_rates_that_diverge_make_room_for_the_next(tmp_path, femnist, judged):
     outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
     assert looks[5:] == [(1, 2), (2, 2), (4, 2), (5, 2), (4, 8), (2, 8), (5, 8)]
     assert outcome.details[0]["lr"] == sorted(LONG.grid)[4]
-    written = json.loads((tmp_path / FOLDER / "fedavg-tuning.json").read_text())
-    assert list(written["scores"]["lr"]["whole"].values()) == [2.0, None, 3.0]
+    written = json.loads((tmp_path / FOLDER / "local-tuning.json").read_text())
+    assert list(written["scores"][0]["whole"].values()) == [2.0, None, 3.0]
 
 
 def test_rates_that_were_left_behind_come_last(tmp_path, femnist, judged):
@@ -146,7 +147,7 @@ def test_rates_that_were_left_behind_come_last(tmp_path, femnist, judged):
 def test_a_method_that_diverges_with_every_rate_says_so(tmp_path, femnist, monkeypatch):
     monkeypatch.setattr(image_tuning, "validation_accuracy", lambda model: -float("inf"))
     study = replace(STUDY, methods=("fedgmm",))
-    with pytest.raises(ValueError, match=r"FedGMM diverged with every lr of .*0\.316"):
+    with pytest.raises(ValueError, match=r"FedGMM diverged with every choice .*lr 0\.316"):
         reproduce_classification(tmp_path, study, data_dir=femnist)
     assert not list(tmp_path.rglob("*independence*"))  # nothing more was tried
 
@@ -170,6 +171,6 @@ def test_a_study_of_several_cells_uses_the_training_that_won(
         track="tuned", component_choices=choices, learner_choices=(2,), **{**FAST, "components": 2}
     )
     reproduce_sensitivity(tmp_path, study, data_dir=femnist)
-    # five rates for one of two rounds, the best two to the end, and the cell
-    assert len(rounds) == 5 + 2 + 2 * extra
+    # ten choices for one of two rounds, the best two to the end, and the cell
+    assert len(rounds) == 10 + 2 + 2 * extra
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -107,7 +107,7 @@ def test_no_training_sees_them(tmp_path, femnist, monkeypatch):
     outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist)
     away = set(outcome.details[0]["newcomers"])
     assert len(away) == 2
-    # all rates for a while, three for longer, two to the end, and the trial of each method
+    # all choices for a while, half of them for longer, two to the end, and the trial of each method
     assert len(seen) >= len(SMALL.methods) * (len(SMALL.grid) + 3 + 2 + 1)
     for dataset in seen:
         assert not away & set(dataset.names)

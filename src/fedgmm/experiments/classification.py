@@ -93,10 +93,10 @@ def _one_training(trial: Trial[ImageStudy], federation: Federation) -> dict[str,
 
 
 def _chosen(record: dict[str, Any]) -> str:
-    """The learning rate, and how far learners are independent of Gaussians where that was chosen."""
-    independence = record.get("independence")
-    pulled = "" if independence is None else f", independence {independence:g}"
-    return f"{record['lr']:.3g}{pulled}"
+    """The learning rate, and what else was chosen."""
+    others = {"server_momentum": "server momentum", "independence": "independence"}
+    parts = [f"{title} {record[name]:g}" for name, title in others.items() if name in record]
+    return ", ".join([f"{record['lr']:.3g}", *parts])
 
 
 def _models(study: ImageStudy) -> str:

@@ -29,7 +29,11 @@ DATA_SETS = ("femnist", "cifar10", "cifar100", "mnist")
 
 MIXTURES = ("fedgmm", "fedem")
 _TUNED_GRID = (1.0, 10.0**-0.5, 0.1, 10.0**-1.5, 0.01)
+_SERVER_MOMENTA = (0.9, 0.0)
 _INDEPENDENCE_GRID = (0.0, 1e4)  # the paper's FedGMM, and FedEM with a density
+
+Choice = dict[str, float]
+"""Values of training options that are tried together."""
 
 StudyT = TypeVar("StudyT", bound="ImageStudy")
 
@@ -56,12 +60,13 @@ class ImageStudy:
     Attributes:
         dataset: one of ``DATA_SETS``.
         track: ``"paper"`` has its optimiser, batch, epochs, rounds and grid; ``"tuned"`` gives every
-            method momentum at the clients and at the server, and mixtures a shared start.
+            method momentum at the clients, and at the server if that is better, and mixtures a shared
+            start.
         methods: which methods.
         seeds: one federation each.
         rounds: of the final training.
-        tuning_rounds: of each trial of a learning rate, on the first seed; the best three go on to a
-            quarter of the rounds, and the best two of those to the end.
+        tuning_rounds: of each trial of a learning rate, on the first seed; the better half goes on to
+            a quarter of the rounds, and the best two of those to the end.
         clients: how many; ``None`` means the paper's number.
         fraction: share of the images.
         shift: half of the images transformed and relabelled.
@@ -119,12 +124,19 @@ class ImageStudy:
         """Learning rates, the same for every method."""
         return PAPER_GRID if self.track == "paper" else _TUNED_GRID
 
-    def grids(self, method: str) -> dict[str, tuple[float, ...]]:
-        """What is chosen on validation rows, one after the other."""
-        found = {"lr": self.grid}
-        pulled = method == "fedgmm" and self.track == "tuned"  # the paper's method knows of none
-        if pulled and self.components > 1 and self.learners > 1:
-            found["independence"] = _INDEPENDENCE_GRID
+    def choices(self, method: str) -> list[list[Choice]]:
+        """What is chosen on validation rows, one list after the other."""
+        found: list[list[Choice]] = [[{"lr": rate} for rate in self.grid]]
+        if self.track == "paper":
+            return found
+        if method != "local":  # which has no server
+            found[0] = [
+                {**rate, "server_momentum": momentum}
+                for momentum in _SERVER_MOMENTA
+                for rate in found[0]
+            ]
+        if method == "fedgmm" and self.components > 1 and self.learners > 1:
+            found.append([{"independence": rows} for rows in _INDEPENDENCE_GRID])
         return found
 
     def variants(self, method: str) -> list[Variant[Self]]:
@@ -176,17 +188,19 @@ class ImageStudy:
             "The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid; FedEM "
             "starts as one shared learner for a quarter of the rounds."
             if self.track == "paper"
-            else "Every method with momentum 0.9 at clients and server, and rates that fall to zero in the "
-            "last fifth of the rounds; mixtures start as one shared learner for half of the rounds."
+            else "Every method with momentum 0.9 at the clients, the same or none at the server, and rates "
+            "that fall to zero in the last fifth of the rounds; mixtures start as one shared learner for "
+            "half of the rounds."
         )
-        pulled = "fedgmm" in self.methods and "independence" in self.grids("fedgmm")
         middle = min(max(self.tuning_rounds, self.rounds // 4), self.rounds)
-        twice = " FedGMM's independence is chosen by whole trainings." if pulled else ""
+        pulled = "fedgmm" in self.methods and len(self.choices("fedgmm")) > 1
+        late = " FedGMM's independence is chosen by whole trainings." if pulled else ""
+        what = "Learning rates" if self.track == "paper" else "Learning rates and server momentum"
         return (
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
-            f"{', '.join(map(str, self.seeds))}. Learning rates are chosen on validation rows of the first "
-            f"seed: {self.tuning_rounds} rounds rank them, the best three are compared by accuracy after "
-            f"{middle}, and the best two of those after all.{twice}"
+            f"{', '.join(map(str, self.seeds))}. {what} are chosen on validation rows of the first "
+            f"seed: {self.tuning_rounds} rounds rank them, the better half is compared by accuracy after "
+            f"{middle}, and the best two of those after all.{late}"
         )
 
 

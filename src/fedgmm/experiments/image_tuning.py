@@ -1,35 +1,32 @@
 """Which options a method of a study on images is trained with, chosen on validation rows of the first seed.
 
-All values of a grid are trained for a few rounds and ranked by log-likelihood, which tells more there than
-accuracy does. The best three go on to a quarter of the rounds and are compared by accuracy, which is what
-tables report: what is fastest in the first rounds need not be best later. The best two of them are trained
-to the end: a rate that is level with another after a quarter can be ten points ahead by then. A grid of two
-is trained in full from the start: how far learners are independent of Gaussians shows late. Trainings go on
-where they were left, and the one that wins is that of the first seed. Every step leaves a file: an
-interruption costs no more than the training that it hit.
+All choices are trained for a few rounds and ranked by log-likelihood, which tells more there than accuracy
+does. The better half goes on to a quarter of the rounds and is compared by accuracy, which is what tables
+report: what is fastest in the first rounds need not be best later. The best two of those are trained to the
+end. Where there are but two choices they are trained in full from the start: how far learners are
+independent of Gaussians shows late. Trainings go on where they were left, and the one that wins is that of
+the first seed. Every step leaves a file: an interruption costs no more than the training that it hit.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.experiments.comparison import Tell, validation_accuracy, validation_score
-from fedgmm.experiments.image_study import ImageStudy
+from fedgmm.experiments.image_study import Choice, ImageStudy
 from fedgmm.experiments.results import TITLES
 from fedgmm.experiments.trial_files import Trial, checkpoint_of, recorded, trained
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import DivergenceWarning
 
-_SEARCH = "all for a few rounds, three for a quarter of them, two in full"
+_SEARCH = "all for a few rounds, half of them for a quarter, two in full"
 _MIDDLE_SHARE = 4
-_IN_THE_MIDDLE = 3
 _IN_FULL = 2
 
 
@@ -49,7 +46,7 @@ def chosen_options(
     federation: Callable[[], Federation],
     tell: Tell,
 ) -> dict[str, Any]:
-    """The learning rate of a method; and of FedGMM how far learners are independent of Gaussians.
+    """The learning rate of a method, and whatever else :meth:`ImageStudy.choices` leaves open.
 
     Args:
         trials: the folder of the study's trials.
@@ -67,7 +64,8 @@ def chosen_options(
         lambda: _search(Trial(trials, "", study, method, study.seeds[0], {}), federation(), tell),
     )
     chosen: dict[str, Any] = record["chosen"]
-    if record.get("search") != _SEARCH or chosen.keys() != study.grids(method).keys():
+    wanted = {name for choices in study.choices(method) for name in choices[0]}
+    if record.get("search") != _SEARCH or chosen.keys() != wanted:
         raise ValueError(
             f"{trials} holds options of {TITLES[method]} that were chosen in another way; choose "
             "another folder."
@@ -79,76 +77,93 @@ def chosen_options(
 def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dict[str, Any]:
     """Choose one option after the other; returns what is written to the file."""
     best = trial
-    scores: dict[str, Any] = {}
+    stages: list[dict[str, Any]] = []
     names: list[str] = []
-    for option, grid in trial.study.grids(trial.method).items():
-        search = _Search(best, option, federation.dataset, tell)
-        found = search.run(grid)
+    for choices in trial.study.choices(trial.method):
+        search = _Search(best, federation.dataset, tell)
+        found = search.run(choices)
         finals = found["whole"]
-        value = max(finals, key=lambda value: finals[value])
-        if not math.isfinite(finals[value]):
+        label = max(finals, key=lambda label: finals[label])
+        if not math.isfinite(finals[label]):
             raise ValueError(
-                f"{TITLES[trial.method]} diverged with every {option} of "
-                f"{', '.join(f'{value:.3g}' for value in finals)}, the grid of the "
-                f"{trial.study.track} track; leave it out of the methods."
+                f"{TITLES[trial.method]} diverged with every choice of the {trial.study.track} track "
+                f"({'; '.join(finals)}); leave it out of the methods."
             )
-        best = search.trial(value)
-        scores[option] = {stage: _printed(ranked) for stage, ranked in found.items()}
-        names += [search.trial(value).name for value in grid]
+        best = next(search.trial(choice) for choice in choices if _label(choice) == label)
+        stages.append({stage: _plain_scores(ranked) for stage, ranked in found.items()})
+        names += [search.trial(choice).name for choice in choices]
     return {
         "search": _SEARCH,
         "chosen": best.chosen,
         "seed": trial.seed,
         "winner": best.name,
         "trained": names,
-        "scores": scores,
+        "scores": stages,
     }
+
+
+Scores = dict[str, float]
+"""By the labels of choices, in the order of trainings; minus infinity where one diverged."""
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The search for one option.
+    """The search among some choices.
 
     Attributes:
         start: the training with what was chosen before; it has a name if something was.
-        option: what is chosen.
         dataset: the clients.
         tell: called with a line before each step.
     """
 
     start: Trial[ImageStudy]
-    option: str
     dataset: FederatedDataset
     tell: Tell
 
-    def run(self, grid: Sequence[float]) -> dict[str, dict[float, float]]:
-        """Scores after each stage, in the order of trainings; minus infinity where one diverged."""
+    def run(self, choices: Sequence[Choice]) -> dict[str, Scores]:
+        """Scores after each stage."""
         study = self.start.study
-        whole = partial(self._score, study.rounds, validation_accuracy)
-        if len(grid) <= _IN_FULL:
-            return {"whole": _scores(grid, len(grid), whole)}
+        labelled = {_label(choice): choice for choice in choices}
+
+        def scores(
+            labels: Iterable[str], wanted: int, until: int, judge: Callable[[FederatedModel], float]
+        ) -> Scores:
+            """Of choices in their order, until so many of them have not diverged."""
+            found: Scores = {}
+            for label in labels:
+                if sum(map(math.isfinite, found.values())) == wanted:
+                    break
+                found[label] = self._score(labelled[label], until, judge)
+            return found
+
+        if len(choices) <= _IN_FULL:
+            return {"whole": scores(labelled, _IN_FULL, study.rounds, validation_accuracy)}
         early = min(study.tuning_rounds, study.rounds)
         middle = min(max(early, study.rounds // _MIDDLE_SHARE), study.rounds)
-        short = _scores(grid, len(grid), partial(self._score, early, validation_score))
+        half = -(-len(choices) // 2)
+        short = scores(labelled, len(choices), early, validation_score)
         ranked = _ranked(short)
-        some = _scores(ranked, _IN_THE_MIDDLE, partial(self._score, middle, validation_accuracy))
-        last = dict.fromkeys([*_ranked(some), *(v for v in ranked if v not in some)])
-        return {"short": short, "middle": some, "whole": _scores(last or grid, _IN_FULL, whole)}
+        some = scores(ranked, half, middle, validation_accuracy)
+        last = [*_ranked(some), *(label for label in ranked if label not in some)]
+        whole = scores(last or labelled, _IN_FULL, study.rounds, validation_accuracy)
+        return {"short": short, "middle": some, "whole": whole}
 
-    def trial(self, value: float) -> Trial[ImageStudy]:
-        """The training with one value of the option."""
+    def trial(self, choice: Choice) -> Trial[ImageStudy]:
+        """The training with a choice."""
         start = self.start
-        chosen = replace(start, chosen={**start.chosen, self.option: value})
+        chosen = replace(start, chosen={**start.chosen, **choice})
         if start.name and chosen.options == start.options:
-            return chosen  # the option before was trained with it
-        return replace(chosen, name=f"{start.method}-{self.option}-{value:.6g}-{start.seed}")
+            return chosen  # what was chosen before was trained with it
+        return replace(
+            chosen, name=f"{start.method}-{_label(choice).replace(' ', '-')}-{start.seed}"
+        )
 
-    def _score(self, until: int, judge: Callable[[FederatedModel], float], value: float) -> float:
+    def _score(self, choice: Choice, until: int, judge: Callable[[FederatedModel], float]) -> float:
         """Of a training after some rounds; its checkpoint stays until the choice is made."""
-        trial = self.trial(value)
+        trial = self.trial(choice)
 
         def run() -> dict[str, Any]:
-            self.tell(f"{TITLES[trial.method]}: {self.option} {value:.3g}, to round {until}")
+            self.tell(f"{TITLES[trial.method]}: {_label(choice)}, to round {until}")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DivergenceWarning)
                 return {"score": _plain(judge(trained(trial, self.dataset, until)))}
@@ -158,22 +173,15 @@ class _Search:
         return -math.inf if score is None else float(score)
 
 
-def _scores(
-    values: Iterable[float], wanted: int, score: Callable[[float], float]
-) -> dict[float, float]:
-    """Scores of values in their order, until so many of them have not diverged."""
-    found: dict[float, float] = {}
-    for value in values:
-        if sum(map(math.isfinite, found.values())) == wanted:
-            break
-        found[value] = score(value)
-    return found
+def _label(choice: Choice) -> str:
+    """A choice for people and file names, such as ``"lr 0.1 server_momentum 0.9"``."""
+    return " ".join(f"{name} {value:.6g}" for name, value in choice.items())
 
 
-def _ranked(scores: Mapping[float, float]) -> list[float]:
-    """Values by their scores, best first, without those that diverged."""
-    finite = [value for value, score in scores.items() if math.isfinite(score)]
-    return sorted(finite, key=lambda value: -scores[value])
+def _ranked(scores: Scores) -> list[str]:
+    """Labels by their scores, best first, without those that diverged."""
+    finite = [label for label, score in scores.items() if math.isfinite(score)]
+    return sorted(finite, key=lambda label: -scores[label])
 
 
 def _tidy(winner: Trial[ImageStudy], names: Iterable[str]) -> None:
@@ -189,9 +197,8 @@ def _tidy(winner: Trial[ImageStudy], names: Iterable[str]) -> None:
         checkpoint_of(winner.folder, name).unlink(missing_ok=True)
 
 
-def _printed(scores: Mapping[float, float]) -> dict[str, float | None]:
-    """For people who read the file."""
-    return {f"{value:.6g}": _plain(score) for value, score in scores.items()}
+def _plain_scores(scores: Scores) -> dict[str, float | None]:
+    return {label: _plain(score) for label, score in scores.items()}
 
 
 def _plain(score: float) -> float | None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_integer
 from fedgmm.experiments.comparison import Tell
-from fedgmm.experiments.image_study import ImageStudy, Variant, prepare_federation
+from fedgmm.experiments.image_study import Choice, ImageStudy, Variant, prepare_federation
 from fedgmm.experiments.image_trials import facts_of, run_trials, stopped_early
 from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
@@ -45,9 +45,9 @@ class SensitivityStudy(ImageStudy):
             for choice in getattr(self, name):
                 check_integer(name, choice, 1)
 
-    def grids(self, method: str) -> dict[str, tuple[float, ...]]:
-        """The learning rate alone: a pull towards independence would hide what is measured."""
-        return {"lr": self.grid}
+    def choices(self, method: str) -> list[list[Choice]]:
+        """Rates alone: a pull towards independence would hide what is measured."""
+        return super().choices(method)[:1]
 
     def variants(self, method: str) -> list[Variant[Self]]:
         """Every cell of the grid; the learning rate is the one chosen at the study's own numbers."""

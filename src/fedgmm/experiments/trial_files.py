@@ -20,6 +20,7 @@ from fedgmm.files import write_atomically
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, train
 
+_CHOSEN = ("lr", "server_momentum", "independence")
 _MAY_GROW = ("methods", "seeds", "device")
 _ROUNDS_A_CHECKPOINT = 50
 _WATCHED_ROUNDS = 5
@@ -111,7 +112,7 @@ def checkpoint_of(trials: Path, trial: str) -> Path:
 
 def chosen_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The chosen options in a trial's file."""
-    return {name: record[name] for name in ("lr", "independence") if name in record}
+    return {name: record[name] for name in _CHOSEN if name in record}
 
 
 def trained(
