@@ -62,6 +62,7 @@ ALGORITHMS = (
 DENSITY = "gmm"
 """The federated Gaussian mixture: FedGMM without learners, for rows without labels."""
 
+_MIXING = ("fedgmm", "fedem", "fedavg", "fedprox")
 _WITH_EXACT_STEPS = ("fedgmm", "fedem", "fedavg", "fedavg+")
 
 
@@ -98,6 +99,8 @@ class TrainingOptions:
         independence: how many rows a client's own shares of the learners count for within each
             Gaussian of FedGMM: 0 lets every Gaussian have learners of its own, a large number makes
             learners independent of Gaussians.
+        personal_labels: after the last round, let it count how frequent labels are at each client
+            (FedGMM, FedEM, FedAvg, FedProx), see :meth:`FederatedModel.learn_labels`.
         server: ``"average"``, ``"momentum"`` or ``"adam"``.
         server_lr: step size of the server; ``None`` is 1, and 0.01 for Adam.
         server_momentum: its momentum.
@@ -139,6 +142,7 @@ class TrainingOptions:
     reg_covar: float = 1e-2
     ridge: float = 1.0
     independence: float = 0.0
+    personal_labels: bool = False
     server: str = "average"
     server_lr: float | None = None
     server_momentum: float = 0.9
@@ -187,6 +191,12 @@ class TrainingOptions:
             raise ValueError(f"participation must lie in (0, 1], got {self.participation!r}.")
         check_flag("standardise", self.standardise)
         check_flag("augment", self.augment)
+        check_flag("personal_labels", self.personal_labels)
+        if self.personal_labels and self.algorithm not in _MIXING:
+            raise ValueError(
+                f"personal_labels corrects learners that clients share, as {', '.join(_MIXING)} have them; "
+                f"{self.algorithm!r} learns at home how frequent labels are."
+            )
         if self.patience is not None:
             check_integer("patience", self.patience, 1)
         check_choice("algorithm", self.algorithm, (*ALGORITHMS, DENSITY))

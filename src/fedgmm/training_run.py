@@ -98,7 +98,7 @@ class TrainingRun:
             warmed = self._go_on(part, min(self._warm_up_rounds, last_round), tol=None)
             why = self._why_stopped(warmed.interrupted, warmed.diverged)
             if why is None and last_round < self._warm_up_rounds:
-                return self._model(self.warm_up, warmed.shared, warmed.personal, None)
+                return self._finished(self.warm_up, warmed.shared, warmed.personal, None)
             part = self._start_main(warmed, keep=why is None)
         if why is None:
             run = self._go_on(part, last_round, tol=self.options.tol)
@@ -110,7 +110,7 @@ class TrainingRun:
             personal = self.method.finish(shared, personal, self.scaled.train)
         except DivergedError as error:
             why = why or self._why_stopped(False, f"the end: {error}")
-        return self._model(self.method, shared, personal, why)
+        return self._finished(self.method, shared, personal, why)
 
     # ------------------------------------------------------------------ where it starts
 
@@ -289,6 +289,14 @@ class TrainingRun:
             warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=4)
             return reason
         return None
+
+    def _finished(
+        self, method: AnyMethod, shared: Any, personal: Any, stopped: str | None
+    ) -> FederatedModel:
+        model = self._model(method, shared, personal, stopped)
+        if self.options.personal_labels:
+            model.learn_labels()
+        return model
 
     def _model(
         self, method: AnyMethod, shared: Any, personal: Any, stopped: str | None

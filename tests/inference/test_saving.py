@@ -328,7 +328,7 @@ def test_a_changed_label_in_the_json_is_told(home):
 
 def test_a_newer_format_is_refused_with_advice(home):
     forge(home, lambda facts: facts.update(format=FORMAT + 1))
-    with pytest.raises(ModelFileError, match=r"newer fedgmm \(format 2.*upgrade"):
+    with pytest.raises(ModelFileError, match=rf"newer fedgmm \(format {FORMAT + 1}.*upgrade"):
         load(home)
 
 

@@ -14,6 +14,7 @@ from typing import Protocol, Self, TypeVar
 from torch import Tensor
 
 from fedgmm.core.gaussians import Gaussians
+from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.networks import Network, Params
 from fedgmm.data.dataset import LabelledRows
 
@@ -86,6 +87,7 @@ class Prediction:
         weights: the federation's own weights, ``(M1 · G,)``; ``None`` if clients are assigned.
         assignment: the learner of each client, ``(C,)``; ``None`` if learners are mixed.
         default_learner: whom to ask for a row without a client; ``None`` if there is nobody.
+        labels: how frequent labels are at the clients, ``M = M1 · G``, where that is to count.
     """
 
     net: Network
@@ -95,6 +97,7 @@ class Prediction:
     weights: Tensor | None = None
     assignment: Tensor | None = None
     default_learner: int | None = None
+    labels: LabelFrequencies | None = None
 
 
 class SupervisedMethod(Method[Shared, Personal, Update, LabelledRows], Protocol):

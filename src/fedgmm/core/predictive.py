@@ -24,7 +24,9 @@ def log_marginal(log_pi: Tensor, log_x: Tensor) -> Tensor:
     return torch.logsumexp(log_pi.logsumexp(-1) + log_x, dim=-1)
 
 
-def log_class_probabilities(log_pi: Tensor, log_x: Tensor | None, log_y: Tensor) -> Tensor:
+def log_class_probabilities(
+    log_pi: Tensor, log_x: Tensor | None, log_y: Tensor, log_ratios: Tensor | None = None
+) -> Tensor:
     """``log P_c(y|x)`` of every class, equation (3).
 
     ``P_c(y|x) = Σ π_c(m1, m2) N(x; μ_m1, Σ_m1) P_θm2(y|x) / Σ π_c(m1, m2) N(x; μ_m1, Σ_m1)``
@@ -33,11 +35,17 @@ def log_class_probabilities(log_pi: Tensor, log_x: Tensor | None, log_y: Tensor)
         log_pi: ``log π_c(m1, m2)`` of each row's client, ``(n, M1, M2)``.
         log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
         log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
+        log_ratios: how much more frequent labels are at each row's client,
+            ``log P_c(y|m1, m2) - log P(y|m1, m2)``, ``(n, M1, M2, K)``; ``None`` leaves that out.
 
     Returns:
         ``(n, K)``; the classes' probabilities sum to one.
     """
     joint = log_pi if log_x is None else log_pi + log_x.unsqueeze(-1)
+    if log_ratios is not None:
+        joint = joint - joint.logsumexp((-2, -1), keepdim=True)
+        corrected = joint.unsqueeze(-1) + log_y.unsqueeze(-3) + log_ratios
+        return torch.log_softmax(corrected.logsumexp((-3, -2)), -1)
     # weight of each learner for this row: the Gaussians decide who is asked
     learner = joint.logsumexp(-2)
     learner = learner - learner.logsumexp(-1, keepdim=True)

@@ -31,8 +31,8 @@ from fedgmm.files import write_atomically
 FORMAT = 1
 """Version of the layout; a newer one is refused."""
 
-FREE_OPTIONS = ("rounds", "device")
-"""Options that may differ when a training goes on."""
+FREE_OPTIONS = ("rounds", "device", "personal_labels")
+"""Options that may differ when a training goes on: they do not change rounds that are done."""
 
 Phase = Literal["warmup", "main"]
 AnyMethod = SupervisedMethod[Any, Any, Any]

@@ -13,7 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction
+from fedgmm.core.estep import responsibilities
 from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.labels import label_counts, label_frequencies
+from fedgmm.core.learners import at_labels
 from fedgmm.core.mstep import towards_independence
 from fedgmm.core.pixels import as_numbers
 from fedgmm.core.predictive import adapt_weights, log_class_probabilities, log_marginal
@@ -234,13 +237,17 @@ class FederatedModel:
             own = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
         else:
             labels = torch.from_numpy(self._encode(y, len(x))).to(x.device)
-            log_y = self._log_learners(x)
-            log_y = log_y.gather(-1, labels[:, None, None].expand(-1, log_y.shape[1], 1))[..., 0]
+            log_y = at_labels(self._log_learners(x), labels)
             joint = log_y[:, None] if log_x is None else log_x[..., None] + log_y[:, None]
             own, history = adapt_weights(
                 joint.flatten(1), weights.reshape(-1), max_rounds, pull=self._pull()
             )
-        self._register(client, own.reshape(-1))
+        counts = None
+        if y is not None and self.prediction.labels is not None:
+            counts = torch.zeros_like(self.prediction.labels.federation)[None]
+            q, _ = responsibilities(joint.flatten(1) + own.log())
+            label_counts(q, labels, torch.zeros_like(labels), counts)
+        self._register(client, own.reshape(-1), None if counts is None else counts[0])
         return Adaptation(client, own.reshape(weights.shape).cpu().numpy(), history)
 
     def _pull(self) -> Callable[[Tensor], Tensor] | None:
@@ -250,15 +257,48 @@ class FederatedModel:
             return None
         return lambda counts: towards_independence(counts, self.n_learners, rows)
 
-    def _register(self, client: Hashable, weights: Tensor) -> None:
-        table = self._mixed("client_weights")
-        if client in self.names:
+    def _register(self, client: Hashable, weights: Tensor, label_rows: Tensor | None) -> None:
+        table, labels = self._mixed("client_weights"), self.prediction.labels
+        place = self.names.index(client) if client in self.names else None
+        if place is not None:
             table = table.clone()
-            table[self.names.index(client)] = weights
+            table[place] = weights
         else:
             self.names = [*self.names, client]
             table = torch.cat([table, weights[None]])
-        self.prediction = replace(self.prediction, client_weights=table)
+        if labels is not None:
+            labels = labels.with_client(place, label_rows)
+        self.prediction = replace(self.prediction, client_weights=table, labels=labels)
+
+    # ------------------------------------------------------------------ labels' frequencies
+
+    def learn_labels(self, dataset: FederatedDataset | None = None) -> None:
+        """Let it count how frequent labels are at each client, within each Gaussian and learner.
+
+        Learners are shared, and so is their idea of which labels are frequent. This corrects it for
+        every client by its own training rows: ``P_c(y|x, m) ∝ P(y|x, m) P_c(y|m) / P(y|m)``. Nothing
+        is trained; clients without rows, and rows without a client, stay as they are.
+
+        Args:
+            dataset: another data set than the one of the training; its clients must be known.
+        """
+        log_pi = self._log_weights()
+        rows = self._data(dataset).train
+        x, seen = self._rows(rows)
+        who = torch.from_numpy(self._codes_of(rows)).to(x.device)
+        known = rows.labels.to(x.device)
+        counts = torch.zeros(
+            len(self.names), log_pi[0].numel(), len(self.classes), dtype=torch.float64
+        ).to(x.device)
+        for start in range(0, len(x), _ROWS_AT_ONCE):
+            part = slice(start, start + _ROWS_AT_ONCE)
+            joint = log_pi[who[part]]
+            if self.prediction.gaussians is not None:
+                joint = joint + self._log_gaussians(seen[part])[..., None]
+            joint = joint + at_labels(self._log_learners(x[part]), known[part])[:, None]
+            q, _ = responsibilities(joint.flatten(1))
+            label_counts(q, known[part], who[part], counts)
+        self.prediction = replace(self.prediction, labels=label_frequencies(counts))
 
     # ------------------------------------------------------------------ novel samples
 
@@ -473,12 +513,15 @@ class FederatedModel:
         if self.prediction.assignment is not None:
             return self._classes_of_assigned(x, codes)
         out = np.empty((len(x), len(self.classes)))
-        log_pi = self._log_weights()
+        log_pi, labels = self._log_weights(), self.prediction.labels
+        ratios = None if labels is None else labels.log_ratios().reshape(*log_pi.shape, -1)
         who = torch.from_numpy(codes).to(x.device)
 
         def write(rows: slice) -> None:
             log_x = None if self.prediction.gaussians is None else self._log_gaussians(seen[rows])
-            mixed = log_class_probabilities(log_pi[who[rows]], log_x, self._log_learners(x[rows]))
+            own = None if ratios is None else ratios[who[rows]]
+            log_y = self._log_learners(x[rows])
+            mixed = log_class_probabilities(log_pi[who[rows]], log_x, log_y, own)
             out[rows] = mixed.cpu().numpy()
 
         _in_blocks(len(x), write, x.device)

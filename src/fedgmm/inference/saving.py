@@ -22,14 +22,16 @@ from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians
+from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.networks import ModuleFactory, Network, network
 from fedgmm.core.scaling import Scaling
 from fedgmm.files import write_atomically
 from fedgmm.inference.model import CALIBRATIONS, FederatedModel
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout; a newer one is refused."""
 
+_WITHOUT_LABELS = 1  # such models can be read by older versions, too
 _JSON = "model.json"
 _CLASS_KINDS = "biufUO"  # labels that JSON can hold
 _LONGEST_LABEL = 4096
@@ -73,6 +75,9 @@ def _tensors_of(model: FederatedModel) -> dict[str, Tensor]:
         value = getattr(prediction, name)
         if value is not None:
             tensors[name] = value
+    if prediction.labels is not None:
+        tensors["labels/clients"] = prediction.labels.clients
+        tensors["labels/federation"] = prediction.labels.federation
     if prediction.gaussians is not None:
         for name in ("means", "covariances", "precisions_cholesky"):
             tensors[f"gaussians/{name}"] = getattr(prediction.gaussians, name)
@@ -88,7 +93,7 @@ def _facts_of(model: FederatedModel) -> dict[str, Any]:
     if model.classes.dtype.kind not in _CLASS_KINDS:
         raise ValueError(f"Labels of type {model.classes.dtype} cannot be saved; use strings.")
     return {
-        "format": FORMAT,
+        "format": FORMAT if model.prediction.labels is not None else _WITHOUT_LABELS,
         "algorithm": model.algorithm,
         "names": [_plain(name, "Client name") for name in model.names],
         "classes": [_plain(label, "Label") for label in model.classes.tolist()],
@@ -209,10 +214,12 @@ def _assemble(
         tensors.get("weights"),
         tensors.get("assignment"),
         facts["default_learner"],
+        _labels(tensors),
     )
     names = list(facts["names"])
     _need(len(set(names)) == len(names), "names")
     _check_clients(prediction, len(names))
+    _check_labels(prediction, len(classes))
     calibration = {name: value.numpy() for name, value in _under(tensors, "calibration/").items()}
     for name, scores in calibration.items():
         _need(name in CALIBRATIONS and scores.ndim == 1 and len(scores) > 0, f"calibration/{name}")
@@ -294,6 +301,27 @@ def _check_clients(prediction: Prediction, clients: int) -> None:
         value = getattr(prediction, name)
         _need(value is not None and value.dtype == torch.float64 and value.shape == shape, name)
         _need(bool((value >= 0).all()) and bool(((value.sum(-1) - 1).abs() < 1e-6).all()), name)
+
+
+def _labels(tensors: dict[str, Tensor]) -> LabelFrequencies | None:
+    if "labels/clients" not in tensors:
+        return None
+    return LabelFrequencies(tensors["labels/clients"], tensors["labels/federation"])
+
+
+def _check_labels(prediction: Prediction, classes: int) -> None:
+    """Frequencies of every class for each pair of a Gaussian and a learner, where there are any."""
+    labels, weights = prediction.labels, prediction.client_weights
+    if labels is None:
+        return
+    _need(weights is not None, "labels")
+    assert weights is not None
+    _need(labels.clients.shape == (*weights.shape, classes), "labels/clients")
+    _need(labels.federation.shape == (weights.shape[1], classes), "labels/federation")
+    for name in ("clients", "federation"):
+        value = getattr(labels, name)
+        _need(value.dtype == torch.float64 and bool((value > 0).all()), f"labels/{name}")
+        _need(bool(((value.sum(-1) - 1).abs() < 1e-6).all()), f"labels/{name}")
 
 
 def _scaling(tensors: dict[str, Tensor], columns: int) -> Scaling | None:
