@@ -185,9 +185,14 @@ def test_the_small_network_by_kernels_is_the_one_without(colours, monkeypatch):
         return own_net.stacked_logits(dict(zip(params, own, strict=True)), images)
 
     expected = gradients(partial(logits, exact), *params.values())
+    monkeypatch.setattr(kernels, "usable", lambda _: False)
+    plain = gradients(partial(logits, net), *params.values())
     monkeypatch.setattr(kernels, "usable", lambda _: True)
     found = gradients(partial(logits, net), *params.values())
-    assert max(map(far, found, expected)) < 5e-2
+    # sixteen bits decide differently which of two like pixels is pooled: the plain way sets the measure
+    rounding = max(map(far, plain, expected))
+    assert 0 < rounding < 0.2
+    assert max(map(far, found, expected)) < 1.5 * rounding
     filters = params["features.0.weight"][0], params["features.3.weight"][0]
     assert kernels.usable_blocks(images.to(half), *filters)
     # float32, and who asks for gradients of the images, get the plain way

@@ -32,6 +32,7 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.federation import checkpoint as module
 from fedgmm.federation.checkpoint import (
     FORMAT,
+    FREE_OPTIONS,
     Best,
     Checkpoint,
     CheckpointError,
@@ -768,7 +769,7 @@ def test_the_same_file_for_another_training(tmp_path, rng):
         "precision": "mixed",
     }
     for name in TrainingOptions.__dataclass_fields__:
-        if name in ("rounds", "device", "augment", "pretrained"):  # the last two are for images
+        if name in (*FREE_OPTIONS, "augment", "pretrained"):  # the last two are for images
             continue
         value = others.get(name)
         if value is None:  # the others are numbers
