@@ -76,6 +76,29 @@ def label_frequencies(counts: Tensor) -> LabelFrequencies:
     return LabelFrequencies(_frequencies(counts, federation), federation)
 
 
+def expected_label_counts(
+    log_joint: Tensor, federation: Tensor, max_rounds: int = 200, tol: float = 1e-6
+) -> Tensor:
+    """Labels of rows that have none, counted by EM: frequencies tell of labels, labels of frequencies.
+
+    Args:
+        log_joint: ``log P(m|x_i) + log P_m(y|x_i)`` under the federation's frequencies, ``(n, M, K)``.
+        federation: ``P(y|m)``, ``(M, K)``, where EM starts and what it is drawn to.
+        max_rounds: most iterations.
+        tol: stop when no count changes by more rows than this.
+
+    Returns:
+        Expected rows of each pair and label, ``(M, K)``.
+    """
+    counts = torch.zeros_like(federation)
+    for _ in range(max_rounds):
+        ratios = _frequencies(counts, federation).log() - federation.log()
+        before, counts = counts, (log_joint + ratios).flatten(1).softmax(1).sum(0).view_as(counts)
+        if float((counts - before).abs().max()) < tol:
+            break
+    return counts
+
+
 def _frequencies(counts: Tensor, federation: Tensor) -> Tensor:
     own = counts + PRIOR_ROWS * federation
     return own / own.sum(-1, keepdim=True)

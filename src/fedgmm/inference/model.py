@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.estep import responsibilities
 from fedgmm.core.gaussians import log_densities, residuals
-from fedgmm.core.labels import label_counts, label_frequencies
+from fedgmm.core.labels import expected_label_counts, label_counts, label_frequencies
 from fedgmm.core.learners import at_labels
 from fedgmm.core.mstep import towards_independence
 from fedgmm.core.pixels import as_numbers
@@ -217,7 +217,8 @@ class FederatedModel:
             client: a new name; a known one gets new weights.
             X: its rows, ``(n, *input_shape)``.
             y: their labels; ``None`` learns the part of ``π`` that the inputs decide and takes the
-                learners' shares within each Gaussian from the federation.
+                learners' shares within each Gaussian from the federation. Where label frequencies
+                count, see :meth:`learn_labels`, the client's own are learned either way.
             features: what the Gaussians see, if that is not the inputs.
             max_rounds: most iterations.
         """
@@ -235,6 +236,7 @@ class FederatedModel:
                 )
             marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
             own = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
+            counts = self._expected_labels(x, own.log() + log_x[..., None], max_rounds)
         else:
             labels = torch.from_numpy(self._encode(y, len(x))).to(x.device)
             log_y = at_labels(self._log_learners(x), labels)
@@ -242,12 +244,11 @@ class FederatedModel:
             own, history = adapt_weights(
                 joint.flatten(1), weights.reshape(-1), max_rounds, pull=self._pull()
             )
-        counts = None
-        if y is not None and self.prediction.labels is not None:
-            counts = torch.zeros_like(self.prediction.labels.federation)[None]
             q, _ = responsibilities(joint.flatten(1) + own.log())
+            counts = q.new_zeros(1, q.shape[1], len(self.classes))
             label_counts(q, labels, torch.zeros_like(labels), counts)
-        self._register(client, own.reshape(-1), None if counts is None else counts[0])
+            counts = counts[0]
+        self._register(client, own.reshape(-1), counts)
         return Adaptation(client, own.reshape(weights.shape).cpu().numpy(), history)
 
     def _pull(self) -> Callable[[Tensor], Tensor] | None:
@@ -256,6 +257,21 @@ class FederatedModel:
         if not rows or self.prediction.gaussians is None:
             return None
         return lambda counts: towards_independence(counts, self.n_learners, rows)
+
+    def _expected_labels(self, x: Tensor, joint: Tensor, max_rounds: int) -> Tensor | None:
+        """How many rows of each label there should be, ``(M, K)``, if that is to count.
+
+        Args:
+            x: scaled inputs.
+            joint: ``log π(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
+            max_rounds: most iterations.
+        """
+        known = self.prediction.labels
+        if known is None:
+            return None
+        posterior = joint - joint.logsumexp((1, 2), keepdim=True)
+        log_joint = posterior[..., None] + self._log_learners(x)[:, None]
+        return expected_label_counts(log_joint.flatten(1, 2), known.federation, max_rounds)
 
     def _register(self, client: Hashable, weights: Tensor, label_rows: Tensor | None) -> None:
         table, labels = self._mixed("client_weights"), self.prediction.labels
