@@ -227,7 +227,7 @@ def test_who_takes_exact_steps(options, columns, expected):
         ("constant", [1, 1, 1, 1]),
         ("sqrt", [1, 2**-0.5, 3**-0.5, 0.5]),
         ("cosine", [1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]),
-        ("cooldown", [1, 1, 1, 1]),  # of four rounds the last alone is a fifth
+        ("cooldown", [1, 1, 1, 1 / 2]),  # of four rounds the last alone is a fifth
     ],
 )
 def test_schedules_of_the_learning_rate(schedule, factors):
@@ -241,7 +241,7 @@ def test_a_rate_that_cools_down_falls_in_the_last_fifth():
     options = TrainingOptions(algorithm="local", rounds=15, lr=0.3, schedule="cooldown")
     training = build(options, network("linear", (3,), 2)).training
     rates = [training.options(number).lr for number in range(1, 17)]
-    np.testing.assert_allclose(rates, 0.3 * np.array([1] * 13 + [2 / 3, 1 / 3, 1 / 3]))
+    np.testing.assert_allclose(rates, 0.3 * np.array([1] * 12 + [3 / 4, 1 / 2, 1 / 4, 1 / 4]))
 
 
 def test_a_schedule_reaches_the_clients(rng):

@@ -255,8 +255,8 @@ def train(
             so-manieth: over all rows of a fixed sample, at most 20,000 validation rows, and before
             any tuning at home.
         until: end this call after that round, though ``rounds`` plan for more; with a checkpoint another
-            call goes on as if there had been no end. One that ends in the warm-up leaves the model of
-            its shared learner.
+            call goes on as if there had been no end. One that ends before the last round of the
+            warm-up leaves the model of its shared learner.
         **changes: any field of :class:`TrainingOptions`, such as ``rounds=50``.
 
     Returns:

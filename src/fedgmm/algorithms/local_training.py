@@ -42,7 +42,7 @@ class LocalTraining:
     Attributes:
         net: the network.
         sgd: the optimiser.
-        schedule: of the learning rate over rounds.
+        schedule: of the learning rate over rounds; ``"cooldown"`` falls towards zero in the last fifth.
         rounds: length of the run, for schedules that know its end.
         seed: of shuffles and random starts.
         dtype: of the parameters.
@@ -64,7 +64,8 @@ class LocalTraining:
                 factor = 1.0
             case "cooldown":
                 falling = max(1, round(self.rounds * _COOLING_SHARE))
-                factor = min(1.0, max(1, self.rounds + 1 - round_number) / falling)
+                left = max(1, self.rounds + 1 - round_number)  # this round among them
+                factor = min(1.0, left / (falling + 1))
             case "cosine":
                 factor = 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / self.rounds))
             case _:
