@@ -1,10 +1,21 @@
 """When work is done as it is, recorded, and replayed; the recording itself needs a card."""
 
+from __future__ import annotations
+
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
 import pytest
 import torch
+from small_learners import SIZES, drawn, rows, shuffles
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedgmm.core import recording
+from fedgmm.core import recording, sgd
+from fedgmm.core.learners import expand_clients
+from fedgmm.core.networks import Dense
 from fedgmm.core.recording import Recorder, _Recording, forget_recordings, recorder_of
+from fedgmm.core.sgd import SGD, plan_batches, train_local, train_moreau
 
 
 class Graph:
@@ -14,17 +25,27 @@ class Graph:
         self.replay = lambda: [out.copy_(new) for out, new in zip(found, work(given), strict=True)]
 
 
+class NoWaiting(TorchDispatchMode):
+    """As CUDA while it records: a tensor's number cannot be asked for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
 def log(monkeypatch):
     made = []
 
     def record(self, work, given, kept):
         own = [value.clone() for value in given]
-        found = work(own)
+        with NoWaiting():
+            found = work(own)
         made.append(kept)
         return _Recording(Graph(work, own, found), own, found, kept)
 
     monkeypatch.setattr(Recorder, "_record", record)
+    monkeypatch.setattr(recording, "_RECORDERS", WeakKeyDictionary())  # equal networks share one
     return made
 
 
@@ -85,3 +106,58 @@ def test_recordings_can_go_before_their_network():
     forget_recordings(network)
     forget_recordings(network)  # nothing is left to forget
     assert recorder_of(network) is not before
+
+
+# ---------------------------------------------------------------------- rounds of training
+
+
+def local_rounds(net, rng, **options):
+    """A function that trains with a rate, from the same start with the same batches."""
+    x, y, w, offsets = rows(rng)
+    plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 2), 4)
+    start = expand_clients(drawn(net, 2), 4)
+    anchor = {name: value + 0.1 for name, value in start.items()}
+    common = SGD(batch_size=4, **options)
+    return lambda rate: [train_local(net, start, x, y, w, plan, replace(common, lr=rate), anchor)]
+
+
+def moreau_rounds(net, rng):
+    """The same for pFedMe, with another rate within."""
+    x, y, _, offsets = rows(rng)
+    plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 1), 4)
+    start = expand_clients(drawn(net, 1), 4)
+    return lambda rate: train_moreau(net, start, x, y, plan, SGD(lr=rate), 2.0, 3, rate / 2)
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        local_rounds,
+        lambda net, rng: local_rounds(net, rng, momentum=0.9),
+        lambda net, rng: local_rounds(net, rng, proximal=0.5, weight_decay=0.1, momentum=0.5),
+        moreau_rounds,
+    ],
+)
+def test_one_recording_serves_every_rate(log, rng, monkeypatch, rounds):
+    net = Dense(3, 2, (4,))
+    train = rounds(net, rng)
+    rates = (0.3, 0.3, 0.2, 0.1, 0.05)
+    expected = [train(rate) for rate in rates]
+    monkeypatch.setattr(sgd, "_recorded", lambda *_: True)  # as if on a card
+    for rate, plain in zip(rates, expected, strict=True):
+        for found, wanted in zip(train(rate), plain, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize("change", [{"momentum": 0.5}, {"weight_decay": 0.1}, {"proximal": 0.5}])
+def test_other_options_are_other_recordings(log, rng, monkeypatch, change):
+    net, seed = Dense(3, 2, (4,)), rng.integers(1000)
+    plain, other = (local_rounds(net, np.random.default_rng(seed), **o) for o in ({}, change))
+    (expected,) = other(0.3)
+    monkeypatch.setattr(sgd, "_recorded", lambda *_: True)
+    for _ in range(3):
+        plain(0.3)
+        (found,) = other(0.3)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert len(log) == 2

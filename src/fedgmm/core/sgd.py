@@ -21,6 +21,9 @@ from fedgmm.core.pixels import as_numbers, crop_and_flip
 from fedgmm.core.recording import recorder_of
 from fedgmm.core.stacked import Stacked
 
+Rate = float | Tensor
+"""A learning rate: a number, or a tensor without axes for a recording that serves every rate."""
+
 
 @dataclass(frozen=True)
 class SGD:
@@ -167,6 +170,7 @@ def train_local(
         params = {name: value.clone() for name, value in given.params[0].items()}
         centre = given.params[1] if anchor is not None else None
         velocity = _zeros_like(params) if options.momentum else None
+        (rate,) = given.rates
         for step in given.steps:
             active = step.clients
             own = take_clients(params, active)
@@ -176,6 +180,7 @@ def train_local(
                 _descend(
                     own,
                     gradients,
+                    rate,
                     options,
                     None if velocity is None else take_clients(velocity, active),
                     None if centre is None else take_clients(centre, active),
@@ -183,7 +188,8 @@ def train_local(
         return [params]
 
     sets = [params] if anchor is None else [params, anchor]
-    return _done(net, inputs, labels, options, Given(sets, plan.steps, weights), run)[0]
+    given = Given(sets, plan.steps, weights, [options.lr])
+    return _done(net, inputs, labels, replace(options, lr=0.0), given, run)[0]
 
 
 def train_moreau(
@@ -218,35 +224,37 @@ def train_moreau(
     Returns:
         The local learners and the personal ones, both ``(C, M, ...)``.
     """
-    inner = SGD(lr=inner_lr, proximal=penalty)
+    inner = SGD(proximal=penalty)
 
     def run(given: Given) -> list[Params]:
         local = {name: value.clone() for name, value in given.params[0].items()}
         personal = {name: value.clone() for name, value in local.items()}
+        outer_rate, inner_rate = given.rates
         for step in given.steps:
             active = step.clients
             own = take_clients(personal, active)
             for _ in range(inner_steps):
                 gradients, statistics = batch_gradients(net, own, inputs, labels, None, step)
                 _remember(own, statistics)
-                _descend(own, gradients, inner, None, take_clients(local, active))
+                _descend(own, gradients, inner_rate, inner, None, take_clients(local, active))
             for name, value in local.items():
-                rate = 1.0 if is_statistic(name) else options.lr * penalty
+                rate = 1.0 if is_statistic(name) else outer_rate * penalty
                 value[active].sub_(rate * (value[active] - personal[name][active]))
         return [local, personal]
 
-    key = (options, penalty, inner_steps, inner_lr)
-    local, personal = _done(net, inputs, labels, key, Given([params], plan.steps, None), run)
+    given = Given([params], plan.steps, None, [options.lr, inner_lr])
+    local, personal = _done(net, inputs, labels, (penalty, inner_steps), given, run)
     return local, personal
 
 
 @dataclass(frozen=True)
 class Given:
-    """What differs from round to round: sets of parameters, the batches, and the rows' weights."""
+    """What differs from round to round: sets of parameters, batches, the rows' weights, and rates."""
 
     params: list[Params]
     steps: list[Step]
     weights: Tensor | None
+    rates: Sequence[Rate]
 
 
 def _done(
@@ -257,8 +265,11 @@ def _done(
     given: Given,
     run: Callable[[Given], list[Params]],
 ) -> list[Params]:
-    """``run(given)``; some networks on an accelerator record it and replay it from then on."""
-    if not (inputs.is_cuda and net.handling.recorded):
+    """``run(given)``; some networks on an accelerator record it and replay it from then on.
+
+    ``options`` are what else decides the kernels: whatever is given is read anew in every replay.
+    """
+    if not _recorded(net, inputs):
         return run(given)
     names = [list(params) for params in given.params]
     kinds = [(step.full, step.augment) for step in given.steps]
@@ -267,12 +278,16 @@ def _done(
         rest = iter(tensors)
         params = [{name: next(rest) for name in own} for own in names]
         steps = [replace(step, rows=next(rest), mask=next(rest)) for step in given.steps]
-        found = run(Given(params, steps, None if given.weights is None else next(rest)))
+        weights = None if given.weights is None else next(rest)
+        found = run(Given(params, steps, weights, [next(rest) for _ in given.rates]))
         return [value for one in found for value in one.values()]
 
     tensors = [value for own in given.params for value in own.values()]
     tensors += [value for step in given.steps for value in (step.rows, step.mask)]
     tensors += [] if given.weights is None else [given.weights]
+    dtype, device = tensors[0].dtype, tensors[0].device
+    # filled in, not copied from the CPU, which would wait for the card
+    tensors += [torch.full((), float(r), dtype=dtype, device=device) for r in given.rates]
     key = (run.__qualname__, options, tuple(kinds), inputs.data_ptr(), labels.data_ptr())
     found = recorder_of(net).run(key, work, tensors, kept=(inputs, labels))
     first = names[0]  # what comes out has the names of what went in
@@ -280,6 +295,10 @@ def _done(
         dict(zip(first, found[begin : begin + len(first)], strict=True))
         for begin in range(0, len(found), len(first))
     ]
+
+
+def _recorded(net: Network, inputs: Tensor) -> bool:
+    return inputs.is_cuda and net.handling.recorded
 
 
 def _remember(own: Params, statistics: Params) -> None:
@@ -293,9 +312,14 @@ def _zeros_like(params: Params) -> Params:
 
 
 def _descend(
-    own: Params, gradients: Params, options: SGD, velocity: Params | None, centre: Params | None
+    own: Params,
+    gradients: Params,
+    rate: Rate,
+    options: SGD,
+    velocity: Params | None,
+    centre: Params | None,
 ) -> None:
-    """One step of SGD, in place.
+    """One step of SGD, in place; ``rate`` is its learning rate, whatever that of ``options``.
 
     All parameters at once: on a card, a kernel for each of a hundred parameters takes longer to start
     than to run.
@@ -311,7 +335,10 @@ def _descend(
         torch._foreach_mul_(speeds, options.momentum)
         torch._foreach_add_(speeds, slopes)
         slopes = speeds
-    torch._foreach_add_(values, slopes, alpha=-options.lr)
+    if isinstance(rate, Tensor):  # ``alpha`` would be a number in the recording
+        torch._foreach_sub_(values, torch._foreach_mul(slopes, rate))
+    else:
+        torch._foreach_add_(values, slopes, alpha=-rate)
 
 
 def batch_loss(
