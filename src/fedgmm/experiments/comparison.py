@@ -22,11 +22,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Tuning:
-    """An option's value, such as a learning rate, chosen on validation rows.
+    """A learning rate, chosen on validation rows.
 
     Attributes:
         best: the choice.
-        scores: mean validation log-likelihood of every value; minus infinity where it diverged.
+        scores: mean validation log-likelihood of every rate; minus infinity where it diverged.
     """
 
     best: float
@@ -99,53 +99,50 @@ def tune(
     dataset: FederatedDataset,
     algorithm: str,
     *,
-    option: str = "lr",
     grid: Sequence[float] = PAPER_GRID,
     rounds: int = 10,
     options: TrainingOptions | None = None,
     **changes: Any,
 ) -> Tuning:
-    """The value of an option, the learning rate, with the best validation log-likelihood.
+    """The learning rate with the best validation log-likelihood.
 
     Every method goes through the same grid; test rows are not looked at.
 
     Args:
         dataset: the clients.
         algorithm: the method.
-        option: what is chosen.
-        grid: its values.
+        grid: learning rates.
         rounds: of a short run with each of them.
         options: the others; their warm-up is shortened as much as their rounds are.
         **changes: laid over them.
     """
-    scores = _scores(dataset, algorithm, option, grid, rounds, options, changes)
+    scores = _scores(dataset, algorithm, grid, rounds, options, changes)
     if not any(map(math.isfinite, scores.values())):
         raise ValueError(
-            f"{algorithm} diverged with every {option} of the grid {tuple(grid)}; try smaller ones."
+            f"{algorithm} diverged with every lr of the grid {tuple(grid)}; try smaller ones."
         )
-    return Tuning(max(scores, key=lambda value: scores[value]), scores)
+    return Tuning(max(scores, key=lambda lr: scores[lr]), scores)
 
 
 def _scores(
     dataset: FederatedDataset,
     algorithm: str,
-    option: str,
-    values: Sequence[float],
+    grid: Sequence[float],
     rounds: int,
     options: TrainingOptions | None,
     changes: Mapping[str, Any],
 ) -> dict[float, float]:
-    """Validation log-likelihood after some rounds with each value; minus infinity where it diverged."""
+    """Validation log-likelihood after some rounds with each rate; minus infinity where it diverged."""
     whole = options or TrainingOptions()
     short = replace(whole, warmup=whole.warmup * rounds // whole.rounds)
     scores: dict[float, float] = {}
-    for value in values:
+    for lr in grid:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DivergenceWarning)
-            changed = {**changes, option: value, "rounds": rounds}
+            changed = {**changes, "lr": lr, "rounds": rounds}
             run = train(dataset, algorithm, options=short, **changed)
         pass_on_interrupt(run)
-        scores[value] = validation_score(run)
+        scores[lr] = validation_score(run)
     return scores
 
 
