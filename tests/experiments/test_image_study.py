@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fedgmm.experiments.image_study import ImageStudy
@@ -17,6 +19,9 @@ def test_tracks():
     for method in TITLES:
         options = tuned.options(method, 0)
         assert (options.momentum, options.server) == (0.9, "momentum")
+        # pFedMe's personal learners begin at the global one in every round: they need a whole rate
+        assert options.schedule == ("constant" if method == "pfedme" else "cooldown")
+        assert paper.options(method, 0).schedule == "constant"
         assert options.warmup == (100 if method in ("fedem", "fedgmm") else 0)
         assert options.reg_covar == 1e-3
 
@@ -50,3 +55,46 @@ def test_only_the_tuned_track_goes_beyond_the_paper_s_method():
         assert tuned.choices(method) == tuned.choices("fedgmm")[:1]  # the same care for all
     assert tuned.choices("local") == [[{"lr": rate} for rate in tuned.grid]]
     assert len(ImageStudy(track="tuned", components=1).choices("fedgmm")) == 1
+
+
+# ---------------------------------------------------------------------- what a table says of them
+
+
+def test_the_protocol_tells_the_search():
+    paper, tuned = ImageStudy(seeds=(4, 7)).protocol(), ImageStudy(track="tuned").protocol()
+    assert "200 rounds, the last one is reported; seeds 4, 7. Learning rates are chosen" in paper
+    assert "Learning rates and server momentum are chosen" in tuned
+    for text in (paper, tuned):
+        assert "10 rounds rank them, the better half is compared by accuracy after 50," in text
+    assert "fall towards zero" in tuned
+    assert "fall towards zero" not in paper
+    assert "independence" in tuned
+    assert "independence" not in paper
+
+
+@pytest.mark.parametrize(
+    ("rounds", "tuning_rounds", "stages"),
+    [(200, 10, (10, 50)), (200, 60, (60, 60)), (12, 1, (1, 3)), (5, 9, (5, 5)), (1, 1, (1, 1))],
+)
+def test_no_stage_of_the_search_is_longer_than_the_training(rounds, tuning_rounds, stages):
+    study = ImageStudy(rounds=rounds, tuning_rounds=tuning_rounds)
+    assert study.tuning_stages == stages
+    short, middle = stages
+    assert f": {short} rounds rank them" in study.protocol()
+    assert f"by accuracy after {middle}," in study.protocol()
+
+
+def test_the_protocol_tells_who_is_one_learner_when_rates_are_compared():
+    told = "The first two comparisons see {} as one shared learner."
+    both = ImageStudy(track="tuned")
+    assert told.format("FedEM and FedGMM") in both.protocol()
+    assert told.format("FedEM") in ImageStudy().protocol()  # its FedGMM warms up in no round
+    for study in (replace(both, methods=("fedavg",)), replace(both, tuning_rounds=150)):
+        assert "shared learner." not in study.protocol()
+
+
+def test_the_protocol_tells_that_pfedme_s_rates_stay():
+    study = ImageStudy(track="tuned", methods=("fedavg", "pfedme"))
+    assert "rounds (pFedMe's stay);" in study.protocol()
+    for other in (replace(study, methods=("fedavg",)), replace(study, track="paper")):
+        assert "pFedMe" not in other.protocol()

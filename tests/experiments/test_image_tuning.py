@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from fedgmm.experiments import image_tuning, trial_files
+from fedgmm.experiments import image_study, image_tuning, trial_files
 from fedgmm.experiments.classification import reproduce_classification
-from fedgmm.experiments.image_study import ImageStudy
+from fedgmm.experiments.image_study import ImageStudy, prepare_federation
 from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
-from fedgmm.training import train
+from fedgmm.training import Checkpoint, train
 from tiny_images import FAST
 
 STUDY = ImageStudy(methods=("fedgmm",), track="tuned", **FAST)
-LONG = replace(STUDY, methods=("local",), rounds=8)  # its rates alone are chosen
+LONG = replace(STUDY, methods=("local",), rounds=12)  # its rates alone are chosen
 FOLDER = "classification-femnist-tuned"
 LOST = -float("inf")
 
@@ -44,6 +44,8 @@ def judged(monkeypatch):
     whole), and the list of looks.
     """
     table, looks = {}, []
+    # rates with which nothing diverges but by these scores
+    monkeypatch.setattr(image_study, "_TUNED_GRID", tuple(rate / 10 for rate in LONG.grid))
 
     def judge(stage):
         def score(model):
@@ -116,20 +118,20 @@ def test_the_best_go_on_and_the_best_of_those_to_the_end(tmp_path, femnist, judg
     table, looks = judged
     table |= {1: (3, 1, 0), 2: (9, 2, 6), 3: (5, 7, 5), 4: (1, 9, 9), 5: (0, 9, 9)}
     outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
-    short, middle, whole = looks[:5], looks[5:8], looks[8:]
+    short, middle, whole = looks[:5], looks[5:8], looks[8:]  # after 1, a quarter, and all
     assert {place for place, _ in short} == {1, 2, 3, 4, 5}
     assert {after for _, after in short} == {LONG.tuning_rounds}
-    assert middle == [(2, 2), (3, 2), (1, 2)]
-    assert whole == [(3, 8), (2, 8)]
+    assert middle == [(2, 3), (3, 3), (1, 3)]
+    assert whole == [(3, 12), (2, 12)]
     assert outcome.details[0]["lr"] == sorted(LONG.grid)[1]
-    assert len(rounds) == 5 * 1 + 3 * 1 + 2 * 6  # nothing is trained twice
+    assert len(rounds) == 5 * 1 + 3 * 2 + 2 * 9  # nothing is trained twice
 
 
 def test_rates_that_diverge_make_room_for_the_next(tmp_path, femnist, judged):
     table, looks = judged
     table |= {1: (9, LOST, 0), 2: (8, 5, LOST), 3: (LOST, 9, 9), 4: (7, 6, 2), 5: (6, 4, 3)}
     outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
-    assert looks[5:] == [(1, 2), (2, 2), (4, 2), (5, 2), (4, 8), (2, 8), (5, 8)]
+    assert looks[5:] == [(1, 3), (2, 3), (4, 3), (5, 3), (4, 12), (2, 12), (5, 12)]
     assert outcome.details[0]["lr"] == sorted(LONG.grid)[4]
     written = json.loads((tmp_path / FOLDER / "local-tuning.json").read_text())
     assert list(written["scores"][0]["whole"].values()) == [2.0, None, 3.0]
@@ -142,6 +144,75 @@ def test_rates_that_were_left_behind_come_last(tmp_path, femnist, judged):
     outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
     assert [place for place, after in looks if after == LONG.rounds] == [5, 4, 3, 2, 1]
     assert outcome.details[0]["lr"] == sorted(LONG.grid)[1]
+
+
+def test_rates_out_of_the_race_leave_no_checkpoints(tmp_path, femnist, judged, monkeypatch):
+    """When a stage begins, those that do not go on are gone; later ones that take a place start anew."""
+    table, _ = judged
+    table |= {k: (k, k, LOST if k > 3 else k) for k in (5, 4, 3, 2, 1)}
+    kept, plain = [], trial_files.trained
+
+    def watched(trial, dataset, until=None):
+        there = {file.stem for file in trial.folder.glob("*.safetensors")}
+        kept.append((until, [k for k, name in enumerate(names, 1) if name in there]))
+        return plain(trial, dataset, until)
+
+    names = [f"local-lr-{rate:.6g}-0" for rate in sorted(LONG.grid)]
+    monkeypatch.setattr(image_tuning, "trained", watched)
+    outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    assert kept[5:8] == [(3, [3, 4, 5])] * 3
+    # the best two are lost at the end: the third and the fourth take their places
+    assert kept[8:] == [(12, [4, 5]), (12, [4, 5]), (12, [4, 5]), (12, [3, 4, 5])]
+    assert outcome.details[0]["lr"] == sorted(LONG.grid)[2]
+
+
+def test_a_search_may_be_as_long_as_the_training(tmp_path, femnist, judged, rounds):
+    table, looks = judged
+    table |= {k: (k, k, k) for k in range(1, 6)}
+    study = replace(LONG, tuning_rounds=99)
+    reproduce_classification(tmp_path, study, data_dir=femnist)
+    assert {after for _, after in looks} == {LONG.rounds}
+    assert len(rounds) == 5 * LONG.rounds
+
+
+# ---------------------------------------------------------------------- what another search left
+
+
+@pytest.mark.parametrize(
+    ("track", "change", "reason"),
+    [
+        ("paper", {}, "it is past round 1 already"),
+        ("tuned", {}, "it is past round 1 already"),
+        ("tuned", {"schedule": "constant"}, "schedule='constant'"),
+    ],
+)
+def test_trainings_of_another_search_are_refused(tmp_path, femnist, track, change, reason):
+    study = replace(LONG, track=track)
+    rate = study.grid[0]
+    dataset = prepare_federation(study, 0, femnist).dataset
+    file = tmp_path / f"classification-femnist-{track}" / f"local-lr-{rate:.6g}-0.safetensors"
+    options = replace(study.options("local", 0), lr=rate, **change)
+    train(dataset, options=options, checkpoint=Checkpoint(file), until=5)
+    message = f"holds a training of another search; choose another folder.*{reason}"
+    with pytest.raises(ValueError, match=message):
+        reproduce_classification(tmp_path, study, data_dir=femnist)
+    assert not list(file.parent.glob("local*.json"))  # nothing was judged by it
+    file.unlink()
+    reproduce_classification(tmp_path, study, data_dir=femnist)
+
+
+def test_a_trial_that_is_on_file_gets_no_checkpoint(tmp_path, femnist, monkeypatch):
+    """The winner's checkpoint would stay forever, since nothing is trained from it."""
+    reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    record = json.loads((tmp_path / FOLDER / "local-tuning.json").read_text())
+    winner = tmp_path / FOLDER / f"{record['winner']}.safetensors"
+    winner.touch()  # as if it had not been tidied away
+    monkeypatch.setattr(trial_files, "train", None)
+    reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+# ---------------------------------------------------------------------- how it ends
 
 
 def test_a_method_that_diverges_with_every_rate_says_so(tmp_path, femnist, monkeypatch):

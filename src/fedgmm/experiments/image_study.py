@@ -30,6 +30,7 @@ DATA_SETS = ("femnist", "cifar10", "cifar100", "mnist")
 MIXTURES = ("fedgmm", "fedem")
 _TUNED_GRID = (1.0, 10.0**-0.5, 0.1, 10.0**-1.5, 0.01)
 _SERVER_MOMENTA = (0.9, 0.0)
+_MIDDLE_SHARE = 4  # the middle stage of a search is a quarter of the rounds
 _INDEPENDENCE_GRID = (0.0, 1e4)  # the paper's FedGMM, and FedEM with a density
 
 Choice = dict[str, float]
@@ -60,13 +61,13 @@ class ImageStudy:
     Attributes:
         dataset: one of ``DATA_SETS``.
         track: ``"paper"`` has its optimiser, batch, epochs, rounds and grid; ``"tuned"`` gives every
-            method momentum at the clients, and at the server if that is better, and mixtures a shared
-            start.
+            method momentum at the clients, and at the server if that is better, rates that cool down
+            (but pFedMe, whose personal learners start anew in every round), and mixtures a shared start.
         methods: which methods.
         seeds: one federation each.
         rounds: of the final training.
-        tuning_rounds: of each trial of a learning rate, on the first seed; the better half goes on to
-            a quarter of the rounds, and the best two of those to the end.
+        tuning_rounds: of each choice of options, on the first seed; the better half goes on to a
+            quarter of the rounds, and the best two of those to the end.
         clients: how many; ``None`` means the paper's number.
         fraction: share of the images.
         shift: half of the images transformed and relabelled.
@@ -118,6 +119,12 @@ class ImageStudy:
             check_choice("methods", method, tuple(TITLES))
         for name in ("rounds", "tuning_rounds", "features", "components", "learners"):
             check_integer(name, getattr(self, name), 1)
+
+    @property
+    def tuning_stages(self) -> tuple[int, int]:
+        """After how many rounds all choices are ranked, and the better half of them again."""
+        short = min(self.tuning_rounds, self.rounds)
+        return short, max(short, self.rounds // _MIDDLE_SHARE)
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -177,6 +184,10 @@ class ImageStudy:
             early = replace(common, start="split", warmup=self.rounds // 4)
             return early if method == "fedem" else common
         tuned = replace(common, momentum=0.9, server="momentum", schedule="cooldown")
+        if (
+            method == "pfedme"
+        ):  # personal learners of the last round would hardly leave the global one
+            return replace(tuned, schedule="constant")
         if method not in MIXTURES:
             return tuned
         # one shared learner first, then slightly different copies of it
@@ -184,23 +195,34 @@ class ImageStudy:
 
     def protocol(self) -> str:
         """How everything was trained, in sentences for a table's footnote."""
+        kept = " (pFedMe's stay)" if "pfedme" in self.methods else ""
         track = (
             "The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid; FedEM "
             "starts as one shared learner for a quarter of the rounds."
             if self.track == "paper"
             else "Every method with momentum 0.9 at the clients, the same or none at the server, and rates "
-            "that fall to zero in the last fifth of the rounds; mixtures start as one shared learner for "
-            "half of the rounds."
+            f"that fall towards zero in the last fifth of the rounds{kept}; mixtures start as one shared "
+            "learner for half of the rounds."
         )
-        middle = min(max(self.tuning_rounds, self.rounds // 4), self.rounds)
+        short, middle = self.tuning_stages
+        warming = [
+            TITLES[method]
+            for method in self.methods
+            if self.options(method, self.seeds[0]).warmup >= middle
+        ]
+        shared = (
+            f" The first two comparisons see {' and '.join(warming)} as one shared learner."
+            if warming
+            else ""
+        )
         pulled = "fedgmm" in self.methods and len(self.choices("fedgmm")) > 1
         late = " FedGMM's independence is chosen by whole trainings." if pulled else ""
         what = "Learning rates" if self.track == "paper" else "Learning rates and server momentum"
         return (
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
             f"{', '.join(map(str, self.seeds))}. {what} are chosen on validation rows of the first "
-            f"seed: {self.tuning_rounds} rounds rank them, the better half is compared by accuracy after "
-            f"{middle}, and the best two of those after all.{late}"
+            f"seed: {short} rounds rank them, the better half is compared by accuracy after "
+            f"{middle}, and the best two of those after all.{shared}{late}"
         )
 
 

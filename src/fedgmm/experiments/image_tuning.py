@@ -6,6 +6,9 @@ report: what is fastest in the first rounds need not be best later. The best two
 end. Where there are but two choices they are trained in full from the start: how far learners are
 independent of Gaussians shows late. Trainings go on where they were left, and the one that wins is that of
 the first seed. Every step leaves a file: an interruption costs no more than the training that it hit.
+
+Mixtures begin as one shared learner, mostly for longer than the first two stages: there their options are
+judged as FedAvg's, which is cheap, and only the best two are compared as whole mixtures.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.experiments.comparison import Tell, validation_accuracy, validation_score
 from fedgmm.experiments.image_study import Choice, ImageStudy
 from fedgmm.experiments.results import TITLES
-from fedgmm.experiments.trial_files import Trial, checkpoint_of, recorded, trained
+from fedgmm.experiments.trial_files import Trial, checkpoint_of, record_of, recorded, trained
+from fedgmm.federation.checkpoint import OtherTrainingError
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import DivergenceWarning
 
 _SEARCH = "all for a few rounds, half of them for a quarter, two in full"
-_MIDDLE_SHARE = 4
 _IN_FULL = 2
 
 
@@ -56,7 +59,7 @@ def chosen_options(
         tell: called with a line before each step.
 
     Raises:
-        ValueError: everything diverged, or the folder holds choices of another search.
+        ValueError: everything diverged, or the folder holds choices or trainings of another search.
     """
     record = recorded(
         trials,
@@ -89,6 +92,7 @@ def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dic
                 f"{TITLES[trial.method]} diverged with every choice of the {trial.study.track} track "
                 f"({'; '.join(finals)}); leave it out of the methods."
             )
+        search.drop(choice for choice in choices if _label(choice) != label)
         best = next(search.trial(choice) for choice in choices if _label(choice) == label)
         stages.append({stage: _plain_scores(ranked) for stage, ranked in found.items()})
         names += [search.trial(choice).name for choice in choices]
@@ -102,6 +106,7 @@ def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dic
     }
 
 
+Judge = Callable[[FederatedModel], float]
 Scores = dict[str, float]
 """By the labels of choices, in the order of trainings; minus infinity where one diverged."""
 
@@ -125,12 +130,13 @@ class _Search:
         study = self.start.study
         labelled = {_label(choice): choice for choice in choices}
 
-        def scores(
-            labels: Iterable[str], wanted: int, until: int, judge: Callable[[FederatedModel], float]
-        ) -> Scores:
+        def scores(labels: Iterable[str], wanted: int, until: int, judge: Judge) -> Scores:
             """Of choices in their order, until so many of them have not diverged."""
             found: Scores = {}
-            for label in labels:
+            order = list(labels)
+            if order and not self._is_scored(labelled[order[0]], until, judge):  # the stage begins
+                self.drop(labelled[label] for label in labelled if label not in order[:wanted])
+            for label in order:
                 if sum(map(math.isfinite, found.values())) == wanted:
                     break
                 found[label] = self._score(labelled[label], until, judge)
@@ -138,8 +144,7 @@ class _Search:
 
         if len(choices) <= _IN_FULL:
             return {"whole": scores(labelled, _IN_FULL, study.rounds, validation_accuracy)}
-        early = min(study.tuning_rounds, study.rounds)
-        middle = min(max(early, study.rounds // _MIDDLE_SHARE), study.rounds)
+        early, middle = study.tuning_stages
         half = -(-len(choices) // 2)
         short = scores(labelled, len(choices), early, validation_score)
         ranked = _ranked(short)
@@ -158,19 +163,56 @@ class _Search:
             chosen, name=f"{start.method}-{_label(choice).replace(' ', '-')}-{start.seed}"
         )
 
-    def _score(self, choice: Choice, until: int, judge: Callable[[FederatedModel], float]) -> float:
-        """Of a training after some rounds; its checkpoint stays until the choice is made."""
+    def drop(self, choices: Iterable[Choice]) -> None:
+        """Checkpoints of choices that are out of the race; one that is needed after all starts again."""
+        for choice in choices:
+            checkpoint_of(self.start.folder, self.trial(choice).name).unlink(missing_ok=True)
+
+    def _score(self, choice: Choice, until: int, judge: Judge) -> float:
+        """Of a training after some rounds; its checkpoint stays while it is in the race."""
         trial = self.trial(choice)
 
         def run() -> dict[str, Any]:
             self.tell(f"{TITLES[trial.method]}: {_label(choice)}, to round {until}")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DivergenceWarning)
-                return {"score": _plain(judge(trained(trial, self.dataset, until)))}
+                return {"score": _plain(judge(_trained_until(trial, self.dataset, until)))}
 
-        name = f"{trial.name}-{judge.__name__}-{until}"
+        name = self._score_name(choice, until, judge)
         score = recorded(trial.folder, name, run, keep_checkpoint=True)["score"]
         return -math.inf if score is None else float(score)
+
+    def _score_name(self, choice: Choice, until: int, judge: Judge) -> str:
+        return f"{self.trial(choice).name}-{judge.__name__}-{until}"
+
+    def _is_scored(self, choice: Choice, until: int, judge: Judge) -> bool:
+        name = self._score_name(choice, until, judge)
+        return record_of(self.start.folder, name).is_file()
+
+
+def _trained_until(
+    trial: Trial[ImageStudy], dataset: FederatedDataset, until: int
+) -> FederatedModel:
+    """The training after that round.
+
+    Raises:
+        ValueError: its checkpoint is of another training or stands later, though the score of every
+            stage is on file before the next one begins: another search left it.
+    """
+    try:
+        model = trained(trial, dataset, until)
+    except OtherTrainingError as error:
+        raise _other_search(trial, str(error)) from error
+    if model.history and model.history[-1]["round"] > until:
+        raise _other_search(trial, f"it is past round {until} already.")
+    return model
+
+
+def _other_search(trial: Trial[ImageStudy], reason: str) -> ValueError:
+    return ValueError(
+        f"{checkpoint_of(trial.folder, trial.name)} holds a training of another search; choose another "
+        f"folder. ({reason})"
+    )
 
 
 def _label(choice: Choice) -> str:
@@ -190,7 +232,7 @@ def _tidy(winner: Trial[ImageStudy], names: Iterable[str]) -> None:
         own = f"{variant.name}-{winner.seed}"
         source = checkpoint_of(winner.folder, winner.name)
         if variant.study == winner.study and source.exists():
-            if not (winner.folder / f"{own}.json").exists():
+            if not record_of(winner.folder, own).exists():
                 source.replace(checkpoint_of(winner.folder, own))
             break
     for name in names:

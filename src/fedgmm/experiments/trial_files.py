@@ -96,13 +96,18 @@ def recorded(
     trials: Path, trial: str, run: Callable[[], dict[str, Any]], keep_checkpoint: bool = False
 ) -> dict[str, Any]:
     """What a trial left behind; where it left nothing it is run, and then its checkpoint goes."""
-    file = trials / f"{trial}.json"
+    file = record_of(trials, trial)
     if not file.is_file():
         _write_json(file, run())
         if not keep_checkpoint:
             checkpoint_of(trials, trial).unlink(missing_ok=True)
     record: dict[str, Any] = json.loads(file.read_text())
     return record
+
+
+def record_of(trials: Path, trial: str) -> Path:
+    """Where a trial leaves what it found."""
+    return trials / f"{trial}.json"
 
 
 def checkpoint_of(trials: Path, trial: str) -> Path:

@@ -55,6 +55,10 @@ class CheckpointError(StateError):
     """A checkpoint that cannot be written, read or gone on from, with the file and the reason."""
 
 
+class OtherTrainingError(CheckpointError):
+    """A checkpoint of a training with other options, other data or more rounds."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Where and how often a training writes down its progress.
@@ -301,29 +305,32 @@ class StoredProgress:
         return "warmup" if self.facts.get("phase") == "warmup" else "main"
 
     def check_settings(self, options: Mapping[str, Any], data: str) -> None:
-        """Raise unless the training that goes on has the same options and data as this one.
+        """Make sure that the training that goes on has the same options and data as this one.
 
         Args:
             options: as plain values; ``FREE_OPTIONS`` may differ, but rounds that are done stay.
             data: the fingerprint.
+
+        Raises:
+            OtherTrainingError: it has not.
         """
         stored = self.facts.get("options")
         stored = stored if isinstance(stored, dict) else {}
         for name in sorted({*stored, *options} - set(FREE_OPTIONS)):
             then, now = stored.get(name), options.get(name)
             if then != now:
-                raise CheckpointError(
+                raise OtherTrainingError(
                     f"{self.path} is of a training with {name}={then!r}, not {now!r}; give the same "
                     f"{name} to go on, or another file to start again."
                 )
         if self.facts.get("data") != data:
-            raise CheckpointError(
+            raise OtherTrainingError(
                 f"{self.path} is of a training on other data; give the same data set to go on, or "
                 "another file to start again."
             )
         done, rounds = self.facts.get("round"), options.get("rounds")
         if isinstance(done, int) and isinstance(rounds, int) and done > rounds:
-            raise CheckpointError(
+            raise OtherTrainingError(
                 f"{self.path} already holds round {done}, but rounds={rounds}; raise rounds, or give "
                 "another file."
             )
