@@ -42,7 +42,7 @@ from fedgmm.federation.checkpoint import (
     read_checkpoint,
     save_progress,
 )
-from fedgmm.training import ALGORITHMS, TrainingOptions, build, train
+from fedgmm.training import ALGORITHMS, DivergenceWarning, TrainingOptions, build, train
 from supervised import federation, two_groups
 
 SMALL = {"components": 2, "learners": 2, "batch_size": 8, "tol": None}
@@ -532,6 +532,30 @@ def test_a_training_that_ends_in_its_warm_up_leaves_the_shared_learner():
     assert len(split.prediction.learners["0.weight"]) == SMALL["learners"]
     with pytest.raises(ValueError, match="until must be at least 1"):
         train(data_set(), until=0, **options)
+
+
+def test_a_warm_up_that_diverges_before_its_end_is_told():
+    """A training that ends early is healthy only if it got so far."""
+    options = {**SMALL, "rounds": 9, "warmup": 6, "learner": "mlp", "lr": 300.0}
+    with pytest.warns(DivergenceWarning, match="diverged"):
+        part = train(data_set(), "fedem", until=5, **options)
+    assert len(part.history) < 5
+    assert "diverged" in part.stopped
+
+
+def test_a_training_with_patience_that_ends_early_leaves_its_best_round():
+    options = {**SMALL, **VARIANTS["patient"], "patience": 5}
+    scores = [
+        entry["validation_log_likelihood"]
+        for entry in train(data_set(), "fedavg", **options).history
+    ]
+    best = int(np.argmax(scores))
+    until = best + 2  # a round later
+    part = train(data_set(), "fedavg", until=until, **options)
+    assert len(part.history) == until
+    score = -part.evaluate("validation").mean_log_loss
+    assert score == pytest.approx(scores[best], abs=1e-6)
+    assert score > scores[until - 1] + 1e-5
 
 
 def test_the_variants_do_what_their_names_say(tmp_path):
