@@ -184,9 +184,8 @@ class ImageStudy:
             early = replace(common, start="split", warmup=self.rounds // 4)
             return early if method == "fedem" else common
         tuned = replace(common, momentum=0.9, server="momentum", schedule="cooldown")
-        if (
-            method == "pfedme"
-        ):  # personal learners of the last round would hardly leave the global one
+        if method == "pfedme":
+            # its personal learners start anew in every round: the last rate has to be a whole one
             return replace(tuned, schedule="constant")
         if method not in MIXTURES:
             return tuned
