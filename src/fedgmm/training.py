@@ -62,7 +62,7 @@ ALGORITHMS = (
 DENSITY = "gmm"
 """The federated Gaussian mixture: FedGMM without learners, for rows without labels."""
 
-_MIXING = ("fedgmm", "fedem", "fedavg", "fedprox")
+SHARED_LEARNERS = ("fedgmm", "fedem", "fedavg", "fedprox")
 _WITH_EXACT_STEPS = ("fedgmm", "fedem", "fedavg", "fedavg+")
 
 
@@ -87,7 +87,7 @@ class TrainingOptions:
         momentum: within a client's round.
         weight_decay: of local SGD.
         schedule: of the learning rate: ``"constant"``; ``"cooldown"``, constant but for the last fifth
-            of the rounds, in which it falls to zero; ``"cosine"``; or ``"sqrt"``.
+            of the rounds, in which it falls towards zero; ``"cosine"``; or ``"sqrt"``.
         augment: random crops and flips of images, anew in every step.
         pretrained: a file with torchvision's weights that the learners start from (``"mobilenet"``).
         local_epochs: passes over a client's rows in a round.
@@ -192,9 +192,9 @@ class TrainingOptions:
         check_flag("standardise", self.standardise)
         check_flag("augment", self.augment)
         check_flag("personal_labels", self.personal_labels)
-        if self.personal_labels and self.algorithm not in _MIXING:
+        if self.personal_labels and self.algorithm not in SHARED_LEARNERS:
             raise ValueError(
-                f"personal_labels corrects learners that clients share, as {', '.join(_MIXING)} have them; "
+                f"personal_labels corrects learners that clients share ({', '.join(SHARED_LEARNERS)}); "
                 f"{self.algorithm!r} learns at home how frequent labels are."
             )
         if self.patience is not None:

@@ -75,20 +75,21 @@ def test_the_numbers_are_those_of_a_plain_training(tmp_path, femnist):
         assert outcome.accuracy[one["method"]] == [accuracy]
 
 
-def test_independence_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path, femnist):
+def test_what_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path, femnist):
     study = ImageStudy(**{**SOME, "methods": ("fedgmm",)})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
     trials = tmp_path / "out" / "classification-femnist-tuned"
     written = json.loads((trials / "fedgmm-tuning.json").read_text())
     (one,) = outcome.details
-    chosen = {name: one[name] for name in ("lr", "server_momentum", "independence")}
-    assert written["chosen"] == chosen
+    assert written["chosen"] == trial_files.chosen_of(one)
     table = (tmp_path / "out" / "classification-femnist-tuned.md").read_text()
     momentum, independence = one["server_momentum"], one["independence"]
+    counted = ", own label frequencies" if one["personal_labels"] else ""
     assert (
-        f"| {one['lr']:.3g}, server momentum {momentum:g}, independence {independence:g} |" in table
+        f"| {one['lr']:.3g}, server momentum {momentum:g}, independence {independence:g}{counted} |"
+        in table
     )
-    rates, pulls = written["scores"]
+    rates, pulls, labels = written["scores"]
     assert len(rates["short"]) == 2 * len(study.grid)
     assert set(pulls) == {"whole"}
     assert set(pulls["whole"]) == {"independence 0", "independence 10000"}
@@ -100,8 +101,15 @@ def test_independence_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path,
         model = train(federation, options=options, independence=pull)
         assert comparison.validation_accuracy(model) == score
         if pull == independence:
-            assert outcome.accuracy["fedgmm"] == [model.evaluate("test").mean_accuracy]
-            assert score == max(pulls["whole"].values())
+            assert score == labels["whole"]["personal_labels 0"] == max(pulls["whole"].values())
+            tests = [model.evaluate("test").mean_accuracy]
+            model.learn_labels()
+            tests.append(model.evaluate("test").mean_accuracy)
+            assert comparison.validation_accuracy(model) == labels["whole"]["personal_labels 1"]
+            assert outcome.accuracy["fedgmm"] == [tests[one["personal_labels"]]]
+    assert one["personal_labels"] == (
+        labels["whole"]["personal_labels 1"] > labels["whole"]["personal_labels 0"]
+    )
 
 
 def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, monkeypatch):
@@ -122,8 +130,8 @@ def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, 
 def test_rates_are_chosen_once_for_all_seeds(tmp_path, femnist, trainings):
     study = ImageStudy(**{**SOME, "seeds": (0, 1), "methods": ("fedavg",)})
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    # all for a while, half of them for longer, two to the end, and one a seed
-    assert len(trainings) == 2 * len(study.grid) + 5 + 2 + 2
+    # all for a while, half of them for longer, two to the end, with labels or not, and one a seed
+    assert len(trainings) == 2 * len(study.grid) + 5 + 2 + 2 + 2
     assert len(outcome.accuracy["fedavg"]) == 2
     first, second = outcome.details
     assert first["lr"] == second["lr"]

@@ -51,10 +51,13 @@ def test_only_the_tuned_track_goes_beyond_the_paper_s_method():
     assert [set(choice) for choice in rates] == [{"lr"}] * 6
     tuned = ImageStudy(track="tuned")
     assert tuned.choices("fedgmm")[1] == [{"independence": 0.0}, {"independence": 1e4}]
-    for method in ("fedem", "fedavg", "pfedme", "clustered"):
-        assert tuned.choices(method) == tuned.choices("fedgmm")[:1]  # the same care for all
+    rates, _, labels = tuned.choices("fedgmm")
+    for method in ("fedem", "fedavg", "fedprox"):
+        assert tuned.choices(method) == [rates, labels]  # the same care for all
+    for method in ("fedavg+", "pfedme", "clustered"):  # they learn at home which labels they have
+        assert tuned.choices(method) == [rates]
     assert tuned.choices("local") == [[{"lr": rate} for rate in tuned.grid]]
-    assert len(ImageStudy(track="tuned", components=1).choices("fedgmm")) == 1
+    assert ImageStudy(track="tuned", components=1).choices("fedgmm") == [rates, labels]
 
 
 # ---------------------------------------------------------------------- what a table says of them

@@ -107,8 +107,8 @@ def test_no_training_sees_them(tmp_path, femnist, monkeypatch):
     away = set(outcome.details[0]["newcomers"])
     assert len(away) == 2
     # ten choices for a while, half of them for longer, two to the end, and the trial of each method;
-    # FedGMM with another independence
-    assert len(seen) == len(SMALL.methods) * (10 + 5 + 2 + 1) + 1
+    # FedGMM with and without independence, and three of them with and without label frequencies
+    assert len(seen) == len(SMALL.methods) * (10 + 5 + 2 + 1) + 2 + 3 * 2
     for dataset in seen:
         assert not away & set(dataset.names)
         for split in ("train", "validation", "test"):
@@ -207,7 +207,8 @@ def test_table_and_curve(tmp_path, femnist, monkeypatch):
         "no labels": 2,
     }
     held_out = hold_out_clients(SMALL, 0, femnist)
-    model = train(held_out.dataset, options=replace(SMALL.options("fedgmm", 0), lr=gmm["lr"]))
+    chosen = trial_files.chosen_of(gmm)
+    model = train(held_out.dataset, options=replace(SMALL.options("fedgmm", 0), **chosen))
     for way, labelled in (("labels", True), ("no labels", False)):
         by_client = [adapted_accuracy(model, one, labelled) for one in held_out.newcomers]
         assert gmm["unseen"][way] == by_client

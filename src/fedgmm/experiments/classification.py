@@ -96,6 +96,8 @@ def _chosen(record: dict[str, Any]) -> str:
     """The learning rate, and what else was chosen."""
     others = {"server_momentum": "server momentum", "independence": "independence"}
     parts = [f"{title} {record[name]:g}" for name, title in others.items() if name in record]
+    if record.get("personal_labels"):
+        parts.append("own label frequencies")
     return ", ".join([f"{record['lr']:.3g}", *parts])
 
 

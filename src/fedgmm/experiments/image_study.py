@@ -21,7 +21,7 @@ from fedgmm.data.federated_images import FederatedImages, federated_images
 from fedgmm.data.images import load_images
 from fedgmm.experiments.comparison import PAPER_GRID, Tell
 from fedgmm.experiments.results import TITLES
-from fedgmm.training import TrainingOptions
+from fedgmm.training import SHARED_LEARNERS, TrainingOptions
 
 Track = Literal["paper", "tuned"]
 TRACKS: tuple[str, ...] = get_args(Track)
@@ -32,6 +32,10 @@ _TUNED_GRID = (1.0, 10.0**-0.5, 0.1, 10.0**-1.5, 0.01)
 _SERVER_MOMENTA = (0.9, 0.0)
 _MIDDLE_SHARE = 4  # the middle stage of a search is a quarter of the rounds
 _INDEPENDENCE_GRID = (0.0, 1e4)  # the paper's FedGMM, and FedEM with a density
+_CHOSEN_LATE = {
+    "independence": "FedGMM's independence",
+    "personal_labels": "whether clients' own label frequencies count",
+}
 
 Choice = dict[str, float]
 """Values of training options that are tried together."""
@@ -144,6 +148,8 @@ class ImageStudy:
             ]
         if method == "fedgmm" and self.components > 1 and self.learners > 1:
             found.append([{"independence": rows} for rows in _INDEPENDENCE_GRID])
+        if method in SHARED_LEARNERS:
+            found.append([{"personal_labels": own} for own in (False, True)])
         return found
 
     def variants(self, method: str) -> list[Variant[Self]]:
@@ -214,14 +220,20 @@ class ImageStudy:
             if warming
             else ""
         )
-        pulled = "fedgmm" in self.methods and len(self.choices("fedgmm")) > 1
-        late = " FedGMM's independence is chosen by whole trainings." if pulled else ""
+        later = {
+            name
+            for method in self.methods
+            for found in self.choices(method)[1:]
+            for name in found[0]
+        }
+        late = [text for name, text in _CHOSEN_LATE.items() if name in later]
+        last = f" Whole trainings choose {' and '.join(late)}." if late else ""
         what = "Learning rates" if self.track == "paper" else "Learning rates and server momentum"
         return (
             f"{track} {self.rounds} rounds, the last one is reported; seeds "
             f"{', '.join(map(str, self.seeds))}. {what} are chosen on validation rows of the first "
             f"seed: {short} rounds rank them, the better half is compared by accuracy after "
-            f"{middle}, and the best two of those after all.{shared}{late}"
+            f"{middle}, and the best two of those after all.{shared}{last}"
         )
 
 

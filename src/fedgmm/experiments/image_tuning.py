@@ -4,8 +4,9 @@ All choices are trained for a few rounds and ranked by log-likelihood, which tel
 does. The better half goes on to a quarter of the rounds and is compared by accuracy, which is what tables
 report: what is fastest in the first rounds need not be best later. The best two of those are trained to the
 end. Where there are but two choices they are trained in full from the start: how far learners are
-independent of Gaussians shows late. Trainings go on where they were left, and the one that wins is that of
-the first seed. Every step leaves a file: an interruption costs no more than the training that it hit.
+independent of Gaussians shows late, and clients' label frequencies are counted at the end. Trainings go on
+where they were left, and the one that wins is that of the first seed. Every step leaves a file: an
+interruption costs no more than the training that it hit.
 
 Mixtures begin as one shared learner, mostly for longer than the first two stages: there their options are
 judged as FedAvg's, which is cheap, and only the best two are compared as whole mixtures.
@@ -92,8 +93,8 @@ def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dic
                 f"{TITLES[trial.method]} diverged with every choice of the {trial.study.track} track "
                 f"({'; '.join(finals)}); leave it out of the methods."
             )
-        search.drop(choice for choice in choices if _label(choice) != label)
         best = next(search.trial(choice) for choice in choices if _label(choice) == label)
+        search.drop(choice for choice in choices if search.trial(choice).name != best.name)
         stages.append({stage: _plain_scores(ranked) for stage, ranked in found.items()})
         names += [search.trial(choice).name for choice in choices]
     return {
@@ -157,11 +158,14 @@ class _Search:
         """The training with a choice."""
         start = self.start
         chosen = replace(start, chosen={**start.chosen, **choice})
-        if start.name and chosen.options == start.options:
+        # label frequencies are counted after the last round: the same training serves both
+        same = replace(chosen.options, personal_labels=start.options.personal_labels)
+        if start.name and same == start.options:
             return chosen  # what was chosen before was trained with it
-        return replace(
-            chosen, name=f"{start.method}-{_label(choice).replace(' ', '-')}-{start.seed}"
-        )
+        return replace(chosen, name=self._name(choice))
+
+    def _name(self, choice: Choice) -> str:
+        return f"{self.start.method}-{_label(choice).replace(' ', '-')}-{self.start.seed}"
 
     def drop(self, choices: Iterable[Choice]) -> None:
         """Checkpoints of choices that are out of the race; one that is needed after all starts again."""
@@ -183,7 +187,7 @@ class _Search:
         return -math.inf if score is None else float(score)
 
     def _score_name(self, choice: Choice, until: int, judge: Judge) -> str:
-        return f"{self.trial(choice).name}-{judge.__name__}-{until}"
+        return f"{self._name(choice)}-{judge.__name__}-{until}"
 
     def _is_scored(self, choice: Choice, until: int, judge: Judge) -> bool:
         name = self._score_name(choice, until, judge)

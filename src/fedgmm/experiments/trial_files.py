@@ -20,7 +20,7 @@ from fedgmm.files import write_atomically
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, train
 
-_CHOSEN = ("lr", "server_momentum", "independence")
+_CHOSEN = ("lr", "server_momentum", "independence", "personal_labels")
 _MAY_GROW = ("methods", "seeds", "device")
 _ROUNDS_A_CHECKPOINT = 50
 _WATCHED_ROUNDS = 5
