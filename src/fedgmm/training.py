@@ -100,7 +100,8 @@ class TrainingOptions:
             Gaussian of FedGMM: 0 lets every Gaussian have learners of its own, a large number makes
             learners independent of Gaussians.
         personal_labels: after the last round, let it count how frequent labels are at each client
-            (FedGMM, FedEM, FedAvg, FedProx), see :meth:`FederatedModel.learn_labels`.
+            (FedGMM, FedEM, FedAvg, FedProx), see :meth:`FederatedModel.learn_labels`; what is watched
+            and ``patience`` see the model without.
         server: ``"average"``, ``"momentum"`` or ``"adam"``.
         server_lr: step size of the server; ``None`` is 1, and 0.01 for Adam.
         server_momentum: its momentum.
@@ -192,11 +193,6 @@ class TrainingOptions:
         check_flag("standardise", self.standardise)
         check_flag("augment", self.augment)
         check_flag("personal_labels", self.personal_labels)
-        if self.personal_labels and self.algorithm not in SHARED_LEARNERS:
-            raise ValueError(
-                f"personal_labels corrects learners that clients share ({', '.join(SHARED_LEARNERS)}); "
-                f"{self.algorithm!r} learns at home how frequent labels are."
-            )
         if self.patience is not None:
             check_integer("patience", self.patience, 1)
         check_choice("algorithm", self.algorithm, (*ALGORITHMS, DENSITY))
@@ -207,6 +203,11 @@ class TrainingOptions:
         check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
         check_choice("precision", self.precision, ("full", "mixed"))
+        if self.personal_labels and self.algorithm not in SHARED_LEARNERS:
+            raise ValueError(
+                f"personal_labels is for {', '.join(SHARED_LEARNERS)}, whose learners know nothing of a "
+                f"client's labels, not for {self.algorithm!r}."
+            )
 
     def record(self) -> dict[str, Any]:
         """The options as plain values, for saving."""
@@ -246,11 +247,11 @@ def train(
         checkpoint: where progress is written: at the start, every few rounds, and at the end. If
             the file is there already, training goes on from it, without a start of its own, and
             ends with the same bits as one that was never interrupted (on the CPU, with as many
-            threads). The data, ``answers`` and all options but ``rounds`` and ``device`` must be the
-            same. A training that has finished goes on if ``rounds`` is raised; rounds that are
-            done stay as they are, even where another number of rounds would have changed them:
-            with a schedule that knows the last round, a warm-up as long as the run, or the patience
-            of FedAvg+.
+            threads). The data, ``answers`` and all options but ``rounds``, ``device`` and
+            ``personal_labels`` must be the same. A training that has finished goes on if ``rounds``
+            is raised; rounds that are done stay as they are, even where another number of rounds would
+            have changed them: with a schedule that knows the last round, a warm-up as long as the run,
+            or the patience of FedAvg+.
         watch_accuracy: add ``validation_accuracy`` to entries of the history, to all or to every
             so-manieth: over all rows of a fixed sample, at most 20,000 validation rows, and before
             any tuning at home.

@@ -261,7 +261,6 @@ def test_settings_from_a_file(tmp_path):
         ('[data]\nlabel = "y"\n[federation]\nclients = 3\nprecision = "int8"', "precision"),
         ('[data]\nlabel = "y"\n[federation]\nclients = 3\nspeed = 3', "has no option 'speed'"),
         ('[data]\nlabel = "y"\nclient_column = "c"\n[federation]\nclients = 3', "a site is one"),
-        ('[data]\nlabel = "y"\n[training]\npersonal_labels = true', "not exchange yet"),
         ("no toml", "is not a TOML file"),
     ],
 )

@@ -91,6 +91,7 @@ def test_a_key_of_another_kind_at_the_server(office, content):
         (GOOD + "[training]\nrounds = 'three'", "rounds must be an integer"),
         (GOOD + "[training]\nalgorithm = 'magic'", "algorithm must be one of"),
         (GOOD + "[training]\npatience = 3", "patience needs the validation figures"),
+        (GOOD + "[training]\npersonal_labels = true", "does not exchange yet"),
         (GOOD + "[training]\nlearner = 'resnet18'", "learner must be one of"),
         (GOOD.replace("[fed", 'files = ["a.csv"]\n[fed'), "each site names its own with --data"),
         (GOOD.replace("[fed", 'client = "me"\n[fed'), "each site has its own name"),

@@ -49,19 +49,23 @@ def test_frequencies_are_expected_rows(rng):
     log_x = model._log_gaussians(model._prepare(x, None)[1]).numpy()
     log_y = model._log_learners(model._prepare(x, None)[0]).numpy()[np.arange(len(x)), :, labels]
     pi = model.client_weights[rows.codes.numpy()]
-    q = pi * np.exp(log_x[..., None] + log_y[:, None])
+    prior = pi * np.exp(log_x[..., None])
+    asked = prior / prior.sum((1, 2), keepdims=True)
+    everything = model._log_learners(model._prepare(x, None)[0]).exp().numpy()
+    answers = np.einsum("nab,nbk->abk", asked, everything).reshape(4, 2)
+    q = prior * np.exp(log_y[:, None])
     q = (q / q.sum((1, 2), keepdims=True)).reshape(len(x), -1)
     counts = np.zeros((4, 4, 2))
     for row, label, code in zip(q, labels, rows.codes.numpy(), strict=True):
         counts[code, :, label] += row
-    expected = label_frequencies(torch.from_numpy(counts))
+    expected = label_frequencies(torch.from_numpy(counts), torch.from_numpy(answers))
     np.testing.assert_allclose(model.prediction.labels.clients, expected.clients)
     np.testing.assert_allclose(model.prediction.labels.federation, expected.federation)
 
 
 def test_newcomers_have_frequencies_too(rng):
-    data = skewed(rng)
-    model = train(data, personal_labels=True, **OPTIONS)
+    options = {**OPTIONS, "components": 1, "learners": 1}  # so that weights tell nothing
+    model = train(skewed(rng), personal_labels=True, **options)
     y = np.zeros(60, dtype=int)
     x = rng.normal(size=(60, 2))
     nobody = model.predict_proba(x)[:, 0].mean()
@@ -70,20 +74,62 @@ def test_newcomers_have_frequencies_too(rng):
     model.adapt("new", x, 1 - y)  # known by now
     assert len(model.prediction.labels.clients) == len(model.names) == 5
     assert model.predict_proba(x, "new")[:, 0].mean() < nobody - 0.1
+    model.adapt("silent", x)  # without labels there is nothing to count
+    np.testing.assert_allclose(model.predict_proba(x, "silent"), model.predict_proba(x))
 
 
-def test_newcomers_without_labels_gain_too(rng):
+def test_rare_labels_do_not_drown_the_learner(rng):
+    """Two Gaussians with classes of their own: a label that one never has must not win there."""
+    options = {"components": 2, "learners": 1, "rounds": 20, "tol": None}
+    centre = np.arange(6)[:, None] * np.array([1.5, 0.0]) + np.repeat([[0, 0], [4, 9]], 3, axis=0)
+    parts = []
+    for client in range(8):
+        labels = rng.choice(6, size=300, p=rng.dirichlet(np.ones(6)))
+        parts.append((centre[labels] + rng.normal(size=(300, 2)), labels, np.full(300, client)))
+    data = FederatedDataset.from_arrays(
+        *(np.concatenate(part) for part in zip(*parts, strict=True))
+    )
+    plain, own = (train(data, personal_labels=value, **options) for value in (False, True))
+    assert own.evaluate("test").mean_accuracy > plain.evaluate("test").mean_accuracy
+    labels = rng.choice(6, size=600, p=[0.3, 0.2, 0.1, 0.1, 0.2, 0.1])
+    x = centre[labels] + rng.normal(size=(600, 2))
+    for model in (plain, own):
+        model.adapt("new", x[:300], labels[:300])
+        model.adapt("silent", x[:300])
+    for client in ("new", "silent"):
+        right = [(model.predict(x[300:], client) == labels[300:]).mean() for model in (plain, own)]
+        assert right[1] > right[0] - 0.03
+
+
+def test_counting_again_keeps_who_has_no_rows(rng):
     data = skewed(rng)
-    options = {**OPTIONS, "components": 1, "learners": 1}
-    accuracy = {}
-    for own in (False, True):
-        model = train(data, personal_labels=own, **options)
-        fresh = np.random.default_rng(7)
-        labels = (fresh.random(800) < 0.95).astype(int)
-        x = fresh.normal(size=(800, 2)) + 0.7 * labels[:, None]
-        model.adapt("new", x[:400])
-        accuracy[own] = (model.predict(x[400:], "new") == labels[400:]).mean()
-    assert accuracy[True] > accuracy[False] + 0.1
+    model = train(data, personal_labels=True, **OPTIONS)
+    x = rng.normal(size=(60, 2))
+    model.adapt("new", x, np.zeros(60, dtype=int))
+    before = model.prediction.labels
+    model.learn_labels()
+    torch.testing.assert_close(model.prediction.labels.clients, before.clients)
+    model.learn_labels(data.select([0]))
+    torch.testing.assert_close(model.prediction.labels.clients, before.clients)
+    assert model.options["personal_labels"]
+
+
+def test_labels_are_told_by_their_names(rng):
+    """Another data set may number its classes differently, and must not have others."""
+    data = skewed(rng)
+    model = train(data, **OPTIONS)
+    ones = data.train.labels.numpy() == 1
+    again = FederatedDataset.from_arrays(
+        data.train.inputs.numpy()[ones], np.ones(ones.sum()), data.train.codes.numpy()[ones]
+    )
+    model.learn_labels(again)
+    x = data.test.inputs.numpy()
+    assert model.predict_proba(x, 0)[:, 1].mean() > model.predict_proba(x)[:, 1].mean() + 0.1
+    others = FederatedDataset.from_arrays(
+        data.train.inputs.numpy(), data.train.labels.numpy() + 7, data.train.codes.numpy()
+    )
+    with pytest.raises(ValueError, match=r"Label .* was not seen in training"):
+        model.learn_labels(others)
 
 
 def test_saved_models_remember(rng, tmp_path):
@@ -110,8 +156,12 @@ def test_a_finished_training_gets_them_without_a_round(rng, tmp_path):
 
 
 def test_methods_that_train_at_home_have_no_use_for_them(rng):
-    with pytest.raises(ValueError, match=r"personal_labels .*'local' learns at home"):
+    with pytest.raises(ValueError, match=r"personal_labels is for fedgmm, .*not for 'local'"):
         train(skewed(rng), "local", personal_labels=True, **OPTIONS)
     local = train(skewed(rng), "local", **OPTIONS)
     with pytest.raises(ValueError, match="does not mix learners"):
         local.learn_labels()
+    with pytest.raises(ValueError, match=r"algorithm must be one of"):
+        train(skewed(rng), "nothing", personal_labels=True)
+    with pytest.raises(ValueError, match="without labels"):
+        train(skewed(rng), "gmm", rounds=2).learn_labels()

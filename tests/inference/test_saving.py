@@ -326,6 +326,26 @@ def test_a_changed_label_in_the_json_is_told(home):
         load(home)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop("labels/clients"),
+        lambda tensors: tensors.pop("labels/federation"),
+        lambda tensors: tensors["labels/clients"].mul_(2.0),
+        lambda tensors: tensors["labels/federation"].fill_(0.0),
+        lambda tensors: tensors.update({"labels/clients": tensors["labels/clients"][:-1]}),
+        lambda tensors: tensors.update({"labels/clients": tensors["labels/clients"].float()}),
+    ],
+)
+def test_label_frequencies_that_make_no_sense(tmp_path, rng, change):
+    model = train(federation(rng), rounds=2, personal_labels=True)
+    home = model.save(tmp_path / "model")
+    assert load(home).prediction.labels is not None
+    forge(home, change_tensors=change)
+    with pytest.raises(ModelFileError, match="labels"):
+        load(home)
+
+
 def test_a_newer_format_is_refused_with_advice(home):
     forge(home, lambda facts: facts.update(format=FORMAT + 1))
     with pytest.raises(ModelFileError, match=rf"newer fedgmm \(format {FORMAT + 1}.*upgrade"):

@@ -1,8 +1,10 @@
 """How frequent labels are at a client, and what that says of a row's label.
 
-Clients that share what a class looks like, ``P(x|y, m)``, may still differ in how often they have it.
-Then ``P_c(y|x, m) ∝ P(y|x, m) P_c(y|m) / P(y|m)``: the shared learner's answer, corrected by how much more
-frequent a label is at the client than in the federation, for each pair ``m`` of a Gaussian and a learner.
+Clients that share what a class looks like, ``P(x|y, m)``, may still differ in how often they have it. A
+pair ``m`` of a Gaussian and a learner answers with the frequencies of the federation in mind; then
+``Σ_m P_c(m|x) P_m(y|x) P_c(y|m) / P(y|m)``, divided by its sum over labels, has those of the client. What
+a learner has in mind, ``P(y|m)``, is the mean of its own answers, not a count of labels: where a label is
+rare within a Gaussian the two differ by orders of magnitude, and their ratio would drown what it says.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from torch import Tensor
 PRIOR_ROWS = 10.0
 """How many rows of a client the federation's frequencies count for."""
 
-_NO_ROWS = 1e-3  # keeps frequencies of labels that nobody has above zero
+_NO_ROWS = 1e-9  # for pairs that no row belongs to
 
 
 @dataclass(frozen=True)
 class LabelFrequencies:
-    """``P_c(y|m)`` of every client, and ``P(y|m)`` of the federation.
+    """``P_c(y|m)`` of every client, and ``P(y|m)`` that the learners have in mind.
 
     Attributes:
         clients: ``(C, M, K)``.
@@ -66,37 +68,18 @@ def label_counts(q: Tensor, labels: Tensor, codes: Tensor, counts: Tensor) -> No
     counts += flat.reshape(clients, classes, pairs).mT
 
 
-def label_frequencies(counts: Tensor) -> LabelFrequencies:
-    """Frequencies from the expected rows of all clients, ``(C, M, K)``.
+def label_frequencies(counts: Tensor, answers: Tensor) -> LabelFrequencies:
+    """Frequencies from sums over rows.
 
     ``P_c(y|m) = (n_c(m, y) + a P(y|m)) / (n_c(m) + a)``, with ``a`` rows' worth of the federation's.
-    """
-    total = counts.sum(0) + _NO_ROWS
-    federation = total / total.sum(-1, keepdim=True)
-    return LabelFrequencies(_frequencies(counts, federation), federation)
-
-
-def expected_label_counts(
-    log_joint: Tensor, federation: Tensor, max_rounds: int = 200, tol: float = 1e-6
-) -> Tensor:
-    """Labels of rows that have none, counted by EM: frequencies tell of labels, labels of frequencies.
 
     Args:
-        log_joint: ``log P(m|x_i) + log P_m(y|x_i)`` under the federation's frequencies, ``(n, M, K)``.
-        federation: ``P(y|m)``, ``(M, K)``, where EM starts and what it is drawn to.
-        max_rounds: most iterations.
-        tol: stop when no count changes by more rows than this.
-
-    Returns:
-        Expected rows of each pair and label, ``(M, K)``.
+        counts: expected rows ``n_c(m, y)`` of all clients, ``(C, M, K)``.
+        answers: ``Σ_i P(m|x_i) P_m(y|x_i)`` over the rows of all clients, ``(M, K)``.
     """
-    counts = torch.zeros_like(federation)
-    for _ in range(max_rounds):
-        ratios = _frequencies(counts, federation).log() - federation.log()
-        before, counts = counts, (log_joint + ratios).flatten(1).softmax(1).sum(0).view_as(counts)
-        if float((counts - before).abs().max()) < tol:
-            break
-    return counts
+    total = answers + _NO_ROWS
+    federation = total / total.sum(-1, keepdim=True)
+    return LabelFrequencies(_frequencies(counts, federation), federation)
 
 
 def _frequencies(counts: Tensor, federation: Tensor) -> Tensor:

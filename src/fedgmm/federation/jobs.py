@@ -120,6 +120,11 @@ def check_for_tables(options: TrainingOptions) -> None:
         raise ValueError(f"learner must be one of {list(_LEARNERS)}, got {options.learner!r}.")
     if options.augment or options.pretrained is not None:
         raise ValueError("augment and pretrained are for images; leave them out.")
+    if options.personal_labels:
+        raise ValueError(
+            "personal_labels needs the label counts of every client, which a federation does not exchange "
+            "yet; leave it out."
+        )
     if options.patience is not None:
         raise ValueError(
             "patience needs the validation figures of every client, which a federation does not have; "

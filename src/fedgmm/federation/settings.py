@@ -104,11 +104,6 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
             f'{path}: [data] must say which column is to be predicted, label = "COLUMN", or '
             '[training] algorithm = "gmm" for tables without labels.'
         )
-    if sections["training"].get("personal_labels"):
-        raise ValueError(
-            f"{path}: [training] personal_labels needs the sites' label counts, which a federation does "
-            "not exchange yet; leave it out."
-        )
     try:
         config = config_from(sections, files_needed=False)
     except (TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.estep import responsibilities
 from fedgmm.core.gaussians import log_densities, residuals
-from fedgmm.core.labels import expected_label_counts, label_counts, label_frequencies
+from fedgmm.core.labels import label_counts, label_frequencies
 from fedgmm.core.learners import at_labels
 from fedgmm.core.mstep import towards_independence
 from fedgmm.core.pixels import as_numbers
@@ -213,12 +213,13 @@ class FederatedModel:
     ) -> Adaptation:
         """Bring in a client by learning only its weights ``π``; nobody else changes.
 
+        Where label frequencies count, see :meth:`learn_labels`, its labels are counted, too.
+
         Args:
             client: a new name; a known one gets new weights.
             X: its rows, ``(n, *input_shape)``.
             y: their labels; ``None`` learns the part of ``π`` that the inputs decide and takes the
-                learners' shares within each Gaussian from the federation. Where label frequencies
-                count, see :meth:`learn_labels`, the client's own are learned either way.
+                learners' shares within each Gaussian from the federation.
             features: what the Gaussians see, if that is not the inputs.
             max_rounds: most iterations.
         """
@@ -229,6 +230,7 @@ class FederatedModel:
         if not len(x):
             raise ValueError(f"Client {client!r} has no rows to adapt to.")
         log_x = self._log_gaussians(seen) if self.prediction.gaussians is not None else None
+        counts = None
         if y is None:
             if log_x is None:
                 raise ValueError(
@@ -236,7 +238,6 @@ class FederatedModel:
                 )
             marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
             own = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
-            counts = self._expected_labels(x, own.log() + log_x[..., None], max_rounds)
         else:
             labels = torch.from_numpy(self._encode(y, len(x))).to(x.device)
             log_y = at_labels(self._log_learners(x), labels)
@@ -244,11 +245,11 @@ class FederatedModel:
             own, history = adapt_weights(
                 joint.flatten(1), weights.reshape(-1), max_rounds, pull=self._pull()
             )
-            q, _ = responsibilities(joint.flatten(1) + own.log())
-            counts = q.new_zeros(1, q.shape[1], len(self.classes))
-            label_counts(q, labels, torch.zeros_like(labels), counts)
-            counts = counts[0]
-        self._register(client, own.reshape(-1), counts)
+            if self.prediction.labels is not None:
+                q, _ = responsibilities(joint.flatten(1) + own.log())
+                counts = torch.zeros_like(self.prediction.labels.federation)[None]
+                label_counts(q, labels, torch.zeros_like(labels), counts)
+        self._register(client, own.reshape(-1), None if counts is None else counts[0])
         return Adaptation(client, own.reshape(weights.shape).cpu().numpy(), history)
 
     def _pull(self) -> Callable[[Tensor], Tensor] | None:
@@ -257,21 +258,6 @@ class FederatedModel:
         if not rows or self.prediction.gaussians is None:
             return None
         return lambda counts: towards_independence(counts, self.n_learners, rows)
-
-    def _expected_labels(self, x: Tensor, joint: Tensor, max_rounds: int) -> Tensor | None:
-        """How many rows of each label there should be, ``(M, K)``, if that is to count.
-
-        Args:
-            x: scaled inputs.
-            joint: ``log π(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
-            max_rounds: most iterations.
-        """
-        known = self.prediction.labels
-        if known is None:
-            return None
-        posterior = joint - joint.logsumexp((1, 2), keepdim=True)
-        log_joint = posterior[..., None] + self._log_learners(x)[:, None]
-        return expected_label_counts(log_joint.flatten(1, 2), known.federation, max_rounds)
 
     def _register(self, client: Hashable, weights: Tensor, label_rows: Tensor | None) -> None:
         table, labels = self._mixed("client_weights"), self.prediction.labels
@@ -292,29 +278,43 @@ class FederatedModel:
         """Let it count how frequent labels are at each client, within each Gaussian and learner.
 
         Learners are shared, and so is their idea of which labels are frequent. This corrects it for
-        every client by its own training rows: ``P_c(y|x, m) ∝ P(y|x, m) P_c(y|m) / P(y|m)``. Nothing
-        is trained; clients without rows, and rows without a client, stay as they are.
+        every client by its own training rows, see :mod:`fedgmm.core.labels`. Nothing is trained. Rows
+        without a client stay as they are, and so do clients without rows here. The model, and its
+        files, then hold how frequent labels are at each client.
 
         Args:
-            dataset: another data set than the one of the training; its clients must be known.
+            dataset: another data set than the one of the training, with rows of all clients; they
+                must be known.
         """
-        log_pi = self._log_weights()
-        rows = self._data(dataset).train
+        log_pi, before = self._log_weights(), self.prediction.labels
+        if self.algorithm == "gmm":
+            raise ValueError("A model without labels ('gmm') has no label frequencies.")
+        data = self._data(dataset)
+        rows = data.train
         x, seen = self._rows(rows)
         who = torch.from_numpy(self._codes_of(rows)).to(x.device)
-        known = rows.labels.to(x.device)
-        counts = torch.zeros(
-            len(self.names), log_pi[0].numel(), len(self.classes), dtype=torch.float64
-        ).to(x.device)
+        given = data.classes[rows.labels.cpu().numpy()]
+        known = torch.from_numpy(self._encode(given, len(rows))).to(x.device)
+        pairs, classes = log_pi[0].numel(), len(self.classes)
+        counts = log_pi.new_zeros(len(self.names), pairs, classes)
+        answers = log_pi.new_zeros(pairs, classes)
         for start in range(0, len(x), _ROWS_AT_ONCE):
             part = slice(start, start + _ROWS_AT_ONCE)
-            joint = log_pi[who[part]]
+            joint, log_y = log_pi[who[part]], self._log_learners(x[part])
             if self.prediction.gaussians is not None:
                 joint = joint + self._log_gaussians(seen[part])[..., None]
-            joint = joint + at_labels(self._log_learners(x[part]), known[part])[:, None]
-            q, _ = responsibilities(joint.flatten(1))
+            asked, _ = responsibilities(joint.flatten(1))
+            answers += torch.einsum(
+                "nab,nbk->abk", asked.reshape(joint.shape), log_y.exp()
+            ).flatten(0, 1)
+            q, _ = responsibilities((joint + at_labels(log_y, known[part])[:, None]).flatten(1))
             label_counts(q, known[part], who[part], counts)
-        self.prediction = replace(self.prediction, labels=label_frequencies(counts))
+        labels = label_frequencies(counts, answers if before is None else before.federation)
+        if before is not None:
+            present = counts.sum((1, 2))[:, None, None] > 0
+            labels = replace(labels, clients=torch.where(present, labels.clients, before.clients))
+        self.prediction = replace(self.prediction, labels=labels)
+        self.options = {**self.options, "personal_labels": True}
 
     # ------------------------------------------------------------------ novel samples
 

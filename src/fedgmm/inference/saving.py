@@ -214,7 +214,7 @@ def _assemble(
         tensors.get("weights"),
         tensors.get("assignment"),
         facts["default_learner"],
-        _labels(tensors),
+        _labels(facts, tensors),
     )
     names = list(facts["names"])
     _need(len(set(names)) == len(names), "names")
@@ -303,8 +303,8 @@ def _check_clients(prediction: Prediction, clients: int) -> None:
         _need(bool((value >= 0).all()) and bool(((value.sum(-1) - 1).abs() < 1e-6).all()), name)
 
 
-def _labels(tensors: dict[str, Tensor]) -> LabelFrequencies | None:
-    if "labels/clients" not in tensors:
+def _labels(facts: dict[str, Any], tensors: dict[str, Tensor]) -> LabelFrequencies | None:
+    if facts["format"] == _WITHOUT_LABELS:
         return None
     return LabelFrequencies(tensors["labels/clients"], tensors["labels/federation"])
 
