@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -99,6 +101,30 @@ def test_rare_labels_do_not_drown_the_learner(rng):
     for client in ("new", "silent"):
         right = [(model.predict(x[300:], client) == labels[300:]).mean() for model in (plain, own)]
         assert right[1] > right[0] - 0.03
+
+
+def test_a_label_that_no_training_row_has_does_not_drown_the_others(rng):
+    """A newcomer has three rows of it; the learner's answers, not counts, say how rare it thinks it is."""
+    centres = 2.0 * np.array([[0, 0], [1, 0], [0, 1]])
+
+    def drawn(labels):
+        return rng.normal(size=(len(labels), 2)) + centres[labels]
+
+    y = rng.integers(0, 3, 900)
+    data = FederatedDataset.from_arrays(drawn(y), y, rng.integers(0, 3, 900))
+    rows, wanted = data.train, data.train.labels != 2
+    known = replace(
+        rows,
+        features=rows.features.keep(wanted),
+        inputs=rows.inputs[wanted],
+        labels=rows.labels[wanted],
+    )
+    options = {"components": 1, "learners": 1, "rounds": 20, "tol": None}
+    model = train(replace(data, train=known), personal_labels=True, **options)
+    y = np.repeat([0, 1, 2], [100, 97, 3])
+    x = drawn(y)
+    model.adapt("new", x, y)
+    assert (model.predict(x, "new") == y).mean() > 0.75
 
 
 def test_counting_again_keeps_who_has_no_rows(rng):
