@@ -293,6 +293,7 @@ class TrainingRun:
     def _finished(
         self, method: AnyMethod, shared: Any, personal: Any, stopped: str | None
     ) -> FederatedModel:
+        """The model that a call leaves behind."""
         model = self._model(method, shared, personal, stopped)
         if self.options.personal_labels:
             model.learn_labels()

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedgmm.core.estep import responsibilities
+
 PRIOR_ROWS = 10.0
 """How many rows of a client the federation's frequencies count for."""
 
@@ -68,6 +70,17 @@ def label_counts(q: Tensor, labels: Tensor, codes: Tensor, counts: Tensor) -> No
     counts += flat.reshape(clients, classes, pairs).mT
 
 
+def label_answers(log_joint: Tensor, log_y: Tensor) -> Tensor:
+    """``Σ_i P(m1, m2|x_i) P_m2(y|x_i)``: which labels the learners expect of rows, ``(M, K)``.
+
+    Args:
+        log_joint: ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
+        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
+    """
+    asked, _ = responsibilities(log_joint.flatten(1))
+    return torch.einsum("nab,nbk->abk", asked.view_as(log_joint), log_y.exp()).flatten(0, 1)
+
+
 def label_frequencies(counts: Tensor, answers: Tensor) -> LabelFrequencies:
     """Frequencies from sums over rows.
 
@@ -75,7 +88,7 @@ def label_frequencies(counts: Tensor, answers: Tensor) -> LabelFrequencies:
 
     Args:
         counts: expected rows ``n_c(m, y)`` of all clients, ``(C, M, K)``.
-        answers: ``Σ_i P(m|x_i) P_m(y|x_i)`` over the rows of all clients, ``(M, K)``.
+        answers: of the learners, over the rows of all clients, ``(M, K)``.
     """
     total = answers + _NO_ROWS
     federation = total / total.sum(-1, keepdim=True)

@@ -74,7 +74,7 @@ def chosen_options(
             f"{trials} holds options of {TITLES[method]} that were chosen in another way; choose "
             "another folder."
         )
-    _tidy(Trial(trials, record["winner"], study, method, record["seed"], chosen), record["trained"])
+    _tidy(Trial(trials, record["winner"], study, method, record["seed"], chosen))
     return chosen
 
 
@@ -82,7 +82,6 @@ def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dic
     """Choose one option after the other; returns what is written to the file."""
     best = trial
     stages: list[dict[str, Any]] = []
-    names: list[str] = []
     for choices in trial.study.choices(trial.method):
         search = _Search(best, federation.dataset, tell)
         found = search.run(choices)
@@ -96,13 +95,11 @@ def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dic
         best = next(search.trial(choice) for choice in choices if _label(choice) == label)
         search.drop(choice for choice in choices if search.trial(choice).name != best.name)
         stages.append({stage: _plain_scores(ranked) for stage, ranked in found.items()})
-        names += [search.trial(choice).name for choice in choices]
     return {
         "search": _SEARCH,
         "chosen": best.chosen,
         "seed": trial.seed,
         "winner": best.name,
-        "trained": names,
         "scores": stages,
     }
 
@@ -230,17 +227,16 @@ def _ranked(scores: Scores) -> list[str]:
     return sorted(finite, key=lambda label: -scores[label])
 
 
-def _tidy(winner: Trial[ImageStudy], names: Iterable[str]) -> None:
-    """The winner's checkpoint becomes that of the study's own trial, which is the same; others go."""
+def _tidy(winner: Trial[ImageStudy]) -> None:
+    """The winner's checkpoint becomes that of the study's own trial, which is the same, or goes."""
+    source = checkpoint_of(winner.folder, winner.name)
     for variant in winner.study.variants(winner.method):
         own = f"{variant.name}-{winner.seed}"
-        source = checkpoint_of(winner.folder, winner.name)
         if variant.study == winner.study and source.exists():
             if not record_of(winner.folder, own).exists():
                 source.replace(checkpoint_of(winner.folder, own))
             break
-    for name in names:
-        checkpoint_of(winner.folder, name).unlink(missing_ok=True)
+    source.unlink(missing_ok=True)
 
 
 def _plain_scores(scores: Scores) -> dict[str, float | None]:

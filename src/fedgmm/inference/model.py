@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.estep import responsibilities
 from fedgmm.core.gaussians import log_densities, residuals
-from fedgmm.core.labels import label_counts, label_frequencies
+from fedgmm.core.labels import label_answers, label_counts, label_frequencies
 from fedgmm.core.learners import at_labels
 from fedgmm.core.mstep import towards_independence
 from fedgmm.core.pixels import as_numbers
@@ -303,10 +303,7 @@ class FederatedModel:
             joint, log_y = log_pi[who[part]], self._log_learners(x[part])
             if self.prediction.gaussians is not None:
                 joint = joint + self._log_gaussians(seen[part])[..., None]
-            asked, _ = responsibilities(joint.flatten(1))
-            answers += torch.einsum(
-                "nab,nbk->abk", asked.reshape(joint.shape), log_y.exp()
-            ).flatten(0, 1)
+            answers += label_answers(joint, log_y)
             q, _ = responsibilities((joint + at_labels(log_y, known[part])[:, None]).flatten(1))
             label_counts(q, known[part], who[part], counts)
         labels = label_frequencies(counts, answers if before is None else before.federation)
