@@ -11,6 +11,7 @@ import torch
 from fedgmm.core.labels import label_frequencies
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.federation.checkpoint import Checkpoint
+from fedgmm.inference.likelihoods import log_gaussians, log_learners
 from fedgmm.inference.saving import load
 from fedgmm.training import train
 
@@ -48,12 +49,13 @@ def test_frequencies_are_expected_rows(rng):
     model = train(data, personal_labels=True, **OPTIONS)
     rows = data.train
     x, labels = rows.inputs.numpy(), rows.labels.numpy()
-    log_x = model._log_gaussians(model._prepare(x, None)[1]).numpy()
-    log_y = model._log_learners(model._prepare(x, None)[0]).numpy()[np.arange(len(x)), :, labels]
+    scaled, seen = model._reader.of_arrays(x, None)
+    log_x = log_gaussians(model.prediction, seen).numpy()
+    everything = log_learners(model.prediction, scaled).exp().numpy()
+    log_y = np.log(everything)[np.arange(len(x)), :, labels]
     pi = model.client_weights[rows.codes.numpy()]
     prior = pi * np.exp(log_x[..., None])
     asked = prior / prior.sum((1, 2), keepdims=True)
-    everything = model._log_learners(model._prepare(x, None)[0]).exp().numpy()
     answers = np.einsum("nab,nbk->abk", asked, everything).reshape(4, 2)
     q = prior * np.exp(log_y[:, None])
     q = (q / q.sum((1, 2), keepdims=True)).reshape(len(x), -1)

@@ -71,7 +71,7 @@ def test_without_a_client_the_federation_s_weights_decide(model):
 def test_blocks_and_single_rows_agree(model, monkeypatch):
     x = np.random.default_rng(0).normal(size=(100, 2))
     whole, density = model.predict_proba(x, 3), model.score_samples(x, 3)
-    monkeypatch.setattr("fedgmm.inference.model._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("fedgmm.inference.likelihoods.ROWS_AT_ONCE", 7)
     np.testing.assert_allclose(model.predict_proba(x, 3), whole, atol=1e-6)
     np.testing.assert_allclose(model.score_samples(x, 3), density, atol=1e-5)
 

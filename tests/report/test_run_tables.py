@@ -10,8 +10,8 @@ from rich.console import Console
 from fedgmm.data.tabular.inspection import inspect_tables
 from fedgmm.data.tabular.loading import read_tables
 from fedgmm.data.tabular.preprocessing import TableOptions
+from fedgmm.inference.adaptation import Adaptation
 from fedgmm.inference.metrics import Evaluation
-from fedgmm.inference.model import Adaptation
 from fedgmm.report.run_tables import (
     adaptation_table,
     evaluation_table,

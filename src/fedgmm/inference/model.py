@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,42 +13,33 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction
-from fedgmm.core.estep import responsibilities
-from fedgmm.core.gaussians import log_densities, residuals
-from fedgmm.core.labels import label_answers, label_counts, label_frequencies
-from fedgmm.core.learners import at_labels
-from fedgmm.core.mstep import towards_independence
-from fedgmm.core.pixels import as_numbers
-from fedgmm.core.predictive import adapt_weights, log_class_probabilities, log_marginal
+from fedgmm.core.predictive import adapt_weights
 from fedgmm.core.scaling import Scaling
-from fedgmm.core.streaming import Block, accumulate, blocks_of
-from fedgmm.data.dataset import FederatedDataset, LabelledRows, numeric
+from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients
+from fedgmm.inference.adaptation import (
+    Adaptation,
+    learn_from_inputs,
+    learn_from_labels,
+    with_client,
+)
+from fedgmm.inference.label_counting import count_labels
+from fedgmm.inference.likelihoods import (
+    assigned_classes,
+    count_learners,
+    log_density,
+    log_gaussians,
+    mixed_classes,
+)
 from fedgmm.inference.metrics import Evaluation, evaluate
 from fedgmm.inference.novelty import NoveltyResult, conformal_p_values, detect
+from fedgmm.inference.rows import RowReader, class_positions, client_codes
 
 FloatArray = NDArray[np.float64]
 Score = Literal["x", "y", "joint", "confidence"]
 SCORES = ("x", "y", "joint", "confidence")
 CALIBRATIONS = (*SCORES, "clients")
 """Scores that are kept of held-out rows; the last are means over each client's rows."""
-
-_ROWS_AT_ONCE = 4096
-
-
-@dataclass(frozen=True)
-class Adaptation:
-    """A client that joined by its weights alone.
-
-    Attributes:
-        client: its name.
-        weights: ``π_c(m1, m2)``, ``(M1, M2)``.
-        log_likelihoods: mean log-likelihood before each iteration.
-    """
-
-    client: Hashable
-    weights: FloatArray
-    log_likelihoods: list[float]
 
 
 @dataclass(repr=False)
@@ -102,7 +93,7 @@ class FederatedModel:
     @property
     def n_learners(self) -> int:
         """``M2``, or the number of assigned learners."""
-        return len(next(iter(self.prediction.learners.values())))
+        return count_learners(self.prediction)
 
     @property
     def n_components(self) -> int:
@@ -154,7 +145,7 @@ class FederatedModel:
     ) -> FloatArray:
         """``log P(x)`` of every row, ``(n,)``: low for rows unlike anything seen."""
         self._need_density()
-        x, seen = self._prepare(X, features)
+        x, seen = self._reader.of_arrays(X, features)
         return self._log_density(seen, self._codes(client, len(x)))
 
     def log_conditional(
@@ -162,7 +153,8 @@ class FederatedModel:
     ) -> FloatArray:
         """``log P_c(y|x)`` of given labels, ``(n,)``."""
         log_proba = self._log_proba(X, client, features)
-        return np.asarray(log_proba[np.arange(len(log_proba)), self._encode(y, len(log_proba))])
+        labels = class_positions(y, len(log_proba), self.classes)
+        return np.asarray(log_proba[np.arange(len(labels)), labels])
 
     def log_joint(
         self, X: ArrayLike, y: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
@@ -183,7 +175,7 @@ class FederatedModel:
         rows = data.split(split)
         if not len(rows):
             raise ValueError(f"The {split} split has no rows.")
-        log_proba = self._classes_of(*self._rows(rows), self._codes_of(rows))
+        log_proba = self._classes_of(*self._reader.of_split(rows), client_codes(rows, self.names))
         log_proba, labels = self._with_unseen_classes(log_proba, rows, data)
         return evaluate(log_proba, labels, rows.codes.cpu().numpy(), rows.names)
 
@@ -223,54 +215,25 @@ class FederatedModel:
             features: what the Gaussians see, if that is not the inputs.
             max_rounds: most iterations.
         """
-        # weights of zero could never grow: start a little above
-        weights = self._mixed("weights").reshape(-1, self.n_learners)
-        weights = (weights + 1e-3 / weights.numel()) / (1.0 + 1e-3)
-        x, seen = self._prepare(X, features)
+        self._mixed("weights")  # or it is refused
+        x, seen = self._reader.of_arrays(X, features)
         if not len(x):
             raise ValueError(f"Client {client!r} has no rows to adapt to.")
-        log_x = self._log_gaussians(seen) if self.prediction.gaussians is not None else None
-        counts = None
-        if y is None:
-            if log_x is None:
-                raise ValueError(
-                    f"{self.algorithm} has no density, so it cannot adapt without labels; give y."
-                )
-            marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
-            own = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
+        if y is not None:
+            labels = torch.from_numpy(class_positions(y, len(x), self.classes)).to(x.device)
+            prior = float(self.options.get("independence", 0.0))
+            found = learn_from_labels(self.prediction, x, seen, labels, max_rounds, prior)
+        elif self.prediction.gaussians is not None:
+            found = learn_from_inputs(self.prediction, seen, max_rounds)
         else:
-            labels = torch.from_numpy(self._encode(y, len(x))).to(x.device)
-            log_y = at_labels(self._log_learners(x), labels)
-            joint = log_y[:, None] if log_x is None else log_x[..., None] + log_y[:, None]
-            own, history = adapt_weights(
-                joint.flatten(1), weights.reshape(-1), max_rounds, pull=self._pull()
+            raise ValueError(
+                f"{self.algorithm} has no density, so it cannot adapt without labels; give y."
             )
-            if self.prediction.labels is not None:
-                q, _ = responsibilities(joint.flatten(1) + own.log())
-                counts = torch.zeros_like(self.prediction.labels.federation)[None]
-                label_counts(q, labels, torch.zeros_like(labels), counts)
-        self._register(client, own.reshape(-1), None if counts is None else counts[0])
-        return Adaptation(client, own.reshape(weights.shape).cpu().numpy(), history)
-
-    def _pull(self) -> Callable[[Tensor], Tensor] | None:
-        """The prior that clients' weights were trained with."""
-        rows = float(self.options.get("independence", 0.0))
-        if not rows or self.prediction.gaussians is None:
-            return None
-        return lambda counts: towards_independence(counts, self.n_learners, rows)
-
-    def _register(self, client: Hashable, weights: Tensor, label_rows: Tensor | None) -> None:
-        table, labels = self._mixed("client_weights"), self.prediction.labels
         place = self.names.index(client) if client in self.names else None
-        if place is not None:
-            table = table.clone()
-            table[place] = weights
-        else:
+        if place is None:
             self.names = [*self.names, client]
-            table = torch.cat([table, weights[None]])
-        if labels is not None:
-            labels = labels.with_client(place, label_rows)
-        self.prediction = replace(self.prediction, client_weights=table, labels=labels)
+        self.prediction = with_client(self.prediction, place, found)
+        return Adaptation(client, found.weights.cpu().numpy(), found.log_likelihoods)
 
     # ------------------------------------------------------------------ labels' frequencies
 
@@ -286,31 +249,17 @@ class FederatedModel:
             dataset: another data set than the one of the training, with rows of all clients; they
                 must be known.
         """
-        log_pi, before = self._log_weights(), self.prediction.labels
+        self._mixed("weights")  # or it is refused
         if self.algorithm == "gmm":
             raise ValueError("A model without labels ('gmm') has no label frequencies.")
         data = self._data(dataset)
         rows = data.train
-        x, seen = self._rows(rows)
-        who = torch.from_numpy(self._codes_of(rows)).to(x.device)
+        x, seen = self._reader.of_split(rows)
+        codes = torch.from_numpy(client_codes(rows, self.names)).to(x.device)
         given = data.classes[rows.labels.cpu().numpy()]
-        known = torch.from_numpy(self._encode(given, len(rows))).to(x.device)
-        pairs, classes = log_pi[0].numel(), len(self.classes)
-        counts = log_pi.new_zeros(len(self.names), pairs, classes)
-        answers = log_pi.new_zeros(pairs, classes)
-        for start in range(0, len(x), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            joint, log_y = log_pi[who[part]], self._log_learners(x[part])
-            if self.prediction.gaussians is not None:
-                joint = joint + self._log_gaussians(seen[part])[..., None]
-            answers += label_answers(joint, log_y)
-            q, _ = responsibilities((joint + at_labels(log_y, known[part])[:, None]).flatten(1))
-            label_counts(q, known[part], who[part], counts)
-        labels = label_frequencies(counts, answers if before is None else before.federation)
-        if before is not None:
-            present = counts.sum((1, 2))[:, None, None] > 0
-            labels = replace(labels, clients=torch.where(present, labels.clients, before.clients))
-        self.prediction = replace(self.prediction, labels=labels)
+        labels = torch.from_numpy(class_positions(given, len(rows), self.classes)).to(x.device)
+        counted = count_labels(self.prediction, x, seen, labels, codes)
+        self.prediction = replace(self.prediction, labels=counted)
         self.options = {**self.options, "personal_labels": True}
 
     # ------------------------------------------------------------------ novel samples
@@ -357,7 +306,7 @@ class FederatedModel:
         if not len(rows):
             raise ValueError(f"The {split} split has no rows to calibrate on.")
         nobody = np.full(len(rows), NO_CLIENT, dtype=np.int64)
-        x, seen = self._rows(rows)
+        x, seen = self._reader.of_split(rows)
         log_proba = self._classes_of(x, seen, nobody)
         wide, labels = self._with_unseen_classes(log_proba, rows, data)
         own = wide[np.arange(len(labels)), labels]
@@ -366,7 +315,7 @@ class FederatedModel:
             density = self._log_density(seen, nobody)
             scores |= {"x": density, "joint": density + own}
             codes = rows.codes.cpu().numpy()
-            at_home = self._log_density(seen, self._codes_of(rows))
+            at_home = self._log_density(seen, client_codes(rows, self.names))
             sums, sizes = np.bincount(codes, weights=at_home), np.bincount(codes)
             scores["clients"] = sums[sizes > 0] / sizes[sizes > 0]
         self.calibration = scores
@@ -402,13 +351,14 @@ class FederatedModel:
         if not self.calibration:
             self.calibrate()
         self._need_density()
-        x, seen = self._prepare(X, features)
+        x, seen = self._reader.of_arrays(X, features)
         if len(x) < 2:
             raise ValueError("client_novelty needs at least two rows.")
-        log_x = self._log_gaussians(seen)
+        log_x = log_gaussians(self.prediction, seen)
+        assert log_x is not None
         start = self._mixed("weights").reshape(-1, self.n_learners).sum(-1)
         own, _ = adapt_weights(log_x[::2], start)
-        held_out = torch.logsumexp(log_x[1::2] + own.log(), -1) - self._log_volume()
+        held_out = torch.logsumexp(log_x[1::2] + own.log(), -1) - self._reader.log_volume
         p = conformal_p_values(self.calibration["clients"], [float(held_out.mean())])
         return float(p[0])
 
@@ -437,177 +387,23 @@ class FederatedModel:
     def _codes(self, client: Any, rows: int) -> NDArray[np.int64]:
         return codes_of_known_clients(client if rows else None, rows, self.names)
 
-    def _encode(self, y: ArrayLike, rows: int) -> NDArray[np.int64]:
-        labels = np.asarray(y)
-        if labels.shape != (rows,):
-            raise ValueError(
-                f"y must hold one label per row: {rows} rows, y has shape {labels.shape}."
-            )
-        position = {label: index for index, label in enumerate(self.classes.tolist())}
-        unknown = [label for label in labels.tolist() if label not in position]
-        if unknown:
-            raise ValueError(
-                f"Label {unknown[0]!r} was not seen in training; the classes are "
-                f"{self.classes.tolist()[:20]}."
-            )
-        return np.array([position[label] for label in labels.tolist()], dtype=np.int64)
-
-    def _codes_of(self, rows: LabelledRows) -> NDArray[np.int64]:
-        """The model's code of each row's client, ``(N,)``."""
-        position = {name: code for code, name in enumerate(self.names)}
-        unknown = [name for name in rows.names if name not in position]
-        if unknown:
-            raise ValueError(
-                f"Unknown client {unknown[0]!r}: the model knows {len(self.names)} client(s). "
-                "Use adapt() to bring it in."
-            )
-        codes = np.array([position[name] for name in rows.names], dtype=np.int64)
-        return np.asarray(codes[rows.codes.cpu().numpy()])
-
-    def _rows(self, rows: LabelledRows) -> tuple[Tensor, Tensor]:
-        """Scaled inputs and features of a split's rows."""
-        if rows.inputs.shape[1:] != self.input_shape:
-            raise ValueError(
-                f"Rows must have shape {self.input_shape}, got {tuple(rows.inputs.shape[1:])}."
-            )
-        own = not (rows.features_are_inputs or self.prediction.gaussians is None)
-        self._check_features(own)
-        here = rows.to(self._device)
-        return self._scaled(here.inputs, torch.cat(here.features.chunks) if own else None)
-
-    def _check_features(self, own: bool) -> None:
-        if self.prediction.gaussians is None or own != self.features_are_inputs:
-            return
-        if own:
-            raise ValueError("The Gaussians of this model see the inputs; leave features out.")
-        raise ValueError("The Gaussians of this model see features of their own; pass features=.")
-
-    def _prepare(self, X: ArrayLike, features: ArrayLike | None) -> tuple[Tensor, Tensor]:
-        """Checked, scaled inputs ``(n, *shape)`` and features ``(n, d)``."""
-        inputs = numeric(X, "X")
-        if inputs.shape[1:] != self.input_shape:
-            raise ValueError(f"Rows must have shape {self.input_shape}, got {inputs.shape[1:]}.")
-        self._check_features(features is not None)
-        x = _tensor(inputs, "X").to(self._device)
-        gaussians = self.prediction.gaussians
-        if features is None or gaussians is None:
-            return self._scaled(x, None)
-        seen = numeric(features, "features")
-        if seen.shape != (len(x), gaussians.means.shape[1]):
-            raise ValueError(
-                f"features must have shape {(len(x), gaussians.means.shape[1])}, got {seen.shape}."
-            )
-        return self._scaled(x, _tensor(seen, "features").to(self._device))
-
-    def _scaled(self, inputs: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows as the learners and as the Gaussians see them; features of their own are not scaled."""
-        x = inputs if self.scaling is None else self.scaling.apply(inputs, self._dtype)
-        return x, x.flatten(1) if features is None else features
-
     @property
-    def _dtype(self) -> torch.dtype:
-        return next(iter(self.prediction.learners.values())).dtype
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.prediction.learners.values())).device
-
-    def _log_volume(self) -> float:
-        """What scaling takes from ``log P(x)``; features of their own are not scaled."""
-        if self.scaling is None or not self.features_are_inputs:
-            return 0.0
-        return self.scaling.log_volume
+    def _reader(self) -> RowReader:
+        return RowReader(self.prediction, self.input_shape, self.scaling, self.features_are_inputs)
 
     def _log_proba(self, X: ArrayLike, client: Any, features: ArrayLike | None) -> FloatArray:
-        x, seen = self._prepare(X, features)
+        x, seen = self._reader.of_arrays(X, features)
         return self._classes_of(x, seen, self._codes(client, len(x)))
 
     def _classes_of(self, x: Tensor, seen: Tensor, codes: NDArray[np.int64]) -> FloatArray:
-        if self.prediction.assignment is not None:
-            return self._classes_of_assigned(x, codes)
-        out = np.empty((len(x), len(self.classes)))
-        log_pi, labels = self._log_weights(), self.prediction.labels
-        ratios = None if labels is None else labels.log_ratios().reshape(*log_pi.shape, -1)
-        who = torch.from_numpy(codes).to(x.device)
-
-        def write(rows: slice) -> None:
-            log_x = None if self.prediction.gaussians is None else self._log_gaussians(seen[rows])
-            own = None if ratios is None else ratios[who[rows]]
-            log_y = self._log_learners(x[rows])
-            mixed = log_class_probabilities(log_pi[who[rows]], log_x, log_y, own)
-            out[rows] = mixed.cpu().numpy()
-
-        _in_blocks(len(x), write, x.device)
-        return out
-
-    def _classes_of_assigned(self, x: Tensor, codes: NDArray[np.int64]) -> FloatArray:
-        """Each client's own learner; the default one for rows without a client."""
-        assignment, default = self.prediction.assignment, self.prediction.default_learner
-        assert assignment is not None
-        if (codes == NO_CLIENT).any() and default is None:
+        """``log P_c(y|x)`` of every class, ``(n, K)``."""
+        prediction = self.prediction
+        if prediction.assignment is None:
+            return mixed_classes(prediction, x, seen, codes)
+        if (codes == NO_CLIENT).any() and prediction.default_learner is None:
             raise ValueError(f"{self.algorithm} has no global model; name a client.")
-        table = np.append(assignment.cpu().numpy(), -1 if default is None else default)
-        learner_of = table[codes]
-        out = np.empty((len(x), len(self.classes)))
-        order = np.argsort(learner_of, kind="stable")
-        edges = np.flatnonzero(np.diff(learner_of[order])) + 1
-        for rows in np.split(order, edges) if len(x) else ():
-            own = slice(int(learner_of[rows[0]]), int(learner_of[rows[0]]) + 1)
-            learner = {name: value[own] for name, value in self.prediction.learners.items()}
-            out[rows] = self._log_learners(x[torch.from_numpy(rows)], learner)[:, 0].cpu().numpy()
-        return out
+        return assigned_classes(prediction, x, codes)
 
     def _log_density(self, seen: Tensor, codes: NDArray[np.int64]) -> FloatArray:
         """``log P_c(x)`` in the original coordinates, ``(n,)``."""
-        out = np.empty(len(seen))
-        log_pi = self._log_weights()
-        who = torch.from_numpy(codes).to(seen.device)
-
-        def write(rows: slice) -> None:
-            out[rows] = (
-                log_marginal(log_pi[who[rows]], self._log_gaussians(seen[rows])).cpu().numpy()
-            )
-
-        _in_blocks(len(seen), write, seen.device)
-        return out - self._log_volume()
-
-    def _log_weights(self) -> Tensor:
-        """``log π`` of every client and, last, of the federation: ``(C + 1, M1, M2)``."""
-        table = torch.cat([self._mixed("client_weights"), self._mixed("weights")[None]])
-        return table.log().reshape(len(table), -1, self.n_learners)
-
-    def _log_gaussians(self, seen: Tensor) -> Tensor:
-        """``log N(x_i; μ_m1, Σ_m1)`` in scaled coordinates, ``(n, M1)``."""
-        gaussians = self.prediction.gaussians
-        assert gaussians is not None
-        if len(seen) > _ROWS_AT_ONCE:  # residuals are large: components × columns for each row
-            starts = range(0, len(seen), _ROWS_AT_ONCE)
-            parts = [self._log_gaussians(seen[start : start + _ROWS_AT_ONCE]) for start in starts]
-            return torch.cat(parts)
-        return log_densities(residuals(seen, gaussians.means, torch.float64), gaussians)
-
-    def _log_learners(self, x: Tensor, learners: dict[str, Tensor] | None = None) -> Tensor:
-        """``log P_θm2(y|x_i)`` of every class, ``(n, M2, K)`` float64."""
-        with torch.inference_mode():
-            logits = self.prediction.net.logits(
-                self.prediction.learners if learners is None else learners,
-                as_numbers(x, self._dtype),
-            )
-            return torch.log_softmax(logits.double(), -1)
-
-
-def _tensor(rows: NDArray[Any], what: str) -> Tensor:
-    """Finite rows as a tensor."""
-    if not np.isfinite(rows).all():
-        row, column = np.argwhere(~np.isfinite(rows.reshape(len(rows), -1)))[0].tolist()
-        raise ValueError(f"Input {what} contains NaN or infinity: row {row}, column {column}.")
-    return torch.from_numpy(np.ascontiguousarray(rows))
-
-
-def _in_blocks(rows: int, write: Callable[[slice], None], device: torch.device) -> None:
-    """Call ``write`` for runs of rows that keep temporaries small, on all threads."""
-
-    def visit(_: None, block: Block) -> None:
-        write(slice(block[1], block[2]))
-
-    accumulate(blocks_of([rows], _ROWS_AT_ONCE), lambda: None, visit, device)
+        return log_density(self.prediction, seen, codes) - self._reader.log_volume

@@ -16,8 +16,9 @@ from fedgmm.data.tabular.files import TableError, Tell, client_name, find_tables
 from fedgmm.data.tabular.labels import UNKNOWN
 from fedgmm.data.tabular.loading import Rows, read_rows
 from fedgmm.data.tabular.preprocessing import Preprocessing
+from fedgmm.inference.adaptation import Adaptation
 from fedgmm.inference.metrics import Evaluation, evaluate
-from fedgmm.inference.model import SCORES, Adaptation, FederatedModel, Score
+from fedgmm.inference.model import SCORES, FederatedModel, Score
 from fedgmm.inference.novelty import NoveltyResult
 from fedgmm.inference.saving import load
 from fedgmm.runs.config import RunConfig, config_from, read_config

@@ -1,0 +1,128 @@
+"""Clients that join a fitted model by their weights ``π_c`` alone; nobody else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgmm.algorithms.base import Prediction
+from fedgmm.core.estep import responsibilities
+from fedgmm.core.labels import label_counts
+from fedgmm.core.learners import at_labels
+from fedgmm.core.mstep import towards_independence
+from fedgmm.core.predictive import adapt_weights
+from fedgmm.inference.likelihoods import count_learners, log_gaussians, log_learners
+
+_RAISED = 1e-3  # share of the start that all pairs have alike: weights of zero could never grow
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """A client that joined by its weights alone.
+
+    Attributes:
+        client: its name.
+        weights: ``π_c(m1, m2)``, ``(M1, M2)``.
+        log_likelihoods: mean log-likelihood before each iteration.
+    """
+
+    client: Hashable
+    weights: NDArray[np.float64]
+    log_likelihoods: list[float]
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """What is learned of a client that joins.
+
+    Attributes:
+        weights: ``π_c(m1, m2)``, ``(M1, M2)``.
+        log_likelihoods: mean log-likelihood before each iteration.
+        label_rows: expected rows of its labels, ``(M1 · M2, K)``; ``None`` where they do not count, or
+            are not known.
+    """
+
+    weights: Tensor
+    log_likelihoods: list[float]
+    label_rows: Tensor | None = None
+
+
+def learn_from_inputs(prediction: Prediction, seen: Tensor, max_rounds: int) -> Newcomer:
+    """The part of ``π_c`` that inputs decide; learners keep the federation's shares of each Gaussian.
+
+    Args:
+        prediction: a mixture with Gaussians.
+        seen: what these see of the client's rows, ``(n, d)``.
+        max_rounds: most iterations.
+    """
+    weights, log_x = _start(prediction), log_gaussians(prediction, seen)
+    assert log_x is not None
+    marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
+    return Newcomer(marginal[:, None] * weights / weights.sum(-1, keepdim=True), history)
+
+
+def learn_from_labels(
+    prediction: Prediction,
+    x: Tensor,
+    seen: Tensor,
+    labels: Tensor,
+    max_rounds: int,
+    independence: float,
+) -> Newcomer:
+    """All of ``π_c``, from labelled rows; where label frequencies count, the labels are counted, too.
+
+    Args:
+        prediction: a mixture.
+        x: the client's rows as learners see them, ``(n, *shape)``.
+        seen: as the Gaussians see them, ``(n, d)``.
+        labels: their classes, ``(n,)``.
+        max_rounds: most iterations.
+        independence: the prior that clients' weights were trained with, see
+            :func:`fedgmm.core.mstep.towards_independence`.
+    """
+    weights = _start(prediction)
+    log_x = log_gaussians(prediction, seen)
+    log_y = at_labels(log_learners(prediction, x), labels)
+    pairs = log_y[:, None] if log_x is None else log_x[..., None] + log_y[:, None]
+    pull = None if log_x is None else _pull(count_learners(prediction), independence)
+    own, history = adapt_weights(pairs.flatten(1), weights.reshape(-1), max_rounds, pull=pull)
+    counts = None
+    if prediction.labels is not None:
+        q, _ = responsibilities(pairs.flatten(1) + own.log())
+        counts = torch.zeros_like(prediction.labels.federation)
+        label_counts(q, labels, torch.zeros_like(labels), counts[None])
+    return Newcomer(own.reshape(weights.shape), history, counts)
+
+
+def with_client(prediction: Prediction, place: int | None, newcomer: Newcomer) -> Prediction:
+    """The same with another client; ``place`` is the code of a known one, who is learned anew."""
+    table, labels = prediction.client_weights, prediction.labels
+    assert table is not None
+    own = newcomer.weights.reshape(-1)
+    if place is None:
+        table = torch.cat([table, own[None]])
+    else:
+        table = table.clone()
+        table[place] = own
+    if labels is not None:
+        labels = labels.with_client(place, newcomer.label_rows)
+    return replace(prediction, client_weights=table, labels=labels)
+
+
+def _start(prediction: Prediction) -> Tensor:
+    """The federation's weights, all of them a little above zero, ``(M1, M2)``."""
+    assert prediction.weights is not None
+    weights = prediction.weights.reshape(-1, count_learners(prediction))
+    return (weights + _RAISED / weights.numel()) / (1.0 + _RAISED)
+
+
+def _pull(learners: int, independence: float) -> Callable[[Tensor], Tensor] | None:
+    """What the prior makes of a client's counts ``(M1 · M2,)``."""
+    if not independence:
+        return None
+    return lambda counts: towards_independence(counts, learners, independence)

@@ -1,0 +1,124 @@
+"""What fitted Gaussians and learners say of rows that are ready for them: scaled, on their device.
+
+Names, labels as the user writes them and the original units are the model's business, not known here.
+Shapes: ``n`` rows, ``C`` clients, ``M1`` Gaussians, ``M2`` learners, ``K`` classes. A client's code is
+its place among the model's; the last row of what is said of clients belongs to nobody, code ``-1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgmm.algorithms.base import Prediction
+from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.networks import Params
+from fedgmm.core.pixels import as_numbers
+from fedgmm.core.predictive import log_class_probabilities, log_marginal
+from fedgmm.core.streaming import Block, accumulate, blocks_of
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+ROWS_AT_ONCE = 4096
+
+
+# ---------------------------------------------------------------------- the terms of equation (3)
+
+
+def count_learners(prediction: Prediction) -> int:
+    """``M2``, or the number of assigned learners."""
+    return len(next(iter(prediction.learners.values())))
+
+
+def log_weights(prediction: Prediction) -> Tensor:
+    """``log π`` of every client and, last, of the federation: ``(C + 1, M1, M2)``."""
+    assert prediction.client_weights is not None
+    assert prediction.weights is not None
+    table = torch.cat([prediction.client_weights, prediction.weights[None]])
+    return table.log().reshape(len(table), -1, count_learners(prediction))
+
+
+def log_gaussians(prediction: Prediction, seen: Tensor) -> Tensor | None:
+    """``log N(x_i; μ_m1, Σ_m1)`` in scaled coordinates, ``(n, M1)``; ``None`` without Gaussians."""
+    gaussians = prediction.gaussians
+    if gaussians is None:
+        return None
+    # residuals are large: components × columns for each row
+    parts = [
+        log_densities(residuals(some, gaussians.means, torch.float64), gaussians)
+        for some in torch.split(seen, ROWS_AT_ONCE)
+    ]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def log_learners(prediction: Prediction, x: Tensor, learners: Params | None = None) -> Tensor:
+    """``log P_θm2(y|x_i)`` of every class, ``(n, M2, K)`` float64; of all learners, or of some."""
+    params = prediction.learners if learners is None else learners
+    with torch.inference_mode():
+        inputs = as_numbers(x, next(iter(params.values())).dtype)
+        return torch.log_softmax(prediction.net.logits(params, inputs).double(), -1)
+
+
+# ---------------------------------------------------------------------- what they make together
+
+
+def log_density(prediction: Prediction, seen: Tensor, codes: IntArray) -> FloatArray:
+    """``log P_c(x)`` in scaled coordinates, ``(n,)``; there must be Gaussians."""
+    out = np.empty(len(seen))
+    log_pi = log_weights(prediction)
+    who = torch.from_numpy(codes).to(seen.device)
+
+    def write(rows: slice) -> None:
+        log_x = log_gaussians(prediction, seen[rows])
+        assert log_x is not None
+        out[rows] = log_marginal(log_pi[who[rows]], log_x).cpu().numpy()
+
+    _in_blocks(len(seen), write, seen.device)
+    return out
+
+
+def mixed_classes(prediction: Prediction, x: Tensor, seen: Tensor, codes: IntArray) -> FloatArray:
+    """``log P_c(y|x)`` of every class, ``(n, K)``, where learners are mixed."""
+    out = np.empty((len(x), prediction.net.classes))
+    log_pi, labels = log_weights(prediction), prediction.labels
+    ratios = None if labels is None else labels.log_ratios().reshape(*log_pi.shape, -1)
+    who = torch.from_numpy(codes).to(x.device)
+
+    def write(rows: slice) -> None:
+        log_x, log_y = log_gaussians(prediction, seen[rows]), log_learners(prediction, x[rows])
+        own = None if ratios is None else ratios[who[rows]]
+        out[rows] = log_class_probabilities(log_pi[who[rows]], log_x, log_y, own).cpu().numpy()
+
+    _in_blocks(len(x), write, x.device)
+    return out
+
+
+def assigned_classes(prediction: Prediction, x: Tensor, codes: IntArray) -> FloatArray:
+    """The same by each client's own learner; by the default one for rows without a client."""
+    assignment, default = prediction.assignment, prediction.default_learner
+    assert assignment is not None
+    table = np.append(assignment.cpu().numpy(), -1 if default is None else default)
+    learner_of = table[codes]
+    out = np.empty((len(x), prediction.net.classes))
+    order = np.argsort(learner_of, kind="stable")
+    edges = np.flatnonzero(np.diff(learner_of[order])) + 1
+    for rows in np.split(order, edges) if len(x) else ():
+        own = slice(int(learner_of[rows[0]]), int(learner_of[rows[0]]) + 1)
+        learner = {name: value[own] for name, value in prediction.learners.items()}
+        answers = log_learners(prediction, x[torch.from_numpy(rows)], learner)
+        out[rows] = answers[:, 0].cpu().numpy()
+    return out
+
+
+def _in_blocks(rows: int, write: Callable[[slice], None], device: torch.device) -> None:
+    """Call ``write`` for runs of rows that keep temporaries small, on all threads."""
+
+    def visit(_: None, block: Block) -> None:
+        write(slice(block[1], block[2]))
+
+    accumulate(blocks_of([rows], ROWS_AT_ONCE), lambda: None, visit, device)
