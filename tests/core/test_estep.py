@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from fedgmm.core.estep import responsibilities
+from fedgmm.core.estep import add_likelihoods, responsibilities
 from oracles import assert_close
 
 mpmath.mp.dps = 60
@@ -64,3 +64,20 @@ def test_the_input_is_not_changed(rng):
     before = log_joint.clone()
     responsibilities(log_joint)
     assert torch.equal(log_joint, before)
+
+
+def test_likelihoods_are_added_in_place_whatever_the_order_in_memory(rng):
+    pi, x, y = rng.normal(size=(7, 2, 3)), rng.normal(size=(7, 2)), rng.normal(size=(7, 3))
+    log_x, log_y = torch.from_numpy(x), torch.from_numpy(y)
+    for joint in (
+        torch.from_numpy(pi.copy()),
+        torch.from_numpy(pi.copy().transpose(1, 2, 0)).permute(2, 0, 1),
+    ):
+        start = joint.clone()
+        assert add_likelihoods(joint, None) is joint
+        assert torch.equal(joint, start)
+        add_likelihoods(joint, log_x)
+        assert_close(joint, pi + x[:, :, None])
+        add_likelihoods(joint, None, log_y)
+        assert_close(joint, pi + x[:, :, None] + y[:, None, :])
+        assert torch.equal(add_likelihoods(start, log_x, log_y), joint)

@@ -23,7 +23,7 @@ from fedgmm.algorithms.base import DivergedError, Prediction, RoundInfo
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.algorithms.mixture import FederatedGMM, MixtureShared, MixtureUpdate
 from fedgmm.core.aggregate import aggregate_weights
-from fedgmm.core.estep import responsibilities
+from fedgmm.core.estep import add_likelihoods, responsibilities
 from fedgmm.core.gaussians import log_densities
 from fedgmm.core.learners import add_params, log_likelihoods
 from fedgmm.core.linalg import take
@@ -152,15 +152,13 @@ class FedGMM:
         learner_weights = torch.empty(m2, len(rows), dtype=dtype, device=rows.device).mT
 
         def e_step(difference: Tensor, codes: Tensor, place: slice) -> tuple[Tensor, Tensor]:
-            # log q(m1, m2) = log π_c(m1, m2) + log N(x; μ_m1, Σ_m1) + log P_θm2(y|x) + const,
-            # laid out as (M1, M2, n): sums over a few components then run along many rows
-            joint = take(log_pi, codes, axis=1).reshape(-1, m2, len(codes))
-            if self.density:
-                joint += log_densities(difference, current).mT[:, None]
+            # (n, M1, M2), in memory (M1, M2, n): sums over a few components run along many rows
+            own = take(log_pi, codes, axis=1).reshape(-1, m2, len(codes)).permute(2, 0, 1)
+            log_x = log_densities(difference, current) if self.density else None
             inputs, labels = as_numbers(rows.inputs[place], dtype), rows.labels[place]
-            joint += log_likelihoods(net, shared.learners, inputs, labels).mT
-            q, log_evidence = responsibilities(joint.flatten(0, 1).mT)
-            learner_weights[place] = q.mT.reshape(joint.shape).sum(0).mT.to(dtype)
+            log_y = log_likelihoods(net, shared.learners, inputs, labels)
+            q, log_evidence = responsibilities(add_likelihoods(own, log_x, log_y).flatten(1))
+            learner_weights[place] = q.mT.reshape(-1, m2, len(codes)).sum(0).mT.to(dtype)
             return q, log_evidence
 
         mixture = self.gaussians._sum_over_rows(rows.features, current, e_step, learners=m2)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction
-from fedgmm.core.estep import responsibilities
+from fedgmm.core.estep import add_likelihoods, responsibilities
 from fedgmm.core.labels import label_counts
 from fedgmm.core.learners import at_labels
 from fedgmm.core.mstep import towards_independence
@@ -88,12 +88,13 @@ def learn_from_labels(
     weights = _start(prediction)
     log_x = log_gaussians(prediction, seen)
     log_y = at_labels(log_learners(prediction, x), labels)
-    pairs = log_y[:, None] if log_x is None else log_x[..., None] + log_y[:, None]
+    nothing = weights.new_zeros(len(x), *weights.shape)  # in place of log π_c, which is yet to come
+    likelihoods = add_likelihoods(nothing, log_x, log_y).flatten(1)
     pull = None if log_x is None else _pull(count_learners(prediction), independence)
-    own, history = adapt_weights(pairs.flatten(1), weights.reshape(-1), max_rounds, pull=pull)
+    own, history = adapt_weights(likelihoods, weights.reshape(-1), max_rounds, pull=pull)
     counts = None
     if prediction.labels is not None:
-        q, _ = responsibilities(pairs.flatten(1) + own.log())
+        q, _ = responsibilities(likelihoods + own.log())
         counts = torch.zeros_like(prediction.labels.federation)
         label_counts(q, labels, torch.zeros_like(labels), counts[None])
     return Newcomer(own.reshape(weights.shape), history, counts)

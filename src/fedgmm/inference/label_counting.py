@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction
-from fedgmm.core.estep import responsibilities
+from fedgmm.core.estep import add_likelihoods, responsibilities
 from fedgmm.core.labels import LabelFrequencies, label_answers, label_counts, label_frequencies
 from fedgmm.core.learners import at_labels
 from fedgmm.inference.likelihoods import ROWS_AT_ONCE, log_gaussians, log_learners, log_weights
@@ -32,12 +32,11 @@ def count_labels(
     answers = log_pi.new_zeros(pairs, classes)
     for start in range(0, len(x), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
-        joint, log_y = log_pi[codes[part]], log_learners(prediction, x[part])
-        log_x = log_gaussians(prediction, seen[part])
-        if log_x is not None:
-            joint = joint + log_x[..., None]
+        log_y = log_learners(prediction, x[part])
+        joint = add_likelihoods(log_pi[codes[part]], log_gaussians(prediction, seen[part]))
         answers += label_answers(joint, log_y)
-        q, _ = responsibilities((joint + at_labels(log_y, labels[part])[:, None]).flatten(1))
+        add_likelihoods(joint, None, at_labels(log_y, labels[part]))
+        q, _ = responsibilities(joint.flatten(1))
         label_counts(q, labels[part], codes[part], counts)
     if before is None:
         return label_frequencies(counts, answers)
