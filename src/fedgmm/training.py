@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedgmm.algorithms.averaging import FedAvgPlus, without_density
-from fedgmm.algorithms.base import SupervisedMethod
+from fedgmm.algorithms.base import DENSITY, SupervisedMethod
 from fedgmm.algorithms.clustered import ClusteredFL
 from fedgmm.algorithms.fedgmm import LEARNER_STARTS, FedGMM
 from fedgmm.algorithms.local import Local
@@ -58,9 +58,6 @@ ALGORITHMS = (
     "clustered",
     "pfedme",
 )
-
-DENSITY = "gmm"
-"""The federated Gaussian mixture: FedGMM without learners, for rows without labels."""
 
 SHARED_LEARNERS = ("fedgmm", "fedem", "fedavg", "fedprox")
 _WITH_EXACT_STEPS = ("fedgmm", "fedem", "fedavg", "fedavg+")

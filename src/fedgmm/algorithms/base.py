@@ -18,6 +18,9 @@ from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.networks import Network, Params
 from fedgmm.data.dataset import LabelledRows
 
+DENSITY = "gmm"
+"""The federated Gaussian mixture: FedGMM without learners, for rows without labels."""
+
 Shared = TypeVar("Shared")
 Personal = TypeVar("Personal")
 Update = TypeVar("Update")

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedgmm.algorithms.base import Prediction
+from fedgmm.algorithms.base import DENSITY, Prediction
 from fedgmm.core.predictive import adapt_weights
 from fedgmm.core.scaling import Scaling
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
@@ -250,8 +250,8 @@ class FederatedModel:
                 must be known.
         """
         self._mixed("weights")  # or it is refused
-        if self.algorithm == "gmm":
-            raise ValueError("A model without labels ('gmm') has no label frequencies.")
+        if self.algorithm == DENSITY:
+            raise ValueError(f"A model without labels ({DENSITY!r}) has no label frequencies.")
         data = self._data(dataset)
         rows = data.train
         x, seen = self._reader.of_split(rows)
