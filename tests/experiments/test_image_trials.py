@@ -6,13 +6,20 @@ import gc
 import json
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fedgmm.experiments import image_trials
 from fedgmm.experiments.image_study import ImageStudy, Variant
 from fedgmm.experiments.image_trials import of_method, run_trials, stopped_early
-from fedgmm.experiments.trial_files import Trial, open_trials
+from fedgmm.experiments.trial_files import (
+    Trial,
+    checkpoint_of,
+    open_trials,
+    record_of,
+    recorded,
+)
 from tiny_images import FAST
 
 SOME = ImageStudy(**{**FAST, "methods": ("fedavg", "fedgmm"), "seeds": (3, 5)})
@@ -125,6 +132,35 @@ def test_settings_younger_than_a_folder_have_their_defaults(tmp_path):
     file.write_text(json.dumps(facts))
     with pytest.raises(ValueError, match=r"reg_covar=0\.01, not 0\.5"):
         open_trials(tmp_path, replace(SOME, reg_covar=0.5))
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_checkpoint_that_a_killed_trial_left_behind_goes_with_the_next_run(tmp_path, monkeypatch):
+    checkpoint = checkpoint_of(tmp_path, "fedgmm-5")
+
+    def run():
+        checkpoint.write_bytes(b"progress")
+        return {"score": 0.5}
+
+    def not_again():
+        raise AssertionError("it is on file")
+
+    def killed(*args, **options):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(Killed):
+            recorded(tmp_path, "fedgmm-5", run)
+    assert record_of(tmp_path, "fedgmm-5").is_file()
+    assert checkpoint.is_file()
+    assert recorded(tmp_path, "fedgmm-5", not_again, keep_checkpoint=True) == {"score": 0.5}
+    assert checkpoint.is_file()
+    assert recorded(tmp_path, "fedgmm-5", not_again) == {"score": 0.5}
+    assert not checkpoint.exists()
 
 
 def test_a_training_that_diverged_is_named():

@@ -95,12 +95,14 @@ def _write_json(file: Path, record: dict[str, Any]) -> None:
 def recorded(
     trials: Path, trial: str, run: Callable[[], dict[str, Any]], keep_checkpoint: bool = False
 ) -> dict[str, Any]:
-    """What a trial left behind; where it left nothing it is run, and then its checkpoint goes."""
+    """What a trial left behind; where it left nothing it is run. Its checkpoint goes."""
     file = record_of(trials, trial)
     if not file.is_file():
         _write_json(file, run())
-        if not keep_checkpoint:
-            checkpoint_of(trials, trial).unlink(missing_ok=True)
+    if (
+        not keep_checkpoint
+    ):  # even of a trial on file: it may have been killed just before this line
+        checkpoint_of(trials, trial).unlink(missing_ok=True)
     record: dict[str, Any] = json.loads(file.read_text())
     return record
 
