@@ -18,7 +18,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from fedgmm import FedGMMClassifier
-from fedgmm.training import ALGORITHMS
+from fedgmm.inference.saving import load
+from fedgmm.training import ALGORITHMS, SHARED_LEARNERS
 from supervised import images
 
 
@@ -192,6 +193,52 @@ def test_a_method_without_a_density_says_so(world):
     assert "'fedavg' has no density" in str(error.value.__cause__)
 
 
+@pytest.fixture(scope="module")
+def skewed():
+    """Two classes that overlap; nine in ten rows are sick at one site, one in ten at the other."""
+    rng = np.random.default_rng(7)
+    sites = np.repeat(["clinic", "village"], 400)
+    sick = rng.random(800) < np.where(sites == "clinic", 0.9, 0.1)
+    x = rng.normal(size=(800, 2)) + 0.7 * sick[:, None]
+    return x, np.where(sick, "sick", "well"), sites
+
+
+@pytest.mark.parametrize("algorithm", SHARED_LEARNERS)
+def test_sites_may_have_label_frequencies_of_their_own(skewed, tmp_path, algorithm):
+    x, y, sites = skewed
+    train, test = slice(None, None, 2), slice(1, None, 2)
+    options = {"algorithm": algorithm, "rounds": 4, "random_state": 0}  # one learner: no other way
+    plain = FedGMMClassifier(1, 1, **options).fit(x[train], y[train], clients=sites[train])
+    own = FedGMMClassifier(1, 1, personal_labels=True, **options)
+    own.fit(x[train], y[train], clients=sites[train])
+    gain = own.score(x[test], y[test], clients=sites[test])
+    assert gain > plain.score(x[test], y[test], clients=sites[test]) + 0.1
+    np.testing.assert_allclose(own.predict_proba(x), plain.predict_proba(x))  # nobody's rows
+    assert clone(own).personal_labels is True
+    expected = own.predict_proba(x, clients=sites)
+    again = clone(own).fit(x[train], y[train], clients=sites[train])
+    np.testing.assert_array_equal(again.predict_proba(x, clients=sites), expected)
+    pickled = pickle.loads(pickle.dumps(own))
+    np.testing.assert_array_equal(pickled.predict_proba(x, clients=sites), expected)
+    saved = load(own.model_.save(tmp_path / "model"))
+    np.testing.assert_array_equal(saved.predict_proba(x, sites), expected)
+
+
+def test_a_site_that_joins_later_has_label_frequencies_too(skewed):
+    x, y, sites = skewed
+    here = sites == "clinic"
+    model = FedGMMClassifier(1, 1, rounds=4, personal_labels=True, random_state=0)
+    model.fit(x, y, clients=sites).adapt("ward", x[here][::2], y[here][::2])
+    rows, truth = x[here][1::2], y[here][1::2]
+    assert model.score(rows, truth, clients="ward") > model.score(rows, truth) + 0.1
+
+
+def test_label_frequencies_are_refused_where_learners_are_trained_at_home(world):
+    x, y, _ = world
+    with pytest.raises(ValueError, match=r"personal_labels is for fedgmm, .*not for 'local'"):
+        FedGMMClassifier(algorithm="local", personal_labels=True).fit(x, y)
+
+
 def test_patience_holds_rows_out(world):
     x, y, sites = world
     model = FedGMMClassifier(2, 2, rounds=60, patience=3, validation_fraction=0.25, random_state=0)
@@ -209,6 +256,7 @@ def test_patience_holds_rows_out(world):
         ({"lr": -1.0}, ValueError),
         ({"learner": "tree"}, ValueError),
         ({"covariance_type": "round"}, ValueError),
+        ({"personal_labels": "no"}, TypeError),
         ({"validation_fraction": 1.0}, ValueError),
         ({"device": "gpu"}, ValueError),
     ],

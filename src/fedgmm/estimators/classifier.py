@@ -55,6 +55,10 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     warmup : int, default=0
         Rounds of one shared learner before the learners part.
     momentum, weight_decay : float, default=0.0
+    personal_labels : bool, default=False
+        After the last round, count how frequent labels are at each client and let that correct its
+        predictions, and those of clients that :meth:`adapt` brings in with labels. Nothing is trained;
+        predictions without a client stay as they are. For FedGMM, FedEM, FedAvg and FedProx.
     server : {"average", "momentum", "adam"}, default="average"
     participation : float, default=1.0
         Share of the clients that take part in a round.
@@ -109,6 +113,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         warmup: int = 0,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
+        personal_labels: bool = False,
         server: str = "average",
         participation: float = 1.0,
         patience: int | None = None,
@@ -132,6 +137,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.warmup = warmup
         self.momentum = momentum
         self.weight_decay = weight_decay
+        self.personal_labels = personal_labels
         self.server = server
         self.participation = participation
         self.patience = patience
@@ -195,6 +201,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             lr=self.lr,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
+            personal_labels=self.personal_labels,
             local_epochs=self.local_epochs,
             batch_size=self.batch_size,
             server=self.server,
