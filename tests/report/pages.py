@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.report.contents import AdaptationRecord, gather
+from fedgmm.report.contents import AdaptationRecord
+from fedgmm.report.gathering import gather
 from fedgmm.training import train
 
 HOSTILE = (

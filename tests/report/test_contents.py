@@ -10,17 +10,11 @@ import numpy as np
 import pytest
 from pages import contents_of, named_clients
 
-from fedgmm.report.contents import (
-    MOST_POINTS,
-    distinct_names,
-    evenly,
-    flattened,
-    gather,
-    pair_names,
-    reliability_of,
-    similar_beside_each_other,
-)
+from fedgmm.report.contents import MOST_POINTS, evenly
+from fedgmm.report.gathering import distinct_names, flattened, gather
+from fedgmm.report.predictions import reliability_of
 from fedgmm.report.projection import ellipse, project
+from fedgmm.report.weights import pair_names, similar_beside_each_other
 from fedgmm.training import train
 from supervised import images, tiny
 
@@ -350,7 +344,7 @@ def test_settings_are_flattened():
 
 def test_importing_the_page_loads_neither_torch_nor_plotly():
     code = (
-        "import sys, fedgmm.report.contents, fedgmm.report.page;"
+        "import sys, fedgmm.report.gathering, fedgmm.report.page;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'plotly')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,7 +17,8 @@ from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.files import write_atomically
 from fedgmm.inference.metrics import Evaluation
 from fedgmm.inference.model import FederatedModel
-from fedgmm.report.contents import ClientTable, ReportContents, convergence, flattened
+from fedgmm.report.contents import ClientTable, ReportContents
+from fedgmm.report.gathering import convergence, flattened
 from fedgmm.report.page import write_report
 from fedgmm.runs.config import read_config
 from fedgmm.runs.folder import RunFolder, read_history, write_history, write_json

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedgmm.data.tabular.files import Tell
-from fedgmm.report.contents import AdaptationRecord, gather
+from fedgmm.report.contents import AdaptationRecord
+from fedgmm.report.gathering import gather
 from fedgmm.report.page import write_report
 from fedgmm.runs.config import read_config
 from fedgmm.runs.folder import RunFolder, read_history, read_json
