@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedgmm.algorithms.averaging import FedAvgPlus, without_density
-from fedgmm.algorithms.base import DENSITY, SupervisedMethod
+from fedgmm.algorithms.base import DENSITY, SHARED_LEARNERS, SupervisedMethod
 from fedgmm.algorithms.clustered import ClusteredFL
 from fedgmm.algorithms.fedgmm import LEARNER_STARTS, FedGMM
 from fedgmm.algorithms.local import Local
@@ -59,7 +59,6 @@ ALGORITHMS = (
     "pfedme",
 )
 
-SHARED_LEARNERS = ("fedgmm", "fedem", "fedavg", "fedprox")
 _WITH_EXACT_STEPS = ("fedgmm", "fedem", "fedavg", "fedavg+")
 
 
@@ -97,7 +96,7 @@ class TrainingOptions:
             Gaussian of FedGMM: 0 lets every Gaussian have learners of its own, a large number makes
             learners independent of Gaussians.
         personal_labels: after the last round, let it count how frequent labels are at each client
-            (FedGMM, FedEM, FedAvg, FedProx), see :meth:`FederatedModel.learn_labels`; what is watched
+            (methods of ``SHARED_LEARNERS``), see :meth:`FederatedModel.learn_labels`; what is watched
             and ``patience`` see the model without.
         server: ``"average"``, ``"momentum"`` or ``"adam"``.
         server_lr: step size of the server; ``None`` is 1, and 0.01 for Adam.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedgmm.algorithms.base import SHARED_LEARNERS, Prediction
 from fedgmm.core.labels import label_frequencies
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.federation.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ def skewed(rng, clients=4, rows=400):
     return FederatedDataset.from_arrays(np.vstack(x), np.concatenate(y), np.concatenate(who))
 
 
-@pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg", "fedprox"])
+@pytest.mark.parametrize("algorithm", SHARED_LEARNERS)
 def test_clients_gain_by_their_own_frequencies(rng, algorithm):
     data = skewed(rng)
     options = {**OPTIONS, "components": 1, "learners": 1}
@@ -138,7 +139,11 @@ def test_counting_again_keeps_who_has_no_rows(rng):
     model.learn_labels()
     torch.testing.assert_close(model.prediction.labels.clients, before.clients)
     model.learn_labels(data.select([0]))
-    torch.testing.assert_close(model.prediction.labels.clients, before.clients)
+    again = model.prediction.labels
+    torch.testing.assert_close(again.clients, before.clients)
+    assert torch.equal(
+        again.federation, before.federation
+    )  # the ratio of who is away stays as well
     assert model.options["personal_labels"]
 
 
@@ -160,9 +165,38 @@ def test_labels_are_told_by_their_names(rng):
         model.learn_labels(others)
 
 
-def test_saved_models_remember(rng, tmp_path):
+def test_each_cluster_has_frequencies_of_its_own(rng):
+    """Two clusters whose learners disagree: by hand, for the clients of each."""
     data = skewed(rng)
-    model = train(data, personal_labels=True, **OPTIONS)
+    model = train(data, "clustered", **OPTIONS)
+    one = {name: value[:1] for name, value in model.prediction.learners.items()}
+    two = {name: torch.cat([value, -value]) for name, value in one.items()}
+    cluster = torch.tensor([0, 1, 0, 1])
+    net = model.prediction.net
+    model.prediction = Prediction(net, two, assignment=cluster, default_learner=1)
+    rows = data.train
+    x = torch.from_numpy(model._reader.of_arrays(rows.inputs.numpy(), None)[0].numpy())
+    answers = log_learners(model.prediction, x).exp().numpy()
+    before = model.predict_proba(data.test.inputs.numpy(), data.test.codes.numpy())
+    model.learn_labels()
+    after = model.predict_proba(data.test.inputs.numpy(), data.test.codes.numpy())
+    codes, labels = rows.codes.numpy(), rows.labels.numpy()
+    for client, place in enumerate(cluster.tolist()):
+        members = np.isin(codes, np.flatnonzero(cluster.numpy() == place))
+        known = answers[members, place].mean(0)
+        counts = np.bincount(labels[codes == client], minlength=2)
+        own = (counts + 10 * known) / (counts.sum() + 10)
+        here = data.test.codes.numpy() == client
+        expected = before[here] * own / known
+        np.testing.assert_allclose(
+            after[here], expected / expected.sum(1, keepdims=True), rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize("algorithm", ["fedgmm", "clustered"])
+def test_saved_models_remember(rng, tmp_path, algorithm):
+    data = skewed(rng)
+    model = train(data, algorithm, personal_labels=True, **OPTIONS)
     again = load(model.save(tmp_path / "model"))
     x = data.test.inputs.numpy()
     np.testing.assert_array_equal(model.predict_proba(x, 1), again.predict_proba(x, 1))
@@ -187,7 +221,7 @@ def test_methods_that_train_at_home_have_no_use_for_them(rng):
     with pytest.raises(ValueError, match=r"personal_labels is for fedgmm, .*not for 'local'"):
         train(skewed(rng), "local", personal_labels=True, **OPTIONS)
     local = train(skewed(rng), "local", **OPTIONS)
-    with pytest.raises(ValueError, match="does not mix learners"):
+    with pytest.raises(ValueError, match="each client's own, and know its labels"):
         local.learn_labels()
     with pytest.raises(ValueError, match=r"algorithm must be one of"):
         train(skewed(rng), "nothing", personal_labels=True)

@@ -18,6 +18,9 @@ from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.networks import Network, Params
 from fedgmm.data.dataset import LabelledRows
 
+SHARED_LEARNERS = ("fedgmm", "fedem", "fedavg", "fedprox", "clustered")
+"""Methods whose learners serve several clients, and know nothing of which labels a client has."""
+
 DENSITY = "gmm"
 """The federated Gaussian mixture: FedGMM without learners, for rows without labels."""
 

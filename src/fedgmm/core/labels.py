@@ -91,7 +91,11 @@ def label_frequencies(counts: Tensor, answers: Tensor) -> LabelFrequencies:
         answers: of the learners, over the rows of all clients, ``(M, K)``.
     """
     total = answers + _NO_ROWS
-    federation = total / total.sum(-1, keepdim=True)
+    return counted(counts, total / total.sum(-1, keepdim=True))
+
+
+def counted(counts: Tensor, federation: Tensor) -> LabelFrequencies:
+    """The same where ``P(y|m)`` is known already, ``(M, K)``."""
     return LabelFrequencies(_frequencies(counts, federation), federation)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Literal, Self, TypeVar, get_args
 
+from fedgmm.algorithms.base import SHARED_LEARNERS
 from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.devices import resolve_device
 from fedgmm.core.gaussians import COVARIANCE_TYPES
@@ -21,7 +22,7 @@ from fedgmm.data.federated_images import FederatedImages, federated_images
 from fedgmm.data.images import load_images
 from fedgmm.experiments.comparison import PAPER_GRID, Tell
 from fedgmm.experiments.results import TITLES
-from fedgmm.training import SHARED_LEARNERS, TrainingOptions
+from fedgmm.training import TrainingOptions
 
 Track = Literal["paper", "tuned"]
 TRACKS: tuple[str, ...] = get_args(Track)

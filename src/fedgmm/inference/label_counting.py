@@ -9,7 +9,13 @@ from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.estep import add_likelihoods, responsibilities
-from fedgmm.core.labels import LabelFrequencies, label_answers, label_counts, label_frequencies
+from fedgmm.core.labels import (
+    LabelFrequencies,
+    counted,
+    label_answers,
+    label_counts,
+    label_frequencies,
+)
 from fedgmm.core.learners import at_labels
 from fedgmm.inference.likelihoods import ROWS_AT_ONCE, log_gaussians, log_learners, log_weights
 
@@ -20,7 +26,7 @@ def count_labels(
     """``P_c(y|m)`` of clients, see :mod:`fedgmm.core.labels`; of those without rows it stays as it is.
 
     Args:
-        prediction: a mixture of learners of labels.
+        prediction: learners of labels, mixed or assigned.
         x: rows as learners see them, ``(n, *shape)``.
         seen: as the Gaussians see them, ``(n, d)``.
         labels: their classes, ``(n,)``.
@@ -41,6 +47,6 @@ def count_labels(
     if before is None:
         return label_frequencies(counts, answers)
     # what learners have in mind does not change by counting again
-    found = label_frequencies(counts, before.federation)
+    found = counted(counts, before.federation)
     present = counts.sum((1, 2))[:, None, None] > 0
     return replace(found, clients=torch.where(present, found.clients, before.clients))

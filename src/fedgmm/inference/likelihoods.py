@@ -36,7 +36,13 @@ def count_learners(prediction: Prediction) -> int:
 
 
 def log_weights(prediction: Prediction) -> Tensor:
-    """``log π`` of every client and, last, of the federation: ``(C + 1, M1, M2)``."""
+    """``log π`` of every client and, last, of the federation: ``(C + 1, M1, M2)``.
+
+    A client that is assigned to a learner has all its weight there, ``M1 = 1``.
+    """
+    if prediction.assignment is not None:
+        places = torch.arange(count_learners(prediction), device=prediction.assignment.device)
+        return (_assigned(prediction)[:, None] == places).double().log()[:, None]
     assert prediction.client_weights is not None
     assert prediction.weights is not None
     table = torch.cat([prediction.client_weights, prediction.weights[None]])
@@ -100,19 +106,27 @@ def mixed_classes(prediction: Prediction, x: Tensor, seen: Tensor, codes: IntArr
 
 def assigned_classes(prediction: Prediction, x: Tensor, codes: IntArray) -> FloatArray:
     """The same by each client's own learner; by the default one for rows without a client."""
-    assignment, default = prediction.assignment, prediction.default_learner
-    assert assignment is not None
-    table = np.append(assignment.cpu().numpy(), -1 if default is None else default)
-    learner_of = table[codes]
+    learner_of = _assigned(prediction).cpu().numpy()[codes]
+    ratios = None if prediction.labels is None else prediction.labels.log_ratios()
     out = np.empty((len(x), prediction.net.classes))
     order = np.argsort(learner_of, kind="stable")
     edges = np.flatnonzero(np.diff(learner_of[order])) + 1
     for rows in np.split(order, edges) if len(x) else ():
-        own = slice(int(learner_of[rows[0]]), int(learner_of[rows[0]]) + 1)
-        learner = {name: value[own] for name, value in prediction.learners.items()}
-        answers = log_learners(prediction, x[torch.from_numpy(rows)], learner)
-        out[rows] = answers[:, 0].cpu().numpy()
+        place = int(learner_of[rows[0]])
+        learner = {name: value[place : place + 1] for name, value in prediction.learners.items()}
+        answers = log_learners(prediction, x[torch.from_numpy(rows)], learner)[:, 0]
+        if ratios is not None:
+            own = ratios[torch.from_numpy(codes[rows]).to(ratios.device), place]
+            answers = torch.log_softmax(answers + own, -1)
+        out[rows] = answers.cpu().numpy()
     return out
+
+
+def _assigned(prediction: Prediction) -> Tensor:
+    """The learner of every client and, last, of rows without one: ``(C + 1,)``; -1 is nobody."""
+    assignment, default = prediction.assignment, prediction.default_learner
+    assert assignment is not None
+    return torch.cat([assignment, assignment.new_tensor([-1 if default is None else default])])
 
 
 def _in_blocks(rows: int, write: Callable[[slice], None], device: torch.device) -> None:

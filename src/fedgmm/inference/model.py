@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedgmm.algorithms.base import DENSITY, Prediction
+from fedgmm.algorithms.base import DENSITY, SHARED_LEARNERS, Prediction
 from fedgmm.core.predictive import adapt_weights
 from fedgmm.core.scaling import Scaling
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
@@ -249,9 +249,13 @@ class FederatedModel:
             dataset: another data set than the one of the training, with rows of all clients; they
                 must be known.
         """
-        self._mixed("weights")  # or it is refused
         if self.algorithm == DENSITY:
             raise ValueError(f"A model without labels ({DENSITY!r}) has no label frequencies.")
+        if self.algorithm not in SHARED_LEARNERS:
+            raise ValueError(
+                f"The learners of {self.algorithm} are each client's own, and know its labels; label "
+                f"frequencies are for {', '.join(SHARED_LEARNERS)}."
+            )
         data = self._data(dataset)
         rows = data.train
         x, seen = self._reader.of_split(rows)

@@ -26,6 +26,7 @@ from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.networks import ModuleFactory, Network, network
 from fedgmm.core.scaling import Scaling
 from fedgmm.files import write_atomically
+from fedgmm.inference.likelihoods import log_weights
 from fedgmm.inference.model import CALIBRATIONS, FederatedModel
 
 FORMAT = 2
@@ -311,13 +312,13 @@ def _labels(facts: dict[str, Any], tensors: dict[str, Tensor]) -> LabelFrequenci
 
 def _check_labels(prediction: Prediction, classes: int) -> None:
     """Frequencies of every class for each pair of a Gaussian and a learner, where there are any."""
-    labels, weights = prediction.labels, prediction.client_weights
+    labels = prediction.labels
     if labels is None:
         return
-    _need(weights is not None, "labels")
-    assert weights is not None
-    _need(labels.clients.shape == (*weights.shape, classes), "labels/clients")
-    _need(labels.federation.shape == (weights.shape[1], classes), "labels/federation")
+    clients, *pairs = log_weights(prediction).shape
+    shape = (math.prod(pairs), classes)
+    _need(labels.clients.shape == (clients - 1, *shape), "labels/clients")
+    _need(labels.federation.shape == shape, "labels/federation")
     for name in ("clients", "federation"):
         value = getattr(labels, name)
         _need(value.dtype == torch.float64 and bool((value > 0).all()), f"labels/{name}")
