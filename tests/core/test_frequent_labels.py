@@ -7,8 +7,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import dirichlet_multinomial
 
-from fedgmm.core.labels import PRIOR_ROWS, label_counts, label_frequencies
+from fedgmm.core import labels as module
+from fedgmm.core.labels import (
+    LabelFrequencies,
+    guessed_labels,
+    label_counts,
+    label_frequencies,
+    prior_rows,
+)
 from fedgmm.core.predictive import log_class_probabilities
 
 
@@ -35,7 +43,7 @@ def test_counts_by_a_plain_loop():
 def test_frequencies_are_frequencies(seed):
     q, labels, codes, counts = drawn(seed)
     label_counts(q, labels, codes, counts)
-    found = label_frequencies(counts, counts.sum(0))
+    found = label_frequencies(counts, counts)
     for value in (found.clients, found.federation):
         assert (value > 0).all()
         torch.testing.assert_close(value.sum(-1), torch.ones_like(value[..., 0]))
@@ -44,12 +52,12 @@ def test_frequencies_are_frequencies(seed):
 
 def test_frequencies_by_hand():
     counts = torch.tensor([[[30.0, 10.0]], [[0.0, 0.0]]], dtype=torch.float64)
-    found = label_frequencies(counts, torch.tensor([[3.0, 1.0]], dtype=torch.float64))
+    found = label_frequencies(counts, torch.tensor([[[3.0, 1.0]]] * 2, dtype=torch.float64))
     np.testing.assert_allclose(found.federation, [[0.75, 0.25]], atol=1e-4)
     np.testing.assert_allclose(found.clients[0], [[0.75, 0.25]], atol=1e-4)
     np.testing.assert_allclose(found.log_ratios()[1], 0.0, atol=1e-12)  # without rows
     more = found.with_client(None, torch.tensor([[0.0, 30.0]], dtype=torch.float64))
-    own = (PRIOR_ROWS * 0.75) / (30 + PRIOR_ROWS)
+    own = (found.prior_rows * 0.75) / (30 + found.prior_rows)
     np.testing.assert_allclose(more.clients[2], [[own, 1 - own]], atol=1e-4)
     again = more.with_client(2, None)
     np.testing.assert_allclose(again.log_ratios()[2], 0.0, atol=1e-12)
@@ -90,3 +98,121 @@ def test_the_correction_is_bayes_rule():
     zero = torch.zeros(2, 1, 1, dtype=torch.float64)
     found = log_class_probabilities(zero, None, shared.log()[:, None], ratios)
     torch.testing.assert_close(found.exp(), right)
+
+
+# ---------------------------------------------------------------------- how much clients differ
+
+
+def dealt(rng, strength, clients=40, rows=200):
+    """Labels of clients whose frequencies are ``Dir(strength · p)``: counts ``(C, 2, 3)`` and ``p``."""
+    p = np.array([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]])
+    own = np.stack([rng.dirichlet(strength * row, size=clients) for row in p], 1)
+    counts = np.array([[rng.multinomial(rows, pair) for pair in client] for client in own])
+    return torch.from_numpy(counts).double(), torch.from_numpy(p)
+
+
+@pytest.mark.parametrize("strength", [1.0, 8.0, 100.0])
+def test_the_prior_is_the_most_likely_one(rng, strength):
+    counts, p = dealt(rng, strength)
+    found = prior_rows(counts, p)
+    assert strength / 2 < found < 2 * strength
+
+    def log_likelihood(prior):
+        return sum(
+            dirichlet_multinomial.logpmf(
+                counts[:, pair].long().numpy(), prior * p[pair].numpy(), 200
+            ).sum()
+            for pair in range(2)
+        )
+
+    assert log_likelihood(found) >= max(log_likelihood(found * 1.26), log_likelihood(found / 1.26))
+
+
+def test_clients_that_are_alike_are_hardly_corrected(rng):
+    p = np.full(60, 1 / 60)
+    counts = torch.from_numpy(rng.multinomial(80, p, size=(100, 1))).double()
+    found = label_frequencies(counts, torch.from_numpy(p).expand(100, 1, 60))
+    assert found.prior_rows > 1000
+    assert found.log_ratios().abs().max() < 0.1
+
+
+def test_whether_learners_tell_labels(rng):
+    counts, p = dealt(rng, 2.0)
+    assert label_frequencies(counts, counts).learners_tell
+    mixed = 0.8 * counts.sum(-1, keepdim=True) * p + 0.2 * counts  # answers that tell a little
+    assert label_frequencies(counts, mixed).learners_tell
+    assert not label_frequencies(counts, counts[torch.randperm(len(counts))]).learners_tell
+    assert not label_frequencies(counts, counts.flip(-1)).learners_tell
+
+
+# ---------------------------------------------------------------------- newcomers without labels
+
+
+def spoken(rng, frequencies, rows=600):
+    """Rows of one Gaussian and one learner that is right for labels of equal frequency."""
+    labels = rng.choice(3, size=rows, p=frequencies)
+    x = rng.normal(size=rows) + 2.5 * labels
+    likelihood = np.exp(-0.5 * (x[:, None] - 2.5 * np.arange(3)) ** 2)
+    log_y = torch.from_numpy(np.log(likelihood / likelihood.sum(1, keepdims=True)))[:, None]
+    return labels, log_y
+
+
+def federation(prior, m1=1, m2=1):
+    pairs = torch.full((m1 * m2, 3), 1 / 3, dtype=torch.float64)
+    return LabelFrequencies(pairs[None], pairs, prior, True)
+
+
+def test_learners_tell_which_labels_a_newcomer_has(rng):
+    labels, log_y = spoken(rng, [0.7, 0.0, 0.3])
+    joint = torch.zeros(len(labels), 1, 1, dtype=torch.float64)
+    rows = guessed_labels(federation(3.0), joint, log_y, 30)
+    np.testing.assert_allclose(rows.sum(), len(labels))
+    np.testing.assert_allclose(rows[0] / len(labels), [0.7, 0.0, 0.3], atol=0.06)
+    few = guessed_labels(federation(3.0), joint, log_y, 3)
+    np.testing.assert_allclose(few[0], rows[0], atol=0.1 * len(labels))
+    assert not guessed_labels(federation(3.0), joint, log_y, 0).any()
+    # a prior that knows better than the rows, and learners that know nothing
+    kept = guessed_labels(federation(1e5), joint, log_y, 30)
+    np.testing.assert_allclose(kept[0], log_y.exp().sum(0)[0], rtol=0.02)
+    nothing = torch.full_like(log_y, np.log(1 / 3))
+    kept = guessed_labels(federation(0.1), joint, nothing, 30)
+    np.testing.assert_allclose(kept[0], len(labels) / 3)
+
+
+def guessing(rng, rows, m1=2, m2=3, classes=4, prior=5.0):
+    log_joint = torch.from_numpy(rng.normal(size=(rows, m1, m2)))
+    log_y = torch.from_numpy(2 * rng.normal(size=(rows, m2, classes))).log_softmax(-1)
+    shared = torch.from_numpy(rng.dirichlet(np.ones(classes), size=m1 * m2))
+    return LabelFrequencies(shared[None], shared, prior, True), log_joint, log_y
+
+
+def test_guesses_by_a_plain_loop(rng, monkeypatch):
+    known, log_joint, log_y = guessing(rng, 11)
+    shared, (n, m1, m2) = known.federation, log_joint.shape
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)  # in parts
+    found = guessed_labels(known, log_joint, log_y, 2)
+    own = shared.clone()
+    for _ in range(2):
+        expected = torch.zeros_like(shared)
+        for i in range(n):
+            r = torch.zeros(m1, m2, 4, dtype=torch.float64)
+            for a in range(m1):
+                for b in range(m2):
+                    ratio = own[a * m2 + b] / shared[a * m2 + b]
+                    r[a, b] = log_joint[i, a, b].exp() * ratio * log_y[i, b].exp()
+            expected += (r / r.sum()).view_as(expected)
+        own = (expected + 5 * shared) / (expected.sum(-1, keepdim=True) + 5)
+    torch.testing.assert_close(found, expected)
+
+
+def test_guesses_become_likelier(rng):
+    """EM: the likelihood of the rows and the prior together never falls."""
+    known, log_joint, log_y = guessing(rng, 60)
+    values = []
+    for count in range(30):
+        own = known.of_counts(guessed_labels(known, log_joint, log_y, count))
+        ratios = (own.log() - known.federation.log()).view(2, 3, -1)
+        rows = (log_joint[..., None] + log_y[:, None] + ratios).flatten(1).logsumexp(-1).sum()
+        values.append(float(rows + known.prior_rows * (known.federation * own.log()).sum()))
+    assert (np.diff(values) > -1e-9).all()
+    assert values[-1] > values[0]

@@ -57,12 +57,13 @@ def test_frequencies_are_expected_rows(rng):
     pi = model.client_weights[rows.codes.numpy()]
     prior = pi * np.exp(log_x[..., None])
     asked = prior / prior.sum((1, 2), keepdims=True)
-    answers = np.einsum("nab,nbk->abk", asked, everything).reshape(4, 2)
+    said = np.einsum("nab,nbk->nabk", asked, everything).reshape(len(x), 4, 2)
     q = prior * np.exp(log_y[:, None])
     q = (q / q.sum((1, 2), keepdims=True)).reshape(len(x), -1)
-    counts = np.zeros((4, 4, 2))
-    for row, label, code in zip(q, labels, rows.codes.numpy(), strict=True):
+    counts, answers = np.zeros((4, 4, 2)), np.zeros((4, 4, 2))
+    for row, label, code, answer in zip(q, labels, rows.codes.numpy(), said, strict=True):
         counts[code, :, label] += row
+        answers[code] += answer
     expected = label_frequencies(torch.from_numpy(counts), torch.from_numpy(answers))
     np.testing.assert_allclose(model.prediction.labels.clients, expected.clients)
     np.testing.assert_allclose(model.prediction.labels.federation, expected.federation)
@@ -79,8 +80,41 @@ def test_newcomers_have_frequencies_too(rng):
     model.adapt("new", x, 1 - y)  # known by now
     assert len(model.prediction.labels.clients) == len(model.names) == 5
     assert model.predict_proba(x, "new")[:, 0].mean() < nobody - 0.1
-    model.adapt("silent", x)  # without labels there is nothing to count
+    model.adapt(
+        "silent", x
+    )  # what learners say of its rows tells that it has the first label alone
+    assert model.predict_proba(x, "silent")[:, 0].mean() > nobody + 0.1
+
+
+@pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg"])
+def test_newcomers_without_labels_gain_by_what_learners_say(rng, algorithm):
+    options = {**OPTIONS, "components": 1, "learners": 1, "rounds": 20}  # weights tell nothing
+    model = train(skewed(rng), algorithm, personal_labels=True, **options)
+    y = (rng.random(800) < 0.9).astype(int)
+    x = rng.normal(size=(800, 2)) + 0.7 * y[:, None]
+    model.adapt("silent", x[:400])
+    model.adapt("told", x[:400], y[:400])
+    nobody, silent, told = (
+        (model.predict(x[400:], who) == y[400:]).mean() for who in (None, "silent", "told")
+    )
+    assert nobody + 0.05 < silent <= told + 0.02
+
+
+def test_learners_that_know_nothing_are_not_asked(rng):
+    """FedAvg after four rounds answers clients of one class with the other, by a little."""
+    model = train(skewed(rng), "fedavg", personal_labels=True, **OPTIONS)
+    y = (rng.random(800) < 0.9).astype(int)
+    x = rng.normal(size=(800, 2)) + 0.7 * y[:, None]
+    model.adapt("silent", x[:400])
+    assert not model.prediction.labels.learners_tell
     np.testing.assert_allclose(model.predict_proba(x, "silent"), model.predict_proba(x))
+
+
+def test_without_gaussians_or_frequencies_there_is_nothing_to_adapt(rng):
+    x = rng.normal(size=(30, 2))
+    plain = train(skewed(rng), "fedem", **OPTIONS)
+    with pytest.raises(ValueError, match="give y, or let it count label frequencies"):
+        plain.adapt("silent", x)
 
 
 def test_rare_labels_do_not_drown_the_learner(rng):
@@ -185,7 +219,8 @@ def test_each_cluster_has_frequencies_of_its_own(rng):
         members = np.isin(codes, np.flatnonzero(cluster.numpy() == place))
         known = answers[members, place].mean(0)
         counts = np.bincount(labels[codes == client], minlength=2)
-        own = (counts + 10 * known) / (counts.sum() + 10)
+        prior = model.prediction.labels.prior_rows
+        own = (counts + prior * known) / (counts.sum() + prior)
         here = data.test.codes.numpy() == client
         expected = before[here] * own / known
         np.testing.assert_allclose(

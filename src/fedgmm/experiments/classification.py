@@ -8,7 +8,7 @@ from typing import Any
 
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import MIXTURES, ImageStudy, prepare_federation
-from fedgmm.experiments.image_trials import facts_of, of_method, run_trials, stopped_early
+from fedgmm.experiments.image_trials import chosen, facts_of, of_method, run_trials, stopped_early
 from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import (
     TITLES,
@@ -92,15 +92,6 @@ def _one_training(trial: Trial[ImageStudy], federation: Federation) -> dict[str,
     }
 
 
-def _chosen(record: dict[str, Any]) -> str:
-    """The learning rate, and what else was chosen."""
-    others = {"server_momentum": "server momentum", "independence": "independence"}
-    parts = [f"{title} {record[name]:g}" for name, title in others.items() if name in record]
-    if record.get("personal_labels"):
-        parts.append("own label frequencies")
-    return ", ".join([f"{record['lr']:.3g}", *parts])
-
-
 def _models(study: ImageStudy) -> str:
     """How many Gaussians and learners the methods have, where they have several, and of which kind."""
     parts = []
@@ -132,7 +123,7 @@ def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
                 TITLES[method],
                 mean_and_spread(values),
                 printed(paper.get(method)),
-                _chosen(own[0]),
+                chosen(own[0]),
                 f"{seconds:.2f}",
             ]
         )

@@ -84,6 +84,15 @@ def facts_of(model: FederatedModel) -> dict[str, Any]:
     }
 
 
+def chosen(record: dict[str, Any]) -> str:
+    """The learning rate of a trial, and what else was chosen."""
+    others = {"server_momentum": "server momentum", "independence": "independence"}
+    parts = [f"{title} {record[name]:g}" for name, title in others.items() if name in record]
+    if record.get("personal_labels"):
+        parts.append("own label frequencies")
+    return ", ".join([f"{record['lr']:.3g}", *parts])
+
+
 def stopped_early(details: Sequence[dict[str, Any]]) -> str:
     """A sentence on trainings that diverged, empty where there are none."""
     lost = [f"{TITLES[one['method']]} (seed {one['seed']})" for one in details if one["stopped"]]

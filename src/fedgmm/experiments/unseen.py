@@ -26,6 +26,7 @@ from fedgmm.data.federated import ClientRows
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, dealt, encoded
 from fedgmm.experiments.image_trials import (
+    chosen,
     facts_of,
     features_of,
     of_method,
@@ -56,10 +57,13 @@ WAYS = {
     "as it is": "the federation's own model",
     "tuned": "global learner tuned on the adaptation rows",
     "labels": "weights from labelled rows",
+    "labels, frequencies": "label frequencies, too, from labelled rows",
     "no labels": "weights from rows without labels",
+    "no labels, frequencies": "label frequencies, too, from rows without labels",
 }
 """What an unseen client may do before it is tested."""
 
+_FREQUENCIES = ", frequencies"
 _PRINTED = {"fedavg": "as it is", "fedavg+": "tuned", "fedem": "labels", "fedgmm": "labels"}
 
 
@@ -193,7 +197,10 @@ def _labels(model: FederatedModel, rows: LabelledRows) -> NDArray[Any]:
 def adapted_accuracy(
     model: FederatedModel, newcomer: Newcomer, labels: bool, iterations: int = 200
 ) -> float:
-    """Test accuracy after the client has learned its weights ``π``, and nothing else."""
+    """Test accuracy after the client has learned its weights ``π``, and nothing else.
+
+    Nothing but label frequencies, that is, where the model counts them.
+    """
     x, features = _arrays(newcomer.adaptation)
     y = _labels(model, newcomer.adaptation) if labels else None
     known = replace(model)  # a copy: the client does not stay
@@ -283,7 +290,7 @@ def reproduce_unseen(
     accuracy = {
         method: {
             way: [_mean(one["unseen"][way]) for one in of_method(details, method)]
-            for way in _ways(method)
+            for way in of_method(details, method)[0]["unseen"]
         }
         for method in study.methods
     }
@@ -300,16 +307,11 @@ def reproduce_unseen(
     return outcome
 
 
-def _ways(method: str) -> tuple[str, ...]:
-    match method:
-        case "fedavg":
-            return ("as it is",)
-        case "fedavg+":
-            return ("as it is", "tuned")
-        case "fedem":
-            return ("as it is", "labels")
-        case _:
-            return ("as it is", "labels", "no labels")
+def _adaptations(method: str, frequencies: bool) -> list[str]:
+    """Ways in which a newcomer adapts: by weights alone, and with label frequencies where they count."""
+    weights = {"fedem": ["labels"], "fedgmm": ["labels", "no labels"]}.get(method, [])
+    own = [f"{way}{_FREQUENCIES}" for way in ("labels", "no labels")] if frequencies else []
+    return weights + own
 
 
 def _mean(values: list[float]) -> float:
@@ -323,15 +325,16 @@ def _one_trial(trial: Trial[UnseenStudy], held_out: HeldOut) -> dict[str, Any]:
     started = time.perf_counter()
     unseen = {"as it is": [accuracy_of(model, one.test, None) for one in newcomers]}
     curves: dict[str, list[float]] = {}
-    for way in _ways(trial.method)[1:]:
-        if way == "tuned":
-            tuned = tuned_model(model, newcomers, trial.options)
-            unseen[way] = [accuracy_of(tuned, one.test, one.name) for one in newcomers]
-            continue
-        labels = way == "labels"
-        unseen[way] = [adapted_accuracy(model, one, labels) for one in newcomers]
+    if trial.method == "fedavg+":
+        tuned = tuned_model(model, newcomers, trial.options)
+        unseen["tuned"] = [accuracy_of(tuned, one.test, one.name) for one in newcomers]
+    weights_alone = replace(model, prediction=replace(model.prediction, labels=None))
+    for way in _adaptations(trial.method, model.prediction.labels is not None):
+        labels = way.startswith("labels")
+        start = model if way.endswith(_FREQUENCIES) else weights_alone
+        unseen[way] = [adapted_accuracy(start, one, labels) for one in newcomers]
         curves[way] = [
-            _mean([adapted_accuracy(model, one, labels, count) for one in newcomers])
+            _mean([adapted_accuracy(start, one, labels, count) for one in newcomers])
             for count in trial.study.iterations
         ]
     return {
@@ -355,7 +358,7 @@ def _curves(study: UnseenStudy, details: list[dict[str, Any]]) -> dict[str, list
             runs = [
                 [_mean(one["unseen"]["as it is"]), *one["adaptation_curves"][way]] for one in own
             ]
-            label = TITLES[method] + (", no labels" if way == "no labels" else "")
+            label = TITLES[method] + ("" if way == "labels" else f", {way}")
             curves[label] = np.mean(runs, axis=0).tolist()
     return curves
 
@@ -368,13 +371,22 @@ def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
         seen = mean_and_spread([one["seen"]["mean_accuracy"] for one in own])
         for way, values in ways.items():
             given = printed(paper.get(method) if way == _PRINTED[method] else None)
-            rows.append([TITLES[method], WAYS[way], mean_and_spread(values), given, seen])
+            rows.append(
+                [TITLES[method], WAYS[way], mean_and_spread(values), given, seen, chosen(own[0])]
+            )
     count = len(outcome.details[0]["newcomers"])
     return (
         f"# {study.dataset}: test accuracy of {count} clients that were not there in training "
         f"({study.track} track)\n\n"
         + markdown_table(
-            ["method", "a new client has", "accuracy (%)", "paper (%)", "training clients (%)"],
+            [
+                "method",
+                "a new client has",
+                "accuracy (%)",
+                "paper (%)",
+                "training clients (%)",
+                "learning rate",
+            ],
             rows,
         )
         + f"\n{100 * study.held_out:g} % of the clients are held out whole: their rows are in no "

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.estep import add_likelihoods, responsibilities
-from fedgmm.core.labels import label_counts
+from fedgmm.core.labels import guessed_labels, label_counts
 from fedgmm.core.learners import at_labels
 from fedgmm.core.mstep import towards_independence
 from fedgmm.core.predictive import adapt_weights
 from fedgmm.inference.likelihoods import count_learners, log_gaussians, log_learners
 
+_LABEL_ROUNDS = 3  # of guessing the labels of a client that tells none
 _RAISED = 1e-3  # share of the start that all pairs have alike: weights of zero could never grow
 
 
@@ -52,18 +53,28 @@ class Newcomer:
     label_rows: Tensor | None = None
 
 
-def learn_from_inputs(prediction: Prediction, seen: Tensor, max_rounds: int) -> Newcomer:
+def learn_from_inputs(prediction: Prediction, x: Tensor, seen: Tensor, max_rounds: int) -> Newcomer:
     """The part of ``π_c`` that inputs decide; learners keep the federation's shares of each Gaussian.
 
+    Where label frequencies count, they are learned as well, from what the learners say of the rows, if
+    that told the labels of the clients that were there.
+
     Args:
-        prediction: a mixture with Gaussians.
-        seen: what these see of the client's rows, ``(n, d)``.
+        prediction: a mixture with Gaussians, or with label frequencies.
+        x: the client's rows as learners see them, ``(n, *shape)``.
+        seen: as the Gaussians see them, ``(n, d)``.
         max_rounds: most iterations.
     """
     weights, log_x = _start(prediction), log_gaussians(prediction, seen)
-    assert log_x is not None
-    marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
-    return Newcomer(marginal[:, None] * weights / weights.sum(-1, keepdim=True), history)
+    history, rows = list[float](), None
+    if log_x is not None:
+        marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
+        weights = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
+    if prediction.labels is not None and prediction.labels.learners_tell:
+        own = weights.log().expand(len(x), *weights.shape).clone()
+        joint, log_y = add_likelihoods(own, log_x), log_learners(prediction, x)
+        rows = guessed_labels(prediction.labels, joint, log_y, min(max_rounds, _LABEL_ROUNDS))
+    return Newcomer(weights, history, rows)
 
 
 def learn_from_labels(

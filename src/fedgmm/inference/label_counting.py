@@ -11,7 +11,6 @@ from fedgmm.algorithms.base import Prediction
 from fedgmm.core.estep import add_likelihoods, responsibilities
 from fedgmm.core.labels import (
     LabelFrequencies,
-    counted,
     label_answers,
     label_counts,
     label_frequencies,
@@ -35,18 +34,17 @@ def count_labels(
     log_pi, before = log_weights(prediction), prediction.labels
     pairs, classes = log_pi[0].numel(), prediction.net.classes
     counts = log_pi.new_zeros(len(log_pi) - 1, pairs, classes)
-    answers = log_pi.new_zeros(pairs, classes)
+    answers = torch.zeros_like(counts)
     for start in range(0, len(x), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
         log_y = log_learners(prediction, x[part])
         joint = add_likelihoods(log_pi[codes[part]], log_gaussians(prediction, seen[part]))
-        answers += label_answers(joint, log_y)
+        label_answers(joint, log_y, codes[part], answers)
         add_likelihoods(joint, None, at_labels(log_y, labels[part]))
         q, _ = responsibilities(joint.flatten(1))
         label_counts(q, labels[part], codes[part], counts)
     if before is None:
         return label_frequencies(counts, answers)
     # what learners have in mind does not change by counting again
-    found = counted(counts, before.federation)
     present = counts.sum((1, 2))[:, None, None] > 0
-    return replace(found, clients=torch.where(present, found.clients, before.clients))
+    return replace(before, clients=torch.where(present, before.of_counts(counts), before.clients))

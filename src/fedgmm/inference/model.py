@@ -205,13 +205,15 @@ class FederatedModel:
     ) -> Adaptation:
         """Bring in a client by learning only its weights ``π``; nobody else changes.
 
-        Where label frequencies count, see :meth:`learn_labels`, its labels are counted, too.
+        Where label frequencies count, see :meth:`learn_labels`, the client gets its own: by counting its
+        labels, or, without any, by what the learners say of its rows.
 
         Args:
             client: a new name; a known one gets new weights.
             X: its rows, ``(n, *input_shape)``.
             y: their labels; ``None`` learns the part of ``π`` that the inputs decide and takes the
-                learners' shares within each Gaussian from the federation.
+                learners' shares within each Gaussian from the federation. Methods without Gaussians
+                need labels, or a model that counts label frequencies.
             features: what the Gaussians see, if that is not the inputs.
             max_rounds: most iterations.
         """
@@ -223,11 +225,12 @@ class FederatedModel:
             labels = torch.from_numpy(class_positions(y, len(x), self.classes)).to(x.device)
             prior = float(self.options.get("independence", 0.0))
             found = learn_from_labels(self.prediction, x, seen, labels, max_rounds, prior)
-        elif self.prediction.gaussians is not None:
-            found = learn_from_inputs(self.prediction, seen, max_rounds)
+        elif self.prediction.gaussians is not None or self.prediction.labels is not None:
+            found = learn_from_inputs(self.prediction, x, seen, max_rounds)
         else:
             raise ValueError(
-                f"{self.algorithm} has no density, so it cannot adapt without labels; give y."
+                f"{self.algorithm} has no density, so it cannot adapt without labels; give y, or let "
+                "it count label frequencies (learn_labels)."
             )
         place = self.names.index(client) if client in self.names else None
         if place is None:
