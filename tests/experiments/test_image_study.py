@@ -34,6 +34,8 @@ def test_tracks():
         ({"methods": ("fedsgd",)}, "methods must be one of"),
         ({"methods": ()}, "methods is empty"),
         ({"seeds": ()}, "seeds is empty"),
+        ({"methods": ("fedavg", "fedem", "fedavg")}, "methods must differ .* 'fedavg' more than"),
+        ({"seeds": (0, 1, 1)}, "seeds must differ from each other, got 1 more than once"),
         ({"encoder": "vgg"}, "encoder must be one of"),
         ({"encoder_dtype": "half"}, "encoder_dtype must be one of"),
         ({"covariance_type": "round"}, "covariance_type must be one of"),

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from fedgmm.experiments.illustration import illustrate, reproduce_illustration
 from fedgmm.experiments.synthetic import Size, reproduce_gaussian, reproduce_non_gaussian
@@ -41,3 +42,18 @@ def test_illustration(tmp_path):
 def test_illustration_is_deterministic():
     first, second = illustrate(4, 100, seed=5), illustrate(4, 100, seed=5)
     assert np.array_equal(first.curves["fedgmm"], second.curves["fedgmm"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": ("fedavg", "fedavg")}, "methods must differ from each other, got 'fedavg'"),
+        ({"methods": ("magic",)}, "methods must be one of"),
+        ({"methods": ()}, "methods is empty"),
+        ({"seeds": (3, 3)}, "seeds must differ from each other, got 3"),
+        ({"seeds": ()}, "seeds is empty"),
+    ],
+)
+def test_bad_sizes(change, message):
+    with pytest.raises(ValueError, match=message):
+        Size(**change)

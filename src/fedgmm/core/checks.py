@@ -40,6 +40,13 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
 
 
+def check_distinct(name: str, values: Sequence[Any]) -> None:
+    """Raise where one of ``values`` comes twice."""
+    twice = [value for place, value in enumerate(values) if value in values[:place]]
+    if twice:
+        raise ValueError(f"{name} must differ from each other, got {twice[0]!r} more than once.")
+
+
 def given_array(name: str, value: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """A finite float64 copy of ``value``, which must have this shape."""
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Generic, Literal, Self, TypeVar, get_args
 
 from fedgmm.algorithms.base import SHARED_LEARNERS
-from fedgmm.core.checks import check_choice, check_integer
+from fedgmm.core.checks import check_choice, check_distinct, check_integer
 from fedgmm.core.devices import resolve_device
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.data.dataset import FederatedDataset
@@ -120,6 +120,8 @@ class ImageStudy:
         for name in ("methods", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one.")
+            # a second value of the same trial would look like a spread
+            check_distinct(name, getattr(self, name))
         for method in self.methods:
             check_choice("methods", method, tuple(TITLES))
         for name in ("rounds", "tuning_rounds", "features", "components", "learners"):
