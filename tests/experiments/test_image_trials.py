@@ -116,15 +116,38 @@ def test_a_trial_is_trained_with_what_was_chosen(tmp_path):
     assert trial.options == replace(SOME.options("fedgmm", 5), lr=0.25, independence=30.0)
 
 
+def finish_a_trial(folder):
+    """Settings bind only where something was trained with them."""
+    recorded(folder, "fedavg-3", lambda: {"method": "fedavg", "seed": 3})
+
+
 def test_one_folder_holds_one_study(tmp_path):
-    open_trials(tmp_path, SOME)
+    finish_a_trial(open_trials(tmp_path, SOME))
     open_trials(tmp_path, replace(SOME, methods=("local",), seeds=(3, 4)))  # these may grow
     with pytest.raises(ValueError, match=r"a study with rounds=2, not 3; choose another folder\.$"):
         open_trials(tmp_path, replace(SOME, rounds=3))
 
 
+def test_settings_that_nothing_was_trained_with_are_replaced(tmp_path):
+    """The first call failed, say at a file that is not there; the next one asks for something else."""
+    open_trials(tmp_path, SOME)
+    file = open_trials(tmp_path, replace(SOME, rounds=3)) / "study.json"
+    assert json.loads(file.read_text())["rounds"] == 3
+    finish_a_trial(tmp_path)
+    with pytest.raises(ValueError, match="a study with rounds=3, not 2"):
+        open_trials(tmp_path, SOME)
+
+
+def test_a_checkpoint_binds_as_well(tmp_path):
+    open_trials(tmp_path, SOME)
+    checkpoint_of(tmp_path, "fedavg-lr-0.1-3").touch()
+    with pytest.raises(ValueError, match="a study with rounds=2, not 3"):
+        open_trials(tmp_path, replace(SOME, rounds=3))
+
+
 def test_settings_younger_than_a_folder_have_their_defaults(tmp_path):
     file = open_trials(tmp_path, SOME) / "study.json"
+    finish_a_trial(tmp_path)
     facts = json.loads(file.read_text())
     del facts["reg_covar"]
     file.write_text(json.dumps(facts))

@@ -93,8 +93,7 @@ def federated_images(
     Returns:
         Clients whose rows are split into 60 % training, 20 % validation and 20 % test.
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must lie above 0 and not above 1, got {fraction!r}.")
+    check_fraction(fraction)
     # independent draws, whatever each step consumes
     sample_seed, deal_seed, shift_seed = np.random.SeedSequence(seed).generate_state(3).tolist()
     if data.writers is not None and data.writer_names is not None:
@@ -142,6 +141,12 @@ def federated_images(
         new_labels,
         description,
     )
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise unless it is a share of the images that leaves some."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must lie above 0 and not above 1, got {fraction!r}.")
 
 
 def _draw_rows(rows: int, fraction: float, seed: int) -> IntArray:

@@ -10,6 +10,7 @@ from fedgmm.algorithms.base import SHARED_LEARNERS
 from fedgmm.core.checks import check_choice, check_distinct, check_integer
 from fedgmm.core.devices import resolve_device
 from fedgmm.core.gaussians import COVARIANCE_TYPES
+from fedgmm.core.networks import LEARNERS
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.encoder import (
     ENCODERS,
@@ -18,7 +19,7 @@ from fedgmm.data.encoder import (
     encode_federation,
     encoder,
 )
-from fedgmm.data.federated_images import FederatedImages, federated_images
+from fedgmm.data.federated_images import FederatedImages, check_fraction, federated_images
 from fedgmm.data.images import load_images
 from fedgmm.experiments.comparison import PAPER_GRID, Tell
 from fedgmm.experiments.results import TITLES
@@ -117,6 +118,8 @@ class ImageStudy:
         check_choice("encoder", self.encoder, ENCODERS)
         check_choice("encoder_dtype", self.encoder_dtype, ("auto", *PRECISIONS))
         check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
+        check_choice("learner", self.learner, ("auto", *LEARNERS))
+        check_fraction(self.fraction)
         for name in ("methods", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one.")

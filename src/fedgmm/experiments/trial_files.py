@@ -60,13 +60,16 @@ class Trial(Generic[StudyT]):
 def open_trials(trials: Path, study: ImageStudy) -> Path:
     """The folder of a study's trials: all of one study, but for what may grow.
 
+    Settings without a trial bind nobody: they are of a call that failed before it trained anything.
+
     Raises:
         ValueError: the folder holds trials of a study with other settings.
     """
     trials.mkdir(parents=True, exist_ok=True)
     file = trials / "study.json"
     facts = _settings(study)
-    if file.is_file():
+    holds_trials = any(not other.name.startswith(file.name) for other in trials.iterdir())
+    if file.is_file() and holds_trials:
         # settings that are younger than the file had their defaults
         held = {**_settings(type(study)()), **json.loads(file.read_text())}
         for setting, value in facts.items():
@@ -75,7 +78,7 @@ def open_trials(trials: Path, study: ImageStudy) -> Path:
                     f"{trials} holds results of a study with {setting}={held[setting]!r}, not "
                     f"{value!r}; choose another folder."
                 )
-    if not file.is_file():
+    else:
         _write_json(file, facts)
     return trials
 
