@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from fedgmm.algorithms.base import DivergedError, RoundInfo
+from fedgmm.algorithms.fedgmm import FedGMM
 from fedgmm.core.networks import Params
 from fedgmm.core.scaling import Scaling
-from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.federation.checkpoint import (
     AnyMethod,
     Best,
@@ -231,7 +232,9 @@ class TrainingRun:
 
     @cached_property
     def _data(self) -> str:
-        return fingerprint(self.dataset)
+        """The fingerprint of what the method sees: features are for Gaussians alone."""
+        density = isinstance(self.method, FedGMM) and self.method.density
+        return fingerprint(self.dataset, features=density)
 
     @cached_property
     def _record(self) -> dict[str, Any]:
@@ -265,11 +268,14 @@ class TrainingRun:
         if self.checkpoint is None or not self.checkpoint.path.exists():
             return None
         stored = read_checkpoint(self.checkpoint.path)
-        stored.check_settings(self._record, self._data)
+        # older checkpoints of methods without Gaussians were about features, too
+        stored.check_settings(self._record, self._data, fingerprint(self.dataset))
         method = self.warm_up if stored.phase == "warmup" else self.method
         progress = stored.progress(method, self.scaled.train.device)
         self.history, self.best = progress.history, progress.best
-        return _Part(progress.phase, method, progress.run, progress.first_round)
+        run = progress.run
+        run.shared = _facing(method, run.shared, self.scaled.train)
+        return _Part(progress.phase, method, run, progress.first_round)
 
     # ------------------------------------------------------------------ how it ends
 
@@ -315,3 +321,19 @@ class TrainingRun:
             features_are_inputs=self.dataset.train.features_are_inputs,
             dataset=self.dataset,
         )
+
+
+def _facing(method: AnyMethod, shared: Any, rows: LabelledRows) -> Any:
+    """A state that may have been trained with other features than ``rows`` have.
+
+    Without a density the one Gaussian is the mean of the features, which nothing depends on; it only has
+    to have their number.
+    """
+    frame = getattr(method, "average", method)  # FedAvg+ is FedAvg until the last round
+    if not isinstance(frame, FedGMM) or frame.density:
+        return shared
+    gaussians = shared.mixture.gaussians
+    if gaussians.means.shape[-1] == rows.features.columns:
+        return shared
+    own = frame.gaussians.start(rows.features, "kmeans", frame.training.seed).gaussians
+    return replace(shared, mixture=replace(shared.mixture, gaussians=own))

@@ -192,6 +192,25 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
     assert resumed.accuracy == whole.accuracy
 
 
+def test_methods_may_join_after_an_interruption(tmp_path, femnist, monkeypatch):
+    """FedGMM's features are nothing to the training of FedAvg that goes on beside it."""
+    alone = ImageStudy(**{**SOME, "methods": ("fedavg",), "rounds": 3, "tuning_rounds": 2})
+
+    def stopped_after_a_round(dataset, *, until, **others):
+        model = train(dataset, until=1, **others)
+        model.stopped = "interrupted"
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trial_files, "train", stopped_after_a_round)
+        with pytest.raises(KeyboardInterrupt):
+            reproduce_classification(tmp_path / "out", alone, data_dir=femnist)
+    assert list((tmp_path / "out").rglob("fedavg-lr-*.safetensors"))
+    both = replace(alone, methods=("fedavg", "fedgmm"))
+    grown = reproduce_classification(tmp_path / "out", both, data_dir=femnist)
+    assert grown.accuracy == reproduce_classification(tmp_path / "o", both, data_dir=femnist).accuracy
+
+
 def test_without_data(tmp_path):
     with pytest.raises(ImageFileError, match="femnist"):
         reproduce_classification(tmp_path / "out", ImageStudy(**SOME), data_dir=tmp_path)

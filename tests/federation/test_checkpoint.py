@@ -26,6 +26,7 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 from torch import Tensor, nn
 
+from fedgmm import training_run
 from fedgmm.algorithms.fedgmm import FedGMM
 from fedgmm.core.networks import network
 from fedgmm.data.dataset import FederatedDataset
@@ -839,6 +840,35 @@ def test_features_of_their_own_go_on(tmp_path, rng):
     options = {**SMALL, "rounds": 4}
     model, _, rounds, _ = copies_of(tmp_path, data, "fedgmm", **options)
     assert_same_model(train(data, checkpoint=Checkpoint(rounds[1]), **options), model)
+
+
+@pytest.mark.parametrize("patience", [None, 5])
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "fedgmm"])
+def test_features_are_nothing_to_methods_without_gaussians(tmp_path, rng, algorithm, patience):
+    """Whoever trains them may or may not have encoded the images."""
+    x, seen = rng.normal(size=(90, 3)), rng.normal(size=(90, 2))
+    y, who = (x[:, 0] > 0).astype(int), np.arange(90) % 3
+    plain = FederatedDataset.from_arrays(x, y, who)
+    encoded = FederatedDataset.from_arrays(x, y, who, features=seen)
+    options = {**SMALL, "rounds": 4, "solver": "sgd", "patience": patience}
+    for first, second in ((plain, encoded), (encoded, plain)):
+        model, _, rounds, _ = copies_of(tmp_path, first, algorithm, **options)
+        again = train(second, algorithm, checkpoint=Checkpoint(rounds[1]), **options)
+        for name, value in model.prediction.learners.items():
+            assert torch.equal(value, again.prediction.learners[name])
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+
+
+def test_an_older_checkpoint_tells_of_features_that_nobody_saw(tmp_path, rng, monkeypatch):
+    x, seen = rng.normal(size=(90, 3)), rng.normal(size=(90, 2))
+    y, who = (x[:, 0] > 0).astype(int), np.arange(90) % 3
+    data = FederatedDataset.from_arrays(x, y, who, features=seen)
+    checkpoint = Checkpoint(tmp_path / "c")
+    with monkeypatch.context() as patch:
+        patch.setattr(training_run, "fingerprint", lambda data, features=True: fingerprint(data))
+        train(data, "fedavg", rounds=1, checkpoint=checkpoint, **SMALL)
+    train(data, "fedavg", rounds=2, checkpoint=checkpoint, **SMALL)
 
 
 def test_a_damaged_file_stops_training_before_it_starts(tmp_path, rng, whole):

@@ -127,10 +127,14 @@ class Progress:
         return Run(self.shared, self.personal, infos, self.round, self.judged, self.converged)
 
 
-def fingerprint(dataset: FederatedDataset) -> str:
+def fingerprint(dataset: FederatedDataset, features: bool = True) -> str:
     """A number that other clients, classes, labels or rows would change.
 
     Of the training and validation rows; of their inputs only a sample, so that it costs little.
+
+    Args:
+        dataset: the clients.
+        features: whether what the Gaussians see counts, if that is not the inputs.
     """
     names = [str(name) for name in dataset.names]
     known = repr((names, dataset.classes.tolist(), dataset.input_shape))
@@ -140,7 +144,7 @@ def fingerprint(dataset: FederatedDataset) -> str:
         _add_to(digest, rows.labels)
         step = 1 + len(rows) // _SAMPLED_ROWS
         _add_to(digest, rows.inputs[::step])
-        if not rows.features_are_inputs:
+        if features and not rows.features_are_inputs:
             for chunk in rows.features.chunks:
                 _add_to(digest, chunk[::step])
     return digest.hexdigest()
@@ -304,12 +308,12 @@ class StoredProgress:
         """Whose state it is: the warm-up's or the method's own."""
         return "warmup" if self.facts.get("phase") == "warmup" else "main"
 
-    def check_settings(self, options: Mapping[str, Any], data: str) -> None:
+    def check_settings(self, options: Mapping[str, Any], *data: str) -> None:
         """Make sure that the training that goes on has the same options and data as this one.
 
         Args:
             options: as plain values; ``FREE_OPTIONS`` may differ, but rounds that are done stay.
-            data: the fingerprint.
+            *data: fingerprints, any of which will do.
 
         Raises:
             OtherTrainingError: it has not.
@@ -323,7 +327,7 @@ class StoredProgress:
                     f"{self.path} is of a training with {name}={then!r}, not {now!r}; give the same "
                     f"{name} to go on, or another file to start again."
                 )
-        if self.facts.get("data") != data:
+        if self.facts.get("data") not in data:
             raise OtherTrainingError(
                 f"{self.path} is of a training on other data; give the same data set to go on, or "
                 "another file to start again."
