@@ -236,6 +236,14 @@ def test_table_and_curve(tmp_path, femnist, monkeypatch):
     assert reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist) == outcome
 
 
+def test_methods_without_gaussians_need_no_encoder(tmp_path, femnist, monkeypatch):
+    some = replace(SMALL, methods=("fedavg", "fedavg+", "fedem"))
+    whole = reproduce_unseen(tmp_path / "whole", replace(SMALL, track="paper"), data_dir=femnist)
+    monkeypatch.setattr(image_study, "encoder", None)
+    alone = reproduce_unseen(tmp_path / "alone", replace(some, track="paper"), data_dir=femnist)
+    assert alone.accuracy == {method: whole.accuracy[method] for method in some.methods}
+
+
 def test_without_mixtures_there_is_no_curve(tmp_path, femnist):
     study = replace(SMALL, methods=("fedavg",), track="paper")
     reproduce_unseen(tmp_path, study, data_dir=femnist)

@@ -146,6 +146,8 @@ def hold_out_clients(
     drawn = np.random.default_rng([seed, len(names)]).permutation(len(names))[:count].tolist()
     away = [names[code] for code in sorted(drawn)]
     at_home = [name for name in names if name not in set(away)]
+    if "fedgmm" not in study.methods:  # nobody has Gaussians that would see features
+        return HeldOut(everyone.select(at_home), _newcomers(everyone.select(away), seed))
     training = encoded(study, everyone.select(at_home), data_dir, cache)
     unseen = training.feature_map.attach(everyone.select(away))
     return HeldOut(training.dataset, _newcomers(unseen, seed))
