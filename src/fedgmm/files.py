@@ -1,10 +1,22 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and what they hold in a few digits."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
+
+_HASH_BYTES = 1 << 20
+
+
+def sha256_of(path: Path) -> str:
+    """The checksum of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_atomically(path: Path, data: bytes, *, shared: bool = False) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from fedgmm.core.networks import Params
 from fedgmm.core.scaling import Scaling
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.federation.checkpoint import (
+    WEIGHTS,
     AnyMethod,
     Best,
     Checkpoint,
@@ -28,6 +30,7 @@ from fedgmm.federation.checkpoint import (
     save_progress,
 )
 from fedgmm.federation.loop import Answers, Participation, Run, continue_rounds
+from fedgmm.files import sha256_of
 from fedgmm.inference.model import FederatedModel
 
 if TYPE_CHECKING:
@@ -238,11 +241,12 @@ class TrainingRun:
 
     @cached_property
     def _record(self) -> dict[str, Any]:
-        """The options as JSON can hold them."""
+        """The options as JSON can hold them, and what the file of weights holds."""
+        weights = self.options.pretrained
         return {
             name: value.item() if isinstance(value, np.generic) else value
             for name, value in self.options.record().items()
-        }
+        } | {WEIGHTS: None if weights is None else sha256_of(Path(weights))}
 
     def _save(self, part: _Part) -> None:
         if self.checkpoint is None:

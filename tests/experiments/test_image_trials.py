@@ -157,6 +157,47 @@ def test_settings_younger_than_a_folder_have_their_defaults(tmp_path):
         open_trials(tmp_path, replace(SOME, reg_covar=0.5))
 
 
+@pytest.fixture
+def weights(tmp_path):
+    """Two files of weights, as far as a folder can tell."""
+    for name in ("one", "two"):
+        (tmp_path / name).write_bytes(name.encode())
+    return tmp_path / "one", tmp_path / "two"
+
+
+def test_pretrained_weights_are_known_by_what_they_hold(tmp_path, weights):
+    one, two = weights
+    study = replace(SOME, pretrained=str(one))
+    finish_a_trial(open_trials(tmp_path / "trials", study))
+    elsewhere = one.rename(tmp_path / "elsewhere")
+    open_trials(tmp_path / "trials", replace(study, pretrained=str(elsewhere)))
+    with pytest.raises(ValueError, match=r"pretrained_sha256='.*', not '.*'; choose another"):
+        open_trials(tmp_path / "trials", replace(study, pretrained=str(two)))
+    with pytest.raises(ValueError, match="pretrained=True, not False"):
+        open_trials(tmp_path / "trials", SOME)
+
+
+def test_weights_that_are_not_there_are_told(tmp_path):
+    study = replace(SOME, pretrained=str(tmp_path / "nope.safetensors"))
+    with pytest.raises(ValueError, match=r"nope\.safetensors cannot be read \(No such file"):
+        open_trials(tmp_path / "trials", study)
+    assert not (tmp_path / "trials").exists()
+
+
+@pytest.mark.parametrize("written", [True, "somewhere/else.safetensors"])
+def test_older_folders_do_not_tell_which_weights(tmp_path, weights, written):
+    study = replace(SOME, pretrained=str(weights[0]))
+    file = open_trials(tmp_path / "trials", study) / "study.json"
+    finish_a_trial(file.parent)
+    facts = json.loads(file.read_text())
+    del facts["pretrained_sha256"]
+    file.write_text(json.dumps({**facts, "pretrained": written}))
+    for path in weights:
+        open_trials(tmp_path / "trials", replace(study, pretrained=str(path)))
+    with pytest.raises(ValueError, match="pretrained=True, not False"):
+        open_trials(tmp_path / "trials", SOME)
+
+
 class Killed(BaseException):
     """The process ends here."""
 

@@ -38,6 +38,7 @@ from fedgmm.federation.checkpoint import (
     Checkpoint,
     CheckpointError,
     Progress,
+    StoredProgress,
     fingerprint,
     load_progress,
     read_checkpoint,
@@ -807,6 +808,32 @@ def test_the_same_file_for_another_training(tmp_path, rng):
     # plain numbers of NumPy are the same numbers
     same = replace(base, seed=np.int64(0), lr=np.float64(0.1), components=np.int32(2))
     train(data, options=same, checkpoint=checkpoint)
+
+
+def test_pretrained_weights_may_lie_elsewhere(tmp_path, rng):
+    from safetensors.torch import save_file
+
+    from fedgmm.core.backbones import MobileNetV2
+
+    for name in ("one", "two"):
+        save_file(MobileNetV2(2).state_dict(), tmp_path / name)
+    pictures = rng.integers(0, 256, size=(8, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pictures, np.arange(8) % 2, np.arange(8) % 2)
+    options = {"algorithm": "local", "learner": "mobilenet", "lr": 1e-4}
+    options["checkpoint"] = Checkpoint(tmp_path / "c")
+    train(data, pretrained=str(tmp_path / "one"), rounds=1, **options)
+    (tmp_path / "one").rename(tmp_path / "moved")
+    train(data, pretrained=str(tmp_path / "moved"), rounds=2, **options)
+    for other in (None, str(tmp_path / "two")):
+        with pytest.raises(CheckpointError, match=r"with pretrained='sha256 \w+', not .*another"):
+            train(data, pretrained=other, rounds=3, **options)
+
+
+def test_weights_of_an_older_checkpoint_are_known_by_their_place():
+    old = StoredProgress(Path("c"), {"options": {"pretrained": "one"}, "data": "d"}, {})
+    old.check_settings({"pretrained": "one", "pretrained_sha256": "1"}, "d")
+    with pytest.raises(CheckpointError, match="pretrained='one', not 'two'"):
+        old.check_settings({"pretrained": "two", "pretrained_sha256": "1"}, "d")
 
 
 def test_the_same_file_for_other_data(tmp_path):

@@ -15,8 +15,8 @@ from typing import Any, Generic
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.experiments.comparison import pass_on_interrupt
 from fedgmm.experiments.image_study import ImageStudy, StudyT
-from fedgmm.federation.checkpoint import Checkpoint
-from fedgmm.files import write_atomically
+from fedgmm.federation.checkpoint import WEIGHTS, Checkpoint
+from fedgmm.files import sha256_of, write_atomically
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, train
 
@@ -63,15 +63,17 @@ def open_trials(trials: Path, study: ImageStudy) -> Path:
     Settings without a trial bind nobody: they are of a call that failed before it trained anything.
 
     Raises:
-        ValueError: the folder holds trials of a study with other settings.
+        ValueError: the folder holds trials of a study with other settings, or the pretrained weights
+            are not there.
     """
-    trials.mkdir(parents=True, exist_ok=True)
     file = trials / "study.json"
     facts = _settings(study)
+    trials.mkdir(parents=True, exist_ok=True)
     holds_trials = any(not other.name.startswith(file.name) for other in trials.iterdir())
     if file.is_file() and holds_trials:
         # settings that are younger than the file had their defaults
-        held = {**_settings(type(study)()), **json.loads(file.read_text())}
+        held = {**_settings(type(study)()), WEIGHTS: facts[WEIGHTS], **json.loads(file.read_text())}
+        held["pretrained"] = bool(held["pretrained"])  # some files tell where the weights were
         for setting, value in facts.items():
             if held[setting] != value:
                 raise ValueError(
@@ -84,11 +86,25 @@ def open_trials(trials: Path, study: ImageStudy) -> Path:
 
 
 def _settings(study: ImageStudy) -> dict[str, Any]:
-    """What all trials of a folder have in common, as JSON gives it back."""
+    """What all trials of a folder have in common, as JSON gives it back.
+
+    Pretrained weights are what their file holds, wherever it lies.
+    """
     facts = {name: value for name, value in asdict(study).items() if name not in _MAY_GROW}
-    facts["pretrained"] = study.pretrained is not None  # wherever the file lies
+    facts["pretrained"] = study.pretrained is not None
+    facts[WEIGHTS] = None if study.pretrained is None else _checksum(Path(study.pretrained))
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain
+
+
+def _checksum(weights: Path) -> str:
+    try:
+        return sha256_of(weights)
+    except OSError as error:
+        raise ValueError(
+            f"The pretrained weights {weights} cannot be read ({error.strerror}); give the file that the "
+            "learners start from, wherever it lies now."
+        ) from None
 
 
 def _write_json(file: Path, record: dict[str, Any]) -> None:

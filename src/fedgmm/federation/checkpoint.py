@@ -34,6 +34,9 @@ FORMAT = 1
 FREE_OPTIONS = ("rounds", "device", "personal_labels")
 """Options that may differ when a training goes on: they do not change rounds that are done."""
 
+WEIGHTS = "pretrained_sha256"
+"""Beside the options: the checksum of the file that ``pretrained`` names, or ``None``."""
+
 Phase = Literal["warmup", "main"]
 AnyMethod = SupervisedMethod[Any, Any, Any]
 
@@ -313,6 +316,7 @@ class StoredProgress:
 
         Args:
             options: as plain values; ``FREE_OPTIONS`` may differ, but rounds that are done stay.
+                Pretrained weights are compared by ``WEIGHTS``, wherever the file lies.
             *data: fingerprints, any of which will do.
 
         Raises:
@@ -320,7 +324,9 @@ class StoredProgress:
         """
         stored = self.facts.get("options")
         stored = stored if isinstance(stored, dict) else {}
-        for name in sorted({*stored, *options} - set(FREE_OPTIONS)):
+        if WEIGHTS in stored and WEIGHTS in options:  # older checkpoints tell only where the file was
+            stored, options = _by_content(stored), _by_content(options)
+        for name in sorted({*stored, *options} - {*FREE_OPTIONS, WEIGHTS}):
             then, now = stored.get(name), options.get(name)
             if then != now:
                 raise OtherTrainingError(
@@ -386,6 +392,12 @@ class StoredProgress:
             dict(facts["options"]),
             str(facts["data"]),
         )
+
+
+def _by_content(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with what the file of weights holds in the place of its name."""
+    checksum = options[WEIGHTS]
+    return {**options, "pretrained": None if checksum is None else f"sha256 {checksum}"}
 
 
 def _frame(method: AnyMethod) -> Any:

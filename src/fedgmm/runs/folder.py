@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fedgmm.files import write_atomically
-
-_HASH_BYTES = 1 << 20
+from fedgmm.files import sha256_of, write_atomically
 
 
 class RunError(ValueError):
@@ -207,12 +205,4 @@ def check_files_unchanged(folder: RunFolder) -> None:
 
 def fingerprints(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Size and checksum of files, to see later whether they changed."""
-    return {str(path): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    return {str(path): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
