@@ -198,6 +198,25 @@ def test_older_folders_do_not_tell_which_weights(tmp_path, weights, written):
         open_trials(tmp_path / "trials", SOME)
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"{}"])
+def test_a_damaged_record_is_named_with_its_remedy(tmp_path, content):
+    record_of(tmp_path, "fedavg-tuning").write_bytes(content)
+    message = r"fedavg-tuning\.json is damaged; delete it, and it is made again\.$"
+    with pytest.raises(ValueError, match=message):
+        recorded(tmp_path, "fedavg-tuning", dict, "chosen")
+
+
+def test_a_damaged_study_is_named_with_its_remedy(tmp_path):
+    file = open_trials(tmp_path, SOME) / "study.json"
+    finish_a_trial(tmp_path)
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"study\.json is damaged; delete it, and it is made"):
+        open_trials(tmp_path, SOME)
+    file.unlink()
+    open_trials(tmp_path, SOME)
+    assert json.loads(file.read_text())["rounds"] == 2
+
+
 class Killed(BaseException):
     """The process ends here."""
 

@@ -233,6 +233,18 @@ def test_choices_of_another_search_are_refused(tmp_path, femnist):
             reproduce_classification(tmp_path, STUDY, data_dir=femnist)
 
 
+def test_damaged_choices_are_made_again_once_they_are_deleted(tmp_path, femnist):
+    expected = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    for name in ("local-tuning", "local-0"):
+        file = tmp_path / FOLDER / f"{name}.json"
+        file.write_text("{}" if name == "local-tuning" else "")
+        with pytest.raises(ValueError, match=rf"{name}\.json is damaged; delete it"):
+            reproduce_classification(tmp_path, LONG, data_dir=femnist)
+        file.unlink()
+        again = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+        assert again.accuracy == expected.accuracy
+
+
 @pytest.mark.parametrize(("choices", "extra"), [((2,), 0), ((1,), 1)])
 def test_a_study_of_several_cells_uses_the_training_that_won(
     tmp_path, femnist, rounds, choices, extra

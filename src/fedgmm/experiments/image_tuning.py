@@ -66,6 +66,7 @@ def chosen_options(
         trials,
         f"{method}-tuning",
         lambda: _search(Trial(trials, "", study, method, study.seeds[0], {}), federation(), tell),
+        "chosen",
     )
     chosen: dict[str, Any] = record["chosen"]
     wanted = {name for choices in study.choices(method) for name in choices[0]}
@@ -180,7 +181,7 @@ class _Search:
                 return {"score": _plain(judge(_trained_until(trial, self.dataset, until)))}
 
         name = self._score_name(choice, until, judge)
-        score = recorded(trial.folder, name, run, keep_checkpoint=True)["score"]
+        score = recorded(trial.folder, name, run, "score", keep_checkpoint=True)["score"]
         return -math.inf if score is None else float(score)
 
     def _score_name(self, choice: Choice, until: int, judge: Judge) -> str:

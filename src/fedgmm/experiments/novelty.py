@@ -78,7 +78,7 @@ def reproduce_novelty(
         tell(f"class {study.left_out} left out")
         trial = Trial(trials, f"left-out-{first}", sized, "fedgmm", first, chosen_of(own))
         run = partial(_left_out_trial, trial, data_dir, cache)
-        left_out = recorded(trials, trial.name, run)["auroc"]
+        left_out = recorded(trials, trial.name, run, "auroc")["auroc"]
     outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
     record = {"study": asdict(study), "chosen": sized.density, **asdict(outcome)}
     write_results(folder, name, record, results_in_markdown(sized, outcome))

@@ -63,7 +63,7 @@ def choose_density(
             best = replace(best, **stage[int(np.argmax(scores))])
         return {"best": best.density, "tried": tried}
 
-    return replace(study, **recorded(trials, "density", run)["best"])
+    return replace(study, **recorded(trials, "density", run, "best")["best"])
 
 
 def _encoded(dataset: FederatedDataset, base: Encoder, cache: Path | None) -> dict[str, Features]:

@@ -26,6 +26,10 @@ _ROUNDS_A_CHECKPOINT = 50
 _WATCHED_ROUNDS = 5
 
 
+class DamagedRecordError(ValueError):
+    """A file of a trial that is not what was written: which one, and what to do."""
+
+
 @dataclass(frozen=True)
 class Trial(Generic[StudyT]):
     """One training of a study.
@@ -72,7 +76,7 @@ def open_trials(trials: Path, study: ImageStudy) -> Path:
     holds_trials = any(not other.name.startswith(file.name) for other in trials.iterdir())
     if file.is_file() and holds_trials:
         # settings that are younger than the file had their defaults
-        held = {**_settings(type(study)()), WEIGHTS: facts[WEIGHTS], **json.loads(file.read_text())}
+        held = {**_settings(type(study)()), WEIGHTS: facts[WEIGHTS], **_read_json(file)}
         held["pretrained"] = bool(held["pretrained"])  # some files tell where the weights were
         for setting, value in facts.items():
             if held[setting] != value:
@@ -111,10 +115,36 @@ def _write_json(file: Path, record: dict[str, Any]) -> None:
     write_atomically(file, (json.dumps(record, indent=1) + "\n").encode(), shared=True)
 
 
+def _read_json(file: Path, *needed: str) -> dict[str, Any]:
+    """What a file holds; these entries must be among it."""
+    try:
+        record = json.loads(file.read_bytes())
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or any(name not in record for name in needed):
+        raise DamagedRecordError(f"{file} is damaged; delete it, and it is made again.")
+    return record
+
+
 def recorded(
-    trials: Path, trial: str, run: Callable[[], dict[str, Any]], keep_checkpoint: bool = False
+    trials: Path,
+    trial: str,
+    run: Callable[[], dict[str, Any]],
+    *needed: str,
+    keep_checkpoint: bool = False,
 ) -> dict[str, Any]:
-    """What a trial left behind; where it left nothing it is run. Its checkpoint goes."""
+    """What a trial left behind; where it left nothing it is run. Its checkpoint goes.
+
+    Args:
+        trials: the folder of all trials.
+        trial: its name.
+        run: returns what is written to its file.
+        *needed: entries that its file must have.
+        keep_checkpoint: its checkpoint stays.
+
+    Raises:
+        DamagedRecordError: its file cannot be read, or has not got these entries.
+    """
     file = record_of(trials, trial)
     if not file.is_file():
         _write_json(file, run())
@@ -122,8 +152,7 @@ def recorded(
         not keep_checkpoint
     ):  # even of a trial on file: it may have been killed just before this line
         checkpoint_of(trials, trial).unlink(missing_ok=True)
-    record: dict[str, Any] = json.loads(file.read_text())
-    return record
+    return _read_json(file, *needed)
 
 
 def record_of(trials: Path, trial: str) -> Path:
