@@ -208,7 +208,54 @@ def test_methods_may_join_after_an_interruption(tmp_path, femnist, monkeypatch):
     assert list((tmp_path / "out").rglob("fedavg-lr-*.safetensors"))
     both = replace(alone, methods=("fedavg", "fedgmm"))
     grown = reproduce_classification(tmp_path / "out", both, data_dir=femnist)
-    assert grown.accuracy == reproduce_classification(tmp_path / "o", both, data_dir=femnist).accuracy
+    assert (
+        grown.accuracy == reproduce_classification(tmp_path / "o", both, data_dir=femnist).accuracy
+    )
+
+
+def methods_in_files(folder, name="classification-femnist-paper"):
+    """Those of the JSON, which must be those of the table."""
+    record = json.loads((folder / f"{name}.json").read_text())
+    methods = record["study"]["methods"]
+    assert list(record["accuracy"]) == methods
+    table = (folder / f"{name}.md").read_text()
+    assert [line.split(" | ")[0][2:] for line in table.splitlines() if line.startswith("| ")][
+        1:
+    ] == [TITLES[method] for method in methods]
+    return methods
+
+
+def test_every_method_that_is_whole_on_file_is_in_the_table(tmp_path, femnist, monkeypatch):
+    """Whichever program ends last tells of all that share the folder."""
+    study = ImageStudy(**{**SOME, "track": "paper", "methods": ("local",)})
+    alone = reproduce_classification(tmp_path, study, data_dir=femnist)
+    later = replace(study, methods=("clustered", "fedavg"))
+    outcome = reproduce_classification(tmp_path, later, data_dir=femnist)
+    assert methods_in_files(tmp_path) == ["local", "fedavg", "clustered"]  # in the usual order
+    assert outcome.accuracy["local"] == alone.accuracy["local"]
+    assert [one["method"] for one in outcome.details] == ["local", "fedavg", "clustered"]
+
+    monkeypatch.setattr(trial_files, "train", None)
+    assert reproduce_classification(tmp_path, study, data_dir=femnist) == outcome
+
+
+def test_what_is_not_whole_on_file_is_not_in_the_table(tmp_path, femnist):
+    study = ImageStudy(**{**SOME, "track": "paper", "methods": ("local", "fedavg", "clustered")})
+    reproduce_classification(tmp_path, study, data_dir=femnist)
+    trials = tmp_path / "classification-femnist-paper"
+    (trials / "fedavg-0.json").write_text("")
+    record = json.loads((trials / "clustered-0.json").read_text())
+    (trials / "clustered-0.json").write_text(json.dumps({**record, "lr": 7.0}))
+    reproduce_classification(tmp_path, replace(study, methods=("local",)), data_dir=femnist)
+    assert methods_in_files(tmp_path) == ["local"]
+
+
+def test_all_seeds_of_a_table_are_the_same(tmp_path, femnist):
+    study = ImageStudy(**{**SOME, "track": "paper", "methods": ("local",)})
+    reproduce_classification(tmp_path, study, data_dir=femnist)
+    more = replace(study, methods=("fedavg",), seeds=(0, 1))
+    assert list(reproduce_classification(tmp_path, more, data_dir=femnist).accuracy) == ["fedavg"]
+    assert methods_in_files(tmp_path) == ["fedavg"]
 
 
 def test_without_data(tmp_path):

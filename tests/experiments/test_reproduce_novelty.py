@@ -144,3 +144,20 @@ def test_methods_may_come_one_by_one(tmp_path, mnist, monkeypatch):
     both = reproduce_novelty(tmp_path, replace(SMALL, methods=("fedavg", "fedgmm")), data_dir=mnist)
     assert list(both.metrics) == ["fedavg", "fedgmm"]
     assert all(torch.equal(features, tuned[0]) for features in tuned)
+
+
+def test_every_method_that_is_whole_on_file_is_in_the_table(tmp_path, mnist, monkeypatch):
+    study = replace(FIXED, methods=("fedgmm",), track="paper")
+    name = "novelty-mnist-paper"
+    alone = reproduce_novelty(tmp_path, study, data_dir=mnist)
+    both = reproduce_novelty(tmp_path, replace(study, methods=("fedavg",)), data_dir=mnist)
+    assert list(both.metrics) == ["fedavg", "fedgmm"]
+    assert both.left_out == alone.left_out
+    assert both.perturbed == alone.perturbed
+    assert "without class 1 in training" in (tmp_path / f"{name}.md").read_text()
+
+    (tmp_path / name / "left-out-0.json").unlink()  # another program is at it
+    monkeypatch.setattr(trial_files, "train", None)
+    rest = reproduce_novelty(tmp_path, replace(study, methods=("fedavg",)), data_dir=mnist)
+    assert list(rest.metrics) == ["fedavg"]
+    assert not rest.left_out

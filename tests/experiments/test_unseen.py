@@ -244,6 +244,15 @@ def test_methods_without_gaussians_need_no_encoder(tmp_path, femnist, monkeypatc
     assert alone.accuracy == {method: whole.accuracy[method] for method in some.methods}
 
 
+def test_every_method_that_is_whole_on_file_is_in_the_table(tmp_path, femnist):
+    for method in ("fedem", "fedavg"):
+        study = replace(SMALL, methods=(method,), track="paper")
+        outcome = reproduce_unseen(tmp_path, study, data_dir=femnist)
+    assert list(outcome.accuracy) == ["fedavg", "fedem"]
+    table = (tmp_path / "unseen-femnist-paper.md").read_text()
+    assert table.index("| FedAvg |") < table.index("| FedEM |")
+
+
 def test_without_mixtures_there_is_no_curve(tmp_path, femnist):
     study = replace(SMALL, methods=("fedavg",), track="paper")
     reproduce_unseen(tmp_path, study, data_dir=femnist)

@@ -8,7 +8,14 @@ from typing import Any
 
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import MIXTURES, ImageStudy, prepare_federation
-from fedgmm.experiments.image_trials import chosen, facts_of, of_method, run_trials, stopped_early
+from fedgmm.experiments.image_trials import (
+    chosen,
+    facts_of,
+    of_method,
+    run_trials,
+    stopped_early,
+    tabulated,
+)
 from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import (
     TITLES,
@@ -57,16 +64,17 @@ def reproduce_classification(
     """
     from fedgmm.report.image_figures import plot_curves
 
-    study = study or ImageStudy()
-    name = f"classification-{study.label}"
-    trials = open_trials(folder / name, study)
-    details = run_trials(
+    asked = study or ImageStudy()
+    name = f"classification-{asked.label}"
+    trials = open_trials(folder / name, asked)
+    run_trials(
         trials,
-        study,
-        lambda seed: prepare_federation(study, seed, data_dir, tell, cache),
+        asked,
+        lambda seed: prepare_federation(asked, seed, data_dir, tell, cache),
         _one_training,
         tell,
     )
+    study, details = tabulated(trials, asked)
     accuracy = {
         method: [one["mean_accuracy"] for one in of_method(details, method)]
         for method in study.methods

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache as once
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +16,9 @@ from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.encoder import Features
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import StudyT
-from fedgmm.experiments.image_tuning import Federation, chosen_options
+from fedgmm.experiments.image_tuning import Federation, chosen_options, options_on_file
 from fedgmm.experiments.results import TITLES, environment
-from fedgmm.experiments.trial_files import Trial, chosen_of, recorded
+from fedgmm.experiments.trial_files import Trial, chosen_of, on_file, recorded
 from fedgmm.inference.model import FederatedModel
 
 FederationT = TypeVar("FederationT", bound=Federation)
@@ -70,6 +72,46 @@ def _run(
 
 
 # ---------------------------------------------------------------------- what is told of them
+
+
+def tabulated(
+    folder: Path, study: StudyT, needed: Mapping[str, Sequence[str]] | None = None
+) -> tuple[StudyT, list[dict[str, Any]]]:
+    """A study with every method that is whole on file, in the usual order, and what is in the files.
+
+    Programs that share a folder run different methods: whichever ends tells of all that is there.
+
+    Args:
+        folder: of the trials.
+        study: what was run; its own trials are all on file.
+        needed: further files without which a method is not whole.
+
+    Returns:
+        The study with these methods, and the trials, seed by seed.
+    """
+    further = needed or {}
+    found = {
+        method: trials
+        for method in TITLES
+        if (trials := _whole(folder, study, method)) is not None
+        and all(on_file(folder, name) is not None for name in further.get(method, ()))
+    }
+    details = [one for seed in study.seeds for own in found.values() for one in own[seed]]
+    return replace(study, methods=tuple(found)), details
+
+
+def _whole(folder: Path, study: StudyT, method: str) -> dict[int, list[dict[str, Any]]] | None:
+    """The trials of a method by their seeds; ``None`` if one is missing or has other options."""
+    chosen = options_on_file(folder, study, method)
+    if chosen is None:
+        return None
+    trials: dict[int, list[dict[str, Any]]] = {seed: [] for seed in study.seeds}
+    for seed, variant in product(study.seeds, study.variants(method)):
+        record = on_file(folder, f"{variant.name}-{seed}")
+        if record is None or chosen_of(record) != chosen:
+            return None
+        trials[seed].append(record)
+    return trials
 
 
 def facts_of(model: FederatedModel) -> dict[str, Any]:

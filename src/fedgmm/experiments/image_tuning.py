@@ -25,7 +25,14 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.experiments.comparison import Tell, validation_accuracy, validation_score
 from fedgmm.experiments.image_study import Choice, ImageStudy
 from fedgmm.experiments.results import TITLES
-from fedgmm.experiments.trial_files import Trial, checkpoint_of, record_of, recorded, trained
+from fedgmm.experiments.trial_files import (
+    Trial,
+    checkpoint_of,
+    on_file,
+    record_of,
+    recorded,
+    trained,
+)
 from fedgmm.federation.checkpoint import OtherTrainingError
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import DivergenceWarning
@@ -68,15 +75,27 @@ def chosen_options(
         lambda: _search(Trial(trials, "", study, method, study.seeds[0], {}), federation(), tell),
         "chosen",
     )
-    chosen: dict[str, Any] = record["chosen"]
-    wanted = {name for choices in study.choices(method) for name in choices[0]}
-    if record.get("search") != _SEARCH or chosen.keys() != wanted:
+    chosen = _chosen(study, method, record)
+    if chosen is None:
         raise ValueError(
             f"{trials} holds options of {TITLES[method]} that were chosen in another way; choose "
             "another folder."
         )
     _tidy(Trial(trials, record["winner"], study, method, record["seed"], chosen))
     return chosen
+
+
+def options_on_file(trials: Path, study: ImageStudy, method: str) -> dict[str, Any] | None:
+    """What :func:`chosen_options` chose before; ``None`` where it chose nothing, or in another way."""
+    record = on_file(trials, f"{method}-tuning", "chosen")
+    return None if record is None else _chosen(study, method, record)
+
+
+def _chosen(study: ImageStudy, method: str, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The options in a search's file; ``None`` if they are of another kind of search."""
+    chosen: dict[str, Any] = record["chosen"]
+    wanted = {name for choices in study.choices(method) for name in choices[0]}
+    return chosen if record.get("search") == _SEARCH and chosen.keys() == wanted else None
 
 
 def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dict[str, Any]:

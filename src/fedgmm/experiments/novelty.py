@@ -7,7 +7,7 @@ without novel images.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,13 @@ import numpy as np
 
 from fedgmm.data.encoder import EncodedFederation, Features, Images
 from fedgmm.experiments.comparison import Tell
-from fedgmm.experiments.image_trials import facts_of, features_of, of_method, run_trials
+from fedgmm.experiments.image_trials import (
+    facts_of,
+    features_of,
+    of_method,
+    run_trials,
+    tabulated,
+)
 from fedgmm.experiments.novel_images import IntArray, novel_images, other_labels, slightly_changed
 from fedgmm.experiments.novelty_density import choose_density
 from fedgmm.experiments.novelty_results import (
@@ -31,7 +37,14 @@ from fedgmm.experiments.novelty_results import (
 )
 from fedgmm.experiments.novelty_study import NoveltyStudy, leave_out, prepare_novelty
 from fedgmm.experiments.results import write_results
-from fedgmm.experiments.trial_files import Trial, chosen_of, open_trials, recorded, trained
+from fedgmm.experiments.trial_files import (
+    Trial,
+    chosen_of,
+    on_file,
+    open_trials,
+    recorded,
+    trained,
+)
 from fedgmm.inference.model import FederatedModel
 from fedgmm.inference.novelty import novelty_metrics
 
@@ -65,20 +78,24 @@ def reproduce_novelty(
         _one_trial,
         tell,
     )
+    first = study.seeds[0]
+    without = f"left-out-{first}"
+    if "fedgmm" in study.methods:
+        tell(f"class {study.left_out} left out")
+        chosen = chosen_of(of_method(details, "fedgmm")[0])
+        trial = Trial(trials, without, sized, "fedgmm", first, chosen)
+        recorded(trials, without, partial(_left_out_trial, trial, data_dir, cache), "auroc")
+    sized, details = tabulated(trials, sized, {"fedgmm": [without]})
+    study = replace(study, methods=sized.methods)
     metrics = {
         method: {metric: [one[metric] for one in of_method(details, method)] for metric in METRICS}
         for method in study.methods
     }
     left_out: dict[str, float] = {}
     perturbed: dict[str, float] = {}
-    if "fedgmm" in study.methods:
-        first = study.seeds[0]
-        own = of_method(details, "fedgmm")[0]
-        perturbed = own["perturbed"]
-        tell(f"class {study.left_out} left out")
-        trial = Trial(trials, f"left-out-{first}", sized, "fedgmm", first, chosen_of(own))
-        run = partial(_left_out_trial, trial, data_dir, cache)
-        left_out = recorded(trials, trial.name, run, "auroc")["auroc"]
+    if "fedgmm" in study.methods and (scatter := on_file(trials, without)):
+        left_out = scatter["auroc"]
+        perturbed = of_method(details, "fedgmm")[0]["perturbed"]
     outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
     record = {"study": asdict(study), "chosen": sized.density, **asdict(outcome)}
     write_results(folder, name, record, results_in_markdown(sized, outcome))

@@ -155,6 +155,14 @@ def recorded(
     return _read_json(file, *needed)
 
 
+def on_file(trials: Path, trial: str, *needed: str) -> dict[str, Any] | None:
+    """What a trial left behind; ``None`` where that is nothing, or nothing that can be read."""
+    try:
+        return _read_json(record_of(trials, trial), *needed)
+    except (FileNotFoundError, DamagedRecordError):
+        return None
+
+
 def record_of(trials: Path, trial: str) -> Path:
     """Where a trial leaves what it found."""
     return trials / f"{trial}.json"

@@ -32,6 +32,7 @@ from fedgmm.experiments.image_trials import (
     of_method,
     run_trials,
     stopped_early,
+    tabulated,
 )
 from fedgmm.experiments.results import (
     TITLES,
@@ -279,16 +280,17 @@ def reproduce_unseen(
     """
     from fedgmm.report.image_figures import plot_adaptation
 
-    study = study or UnseenStudy()
-    name = f"unseen-{study.label}"
-    trials = open_trials(folder / name, study)
-    details = run_trials(
+    asked = study or UnseenStudy()
+    name = f"unseen-{asked.label}"
+    trials = open_trials(folder / name, asked)
+    run_trials(
         trials,
-        study,
-        lambda seed: hold_out_clients(study, seed, data_dir, tell, cache),
+        asked,
+        lambda seed: hold_out_clients(asked, seed, data_dir, tell, cache),
         _one_trial,
         tell,
     )
+    study, details = tabulated(trials, asked)
     accuracy = {
         method: {
             way: [_mean(one["unseen"][way]) for one in of_method(details, method)]
