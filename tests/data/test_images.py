@@ -290,6 +290,7 @@ def test_a_damaged_leaf_file_is_named(tmp_path, content, problem):
     ("name", "file", "remedy"),
     [
         ("mnist", "train-images-idx3-ubyte.gz", "download=True"),
+        ("mnist", "train-images-idx3-ubyte.gz", "--download on the command line"),
         ("cifar10", "data_batch_1.bin", "cifar-10-binary.tar.gz into the data folder"),
         ("cifar100", "train.bin", "cifar-100-binary.tar.gz into the data folder"),
         ("femnist", "femnist", "preprocess.sh"),

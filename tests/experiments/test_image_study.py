@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fedgmm.experiments.image_study import ImageStudy
+from fedgmm.experiments.image_study import ImageStudy, prepare_federation
 from fedgmm.experiments.results import TITLES
+from tiny_images import FAST
 
 
 def test_tracks():
@@ -106,3 +107,15 @@ def test_the_protocol_tells_that_pfedme_s_rates_stay():
     assert "rounds (pFedMe's stay);" in study.protocol()
     for other in (replace(study, methods=("fedavg",)), replace(study, track="paper")):
         assert "pFedMe" not in other.protocol()
+
+
+# ---------------------------------------------------------------------- the clients of a seed
+
+
+def test_too_few_images_for_the_features(femnist):
+    """An option for the number of features is not among those of the command."""
+    study = ImageStudy(**{**FAST, "features": 121})  # of 200 images 120 are there to train
+    message = r"see 121 principal components, but 120 training images .*use more images"
+    with pytest.raises(ValueError, match=message):
+        prepare_federation(study, 0, femnist)
+    prepare_federation(replace(study, features=120), 0, femnist)

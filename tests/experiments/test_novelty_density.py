@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from small_novelty import FIXED, SMALL
 
 from fedgmm.data.dataset import FederatedDataset
@@ -84,3 +85,12 @@ def test_with_a_cache_the_clients_are_encoded_once_for_choice_and_training(
     prepare_novelty(sized, 0, mnist, lambda _: None, cache)
     prepare_novelty(replace(sized, representation="plain"), 0, mnist, lambda _: None, cache)
     assert len(encoded) == 1
+
+
+def test_too_few_images_for_the_features(tmp_path, mnist):
+    """A class is left out of each density, so that there are fewer images than in training."""
+    study = replace(SMALL, feature_choices=(4, 140))  # of 240 images 144 are there to train
+    with pytest.raises(ValueError, match=r"see 140 principal components, but \d+ training images"):
+        choose_density(tmp_path, study, mnist)
+    with pytest.raises(ValueError, match=r"see 200 principal components, but \d+ training images"):
+        prepare_novelty(replace(FIXED, features=200), 0, mnist, lambda _: None, None)

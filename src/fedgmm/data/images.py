@@ -58,12 +58,13 @@ _CIFAR100_ROWS = {"train.bin": 50_000, "test.bin": 10_000}
 _GREY_SIDE, _COLOUR_SIDE = 28, 32
 _IDX_IMAGES, _IDX_LABELS = 0x803, 0x801  # bytes in three dimensions, bytes in one
 
+_FETCH = "load with download=True (--download on the command line)"
 _HOW_TO_GET = {
     **{
         name: (
-            f"unpack {sources[0].url} into the data folder, or load with download=True"
+            f"unpack {sources[0].url} into the data folder, or {_FETCH}"
             if sources[0].members
-            else f"get it from {sources[0].url.rpartition('/')[0]}/, or load with download=True"
+            else f"get it from {sources[0].url.rpartition('/')[0]}/, or {_FETCH}"
         )
         for name, sources in SOURCES.items()
     },

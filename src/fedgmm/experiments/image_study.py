@@ -276,6 +276,7 @@ def encoded(
     study: ImageStudy, dataset: FederatedDataset, data_dir: Path | None, cache: Path | None
 ) -> EncodedFederation:
     """A data set of images with the features that the study's Gaussians see."""
+    check_rows(len(dataset.train), study.features)
     return encode_federation(
         dataset,
         encoder(
@@ -289,6 +290,19 @@ def encoded(
         scale=True,
         cache=cache,
     )
+
+
+def check_rows(rows: int, features: int) -> None:
+    """Raise unless so many training images can have so many principal components.
+
+    PCA itself would ask for fewer components, which no option of a study on the command line is.
+    """
+    if rows < features:
+        raise ValueError(
+            f"The Gaussians see {features} principal components, but {rows} training images have no more "
+            f"than {rows}; use more images: a larger fraction or, of FEMNIST, more clients (--fraction "
+            "and --clients on the command line)."
+        )
 
 
 def _encoder_dtype(study: ImageStudy) -> str:

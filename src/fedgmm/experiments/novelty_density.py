@@ -19,6 +19,7 @@ from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_images, federated_pca
 from fedgmm.data.representations import layout_of, represented
 from fedgmm.experiments.comparison import Tell
+from fedgmm.experiments.image_study import check_rows
 from fedgmm.experiments.novel_images import IntArray
 from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
 from fedgmm.experiments.trial_files import recorded
@@ -108,6 +109,7 @@ def missing_class_auroc(
     found = []
     for label in _classes_to_miss(labels, held_labels):
         there = labels != label
+        check_rows(int(there.sum()), study.features)
         pca = federated_pca([torch.from_numpy(rows[there])], study.features)
         features = FeatureMap(base, pca, scale=True)
         mixture = FederatedGaussianMixture(

@@ -29,7 +29,7 @@ from fedgmm.data.images import WHITE, ImageData, load_images
 from fedgmm.data.partition import transform_images
 from fedgmm.data.representations import REPRESENTATIONS, Represented, StageEncoder
 from fedgmm.experiments.comparison import Tell
-from fedgmm.experiments.image_study import ImageStudy, dealt
+from fedgmm.experiments.image_study import ImageStudy, check_rows, dealt
 from fedgmm.experiments.novel_images import IntArray, other_labels
 
 Changes = Literal["separate", "joint", "none"]
@@ -157,6 +157,7 @@ def with_study_features(
     study: NoveltyStudy, dataset: FederatedDataset, data_dir: Path | None, cache: Path | None
 ) -> EncodedFederation:
     """The clients with features, and the way to features of novel images."""
+    check_rows(len(dataset.train), study.features)
     return encode_federation(
         dataset,
         Represented(study_encoder(study, data_dir), study.representation, cache),
