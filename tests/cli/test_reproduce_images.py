@@ -1,5 +1,6 @@
 """The paper's experiments from the command line."""
 
+import inspect
 import json
 
 import pytest
@@ -53,7 +54,7 @@ def test_options_of_images_are_refused_elsewhere(tmp_path):
     arguments = ["reproduce", "synthetic", "--out", str(tmp_path), "--dataset", "femnist"]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
-    assert "images" in result.output
+    assert "classification" in result.output
 
 
 def test_nothing_is_fetched_unless_asked_for(tmp_path, monkeypatch):
@@ -88,6 +89,40 @@ def test_a_flag_of_images_is_named_as_it_was_typed(tmp_path):
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
     assert "--image-size" in result.output
+
+
+@pytest.mark.parametrize(
+    ("experiment", "option"),
+    [
+        ("classification", ["--rows", "100"]),
+        ("novelty", ["--no-shift"]),
+        ("novelty", ["--shift"]),
+        ("synthetic", ["--data-dir", "data"]),
+        ("nongaussian", ["--download"]),
+        ("illustration", ["--seeds", "3"]),
+        ("illustration", ["--methods", "foo"]),
+        ("illustration", ["--device", "nope"]),
+    ],
+    ids=str,
+)
+def test_an_option_that_would_not_be_listened_to_is_refused(experiment, option, tmp_path):
+    result = runner.invoke(app, ["reproduce", experiment, "--out", str(tmp_path / "o"), *option])
+    assert result.exit_code == 2
+    assert f"{option[0]} is for" in result.output
+    assert f"not for {experiment}" in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_data_folder_in_the_environment_bothers_nobody(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDGMM_DATA", str(tmp_path))
+    assert runner.invoke(app, ["reproduce", "illustration", "--out", str(tmp_path)]).exit_code == 0
+
+
+def test_every_option_belongs_to_an_experiment():
+    from fedgmm.cli import reproduce
+
+    names = set(inspect.signature(reproduce.reproduce).parameters)
+    assert names - {"ctx", "experiment", "out"} == set().union(*reproduce._OPTIONS.values())
 
 
 def test_a_number_of_gaussians_leaves_novelty_nothing_to_choose(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from click.core import ParameterSource
 
 from fedgmm.cli.output import screen, working
 
@@ -29,9 +30,36 @@ _ON_IMAGES = (
     Experiment.NOVELTY,
     Experiment.SENSITIVITY,
 )
+_SIZES = {"clients", "seeds", "rounds", "tuning_rounds", "methods", "device"}
+_OF_IMAGES = {
+    "dataset",
+    "track",
+    "learner",
+    "encoder",
+    "encoder_dtype",
+    "image_size",
+    "components",
+    "learners",
+    "pretrained",
+    "fraction",
+    "data_dir",
+    "download",
+    "cache",
+}
+_OPTIONS = {
+    Experiment.SYNTHETIC: {*_SIZES, "rows"},
+    Experiment.NON_GAUSSIAN: {*_SIZES, "rows"},
+    Experiment.ILLUSTRATION: set[str](),
+    Experiment.CLASSIFICATION: {*_SIZES, *_OF_IMAGES, "shift"},
+    Experiment.UNSEEN: {*_SIZES, *_OF_IMAGES, "shift"},
+    Experiment.NOVELTY: {*_SIZES, *_OF_IMAGES},  # what is changed there is a setting of its own
+    Experiment.SENSITIVITY: {*_SIZES, *_OF_IMAGES, "shift"},
+}
+"""What an experiment can be told, beside the folder for its results."""
 
 
 def reproduce(
+    ctx: typer.Context,
     experiment: Annotated[Experiment, typer.Argument(help="Which experiment of the paper.")],
     out: Annotated[Path, typer.Option(help="Folder for JSON, Markdown and figures.")] = Path(
         "results"
@@ -110,6 +138,7 @@ def reproduce(
     """
     from rich.markdown import Markdown
 
+    _check_options(ctx, experiment)
     common = {
         "clients": clients,
         "seeds": None if seeds is None else tuple(range(seeds)),
@@ -146,15 +175,26 @@ def reproduce(
             run(out, study, data_dir=data_dir, cache=cache, tell=tell)
             table = out / f"{experiment.value}-{study.label}.md"
         else:
-            for name, value in {**images, "cache": cache, "download": download or None}.items():
-                if value is not None:
-                    flag = name.replace("_", "-")
-                    raise typer.BadParameter(f"--{flag} is for experiments on images.")
             _without_images(experiment, out, _given({**common, "rows": rows}), tell)
             table = out / f"{experiment.value}.md"
     console = screen()
     console.print(Markdown(table.read_text(encoding="utf-8")))
     console.print(f"Results: [bold]{out}[/]", soft_wrap=True, highlight=False)
+
+
+def _check_options(ctx: typer.Context, experiment: Experiment) -> None:
+    """Refuse what was said and would not be listened to."""
+    for option in ctx.command.params:
+        name = option.name or ""
+        if name in ("experiment", "out") or name in _OPTIONS[experiment]:
+            continue
+        # what the environment says is not meant for this command alone
+        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        off = ctx.params[name] is False
+        flag = (option.secondary_opts if off else option.opts)[0]
+        takers = ", ".join(other.value for other in Experiment if name in _OPTIONS[other])
+        raise typer.BadParameter(f"{flag} is for {takers}, not for {experiment.value}.")
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
