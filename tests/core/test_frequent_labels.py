@@ -7,15 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import dirichlet_multinomial
 
 from fedgmm.core import labels as module
 from fedgmm.core.labels import (
+    PRIORS,
     LabelFrequencies,
     guessed_labels,
     label_counts,
     label_frequencies,
-    prior_rows,
+    prior_scores,
 )
 from fedgmm.core.predictive import log_class_probabilities
 
@@ -43,24 +43,24 @@ def test_counts_by_a_plain_loop():
 def test_frequencies_are_frequencies(seed):
     q, labels, codes, counts = drawn(seed)
     label_counts(q, labels, codes, counts)
-    found = label_frequencies(counts, counts)
+    found = label_frequencies(counts, counts.sum(0), 10.0)
     for value in (found.clients, found.federation):
         assert (value > 0).all()
         torch.testing.assert_close(value.sum(-1), torch.ones_like(value[..., 0]))
-    assert not found.log_ratios()[-1].any()  # nobody's client
+    assert not found.log_ratios(torch.tensor([0, -1]))[1].any()  # nobody's client
 
 
 def test_frequencies_by_hand():
     counts = torch.tensor([[[30.0, 10.0]], [[0.0, 0.0]]], dtype=torch.float64)
-    found = label_frequencies(counts, torch.tensor([[[3.0, 1.0]]] * 2, dtype=torch.float64))
+    found = label_frequencies(counts, torch.tensor([[3.0, 1.0]], dtype=torch.float64), 10.0)
     np.testing.assert_allclose(found.federation, [[0.75, 0.25]], atol=1e-4)
     np.testing.assert_allclose(found.clients[0], [[0.75, 0.25]], atol=1e-4)
-    np.testing.assert_allclose(found.log_ratios()[1], 0.0, atol=1e-12)  # without rows
+    np.testing.assert_allclose(found.log_ratios(torch.tensor([1])), 0.0, atol=1e-12)  # without rows
     more = found.with_client(None, torch.tensor([[0.0, 30.0]], dtype=torch.float64))
     own = (found.prior_rows * 0.75) / (30 + found.prior_rows)
     np.testing.assert_allclose(more.clients[2], [[own, 1 - own]], atol=1e-4)
     again = more.with_client(2, None)
-    np.testing.assert_allclose(again.log_ratios()[2], 0.0, atol=1e-12)
+    np.testing.assert_allclose(again.log_ratios(torch.tensor([2])), 0.0, atol=1e-12)
     torch.testing.assert_close(more.clients[:2], found.clients)
 
 
@@ -100,49 +100,39 @@ def test_the_correction_is_bayes_rule():
     torch.testing.assert_close(found.exp(), right)
 
 
-# ---------------------------------------------------------------------- how much clients differ
+# ---------------------------------------------------------------------- how much they count
 
 
-def dealt(rng, strength, clients=40, rows=200):
-    """Labels of clients whose frequencies are ``Dir(strength · p)``: counts ``(C, 2, 3)`` and ``p``."""
-    p = np.array([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]])
-    own = np.stack([rng.dirichlet(strength * row, size=clients) for row in p], 1)
-    counts = np.array([[rng.multinomial(rows, pair) for pair in client] for client in own])
-    return torch.from_numpy(counts).double(), torch.from_numpy(p)
+def test_scores_of_priors_by_brute_force():
+    generator = torch.Generator().manual_seed(2)
+    n, m1, m2, classes = 6, 2, 2, 3
+    joint = torch.randn(n, m1, m2, generator=generator, dtype=torch.float64)
+    log_y = torch.randn(n, m2, classes, generator=generator, dtype=torch.float64).log_softmax(-1)
+    counts = 9 * torch.rand(n, m1 * m2, classes, generator=generator, dtype=torch.float64)
+    shared = torch.rand(m1 * m2, classes, generator=generator, dtype=torch.float64)
+    shared /= shared.sum(-1, keepdim=True)
+    truth = torch.randint(classes, (n,), generator=generator)
+    known = LabelFrequencies(shared[None], shared, 1.0)
+    found = prior_scores(known, counts, joint, log_y, truth)
+    for prior, score in zip(PRIORS, found, strict=True):
+        expected = 0.0
+        for i in range(n):
+            own = (counts[i] + prior * shared) / (counts[i].sum(-1, keepdim=True) + prior)
+            said = torch.zeros(classes, dtype=torch.float64)
+            for a in range(m1):
+                for b in range(m2):
+                    ratio = own[a * m2 + b] / shared[a * m2 + b]
+                    said += joint[i, a, b].exp() * log_y[i, b].exp() * ratio
+            expected += float((said[truth[i]] / said.sum()).log())
+        np.testing.assert_allclose(score, expected)
 
 
-@pytest.mark.parametrize("strength", [1.0, 8.0, 100.0])
-def test_the_prior_is_the_most_likely_one(rng, strength):
-    counts, p = dealt(rng, strength)
-    found = prior_rows(counts, p)
-    assert strength / 2 < found < 2 * strength
-
-    def log_likelihood(prior):
-        return sum(
-            dirichlet_multinomial.logpmf(
-                counts[:, pair].long().numpy(), prior * p[pair].numpy(), 200
-            ).sum()
-            for pair in range(2)
-        )
-
-    assert log_likelihood(found) >= max(log_likelihood(found * 1.26), log_likelihood(found / 1.26))
-
-
-def test_clients_that_are_alike_are_hardly_corrected(rng):
-    p = np.full(60, 1 / 60)
-    counts = torch.from_numpy(rng.multinomial(80, p, size=(100, 1))).double()
-    found = label_frequencies(counts, torch.from_numpy(p).expand(100, 1, 60))
-    assert found.prior_rows > 1000
-    assert found.log_ratios().abs().max() < 0.1
-
-
-def test_whether_learners_tell_labels(rng):
-    counts, p = dealt(rng, 2.0)
-    assert label_frequencies(counts, counts).learners_tell
-    mixed = 0.8 * counts.sum(-1, keepdim=True) * p + 0.2 * counts  # answers that tell a little
-    assert label_frequencies(counts, mixed).learners_tell
-    assert not label_frequencies(counts, counts[torch.randperm(len(counts))]).learners_tell
-    assert not label_frequencies(counts, counts.flip(-1)).learners_tell
+def test_the_strongest_prior_changes_nothing():
+    counts = torch.tensor([[[30.0, 0.0]]], dtype=torch.float64)
+    even = torch.ones(1, 2, dtype=torch.float64)
+    ratios = label_frequencies(counts, even, PRIORS[0]).log_ratios(torch.tensor([0]))
+    assert ratios.abs().max() < 1e-3
+    assert list(PRIORS) == sorted(PRIORS, reverse=True)
 
 
 # ---------------------------------------------------------------------- newcomers without labels
@@ -157,9 +147,9 @@ def spoken(rng, frequencies, rows=600):
     return labels, log_y
 
 
-def federation(prior, m1=1, m2=1):
+def federation(prior, m1=1, m2=1, guess_rows=1e9):
     pairs = torch.full((m1 * m2, 3), 1 / 3, dtype=torch.float64)
-    return LabelFrequencies(pairs[None], pairs, prior, True)
+    return LabelFrequencies(pairs[None], pairs, prior, guess_rows)
 
 
 def test_learners_tell_which_labels_a_newcomer_has(rng):
@@ -171,6 +161,8 @@ def test_learners_tell_which_labels_a_newcomer_has(rng):
     few = guessed_labels(federation(3.0), joint, log_y, 3)
     np.testing.assert_allclose(few[0], rows[0], atol=0.1 * len(labels))
     assert not guessed_labels(federation(3.0), joint, log_y, 0).any()
+    half = guessed_labels(federation(3.0, guess_rows=len(labels) / 2), joint, log_y, 30)
+    np.testing.assert_allclose(half.sum(), len(labels) / 2)
     # a prior that knows better than the rows, and learners that know nothing
     kept = guessed_labels(federation(1e5), joint, log_y, 30)
     np.testing.assert_allclose(kept[0], log_y.exp().sum(0)[0], rtol=0.02)
@@ -183,7 +175,7 @@ def guessing(rng, rows, m1=2, m2=3, classes=4, prior=5.0):
     log_joint = torch.from_numpy(rng.normal(size=(rows, m1, m2)))
     log_y = torch.from_numpy(2 * rng.normal(size=(rows, m2, classes))).log_softmax(-1)
     shared = torch.from_numpy(rng.dirichlet(np.ones(classes), size=m1 * m2))
-    return LabelFrequencies(shared[None], shared, prior, True), log_joint, log_y
+    return LabelFrequencies(shared[None], shared, prior, 1e9), log_joint, log_y
 
 
 def test_guesses_by_a_plain_loop(rng, monkeypatch):

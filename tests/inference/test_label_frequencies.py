@@ -60,11 +60,12 @@ def test_frequencies_are_expected_rows(rng):
     said = np.einsum("nab,nbk->nabk", asked, everything).reshape(len(x), 4, 2)
     q = prior * np.exp(log_y[:, None])
     q = (q / q.sum((1, 2), keepdims=True)).reshape(len(x), -1)
-    counts, answers = np.zeros((4, 4, 2)), np.zeros((4, 4, 2))
+    counts, answers = np.zeros((4, 4, 2)), np.zeros((4, 2))
     for row, label, code, answer in zip(q, labels, rows.codes.numpy(), said, strict=True):
         counts[code, :, label] += row
-        answers[code] += answer
-    expected = label_frequencies(torch.from_numpy(counts), torch.from_numpy(answers))
+        answers += answer
+    sums = torch.from_numpy(counts), torch.from_numpy(answers)
+    expected = label_frequencies(*sums, model.prediction.labels.prior_rows)
     np.testing.assert_allclose(model.prediction.labels.clients, expected.clients)
     np.testing.assert_allclose(model.prediction.labels.federation, expected.federation)
 
@@ -103,17 +104,78 @@ def test_newcomers_without_labels_gain_by_what_learners_say(rng, algorithm):
 def test_learners_that_know_nothing_are_not_asked(rng):
     """FedAvg after four rounds answers clients of one class with the other, by a little."""
     model = train(skewed(rng), "fedavg", personal_labels=True, **OPTIONS)
-    y = (rng.random(800) < 0.9).astype(int)
-    x = rng.normal(size=(800, 2)) + 0.7 * y[:, None]
-    model.adapt("silent", x[:400])
-    assert not model.prediction.labels.learners_tell
-    np.testing.assert_allclose(model.predict_proba(x, "silent"), model.predict_proba(x))
+    assert model.prediction.labels.guess_rows == 0
+    with pytest.raises(ValueError, match="no label frequencies that its learners could guess"):
+        model.adapt("silent", rng.normal(size=(30, 2)))
+
+
+def moved(rng, clients=20, rows=200, by=1.0):
+    """One rule for all clients; only their inputs lie elsewhere, so that labels differ in number."""
+    centres = by * rng.normal(size=clients)
+    codes = np.repeat(np.arange(clients), rows)
+    x = np.stack([centres[codes] + rng.normal(size=len(codes)), rng.normal(size=len(codes))], 1)
+    y = (rng.random(len(x)) < 1 / (1 + np.exp(-1.5 * x[:, 0]))).astype(int)
+    return FederatedDataset.from_arrays(x, y, codes)
+
+
+@pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg"])
+def test_inputs_that_differ_are_not_taken_for_labels_that_differ(rng, algorithm):
+    options = {"rounds": 30, "components": 2, "learners": 2, "tol": None}
+    plain, own = (
+        train(moved(np.random.default_rng(5)), algorithm, personal_labels=value, **options)
+        for value in (False, True)
+    )
+    assert own.evaluate("test").mean_log_loss < plain.evaluate("test").mean_log_loss + 0.01
+    if own.prediction.labels.guess_rows:  # newcomers, who lie elsewhere again
+        gains = []
+        for client in range(20):
+            new = moved(rng, clients=1)
+            x, y = new.train.inputs.numpy(), new.train.labels.numpy()
+            for model in (plain, own):
+                if model is own or algorithm == "fedgmm":
+                    model.adapt(f"new {client}", x)
+            x, y = new.test.inputs.numpy(), new.test.labels.numpy()
+            known = f"new {client}" if algorithm == "fedgmm" else None
+            gains.append(
+                own.log_conditional(x, y, f"new {client}").mean()
+                - plain.log_conditional(x, y, known).mean()
+            )
+        assert np.mean(gains) > -0.01
+
+
+def test_without_validation_rows_training_rows_decide(rng):
+    """Each is left out of its client's counts, or few rows and many labels would look like a shift."""
+    labels = rng.integers(12, size=3000)
+    x = rng.normal(size=(3000, 2))  # inputs tell nothing
+    codes = np.repeat(np.arange(150), 20)
+    data = FederatedDataset.from_arrays(x, labels, codes)
+    nothing = np.zeros(len(data.validation), dtype=bool)
+    held = data.validation
+    data = replace(
+        data,
+        validation=replace(
+            held,
+            features=held.features.keep(nothing),
+            inputs=held.inputs[nothing],
+            labels=held.labels[nothing],
+        ),
+    )
+    alike = train(data, "fedavg", personal_labels=True, rounds=5, tol=None)
+    assert alike.prediction.labels.prior_rows >= 100
+
+
+def test_a_known_client_without_labels_keeps_its_frequencies(rng):
+    data = skewed(rng)
+    model = train(data, personal_labels=True, **OPTIONS)
+    before = model.prediction.labels.clients.clone()
+    model.adapt(0, data.test.inputs.numpy()[data.test.codes.numpy() == 1])
+    assert torch.equal(model.prediction.labels.clients, before)
 
 
 def test_without_gaussians_or_frequencies_there_is_nothing_to_adapt(rng):
     x = rng.normal(size=(30, 2))
     plain = train(skewed(rng), "fedem", **OPTIONS)
-    with pytest.raises(ValueError, match="give y, or let it count label frequencies"):
+    with pytest.raises(ValueError, match="so it cannot adapt without labels; give y"):
         plain.adapt("silent", x)
 
 

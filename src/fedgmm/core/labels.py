@@ -6,8 +6,8 @@ pair ``m`` of a Gaussian and a learner answers with the frequencies of the feder
 a learner has in mind, ``P(y|m)``, is the mean of its own answers, not a count of labels: where a label is
 rare within a Gaussian the two differ by orders of magnitude, and their ratio would drown what it says.
 
-A client's frequencies are drawn from a Dirichlet distribution around ``P(y|m)``. How far they lie from it
-is learned from all clients: where these are alike, or have few rows for many labels, little is corrected.
+All of that rests on ``P(x|y, m)`` being shared. Where clients differ in something else, frequencies of
+their own do harm; so how much they count is decided by rows that took no part in counting.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.estep import responsibilities
+from fedgmm.core.predictive import log_class_probabilities
+
+PRIORS = tuple(10.0 ** (power / 2) for power in range(10, -2, -1))
+"""Rows of a client that the federation's frequencies may count for; the first changes nothing."""
 
 _NO_ROWS = 1e-9  # for pairs that no row belongs to
-_PRIORS = 10.0 ** torch.linspace(-1, 5, 61, dtype=torch.float64)  # tenths of a decade will do
 _ROWS_AT_ONCE = 4096
 
 
@@ -32,18 +35,19 @@ class LabelFrequencies:
         clients: ``(C, M, K)``.
         federation: ``(M, K)``.
         prior_rows: ``a``, how many rows of a client the federation's frequencies count for.
-        learners_tell: whether the learners' answers to a client's rows tell which labels it has.
+        guess_rows: how many rows at most the guessed labels of a newcomer count for, see
+            :func:`guessed_labels`; zero where guesses do not help.
     """
 
     clients: Tensor
     federation: Tensor
     prior_rows: float
-    learners_tell: bool
+    guess_rows: float = 0.0
 
-    def log_ratios(self) -> Tensor:
-        """``log P_c(y|m) - log P(y|m)`` of every client and, last, of nobody: ``(C + 1, M, K)``."""
-        own = self.clients.log() - self.federation.log()
-        return torch.cat([own, torch.zeros_like(self.federation)[None]])
+    def log_ratios(self, codes: Tensor) -> Tensor:
+        """``log P_c(y|m) - log P(y|m)`` of clients ``(n,)``: ``(n, M, K)``; nobody, code -1, has zeros."""
+        own = self.clients[codes].log() - self.federation.log()
+        return own.masked_fill_((codes < 0)[:, None, None], 0.0)
 
     def of_counts(self, counts: Tensor) -> Tensor:
         """``P_c(y|m) = (n_c(m, y) + a P(y|m)) / (n_c(m) + a)`` of expected rows, ``(..., M, K)``."""
@@ -81,52 +85,51 @@ def label_counts(q: Tensor, labels: Tensor, codes: Tensor, counts: Tensor) -> No
     counts += flat.reshape(clients, classes, pairs).mT
 
 
-def label_answers(log_joint: Tensor, log_y: Tensor, codes: Tensor, answers: Tensor) -> None:
-    """Add ``Σ_i P(m1, m2|x_i) P_m2(y|x_i)``, the labels that learners expect, to ``answers``, in place.
+def label_answers(log_joint: Tensor, log_y: Tensor) -> Tensor:
+    """``Σ_i P(m1, m2|x_i) P_m2(y|x_i)``: which labels the learners expect of rows, ``(M, K)``.
 
     Args:
         log_joint: ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
         log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
-        codes: of the clients, ``(n,)``.
-        answers: ``(C, M, K)``.
     """
     asked, _ = responsibilities(log_joint.flatten(1))
-    said = asked.view_as(log_joint).unsqueeze(-1) * log_y.exp().unsqueeze(1)
-    answers.index_add_(0, codes, said.flatten(1, 2))
+    return torch.einsum("nab,nbk->abk", asked.view_as(log_joint), log_y.exp()).flatten(0, 1)
 
 
-def label_frequencies(counts: Tensor, answers: Tensor) -> LabelFrequencies:
+def label_frequencies(counts: Tensor, answers: Tensor, prior_rows: float) -> LabelFrequencies:
     """Frequencies from sums over rows.
 
     Args:
         counts: expected rows ``n_c(m, y)`` of all clients, ``(C, M, K)``.
-        answers: the labels that learners expect of them, ``(C, M, K)``.
+        answers: of the learners, over the rows of all clients, ``(M, K)``.
+        prior_rows: how many rows of a client the federation's frequencies count for.
     """
-    total = answers.sum(0) + _NO_ROWS
-    federation = total / total.sum(-1, keepdim=True)
-    found = LabelFrequencies(counts, federation, prior_rows(counts, federation), False)
-    # are the labels that there are likelier by the answers to a client's rows than by those to all?
-    gain = (counts * (found.of_counts(answers).log() - federation.log())).sum()
-    return replace(found, clients=found.of_counts(counts), learners_tell=bool(gain > 0))
+    total = answers + _NO_ROWS
+    found = LabelFrequencies(counts, total / total.sum(-1, keepdim=True), prior_rows)
+    return replace(found, clients=found.of_counts(counts))
 
 
-def prior_rows(counts: Tensor, federation: Tensor) -> float:
-    """``a`` of the Dirichlet distributions ``Dir(a P(·|m))`` under which the counts are most likely.
-
-    It is large where clients have the federation's frequencies, and small where they have their own.
+def prior_scores(
+    labels: LabelFrequencies, counts: Tensor, log_joint: Tensor, log_y: Tensor, truth: Tensor
+) -> Tensor:
+    """``Σ_i log P_c(y_i|x_i)`` with each of ``PRIORS``, ``(P,)``; their best is to be taken.
 
     Args:
-        counts: expected rows ``n_c(m, y)``, ``(C, M, K)``.
-        federation: ``P(y|m)``, ``(M, K)``.
+        labels: whose ``P(y|m)`` counts.
+        counts: expected rows ``n_c(m, y)`` of each row's client, without the row, ``(n, M, K)``.
+        log_joint: ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
+        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
+        truth: ``y_i``, ``(n,)``.
     """
-    rows = counts.sum(-1)
+    shape = (*log_joint.shape, -1)
 
-    def log_likelihood(prior: Tensor) -> float:
-        drawn = prior * federation
-        labels = (torch.lgamma(counts + drawn) - torch.lgamma(drawn)).sum()
-        return float(labels - (torch.lgamma(rows + prior) - torch.lgamma(prior)).sum())
+    def score(prior: float) -> Tensor:
+        own = replace(labels, prior_rows=prior).of_counts(counts).log_()
+        ratios = own.sub_(labels.federation.log()).view(shape)
+        found = log_class_probabilities(log_joint, None, log_y, ratios)
+        return found.gather(-1, truth[:, None]).sum()
 
-    return float(max(_PRIORS.to(counts.device), key=log_likelihood))
+    return torch.stack([score(prior) for prior in PRIORS])
 
 
 def guessed_labels(
@@ -137,6 +140,8 @@ def guessed_labels(
     ``P_c(x) ∝ Σ_m π_c(m) N(x; μ_m1, Σ_m1) Σ_y P_m2(y|x) P_c(y|m) / P(y|m)``: what the learners say of its
     rows tells which labels it has, starting from the federation's. EM goes far in few iterations where
     learners know the labels, and hardly moves where they do not; many would make much of their errors.
+    So would many rows, where the learners' answers differ for another reason than labels: they count
+    for no more than ``guess_rows``.
 
     Args:
         labels: of the federation.
@@ -155,4 +160,5 @@ def guessed_labels(
             pairs = joint.unsqueeze(-1) + said.unsqueeze(1) + log_ratios
             q, _ = responsibilities(pairs.flatten(1))
             rows += q.sum(0).view_as(rows)
+        rows *= min(1.0, labels.guess_rows / len(log_y))
     return rows

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fedgmm.algorithms.averaging import FedAvgPlus
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.checks import check_choice, check_integer
+from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.learners import expand_clients
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
@@ -294,7 +295,7 @@ def reproduce_unseen(
     accuracy = {
         method: {
             way: [_mean(one["unseen"][way]) for one in of_method(details, method)]
-            for way in of_method(details, method)[0]["unseen"]
+            for way in _ways_of_all(of_method(details, method), "unseen")
         }
         for method in study.methods
     }
@@ -311,11 +312,19 @@ def reproduce_unseen(
     return outcome
 
 
-def _adaptations(method: str, frequencies: bool) -> list[str]:
+def _adaptations(method: str, frequencies: LabelFrequencies | None) -> list[str]:
     """Ways in which a newcomer adapts: by weights alone, and with label frequencies where they count."""
-    weights = {"fedem": ["labels"], "fedgmm": ["labels", "no labels"]}.get(method, [])
-    own = [f"{way}{_FREQUENCIES}" for way in ("labels", "no labels")] if frequencies else []
-    return weights + own
+    ways = {"fedem": ["labels"], "fedgmm": ["labels", "no labels"]}.get(method, [])
+    if frequencies is not None:
+        ways = [*ways, f"labels{_FREQUENCIES}"]
+        if frequencies.guess_rows:
+            ways = [*ways, f"no labels{_FREQUENCIES}"]
+    return ways
+
+
+def _ways_of_all(trials: list[dict[str, Any]], entry: str) -> list[str]:
+    """The ways that every seed has: whether labels can be guessed may differ."""
+    return [way for way in trials[0][entry] if all(way in one[entry] for one in trials)]
 
 
 def _mean(values: list[float]) -> float:
@@ -333,7 +342,7 @@ def _one_trial(trial: Trial[UnseenStudy], held_out: HeldOut) -> dict[str, Any]:
         tuned = tuned_model(model, newcomers, trial.options)
         unseen["tuned"] = [accuracy_of(tuned, one.test, one.name) for one in newcomers]
     weights_alone = replace(model, prediction=replace(model.prediction, labels=None))
-    for way in _adaptations(trial.method, model.prediction.labels is not None):
+    for way in _adaptations(trial.method, model.prediction.labels):
         labels = way.startswith("labels")
         start = model if way.endswith(_FREQUENCIES) else weights_alone
         unseen[way] = [adapted_accuracy(start, one, labels) for one in newcomers]
@@ -358,7 +367,7 @@ def _curves(study: UnseenStudy, details: list[dict[str, Any]]) -> dict[str, list
     curves: dict[str, list[float]] = {}
     for method in study.methods:
         own = of_method(details, method)
-        for way in own[0]["adaptation_curves"]:
+        for way in _ways_of_all(own, "adaptation_curves"):
             runs = [
                 [_mean(one["unseen"]["as it is"]), *one["adaptation_curves"][way]] for one in own
             ]
@@ -395,6 +404,6 @@ def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
         )
         + f"\n{100 * study.held_out:g} % of the clients are held out whole: their rows are in no "
         "training and in no principal component. Each learns on half of its rows and is tested on the "
-        "other half; mean over clients. The last column is the accuracy of the clients that trained, on "
-        f"their own test rows. {study.protocol()}{stopped_early(outcome.details)}\n"
+        "other half; mean over clients. Training clients are tested on their own test rows. "
+        f"{study.protocol()}{stopped_early(outcome.details)}\n"
     )

@@ -46,18 +46,20 @@ class Newcomer:
         log_likelihoods: mean log-likelihood before each iteration.
         label_rows: expected rows of its labels, ``(M1 · M2, K)``; ``None`` where they do not count, or
             are not known.
+        from_labels: whether it told its labels.
     """
 
     weights: Tensor
     log_likelihoods: list[float]
     label_rows: Tensor | None = None
+    from_labels: bool = False
 
 
 def learn_from_inputs(prediction: Prediction, x: Tensor, seen: Tensor, max_rounds: int) -> Newcomer:
     """The part of ``π_c`` that inputs decide; learners keep the federation's shares of each Gaussian.
 
     Where label frequencies count, they are learned as well, from what the learners say of the rows, if
-    that told the labels of the clients that were there.
+    that would have helped the clients that were there.
 
     Args:
         prediction: a mixture with Gaussians, or with label frequencies.
@@ -70,7 +72,7 @@ def learn_from_inputs(prediction: Prediction, x: Tensor, seen: Tensor, max_round
     if log_x is not None:
         marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
         weights = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
-    if prediction.labels is not None and prediction.labels.learners_tell:
+    if prediction.labels is not None and prediction.labels.guess_rows > 0:
         own = weights.log().expand(len(x), *weights.shape).clone()
         joint, log_y = add_likelihoods(own, log_x), log_learners(prediction, x)
         rows = guessed_labels(prediction.labels, joint, log_y, min(max_rounds, _LABEL_ROUNDS))
@@ -108,11 +110,14 @@ def learn_from_labels(
         q, _ = responsibilities(likelihoods + own.log())
         counts = torch.zeros_like(prediction.labels.federation)
         label_counts(q, labels, torch.zeros_like(labels), counts[None])
-    return Newcomer(own.reshape(weights.shape), history, counts)
+    return Newcomer(own.reshape(weights.shape), history, counts, from_labels=True)
 
 
 def with_client(prediction: Prediction, place: int | None, newcomer: Newcomer) -> Prediction:
-    """The same with another client; ``place`` is the code of a known one, who is learned anew."""
+    """The same with another client; ``place`` is the code of a known one, who is learned anew.
+
+    What a known client's label frequencies are is not guessed: without labels they stay.
+    """
     table, labels = prediction.client_weights, prediction.labels
     assert table is not None
     own = newcomer.weights.reshape(-1)
@@ -121,7 +126,7 @@ def with_client(prediction: Prediction, place: int | None, newcomer: Newcomer) -
     else:
         table = table.clone()
         table[place] = own
-    if labels is not None:
+    if labels is not None and (place is None or newcomer.from_labels):
         labels = labels.with_client(place, newcomer.label_rows)
     return replace(prediction, client_weights=table, labels=labels)
 

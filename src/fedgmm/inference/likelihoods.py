@@ -92,12 +92,19 @@ def mixed_classes(prediction: Prediction, x: Tensor, seen: Tensor, codes: IntArr
     """``log P_c(y|x)`` of every class, ``(n, K)``, where learners are mixed."""
     out = np.empty((len(x), prediction.net.classes))
     log_pi, labels = log_weights(prediction), prediction.labels
-    ratios = None if labels is None else labels.log_ratios().reshape(*log_pi.shape, -1)
     who = torch.from_numpy(codes).to(x.device)
+    present, place = torch.unique(
+        who, return_inverse=True
+    )  # there may be many more clients than rows
+    ratios = (
+        None
+        if labels is None
+        else labels.log_ratios(present).view(-1, *log_pi.shape[1:], prediction.net.classes)
+    )
 
     def write(rows: slice) -> None:
         log_x, log_y = log_gaussians(prediction, seen[rows]), log_learners(prediction, x[rows])
-        own = None if ratios is None else ratios[who[rows]]
+        own = None if ratios is None else ratios[place[rows]]
         out[rows] = log_class_probabilities(log_pi[who[rows]], log_x, log_y, own).cpu().numpy()
 
     _in_blocks(len(x), write, x.device)
@@ -107,7 +114,6 @@ def mixed_classes(prediction: Prediction, x: Tensor, seen: Tensor, codes: IntArr
 def assigned_classes(prediction: Prediction, x: Tensor, codes: IntArray) -> FloatArray:
     """The same by each client's own learner; by the default one for rows without a client."""
     learner_of = _assigned(prediction).cpu().numpy()[codes]
-    ratios = None if prediction.labels is None else prediction.labels.log_ratios()
     out = np.empty((len(x), prediction.net.classes))
     order = np.argsort(learner_of, kind="stable")
     edges = np.flatnonzero(np.diff(learner_of[order])) + 1
@@ -115,9 +121,9 @@ def assigned_classes(prediction: Prediction, x: Tensor, codes: IntArray) -> Floa
         place = int(learner_of[rows[0]])
         learner = {name: value[place : place + 1] for name, value in prediction.learners.items()}
         answers = log_learners(prediction, x[torch.from_numpy(rows)], learner)[:, 0]
-        if ratios is not None:
-            own = ratios[torch.from_numpy(codes[rows]).to(ratios.device), place]
-            answers = torch.log_softmax(answers + own, -1)
+        if prediction.labels is not None:
+            own = prediction.labels.log_ratios(torch.from_numpy(codes[rows]).to(x.device))
+            answers = torch.log_softmax(answers + own[:, place], -1)
         out[rows] = answers.cpu().numpy()
     return out
 

@@ -23,7 +23,7 @@ from fedgmm.inference.adaptation import (
     learn_from_labels,
     with_client,
 )
-from fedgmm.inference.label_counting import count_labels
+from fedgmm.inference.label_counting import ClientLabels, count_labels
 from fedgmm.inference.likelihoods import (
     assigned_classes,
     count_learners,
@@ -206,7 +206,8 @@ class FederatedModel:
         """Bring in a client by learning only its weights ``π``; nobody else changes.
 
         Where label frequencies count, see :meth:`learn_labels`, the client gets its own: by counting its
-        labels, or, without any, by what the learners say of its rows.
+        labels or, if it is new and has none, by what the learners say of its rows, where that would have
+        helped the clients that were there.
 
         Args:
             client: a new name; a known one gets new weights.
@@ -225,12 +226,12 @@ class FederatedModel:
             labels = torch.from_numpy(class_positions(y, len(x), self.classes)).to(x.device)
             prior = float(self.options.get("independence", 0.0))
             found = learn_from_labels(self.prediction, x, seen, labels, max_rounds, prior)
-        elif self.prediction.gaussians is not None or self.prediction.labels is not None:
+        elif self._tells_without_labels:
             found = learn_from_inputs(self.prediction, x, seen, max_rounds)
         else:
             raise ValueError(
-                f"{self.algorithm} has no density, so it cannot adapt without labels; give y, or let "
-                "it count label frequencies (learn_labels)."
+                f"{self.algorithm} has no density, and no label frequencies that its learners could guess "
+                "(learn_labels), so it cannot adapt without labels; give y."
             )
         place = self.names.index(client) if client in self.names else None
         if place is None:
@@ -238,14 +239,22 @@ class FederatedModel:
         self.prediction = with_client(self.prediction, place, found)
         return Adaptation(client, found.weights.cpu().numpy(), found.log_likelihoods)
 
+    @property
+    def _tells_without_labels(self) -> bool:
+        labels = self.prediction.labels
+        return self.prediction.gaussians is not None or (
+            labels is not None and labels.guess_rows > 0
+        )
+
     # ------------------------------------------------------------------ labels' frequencies
 
     def learn_labels(self, dataset: FederatedDataset | None = None) -> None:
         """Let it count how frequent labels are at each client, within each Gaussian and learner.
 
         Learners are shared, and so is their idea of which labels are frequent. This corrects it for
-        every client by its own training rows, see :mod:`fedgmm.core.labels`. Nothing is trained. Rows
-        without a client stay as they are, and so do clients without rows here. The model, and its
+        every client by its own training rows, see :mod:`fedgmm.core.labels`. Nothing is trained. How much
+        a client's own count is decided by validation rows, or by the training rows where there are none.
+        Rows without a client stay as they are, and so do clients without rows here. The model, and its
         files, then hold how frequent labels are at each client.
 
         Args:
@@ -260,12 +269,19 @@ class FederatedModel:
                 f"frequencies are for {', '.join(SHARED_LEARNERS)}."
             )
         data = self._data(dataset)
-        rows = data.train
-        x, seen = self._reader.of_split(rows)
-        codes = torch.from_numpy(client_codes(rows, self.names)).to(x.device)
-        given = data.classes[rows.labels.cpu().numpy()]
-        labels = torch.from_numpy(class_positions(given, len(rows), self.classes)).to(x.device)
-        counted = count_labels(self.prediction, x, seen, labels, codes)
+
+        def known(rows: LabelledRows) -> ClientLabels:
+            x, seen = self._reader.of_split(rows)
+            given = class_positions(
+                data.classes[rows.labels.cpu().numpy()], len(rows), self.classes
+            )
+            codes = client_codes(rows, self.names)
+            return ClientLabels(
+                x, seen, *(torch.from_numpy(n).to(x.device) for n in (given, codes))
+            )
+
+        held = known(data.validation) if len(data.validation) else None
+        counted = count_labels(self.prediction, known(data.train), held)
         self.prediction = replace(self.prediction, labels=counted)
         self.options = {**self.options, "personal_labels": True}
 

@@ -79,7 +79,7 @@ def _tensors_of(model: FederatedModel) -> dict[str, Tensor]:
     if prediction.labels is not None:
         tensors["labels/clients"] = prediction.labels.clients
         tensors["labels/federation"] = prediction.labels.federation
-        for name in ("prior_rows", "learners_tell"):
+        for name in ("prior_rows", "guess_rows"):
             value = getattr(prediction.labels, name)
             tensors[f"labels/{name}"] = torch.tensor([value], dtype=torch.float64)
     if prediction.gaussians is not None:
@@ -310,11 +310,11 @@ def _check_clients(prediction: Prediction, clients: int) -> None:
 def _labels(facts: dict[str, Any], tensors: dict[str, Tensor]) -> LabelFrequencies | None:
     if facts["format"] == _WITHOUT_LABELS:
         return None
-    prior, tell = tensors["labels/prior_rows"], tensors["labels/learners_tell"]
+    prior, guess = tensors["labels/prior_rows"], tensors["labels/guess_rows"]
     _need(prior.shape == (1,) and 0 < float(prior) < math.inf, "labels/prior_rows")
-    _need(tell.shape == (1,) and float(tell) in (0.0, 1.0), "labels/learners_tell")
+    _need(guess.shape == (1,) and 0 <= float(guess) < math.inf, "labels/guess_rows")
     return LabelFrequencies(
-        tensors["labels/clients"], tensors["labels/federation"], float(prior), bool(tell)
+        tensors["labels/clients"], tensors["labels/federation"], float(prior), float(guess)
     )
 
 
