@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedgmm import FedGMMClassifier
+from fedgmm.algorithms.base import SHARED_LEARNERS
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.core import sgd, stacked
 from fedgmm.core.backbones import MobileNetV2
@@ -60,6 +61,23 @@ def test_training_and_prediction(tmp_path, algorithm, solver):
         np.testing.assert_allclose(there.predict_proba(x, name), expected, atol=1e-8)
         np.testing.assert_allclose(back.predict_proba(x, name), expected, atol=1e-8)
     assert there.evaluate().mean_log_loss == pytest.approx(here.evaluate().mean_log_loss)
+
+
+@pytest.mark.parametrize("algorithm", SHARED_LEARNERS)
+def test_label_frequencies(tmp_path, algorithm):
+    data = data_set()
+    here, there = pair(data, algorithm, personal_labels=True, participation=1.0)
+    x, y = data.test.inputs.numpy(), data.classes[data.test.labels.numpy()]
+    if algorithm != "clustered":
+        for model in (here, there):
+            model.adapt("told", x, y)
+            if model.prediction.labels.guess_rows or model.prediction.gaussians is not None:
+                model.adapt("silent", x)
+    assert there.names == here.names
+    back = load(there.save(tmp_path))
+    for model, name in product((there, back), here.names):
+        expected = here.predict_proba(x, name)
+        np.testing.assert_allclose(model.predict_proba(x, name), expected, atol=1e-8)
 
 
 @pytest.mark.parametrize("own", [False, True])
