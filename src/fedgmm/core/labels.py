@@ -20,7 +20,7 @@ from torch import Tensor
 from fedgmm.core.estep import responsibilities
 from fedgmm.core.predictive import log_class_probabilities
 
-PRIORS = tuple(10.0 ** (power / 2) for power in range(10, -2, -1))
+PRIORS: tuple[float, ...] = tuple(10.0 ** (power / 2) for power in range(10, -2, -1))
 """Rows of a client that the federation's frequencies may count for; the first changes nothing."""
 
 _NO_ROWS = 1e-9  # for pairs that no row belongs to

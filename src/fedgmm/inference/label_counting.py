@@ -78,18 +78,40 @@ def count_labels(
         return replace(before, clients=torch.where(present, own, before.clients))
 
     found = label_frequencies(counts, answers, PRIORS[0])
+    asked = held or rows
+    prior = _best_prior(prediction, found, counts, asked, leave_out=held is None)
+    found = label_frequencies(counts, answers, prior)
+    return replace(found, guess_rows=_guess_rows(replace(prediction, labels=found), asked))
+
+
+def _best_prior(
+    prediction: Prediction,
+    labels: LabelFrequencies,
+    counts: Tensor,
+    rows: ClientLabels,
+    *,
+    leave_out: bool,
+) -> float:
+    """The one of ``PRIORS`` with which labels of rows are likeliest.
+
+    Args:
+        prediction: learners of labels.
+        labels: whose ``P(y|m)`` counts.
+        counts: expected rows ``n_c(m, y)``, ``(C, M, K)``.
+        rows: which are asked.
+        leave_out: whether they were counted, and are left out one by one.
+    """
+    log_pi = log_weights(prediction)
     scores = log_pi.new_zeros(len(PRIORS))
-    for part in (held or rows).parts():
+    for part in rows.parts():
         joint, log_y = _terms(prediction, log_pi, part)
         own = counts[part.codes]
-        if held is None:
+        if leave_out:
             place = torch.arange(len(own), device=own.device)
             own[place, :, part.labels] -= _responsible(joint, log_y, part.labels)
             own.clamp_min_(0.0)
-        scores += prior_scores(found, own, joint, log_y, part.labels)
-    found = label_frequencies(counts, answers, PRIORS[int(scores.argmax())])
-    guess = _guess_rows(replace(prediction, labels=found), held or rows)
-    return replace(found, guess_rows=guess)
+        scores += prior_scores(labels, own, joint, log_y, part.labels)
+    return PRIORS[int(scores.argmax())]
 
 
 def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
