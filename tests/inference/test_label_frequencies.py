@@ -12,6 +12,7 @@ from fedgmm.algorithms.base import SHARED_LEARNERS, Prediction
 from fedgmm.core.labels import label_frequencies
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.federation.checkpoint import Checkpoint
+from fedgmm.inference import label_counting
 from fedgmm.inference.likelihoods import log_gaussians, log_learners
 from fedgmm.inference.saving import load
 from fedgmm.training import train
@@ -141,6 +142,18 @@ def test_inputs_that_differ_are_not_taken_for_labels_that_differ(rng, algorithm)
                 - plain.log_conditional(x, y, known).mean()
             )
         assert np.mean(gains) > -0.01
+
+
+def test_guesses_are_not_made_on_a_chance_gain(monkeypatch):
+    """Here clients gain by them, but no more than by chance."""
+    options = {"rounds": 30, "components": 2, "learners": 2, "tol": None}
+    model = train(moved(np.random.default_rng(2), by=2.0), "fedem", **options)
+    again = replace(model)
+    model.learn_labels()
+    assert model.prediction.labels.guess_rows == 0
+    monkeypatch.setattr(label_counting, "_SURE", 0.0)
+    again.learn_labels()
+    assert again.prediction.labels.guess_rows > 0
 
 
 def test_without_validation_rows_training_rows_decide(rng):

@@ -54,6 +54,10 @@ class LabelFrequencies:
         own = counts + self.prior_rows * self.federation
         return own / own.sum(-1, keepdim=True)
 
+    def log_ratios_of(self, counts: Tensor) -> Tensor:
+        """``log P_c(y|m) - log P(y|m)`` of expected rows, ``(..., M, K)``."""
+        return self.of_counts(counts).log_().sub_(self.federation.log())
+
     def with_client(self, place: int | None, counts: Tensor | None) -> LabelFrequencies:
         """The same with another client, or with other frequencies for a known one.
 
@@ -124,8 +128,7 @@ def prior_scores(
     shape = (*log_joint.shape, -1)
 
     def score(prior: float) -> Tensor:
-        own = replace(labels, prior_rows=prior).of_counts(counts).log_()
-        ratios = own.sub_(labels.federation.log()).view(shape)
+        ratios = replace(labels, prior_rows=prior).log_ratios_of(counts).view(shape)
         found = log_class_probabilities(log_joint, None, log_y, ratios)
         return found.gather(-1, truth[:, None]).sum()
 
@@ -151,8 +154,7 @@ def guessed_labels(
     """
     rows = torch.zeros_like(labels.federation)
     for _ in range(rounds):
-        log_ratios = labels.of_counts(rows).log() - labels.federation.log()
-        log_ratios = log_ratios.view(*log_joint.shape[1:], -1)
+        log_ratios = labels.log_ratios_of(rows).view(*log_joint.shape[1:], -1)
         rows = torch.zeros_like(rows)
         for joint, said in zip(
             *(torch.split(x, _ROWS_AT_ONCE) for x in (log_joint, log_y)), strict=True

@@ -148,9 +148,8 @@ def recorded(
     file = record_of(trials, trial)
     if not file.is_file():
         _write_json(file, run())
-    if (
-        not keep_checkpoint
-    ):  # even of a trial on file: it may have been killed just before this line
+    # even of a trial on file, which may have been killed just before this line
+    if not keep_checkpoint:
         checkpoint_of(trials, trial).unlink(missing_ok=True)
     return _read_json(file, *needed)
 

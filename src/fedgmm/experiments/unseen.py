@@ -201,10 +201,7 @@ def _labels(model: FederatedModel, rows: LabelledRows) -> NDArray[Any]:
 def adapted_accuracy(
     model: FederatedModel, newcomer: Newcomer, labels: bool, iterations: int = 200
 ) -> float:
-    """Test accuracy after the client has learned its weights ``π``, and nothing else.
-
-    Nothing but label frequencies, that is, where the model counts them.
-    """
+    """Test accuracy after the client has learned its weights ``π``, and label frequencies that count."""
     x, features = _arrays(newcomer.adaptation)
     y = _labels(model, newcomer.adaptation) if labels else None
     known = replace(model)  # a copy: the client does not stay

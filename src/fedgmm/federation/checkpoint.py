@@ -324,9 +324,8 @@ class StoredProgress:
         """
         stored = self.facts.get("options")
         stored = stored if isinstance(stored, dict) else {}
-        if (
-            WEIGHTS in stored and WEIGHTS in options
-        ):  # older checkpoints tell only where the file was
+        # older checkpoints tell only where the file was
+        if WEIGHTS in stored and WEIGHTS in options:
             stored, options = _by_content(stored), _by_content(options)
         for name in sorted({*stored, *options} - {*FREE_OPTIONS, WEIGHTS}):
             then, now = stored.get(name), options.get(name)

@@ -132,14 +132,13 @@ def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
         found = learn_from_inputs(able, own.x, own.seen, _NEWCOMER_ROUNDS)
         assert found.label_rows is not None
         shape = found.weights.shape
-        ratios = labels.of_counts(found.label_rows).log() - labels.federation.log()
+        ratios = labels.log_ratios_of(found.label_rows).view(*shape, -1)
         said = (
             found.weights.log().expand(len(own.x), *shape),
             log_gaussians(prediction, own.seen),
             log_learners(prediction, own.x),
         )
-        guessed = log_class_probabilities(*said, ratios.view(*shape, -1))
-        gain = guessed - log_class_probabilities(*said)
+        gain = log_class_probabilities(*said, ratios) - log_class_probabilities(*said)
         gains.append(gain.gather(-1, own.labels[:, None]).mean())
     each = torch.stack(gains)
     if each.mean() < _SURE * each.std() / len(each) ** 0.5:

@@ -93,19 +93,15 @@ def mixed_classes(prediction: Prediction, x: Tensor, seen: Tensor, codes: IntArr
     out = np.empty((len(x), prediction.net.classes))
     log_pi, labels = log_weights(prediction), prediction.labels
     who = torch.from_numpy(codes).to(x.device)
-    present, place = torch.unique(
-        who, return_inverse=True
-    )  # there may be many more clients than rows
-    ratios = (
-        None
-        if labels is None
-        else labels.log_ratios(present).view(-1, *log_pi.shape[1:], prediction.net.classes)
-    )
+    own: Tensor | None = None
+    if labels is not None:  # of those who are there: there may be many more clients than rows
+        present, place = torch.unique(who, return_inverse=True)
+        own = labels.log_ratios(present).view(len(present), *log_pi.shape[1:], -1)
 
     def write(rows: slice) -> None:
         log_x, log_y = log_gaussians(prediction, seen[rows]), log_learners(prediction, x[rows])
-        own = None if ratios is None else ratios[place[rows]]
-        out[rows] = log_class_probabilities(log_pi[who[rows]], log_x, log_y, own).cpu().numpy()
+        ratios = None if own is None else own[place[rows]]
+        out[rows] = log_class_probabilities(log_pi[who[rows]], log_x, log_y, ratios).cpu().numpy()
 
     _in_blocks(len(x), write, x.device)
     return out
