@@ -108,6 +108,7 @@ def plain_sgd(
     momentum=0.0,
     weight_decay=0.0,
     proximal=0.0,
+    clip_norm=None,
     weights=None,
 ):
     """Weighted SGD with torch's optimiser on one client's rows; ``batches`` are row numbers."""
@@ -119,10 +120,11 @@ def plain_sgd(
         optimiser.zero_grad()
         losses = cross_entropy(module(x[rows]), y[rows], reduction="none")
         w = torch.ones(len(losses), dtype=x.dtype) if weights is None else weights[rows]
-        loss = (w * losses).sum() / w.sum()
+        ((w * losses).sum() / w.sum()).backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
         for value, start in zip(module.parameters(), anchor, strict=True):
-            loss = loss + proximal / 2 * ((value - start) ** 2).sum()
-        loss.backward()
+            value.grad += proximal * (value.detach() - start)
         optimiser.step()
     return module
 

@@ -137,8 +137,9 @@ def stacked_mobilenet():
     return stacked.Stacked(partial(MobileNetV2, 3, dropout=0.0), (3, 32, 32), 3)
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("schedule", ["constant", "cooldown"])
-def test_recorded_rounds_are_those_that_run_as_they_are(monkeypatch, schedule):
+def test_recorded_rounds_are_those_that_run_as_they_are(monkeypatch, schedule, clip_norm):
     """The first round runs as it is, the second is recorded, later ones are replayed at any rate."""
     rng = np.random.default_rng(0)
     pictures = rng.integers(0, 256, size=(40, 3, 32, 32)).astype(np.uint8)
@@ -151,7 +152,7 @@ def test_recorded_rounds_are_those_that_run_as_they_are(monkeypatch, schedule):
     for recorded in (True, False):
         if not recorded:
             monkeypatch.setattr(sgd, "recorder_of", lambda _: AsItIs())
-        options = SGD(lr=0.01, batch_size=8, momentum=0.9)
+        options = SGD(lr=0.01, batch_size=8, momentum=0.9, clip_norm=clip_norm)
         training = LocalTraining(stacked_mobilenet(), options, schedule, rounds=4)
         params = training.initial(2, torch.device("cuda"))
         for number in (1, 2, 3, 4):

@@ -146,6 +146,9 @@ def test_the_type_of_numbers(rng, dtype):
         ("lr", float("nan"), ValueError),
         ("momentum", 1.0, ValueError),
         ("weight_decay", -1.0, ValueError),
+        ("clip_norm", 0.0, ValueError),
+        ("clip_norm", -1.0, ValueError),
+        ("clip_norm", "small", TypeError),
         ("schedule", "step", ValueError),
         ("local_epochs", 0, ValueError),
         ("batch_size", 0, ValueError),
@@ -524,6 +527,20 @@ def test_selected_clients_train_as_if_there_were_no_others(rng):
 # ---------------------------------------------------------------------- divergence
 
 
+@pytest.mark.parametrize("algorithm", ["fedavg", "pfedme"])
+def test_a_limit_to_gradients_trains_where_clients_have_two_images(rng, algorithm):
+    """Batch normalisation of two rows has gradients of a million and more."""
+    pictures = rng.integers(0, 256, size=(8, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pictures, np.arange(8) % 2, np.arange(8) % 2)
+    options = {"learner": "mobilenet", "lr": 0.01, "rounds": 2}
+    with pytest.warns(DivergenceWarning, match="clip_norm, such as 10"):
+        train(data, algorithm, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        limited = train(data, algorithm, **options, clip_norm=1.0)
+    assert limited.stopped is None
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_diverging_learner_stops_with_client_round_and_hint(rng, algorithm):
     data = federation(rng, sizes=(40, 50, 30))
@@ -533,6 +550,7 @@ def test_a_diverging_learner_stops_with_client_round_and_hint(rng, algorithm):
     assert any(repr(name) in message for name in data.names)
     assert re.search(r"round \d+|the end", message)
     assert "lr=1e+06" in message
+    assert "clip_norm" in message
     assert "diverged" in model.stopped
     for value in model.prediction.learners.values():
         assert torch.isfinite(value).all()

@@ -82,6 +82,8 @@ class TrainingOptions:
         lr: learning rate of local SGD.
         momentum: within a client's round.
         weight_decay: of local SGD.
+        clip_norm: largest norm of a gradient in local SGD, of each client and learner by itself; larger
+            ones are scaled down. ``None`` takes them as they are.
         schedule: of the learning rate: ``"constant"``; ``"cooldown"``, constant but for the last fifth
             of the rounds, in which it falls towards zero; ``"cosine"``; or ``"sqrt"``.
         augment: random crops and flips of images, anew in every step.
@@ -129,6 +131,7 @@ class TrainingOptions:
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
+    clip_norm: float | None = None
     schedule: str = "constant"
     augment: bool = False
     pretrained: str | None = None
@@ -176,8 +179,9 @@ class TrainingOptions:
             check_non_negative(name, getattr(self, name))
         for name in ("lr", "penalty", "participation"):
             _check_positive(name, getattr(self, name))
-        if self.server_lr is not None:
-            _check_positive("server_lr", self.server_lr)
+        for name in ("server_lr", "clip_norm"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         if self.tol is not None:
             check_non_negative("tol", self.tol)
         for name in ("momentum", "server_momentum"):
@@ -204,6 +208,18 @@ class TrainingOptions:
                 f"personal_labels is for {', '.join(SHARED_LEARNERS)}, whose learners know nothing of a "
                 f"client's labels, not for {self.algorithm!r}."
             )
+
+    def after_divergence(self, reason: str) -> str:
+        """What people are told when training has diverged: why, what is left, and what may help."""
+        other = (
+            "a limit to gradients (clip_norm, such as 10)"
+            if self.clip_norm is None
+            else f"a smaller clip_norm than {self.clip_norm:g}"
+        )
+        return (
+            f"{reason}; the last good state is kept. A smaller learning rate than lr={self.lr:g} should "
+            f"help, or {other}."
+        )
 
     def record(self) -> dict[str, Any]:
         """The options as plain values, for saving."""
@@ -327,6 +343,7 @@ def build(options: TrainingOptions, net: Network) -> SupervisedMethod[Any, Any, 
         lr=options.lr,
         momentum=options.momentum,
         weight_decay=options.weight_decay,
+        clip_norm=options.clip_norm,
         proximal=options.proximal if options.algorithm == "fedprox" else 0.0,
         batch_size=options.batch_size,
         epochs=options.local_epochs,

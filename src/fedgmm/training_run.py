@@ -292,10 +292,7 @@ class TrainingRun:
             )
             return "interrupted"
         if diverged:
-            reason = (
-                f"{diverged}; the last good state is kept. A smaller learning rate than "
-                f"lr={self.options.lr:g} should help."
-            )
+            reason = self.options.after_divergence(diverged)
             warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=4)
             return reason
         return None

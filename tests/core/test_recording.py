@@ -121,12 +121,15 @@ def local_rounds(net, rng, **options):
     return lambda rate: [train_local(net, start, x, y, w, plan, replace(common, lr=rate), anchor)]
 
 
-def moreau_rounds(net, rng):
+def moreau_rounds(net, rng, **options):
     """The same for pFedMe, with another rate within."""
     x, y, _, offsets = rows(rng)
     plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 1), 4)
     start = expand_clients(drawn(net, 1), 4)
-    return lambda rate: train_moreau(net, start, x, y, plan, SGD(lr=rate), 2.0, 3, rate / 2)
+    common = SGD(**options)
+    return lambda rate: train_moreau(
+        net, start, x, y, plan, replace(common, lr=rate), 2.0, 3, rate / 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,9 @@ def moreau_rounds(net, rng):
         local_rounds,
         lambda net, rng: local_rounds(net, rng, momentum=0.9),
         lambda net, rng: local_rounds(net, rng, proximal=0.5, weight_decay=0.1, momentum=0.5),
+        lambda net, rng: local_rounds(net, rng, clip_norm=0.1),
         moreau_rounds,
+        lambda net, rng: moreau_rounds(net, rng, clip_norm=0.1),
     ],
 )
 def test_one_recording_serves_every_rate(log, rng, monkeypatch, rounds):
@@ -150,14 +155,23 @@ def test_one_recording_serves_every_rate(log, rng, monkeypatch, rounds):
     assert len(log) == 1
 
 
-@pytest.mark.parametrize("change", [{"momentum": 0.5}, {"weight_decay": 0.1}, {"proximal": 0.5}])
-def test_other_options_are_other_recordings(log, rng, monkeypatch, change):
+@pytest.mark.parametrize(
+    ("rounds", "change"),
+    [
+        (local_rounds, {"momentum": 0.5}),
+        (local_rounds, {"weight_decay": 0.1}),
+        (local_rounds, {"proximal": 0.5}),
+        (local_rounds, {"clip_norm": 0.01}),
+        (moreau_rounds, {"clip_norm": 0.01}),
+    ],
+)
+def test_other_options_are_other_recordings(log, rng, monkeypatch, rounds, change):
     net, seed = Dense(3, 2, (4,)), rng.integers(1000)
-    plain, other = (local_rounds(net, np.random.default_rng(seed), **o) for o in ({}, change))
-    (expected,) = other(0.3)
+    plain, other = (rounds(net, np.random.default_rng(seed), **o) for o in ({}, change))
+    expected = other(0.3)
     monkeypatch.setattr(sgd, "_recorded", lambda *_: True)
     for _ in range(3):
         plain(0.3)
-        (found,) = other(0.3)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for found, wanted in zip(other(0.3), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert len(log) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,7 @@ def looped(x, y, w, offsets, orders, params, widths, options):
                 momentum=options.momentum,
                 weight_decay=options.weight_decay,
                 proximal=options.proximal,
+                clip_norm=options.clip_norm,
                 weights=None if w is None else w[first:last, m],
             )
             result[c, m] = dense_params(module)
@@ -137,8 +140,10 @@ def assert_same(actual, expected, atol=1e-10):
         SGD(lr=0.3, proximal=0.5, batch_size=4, epochs=2),
         SGD(0.2, momentum=0.5, weight_decay=0.01, proximal=0.2, batch_size=5, epochs=2),
         SGD(lr=0.3, batch_size=1000),
+        SGD(lr=0.3, momentum=0.9, clip_norm=0.3, batch_size=4, epochs=3),
+        SGD(0.3, weight_decay=0.1, proximal=0.2, clip_norm=0.1, batch_size=4),
     ],
-    ids=["plain", "momentum", "decay", "proximal", "all", "full batch"],
+    ids=["plain", "momentum", "decay", "proximal", "all", "full batch", "clipped", "clipped, all"],
 )
 @pytest.mark.parametrize("hidden", [(), (6,)], ids=["linear", "mlp"])
 @pytest.mark.parametrize("classes", [2, 4])
@@ -193,6 +198,23 @@ def test_a_parameter_that_nothing_depends_on_stays(rng):
     for own in trained.values():
         assert torch.equal(own["unused"], torch.ones(2, dtype=torch.float64))
         assert float(own["scale"]) != 1.0
+
+
+def test_a_clipped_step_has_the_norm_that_it_may_have_at_most(rng):
+    net, limit = network(Idle, (3,), 2), 0.05
+    x, y, _, offsets = rows(rng)
+    x = x * torch.tensor([1e-6, 1e9])[(torch.arange(len(x)) >= offsets[1]).long()].unsqueeze(1)
+    params, whole = drawn(net, 2), [torch.arange(len(x))]
+    options = SGD(lr=1.0, batch_size=1000, clip_norm=limit)
+    plain = stacked(x, y, None, offsets, whole, params, net, replace(options, clip_norm=None))
+    clipped = stacked(x, y, None, offsets, whole, params, net, options)
+    for key, own in clipped.items():
+        start = {name: value[key[1]] for name, value in params.items()}
+        moved, free = (
+            torch.sqrt(sum(((after[name] - start[name]) ** 2).sum() for name in start))
+            for after in (own, plain[key])
+        )
+        assert float(moved) == pytest.approx(min(limit, float(free)), rel=1e-4)
 
 
 # ---------------------------------------------------------------------- weights travel with rows
@@ -328,16 +350,16 @@ def test_the_local_learner_moves_towards_the_personal_one(rng):
         assert not torch.equal(local[name], value)
 
 
-def test_several_batches_are_a_plain_loop(rng):
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_several_batches_are_a_plain_loop(rng, clip_norm):
     """Ragged clients, small batches: the same as one client at a time, written out."""
     net = Dense(3, 2)
     x, y, _, offsets = rows(rng)
     orders = shuffles(rng, SIZES, 2)
     plan = plan_batches(offsets, torch.arange(4), orders, 4)
     start = drawn(net, 1)
-    local, personal = train_moreau(
-        net, expand_clients(start, 4), x, y, plan, SGD(lr=0.1, batch_size=4), 3.0, 4, 0.07
-    )
+    options = SGD(lr=0.1, batch_size=4, clip_norm=clip_norm)
+    local, personal = train_moreau(net, expand_clients(start, 4), x, y, plan, options, 3.0, 4, 0.07)
     for place, c in enumerate(plan.clients.tolist()):
         first, last = int(offsets[c]), int(offsets[c + 1])
         w, theta = module_of((3, 2)), module_of((3, 2))
@@ -348,6 +370,8 @@ def test_several_batches_are_a_plain_loop(rng):
                 for _ in range(4):
                     theta.zero_grad()
                     cross_entropy(theta(x[batch]), y[batch]).backward()
+                    if clip_norm is not None:
+                        nn.utils.clip_grad_norm_(theta.parameters(), clip_norm)
                     with torch.no_grad():
                         for own, centre in zip(theta.parameters(), w.parameters(), strict=True):
                             own -= 0.07 * (own.grad + 3.0 * (own - centre))

@@ -34,6 +34,8 @@ class SGD:
         momentum: within a round; buffers start at zero every round.
         weight_decay: ``L2`` penalty, added to the gradient.
         proximal: strength ``ρ`` of ``ρ/2 ‖θ - anchor‖²``.
+        clip_norm: largest norm of a gradient of the rows' loss, of each client and learner by itself;
+            ``None`` lets it be as large as it is.
         batch_size: rows a step.
         epochs: passes over the client's rows.
         augment: random crops and flips of images, anew in every step.
@@ -43,6 +45,7 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
     proximal: float = 0.0
+    clip_norm: float | None = None
     batch_size: int = 128
     epochs: int = 1
     augment: bool = False
@@ -216,7 +219,7 @@ def train_moreau(
         inputs: all rows, ``(N, *shape)``.
         labels: class indices, ``(N,)``.
         plan: the batches, and whether images are cropped and flipped.
-        options: ``lr`` is ``η``.
+        options: ``lr`` is ``η``; ``clip_norm`` is for the steps of the inner problem.
         penalty: ``λ``.
         inner_steps: gradient steps of an inner problem.
         inner_lr: their size.
@@ -224,7 +227,7 @@ def train_moreau(
     Returns:
         The local learners and the personal ones, both ``(C, M, ...)``.
     """
-    inner = SGD(proximal=penalty)
+    inner = SGD(proximal=penalty, clip_norm=options.clip_norm)
 
     def run(given: Given) -> list[Params]:
         local = {name: value.clone() for name, value in given.params[0].items()}
@@ -243,7 +246,7 @@ def train_moreau(
         return [local, personal]
 
     given = Given([params], plan.steps, None, [options.lr, inner_lr])
-    local, personal = _done(net, inputs, labels, (penalty, inner_steps), given, run)
+    local, personal = _done(net, inputs, labels, (inner, inner_steps), given, run)
     return local, personal
 
 
@@ -325,6 +328,8 @@ def _descend(
     than to run.
     """
     values, slopes = [own[name] for name in gradients], list(gradients.values())
+    if options.clip_norm is not None:
+        slopes = _clipped(slopes, options.clip_norm)
     if options.weight_decay:
         slopes = list(torch._foreach_add(slopes, values, alpha=options.weight_decay))
     if options.proximal and centre is not None:
@@ -339,6 +344,18 @@ def _descend(
         torch._foreach_sub_(values, torch._foreach_mul(slopes, rate))
     else:
         torch._foreach_add_(values, slopes, alpha=-rate)
+
+
+def _clipped(gradients: list[Tensor], largest: float) -> list[Tensor]:
+    """Gradients ``(A, M, ...)``, scaled down where a client's and learner's norm exceeds ``largest``.
+
+    The same as ``torch.nn.utils.clip_grad_norm_`` for each of them.
+    """
+    own = [g.unsqueeze(-1) for g in gradients]  # a parameter may be a single number
+    norms = [torch.linalg.vector_norm(g, dim=tuple(range(2, g.ndim))) for g in own]
+    norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)  # (A, M)
+    scale = (largest / (norm + 1e-6)).clamp_max(1.0)
+    return [g * scale.reshape(*scale.shape, *(1,) * (g.ndim - 2)) for g in gradients]
 
 
 def batch_loss(

@@ -55,6 +55,8 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     warmup : int, default=0
         Rounds of one shared learner before the learners part.
     momentum, weight_decay : float, default=0.0
+    clip_norm : float or None, default=None
+        Largest norm of a gradient in local steps; larger ones are scaled down.
     personal_labels : bool, default=False
         After the last round, count how frequent labels are at each client and let that correct its
         predictions, and those of clients that :meth:`adapt` brings in with labels. Nothing is trained;
@@ -113,6 +115,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         warmup: int = 0,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
+        clip_norm: float | None = None,
         personal_labels: bool = False,
         server: str = "average",
         participation: float = 1.0,
@@ -137,6 +140,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.warmup = warmup
         self.momentum = momentum
         self.weight_decay = weight_decay
+        self.clip_norm = clip_norm
         self.personal_labels = personal_labels
         self.server = server
         self.participation = participation
@@ -201,6 +205,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             lr=self.lr,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm,
             personal_labels=self.personal_labels,
             local_epochs=self.local_epochs,
             batch_size=self.batch_size,

@@ -200,10 +200,7 @@ class FederatedTraining:
         self.assembly.tell(line)
 
     def _stop(self, reason: str) -> None:
-        self.stopped = (
-            f"{reason}; the last good state is kept. A smaller learning rate than "
-            f"lr={self.job.options.lr:g} should help."
-        )
+        self.stopped = self.job.options.after_divergence(reason)
         self.assembly.tell(self.stopped)
 
     def _exchange(
