@@ -1,4 +1,4 @@
-"""A checkpoint that was trained once, for all tests that read or damage it."""
+"""A checkpoint that was trained once, for all tests that read or damage it; runs without a page."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def trained_checkpoint(tmp_path_factory):
 def whole(trained_checkpoint, tmp_path):
     """A checkpoint of FedGMM with everything in it, the test's own."""
     return shutil.copy(trained_checkpoint, tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def blank_reports():
+    """What a report shows is gathered and its file written, but the page is blank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedgmm.report.page.render", lambda contents: "")
+        yield
