@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 # Small problems on many threads mostly wait for each other, worst on a busy machine. Tests that are
 # about threads ask for them with the fixture below.
@@ -25,6 +26,18 @@ settings.load_profile("fedgmm")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: see test_kernels.py
+
+
+@pytest.fixture(scope="session", autouse=True)
+def disk():
+    """Nobody waits for the disk: files here need not outlive a power cut. A handle must be open.
+
+    Yields the real ``os.fsync``.
+    """
+    fsync = os.fsync
+    os.fsync = os.fstat
+    yield fsync
+    os.fsync = fsync
 
 
 @pytest.fixture
@@ -51,3 +64,12 @@ def small_blocks(monkeypatch):
     """Blocks of at most 32 rows, so that small data run through several blocks and lanes."""
     monkeypatch.setattr("fedgmm.core.streaming._FEWEST_ROWS", 8)
     monkeypatch.setattr("fedgmm.core.streaming._MOST_ROWS", 32)
+
+
+@pytest.fixture
+def thin_mobilenet(monkeypatch):
+    """``learner="mobilenet"`` has all its layers, but a quarter of their channels."""
+    from fedgmm.core import backbones, stacked
+
+    assert stacked.MobileNetV2 is backbones.MobileNetV2  # that module asks for the class itself
+    monkeypatch.setattr(backbones, "MobileNetV2", partial(backbones.MobileNetV2, width=0.25))

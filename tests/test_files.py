@@ -12,6 +12,12 @@ import pytest
 from fedgmm.files import write_atomically
 
 
+@pytest.fixture(autouse=True)
+def flushed(disk, monkeypatch):
+    """These files do go to the disk."""
+    monkeypatch.setattr("os.fsync", disk)
+
+
 def test_a_new_file_and_one_that_is_replaced(tmp_path):
     path = tmp_path / "numbers"
     write_atomically(path, b"first")

@@ -710,6 +710,7 @@ def test_pretrained_weights_are_for_mobilenet(rng, tmp_path):
         train(federation(rng), pretrained="weights.safetensors", **FAST)
 
 
+@pytest.mark.usefixtures("thin_mobilenet")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_learners_start_from_given_weights(rng, tmp_path, algorithm):
     from safetensors.torch import save_file
@@ -737,6 +738,7 @@ def test_learners_start_from_given_weights(rng, tmp_path, algorithm):
         assert (own - weight).std() < 0.05 * weight.std()
 
 
+@pytest.mark.usefixtures("thin_mobilenet")
 def test_a_model_that_is_kept_keeps_no_recordings(rng, monkeypatch):
     """They hold as much memory of a card as training did."""
     forgotten = []

@@ -82,15 +82,15 @@ def test_kernel_of_normalisation(ceiling, padded, dtype):
     there = 1.0
     if counts is not None:
         there = (torch.arange(6, device=DEVICE) < counts[:, None])[:, None, :, None, None]
-    images = (3 * normal(3, 4, 6, 5, 5) + 1).to(dtype)
-    given = images, normal(3, 4).abs() * 3, normal(3, 4)
+    images = (3 * normal(3, 2, 6, 5, 5) + 1).to(dtype)
+    given = images, normal(3, 2).abs() * 3, normal(3, 2)
     chosen = None if ceiling < 0 else ceiling
 
     def plain(images, weight, bias):
         out, _ = stacked._by_own_statistics(images, counts, weight, bias, 1e-5)
         return stacked._activated(out, chosen) * there
 
-    running = kernels.BatchStatistics(normal(3, 4), normal(3, 4).abs())
+    running = kernels.BatchStatistics(normal(3, 2), normal(3, 2).abs())
     found = gradients(
         lambda x, w, b: kernels.normalised(x, w, b, counts, running, 0.1, 1e-5, ceiling)[0],
         *given,
@@ -129,12 +129,13 @@ def test_kernel_of_blocks_on_pixels(colours, height, width, dtype):
     assert max(map(far, found, expected)) < OF_PRODUCTS[dtype]
 
 
-@pytest.mark.parametrize(("height", "width"), [(8, 8), (5, 6), (6, 7), (2, 2)])
+@pytest.mark.parametrize(("rows", "height", "width"), [(5, 8, 8), (5, 5, 6), (8, 6, 7), (3, 2, 2)])
 @pytest.mark.parametrize("dtype", OF_PRODUCTS, ids=str)
-def test_kernel_of_blocks_on_channels(height, width, dtype):
+def test_kernel_of_blocks_on_channels(rows, height, width, dtype):
+    """The first and the third fill more than a tile, even and odd."""
     given = [
         value.to(dtype)
-        for value in (normal(2, 9, height, width, 16), normal(2, 32, 16, 3, 3), normal(2, 32))
+        for value in (normal(2, rows, height, width, 16), normal(2, 32, 16, 3, 3), normal(2, 32))
     ]
     found = gradients(kernels.channel_block, *given)
     expected = gradients(
@@ -230,8 +231,8 @@ class Bottleneck(nn.Module):
             nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
             nn.BatchNorm2d(4),
             nn.ReLU6(),
-            *block(8, 4, 1),
-            *block(8, 6, 2),
+            *block(5, 4, 1),
+            *block(5, 6, 2),
         )
         self.classifier = nn.Linear(6, 3)
 

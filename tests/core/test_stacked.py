@@ -50,7 +50,7 @@ MODULES = {
 }
 
 
-@pytest.fixture(params=MODULES, ids=str)
+@pytest.fixture(scope="module", params=MODULES, ids=str)
 def case(request):
     factory, shape = MODULES[request.param]
     net = Stacked(factory, shape, 5)
@@ -76,7 +76,7 @@ def module_of(net, params, client, learner, training):
 @pytest.mark.parametrize("there", [None, [6, 4]], ids=["all rows", "with padding"])
 def test_logits_gradients_and_statistics_are_the_modules_own(case, training, there):
     net, params, images = case
-    params = {n: v if is_statistic(n) else v.requires_grad_() for n, v in params.items()}
+    params = {n: v if is_statistic(n) else v.detach().requires_grad_() for n, v in params.items()}
     mask = None
     if there is not None:
         mask = torch.arange(ROWS) < torch.tensor(there)[:, None]

@@ -120,7 +120,15 @@ def test_during_a_later_start_the_best_run_is_kept(federation, monkeypatch):
     assert model.n_iter_ == 5
 
 
-@pytest.mark.usefixtures("small_blocks")
+@pytest.fixture
+def heeded():
+    """Ctrl-C is heeded, also by the children, where a shell has the tests ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded", "small_blocks")
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_real_signal(federation, threads, number):
     threads(number)
@@ -149,6 +157,7 @@ def test_a_real_signal(federation, threads, number):
     assert torch.get_num_threads() == number
 
 
+@pytest.mark.usefixtures("heeded")
 def test_ctrl_c_in_a_script():
     script = textwrap.dedent(
         """

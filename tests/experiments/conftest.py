@@ -4,7 +4,26 @@ from __future__ import annotations
 
 import pytest
 
+from fedgmm.report import image_figures
 from tiny_images import write_femnist, write_mnist
+
+
+@pytest.fixture
+def painted():
+    """The test looks at pictures."""
+
+
+@pytest.fixture(autouse=True)
+def sketched(request, monkeypatch):
+    """Pictures are put together, but painted only for tests that look at them."""
+    if "painted" not in request.fixturenames:
+
+        def save(figure, path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            return path
+
+        monkeypatch.setattr(image_figures, "_saved", save)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ def trainings(monkeypatch):
     return calls
 
 
+@pytest.mark.usefixtures("painted")
 def test_all_methods_beside_the_paper(tmp_path, femnist):
     study = ImageStudy(track="tuned", **FAST)
     outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)

@@ -46,6 +46,7 @@ def test_scores_by_hand(mnist, method):
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.usefixtures("painted")
 def test_table_and_figures(tmp_path, mnist, monkeypatch):
     study = replace(FIXED, methods=("fedavg", "fedem", "fedgmm"))
     outcome = reproduce_novelty(tmp_path / "out", study, data_dir=mnist)

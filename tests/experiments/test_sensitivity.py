@@ -20,6 +20,7 @@ SMALL = SensitivityStudy(
 )
 
 
+@pytest.mark.usefixtures("painted")
 def test_every_cell_is_a_training_of_its_own(tmp_path, femnist, monkeypatch):
     outcome = reproduce_sensitivity(tmp_path / "out", SMALL, data_dir=femnist)
     assert outcome.accuracy.shape == (1, 2, 2)

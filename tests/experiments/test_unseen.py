@@ -194,6 +194,7 @@ def test_tuning_is_one_epoch_from_the_global_learner(femnist):
 # ---------------------------------------------------------------------- the study
 
 
+@pytest.mark.usefixtures("painted")
 def test_table_and_curve(tmp_path, femnist, monkeypatch):
     outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist)
     trials = {one["method"]: one for one in outcome.details}

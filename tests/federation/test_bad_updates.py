@@ -20,6 +20,8 @@ from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, federate, with_arrays, with_facts
 from small_runs import write_sites
 
+pytestmark = pytest.mark.usefixtures("blank_reports")
+
 KINDS = {
     "newton": {},
     "newton-float64": {"dtype": "float64"},
@@ -285,8 +287,25 @@ def deep(levels):
     return [deep(levels - 1)] if levels else []
 
 
+IN_A_RUN = {**SIZE, "min_clients": 2, "largest_message": 1_000_000}
+
+
+@pytest.fixture(scope="module")
+def silent(files, tmp_path_factory):
+    """The model of a run in which oslo never answered after the first round."""
+    home = tmp_path_factory.mktemp("silent")
+    sites = InMemorySites(files, home)
+    sites.tamper = lambda name, question, answer: (
+        Failure("none")
+        if name == "oslo" and question.kind == "round" and question.facts["round"] > 1
+        else answer
+    )
+    federate(files, home, sites=sites, **IN_A_RUN)
+    return open_run(home / "server").model.prediction
+
+
 @pytest.mark.parametrize("lie", LIES)
-def test_a_liar_is_left_out_and_named(files, tmp_path, lie):
+def test_a_liar_is_left_out_and_named(files, tmp_path, silent, lie):
     sites, recorded = InMemorySites(files, tmp_path), []
 
     def tamper(name, question, answer):
@@ -298,25 +317,15 @@ def test_a_liar_is_left_out_and_named(files, tmp_path, lie):
         return recorded[0] if LIES[lie] is None else LIES[lie](answer)
 
     sites.tamper = tamper
-    options = {**SIZE, "min_clients": 2, "largest_message": 1_000_000}
-    _, lines = federate(files, tmp_path, sites=sites, **options)
+    _, lines = federate(files, tmp_path, sites=sites, **IN_A_RUN)
     entries = [json.loads(line) for line in (tmp_path / "server/history.jsonl").open()]
     assert [entry["answered"] for entry in entries] == [3, 2, 2]
     assert set(entries[1]["dropped"]) == {"oslo"}
     assert any("oslo" in line and "round 2" in line for line in lines)
     # the others end as if it had never answered
-    silent = InMemorySites(files, tmp_path / "silent")
-    silent.tamper = lambda name, question, answer: (
-        Failure("none")
-        if name == "oslo" and question.kind == "round" and question.facts["round"] > 1
-        else answer
-    )
-    federate(files, tmp_path / "silent", sites=silent, **options)
-    here, there = (
-        open_run(home / "server").model.prediction for home in (tmp_path, tmp_path / "silent")
-    )
-    assert torch.equal(here.gaussians.means, there.gaussians.means)
-    assert all(torch.equal(v, there.learners[n]) for n, v in here.learners.items())
+    here = open_run(tmp_path / "server").model.prediction
+    assert torch.equal(here.gaussians.means, silent.gaussians.means)
+    assert all(torch.equal(v, silent.learners[n]) for n, v in here.learners.items())
 
 
 def test_liars_in_the_start_are_left_out(files, tmp_path):

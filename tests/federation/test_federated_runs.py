@@ -13,6 +13,8 @@ from fedgmm.runs import fit, open_run
 from in_memory_sites import InMemorySites, federate, federation_settings
 from small_runs import draw_rows, write_csv, write_sites
 
+pytestmark = pytest.mark.usefixtures("blank_reports")
+
 METHODS = ("fedgmm", "fedem", "fedavg", "fedprox", "fedavg+", "local", "clustered", "pfedme")
 SIZE = {"components": 2, "learners": 2, "rounds": 3, "covariance_type": "full"}
 
