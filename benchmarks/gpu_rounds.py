@@ -167,7 +167,10 @@ def _train(
         parts = torch.tensor_split(order, edges)
     else:
         parts = order.split(options.batch_size)
-    for picked in parts:
+    norms = [layer for layer in own.modules() if isinstance(layer, nn.BatchNorm2d)]
+    for number, picked in enumerate(parts, 1):
+        for layer in norms:  # running statistics are the mean over a round's first batches
+            layer.momentum = max(0.1, 1 / number)
         x = as_numbers(rows.inputs[picked], weights.dtype)
         loss = nn.functional.cross_entropy(own(x), rows.labels[picked], reduction="none")
         share = weights[picked - begin]

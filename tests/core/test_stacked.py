@@ -65,22 +65,33 @@ def case(request):
     return net, params, images
 
 
-def module_of(net, params, client, learner, training):
-    module = net.factory().double()
+def renew(module, number):
+    """Let running statistics move as in the so-manieth batch of a round."""
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = max(0.1, 1 / number)
+    return module
+
+
+def module_of(net, params, client, learner, training, number=1):
+    module = renew(net.factory().double(), number)
     own = {name: value[client, learner] for name, value in params.items()}
     module.load_state_dict(own, strict=False)
     return module.train(training)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-@pytest.mark.parametrize("there", [None, [6, 4]], ids=["all rows", "with padding"])
-def test_logits_gradients_and_statistics_are_the_modules_own(case, training, there):
+@pytest.mark.parametrize(
+    ("there", "number"), [(None, 1), ([6, 4], 3), ([6, 4], 30)], ids=["all rows", "padding", "late"]
+)
+def test_logits_gradients_and_statistics_are_the_modules_own(case, training, there, number):
     net, params, images = case
     params = {n: v if is_statistic(n) else v.detach().requires_grad_() for n, v in params.items()}
     mask = None
     if there is not None:
         mask = torch.arange(ROWS) < torch.tensor(there)[:, None]
-    logits, statistics = net.walk(params, images, training, None if mask is None else mask.sum(1))
+    counts = None if mask is None else mask.sum(1)
+    logits, statistics = net.walk(params, images, training, counts, number)
     keep = torch.ones(CLIENTS, ROWS, dtype=torch.bool) if mask is None else mask
     trained = [name for name in params if not is_statistic(name)]
     loss = (logits.square() * keep[..., None, None]).sum()
@@ -88,7 +99,7 @@ def test_logits_gradients_and_statistics_are_the_modules_own(case, training, the
     scale = max(float(gradient.abs().max()) for gradient in gradients)
     for client in range(CLIENTS):
         for learner in range(LEARNERS):
-            module = module_of(net, params, client, learner, training)
+            module = module_of(net, params, client, learner, training, number)
             expected = module(images[client][keep[client]])
             found = logits[client, :, learner][keep[client]]
             torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
@@ -129,8 +140,9 @@ def test_local_training_is_that_of_a_plain_loop():
         module = Small().double().train()
         module.load_state_dict(first, strict=False)
         optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(2):
-            for start_row in range(begin, end, 3):
+        for epoch in range(2):
+            for number, start_row in enumerate(range(begin, end, 3), 3 * epoch + 1):
+                renew(module, number)
                 rows = slice(start_row, min(start_row + 3, end))
                 loss = nn.functional.cross_entropy(
                     module(inputs[rows]), labels[rows], reduction="none"

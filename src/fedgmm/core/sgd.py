@@ -60,12 +60,14 @@ class Step:
         mask: one for a row, zero for padding, which comes last, ``(A, B)``.
         full: there is no padding.
         augment: random crops and flips of the images.
+        number: of the step within the round, from one.
     """
 
     rows: Tensor
     mask: Tensor
     full: bool = False
     augment: bool = False
+    number: int = 1
 
     @property
     def counts(self) -> Tensor | None:
@@ -130,7 +132,8 @@ def plan_batches(
             mask = columns < after
             place = torch.where(mask, offsets[clients[:active], None] + columns, 0)
             rows = order[place.to(device)]
-            steps.append(Step(rows, mask.to(device), bool(mask.all()), augment))
+            step = Step(rows, mask.to(device), bool(mask.all()), augment, len(steps) + 1)
+            steps.append(step)
     return BatchPlan(clients.to(device), steps)
 
 
@@ -364,7 +367,7 @@ def batch_loss(
     """Weighted mean cross-entropy of one step, ``(A, M)``, and running statistics after it, if any."""
     x, y, share = _batch(params, inputs, labels, weights, step)
     if isinstance(net, Stacked):
-        logits, statistics = net.walk(params, x, True, step.counts)
+        logits, statistics = net.walk(params, x, True, step.counts, step.number)
         likelihood = at_labels(torch.log_softmax(logits, dim=-1), y)
     else:
         likelihood, statistics = log_likelihoods(net, params, x, y, training=True), {}

@@ -35,12 +35,14 @@ class Pass(NamedTuple):
         params: of all groups, ``(G, ...)``.
         training: dropout is on, and batch normalisation takes its statistics from the batch.
         counts: how many rows are there, ``(G,)``, and they come first; ``None`` means all.
+        number: which batch of the round this is, from one.
         statistics: running means and variances after this batch, ``(G, c)``; filled on the way.
     """
 
     params: Params
     training: bool
     counts: Tensor | None
+    number: int
     statistics: Params
 
 
@@ -127,10 +129,15 @@ class Stacked:
 
     def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
         """Logits ``(*C, n, M, K)``."""
-        return self.walk(params, inputs, training, None)[0]
+        return self.walk(params, inputs, training)[0]
 
     def walk(
-        self, params: Params, inputs: Tensor, training: bool, counts: Tensor | None
+        self,
+        params: Params,
+        inputs: Tensor,
+        training: bool,
+        counts: Tensor | None = None,
+        number: int = 1,
     ) -> tuple[Tensor, Params]:
         """Logits ``(*C, n, M, K)``, and the running statistics after a batch of training.
 
@@ -140,6 +147,8 @@ class Stacked:
             training: as in training.
             counts: how many rows are there, ``(*C,)``; the others come last and do not touch the
                 statistics. ``None`` means all.
+            number: which batch of the round this is, from one. The first one's statistics take the place of
+                the old, which are those of other weights: a server moves them, and with momentum far.
         """
         lead_axes = inputs.dim() - 4
         first = next(iter(params.values()))
@@ -156,6 +165,7 @@ class Stacked:
             {n: v.to(compute) if _is_product(n, v) else v for n, v in flat.items()},
             training,
             counts,
+            number,
             {},
         )
         out = self._walk(images, journey)  # (G, n, K)
@@ -338,7 +348,8 @@ def _normalised(
         if fast and not (images.requires_grad or scale.requires_grad):
             return kernels.scaled(images, scale, bias - running.mean * scale, highest)
         return _activated(_by_fixed_statistics(layer, images, running, weight, bias), ceiling)
-    momentum = 0.1 if layer.momentum is None else layer.momentum
+    # the mean over a round's batches, until there are so many that it would move less than it should
+    momentum = max(layer.momentum or 0.0, 1.0 / journey.number)
     if fast:
         out, moved = kernels.normalised(
             images, weight, bias, journey.counts, running, momentum, layer.eps, highest

@@ -22,7 +22,7 @@ _AUTO = ("components", "learners", "covariance_type")
 _SIZES = ("components", "learners")
 
 _NONE = "none"  # TOML has no word for nothing
-_MAY_BE_NONE = ("patience", "pretrained", "server_lr", "tol")
+_MAY_BE_NONE = {one.name for one in fields(TrainingOptions) if "None" in str(one.type)}
 _LEARNERS = ("linear", "mlp")  # the others are for images
 
 
