@@ -361,7 +361,9 @@ def test_the_data_folder_comes_from_the_environment(tmp_path, mnist, monkeypatch
     monkeypatch.setenv("FEDGMM_DATA", str(tmp_path))
     assert len(load_images("mnist")) == 8
     monkeypatch.delenv("FEDGMM_DATA")
-    with pytest.raises(ImageFileError, match="set FEDGMM_DATA"):
+    with pytest.raises(
+        ImageFileError, match=r"\(--data-dir on the command line\), or set FEDGMM_DATA"
+    ):
         load_images("mnist")
 
 

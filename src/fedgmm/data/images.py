@@ -174,8 +174,8 @@ def _data_folder(data_dir: Path | str | None) -> Path:
     folder = data_dir if data_dir is not None else os.environ.get(DATA_VARIABLE)
     if not folder:
         raise ImageFileError(
-            f"There is no data folder: pass data_dir, or set {DATA_VARIABLE} to the folder that holds "
-            "the data sets."
+            f"There is no data folder: pass data_dir (--data-dir on the command line), or set "
+            f"{DATA_VARIABLE} to the folder that holds the data sets."
         )
     return Path(folder).expanduser()
 
