@@ -8,6 +8,7 @@ import io
 import json
 import os
 import tarfile
+from http.client import IncompleteRead
 from pathlib import Path
 
 import numpy as np
@@ -458,6 +459,17 @@ def test_a_place_that_does_not_answer_is_named(tmp_path, archive, monkeypatch):
     archive.unlink()
     monkeypatch.setitem(image_download.SOURCES, "mnist", (source,))
     with pytest.raises(ImageFileError, match=r"set.tar.gz could not be fetched .* by hand"):
+        load_images("mnist", tmp_path / "data", download=True)
+
+
+@pytest.mark.parametrize("trouble", [IncompleteRead(b""), OSError(28, "No space left")], ids=str)
+def test_trouble_on_the_way_names_the_place(tmp_path, archive, monkeypatch, trouble):
+    def fail(*_args, **_options):
+        raise trouble
+
+    monkeypatch.setitem(image_download.SOURCES, "mnist", (source_of(archive, "MNIST/raw"),))
+    monkeypatch.setattr(image_download.urllib.request, "urlopen", fail)
+    with pytest.raises(ImageFileError, match="could not be fetched"):
         load_images("mnist", tmp_path / "data", download=True)
 
 
