@@ -255,6 +255,12 @@ def dealt(
         images, clients=study.clients, shift=shift, fraction=study.fraction, seed=seed
     )
     tell(federation.description.splitlines()[0])
+    for split in ("validation", "test"):
+        if not len(federation.dataset.split(split)):  # told before hours of training, not after
+            raise ValueError(
+                f"Clients are so small that none has a {split} row; use fewer clients or a larger fraction "
+                "of the images (--clients and --fraction on the command line)."
+            )
     return federation
 
 
