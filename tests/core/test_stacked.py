@@ -240,6 +240,20 @@ def test_padding_beside_a_single_row_stays_finite():
     assert all(bool(torch.isfinite(value).all()) for value in found.values())
 
 
+def test_single_rows_train_whether_or_not_others_are_beside_them():
+    """The last layers see one number a channel there, which torch's own normalisation refuses."""
+    net = Stacked(partial(MobileNetV2, 5, width=0.25, dropout=0.0), (3, 32, 32), 5)
+    one = net.initial(torch.Generator().manual_seed(0))
+    params = {name: value.expand(2, 1, *value.shape).double() for name, value in one.items()}
+    images = torch.randn(2, 1, 3, 32, 32, dtype=torch.float64)
+    alone, statistics = net.walk(params, images, True, None)
+    beside = torch.cat([images, torch.zeros_like(images)], dim=1)
+    padded, expected = net.walk(params, beside, True, torch.tensor([1, 1]))
+    torch.testing.assert_close(alone, padded[:, :1])
+    for name, value in statistics.items():
+        torch.testing.assert_close(value, expected[name])
+
+
 def test_pretrained_weights_read_plain_pixels(tmp_path):
     """The file's network on scaled pictures, and ours on pixels in [-1, 1], say the same."""
     torch.manual_seed(0)

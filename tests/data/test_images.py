@@ -8,6 +8,7 @@ import io
 import json
 import os
 import tarfile
+from http.client import IncompleteRead
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,10 @@ def test_femnist_npz(tmp_path):
 
 
 def leaf(**users):
-    rows = {user: {"x": x.reshape(len(x), -1).tolist(), "y": y} for user, (x, y) in users.items()}
+    rows = {
+        user: {"x": x.reshape(-1, x[0].size).tolist() if len(x) else [], "y": y}
+        for user, (x, y) in users.items()
+    }
     counts = [len(y) for _, y in users.values()]
     return {"users": list(users), "num_samples": counts, "user_data": rows}
 
@@ -207,13 +211,20 @@ def test_a_damaged_cifar_file_is_named(tmp_path, cifar10, change, problem):
     assert "data_batch_1.bin is damaged" in str(caught.value)
 
 
-def test_a_cifar100_class_with_two_superclasses_is_damage(tmp_path, cifar100):
-    # the third and the fourth image are of class 7
+@pytest.mark.parametrize(
+    ("file", "row"),
+    [
+        ("train.bin", 2),  # of class 7, like the next
+        ("test.bin", 1),  # of class 0, like the first of the other file
+    ],
+)
+def test_a_cifar100_class_with_two_superclasses_is_damage(tmp_path, cifar100, file, row):
     edit(
-        tmp_path / "cifar-100-binary" / "train.bin",
-        lambda b: b[: 2 * 3074] + b"\x05" + b[2 * 3074 + 1 :],
+        tmp_path / "cifar-100-binary" / file,
+        lambda b: b[: row * 3074] + b"\x05" + b[row * 3074 + 1 :],
     )
-    with pytest.raises(ImageFileError, match="more than one superclass"):
+    # nobody can tell which of the two files it is
+    with pytest.raises(ImageFileError, match=r"over train.bin and test.bin.* than one superclass"):
         load_images("cifar100", tmp_path)
 
 
@@ -221,6 +232,9 @@ def test_cifar100_needs_the_names_of_its_classes(tmp_path, cifar100):
     path = tmp_path / "cifar-100-binary" / "fine_label_names.txt"
     path.write_text("apple\npear\n")
     with pytest.raises(ImageFileError, match=r"fine_label_names.txt is damaged: it holds 2 names"):
+        load_images("cifar100", tmp_path)
+    path.write_text("\n".join([*(f"thing_{k}" for k in range(100)), "thing_7"]))
+    with pytest.raises(ImageFileError, match="101 names of classes, 100 of them different"):
         load_images("cifar100", tmp_path)
     path.unlink()
     with pytest.raises(ImageFileError, match=r"fine_label_names.txt is missing; unpack https"):
@@ -238,6 +252,8 @@ def test_cifar100_needs_the_names_of_its_classes(tmp_path, cifar100):
         ({"images": np.zeros((5, 28, 28))}, "images are float64"),
         ({"images": np.zeros((5, 784), dtype=np.uint8)}, r"\(5, 784\), not uint8 \(N, 28, 28\)"),
         ({"writer_names": np.array(["a", None])}, "cannot be read"),  # it would need pickle
+        ({"writer_names": np.array("a")}, "writer_names are not a different name a writer"),
+        ({"writer_names": np.array(["a", "a"])}, "writer_names are not a different name a writer"),
     ],
 )
 def test_a_damaged_npz_is_named(tmp_path, changes, problem):
@@ -252,6 +268,14 @@ def test_an_npz_cut_short_is_named(tmp_path):
     write_femnist(tmp_path / "femnist")
     edit(tmp_path / "femnist" / "some.npz", lambda b: b[: len(b) // 2])
     with pytest.raises(ImageFileError, match=r"some.npz is damaged: it cannot be read"):
+        load_images("femnist", tmp_path)
+
+
+def test_an_npz_with_a_single_array_is_named(tmp_path):
+    (tmp_path / "femnist").mkdir()
+    with (tmp_path / "femnist" / "some.npz").open("wb") as file:
+        np.save(file, np.zeros((5, 28, 28), dtype=np.uint8))
+    with pytest.raises(ImageFileError, match=r"some.npz is damaged: it is no archive"):
         load_images("femnist", tmp_path)
 
 
@@ -273,7 +297,15 @@ def test_two_npz_files_are_one_too_many(tmp_path):
         (leaf(a=(np.zeros((1, 783)), [0])), "not LEAF's JSON"),
         (leaf(a=(np.zeros((1, 784)), [0])) | {"users": ["b"]}, "do not agree"),
         (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": []}, "do not agree"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"users": None}, "not LEAF's JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"users": ["a", 1]}, "do not agree"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": 1}, "not LEAF's JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0.5])), "no whole number"),
+        (leaf(a=(np.zeros((1, 784)), ["0"])), "no whole number"),
+        (leaf(a=(np.zeros((1, 784)), [10**30])), "no whole number"),
+        (leaf(a=(np.zeros((1, 1568)), [0, 1])), "784 pixels"),
         (leaf(), "has no users"),
+        (leaf(a=(np.zeros((0, 784)), [])), "has no users with images"),
         ({"users": []}, "not LEAF's JSON"),
         ([1], "not LEAF's JSON"),
     ],
@@ -284,6 +316,28 @@ def test_a_damaged_leaf_file_is_named(tmp_path, content, problem):
     with pytest.raises(ImageFileError, match=problem) as caught:
         load_images("femnist", tmp_path)
     assert "part.json is damaged" in str(caught.value)
+
+
+def test_a_leaf_file_nested_too_deeply_is_named(tmp_path):
+    (tmp_path / "femnist").mkdir()
+    (tmp_path / "femnist" / "part.json").write_text("[" * 100_000)
+    with pytest.raises(ImageFileError, match=r"part.json is damaged: it is not LEAF's JSON"):
+        load_images("femnist", tmp_path)
+
+
+def test_a_leaf_user_without_images_is_no_writer(tmp_path):
+    (tmp_path / "femnist").mkdir()
+    content = leaf(a=(np.zeros((2, 784)), [0, 1]), b=(np.zeros((0, 784)), []))
+    (tmp_path / "femnist" / "part.json").write_text(json.dumps(content))
+    assert load_images("femnist", tmp_path).writer_names == ("a",)
+
+
+def test_a_wrong_label_in_a_packed_file_names_the_packed_file(tmp_path, mnist):
+    path = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    path.unlink()
+    write_idx(path.with_name(path.name + ".gz"), np.array([0, 10, 1]))
+    with pytest.raises(ImageFileError, match=r"labels-idx1-ubyte.gz is damaged: it holds labels 0"):
+        load_images("mnist", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +362,9 @@ def test_the_data_folder_comes_from_the_environment(tmp_path, mnist, monkeypatch
     monkeypatch.setenv("FEDGMM_DATA", str(tmp_path))
     assert len(load_images("mnist")) == 8
     monkeypatch.delenv("FEDGMM_DATA")
-    with pytest.raises(ImageFileError, match="set FEDGMM_DATA"):
+    with pytest.raises(
+        ImageFileError, match=r"\(--data-dir on the command line\), or set FEDGMM_DATA"
+    ):
         load_images("mnist")
 
 
@@ -403,6 +459,17 @@ def test_a_place_that_does_not_answer_is_named(tmp_path, archive, monkeypatch):
     archive.unlink()
     monkeypatch.setitem(image_download.SOURCES, "mnist", (source,))
     with pytest.raises(ImageFileError, match=r"set.tar.gz could not be fetched .* by hand"):
+        load_images("mnist", tmp_path / "data", download=True)
+
+
+@pytest.mark.parametrize("trouble", [IncompleteRead(b""), OSError(28, "No space left")], ids=str)
+def test_trouble_on_the_way_names_the_place(tmp_path, archive, monkeypatch, trouble):
+    def fail(*_args, **_options):
+        raise trouble
+
+    monkeypatch.setitem(image_download.SOURCES, "mnist", (source_of(archive, "MNIST/raw"),))
+    monkeypatch.setattr(image_download.urllib.request, "urlopen", fail)
+    with pytest.raises(ImageFileError, match="could not be fetched"):
         load_images("mnist", tmp_path / "data", download=True)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
 from fedgmm.experiments.results import TITLES
-from tiny_images import FAST
+from tiny_images import FAST, write_femnist
 
 
 def test_tracks():
@@ -119,3 +119,10 @@ def test_too_few_images_for_the_features(femnist):
     with pytest.raises(ValueError, match=message):
         prepare_federation(study, 0, femnist)
     prepare_federation(replace(study, features=120), 0, femnist)
+
+
+@pytest.mark.parametrize(("rows", "split"), [(1, "validation"), (2, "test")])
+def test_clients_too_small_for_a_test_are_told_before_training(tmp_path, rows, split):
+    write_femnist(tmp_path, writers=5, rows=rows)
+    with pytest.raises(ValueError, match=f"none has a {split} row; use fewer clients"):
+        prepare_federation(ImageStudy(methods=("fedavg",), **FAST), 0, tmp_path)

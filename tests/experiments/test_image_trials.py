@@ -210,7 +210,10 @@ def test_a_damaged_study_is_named_with_its_remedy(tmp_path):
     file = open_trials(tmp_path, SOME) / "study.json"
     finish_a_trial(tmp_path)
     file.write_text("")
-    with pytest.raises(ValueError, match=r"study\.json is damaged; delete it, and it is made"):
+    # deleting it lets any settings in: whoever does so has to know
+    with pytest.raises(
+        ValueError, match=r"study\.json is damaged, .* the very same settings, delete"
+    ):
         open_trials(tmp_path, SOME)
     file.unlink()
     open_trials(tmp_path, SOME)

@@ -90,6 +90,13 @@ def test_more_images_than_there_are(mnist):
         leave_out(replace(SMALL, left_out=10), 0, mnist)
 
 
+def test_fewer_clients_are_fewer_in_the_training_without_a_class(mnist):
+    study = replace(SMALL, scatter_rows=20)
+    for clients, expected in ((None, 3), (80, 3), (2, 2)):
+        case = leave_out(replace(study, clients=clients), 0, mnist)
+        assert len(case.encoded.dataset.names) == expected
+
+
 @pytest.mark.parametrize(
     ("asked", "used"), [("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")]
 )

@@ -418,8 +418,9 @@ def _by_own_statistics(
     images: Tensor, counts: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, kernels.BatchStatistics]:
     """Images normalised by the rows that are there; also their mean and biased variance ``(G, c)``."""
-    if counts is None:
-        groups, channels = images.shape[:2]
+    groups, channels = images.shape[:2]
+    whole = images[0, 0].numel()
+    if counts is None and whole > 1:  # torch's own refuses to normalise a single number
         mean, variance = torch.zeros_like(weight), torch.zeros_like(weight)
         flat_mean, flat_variance = mean.detach().flatten(), variance.detach().flatten()
         out = functional.batch_norm(
@@ -432,10 +433,11 @@ def _by_own_statistics(
             momentum=1.0,
             eps=eps,
         )
-        whole = images[0, 0].numel()
-        biased = flat_variance * ((whole - 1) / whole) if whole > 1 else 0 * flat_variance
+        biased = flat_variance * ((whole - 1) / whole)
         own = kernels.BatchStatistics(flat_mean.view_as(mean), biased.view_as(mean))
         return out.reshape(images.shape), own
+    if counts is None:
+        counts = torch.full((groups,), images.shape[2], device=images.device)
     exact = images.float() if images.dtype == torch.bfloat16 else images
     mask = torch.arange(images.shape[2], device=images.device) < counts[:, None]
     there = mask[:, None, :, None, None].to(exact.dtype)

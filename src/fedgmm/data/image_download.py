@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from fedgmm.files import write_atomically
@@ -152,7 +152,7 @@ def _fetch(source: Source, path: Path, progress: Progress | None) -> None:
                 f"another checksum); try again, or fetch it by hand into {path.parent}."
             )
         draft.replace(path)
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+    except (OSError, HTTPException) as error:  # an answer cut short, or a full disk, too
         raise DownloadError(
             f"{source.url} could not be fetched ({error}); try again, or fetch it by hand into "
             f"{path.parent}."

@@ -174,8 +174,8 @@ def _data_folder(data_dir: Path | str | None) -> Path:
     folder = data_dir if data_dir is not None else os.environ.get(DATA_VARIABLE)
     if not folder:
         raise ImageFileError(
-            f"There is no data folder: pass data_dir, or set {DATA_VARIABLE} to the folder that holds "
-            "the data sets."
+            f"There is no data folder: pass data_dir (--data-dir on the command line), or set "
+            f"{DATA_VARIABLE} to the folder that holds the data sets."
         )
     return Path(folder).expanduser()
 
@@ -188,25 +188,29 @@ def _read_mnist(folder: Path) -> ImageData:
     images, labels = [], []
     for part, rows in _MNIST_ROWS.items():
         shape = (rows, _GREY_SIDE, _GREY_SIDE)
-        images.append(_read_idx(raw / f"{part}-images-idx3-ubyte", _IDX_IMAGES, shape))
-        labels_path = raw / f"{part}-labels-idx1-ubyte"
+        images.append(_read_idx(_idx_file(raw / f"{part}-images-idx3-ubyte"), _IDX_IMAGES, shape))
+        labels_path = _idx_file(raw / f"{part}-labels-idx1-ubyte")
         labels.append(_read_idx(labels_path, _IDX_LABELS, (rows,)))
         _check_labels(labels[-1], len(DIGITS), labels_path, "mnist")
     return ImageData("mnist", np.concatenate(images)[:, None], _joined(labels), DIGITS)
 
 
-def _read_idx(path: Path, magic: int, shape: tuple[int, ...]) -> ByteArray:
-    """An idx file of bytes, packed or not; its header must say what is expected."""
+def _idx_file(path: Path) -> Path:
+    """The file itself or, where only that is there, the packed one."""
     packed = path.with_name(path.name + ".gz")
     if not path.exists() and not packed.exists():
         raise _missing(packed, "mnist")
+    return path if path.exists() else packed
+
+
+def _read_idx(path: Path, magic: int, shape: tuple[int, ...]) -> ByteArray:
+    """An idx file of bytes, packed or not; its header must say what is expected."""
     header = np.array([magic, *shape], dtype=">u4").tobytes()
     size = math.prod(shape)
-    if path.exists():
+    if path.suffix != ".gz":
         _check_size(path, len(header) + size, "mnist")
         content: ByteArray = np.memmap(path, dtype=np.uint8, mode="r")
     else:
-        path = packed
         try:
             with gzip.open(path) as file:  # one byte more than expected shows a longer file
                 content = np.frombuffer(file.read(len(header) + size + 1), dtype=np.uint8)
@@ -237,7 +241,8 @@ def _read_cifar100(folder: Path) -> ImageData:
     images, (coarse, fine) = _read_cifar(own, _CIFAR100_ROWS, (20, 100), "cifar100")
     superclasses_of = np.unique(np.stack([fine, coarse]), axis=1)[0]
     if len(np.unique(superclasses_of)) < len(superclasses_of):
-        raise _damaged(own / "train.bin", "a class has more than one superclass", "cifar100")
+        problem = "over train.bin and test.bin, a class has more than one superclass"
+        raise _damaged(own, problem, "cifar100")
     return ImageData("cifar100", images, fine, _read_names(own / "fine_label_names.txt"), coarse)
 
 
@@ -268,8 +273,10 @@ def _read_names(path: Path) -> tuple[str, ...]:
     if not path.exists():
         raise _missing(path, "cifar100")
     names = tuple(path.read_text(encoding="utf-8", errors="replace").split())
-    if len(set(names)) != 100:
-        problem = f"it holds {len(set(names))} names of classes, not 100"
+    if not len(names) == len(set(names)) == 100:
+        problem = (
+            f"it holds {len(names)} names of classes, {len(set(names))} of them different, not 100"
+        )
         raise _damaged(path, problem, "cifar100")
     return names
 
@@ -300,6 +307,8 @@ def _read_femnist_npz(path: Path) -> ImageData:
             )
     except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise _damaged(path, f"it cannot be read ({str(error).rstrip('.')})", "femnist") from None
+    except TypeError:  # a single array, which has no names
+        raise _damaged(path, "it is no archive of named arrays", "femnist") from None
     if images.dtype != np.uint8 or images.shape[1:] != (_GREY_SIDE, _GREY_SIDE):
         problem = f"its images are {images.dtype} {images.shape}, not uint8 (N, 28, 28)"
         raise _damaged(path, problem, "femnist")
@@ -307,6 +316,8 @@ def _read_femnist_npz(path: Path) -> ImageData:
         if codes.dtype.kind not in "iu" or codes.shape != (len(images),):
             problem = f"its {key} are not one whole number for each of the {len(images):,} images"
             raise _damaged(path, problem, "femnist")
+    if names.ndim != 1 or len(np.unique(names)) != len(names):
+        raise _damaged(path, "its writer_names are not a different name a writer", "femnist")
     _check_labels(labels, len(FEMNIST_CLASSES), path, "femnist")
     _check_labels(writers, len(names), path, "femnist", "writer")
     return ImageData(
@@ -340,9 +351,9 @@ def _read_leaf(files: Sequence[Path]) -> ImageData:
                 # the hook sees the innermost objects first: one user's floats at a time are in memory
                 content = json.load(file, object_hook=_user_as_bytes)
             rows_of = content["user_data"]
-            users = content["users"]
-            told = content["num_samples"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            users = list(map(str, content["users"]))
+            told = list(content["num_samples"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(path, f"it is not LEAF's JSON ({error})", "femnist") from None
         agree = isinstance(rows_of, dict) and sorted(users) == sorted(rows_of)
         if not agree or len(told) != len(users):
@@ -353,12 +364,14 @@ def _read_leaf(files: Sequence[Path]) -> ImageData:
                 problem = f"user {user} does not have {count} images and labels"
                 raise _damaged(path, problem, "femnist")
             own_images, own_labels = rows_of[user]
+            if not len(own_labels):
+                continue  # whoever wrote nothing is no client
             _check_labels(own_labels, len(FEMNIST_CLASSES), path, "femnist")
             images.append(own_images)
             labels.append(own_labels)
             owners += [user] * len(own_images)
     if not images:
-        raise _damaged(files[0], "it has no users", "femnist")
+        raise _damaged(files[0], "it has no users with images", "femnist")
     names, writers = np.unique(np.array(owners), return_inverse=True)
     return ImageData(
         "femnist",
@@ -374,13 +387,18 @@ def _user_as_bytes(content: dict[str, Any]) -> Any:
     """Images ``(n, 1, 28, 28)`` and labels ``(n,)`` of a user; other objects as they are."""
     if content.keys() != {"x", "y"}:
         return content
-    pixels = np.array(content["x"], dtype=np.float32).reshape(-1, 1, _GREY_SIDE, _GREY_SIDE)
+    pixels = np.array(content["x"], dtype=np.float32)
+    if len(pixels) and pixels.shape[1:] != (_GREY_SIDE**2,):
+        raise ValueError(f"images have shape {pixels.shape[1:]}, not {_GREY_SIDE**2} pixels")
     if not ((pixels >= 0) & (pixels <= 1)).all():
         raise ValueError("a pixel lies outside [0, 1]")
-    labels = np.array(content["y"], dtype=np.int64)
+    labels = np.array(content["y"])
     if labels.shape != (len(pixels),):
         raise ValueError(f"a user has {len(pixels)} images but {labels.size} labels")
-    return np.rint(pixels * WHITE).astype(np.uint8), labels
+    if len(labels) and labels.dtype.kind != "i":
+        raise ValueError("a label is no whole number")
+    square = (len(pixels), 1, _GREY_SIDE, _GREY_SIDE)
+    return np.rint(pixels * WHITE).astype(np.uint8).reshape(square), labels.astype(np.int64)
 
 
 # ---------------------------------------------------------------------- checks and errors

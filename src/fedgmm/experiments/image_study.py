@@ -267,6 +267,12 @@ def prepare_federation(
 ) -> EncodedFederation | FederatedImages:
     """The clients of a seed: images dealt, shifted, and encoded if a method has Gaussians to see them."""
     federation = dealt(study, seed, data_dir, tell, shift=study.shift)
+    for split in ("validation", "test"):
+        if not len(federation.dataset.split(split)):  # told before hours of training, not after
+            raise ValueError(
+                f"Clients are so small that none has a {split} row; use fewer clients or a larger fraction "
+                "of the images (--clients and --fraction on the command line)."
+            )
     if "fedgmm" not in study.methods:
         return federation
     return encoded(study, federation.dataset, data_dir, cache)

@@ -58,7 +58,7 @@ class NoveltyStudy(ImageStudy):
         component_choices: what is tried then, with all of ``reg_covar_choices``.
         reg_covar_choices: likewise.
         left_out: the class that is not in the training of the scatter plot.
-        scatter_clients: clients of that training.
+        scatter_clients: clients of that training, but no more than ``clients``.
         scatter_rows: images that each of them has.
     """
 
@@ -200,10 +200,12 @@ def leave_out(
         )
     generator = np.random.default_rng([seed, 3])
     known = generator.permutation(np.flatnonzero(images.labels != study.left_out))
-    wanted = study.scatter_clients * study.scatter_rows
+    # a study that is scaled down is so in all of its trainings
+    clients = min(study.scatter_clients, study.clients or study.scatter_clients)
+    wanted = clients * study.scatter_rows
     if len(known) < wanted:
         raise ValueError(
-            f"{study.scatter_clients} clients with {study.scatter_rows} images need {wanted:,} images, "
+            f"{clients} clients with {study.scatter_rows} images need {wanted:,} images, "
             f"but there are {len(known):,}; use fewer clients or rows."
         )
     used = known[:wanted]
@@ -212,8 +214,8 @@ def leave_out(
         images.images[used],
         images.labels[used],
         images.class_names,
-        writers=np.repeat(np.arange(study.scatter_clients), study.scatter_rows),
-        writer_names=tuple(f"client {code + 1:03d}" for code in range(study.scatter_clients)),
+        writers=np.repeat(np.arange(clients), study.scatter_rows),
+        writer_names=tuple(f"client {code + 1:03d}" for code in range(clients)),
     )
     made = federated_images(equal, shift=False, seed=seed)
     strange = generator.permutation(np.flatnonzero(images.labels == study.left_out))

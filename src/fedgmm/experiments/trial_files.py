@@ -76,7 +76,7 @@ def open_trials(trials: Path, study: ImageStudy) -> Path:
     holds_trials = any(not other.name.startswith(file.name) for other in trials.iterdir())
     if file.is_file() and holds_trials:
         # settings that are younger than the file had their defaults
-        held = {**_settings(type(study)()), WEIGHTS: facts[WEIGHTS], **_read_json(file)}
+        held = {**_settings(type(study)()), WEIGHTS: facts[WEIGHTS], **_settings_on_file(file)}
         held["pretrained"] = bool(held["pretrained"])  # some files tell where the weights were
         for setting, value in facts.items():
             if held[setting] != value:
@@ -99,6 +99,17 @@ def _settings(study: ImageStudy) -> dict[str, Any]:
     facts[WEIGHTS] = None if study.pretrained is None else _checksum(Path(study.pretrained))
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain
+
+
+def _settings_on_file(file: Path) -> dict[str, Any]:
+    try:
+        return _read_json(file)
+    except DamagedRecordError:
+        raise DamagedRecordError(
+            f"{file} is damaged, and nobody can tell whether the trials beside it are of this study. If "
+            "they are of the very same settings, delete it, and it is made again; else choose another "
+            "folder."
+        ) from None
 
 
 def _checksum(weights: Path) -> str:
