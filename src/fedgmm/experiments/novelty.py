@@ -20,11 +20,11 @@ from fedgmm.experiments.image_trials import (
     facts_of,
     features_of,
     of_method,
-    run_trials,
+    run_study,
     tabulated,
 )
 from fedgmm.experiments.novel_images import IntArray, novel_images, other_labels, slightly_changed
-from fedgmm.experiments.novelty_density import choose_density
+from fedgmm.experiments.novelty_density import choose_density, density_on_file
 from fedgmm.experiments.novelty_results import (
     METRICS,
     FloatArray,
@@ -41,7 +41,6 @@ from fedgmm.experiments.trial_files import (
     Trial,
     chosen_of,
     on_file,
-    open_trials,
     recorded,
     trained,
 )
@@ -67,17 +66,19 @@ def reproduce_novelty(
         tell: called with a line before each step.
     """
     study = study or NoveltyStudy()
-    name = f"novelty-{study.label}"
-    trials = open_trials(folder / name, study)
-    # whatever the methods are: trials of one folder see the same features
-    sized = choose_density(trials, study, data_dir, cache, tell)
-    details = run_trials(
-        trials,
-        sized,
-        lambda seed: prepare_novelty(sized, seed, data_dir, tell, cache),
+    trials, details = run_study(
+        folder,
+        "novelty",
+        study,
+        prepare_novelty,
         _one_trial,
-        tell,
+        data_dir=data_dir,
+        cache=cache,
+        tell=tell,
+        settle=choose_density,
     )
+    sized = density_on_file(trials, study)
+    assert sized is not None
     first = study.seeds[0]
     without = f"left-out-{first}"
     if "fedgmm" in study.methods:
@@ -98,8 +99,8 @@ def reproduce_novelty(
         perturbed = of_method(details, "fedgmm")[0]["perturbed"]
     outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
     record = {"study": asdict(study), "chosen": sized.density, **asdict(outcome)}
-    write_results(folder, name, record, results_in_markdown(sized, outcome))
-    draw_figures(folder, name, study)
+    write_results(folder, trials.name, record, results_in_markdown(sized, outcome))
+    draw_figures(folder, trials.name, study)
     return outcome
 
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from fedgmm.core.checks import check_integer
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import Choice, ImageStudy, Variant, prepare_federation
-from fedgmm.experiments.image_trials import facts_of, run_trials, stopped_early
+from fedgmm.experiments.image_trials import facts_of, run_study, stopped_early
 from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
-from fedgmm.experiments.trial_files import Trial, open_trials, trained
+from fedgmm.experiments.trial_files import Trial, trained
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,15 @@ def reproduce_sensitivity(
     from fedgmm.report.image_figures import plot_heat_map
 
     study = study or SensitivityStudy()
-    name = f"sensitivity-{study.label}"
-    trials = open_trials(folder / name, study)
-    details = run_trials(
-        trials,
+    trials, details = run_study(
+        folder,
+        "sensitivity",
         study,
-        lambda seed: prepare_federation(study, seed, data_dir, tell, cache),
+        prepare_federation,
         _one_training,
-        tell,
+        data_dir=data_dir,
+        cache=cache,
+        tell=tell,
     )
     shape = (len(study.seeds), len(study.component_choices), len(study.learner_choices))
     outcome = SensitivityOutcome(
@@ -112,13 +113,13 @@ def reproduce_sensitivity(
         details,
     )
     record = {"study": asdict(study), "accuracy": outcome.accuracy.tolist(), "details": details}
-    write_results(folder, name, record, _markdown(study, outcome))
+    write_results(folder, trials.name, record, _markdown(study, outcome))
     plot_heat_map(
         100 * outcome.accuracy.mean(0),
         study.component_choices,
         study.learner_choices,
         f"{study.dataset}: test accuracy (%), mean over clients",
-        folder / f"{name}.png",
+        folder / f"{trials.name}.png",
     )
     return outcome
 

@@ -31,7 +31,7 @@ from fedgmm.experiments.image_trials import (
     facts_of,
     features_of,
     of_method,
-    run_trials,
+    run_study,
     stopped_early,
     tabulated,
 )
@@ -42,7 +42,7 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
-from fedgmm.experiments.trial_files import Trial, open_trials, trained
+from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, build
 
@@ -278,17 +278,18 @@ def reproduce_unseen(
     """
     from fedgmm.report.image_figures import plot_adaptation
 
-    asked = study or UnseenStudy()
-    name = f"unseen-{asked.label}"
-    trials = open_trials(folder / name, asked)
-    run_trials(
-        trials,
-        asked,
-        lambda seed: hold_out_clients(asked, seed, data_dir, tell, cache),
+    study = study or UnseenStudy()
+    trials, _ = run_study(
+        folder,
+        "unseen",
+        study,
+        hold_out_clients,
         _one_trial,
-        tell,
+        data_dir=data_dir,
+        cache=cache,
+        tell=tell,
     )
-    study, details = tabulated(trials, asked)
+    study, details = tabulated(trials, study)
     accuracy = {
         method: {
             way: [_mean(one["unseen"][way]) for one in of_method(details, method)]
@@ -298,13 +299,13 @@ def reproduce_unseen(
     }
     outcome = UnseenOutcome(accuracy, details)
     record = {"study": asdict(study), "accuracy": accuracy, "details": details}
-    write_results(folder, name, record, _markdown(study, outcome))
+    write_results(folder, trials.name, record, _markdown(study, outcome))
     if curves := _curves(study, details):
         plot_adaptation(
             [0, *study.iterations],
             curves,
             f"{study.dataset}: clients that were not there in training",
-            folder / f"{name}.png",
+            folder / f"{trials.name}.png",
         )
     return outcome
 
