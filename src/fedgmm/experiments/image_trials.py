@@ -18,7 +18,14 @@ from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import StudyT
 from fedgmm.experiments.image_tuning import Federation, chosen_options, options_on_file
 from fedgmm.experiments.results import TITLES, environment
-from fedgmm.experiments.trial_files import Trial, chosen_of, on_file, open_trials, recorded
+from fedgmm.experiments.trial_files import (
+    Trial,
+    bind_trials,
+    chosen_of,
+    on_file,
+    open_trials,
+    recorded,
+)
 from fedgmm.inference.model import FederatedModel
 
 FederationT = TypeVar("FederationT", bound=Federation)
@@ -56,7 +63,9 @@ def run_study(
     settled = study if settle is None else settle(trials, study, data_dir, cache, tell)
 
     def federation(seed: int) -> FederationT:
-        return prepare(settled, seed, data_dir, tell, cache)
+        found = prepare(settled, seed, data_dir, tell, cache)
+        bind_trials(trials, study)
+        return found
 
     return trials, run_trials(trials, settled, federation, run, tell)
 

@@ -22,7 +22,7 @@ from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import check_rows
 from fedgmm.experiments.novel_images import IntArray
 from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
-from fedgmm.experiments.trial_files import on_file, recorded
+from fedgmm.experiments.trial_files import bind_trials, on_file, recorded
 from fedgmm.inference.novelty import novelty_metrics
 
 DENSITY = "density"
@@ -52,6 +52,7 @@ def choose_density(
         dataset = deal_images(study, study.seeds[0], data_dir, tell)
         base = study_encoder(study, data_dir)
         codes = _encoded(dataset, base, cache)
+        bind_trials(trials, study)
         best: NoveltyStudy = study
         tried: list[dict[str, Any]] = []
         for stage in study.density_choices:
