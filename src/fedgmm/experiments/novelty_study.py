@@ -19,6 +19,7 @@ from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoder import (
     EncodedFederation,
     Encoder,
+    FeatureMap,
     Images,
     ResNet18Encoder,
     encode_federation,
@@ -166,11 +167,29 @@ def with_study_features(
     )
 
 
+@dataclass(frozen=True)
+class KnownImages:
+    """A federation, and the way to features of images that it does not know.
+
+    Attributes:
+        dataset: the clients.
+        feature_map: gives the features of further images; ``None`` where no method has Gaussians that
+            would see them.
+    """
+
+    dataset: FederatedDataset
+    feature_map: FeatureMap | None
+
+
 def prepare_novelty(
     study: NoveltyStudy, seed: int, data_dir: Path | None, tell: Tell, cache: Path | None
-) -> EncodedFederation:
-    """The clients of a seed, with features."""
-    return with_study_features(study, deal_images(study, seed, data_dir, tell), data_dir, cache)
+) -> KnownImages:
+    """The clients of a seed, with features if a method has Gaussians to see them."""
+    dataset = deal_images(study, seed, data_dir, tell)
+    if "fedgmm" not in study.methods:
+        return KnownImages(dataset, None)
+    encoded = with_study_features(study, dataset, data_dir, cache)
+    return KnownImages(encoded.dataset, encoded.feature_map)
 
 
 @dataclass(frozen=True)
