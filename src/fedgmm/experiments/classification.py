@@ -25,6 +25,7 @@ from fedgmm.experiments.results import (
     write_results,
 )
 from fedgmm.experiments.trial_files import Trial, trained
+from fedgmm.wording import counted
 
 PAPER_ACCURACY = {
     "cifar10": {"local": 19.96, "fedavg": 45.53, "fedprox": 37.0, "fedavg+": 34.33,
@@ -107,11 +108,12 @@ def _models(study: ImageStudy) -> str:
     parts = []
     if "fedgmm" in study.methods:
         parts.append(
-            f"FedGMM has {study.components} Gaussians on {study.features} principal components of "
+            f"FedGMM has {counted(study.components, 'Gaussian')} on "
+            f"{counted(study.features, 'principal component')} of "
             f"{study.encoder} features."
         )
     if any(method in study.methods for method in MIXTURES):
-        parts.append(f"Mixtures have {study.learners} learners.")
+        parts.append(f"Mixtures have {counted(study.learners, 'learner')}.")
     return " ".join([*parts, f"Every learner is {_learner(study)}."])
 
 

@@ -32,6 +32,7 @@ from fedgmm.data.representations import REPRESENTATIONS, Represented, StageEncod
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, check_rows, dealt
 from fedgmm.experiments.novel_images import IntArray, other_labels
+from fedgmm.wording import counted
 
 Changes = Literal["separate", "joint", "none"]
 CHANGES: tuple[str, ...] = get_args(Changes)
@@ -222,8 +223,9 @@ def leave_out(
     wanted = study.scatter_clients * study.scatter_rows
     if len(known) < wanted:
         raise ValueError(
-            f"{study.scatter_clients} clients with {study.scatter_rows} images need {wanted:,} images, "
-            f"but there are {len(known):,}; use fewer clients or rows."
+            f"For {counted(study.scatter_clients, 'client')} with "
+            f"{counted(study.scatter_rows, 'image')} each {wanted:,} images are needed, but there are "
+            f"{len(known):,}; use fewer clients or rows."
         )
     used = known[:wanted]
     equal = ImageData(

@@ -45,6 +45,7 @@ from fedgmm.experiments.results import (
 from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, build
+from fedgmm.wording import counted
 
 PAPER_ACCURACY = {
     "femnist": {"fedavg": 74.50, "fedavg+": 51.00, "fedem": 72.00, "fedgmm": 78.51},
@@ -142,8 +143,8 @@ def hold_out_clients(
     count = round(study.held_out * len(names))
     if not 0 < count < len(names):
         raise ValueError(
-            f"held_out={study.held_out:g} of {len(names)} clients leaves nobody to train or nobody to "
-            "hold out; use more clients."
+            f"held_out={study.held_out:g} of {counted(len(names), 'client')} leaves nobody to "
+            "train or nobody to hold out; use more clients."
         )
     drawn = np.random.default_rng([seed, len(names)]).permutation(len(names))[:count].tolist()
     away = [names[code] for code in sorted(drawn)]
@@ -173,8 +174,8 @@ def _newcomers(unseen: FederatedDataset, seed: int) -> list[Newcomer]:
         order = generator.permutation(np.flatnonzero(codes == code))
         if len(order) < 2:
             raise ValueError(
-                f"Unseen client {name!r} has {len(order)} row(s), too few for two halves; use fewer "
-                "clients or more images."
+                f"Unseen client {name!r} has {counted(len(order), 'row')}, too few for two "
+                "halves; use fewer clients or more images."
             )
         half = len(order) // 2
         newcomers.append(Newcomer(name, rows(order[:half], name), rows(order[half:], name)))
@@ -385,9 +386,13 @@ def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
             rows.append(
                 [TITLES[method], WAYS[way], mean_and_spread(values), given, seen, chosen(own[0])]
             )
-    count = len(outcome.details[0]["newcomers"])
+    newcomers = counted(
+        len(outcome.details[0]["newcomers"]),
+        "client that was not there in training",
+        "clients that were not there in training",
+    )
     return (
-        f"# {study.dataset}: test accuracy of {count} clients that were not there in training "
+        f"# {study.dataset}: test accuracy of {newcomers} "
         f"({study.track} track)\n\n"
         + markdown_table(
             [
