@@ -132,6 +132,10 @@ def _checksum(weights: Path) -> str:
         ) from None
 
 
+def _write_json(file: Path, record: dict[str, Any]) -> None:
+    write_atomically(file, _as_json(record), shared=True)
+
+
 def _as_json(record: dict[str, Any]) -> bytes:
     return (json.dumps(record, indent=1) + "\n").encode()
 
@@ -168,7 +172,7 @@ def recorded(
     """
     file = record_of(trials, trial)
     if not file.is_file():
-        write_atomically(file, _as_json(run()), shared=True)
+        _write_json(file, run())
     # even of a trial on file, which may have been killed just before this line
     if not keep_checkpoint:
         checkpoint_of(trials, trial).unlink(missing_ok=True)
