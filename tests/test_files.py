@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fedgmm.files import write_atomically
+from fedgmm.files import write_atomically, write_once
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +81,32 @@ def test_a_file_system_that_cannot_flush_a_folder(tmp_path, monkeypatch):
 def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "nowhere" / "numbers", b"")
+
+
+def test_a_file_that_is_written_once_belongs_to_the_first(tmp_path):
+    path = tmp_path / "numbers"
+    write_once(path, b"first")
+    write_once(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers"]
+
+
+def test_a_file_system_without_links(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("not supported")
+
+    monkeypatch.setattr("os.link", refuse)
+    test_a_file_that_is_written_once_belongs_to_the_first(tmp_path)
+
+
+def test_a_failure_leaves_nothing_of_a_file_that_is_written_once(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="no space left"):
+        write_once(tmp_path / "numbers", b"new")
+    assert not list(tmp_path.iterdir())
 
 
 WRITER = """

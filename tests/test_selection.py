@@ -121,7 +121,8 @@ def test_a_number_that_is_given_is_kept():
     found = select_mixture(data, components=2, candidates=(1, 2, 3), tell=told.append)
     assert (found.components, found.learners) == (2, 2)
     assert {m1 for m1, _ in found.scores} == {2}
-    assert told == [f"trying {m1} Gaussians and {m2} learners" for m1, m2 in found.scores]
+    learners = {1: "1 learner", 2: "2 learners", 3: "3 learners"}
+    assert told == [f"trying 2 Gaussians and {learners[m2]}" for _, m2 in found.scores]
     found = select_mixture(data, learners=2, candidates=(1, 2, 3))
     assert {m2 for _, m2 in found.scores} == {2}
     assert found.components == 2

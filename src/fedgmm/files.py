@@ -30,18 +30,52 @@ def write_atomically(path: Path, data: bytes, *, shared: bool = False) -> None:
         data: what is written.
         shared: several programs may write the file at once; each then has a draft of its own.
     """
-    owner = f".{os.getpid()}" if shared else ""
-    draft = path.with_name(f"{path.name}{owner}.part")
+    draft = _draft_of(path, shared)
     try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_to_disk(draft, data)
         draft.replace(path)
     except BaseException:  # a full disk, or Ctrl-C
         draft.unlink(missing_ok=True)
         raise
     _flush_folder(path.parent)
+
+
+def write_once(path: Path, data: bytes) -> None:
+    """Write a file that several programs may try to make at once: the first has its way, others nothing.
+
+    Readers see the whole file or none. Who comes first is for the caller to see, by reading it.
+    """
+    draft = _draft_of(path, shared=True)
+    try:
+        _write_to_disk(draft, data)
+        with suppress(FileExistsError):
+            _name_once(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    _flush_folder(path.parent)
+
+
+def _name_once(draft: Path, path: Path) -> None:
+    """Raise ``FileExistsError`` where the name is taken; a plain renaming would take it away."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:  # some file systems have no links; there a reader may catch a half
+        with path.open("xb") as file:
+            file.write(draft.read_bytes())
+
+
+def _draft_of(path: Path, shared: bool) -> Path:
+    owner = f".{os.getpid()}" if shared else ""
+    return path.with_name(f"{path.name}{owner}.part")
+
+
+def _write_to_disk(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from fedgmm.core.gaussians import CovarianceType
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.inputs import as_pairs
 from fedgmm.training import DivergenceWarning, TrainingOptions, train
+from fedgmm.wording import counted
 
 if TYPE_CHECKING:  # scikit-learn is heavy, and runs on files do not need its estimators
     from fedgmm.estimators.gaussian_mixture import FederatedGaussianMixture, Rows
@@ -162,7 +163,7 @@ def select_mixture(
 
     def score(m1: int, m2: int) -> float:
         if (m1, m2) not in scores:
-            tell(f"trying {m1} Gaussians and {m2} learners")
+            tell(f"trying {counted(m1, 'Gaussian')} and {counted(m2, 'learner')}")
             trial = replace(base, components=m1, learners=m2)
             scores[m1, m2] = _validation_score(dataset, trial, of_inputs)
         return scores[m1, m2]

@@ -19,6 +19,7 @@ from fedgmm.core.networks import Params
 from fedgmm.core.scaling import Scaling
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.federation.checkpoint import (
+    DENSITY_OPTIONS,
     WEIGHTS,
     AnyMethod,
     Best,
@@ -236,8 +237,11 @@ class TrainingRun:
     @cached_property
     def _data(self) -> str:
         """The fingerprint of what the method sees: features are for Gaussians alone."""
-        density = isinstance(self.method, FedGMM) and self.method.density
-        return fingerprint(self.dataset, features=density)
+        return fingerprint(self.dataset, features=self._has_density)
+
+    @property
+    def _has_density(self) -> bool:
+        return isinstance(self.method, FedGMM) and self.method.density
 
     @cached_property
     def _record(self) -> dict[str, Any]:
@@ -273,7 +277,8 @@ class TrainingRun:
             return None
         stored = read_checkpoint(self.checkpoint.path)
         # older checkpoints of methods without Gaussians were about features, too
-        stored.check_settings(self._record, self._data, fingerprint(self.dataset))
+        free = () if self._has_density else DENSITY_OPTIONS
+        stored.check_settings(self._record, self._data, fingerprint(self.dataset), free=free)
         method = self.warm_up if stored.phase == "warmup" else self.method
         progress = stored.progress(method, self.scaled.train.device)
         self.history, self.best = progress.history, progress.best

@@ -273,7 +273,7 @@ def test_half_precision_and_missing_counters_are_fine(trained, tmp_path):
         ({"features.0.0.weight": torch.zeros(8, 1, 3, 3)}, r"shape \(8, 1, 3, 3\) instead of"),
         ({"features.0.1.bias": torch.full((8,), np.nan)}, "'features.0.1.bias' contains NaN"),
         ({"features.0.1.bias": torch.zeros(8, dtype=torch.int64)}, "is of type torch.int64"),
-        ({"layer9.weight": torch.zeros(1)}, "1 arrays that MobileNetV2 does not have.*'layer9"),
+        ({"layer9.weight": torch.zeros(1)}, "1 array that MobileNetV2 does not have.*'layer9"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_change_nothing(

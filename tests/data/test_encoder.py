@@ -405,7 +405,7 @@ def test_too_many_components_are_told(rng):
     [
         (lambda f: f.update(test=f["test"][1:]), "split 'test' must be a matrix with"),
         (lambda f: f.update(train=f["train"][:, 0]), "split 'train' must be a matrix with"),
-        (lambda f: f.update(validation=f["validation"][:, :1]), "1 columns, but .* have 2"),
+        (lambda f: f.update(validation=f["validation"][:, :1]), "1 column, but .* have 2"),
         (lambda f: f["test"].fill(np.inf), "split 'test' contain NaN or infinity"),
     ],
 )

@@ -293,7 +293,7 @@ def test_two_npz_files_are_one_too_many(tmp_path):
         (leaf(a=(np.full((1, 784), np.nan), [0])), "outside"),
         (leaf(a=(np.zeros((1, 784)), [62])), "labels 62 to 62"),
         (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": [2]}, "user a does not have 2"),
-        (leaf(a=(np.zeros((2, 784)), [0])), "2 images but 1 labels"),
+        (leaf(a=(np.zeros((2, 784)), [0])), "2 images but 1 label"),
         (leaf(a=(np.zeros((1, 783)), [0])), "not LEAF's JSON"),
         (leaf(a=(np.zeros((1, 784)), [0])) | {"users": ["b"]}, "do not agree"),
         (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": []}, "do not agree"),

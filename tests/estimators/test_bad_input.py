@@ -219,7 +219,7 @@ METHODS = ["predict", "predict_proba", "score_samples", "score", "bic", "aic"]
         (
             X,
             "paris",
-            r"Unknown client 'paris': the model knows 3 client\(s\) \('bergen', 'bodø', 'oslo'\)",
+            r"Unknown client 'paris': the model knows 3 clients \('bergen', 'bodø', 'oslo'\)",
         ),
         (X, [*IDS[:-1], "paris"], "Unknown client 'paris'"),
         (X, [*IDS[:-1], 7], "Unknown client 7"),
@@ -243,5 +243,5 @@ def test_bad_input_to_predictions(fitted, method, rows, clients, message):
 
 def test_a_long_list_of_clients_is_cut_short():
     model = FederatedGaussianMixture(1).fit(X, clients=np.arange(12))
-    with pytest.raises(ValueError, match=r"12 client\(s\) \(0, 1, 2, 3, 4, …\)"):
+    with pytest.raises(ValueError, match=r"12 clients \(0, 1, 2, 3, 4, …\)"):
         model.predict(X, clients=99)

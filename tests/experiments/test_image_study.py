@@ -89,7 +89,8 @@ def test_no_stage_of_the_search_is_longer_than_the_training(rounds, tuning_round
     study = ImageStudy(rounds=rounds, tuning_rounds=tuning_rounds)
     assert study.tuning_stages == stages
     short, middle = stages
-    assert f": {short} rounds rank them" in study.protocol()
+    ranking = "1 round ranks" if short == 1 else f"{short} rounds rank"
+    assert f": {ranking} them" in study.protocol()
     assert f"by accuracy after {middle}," in study.protocol()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,10 @@ import pytest
 
 from fedgmm.experiments import image_trials
 from fedgmm.experiments.image_study import ImageStudy, Variant
-from fedgmm.experiments.image_trials import of_method, run_trials, stopped_early
+from fedgmm.experiments.image_trials import of_method, run_study, run_trials, stopped_early
 from fedgmm.experiments.trial_files import (
     Trial,
+    bind_trials,
     checkpoint_of,
     open_trials,
     record_of,
@@ -116,37 +119,103 @@ def test_a_trial_is_trained_with_what_was_chosen(tmp_path):
     assert trial.options == replace(SOME.options("fedgmm", 5), lr=0.25, independence=30.0)
 
 
+def begin(folder, study):
+    """A study whose data are ready; returns the file of its settings."""
+    bind_trials(open_trials(folder, study), study)
+    return folder / "study.json"
+
+
 def finish_a_trial(folder):
-    """Settings bind only where something was trained with them."""
+    """One of SOME, as far as a folder can tell."""
     recorded(folder, "fedavg-3", lambda: {"method": "fedavg", "seed": 3})
 
 
 def test_one_folder_holds_one_study(tmp_path):
-    finish_a_trial(open_trials(tmp_path, SOME))
+    begin(tmp_path, SOME)
+    finish_a_trial(tmp_path)
     open_trials(tmp_path, replace(SOME, methods=("local",), seeds=(3, 4)))  # these may grow
     with pytest.raises(ValueError, match=r"a study with rounds=2, not 3; choose another folder\.$"):
         open_trials(tmp_path, replace(SOME, rounds=3))
 
 
-def test_settings_that_nothing_was_trained_with_are_replaced(tmp_path):
-    """The first call failed, say at a file that is not there; the next one asks for something else."""
-    open_trials(tmp_path, SOME)
-    file = open_trials(tmp_path, replace(SOME, rounds=3)) / "study.json"
+def test_a_call_that_fails_before_it_trains_binds_nobody(tmp_path):
+    """Say at a file that is not there; the next call asks for something else."""
+
+    def no_data(*_):
+        raise FileNotFoundError("no images")
+
+    means = {"data_dir": None, "cache": None, "tell": lambda _: None}
+    with pytest.raises(FileNotFoundError, match="no images"):
+        run_study(tmp_path, "some", SOME, no_data, None, **means)
+    file = begin(tmp_path / f"some-{SOME.label}", replace(SOME, rounds=3))
     assert json.loads(file.read_text())["rounds"] == 3
-    finish_a_trial(tmp_path)
     with pytest.raises(ValueError, match="a study with rounds=3, not 2"):
-        open_trials(tmp_path, SOME)
+        run_study(tmp_path, "some", SOME, no_data, None, **means)
+
+
+def test_of_two_studies_that_begin_at_once_the_first_stays(tmp_path):
+    """Both have found the folder empty; whose data are ready first has it."""
+    one, two, three = SOME, replace(SOME, rounds=3), replace(SOME, methods=("local",))
+    for study in (one, two, three):
+        open_trials(tmp_path, study)
+    bind_trials(tmp_path, one)
+    before = (tmp_path / "study.json").read_bytes()
+    with pytest.raises(ValueError, match=r"rounds=2, not 3; .* delete study\.json: nothing was tr"):
+        bind_trials(tmp_path, two)
+    bind_trials(tmp_path, three)  # the same settings
+    assert (tmp_path / "study.json").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["study.json"]
+
+
+BEGINNER = """
+import sys, time
+from pathlib import Path
+from fedgmm.experiments.image_study import ImageStudy
+from fedgmm.experiments.trial_files import bind_trials, open_trials
+
+folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+study = ImageStudy(rounds=rounds)
+trials = open_trials(folder / "trials", study)
+print("ready", flush=True)
+while not (folder / "go").exists():
+    time.sleep(0.001)
+bind_trials(trials, study)
+"""
+
+
+def test_programs_that_begin_at_once(tmp_path):
+    """Those with the settings that are on file go on, the others end."""
+    numbers = [7, 8, 7]
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEGINNER, str(tmp_path), str(rounds)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rounds in numbers
+    ]
+    for program in programs:
+        assert program.stdout.readline() == "ready\n"
+    (tmp_path / "go").touch()
+    errors = [program.communicate()[1] for program in programs]
+    files = list((tmp_path / "trials").iterdir())
+    assert [file.name for file in files] == ["study.json"]
+    first = json.loads(files[0].read_text())["rounds"]
+    for rounds, program, error in zip(numbers, programs, errors, strict=True):
+        assert program.returncode == (rounds != first), error
+        assert (f"a study with rounds={first}, not {rounds}" in error) == (rounds != first)
 
 
 def test_a_checkpoint_binds_as_well(tmp_path):
-    open_trials(tmp_path, SOME)
+    begin(tmp_path, SOME)
     checkpoint_of(tmp_path, "fedavg-lr-0.1-3").touch()
-    with pytest.raises(ValueError, match="a study with rounds=2, not 3"):
+    with pytest.raises(ValueError, match=r"a study with rounds=2, not 3; choose another folder\.$"):
         open_trials(tmp_path, replace(SOME, rounds=3))
 
 
 def test_settings_younger_than_a_folder_have_their_defaults(tmp_path):
-    file = open_trials(tmp_path, SOME) / "study.json"
+    file = begin(tmp_path, SOME)
     finish_a_trial(tmp_path)
     facts = json.loads(file.read_text())
     del facts["reg_covar"]
@@ -168,7 +237,7 @@ def weights(tmp_path):
 def test_pretrained_weights_are_known_by_what_they_hold(tmp_path, weights):
     one, two = weights
     study = replace(SOME, pretrained=str(one))
-    finish_a_trial(open_trials(tmp_path / "trials", study))
+    begin(tmp_path / "trials", study)
     elsewhere = one.rename(tmp_path / "elsewhere")
     open_trials(tmp_path / "trials", replace(study, pretrained=str(elsewhere)))
     with pytest.raises(ValueError, match=r"pretrained_sha256='.*', not '.*'; choose another"):
@@ -187,7 +256,7 @@ def test_weights_that_are_not_there_are_told(tmp_path):
 @pytest.mark.parametrize("written", [True, "somewhere/else.safetensors"])
 def test_older_folders_do_not_tell_which_weights(tmp_path, weights, written):
     study = replace(SOME, pretrained=str(weights[0]))
-    file = open_trials(tmp_path / "trials", study) / "study.json"
+    file = begin(tmp_path / "trials", study)
     finish_a_trial(file.parent)
     facts = json.loads(file.read_text())
     del facts["pretrained_sha256"]
@@ -207,7 +276,7 @@ def test_a_damaged_record_is_named_with_its_remedy(tmp_path, content):
 
 
 def test_a_damaged_study_is_named_with_its_remedy(tmp_path):
-    file = open_trials(tmp_path, SOME) / "study.json"
+    file = begin(tmp_path, SOME)
     finish_a_trial(tmp_path)
     file.write_text("")
     # deleting it lets any settings in: whoever does so has to know

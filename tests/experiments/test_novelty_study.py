@@ -84,7 +84,7 @@ def test_the_class_that_is_left_out_is_nowhere(mnist):
 
 
 def test_more_images_than_there_are(mnist):
-    with pytest.raises(ValueError, match=r"3 clients with 500 images need 1,500 images, but there"):
+    with pytest.raises(ValueError, match=r"3 clients with 500 images each 1,500 images are needed"):
         leave_out(replace(SMALL, scatter_rows=500), 0, mnist)
     with pytest.raises(ValueError, match="left_out must be below the 10 classes"):
         leave_out(replace(SMALL, left_out=10), 0, mnist)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_novelty import FIXED, SMALL
 
-from fedgmm.experiments import comparison, image_study, novelty_study, trial_files
+from fedgmm.experiments import image_study, novelty_study, trial_files
 from fedgmm.experiments.novel_images import novel_images, slightly_changed
 from fedgmm.experiments.novelty import familiarity, reproduce_novelty
 from fedgmm.experiments.novelty_density import choose_density
@@ -123,28 +123,57 @@ def test_a_class_nobody_knew_is_found(mnist, tmp_path):
     assert outcome.left_out["class 1, log P(x)"] > 0.95
 
 
-def test_baselines_alone(tmp_path, mnist):
-    study = replace(SMALL, methods=("local",))
-    outcome = reproduce_novelty(tmp_path, study, data_dir=mnist)
-    assert list(outcome.metrics) == ["local"]
-    assert not outcome.left_out
-    assert not list(tmp_path.glob("*.png"))
+def test_methods_without_gaussians_need_no_encoder(tmp_path, mnist, monkeypatch):
+    """And no density is chosen for them; their scores are what they are beside FedGMM."""
+    study = replace(SMALL, methods=("local", "fedem", "fedgmm"), track="paper")
+    whole = reproduce_novelty(tmp_path / "whole", study, data_dir=mnist)
+    monkeypatch.setattr(novelty_study, "encoder", None)
+    some = replace(study, methods=("local", "fedem"))
+    alone = reproduce_novelty(tmp_path / "alone", some, data_dir=mnist)
+    assert alone.metrics == {method: whole.metrics[method] for method in some.methods}
+    assert not alone.left_out
+    name = "novelty-mnist-paper"
+    assert not (tmp_path / "alone" / name / "density.json").exists()
+    assert json.loads((tmp_path / "alone" / f"{name}.json").read_text())["chosen"] == {}
+    assert [picture.stem for picture in (tmp_path / "alone").glob("*.png")] == [
+        f"{name}-likelihoods"
+    ]
 
 
-def test_methods_may_come_one_by_one(tmp_path, mnist, monkeypatch):
-    """All trials of a folder see the same features, whichever method came first."""
-    tuned = []
-    plain = comparison.train
+def test_methods_may_come_one_by_one(tmp_path, mnist):
+    """Whoever comes after FedGMM tells of its density, whoever comes before leaves it open."""
+    study = replace(SMALL, track="paper")
+    record = tmp_path / "novelty-mnist-paper.json"
+    seen = []
+    for method in ("fedavg", "fedgmm", "local"):
+        outcome = reproduce_novelty(tmp_path, replace(study, methods=(method,)), data_dir=mnist)
+        seen.append((list(outcome.metrics), json.loads(record.read_text())["chosen"]))
+    density = json.loads((tmp_path / "novelty-mnist-paper" / "density.json").read_text())["best"]
+    assert seen == [
+        (["fedavg"], {}),
+        (["fedavg", "fedgmm"], density),
+        (["local", "fedavg", "fedgmm"], density),
+    ]
+    assert "FedGMM has 2 Gaussians" in record.with_suffix(".md").read_text()
 
-    def watched(dataset, *args, **kwargs):
-        tuned.append(dataset.train.features.chunks[0])
-        return plain(dataset, *args, **kwargs)
 
-    monkeypatch.setattr(comparison, "train", watched)
-    reproduce_novelty(tmp_path, replace(SMALL, methods=("fedavg",)), data_dir=mnist)
-    both = reproduce_novelty(tmp_path, replace(SMALL, methods=("fedavg", "fedgmm")), data_dir=mnist)
-    assert list(both.metrics) == ["fedavg", "fedgmm"]
-    assert all(torch.equal(features, tuned[0]) for features in tuned)
+def test_a_training_goes_on_when_a_density_was_chosen_meanwhile(tmp_path, mnist, monkeypatch):
+    """It is of FedAvg, which has none."""
+    study = replace(SMALL, methods=("fedavg",), track="paper", components=5)
+    plain = trial_files.train
+
+    def interrupted(*args, **kwargs):
+        plain(*args, **{**kwargs, "until": 1})
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trial_files, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reproduce_novelty(tmp_path, study, data_dir=mnist)
+    reproduce_novelty(tmp_path, replace(study, methods=("fedgmm",)), data_dir=mnist)
+    both = replace(study, methods=("fedavg", "fedgmm"))
+    outcome = reproduce_novelty(tmp_path, both, data_dir=mnist)
+    assert list(outcome.metrics) == ["fedavg", "fedgmm"]
 
 
 def test_every_method_that_is_whole_on_file_is_in_the_table(tmp_path, mnist, monkeypatch):

@@ -293,7 +293,7 @@ def test_too_few_clients(femnist):
 
 def test_too_few_rows(tmp_path):
     write_femnist(tmp_path, rows=1)
-    with pytest.raises(ValueError, match=r"has 1 row\(s\), too few for two halves"):
+    with pytest.raises(ValueError, match=r"has 1 row, too few for two halves"):
         hold_out_clients(replace(SMALL, features=1), 0, tmp_path)
 
 

@@ -143,6 +143,14 @@ def test_features_are_nothing_to_methods_without_gaussians(tmp_path, rng, algori
         tmp_path.mkdir()
 
 
+@pytest.mark.parametrize("algorithm", ["fedem", "fedavg+", "local"])
+def test_options_of_gaussians_are_nothing_to_methods_without_them(tmp_path, rng, algorithm):
+    data, checkpoint = federation(rng), Checkpoint(tmp_path / "c")
+    train(data, algorithm, rounds=1, checkpoint=checkpoint, components=2)
+    others = {"components": 3, "covariance_type": "diag", "reg_covar": 0.5}
+    train(data, algorithm, rounds=2, checkpoint=checkpoint, **others)
+
+
 def test_an_older_checkpoint_tells_of_features_that_nobody_saw(tmp_path, rng, monkeypatch):
     x, seen = rng.normal(size=(90, 3)), rng.normal(size=(90, 2))
     y, who = (x[:, 0] > 0).astype(int), np.arange(90) % 3

@@ -94,7 +94,7 @@ def test_no_rows_make_no_predictions(rng, algorithm):
         ([[1.0, 2.0], [np.inf, 0.0]], None, "NaN or infinity: row 1, column 0"),
         (np.ones((2, 2)), "mars", "Unknown client 'mars'"),
         (np.ones((2, 2)), [0, 99], "Unknown client 99"),
-        (np.ones((2, 2)), [0], "clients has 1 entries, but X has 2 rows"),
+        (np.ones((2, 2)), [0], "clients has 1 entry, but X has 2 rows"),
     ],
 )
 def test_rows_that_are_refused(model, X, client, message):
@@ -329,7 +329,7 @@ def test_images_go_through_every_door(rng):
 def test_it_prints_itself(model):
     text = repr(model)
     assert "fedgmm, 6 clients" in text
-    assert "3 Gaussian(s), 3 learner(s) of 2 classes" in text
+    assert "3 Gaussians, 3 learners of 2 classes" in text
     assert len(text) < 400
     assert "8 rounds" in text
 

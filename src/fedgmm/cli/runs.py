@@ -21,6 +21,7 @@ from fedgmm.cli.output import (
     working,
     write_columns,
 )
+from fedgmm.wording import counted
 
 Files = Annotated[
     list[str], typer.Argument(help="Files (CSV, TSV, Parquet, npz), folders or patterns.")
@@ -291,7 +292,7 @@ def predict(
         print_json(record if out else {**record, "predictions": as_rows(found.columns())})
     elif out is not None:
         told = ", ".join(f"{name}: {count}" for name, count in shares.items())
-        typer.echo(f"{len(found.labels)} rows ({told}) in {out}", err=True)
+        typer.echo(f"{counted(len(found.labels), 'row')} ({told}) in {out}", err=True)
 
 
 def adapt(
@@ -367,7 +368,7 @@ def detect(
         print_json(record if out else {**record, "scores": as_rows(found.columns())})
         return
     typer.echo(
-        f"{novel} of {rows} rows ({100 * novel / rows:.1f} %) are novel; of ordinary rows "
+        f"Novel: {novel} of {counted(rows, 'row')} ({100 * novel / rows:.1f} %); of ordinary rows "
         f"{100 * false_alarm_rate:g} % would be flagged.",
         err=True,
     )

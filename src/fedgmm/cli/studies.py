@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedgmm.cli.output import JsonFlag, escaped, print_json, print_notes, screen, working
+from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,9 +80,9 @@ def _run_story(seed: int, out: Path, console: Console) -> None:
     new, novelty = story.newcomer, story.novelty
     console.rule("3. A client that was not there in training")
     console.print(
-        f"Its weights, learned from {new.rows} rows in [bold]{new.milliseconds:.1f} ms[/]: accuracy "
-        f"{100 * new.labelled:.1f} % with labels, {100 * new.unlabelled:.1f} % without, "
-        f"{100 * new.before:.1f} % with the federation's weights."
+        f"Its weights, learned from {counted(new.rows, 'row')} in "
+        f"[bold]{new.milliseconds:.1f} ms[/]: accuracy {100 * new.labelled:.1f} % with labels, "
+        f"{100 * new.unlabelled:.1f} % without, {100 * new.before:.1f} % with the federation's weights."
     )
     console.rule("4. Samples that nobody has seen")
     console.print(
@@ -194,7 +195,7 @@ def tune(
     rates = _rates(grid) if grid else PAPER_GRID
     dataset, _ = built_in_data(data.value, seed)
     with working(as_json) as tell:
-        tell(f"{method}: {len(rates)} learning rates")
+        tell(f"{method}: {counted(len(rates), 'learning rate')}")
         found = tune_method(dataset, method, grid=rates, rounds=rounds, solver="sgd", seed=seed)
     if as_json:
         scores = {

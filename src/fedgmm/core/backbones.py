@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgmm.core.checks import check_choice, check_integer
+from fedgmm.wording import counted
 
 
 class WeightsError(ValueError):
@@ -299,8 +300,8 @@ def load_weights(module: Backbone, path: str | Path) -> LoadedWeights:
     strangers = sorted(n for n in given if n not in wanted and not n.startswith(module.head_prefix))
     if strangers:
         raise WeightsError(
-            f"{file} holds {len(strangers)} arrays that {type(module).__name__} does not have, such "
-            f"as {strangers[0]!r}; {_how_to_get(module)}."
+            f"{file} holds {counted(len(strangers), 'array')} that {type(module).__name__} does not have, "
+            f"such as {strangers[0]!r}; {_how_to_get(module)}."
         )
     module.load_state_dict(wanted | {name: given[name] for name in needed})
     return LoadedWeights(hashlib.sha256(data).hexdigest(), kept)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedgmm.core.checks import check_integer
 from fedgmm.core.linalg import matmul, weighted_gram
+from fedgmm.wording import counted
 
 _BLOCK_ROWS = 4096
 # How far entries of a unit vector may differ and still count as equally large.
@@ -119,8 +120,8 @@ def fit_pca(moments: FeatureMoments, k: int) -> PCA:
         raise ValueError(f"Principal components need at least 2 rows, got {moments.count}.")
     if k > min(d, moments.count):
         raise ValueError(
-            f"components={k} is more than {moments.count} rows of {d} columns can have; "
-            f"use at most {min(d, moments.count)}."
+            f"components={k} is more than {counted(moments.count, 'row')} of "
+            f"{counted(d, 'column')} can have; use at most {min(d, moments.count)}."
         )
     mean, covariance = moments.mean.cpu(), moments.covariance.cpu()
     if not bool(torch.isfinite(covariance).all()):

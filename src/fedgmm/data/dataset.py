@@ -21,6 +21,7 @@ from fedgmm.data.inputs import (
     encode_clients,
     is_missing,
 )
+from fedgmm.wording import counted
 
 SPLITS = ("train", "validation", "test")
 PAPER_SPLIT = (0.6, 0.2, 0.2)
@@ -183,7 +184,8 @@ class FederatedDataset:
         labels = np.asarray(y)
         if labels.ndim != 1 or len(labels) != len(inputs):
             raise ValueError(
-                f"y must hold one label per row: X has {len(inputs)} rows, y has shape {labels.shape}."
+                f"y must hold one label per row: X has {counted(len(inputs), 'row')}, y has "
+                f"shape {labels.shape}."
             )
         names: list[Hashable] = [0]
         if clients is None:
@@ -225,7 +227,8 @@ class FederatedDataset:
                 )
             if own_labels.shape != (len(own),):
                 raise ValueError(
-                    f"Client {name!r} has {len(own)} rows but labels of shape {own_labels.shape}."
+                    f"Client {name!r} has {counted(len(own), 'row')} but labels of shape "
+                    f"{own_labels.shape}."
                 )
         codes = np.repeat(np.arange(len(names)), [len(own) for own in inputs])
         return cls._build(
@@ -308,7 +311,7 @@ class FederatedDataset:
             ", …" if len(self.names) > 4 else ""
         )
         return (
-            f"FederatedDataset: {len(self.names)} clients ({shown})\n"
+            f"FederatedDataset: {counted(len(self.names), 'client')} ({shown})\n"
             f"  rows     {int(rows.sum())} (train {int(rows[0].sum())}, validation {int(rows[1].sum())}, "
             f"test {int(rows[2].sum())}); {int(per_client.min())} to {int(per_client.max())} a client\n"
             f"  inputs   {shape} {str(self.train.inputs.dtype).removeprefix('torch.')}\n"

@@ -42,6 +42,7 @@ from fedgmm.core.pca import PCA, fit_pca, moments_of
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import write_atomically
+from fedgmm.wording import counted
 
 Images = NDArray[np.uint8]
 Features = NDArray[np.float32]
@@ -250,8 +251,8 @@ def _encoded(images: Images, encoder: Encoder) -> Features:
     codes = np.asarray(encoder.encode(images))
     if codes.ndim != 2 or len(codes) != len(images):
         raise ValueError(
-            f"Encoder {encoder.name!r} must give one row for each of {len(images)} images, got an "
-            f"array of shape {codes.shape}."
+            f"Encoder {encoder.name!r} must give one row for each of "
+            f"{counted(len(images), 'image')}, got an array of shape {codes.shape}."
         )
     if not np.isfinite(codes).all():
         raise ValueError(f"Encoder {encoder.name!r} gave NaN or infinity.")
@@ -444,13 +445,13 @@ def with_features(
         rows = dataset.split(name)
         if features.ndim != 2 or len(features) != len(rows):
             raise ValueError(
-                f"The features of split {name!r} must be a matrix with {len(rows)} rows, got shape "
-                f"{features.shape}."
+                f"The features of split {name!r} must be a matrix with "
+                f"{counted(len(rows), 'row')}, got shape {features.shape}."
             )
         if features.shape[1] != train.shape[1]:
             raise ValueError(
-                f"The features of split {name!r} have {features.shape[1]} columns, but those of the "
-                f"training rows have {train.shape[1]}."
+                f"The features of split {name!r} have {counted(features.shape[1], 'column')}, "
+                f"but those of the training rows have {train.shape[1]}."
             )
         if not np.isfinite(features).all():
             raise ValueError(f"The features of split {name!r} contain NaN or infinity.")

@@ -27,6 +27,7 @@ from fedgmm.data.partition import (
     pachinko,
     transform_images,
 )
+from fedgmm.wording import counted
 
 IntArray = NDArray[np.int64]
 
@@ -125,7 +126,7 @@ def federated_images(
     )
     sizes = ", ".join(f"{name} {len(part):,}" for name, part in zip(SPLITS, parts, strict=True))
     altered = (
-        f"{changed.sum():,} images turned by 90 degrees, flipped, inverted and relabelled"
+        f"{counted(int(changed.sum()), 'image')} turned by 90 degrees, flipped, inverted and relabelled"
         if shift
         else "images as they are"
     )
@@ -168,7 +169,9 @@ def _draw_writers(writers: IntArray, clients: int | None, fraction: float, seed:
     fit = max(1, fit)
     if clients is not None:
         if not 1 <= clients <= fit:
-            raise ValueError(f"clients must lie between 1 and the {fit} writers, got {clients}.")
+            raise ValueError(
+                f"clients must lie between 1 and the {counted(fit, 'writer')}, got {clients}."
+            )
         fit = clients
     return np.flatnonzero(np.isin(writers, known[order[:fit]]))
 

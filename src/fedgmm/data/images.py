@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from fedgmm.data.image_download import SOURCES, DownloadError, Progress
 from fedgmm.data.image_download import download as fetch_files
+from fedgmm.wording import counted
 
 ImageName = Literal["mnist", "cifar10", "cifar100", "femnist"]
 IMAGE_NAMES: tuple[str, ...] = get_args(ImageName)
@@ -125,11 +126,13 @@ class ImageData:
         """One screen: how many images, of what size, in which classes."""
         shape = "×".join(map(str, self.images.shape[1:]))
         lines = [
-            f"ImageData {self.name}: {len(self):,} images of {shape} bytes",
+            f"ImageData {self.name}: {counted(len(self), 'image')} of {shape} bytes",
             f"  classes  {len(self.class_names)}: {_few(self.class_names)}",
         ]
         if self.coarse is not None:
-            lines.append(f"  coarse   {len(np.unique(self.coarse))} superclasses")
+            lines.append(
+                f"  coarse   {counted(len(np.unique(self.coarse)), 'superclass', 'superclasses')}"
+            )
         if self.writer_names is not None:
             lines.append(f"  writers  {len(self.writer_names)}: {_few(self.writer_names)}")
         return "\n".join(lines)
@@ -274,9 +277,8 @@ def _read_names(path: Path) -> tuple[str, ...]:
         raise _missing(path, "cifar100")
     names = tuple(path.read_text(encoding="utf-8", errors="replace").split())
     if not len(names) == len(set(names)) == 100:
-        problem = (
-            f"it holds {len(names)} names of classes, {len(set(names))} of them different, not 100"
-        )
+        different = f"{len(set(names))} of them different"
+        problem = f"it holds {counted(len(names), 'name')} of classes, {different}, not 100"
         raise _damaged(path, problem, "cifar100")
     return names
 
@@ -314,7 +316,7 @@ def _read_femnist_npz(path: Path) -> ImageData:
         raise _damaged(path, problem, "femnist")
     for key, codes in (("labels", labels), ("writers", writers)):
         if codes.dtype.kind not in "iu" or codes.shape != (len(images),):
-            problem = f"its {key} are not one whole number for each of the {len(images):,} images"
+            problem = f"its {key} are not one whole number for each of the {counted(len(images), 'image')}"
             raise _damaged(path, problem, "femnist")
     if names.ndim != 1 or len(np.unique(names)) != len(names):
         raise _damaged(path, "its writer_names are not a different name a writer", "femnist")
@@ -361,7 +363,7 @@ def _read_leaf(files: Sequence[Path]) -> ImageData:
             raise _damaged(path, problem, "femnist")
         for user, count in zip(users, told, strict=True):
             if not isinstance(rows_of[user], tuple) or len(rows_of[user][0]) != count:
-                problem = f"user {user} does not have {count} images and labels"
+                problem = f"user {user} does not have {counted(count, 'image')} with labels"
                 raise _damaged(path, problem, "femnist")
             own_images, own_labels = rows_of[user]
             if not len(own_labels):
@@ -394,7 +396,9 @@ def _user_as_bytes(content: dict[str, Any]) -> Any:
         raise ValueError("a pixel lies outside [0, 1]")
     labels = np.array(content["y"])
     if labels.shape != (len(pixels),):
-        raise ValueError(f"a user has {len(pixels)} images but {labels.size} labels")
+        raise ValueError(
+            f"a user has {counted(len(pixels), 'image')} but {counted(labels.size, 'label')}"
+        )
     if len(labels) and labels.dtype.kind != "i":
         raise ValueError("a label is no whole number")
     square = (len(pixels), 1, _GREY_SIDE, _GREY_SIDE)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from fedgmm.data.federated import ClientRows, client_rows
+from fedgmm.wording import counted
 
 NO_CLIENT = -1
 """Code of a row that belongs to no client."""
@@ -65,7 +66,7 @@ def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Ha
     for name, matrix in zip(names, matrices, strict=True):
         if matrix.shape[1] != columns:
             raise ValueError(
-                f"Client {name!r} has {matrix.shape[1]} columns, but client {names[0]!r} has "
+                f"Client {name!r} has {counted(matrix.shape[1], 'column')}, but client {names[0]!r} has "
                 f"{columns}; all clients need the same columns."
             )
     return matrices, names
@@ -127,7 +128,8 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
         raise ValueError(f"clients must hold one id per row (1D), got shape {ids.shape}.")
     if len(ids) != rows:
         raise ValueError(
-            f"clients has {len(ids)} entries, but X has {rows} rows; give one id per row."
+            f"clients has {counted(len(ids), 'entry', 'entries')}, but X has "
+            f"{counted(rows, 'row')}; give one id per row."
         )
     if not rows:
         return np.zeros(0, dtype=np.int64), []
@@ -247,7 +249,7 @@ def codes_of_known_clients(clients: Any, rows: int, known: Sequence[Hashable]) -
             ", …" if len(known) > 5 else ""
         )
         raise ValueError(
-            f"Unknown client {unknown[0]!r}: the model knows {len(known)} client(s) ({shown}). "
+            f"Unknown client {unknown[0]!r}: the model knows {counted(len(known), 'client')} ({shown}). "
             "Leave the client out to use the federation's own weights."
         )
     lookup = np.array([*(position[name] for name in names), NO_CLIENT], dtype=np.int64)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedgmm.wording import counted
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
@@ -58,7 +60,9 @@ def _log_gammas(alpha: float, size: int, generator: np.random.Generator) -> Floa
 
 def _check_clients(clients: int, rows: int) -> None:
     if not 1 <= clients <= rows:
-        raise ValueError(f"clients must lie between 1 and the {rows} rows, got {clients}.")
+        raise ValueError(
+            f"clients must lie between 1 and the {counted(rows, 'row')}, got {clients}."
+        )
 
 
 def _check_positive(alpha: float, name: str) -> None:
@@ -184,13 +188,9 @@ def describe(owner: IntArray, labels: NDArray[np.integer]) -> str:
     pairs = np.unique(np.stack([codes, labels]), axis=1)
     rows, classes = np.bincount(codes), np.bincount(pairs[0])
     return (
-        f"{_count(len(rows), 'client')} with {_count(len(codes), 'row')}; "
+        f"{counted(len(rows), 'client')} with {counted(len(codes), 'row')}; "
         f"rows a client: {_spread(rows)}; classes a client: {_spread(classes)}"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _spread(counts: IntArray) -> str:

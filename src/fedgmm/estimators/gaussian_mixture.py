@@ -51,6 +51,7 @@ from fedgmm.data.inputs import (
     matrices_of_pairs,
 )
 from fedgmm.federation.loop import OnRound, Run, run_rounds
+from fedgmm.wording import counted
 
 Rows = ArrayLike | Mapping[Any, ArrayLike] | Iterable[tuple[Any, ArrayLike]]
 FloatArray = NDArray[np.float64]
@@ -358,7 +359,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         if self.means_.shape != (self.n_components, rows.columns):
             raise ValueError(
                 f"warm_start needs the last fit's shape {self.means_.shape}, got n_components="
-                f"{self.n_components} and {rows.columns} columns; set warm_start=False."
+                f"{self.n_components} and {counted(rows.columns, 'column')}; set warm_start=False."
             )
         if self._kind != self.covariance_type:
             raise ValueError(
@@ -473,8 +474,8 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         else:
             if len(np.asarray(clients)) != n_samples:
                 raise ValueError(
-                    f"clients has {len(np.asarray(clients))} entries, but n_samples={n_samples}; "
-                    "give one id for all, or one per row."
+                    f"clients has {counted(len(np.asarray(clients)), 'entry', 'entries')}, but "
+                    f"n_samples={n_samples}; give one id for all, or one per row."
                 )
             weights = self._weights_table()[self._codes(clients, n_samples)]
             draws = generator.uniform(size=(n_samples, 1)) * weights.sum(-1, keepdims=True)
@@ -533,7 +534,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
             clients = array_of_names(names)[row_codes]
             if matrices[0].shape[1] != self.n_features_in_:
                 raise ValueError(
-                    f"X has {matrices[0].shape[1]} columns, but the model was fitted on "
+                    f"X has {counted(matrices[0].shape[1], 'column')}, but the model was fitted on "
                     f"{self.n_features_in_}."
                 )
             columns = columns_of_pairs(pairs)

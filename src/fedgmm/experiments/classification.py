@@ -12,7 +12,7 @@ from fedgmm.experiments.image_trials import (
     chosen,
     facts_of,
     of_method,
-    run_trials,
+    run_study,
     stopped_early,
     tabulated,
 )
@@ -24,7 +24,8 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
-from fedgmm.experiments.trial_files import Trial, open_trials, trained
+from fedgmm.experiments.trial_files import Trial, trained
+from fedgmm.wording import counted
 
 PAPER_ACCURACY = {
     "cifar10": {"local": 19.96, "fedavg": 45.53, "fedprox": 37.0, "fedavg+": 34.33,
@@ -64,29 +65,31 @@ def reproduce_classification(
     """
     from fedgmm.report.image_figures import plot_curves
 
-    asked = study or ImageStudy()
-    name = f"classification-{asked.label}"
-    trials = open_trials(folder / name, asked)
-    run_trials(
-        trials,
-        asked,
-        lambda seed: prepare_federation(asked, seed, data_dir, tell, cache),
+    study = study or ImageStudy()
+    trials, _ = run_study(
+        folder,
+        "classification",
+        study,
+        prepare_federation,
         _one_training,
-        tell,
+        data_dir=data_dir,
+        cache=cache,
+        tell=tell,
     )
-    study, details = tabulated(trials, asked)
+    study, details = tabulated(trials, study)
     accuracy = {
         method: [one["mean_accuracy"] for one in of_method(details, method)]
         for method in study.methods
     }
     outcome = ImageOutcome(accuracy, details)
     record = {"study": asdict(study), "accuracy": accuracy, "details": details}
-    write_results(folder, name, record, _markdown(study, outcome))
+    write_results(folder, trials.name, record, _markdown(study, outcome))
     curves = {
         TITLES[method]: [one["curve"] for one in of_method(details, method)]
         for method in study.methods
     }
-    plot_curves(curves, f"{study.dataset}: accuracy on validation rows", folder / f"{name}.png")
+    title = f"{study.dataset}: accuracy on validation rows"
+    plot_curves(curves, title, folder / f"{trials.name}.png")
     return outcome
 
 
@@ -105,11 +108,12 @@ def _models(study: ImageStudy) -> str:
     parts = []
     if "fedgmm" in study.methods:
         parts.append(
-            f"FedGMM has {study.components} Gaussians on {study.features} principal components of "
+            f"FedGMM has {counted(study.components, 'Gaussian')} on "
+            f"{counted(study.features, 'principal component')} of "
             f"{study.encoder} features."
         )
     if any(method in study.methods for method in MIXTURES):
-        parts.append(f"Mixtures have {study.learners} learners.")
+        parts.append(f"Mixtures have {counted(study.learners, 'learner')}.")
     return " ".join([*parts, f"Every learner is {_learner(study)}."])
 
 

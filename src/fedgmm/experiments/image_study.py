@@ -24,6 +24,7 @@ from fedgmm.data.images import load_images
 from fedgmm.experiments.comparison import PAPER_GRID, Tell
 from fedgmm.experiments.results import TITLES
 from fedgmm.training import TrainingOptions
+from fedgmm.wording import counted
 
 Track = Literal["paper", "tuned"]
 TRACKS: tuple[str, ...] = get_args(Track)
@@ -236,10 +237,10 @@ class ImageStudy:
         last = f" Whole trainings choose {' and '.join(late)}." if late else ""
         what = "Learning rates" if self.track == "paper" else "Learning rates and server momentum"
         return (
-            f"{track} {self.rounds} rounds, the last one is reported; seeds "
+            f"{track} {counted(self.rounds, 'round')}, the last one is reported; seeds "
             f"{', '.join(map(str, self.seeds))}. {what} are chosen on validation rows of the first "
-            f"seed: {short} rounds rank them, the better half is compared by accuracy after "
-            f"{middle}, and the best two of those after all.{shared}{last}"
+            f"seed: {counted(short, 'round ranks', 'rounds rank')} them, the better half is compared "
+            f"by accuracy after {middle}, and the best two of those after all.{shared}{last}"
         )
 
 
@@ -305,7 +306,8 @@ def check_rows(rows: int, features: int) -> None:
     """
     if rows < features:
         raise ValueError(
-            f"The Gaussians see {features} principal components, but {rows} training images have no more "
+            f"The Gaussians see {counted(features, 'principal component')}, but "
+            f"{counted(rows, 'training image')} can have no more "
             f"than {rows}; use more images: a larger fraction or, of FEMNIST, more clients (--fraction "
             "and --clients on the command line)."
         )

@@ -14,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from fedgmm.data.encoder import EncodedFederation, Features, Images
+from fedgmm.data.dataset import LabelledRows
+from fedgmm.data.encoder import FeatureMap, Features, Images
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_trials import (
     facts_of,
     features_of,
     of_method,
-    run_trials,
+    run_study,
     tabulated,
 )
 from fedgmm.experiments.novel_images import IntArray, novel_images, other_labels, slightly_changed
-from fedgmm.experiments.novelty_density import choose_density
+from fedgmm.experiments.novelty_density import DENSITY, choose_density, density_on_file
 from fedgmm.experiments.novelty_results import (
     METRICS,
     FloatArray,
@@ -35,13 +36,12 @@ from fedgmm.experiments.novelty_results import (
     results_in_markdown,
     save_scores,
 )
-from fedgmm.experiments.novelty_study import NoveltyStudy, leave_out, prepare_novelty
+from fedgmm.experiments.novelty_study import KnownImages, NoveltyStudy, leave_out, prepare_novelty
 from fedgmm.experiments.results import write_results
 from fedgmm.experiments.trial_files import (
     Trial,
     chosen_of,
     on_file,
-    open_trials,
     recorded,
     trained,
 )
@@ -67,26 +67,30 @@ def reproduce_novelty(
         tell: called with a line before each step.
     """
     study = study or NoveltyStudy()
-    name = f"novelty-{study.label}"
-    trials = open_trials(folder / name, study)
-    # whatever the methods are: trials of one folder see the same features
-    sized = choose_density(trials, study, data_dir, cache, tell)
-    details = run_trials(
-        trials,
-        sized,
-        lambda seed: prepare_novelty(sized, seed, data_dir, tell, cache),
+    trials, details = run_study(
+        folder,
+        "novelty",
+        study,
+        prepare_novelty,
         _one_trial,
-        tell,
+        data_dir=data_dir,
+        cache=cache,
+        tell=tell,
+        settle=choose_density if "fedgmm" in study.methods else None,
     )
+    # also where FedGMM is another program's: whoever ends tells of all that is there
+    sized = density_on_file(trials, study)
     first = study.seeds[0]
     without = f"left-out-{first}"
     if "fedgmm" in study.methods:
+        assert sized is not None
         tell(f"class {study.left_out} left out")
         chosen = chosen_of(of_method(details, "fedgmm")[0])
         trial = Trial(trials, without, sized, "fedgmm", first, chosen)
         recorded(trials, without, partial(_left_out_trial, trial, data_dir, cache), "auroc")
-    sized, details = tabulated(trials, sized, {"fedgmm": [without]})
-    study = replace(study, methods=sized.methods)
+    needed = [without, *([DENSITY] if study.density_is_chosen else [])]
+    told, details = tabulated(trials, sized or study, {"fedgmm": needed})
+    study = replace(study, methods=told.methods)
     metrics = {
         method: {metric: [one[metric] for one in of_method(details, method)] for metric in METRICS}
         for method in study.methods
@@ -97,20 +101,23 @@ def reproduce_novelty(
         left_out = scatter["auroc"]
         perturbed = of_method(details, "fedgmm")[0]["perturbed"]
     outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
-    record = {"study": asdict(study), "chosen": sized.density, **asdict(outcome)}
-    write_results(folder, name, record, results_in_markdown(sized, outcome))
-    draw_figures(folder, name, study)
+    record = {"study": asdict(study), "chosen": sized.density if sized else {}, **asdict(outcome)}
+    write_results(folder, trials.name, record, results_in_markdown(told, outcome))
+    draw_figures(folder, trials.name, study)
     return outcome
 
 
 # ---------------------------------------------------------------------- scores
 
 
-def familiarity(model: FederatedModel, images: Images, features: Features) -> FloatArray:
+def familiarity(
+    model: FederatedModel, images: Images, features: Features | None = None
+) -> FloatArray:
     """Scores that are low for novel images, ``(n,)``, without labels and without a client.
 
-    ``log P(x)`` where there is a density. Otherwise the logarithm of the highest class probability: of
-    the global model where that is all there is, else the highest among clients.
+    ``log P(x)`` where there is a density, which sees ``features``. Otherwise the logarithm of the
+    highest class probability: of the global model where that is all there is, else the highest among
+    clients.
     """
     prediction = model.prediction
     if prediction.gaussians is not None:
@@ -130,38 +137,41 @@ def familiarity(model: FederatedModel, images: Images, features: Features) -> Fl
 # ---------------------------------------------------------------------- trials
 
 
-def _one_trial(trial: Trial[NoveltyStudy], federation: EncodedFederation) -> dict[str, Any]:
+def _one_trial(trial: Trial[NoveltyStudy], federation: KnownImages) -> dict[str, Any]:
     """Train, then score test images as they are and as novel ones."""
-    dataset, feature_map = federation.dataset, federation.feature_map
-    model = trained(trial, dataset)
-    images, features = dataset.test.inputs.numpy(), features_of(dataset.test)
+    rows, feature_map = federation.dataset.test, federation.feature_map
+    model = trained(trial, federation.dataset)
+    images = rows.inputs.numpy()
     strange = novel_images(images)
-    dense = model.prediction.gaussians is not None
-    scores = {
-        "known": familiarity(model, images, features),
-        "novel": familiarity(model, strange, feature_map(strange) if dense else features),
-    }
-    record = {
+    of_density: dict[str, Any] = {}
+    if model.prediction.gaussians is None:
+        scores = {"known": familiarity(model, images), "novel": familiarity(model, strange)}
+    else:
+        assert feature_map is not None
+        scores = {
+            "known": familiarity(model, images, features_of(rows)),
+            "novel": familiarity(model, strange, feature_map(strange)),
+            **_perturbed_scores(model, rows, feature_map, trial.seed),
+        }
+        of_density = {**trial.study.density, "perturbed": _perturbed_auroc(scores)}
+    save_scores(trial.folder / f"{trial.name}.npz", scores)
+    return {
         **trial.facts,
-        **(trial.study.density if dense else {}),
+        **of_density,
         **asdict(novelty_metrics(scores["known"], scores["novel"])),
         "test": model.evaluate("test").summary(),
         **facts_of(model),
     }
-    if dense:
-        scores |= _perturbed_scores(model, federation, trial.seed)
-        record["perturbed"] = _perturbed_auroc(scores)
-    save_scores(trial.folder / f"{trial.name}.npz", scores)
-    return record
 
 
-def _perturbed_scores(model: FederatedModel, federation: EncodedFederation, seed: int) -> Scores:
+def _perturbed_scores(
+    model: FederatedModel, rows: LabelledRows, feature_map: FeatureMap, seed: int
+) -> Scores:
     """``log P(x)`` and ``log P(y|x)`` of test rows, of changed images, and under other labels."""
-    rows = federation.dataset.test
     images, features = rows.inputs.numpy(), features_of(rows)
     labels = rows.labels.numpy()
     changed = slightly_changed(images)
-    changed_features = federation.feature_map(changed)
+    changed_features = feature_map(changed)
     renamed = other_labels(len(model.classes), np.random.default_rng([seed, 4]))
     return {
         "known_y": _conditional(model, images, labels, features),

@@ -22,8 +22,11 @@ from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import check_rows
 from fedgmm.experiments.novel_images import IntArray
 from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
-from fedgmm.experiments.trial_files import recorded
+from fedgmm.experiments.trial_files import bind_trials, on_file, recorded
 from fedgmm.inference.novelty import novelty_metrics
+
+DENSITY = "density"
+"""Under this name the choice is on file."""
 
 _DENSITY_ROUNDS = 30
 _DENSITY_ROWS = 20_000  # training rows that densities are compared on
@@ -41,14 +44,15 @@ def choose_density(
     First the representation and the number of features are chosen, then the number of Gaussians and
     the ridge. Test rows and novel images are not looked at.
     """
-    if not study.density_is_chosen:
-        seen, sizes = study.density_choices
-        return replace(study, **seen[0], **sizes[0])
+    settled = density_on_file(trials, study)
+    if settled is not None:
+        return settled
 
     def run() -> dict[str, Any]:
         dataset = deal_images(study, study.seeds[0], data_dir, tell)
         base = study_encoder(study, data_dir)
         codes = _encoded(dataset, base, cache)
+        bind_trials(trials, study)
         best: NoveltyStudy = study
         tried: list[dict[str, Any]] = []
         for stage in study.density_choices:
@@ -64,7 +68,16 @@ def choose_density(
             best = replace(best, **stage[int(np.argmax(scores))])
         return {"best": best.density, "tried": tried}
 
-    return replace(study, **recorded(trials, "density", run, "best")["best"])
+    return replace(study, **recorded(trials, DENSITY, run, "best")["best"])
+
+
+def density_on_file(trials: Path, study: NoveltyStudy) -> NoveltyStudy | None:
+    """The study with the only density there is, or with the one that was chosen before, if one was."""
+    if not study.density_is_chosen:
+        seen, sizes = study.density_choices
+        return replace(study, **seen[0], **sizes[0])
+    record = on_file(trials, DENSITY, "best")
+    return None if record is None else replace(study, **record["best"])
 
 
 def _encoded(dataset: FederatedDataset, base: Encoder, cache: Path | None) -> dict[str, Features]:

@@ -14,6 +14,7 @@ from fedgmm.experiments.image_trials import stopped_early
 from fedgmm.experiments.novelty_study import NoveltyStudy
 from fedgmm.experiments.results import TITLES, markdown_table, mean_and_spread, printed
 from fedgmm.files import write_atomically
+from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
 Scores = dict[str, FloatArray]
@@ -165,8 +166,8 @@ def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome) -> str:
     )
     if "fedgmm" in outcome.metrics:
         text += (
-            f"\nFedGMM has {study.components} Gaussians (reg_covar {study.reg_covar:g}) on "
-            f"{study.features} principal components of {study.encoder} features "
+            f"\nFedGMM has {counted(study.components, 'Gaussian')} (reg_covar {study.reg_covar:g}) on "
+            f"{counted(study.features, 'principal component')} of {study.encoder} features "
             f"({study.representation}).{_CHOICE if study.density_is_chosen else ''}\n"
         )
     for title, table in (

@@ -19,6 +19,7 @@ from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoder import (
     EncodedFederation,
     Encoder,
+    FeatureMap,
     Images,
     ResNet18Encoder,
     encode_federation,
@@ -31,6 +32,7 @@ from fedgmm.data.representations import REPRESENTATIONS, Represented, StageEncod
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, check_rows, dealt
 from fedgmm.experiments.novel_images import IntArray, other_labels
+from fedgmm.wording import counted
 
 Changes = Literal["separate", "joint", "none"]
 CHANGES: tuple[str, ...] = get_args(Changes)
@@ -166,11 +168,29 @@ def with_study_features(
     )
 
 
+@dataclass(frozen=True)
+class KnownImages:
+    """A federation, and the way to features of images that it does not know.
+
+    Attributes:
+        dataset: the clients.
+        feature_map: gives the features of further images; ``None`` where no method has Gaussians that
+            would see them.
+    """
+
+    dataset: FederatedDataset
+    feature_map: FeatureMap | None
+
+
 def prepare_novelty(
     study: NoveltyStudy, seed: int, data_dir: Path | None, tell: Tell, cache: Path | None
-) -> EncodedFederation:
-    """The clients of a seed, with features."""
-    return with_study_features(study, deal_images(study, seed, data_dir, tell), data_dir, cache)
+) -> KnownImages:
+    """The clients of a seed, with features if a method has Gaussians to see them."""
+    dataset = deal_images(study, seed, data_dir, tell)
+    if "fedgmm" not in study.methods:
+        return KnownImages(dataset, None)
+    encoded = with_study_features(study, dataset, data_dir, cache)
+    return KnownImages(encoded.dataset, encoded.feature_map)
 
 
 @dataclass(frozen=True)
@@ -205,8 +225,8 @@ def leave_out(
     wanted = clients * study.scatter_rows
     if len(known) < wanted:
         raise ValueError(
-            f"{clients} clients with {study.scatter_rows} images need {wanted:,} images, "
-            f"but there are {len(known):,}; use fewer clients or rows."
+            f"For {counted(clients, 'client')} with {counted(study.scatter_rows, 'image')} each {wanted:,} "
+            f"images are needed, but there are {len(known):,}; use fewer clients or rows."
         )
     used = known[:wanted]
     equal = ImageData(

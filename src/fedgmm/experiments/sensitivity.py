@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from fedgmm.core.checks import check_integer
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import Choice, ImageStudy, Variant, prepare_federation
-from fedgmm.experiments.image_trials import facts_of, run_trials, stopped_early
+from fedgmm.experiments.image_trials import facts_of, run_study, stopped_early
 from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
-from fedgmm.experiments.trial_files import Trial, open_trials, trained
+from fedgmm.experiments.trial_files import Trial, trained
+from fedgmm.wording import counted
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class SensitivityStudy(ImageStudy):
         return [
             Variant(
                 f"{method}-{m1}x{m2}",
-                f"{m1} Gaussians, {m2} learners",
+                f"{counted(m1, 'Gaussian')}, {counted(m2, 'learner')}",
                 replace(self, components=m1, learners=m2),
             )
             for m1, m2 in product(self.component_choices, self.learner_choices)
@@ -96,14 +97,15 @@ def reproduce_sensitivity(
     from fedgmm.report.image_figures import plot_heat_map
 
     study = study or SensitivityStudy()
-    name = f"sensitivity-{study.label}"
-    trials = open_trials(folder / name, study)
-    details = run_trials(
-        trials,
+    trials, details = run_study(
+        folder,
+        "sensitivity",
         study,
-        lambda seed: prepare_federation(study, seed, data_dir, tell, cache),
+        prepare_federation,
         _one_training,
-        tell,
+        data_dir=data_dir,
+        cache=cache,
+        tell=tell,
     )
     shape = (len(study.seeds), len(study.component_choices), len(study.learner_choices))
     outcome = SensitivityOutcome(
@@ -112,13 +114,13 @@ def reproduce_sensitivity(
         details,
     )
     record = {"study": asdict(study), "accuracy": outcome.accuracy.tolist(), "details": details}
-    write_results(folder, name, record, _markdown(study, outcome))
+    write_results(folder, trials.name, record, _markdown(study, outcome))
     plot_heat_map(
         100 * outcome.accuracy.mean(0),
         study.component_choices,
         study.learner_choices,
         f"{study.dataset}: test accuracy (%), mean over clients",
-        folder / f"{name}.png",
+        folder / f"{trials.name}.png",
     )
     return outcome
 
@@ -138,7 +140,7 @@ def _one_training(trial: Trial[SensitivityStudy], federation: Federation) -> dic
 
 
 def _markdown(study: SensitivityStudy, outcome: SensitivityOutcome) -> str:
-    header = ["Gaussians", *(_count(m2, "learner") for m2 in study.learner_choices)]
+    header = ["Gaussians", *(counted(m2, "learner") for m2 in study.learner_choices)]
     rows = [
         [
             str(m1),
@@ -154,13 +156,9 @@ def _markdown(study: SensitivityStudy, outcome: SensitivityOutcome) -> str:
         + markdown_table(header, rows)
         + f"\nMean over clients. Between the best and the worst cell lie "
         f"{100 * (mean.max() - mean.min()):.2f} points. Validation rows choose "
-        f"{_count(study.component_choices[i], 'Gaussian')} and "
-        f"{_count(study.learner_choices[j], 'learner')} ({100 * mean[i, j]:.2f} % on test rows). The paper "
-        "prints a figure without numbers and names two and two as the best. "
+        f"{counted(study.component_choices[i], 'Gaussian')} and "
+        f"{counted(study.learner_choices[j], 'learner')} ({100 * mean[i, j]:.2f} % on test "
+        "rows). The paper prints a figure without numbers and names two and two as the best. "
         f"{study.protocol()} One learning rate for the whole grid, chosen at {study.components} and "
         f"{study.learners}.{stopped_early(outcome.details)}\n"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -17,6 +17,7 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
+from fedgmm.wording import counted
 
 PAPER_GAUSSIAN = {
     "local": 57.52,
@@ -132,7 +133,7 @@ def reproduce_gaussian(
         "gaussian", lambda seed: synthetic(size.clients, size.rows, seed=seed), size, tell
     )
     markdown = (
-        f"# Synthetic mixture: test accuracy, mean over {size.clients} clients\n\n"
+        f"# Synthetic mixture: test accuracy, mean over {counted(size.clients, 'client')}\n\n"
         + markdown_table(
             ["method", "accuracy (%)", "below Bayes", "paper (%)"],
             [
@@ -197,7 +198,7 @@ def reproduce_non_gaussian(
             )
         rows.append([outcome.setting, "Bayes", mean_and_spread(outcome.bayes), "not given"])
     markdown = (
-        f"# Non-Gaussian mixtures: test accuracy, mean over {size.clients} clients\n\n"
+        f"# Non-Gaussian mixtures: test accuracy, mean over {counted(size.clients, 'client')}\n\n"
         + markdown_table(["setting", "method", "accuracy (%)", "paper (%)"], rows)
         + _footnote(size)
     )
@@ -214,8 +215,10 @@ def _gap(bayes: Sequence[float], values: Sequence[float]) -> float:
 def _footnote(size: Size) -> str:
     rates = ", ".join(f"{rate:.2g}" for rate in size.grid)
     return (
-        f"\n{size.clients} clients, about {size.rows} rows each (60/20/20), d = 32, seeds "
-        f"{', '.join(map(str, size.seeds))}; at most {size.rounds} rounds, the last one is reported. "
+        f"\n{counted(size.clients, 'client')}, about {counted(size.rows, 'row')} each "
+        "(60/20/20), d = 32, seeds "
+        f"{', '.join(map(str, size.seeds))}; at most {counted(size.rounds, 'round')}, the last "
+        "one is reported. "
         f"Learning rates chosen on validation rows among {rates}, the same for every method with one. "
         "The paper does not publish its means and directions, so its figures are another draw.\n"
     )

@@ -16,11 +16,12 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.experiments.comparison import pass_on_interrupt
 from fedgmm.experiments.image_study import ImageStudy, StudyT
 from fedgmm.federation.checkpoint import WEIGHTS, Checkpoint
-from fedgmm.files import sha256_of, write_atomically
+from fedgmm.files import sha256_of, write_atomically, write_once
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, train
 
 _CHOSEN = ("lr", "server_momentum", "independence", "personal_labels")
+_SETTINGS = "study.json"
 _MAY_GROW = ("methods", "seeds", "device")
 _ROUNDS_A_CHECKPOINT = 50
 _WATCHED_ROUNDS = 5
@@ -64,29 +65,49 @@ class Trial(Generic[StudyT]):
 def open_trials(trials: Path, study: ImageStudy) -> Path:
     """The folder of a study's trials: all of one study, but for what may grow.
 
-    Settings without a trial bind nobody: they are of a call that failed before it trained anything.
+    In an empty one no settings are written yet, see :func:`bind_trials`: a call that fails before it
+    trains anything, say at a file that is not there, binds nobody.
 
     Raises:
         ValueError: the folder holds trials of a study with other settings, or the pretrained weights
             are not there.
     """
-    file = trials / "study.json"
-    facts = _settings(study)
+    _settings(study)  # weights that are not there are told before there is a folder
     trials.mkdir(parents=True, exist_ok=True)
-    holds_trials = any(not other.name.startswith(file.name) for other in trials.iterdir())
-    if file.is_file() and holds_trials:
-        # settings that are younger than the file had their defaults
-        held = {**_settings(type(study)()), WEIGHTS: facts[WEIGHTS], **_settings_on_file(file)}
-        held["pretrained"] = bool(held["pretrained"])  # some files tell where the weights were
-        for setting, value in facts.items():
-            if held[setting] != value:
-                raise ValueError(
-                    f"{trials} holds results of a study with {setting}={held[setting]!r}, not "
-                    f"{value!r}; choose another folder."
-                )
-    else:
-        _write_json(file, facts)
+    if any(trials.iterdir()):
+        bind_trials(trials, study)
     return trials
+
+
+def bind_trials(trials: Path, study: ImageStudy) -> None:
+    """From now on the folder is for these settings: called when data are ready, before any training.
+
+    Of programs that begin at once with different settings the first one stays, and the others are told.
+
+    Raises:
+        ValueError: another study came first, or the pretrained weights are not there any more.
+    """
+    file, facts = trials / _SETTINGS, _settings(study)
+    if not file.exists():
+        write_once(file, _as_json(facts))
+    # settings that are younger than the file had their defaults
+    held = {**_settings(type(study)()), WEIGHTS: facts[WEIGHTS], **_settings_on_file(file)}
+    held["pretrained"] = bool(held["pretrained"])  # some files tell where the weights were
+    for setting, value in facts.items():
+        if held[setting] != value:
+            raise ValueError(
+                f"{trials} holds results of a study with {setting}={held[setting]!r}, not {value!r}; "
+                f"{_remedy(trials)}."
+            )
+
+
+def _remedy(trials: Path) -> str:
+    if any(not other.name.startswith(_SETTINGS) for other in trials.iterdir()):
+        return "choose another folder"
+    return (
+        f"choose another folder or, if no other program has just begun, delete {_SETTINGS}: nothing was "
+        "trained with it"
+    )
 
 
 def _settings(study: ImageStudy) -> dict[str, Any]:
@@ -123,7 +144,11 @@ def _checksum(weights: Path) -> str:
 
 
 def _write_json(file: Path, record: dict[str, Any]) -> None:
-    write_atomically(file, (json.dumps(record, indent=1) + "\n").encode(), shared=True)
+    write_atomically(file, _as_json(record), shared=True)
+
+
+def _as_json(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, indent=1) + "\n").encode()
 
 
 def _read_json(file: Path, *needed: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from fedgmm.experiments.image_trials import (
     facts_of,
     features_of,
     of_method,
-    run_trials,
+    run_study,
     stopped_early,
     tabulated,
 )
@@ -42,9 +42,10 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
-from fedgmm.experiments.trial_files import Trial, open_trials, trained
+from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, build
+from fedgmm.wording import counted
 
 PAPER_ACCURACY = {
     "femnist": {"fedavg": 74.50, "fedavg+": 51.00, "fedem": 72.00, "fedgmm": 78.51},
@@ -142,8 +143,8 @@ def hold_out_clients(
     count = round(study.held_out * len(names))
     if not 0 < count < len(names):
         raise ValueError(
-            f"held_out={study.held_out:g} of {len(names)} clients leaves nobody to train or nobody to "
-            "hold out; use more clients."
+            f"held_out={study.held_out:g} of {counted(len(names), 'client')} leaves nobody to "
+            "train or nobody to hold out; use more clients."
         )
     drawn = np.random.default_rng([seed, len(names)]).permutation(len(names))[:count].tolist()
     away = [names[code] for code in sorted(drawn)]
@@ -173,8 +174,8 @@ def _newcomers(unseen: FederatedDataset, seed: int) -> list[Newcomer]:
         order = generator.permutation(np.flatnonzero(codes == code))
         if len(order) < 2:
             raise ValueError(
-                f"Unseen client {name!r} has {len(order)} row(s), too few for two halves; use fewer "
-                "clients or more images."
+                f"Unseen client {name!r} has {counted(len(order), 'row')}, too few for two "
+                "halves; use fewer clients or more images."
             )
         half = len(order) // 2
         newcomers.append(Newcomer(name, rows(order[:half], name), rows(order[half:], name)))
@@ -278,17 +279,18 @@ def reproduce_unseen(
     """
     from fedgmm.report.image_figures import plot_adaptation
 
-    asked = study or UnseenStudy()
-    name = f"unseen-{asked.label}"
-    trials = open_trials(folder / name, asked)
-    run_trials(
-        trials,
-        asked,
-        lambda seed: hold_out_clients(asked, seed, data_dir, tell, cache),
+    study = study or UnseenStudy()
+    trials, _ = run_study(
+        folder,
+        "unseen",
+        study,
+        hold_out_clients,
         _one_trial,
-        tell,
+        data_dir=data_dir,
+        cache=cache,
+        tell=tell,
     )
-    study, details = tabulated(trials, asked)
+    study, details = tabulated(trials, study)
     accuracy = {
         method: {
             way: [_mean(one["unseen"][way]) for one in of_method(details, method)]
@@ -298,13 +300,13 @@ def reproduce_unseen(
     }
     outcome = UnseenOutcome(accuracy, details)
     record = {"study": asdict(study), "accuracy": accuracy, "details": details}
-    write_results(folder, name, record, _markdown(study, outcome))
+    write_results(folder, trials.name, record, _markdown(study, outcome))
     if curves := _curves(study, details):
         plot_adaptation(
             [0, *study.iterations],
             curves,
             f"{study.dataset}: clients that were not there in training",
-            folder / f"{name}.png",
+            folder / f"{trials.name}.png",
         )
     return outcome
 
@@ -384,9 +386,13 @@ def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
             rows.append(
                 [TITLES[method], WAYS[way], mean_and_spread(values), given, seen, chosen(own[0])]
             )
-    count = len(outcome.details[0]["newcomers"])
+    newcomers = counted(
+        len(outcome.details[0]["newcomers"]),
+        "client that was not there in training",
+        "clients that were not there in training",
+    )
     return (
-        f"# {study.dataset}: test accuracy of {count} clients that were not there in training "
+        f"# {study.dataset}: test accuracy of {newcomers} "
         f"({study.track} track)\n\n"
         + markdown_table(
             [

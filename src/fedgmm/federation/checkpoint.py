@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
@@ -33,6 +33,9 @@ FORMAT = 1
 
 FREE_OPTIONS = ("rounds", "device", "personal_labels")
 """Options that may differ when a training goes on: they do not change rounds that are done."""
+
+DENSITY_OPTIONS = ("components", "covariance_type", "reg_covar")
+"""Options that change nothing where a method has no Gaussians."""
 
 WEIGHTS = "pretrained_sha256"
 """Beside the options: the checksum of the file that ``pretrained`` names, or ``None``."""
@@ -311,13 +314,16 @@ class StoredProgress:
         """Whose state it is: the warm-up's or the method's own."""
         return "warmup" if self.facts.get("phase") == "warmup" else "main"
 
-    def check_settings(self, options: Mapping[str, Any], *data: str) -> None:
+    def check_settings(
+        self, options: Mapping[str, Any], *data: str, free: Iterable[str] = ()
+    ) -> None:
         """Make sure that the training that goes on has the same options and data as this one.
 
         Args:
             options: as plain values; ``FREE_OPTIONS`` may differ, but rounds that are done stay.
                 Pretrained weights are compared by ``WEIGHTS``, wherever the file lies.
             *data: fingerprints, any of which will do.
+            free: further options that may differ.
 
         Raises:
             OtherTrainingError: it has not.
@@ -327,7 +333,7 @@ class StoredProgress:
         # older checkpoints tell only where the file was
         if WEIGHTS in stored and WEIGHTS in options:
             stored, options = _by_content(stored), _by_content(options)
-        for name in sorted({*stored, *options} - {*FREE_OPTIONS, WEIGHTS}):
+        for name in sorted({*stored, *options} - {*FREE_OPTIONS, *free, WEIGHTS}):
             then, now = stored.get(name), options.get(name)
             if then != now:
                 raise OtherTrainingError(

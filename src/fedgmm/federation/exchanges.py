@@ -10,6 +10,7 @@ from fedgmm.federation.assembly import Assembly, Member
 from fedgmm.federation.messages import Message
 from fedgmm.federation.transport import REPORTED, Failure
 from fedgmm.federation.updates import UpdateError
+from fedgmm.wording import counted
 
 _MOST_ROWS = 10**12
 _TELL_AGAIN = 30.0  # seconds after which it is said again whom the server waits for
@@ -80,8 +81,8 @@ class Exchange:
     def _waiting(self, chosen: tuple[str, ...], quorum: int) -> str:
         missing = [name for name in chosen if name not in self.found]
         return (
-            f"{self.what}: {len(self.found)} of at least {max(quorum, 1)} clients have answered; "
-            f"waiting for {', '.join(missing) or 'clients'}"
+            f"{self.what}: {len(self.found)} of at least {counted(max(quorum, 1), 'client')} have "
+            f"answered; waiting for {', '.join(missing) or 'clients'}"
         )
 
     def _take(self, name: str, answer: Message | Failure) -> None:
@@ -122,7 +123,7 @@ def declared_rows(member: Member, answer: Message) -> int:
     if type(rows) is not int or not 0 < rows <= _MOST_ROWS:
         raise UpdateError(f"it declares {rows!r:.40} rows")
     if member.rows is not None and rows != member.rows:
-        raise UpdateError(f"it declares {rows} rows, but had declared {member.rows}")
+        raise UpdateError(f"it declares {counted(rows, 'row')}, but had declared {member.rows}")
     return rows
 
 

@@ -18,6 +18,7 @@ from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_recor
 from fedgmm.federation.transport import Failure
 from fedgmm.selection import suitable_covariance
 from fedgmm.training import TrainingOptions
+from fedgmm.wording import counted
 
 _TELL_AGAIN = 30.0  # seconds after which it is said again whom the server waits for
 
@@ -70,9 +71,10 @@ def prepare(assembly: Assembly, poll: float) -> Prepared:
     for note in notes:
         assembly.tell(note)
     job = Job(chosen, table, preprocessing, settings.precision, settings.min_rows)
-    told = f"agreed on {len(preprocessing.columns)} columns, which become {width}"
+    columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
+    told = f"agreed on {columns} {width}"
     if table.label is not None:
-        told += f", and {len(preprocessing.labels.classes)} classes"
+        told += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
     assembly.tell(told)
     return Prepared(job, notes)
 
@@ -87,7 +89,7 @@ def wait_for(assembly: Assembly, wanted: int, poll: float) -> None:
         if len(ready) >= wanted:
             return
         now = time.monotonic()
-        line = f"waiting for {wanted - len(ready)} more of {wanted} clients" + (
+        line = f"waiting for {wanted - len(ready)} more of {counted(wanted, 'client')}" + (
             f"; here are {', '.join(ready)}" if ready else ""
         )
         if line != told or now - told_at > _TELL_AGAIN:
@@ -95,8 +97,8 @@ def wait_for(assembly: Assembly, wanted: int, poll: float) -> None:
             told, told_at = line, now
         if timeout is not None and now - started > timeout:
             raise FederationError(
-                f"Only {len(ready)} of {wanted} clients came within {timeout:g} s; start the others, or "
-                "ask for fewer with clients."
+                f"Only {len(ready)} of {counted(wanted, 'client')} came within {timeout:g} s; "
+                "start the others, or ask for fewer with clients."
             )
         if assembly.greetings_due():
             assembly.ask({}, greet=True)
@@ -134,9 +136,9 @@ def _chosen(assembly: Assembly, rows: int, width: int) -> tuple[TrainingOptions,
     open_sizes = config.sizes_are_open or {"components", "learners"} & set(config.open_choices())
     if open_sizes and options.algorithm == "fedgmm":
         notes.append(
-            f"The size of the mixture was left open: {options.components} Gaussians and "
-            f"{options.learners} learners are taken. Trials on the data need one machine; say "
-            "components and learners."
+            f"The size of the mixture was left open: {counted(options.components, 'Gaussian')} "
+            f"and {counted(options.learners, 'learner')} are taken. Trials on the data need one "
+            "machine; say components and learners."
         )
     if "covariance_type" in config.open_choices():
         kind = suitable_covariance(rows, width, options.components)
@@ -145,6 +147,7 @@ def _chosen(assembly: Assembly, rows: int, width: int) -> tuple[TrainingOptions,
     for name in ("components", "learners"):
         if getattr(chosen, name) > max(rows, 10):
             raise FederationError(
-                f"{name}={getattr(chosen, name)} is more than the {rows} training rows; ask for fewer."
+                f"{name}={getattr(chosen, name)} is more than the "
+                f"{counted(rows, 'training row')}; ask for fewer."
             )
     return chosen, notes

@@ -15,6 +15,7 @@ from fedgmm.core.initialise import FEWEST_ROWS_SENT, Centroids
 from fedgmm.federation.messages import Message
 from fedgmm.federation.updates import Received, UpdateError, checked_counts, checked_moments
 from fedgmm.federation.wire import Arrays, as_array, as_tensor
+from fedgmm.wording import counted
 
 _FARTHEST = 1e12  # deviations; preprocessing clips there
 
@@ -47,7 +48,7 @@ def checked_start(answer: Message, rows: int, columns: int, clusters: int) -> Si
     variances = given.take("overall/variances", (columns,))
     count = given.shape_of("centroids/counts")[0] if given.shape_of("centroids/counts") else -1
     if not 0 <= count <= clusters:
-        raise UpdateError(f"it sent {count} centroids, not up to {clusters}")
+        raise UpdateError(f"it sent {counted(count, 'centroid')}, not up to {clusters}")
     counts = given.take("centroids/counts", (count,))
     points = given.take("centroids/points", (count, columns))
     given.done()
@@ -56,7 +57,9 @@ def checked_start(answer: Message, rows: int, columns: int, clusters: int) -> Si
     if max(np.abs(mean).max(), np.abs(points).max(initial=0.0)) > _FARTHEST:
         raise UpdateError("a mean or a centroid is beyond all bounds")
     if (counts < FEWEST_ROWS_SENT).any() or counts.sum() > rows + 1e-6:
-        raise UpdateError(f"its centroids stand for more than the {rows} rows that it declared")
+        raise UpdateError(
+            f"its centroids stand for more than the {counted(rows, 'row')} that it declared"
+        )
     return SiteStart(rows, mean, variances, Centroids(points, counts))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedgmm.algorithms.base import RoundInfo
 from fedgmm.federation.assembly import Traffic
+from fedgmm.wording import counted
 
 
 @dataclass
@@ -56,8 +57,8 @@ class RoundLog:
         self.entries.append(entry)
         clients = max(len(traffic), 1)
         return (
-            f"round {number}: log-likelihood {info.log_likelihood:.4f}, {answered} "
-            f"client{'' if answered == 1 else 's'}, {_size(sent / clients)} to and "
+            f"round {number}: log-likelihood {info.log_likelihood:.4f}, "
+            f"{counted(answered, 'client')}, {_size(sent / clients)} to and "
             f"{_size(received / clients)} from each, {seconds:.1f} s"
         )
 

@@ -35,6 +35,7 @@ from fedgmm.federation.wire import (
     unfolded_second,
     wire_dtype,
 )
+from fedgmm.wording import counted
 
 _LARGEST_WEIGHT = 1e8  # the bound of local training, beyond which float32 overflows
 _FARTHEST = 1e12  # deviations; preprocessing clips there
@@ -161,10 +162,12 @@ def checked_counts(counts: Tensor, rows: int) -> Tensor:
     if float(counts.min()) < 0:
         raise UpdateError(f"a count is negative ({float(counts.min()):.3g})")
     if float(counts.max()) > rows + slack:
-        raise UpdateError(f"a count is {float(counts.max()):.6g}, but it declared {rows} rows")
+        raise UpdateError(
+            f"a count is {float(counts.max()):.6g}, but it declared {counted(rows, 'row')}"
+        )
     if abs(float(counts.sum()) - rows) > slack:
         raise UpdateError(
-            f"its counts add up to {float(counts.sum()):.6g}, but it declared {rows} rows"
+            f"its counts add up to {float(counts.sum()):.6g}, but it declared {counted(rows, 'row')}"
         )
     return counts
 

@@ -29,6 +29,7 @@ from fedgmm.core.servers import ServerState
 from fedgmm.federation.checkpoint import AnyMethod
 from fedgmm.federation.messages import MessageError
 from fedgmm.federation.settings import WirePrecision
+from fedgmm.wording import counted
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -130,7 +131,7 @@ def take_learners(
         if array.shape != (count, *shape) or array.dtype.kind != "f":
             raise MessageError(
                 f"array {_LEARNERS + name!r} is {array.dtype} {array.shape}, which is not "
-                f"{count} learners of shape {shape}."
+                f"{counted(count, 'learner')} of shape {shape}."
             )
         found[name] = as_tensor(array).to(training.dtype)
     return found

@@ -14,6 +14,7 @@ from fedgmm.flower.keys import PublicKey, read_public_keys
 from fedgmm.flower.processes import FlowerFolder, prepare_environment
 from fedgmm.runs.config import SERVER, read_config
 from fedgmm.runs.folder import RunFolder
+from fedgmm.wording import counted
 
 Tell = Callable[[str], None]
 
@@ -75,7 +76,8 @@ class Doors:
         names = check_tls(self.tls, self.host)
         keys = read_public_keys(self.keys)
         tell(f"Clients reach this server as {', '.join(names)}.")
-        tell(f"{len(keys)} keys are let in: {', '.join(key.name for key in keys)}.")
+        let_in = counted(len(keys), "key is let in", "keys are let in")
+        tell(f"{let_in}: {', '.join(key.name for key in keys)}.")
         return keys
 
 

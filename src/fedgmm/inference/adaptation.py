@@ -67,14 +67,31 @@ def learn_from_inputs(prediction: Prediction, x: Tensor, seen: Tensor, max_round
         seen: as the Gaussians see them, ``(n, d)``.
         max_rounds: most iterations.
     """
-    weights, log_x = _start(prediction), log_gaussians(prediction, seen)
+    guesses = prediction.labels is not None and prediction.labels.guess_rows > 0
+    log_y = log_learners(prediction, x) if guesses else None
+    return learn_from_answers(prediction, log_gaussians(prediction, seen), log_y, max_rounds)
+
+
+def learn_from_answers(
+    prediction: Prediction, log_x: Tensor | None, log_y: Tensor | None, max_rounds: int
+) -> Newcomer:
+    """:func:`learn_from_inputs` where it is known what Gaussians and learners say of the rows.
+
+    Args:
+        prediction: as there.
+        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
+        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``; ``None`` where labels are not to be guessed.
+        max_rounds: most iterations.
+    """
+    weights = _start(prediction)
     history, rows = list[float](), None
     if log_x is not None:
         marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
         weights = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
-    if prediction.labels is not None and prediction.labels.guess_rows > 0:
-        own = weights.log().expand(len(x), *weights.shape).clone()
-        joint, log_y = add_likelihoods(own, log_x), log_learners(prediction, x)
+    if log_y is not None:
+        assert prediction.labels is not None
+        own = weights.log().expand(len(log_y), *weights.shape).clone()
+        joint = add_likelihoods(own, log_x)
         rows = guessed_labels(prediction.labels, joint, log_y, min(max_rounds, _LABEL_ROUNDS))
     return Newcomer(weights, history, rows)
 

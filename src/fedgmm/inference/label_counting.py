@@ -20,7 +20,7 @@ from fedgmm.core.labels import (
 )
 from fedgmm.core.learners import at_labels
 from fedgmm.core.predictive import log_class_probabilities
-from fedgmm.inference.adaptation import learn_from_inputs
+from fedgmm.inference.adaptation import learn_from_answers
 from fedgmm.inference.likelihoods import ROWS_AT_ONCE, log_gaussians, log_learners, log_weights
 
 _ASKED_CLIENTS = 100  # how many stand for newcomers; more would tell hardly more
@@ -129,15 +129,12 @@ def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
     gains = []
     for code in asked:
         own = rows.take(rows.codes == code)
-        found = learn_from_inputs(able, own.x, own.seen, _NEWCOMER_ROUNDS)
+        log_x, log_y = log_gaussians(prediction, own.seen), log_learners(prediction, own.x)
+        found = learn_from_answers(able, log_x, log_y, _NEWCOMER_ROUNDS)
         assert found.label_rows is not None
         shape = found.weights.shape
         ratios = labels.log_ratios_of(found.label_rows).view(*shape, -1)
-        said = (
-            found.weights.log().expand(len(own.x), *shape),
-            log_gaussians(prediction, own.seen),
-            log_learners(prediction, own.x),
-        )
+        said = (found.weights.log().expand(len(own.x), *shape), log_x, log_y)
         gain = log_class_probabilities(*said, ratios) - log_class_probabilities(*said)
         gains.append(gain.gather(-1, own.labels[:, None]).mean())
     each = torch.stack(gains)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgmm.wording import counted
+
 FloatArray = NDArray[np.float64]
 _BINS = 15
 
@@ -64,7 +66,8 @@ class Evaluation:
     def __repr__(self) -> str:
         """One line."""
         return (
-            f"Evaluation of {len(self.clients)} clients: accuracy {self.mean_accuracy:.4f} mean, "
+            f"Evaluation of {counted(len(self.clients), 'client')}: accuracy "
+            f"{self.mean_accuracy:.4f} mean, "
             f"{self.weighted_accuracy:.4f} by rows, {self.worst_decile:.4f} worst decile; "
             f"log-loss {self.mean_log_loss:.4f}"
         )

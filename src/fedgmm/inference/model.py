@@ -34,6 +34,7 @@ from fedgmm.inference.likelihoods import (
 from fedgmm.inference.metrics import Evaluation, evaluate
 from fedgmm.inference.novelty import NoveltyResult, conformal_p_values, detect
 from fedgmm.inference.rows import RowReader, class_positions, client_codes
+from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
 Score = Literal["x", "y", "joint", "confidence"]
@@ -77,15 +78,15 @@ class FederatedModel:
     def __repr__(self) -> str:
         """One screen: the method, its size, how long it was trained."""
         mixed = self.prediction.client_weights is not None
-        size = f"{self.n_learners} learner(s) of {len(self.classes)} classes"
+        size = f"{counted(self.n_learners, 'learner')} of {counted(len(self.classes), 'class', 'classes')}"
         if self.prediction.gaussians is not None:
-            size = f"{self.n_components} Gaussian(s), {size}"
+            size = f"{counted(self.n_components, 'Gaussian')}, {size}"
         ended = "" if self.stopped is None else f", stopped: {self.stopped}"
         return (
-            f"FederatedModel: {self.algorithm}, {len(self.names)} clients "
+            f"FederatedModel: {self.algorithm}, {counted(len(self.names), 'client')} "
             f"{'with weights of their own' if mixed else 'with an assigned learner'}\n"
             f"  {size}, rows of shape {self.input_shape}\n"
-            f"  {len(self.history)} rounds{ended}"
+            f"  {counted(len(self.history), 'round')}{ended}"
         )
 
     # ------------------------------------------------------------------ shapes

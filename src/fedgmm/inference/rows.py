@@ -14,6 +14,7 @@ from torch import Tensor
 from fedgmm.algorithms.base import Prediction
 from fedgmm.core.scaling import Scaling
 from fedgmm.data.dataset import LabelledRows, numeric
+from fedgmm.wording import counted
 
 IntArray = NDArray[np.int64]
 
@@ -95,7 +96,9 @@ def class_positions(y: ArrayLike, rows: int, classes: NDArray[Any]) -> IntArray:
     """The place of each row's label among ``classes``, ``(n,)``; an unknown label is an error."""
     labels = np.asarray(y)
     if labels.shape != (rows,):
-        raise ValueError(f"y must hold one label per row: {rows} rows, y has shape {labels.shape}.")
+        raise ValueError(
+            f"y must hold one label per row: {counted(rows, 'row')}, y has shape {labels.shape}."
+        )
     position = {label: index for index, label in enumerate(classes.tolist())}
     unknown = [label for label in labels.tolist() if label not in position]
     if unknown:
@@ -112,7 +115,7 @@ def client_codes(rows: LabelledRows, names: Sequence[Hashable]) -> IntArray:
     unknown = [name for name in rows.names if name not in position]
     if unknown:
         raise ValueError(
-            f"Unknown client {unknown[0]!r}: the model knows {len(names)} client(s). "
+            f"Unknown client {unknown[0]!r}: the model knows {counted(len(names), 'client')}. "
             "Use adapt() to bring it in."
         )
     codes = np.array([position[name] for name in rows.names], dtype=np.int64)

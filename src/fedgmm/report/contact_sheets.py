@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedgmm.data.federated_images import FederatedImages
 from fedgmm.data.images import WHITE, ImageData
 from fedgmm.data.partition import transform_images
+from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,7 +145,9 @@ def _names(names: tuple[str, ...], labels: NDArray[np.int64]) -> tuple[str, ...]
 def _heading(source: FederatedImages | ImageData) -> str:
     if isinstance(source, ImageData):
         return f"{source.name}: the joint shift, step by step"
-    return f"{source.name}: what {len(source.dataset.names)} clients hold"
+    return (
+        f"{source.name}: what {counted(len(source.dataset.names), 'client holds', 'clients hold')}"
+    )
 
 
 def _draw(axes: Axes, image: ByteArray, caption: str) -> None:

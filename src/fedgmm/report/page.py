@@ -20,6 +20,7 @@ from fedgmm.files import write_atomically
 from fedgmm.report.charts import ACCENT, percent, rival_colour
 from fedgmm.report.contents import ClientTable, ReportContents, mean_of
 from fedgmm.report.sections import Section, sections_of, verdict
+from fedgmm.wording import counted
 
 # Addresses in plotly.js (maps, licences), other than the names of XML's own vocabularies.
 _ADDRESS = re.compile(r"https?://(?!www\.w3\.org/)[^\s\"'`<>\\)]*")
@@ -135,13 +136,13 @@ def _header(contents: ReportContents) -> str:
     table = contents.clients
     worst, rival = contents.worst_client, contents.best_rival
     model = (
-        f"{_count(contents.learners, 'learner')}, {_count(contents.classes, 'class', 'classes')}"
+        f"{counted(contents.learners, 'learner')}, {counted(contents.classes, 'class', 'classes')}"
     )
     if contents.components:
-        model = f"{_count(contents.components, 'Gaussian')}, {model}"
+        model = f"{counted(contents.components, 'Gaussian')}, {model}"
     figures = [
         ("Method", _text(contents.method), model),
-        ("Clients", f"{len(table.names):,}", f"{int(table.rows.sum()):,} rows in all"),
+        ("Clients", f"{len(table.names):,}", f"{counted(int(table.rows.sum()), 'row')} in all"),
         ("Mean accuracy", percent(contents.mean_accuracy), _of_rows(table)),
         (
             "Worst client",
@@ -165,10 +166,6 @@ def _header(contents: ReportContents) -> str:
 <p class="verdict">{_text(verdict(contents))}</p>
 <dl class="cards">{cards}</dl>
 </header>"""
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _notes(notes: Sequence[str]) -> str:
@@ -249,7 +246,7 @@ def _client_table(contents: ReportContents) -> str:
         f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
         for name, *cells in zip(*(cells for _, cells in columns), strict=True)
     )
-    count = _count(len(table.names), "client")
+    count = counted(len(table.names), "client")
     return f"""<section id="clients" class="panel wide"><h2>All clients</h2>
 <p>Every figure of every client. Click a heading to sort by it, once more to turn the order round.
 Log-loss and calibration error are better when they are small.</p>

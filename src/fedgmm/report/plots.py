@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgmm.wording import counted
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
@@ -46,7 +48,8 @@ def plot_demo(result: DemoResult, path: Path) -> Path:
         label_component(rows_axes, mean, component)
     clients = len(result.data.rows)
     rows_axes.set_title(
-        f"{len(rows):,} rows of {clients} clients, and the Gaussians they share", pad=12
+        f"{counted(len(rows), 'row')} of {counted(clients, 'client')}, and the Gaussians they share",
+        pad=12,
     )
     draw_weights(
         weights_axes, list(map(str, result.data.rows)), result.weights, result.data.weights
@@ -131,7 +134,7 @@ def draw_weights(
         axes.set_yticks(range(len(clients)), clients)
         _write_weights(axes, learned, true)
     else:
-        axes.set_ylabel(f"{len(clients)} clients")
+        axes.set_ylabel(counted(len(clients), "client"))
         axes.set_yticks([])
     _quiet(axes)
     for component, label in enumerate(axes.get_xticklabels()):

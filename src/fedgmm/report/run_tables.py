@@ -8,6 +8,8 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from fedgmm.wording import counted
+
 if TYPE_CHECKING:
     from fedgmm.data.tabular.inspection import Inspection
     from fedgmm.inference.metrics import Evaluation
@@ -24,7 +26,7 @@ def inspection_tables(found: Inspection) -> list[Table]:
 
 def _clients_table(found: Inspection) -> Table:
     rows = sum(client.rows for client in found.clients)
-    table = Table(title=f"{_count(len(found.clients), 'client')}, {rows:,} rows")
+    table = Table(title=f"{counted(len(found.clients), 'client')}, {counted(rows, 'row')}")
     table.add_column("client")
     labels = list(found.classes)[:_MOST_CLASSES]
     for column in ("rows", "missing", *(f"class {label}" for label in labels)):
@@ -54,7 +56,8 @@ def _clients_table(found: Inspection) -> Table:
 
 def _columns_table(found: Inspection) -> Table:
     total = sum(column.outputs for column in found.columns)
-    table = Table(title=f"{len(found.columns)} columns, which become {total}")
+    columns = counted(len(found.columns), "column, which becomes", "columns, which become")
+    table = Table(title=f"{columns} {total}")
     table.add_column("column")
     table.add_column("used as")
     table.add_column("missing", justify="right")
@@ -73,13 +76,9 @@ def _columns_table(found: Inspection) -> Table:
     return table
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def metrics_table(metrics: dict[str, Any]) -> Table:
     """The figures of a finished run, split by split; without labels, client by client."""
-    table = Table(title=f"{metrics['algorithm']}, {metrics['rounds']} rounds")
+    table = Table(title=f"{metrics['algorithm']}, {counted(metrics['rounds'], 'round')}")
     clients = metrics.get("clients", {})
     if any("log_density" in own for own in clients.values()):
         for column in ("client", "rows", "log-density"):
@@ -105,14 +104,14 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
     chosen = metrics.get("selection")
     if chosen is not None:
         sizes = (chosen["components"], "Gaussian"), (chosen["learners"], "learner")
-        told = " and ".join(_count(*size) for size in sizes)
+        told = " and ".join(counted(*size) for size in sizes)
         table.caption += f"; {told}, chosen on validation rows"
     return table
 
 
 def evaluation_table(found: Evaluation) -> Table:
     """Every client, the worst first, and what stands for all."""
-    table = Table(title=_count(len(found.clients), "client"))
+    table = Table(title=counted(len(found.clients), "client"))
     table.add_column("client")
     for column in ("rows", "accuracy", "log-loss", "calibration error"):
         table.add_column(column, justify="right")
@@ -146,7 +145,7 @@ def adaptation_table(found: Adapted) -> Table:
     """A new client's weights and how accuracy grew."""
     name = escape(str(found.adaptation.client))
     used = "labelled" if found.labelled else "unlabelled"
-    title = f"{name} joined with {found.rows:,} {used} rows"
+    title = f"{name} joined with {counted(found.rows, used + ' row')}"
     table = Table(title=title, min_width=48)  # with one learner its words would not fit
     table.add_column("Gaussian", justify="right")
     weights = found.adaptation.weights
@@ -158,7 +157,7 @@ def adaptation_table(found: Adapted) -> Table:
         first, last = found.curve[0], found.curve[-1]
         table.caption = (
             f"accuracy on rows held out: {_percent(first['accuracy'])} with the federation's weights, "
-            f"{_percent(last['accuracy'])} with its own from {last['rows']:.0f} rows"
+            f"{_percent(last['accuracy'])} with its own from {counted(round(last['rows']), 'row')}"
         )
     return table
 

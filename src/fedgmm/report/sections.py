@@ -16,6 +16,7 @@ from fedgmm.report.contents import (
     ReportContents,
     mean_of,
 )
+from fedgmm.wording import counted
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def verdict(contents: ReportContents) -> str:
     both = np.isfinite(values) & np.isfinite(contents.clients.accuracy)
     mine, theirs = contents.clients.accuracy[both], values[both]
     points = 100.0 * (mean_of(mine) - mean_of(theirs))
-    at_least = f"{int((mine >= theirs).sum()):,} of {int(both.sum()):,} clients"
+    at_least = f"{int((mine >= theirs).sum()):,} of {counted(int(both.sum()), 'client')}"
     if abs(points) < 0.05:
         return (
             f"{contents.method} and {rival} are equally good for an average client; {at_least} do "
@@ -233,7 +234,7 @@ def _about_densities(contents: ReportContents) -> str:
         text += "There are no held-out rows to set a threshold with, so no row is flagged."
     else:
         text += (
-            f"Flagged as novel are {found.total_novel:,} of {found.total:,} rows; about "
+            f"Flagged as novel are {found.total_novel:,} of {counted(found.total, 'row')}; about "
             f"{FALSE_ALARM_RATE:.0%} would be flagged if all were of the usual kind."
         )
     if found.total > MOST_POINTS:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedgmm.report.contents import MOST_CLIENTS_IN_HEAT_MAP, ClientTable, WeightMap, evenly
 from fedgmm.report.projection import Projection, project
+from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
@@ -93,8 +94,8 @@ def projection_of(
         feature_names = dataset.column_names
     if feature_names is not None and len(feature_names) != means.shape[1]:
         raise ValueError(
-            f"feature_names has {len(feature_names)} names, but the Gaussians see "
-            f"{means.shape[1]} columns; give one name a column."
+            f"feature_names has {counted(len(feature_names), 'name')}, but the Gaussians see "
+            f"{counted(means.shape[1], 'column')}; give one name a column."
         )
     return project(
         means,

@@ -35,6 +35,7 @@ from fedgmm.runs.folder import (
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.selection import select_for_small_data, select_mixture, suitable_covariance
 from fedgmm.training import DENSITY, DivergenceWarning, OnTrainingRound, train
+from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
@@ -157,7 +158,8 @@ def resume(
         if rounds is not None and rounds != config.options().rounds:
             if rounds < config.options().rounds:
                 raise ValueError(
-                    f"The run was to have {config.options().rounds} rounds; --rounds can only add some."
+                    f"The run was to have {counted(config.options().rounds, 'round')}; --rounds "
+                    "can only add some."
                 )
             config = config.with_training(rounds=rounds)
         elif folder.is_finished:
@@ -284,7 +286,8 @@ def _check_size(config: RunConfig, dataset: FederatedDataset) -> None:
         wanted = getattr(config.options(), name)
         if wanted > max(len(dataset.train), _ALWAYS_ALLOWED):
             raise ValueError(
-                f"{name}={wanted} is more than the {len(dataset.train)} training rows; ask for fewer."
+                f"{name}={wanted} is more than the "
+                f"{counted(len(dataset.train), 'training row')}; ask for fewer."
             )
 
 

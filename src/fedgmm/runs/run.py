@@ -30,6 +30,7 @@ from fedgmm.runs.folder import (
     write_json,
 )
 from fedgmm.training import DENSITY
+from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
@@ -348,8 +349,8 @@ class FederatedRun:
             kept = rows.labels != UNKNOWN
             if not kept.all():
                 notes.append(
-                    f"{path.name}: {int((~kept).sum())} rows without a label that training knows are "
-                    "left out."
+                    f"{path.name}: left out {counted(int((~kept).sum()), 'row')} without a label that "
+                    "training knows."
                 )
             matrix, labels = matrix[kept], np.asarray(self.model.classes)[rows.labels[kept]]
         tell("learning the client's weights")

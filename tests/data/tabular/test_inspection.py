@@ -50,7 +50,7 @@ def test_warnings(inspected):
     )
     told = "\n".join(found.warnings)
     for words in (
-        "Client 'b': 1 rows have no label",
+        "Client 'b': 1 row has no label",
         "b has 2 rows only",
         "b has no row of class 'q', 'r'",
         "d has no value in column 'x'",

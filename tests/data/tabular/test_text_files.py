@@ -115,7 +115,7 @@ def test_quoted_line_breaks_far_down(write, monkeypatch, stream):
         (gzip.compress(b"a,y\n1,2\n"), "not a text file"),
         ("a,y\n1,2\n".encode("utf-16-le"), "not a text file"),
         (b"a,b\n1,2,3\n", "3 values where the header has 2 columns"),
-        (b"a,b\n1,2\n3\n", "1 values where the header has 2 columns"),
+        (b"a,b\n1,2\n3\n", "1 value where the header has 2 columns"),
         (b"a,a\n1,2\n", "'a' appears twice"),
         (b"a, a \n1,2\n", "'a' appears twice"),
         (b"1.5,2\n1,2\n", "no header"),

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedgmm.data.tabular.errors import TableError, quoted
+from fedgmm.wording import counted
 
 _BATCH_ROWS = 65_536
 _INDEX = re.compile(r"__index_level_\d+__")  # what pandas calls an index without a name
@@ -65,7 +66,8 @@ def npz_batches(path: Path, wanted: Collection[str]) -> Iterator[pa.RecordBatch]
     for name, values in columns.items():
         if len(values) != rows:
             raise TableError(
-                path, f"{quoted(name)} has {len(values)} rows where {quoted(first)} has {rows}."
+                path,
+                f"{quoted(name)} has {counted(len(values), 'row')} where {quoted(first)} has {rows}.",
             )
     mine = {name: _arrow(path, name, values) for name, values in columns.items() if name in wanted}
     for start in range(0, rows, _BATCH_ROWS):
@@ -83,7 +85,8 @@ def _npz_columns(path: Path) -> dict[str, Any]:
             own = {f"{name}_{j}": values[:, j] for j in range(values.shape[1])}
         else:
             raise TableError(
-                path, f"{quoted(name)} has {values.ndim} dimensions; tables have one or two."
+                path,
+                f"{quoted(name)} has {counted(values.ndim, 'dimension')}; tables have one or two.",
             )
         twice = [column for column in own if column in columns]
         if twice:

@@ -14,6 +14,7 @@ from fedgmm.data.tabular.labels import Labels, as_classes
 from fedgmm.data.tabular.loading import Tables
 from fedgmm.data.tabular.preprocessing import Column
 from fedgmm.data.tabular.summaries import ClientSummary
+from fedgmm.wording import counted
 
 _FEW_ROWS = 20
 _FAR = 1.0  # deviations
@@ -194,10 +195,12 @@ def _warnings(
         if len(owners) == 1 and len(clients) > 1:
             found.append(f"Class {quoted(label)} lives at {owners[0]} only.")
         elif count < _RARE_CLASS * total:
-            found.append(f"Class {quoted(label)} is rare: {count} of {total} rows.")
+            found.append(f"Class {quoted(label)} is rare: {count} of {counted(total, 'row')}.")
     for client in clients:
         if client.rows < _FEW_ROWS:
-            found.append(f"{client.name} has {client.rows} rows only; its figures will be noisy.")
+            found.append(
+                f"{client.name} has {counted(client.rows, 'row')} only; its figures will be noisy."
+            )
         absent = sorted(label for label in classes if label not in client.classes)
         if absent:
             found.append(f"{client.name} has no row of class {_some(absent)}.")

@@ -14,6 +14,7 @@ from fedgmm.data.tabular.errors import ConversionError, TableError, quoted
 from fedgmm.data.tabular.files import Tell, find_tables, read_batches, read_header
 from fedgmm.data.tabular.first_pass import Codes, IntArray
 from fedgmm.data.tabular.preprocessing import Preprocessing
+from fedgmm.wording import counted
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def _rows(
     if clients.texts:
         named = [clients.texts[code] if code >= 0 else "" for code in clients.codes().tolist()]
     notes = [
-        f"{path.name}: {count - before.get(column, 0)} values of column {quoted(column)} are categories "
-        "that no client had in training."
+        f"{path.name}: column {quoted(column)} has {counted(count - before.get(column, 0), 'value')} that "
+        "no client had in training."
         for column, count in preprocessing.unknown_categories().items()
         if count > before.get(column, 0)
     ]

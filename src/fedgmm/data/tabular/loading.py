@@ -31,6 +31,7 @@ from fedgmm.data.tabular.labels import UNKNOWN
 from fedgmm.data.tabular.later_files import Rows, read_rows
 from fedgmm.data.tabular.preprocessing import Preprocessing, TableOptions
 from fedgmm.data.tabular.summaries import ClientSummary
+from fedgmm.wording import counted
 
 __all__ = ["Rows", "Tables", "agreement", "load_federation", "read_rows", "read_tables"]
 
@@ -41,6 +42,8 @@ ONE_CLIENT = (
     "column names the client."
 )
 """What is noted of tables with a single client."""
+
+_LEFT_OUT = ("row has no label and is left out", "rows have no label and are left out")
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def read_tables(
         summaries = summarise_one_by_one(files, options, tell)
     summaries = dict(sorted(summaries.items()))
     notes = [
-        f"Client {client!r}: {s.unlabelled} rows have no label and are left out."
+        f"Client {client!r}: {counted(s.unlabelled, *_LEFT_OUT)}."
         for client, s in summaries.items()
         if s.unlabelled
     ]

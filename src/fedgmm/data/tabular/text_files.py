@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedgmm.data.tabular.errors import ConversionError, TableError
+from fedgmm.wording import counted
 
 MISSING = (
     "", "NA", "N/A", "n/a", "na", "#N/A", "#NA", "<NA>", "?", "nan", "NaN", "NAN", "-nan", "-NaN",
@@ -372,5 +373,6 @@ def _explain(error: Exception) -> str:
     if match := re.match(r"(?:Row #(\d+): )?Expected (\d+) columns, got (\d+)", text):
         row, expected, got = match.groups()
         where = f"row {row} (the header is row 1)" if row else "a row"
-        return f"{where} has {got} values where the header has {expected} columns."
+        columns = counted(int(expected), "column")
+        return f"{where} has {counted(int(got), 'value')} where the header has {columns}."
     return f"it cannot be read: {text[:_EXPLAINED].rstrip('.')}."
