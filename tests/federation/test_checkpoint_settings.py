@@ -40,6 +40,7 @@ def test_the_same_file_for_another_training(tmp_path, rng):
         "aggregation": "paper",
         "server": "adam",
         "server_lr": 0.5,
+        "clip_norm": 2.0,
         "schedule": "sqrt",
         "patience": 3,
         "tol": 0.1,
