@@ -15,6 +15,7 @@ import torch
 
 from fedgmm.algorithms.base import DivergedError, RoundInfo
 from fedgmm.algorithms.fedgmm import FedGMM
+from fedgmm.algorithms.statistics import settled
 from fedgmm.core.networks import Params
 from fedgmm.core.scaling import Scaling
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
@@ -307,6 +308,7 @@ class TrainingRun:
     ) -> FederatedModel:
         """The model that a call leaves behind."""
         model = self._model(method, shared, personal, stopped)
+        model.prediction = settled(model.prediction, self.scaled.train)
         if self.options.personal_labels:
             model.learn_labels()
         return model
