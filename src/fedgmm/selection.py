@@ -16,6 +16,7 @@ from fedgmm.core.gaussians import CovarianceType
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.inputs import as_pairs
 from fedgmm.training import DivergenceWarning, TrainingOptions, train
+from fedgmm.training_run import INTERRUPTED
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:  # scikit-learn is heavy, and runs on files do not need its estimators
@@ -232,7 +233,7 @@ def _validation_score(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DivergenceWarning)
         model = train(dataset, options=options)
-    if model.stopped == "interrupted":
+    if model.stopped == INTERRUPTED:
         raise KeyboardInterrupt
     if model.stopped:
         return -float("inf")

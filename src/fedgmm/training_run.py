@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 OnTrainingRound = Callable[[dict[str, float]], None]
 """Called after every round with its entry of the history."""
 
+INTERRUPTED = "interrupted"
+"""Why a model's training stopped, after Ctrl-C."""
+
 _WATCHED_ROWS = 20_000
 
 
@@ -296,7 +299,7 @@ class TrainingRun:
                 RuntimeWarning,
                 stacklevel=4,
             )
-            return "interrupted"
+            return INTERRUPTED
         if diverged:
             reason = self.options.after_divergence(diverged)
             warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=4)
@@ -308,7 +311,6 @@ class TrainingRun:
     ) -> FederatedModel:
         """The model that a call leaves behind."""
         model = self._model(method, shared, personal, stopped)
-        model.prediction = settled(model.prediction, self.scaled.train)
         if self.options.personal_labels:
             model.learn_labels()
         return model
@@ -316,9 +318,14 @@ class TrainingRun:
     def _model(
         self, method: AnyMethod, shared: Any, personal: Any, stopped: str | None
     ) -> FederatedModel:
+        prediction = method.prediction(shared, personal)
+        if (
+            stopped != INTERRUPTED
+        ):  # whoever presses Ctrl-C does not want to wait for a pass over all rows
+            prediction = settled(prediction, self.scaled.train)
         return FederatedModel(
             self.options.algorithm,
-            method.prediction(shared, personal),
+            prediction,
             list(self.dataset.names),
             self.dataset.classes,
             self.dataset.input_shape,

@@ -140,3 +140,27 @@ def test_a_trained_model_has_statistics_of_its_own_weights(rng, algorithm):
     again = settled(model.prediction, data.train)
     for name, value in model.prediction.learners.items():
         torch.testing.assert_close(again.learners[name], value, msg=name)
+
+
+@pytest.mark.usefixtures("thin_mobilenet")
+def test_rounds_are_watched_with_the_statistics_that_their_model_would_have(rng):
+    pictures = rng.integers(0, 256, size=(60, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pictures, np.arange(60) % 2, np.arange(60) % 2)
+    options = {"learner": "mobilenet", "lr": 0.05, "server": "momentum", "patience": 3}
+    model = train(data, "fedavg", rounds=3, watch_accuracy=True, **options)
+    found = model.evaluate("validation")
+    last = max(model.history, key=lambda entry: entry["validation_log_likelihood"])
+    assert last["validation_accuracy"] == pytest.approx(found.weighted_accuracy)
+    assert last["validation_log_likelihood"] == pytest.approx(-found.mean_log_loss)
+
+
+@pytest.mark.usefixtures("thin_mobilenet")
+def test_whoever_interrupts_waits_for_no_statistics(rng, monkeypatch):
+    def interrupt(entry):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedgmm.training_run.settled", lambda *_: pytest.fail("waits"))
+    pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
+    with pytest.warns(RuntimeWarning, match="interrupted"):
+        train(data, "fedavg", learner="mobilenet", rounds=3, on_round=[interrupt])

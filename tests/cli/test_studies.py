@@ -46,6 +46,12 @@ def test_version():
     assert result.output.strip() == f"fedgmm {__version__}"
 
 
+def test_the_package_is_the_command():
+    command = [sys.executable, "-m", "fedgmm", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"fedgmm {__version__}"
+
+
 def test_help_lists_every_command():
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0

@@ -264,6 +264,8 @@ def test_ways_that_only_some_seeds_have_are_not_in_the_table(tmp_path, femnist, 
     monkeypatch.setattr(unseen, "_adaptations", lambda *_: next(given))
     outcome = reproduce_unseen(tmp_path, study, data_dir=femnist)
     assert list(outcome.accuracy["fedgmm"]) == ["as it is", FREQUENCIES[0]]
+    table = (tmp_path / f"unseen-{study.label}.md").read_text()
+    assert "rows without labels with seed 0 alone, so there is no row." in table
 
 
 def test_without_mixtures_there_is_no_curve(tmp_path, femnist):

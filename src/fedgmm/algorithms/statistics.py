@@ -72,9 +72,10 @@ def _learners_of_clients(prediction: Prediction, counts: Tensor) -> tuple[Tensor
     learners, rows = len(next(iter(prediction.learners.values()))), counts.double()[:, None]
     if prediction.assignment is None:
         assert prediction.client_weights is not None
-        weights = prediction.client_weights.double().reshape(len(rows), -1, learners).sum(1)
+        table = prediction.client_weights.to(rows)
+        weights = table.reshape(len(rows), -1, learners).sum(1)
         return torch.arange(learners, device=rows.device).expand(len(rows), -1), rows * weights
-    own = prediction.assignment[:, None]
+    own = prediction.assignment.to(rows.device)[:, None]
     default = prediction.default_learner
     if default is not None and not (own == default).any():
         # the one for rows without a client is everybody's

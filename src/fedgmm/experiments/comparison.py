@@ -13,6 +13,7 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.inference.metrics import Evaluation
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import ALGORITHMS, DivergenceWarning, TrainingOptions, _solver, train
+from fedgmm.training_run import INTERRUPTED
 
 PAPER_GRID = tuple(10.0**exponent for exponent in (-0.5, -1.0, -1.5, -2.0, -2.5, -3.0))
 """The paper's learning rates."""
@@ -91,7 +92,7 @@ class Comparison:
 
 def pass_on_interrupt(model: FederatedModel) -> None:
     """Training keeps its last round on Ctrl-C; a series of trainings should end."""
-    if model.stopped == "interrupted":
+    if model.stopped == INTERRUPTED:
         raise KeyboardInterrupt
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fedgmm.algorithms.averaging import FedAvgPlus
 from fedgmm.algorithms.base import Prediction
+from fedgmm.algorithms.statistics import settled
 from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.learners import expand_clients
@@ -240,7 +241,7 @@ def tuned_model(
         {name: value[:, 0] for name, value in tuned.items()},
         assignment=torch.arange(len(newcomers)),
     )
-    return replace(model, prediction=own, names=list(rows.names))
+    return replace(model, prediction=settled(own, rows), names=list(rows.names))
 
 
 def _side_by_side(clients: list[LabelledRows]) -> LabelledRows:
@@ -375,6 +376,21 @@ def _curves(study: UnseenStudy, details: list[dict[str, Any]]) -> dict[str, list
     return curves
 
 
+def _in_some_seeds(outcome: UnseenOutcome) -> str:
+    """Which ways have no row, since not every seed has them."""
+    sentences = []
+    for method, ways in outcome.accuracy.items():
+        own = of_method(outcome.details, method)
+        for way in WAYS:
+            seeds = [one["seed"] for one in own if way in one["unseen"]]
+            if seeds and way not in ways:
+                sentences.append(
+                    f" {TITLES[method]} has {WAYS[way]} with seed {', '.join(map(str, seeds))} alone, "
+                    "so there is no row."
+                )
+    return "".join(sentences)
+
+
 def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
     paper = PAPER_ACCURACY.get(study.dataset, {}) if study.shift else {}
     rows = []
@@ -408,5 +424,5 @@ def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
         + f"\n{100 * study.held_out:g} % of the clients are held out whole: their rows are in no "
         "training and in no principal component. Each learns on half of its rows and is tested on the "
         "other half; mean over clients. Training clients are tested on their own test rows. "
-        f"{study.protocol()}{stopped_early(outcome.details)}\n"
+        f"{study.protocol()}{_in_some_seeds(outcome)}{stopped_early(outcome.details)}\n"
     )

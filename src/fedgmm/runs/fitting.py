@@ -35,6 +35,7 @@ from fedgmm.runs.folder import (
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.selection import select_for_small_data, select_mixture, suitable_covariance
 from fedgmm.training import DENSITY, DivergenceWarning, OnTrainingRound, train
+from fedgmm.training_run import INTERRUPTED
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def _run(
             on_round=[history.append, *on_round],
         )
     history.replace(model.history)
-    if model.stopped == "interrupted":
+    if model.stopped == INTERRUPTED:
         raise KeyboardInterrupt
     tell("calibrating and evaluating")
     notes = [

@@ -1,0 +1,5 @@
+"""``python -m fedgmm`` is the command ``fedgmm``."""
+
+from fedgmm.cli import main
+
+main()
