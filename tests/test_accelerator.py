@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fedgmm import FedGMMClassifier
-from fedgmm.algorithms.base import SHARED_LEARNERS
+from fedgmm.algorithms.base import SHARED_LEARNERS, Prediction
 from fedgmm.algorithms.local_training import LocalTraining
+from fedgmm.algorithms.statistics import settled
 from fedgmm.core import sgd, stacked
 from fedgmm.core.backbones import MobileNetV2
 from fedgmm.core.learners import log_likelihoods
@@ -219,6 +220,31 @@ def test_a_step_of_a_deep_network_is_that_of_a_cpu():
             for move in moves
         )
         assert far(found, expected) < bound
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_statistics_of_the_very_weights_are_those_of_a_cpu(assigned):
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 256, size=(60, 3, 32, 32)).astype(np.uint8)
+    rows = FederatedDataset.from_arrays(pictures, np.arange(60) % 3, np.arange(60) % 2).train
+    net, generator = stacked_mobilenet(), torch.Generator().manual_seed(0)
+    drawn = [net.initial(generator) for _ in range(2)]
+    learners = {name: torch.stack([one[name] for one in drawn]) for name in drawn[0]}
+    weights = torch.tensor([[0.9, 0.1], [0.4, 0.6]], dtype=torch.float64)
+    mixed = {"client_weights": weights, "weights": weights.mean(0)}
+    found = [
+        settled(
+            Prediction(
+                net,
+                {name: value.to(device) for name, value in learners.items()},
+                **({"assignment": torch.tensor([1, 0])} if assigned else mixed),
+            ),
+            rows.to(torch.device(device)),
+        ).learners
+        for device in ("cpu", "cuda")
+    ]
+    for name, value in found[0].items():
+        assert far(found[1][name].cpu(), value) < 1e-3, name
 
 
 class Small(torch.nn.Module):
