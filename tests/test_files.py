@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -106,6 +107,25 @@ def test_a_failure_leaves_nothing_of_a_file_that_is_written_once(tmp_path, monke
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="no space left"):
         write_once(tmp_path / "numbers", b"new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_without_links_leaves_nothing_either(tmp_path, monkeypatch):
+    path, opened = tmp_path / "numbers", Path.open
+
+    def refuse(*_):
+        raise PermissionError("not supported")
+
+    def full(self, mode="r", *args, **named):
+        file = opened(self, mode, *args, **named)
+        if mode == "xb":
+            file.close()  # nothing can be written
+        return file
+
+    monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(ValueError, match="closed"):
+        write_once(path, b"new")
     assert not list(tmp_path.iterdir())
 
 

@@ -62,8 +62,13 @@ def _name_once(draft: Path, path: Path) -> None:
     except FileExistsError:
         raise
     except OSError:  # some file systems have no links; there a reader may catch a half
-        with path.open("xb") as file:
-            file.write(draft.read_bytes())
+        content, file = draft.read_bytes(), path.open("xb")
+        try:
+            with file:
+                file.write(content)
+        except BaseException:  # a full disk, or Ctrl-C
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _draft_of(path: Path, shared: bool) -> Path:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedgmm.algorithms.base import DivergedError, RoundInfo
+from fedgmm.algorithms.base import DivergedError, Prediction, RoundInfo
 from fedgmm.algorithms.fedgmm import FedGMM
 from fedgmm.algorithms.statistics import settled
 from fedgmm.core.networks import Params
@@ -210,7 +210,7 @@ class TrainingRun:
         """Score the model that would be left if this were the last round, and remember the best."""
         run = part.run
         own = part.method.finish(run.shared, run.personal, self.scaled.train)
-        model = self._model(part.method, run.shared, own, None)
+        model = self._model_of_round(part.method, run.shared, own)
         score = -model.evaluate("validation").mean_log_loss
         entry["validation_log_likelihood"] = score
         if self.best is None or score > self.best.score + 1e-6:
@@ -219,7 +219,7 @@ class TrainingRun:
 
     def _accuracy(self, method: AnyMethod, run: Run[Any, Any]) -> float:
         """Share of the watched rows that are predicted right, before any tuning at home."""
-        model = self._model(method, run.shared, run.personal, None)
+        model = self._model_of_round(method, run.shared, run.personal)
         return model.evaluate("validation", self._watched).weighted_accuracy
 
     @cached_property
@@ -309,20 +309,27 @@ class TrainingRun:
     def _finished(
         self, method: AnyMethod, shared: Any, personal: Any, stopped: str | None
     ) -> FederatedModel:
-        """The model that a call leaves behind."""
-        model = self._model(method, shared, personal, stopped)
+        """The model that a call leaves behind.
+
+        Whoever presses Ctrl-C does not want to wait for a pass over all rows, nor to lose what was trained.
+        """
+        prediction = method.prediction(shared, personal)
+        if stopped != INTERRUPTED:
+            try:
+                prediction = settled(prediction, self.scaled.train)
+            except KeyboardInterrupt:
+                stopped = self._why_stopped(interrupted=True, diverged=None)
+        model = self._model(prediction, stopped)
         if self.options.personal_labels:
             model.learn_labels()
         return model
 
-    def _model(
-        self, method: AnyMethod, shared: Any, personal: Any, stopped: str | None
-    ) -> FederatedModel:
+    def _model_of_round(self, method: AnyMethod, shared: Any, personal: Any) -> FederatedModel:
+        """The model that would be left if this were the last round."""
         prediction = method.prediction(shared, personal)
-        if (
-            stopped != INTERRUPTED
-        ):  # whoever presses Ctrl-C does not want to wait for a pass over all rows
-            prediction = settled(prediction, self.scaled.train)
+        return self._model(settled(prediction, self.scaled.train), None)
+
+    def _model(self, prediction: Prediction, stopped: str | None) -> FederatedModel:
         return FederatedModel(
             self.options.algorithm,
             prediction,

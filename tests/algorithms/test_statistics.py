@@ -164,3 +164,45 @@ def test_whoever_interrupts_waits_for_no_statistics(rng, monkeypatch):
     data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
     with pytest.warns(RuntimeWarning, match="interrupted"):
         train(data, "fedavg", learner="mobilenet", rounds=3, on_round=[interrupt])
+
+
+@pytest.mark.usefixtures("thin_mobilenet")
+def test_ctrl_c_while_statistics_are_taken_loses_nothing(rng, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedgmm.training_run.settled", interrupt)
+    pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
+    with pytest.warns(RuntimeWarning, match="interrupted"):
+        model = train(data, "fedavg", learner="mobilenet", rounds=1)
+    assert model.stopped == "interrupted"
+    assert len(model.history) == 1
+
+
+@pytest.mark.usefixtures("thin_mobilenet")
+def test_the_random_numbers_of_the_program_are_left_alone(rng):
+    """MobileNet-V2 has dropout, which draws some."""
+    pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
+    before = torch.get_rng_state()
+    train(data, "fedavg", learner="mobilenet", rounds=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_small_clients_are_not_copied_all_at_once(rows, monkeypatch):
+    """Each has copies of its learners, however few its rows are."""
+    before = Prediction(NET, drawn(1), assignment=torch.zeros(3, dtype=torch.int64))
+    expected, seen = settled(before, rows), list[int]()
+    walk = Stacked.walk
+
+    def watched(net, params, inputs, *args, **named):
+        seen.append(len(inputs))
+        return walk(net, params, inputs, *args, **named)
+
+    monkeypatch.setattr(Stacked, "walk", watched)
+    monkeypatch.setattr(statistics, "_BYTES_AT_ONCE", 1)
+    found = settled(before, rows)
+    assert seen == [1, 1, 1]
+    for name, value in expected.learners.items():
+        torch.testing.assert_close(found.learners[name], value, msg=name)

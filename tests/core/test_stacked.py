@@ -254,6 +254,21 @@ def test_single_rows_train_whether_or_not_others_are_beside_them():
         torch.testing.assert_close(value, expected[name])
 
 
+@pytest.mark.parametrize("counts", [None, [1, 3]], ids=["alone", "beside others"])
+def test_a_single_number_has_no_variance_to_put_in_the_place_of_the_old(counts):
+    """A variance of zero would blow up whatever the client's learner is asked about later."""
+    net = Stacked(partial(MobileNetV2, 5, width=0.25, dropout=0.0), (3, 32, 32), 5)
+    one = net.initial(torch.Generator().manual_seed(0))
+    params = {name: value.expand(2, 1, *value.shape).double() for name, value in one.items()}
+    images = torch.randn(2, 1 if counts is None else 3, 3, 32, 32, dtype=torch.float64)
+    there = None if counts is None else torch.tensor(counts)
+    _, statistics = net.walk(params, images, True, there)
+    last = [name for name in statistics if name.endswith("running_var")][-1]
+    torch.testing.assert_close(statistics[last][0], params[last][0])  # one pixel is left there
+    assert counts is None or not torch.allclose(statistics[last][1], params[last][1])
+    assert all(bool((v > 0).all()) for n, v in statistics.items() if n.endswith("running_var"))
+
+
 def test_pretrained_weights_read_plain_pixels(tmp_path):
     """The file's network on scaled pictures, and ours on pixels in [-1, 1], say the same."""
     torch.manual_seed(0)

@@ -300,6 +300,8 @@ def test_two_npz_files_are_one_too_many(tmp_path):
         (leaf(a=(np.zeros((1, 784)), [0])) | {"users": None}, "not LEAF's JSON"),
         (leaf(a=(np.zeros((1, 784)), [0])) | {"users": ["a", 1]}, "do not agree"),
         (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": 1}, "not LEAF's JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": ["2"]}, "not LEAF's JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": [None]}, "not LEAF's JSON"),
         (leaf(a=(np.zeros((1, 784)), [0.5])), "no whole number"),
         (leaf(a=(np.zeros((1, 784)), ["0"])), "no whole number"),
         (leaf(a=(np.zeros((1, 784)), [10**30])), "no whole number"),

@@ -130,6 +130,13 @@ def finish_a_trial(folder):
     recorded(folder, "fedavg-3", lambda: {"method": "fedavg", "seed": 3})
 
 
+def test_a_draft_of_settings_binds_nobody(tmp_path):
+    """A program may be killed before its settings have their name."""
+    (tmp_path / "study.json.7.part").write_bytes(b"{")
+    open_trials(tmp_path, SOME)
+    bind_trials(open_trials(tmp_path, replace(SOME, rounds=3)), replace(SOME, rounds=3))
+
+
 def test_one_folder_holds_one_study(tmp_path):
     begin(tmp_path, SOME)
     finish_a_trial(tmp_path)

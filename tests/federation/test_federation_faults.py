@@ -193,6 +193,17 @@ def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
         np.testing.assert_allclose(own.client_weights[0], wanted, atol=1e-10)
 
 
+def test_a_quorum_of_one_is_told_in_the_singular(files, tmp_path):
+    sites, waited = InMemorySites(files, tmp_path), []
+
+    def fail(number, _):
+        sites.down = {"bergen", "oslo", "tromso"} if 5 <= number < 9 else set()
+
+    sites.before_ask = fail
+    federate(files, tmp_path, sites=sites, **SIZE, rounds=4, min_clients=1, tell=waited.append)
+    assert any("0 of at least 1 client has answered; waiting for bergen" in line for line in waited)
+
+
 def test_below_the_quorum_the_server_waits_and_says_for_whom(files, tmp_path):
     sites, waited = InMemorySites(files, tmp_path), []
 

@@ -22,6 +22,7 @@ from fedgmm.data.dataset import LabelledRows
 
 _ROWS_AT_ONCE = 512
 _IMAGES_AT_ONCE = 4096
+_BYTES_AT_ONCE = 512 * 1024 * 1024  # of the learners' copies, one for each client
 
 
 def settled(prediction: Prediction, rows: LabelledRows) -> Prediction:
@@ -49,8 +50,9 @@ def settled(prediction: Prediction, rows: LabelledRows) -> Prediction:
     there = counts.nonzero().flatten()
     everything = torch.arange(len(rows.inputs), device=rows.device)
     plan = plan_batches(rows.offsets, there, [everything], _ROWS_AT_ONCE, even=True)
+    learner_bytes = sum(value[0].numel() * value.element_size() for value in learners.values())
     for step in plan.steps:
-        for some in _blocks(step, own.shape[1]):
+        for some in _blocks(step, own.shape[1], learner_bytes):
             codes = plan.clients[some]
             seen = step.mask[some].sum(1)
             weights = (shares[codes] * (seen / counts[codes])[:, None]).flatten()[:, None]
@@ -83,10 +85,14 @@ def _learners_of_clients(prediction: Prediction, counts: Tensor) -> tuple[Tensor
     return own, rows.expand(own.shape)
 
 
-def _blocks(step: Step, learners: int) -> list[slice]:
-    """The clients of a step, as many at a time as memory should hold."""
+def _blocks(step: Step, learners: int, learner_bytes: int) -> list[slice]:
+    """The clients of a step, as many at a time as memory should hold.
+
+    Many images need room, and so do many clients with few images: each has copies of its learners.
+    """
     clients, width = step.rows.shape
-    most = max(1, _IMAGES_AT_ONCE // (width * learners))
+    images, copies = _IMAGES_AT_ONCE // width, _BYTES_AT_ONCE // learner_bytes
+    most = max(1, min(images, copies) // learners)
     return [slice(first, min(first + most, clients)) for first in range(0, clients, most)]
 
 
@@ -95,7 +101,9 @@ def _statistics(net: Stacked, learners: Params, images: Tensor, counts: Tensor) 
 
     ``learners`` are ``(A, k, ...)``, ``images`` ``(A, n, ...)``, of which the first ``counts`` count.
     """
-    with torch.no_grad():
+    # dropout draws from the program's generator, which gets its own state back
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
         inputs = as_numbers(images, next(iter(learners.values())).dtype)
         _, found = net.walk(learners, inputs, training=True, counts=counts)
     return {name: value.double() for name, value in found.items()}

@@ -358,6 +358,7 @@ def _normalised(
         out, own = _by_own_statistics(images, journey.counts, weight, bias, layer.eps)
         out = _activated(out, ceiling)
         moved = _moved(running, own, _unbiased(images, journey.counts), momentum)
+    moved = moved._replace(variance=_with_a_variance(images, journey.counts, running, moved))
     for kind, old, new in zip(("mean", "var"), running, moved, strict=True):
         journey.statistics[f"{name}.running_{kind}"] = new.detach().to(old.dtype)
     return out
@@ -387,6 +388,20 @@ def _unbiased(images: Tensor, counts: Tensor | None) -> Tensor | float:
         return numbers / max(1, numbers - 1)
     own = counts[:, None] * place
     return own / (own - 1).clamp_min(1)
+
+
+def _with_a_variance(
+    images: Tensor,
+    counts: Tensor | None,
+    running: kernels.BatchStatistics,
+    moved: kernels.BatchStatistics,
+) -> Tensor:
+    """The new variances, but the old ones where a channel has a single number, and so none of its own."""
+    if images[0, 0, 0].numel() > 1:
+        return moved.variance
+    if counts is None:
+        return moved.variance if images.shape[2] > 1 else running.variance
+    return torch.where(counts[:, None] > 1, moved.variance, running.variance.to(moved.variance))
 
 
 def _activated(images: Tensor, ceiling: float | None) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import operator
 import os
 import zipfile
 import zlib
@@ -354,7 +355,7 @@ def _read_leaf(files: Sequence[Path]) -> ImageData:
                 content = json.load(file, object_hook=_user_as_bytes)
             rows_of = content["user_data"]
             users = list(map(str, content["users"]))
-            told = list(content["num_samples"])
+            told = list(map(operator.index, content["num_samples"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(path, f"it is not LEAF's JSON ({error})", "femnist") from None
         agree = isinstance(rows_of, dict) and sorted(users) == sorted(rows_of)

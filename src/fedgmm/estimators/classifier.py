@@ -56,7 +56,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Rounds of one shared learner before the learners part.
     momentum, weight_decay : float, default=0.0
     clip_norm : float or None, default=None
-        Largest norm of a gradient in local steps; larger ones are scaled down.
+        Largest norm of a gradient in local steps; larger ones are scaled down. Exact steps are not limited.
     personal_labels : bool, default=False
         After the last round, count how frequent labels are at each client and let that correct its
         predictions, and those of clients that :meth:`adapt` brings in with labels. Nothing is trained;

@@ -74,7 +74,8 @@ def open_trials(trials: Path, study: ImageStudy) -> Path:
     """
     _settings(study)  # weights that are not there are told before there is a folder
     trials.mkdir(parents=True, exist_ok=True)
-    if any(trials.iterdir()):
+    # drafts are what a program that was killed left of its settings
+    if any(not other.name.startswith(f"{_SETTINGS}.") for other in trials.iterdir()):
         bind_trials(trials, study)
     return trials
 

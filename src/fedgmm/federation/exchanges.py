@@ -81,8 +81,9 @@ class Exchange:
     def _waiting(self, chosen: tuple[str, ...], quorum: int) -> str:
         missing = [name for name in chosen if name not in self.found]
         return (
-            f"{self.what}: {len(self.found)} of at least {counted(max(quorum, 1), 'client')} have "
-            f"answered; waiting for {', '.join(missing) or 'clients'}"
+            f"{self.what}: {len(self.found)} of at least "
+            f"{counted(max(quorum, 1), 'client has', 'clients have')} answered; waiting for "
+            f"{', '.join(missing) or 'clients'}"
         )
 
     def _take(self, name: str, answer: Message | Failure) -> None:
