@@ -101,9 +101,9 @@ def _statistics(net: Stacked, learners: Params, images: Tensor, counts: Tensor) 
 
     ``learners`` are ``(A, k, ...)``, ``images`` ``(A, n, ...)``, of which the first ``counts`` count.
     """
+    cards = [images.device] if images.device.type != "cpu" else []
     # dropout draws from the program's generator, which gets its own state back
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
+    with torch.no_grad(), torch.random.fork_rng(cards):
         inputs = as_numbers(images, next(iter(learners.values())).dtype)
         _, found = net.walk(learners, inputs, training=True, counts=counts)
     return {name: value.double() for name, value in found.items()}
