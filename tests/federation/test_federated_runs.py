@@ -232,6 +232,8 @@ def test_patience_has_no_place_in_a_federation(files, tmp_path):
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="min_clients=4 is more than the 3"):
         federation_settings(3, min_clients=4)
+    with pytest.raises(ValueError, match="more than the 1 client that is expected"):
+        federation_settings(1, min_clients=2)
     with pytest.raises(ValueError, match="precision"):
         federation_settings(3, precision="int8")
     with pytest.raises(ValueError, match="round_timeout"):

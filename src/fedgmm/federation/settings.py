@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fedgmm.core.checks import check_choice, check_flag, check_integer, check_non_negative
 from fedgmm.federation.messages import LARGEST_MESSAGE
+from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.runs.config import RunConfig
@@ -58,8 +59,8 @@ class FederationSettings:
             check_integer("min_clients", self.min_clients, 1)
             if self.min_clients > self.clients:
                 raise ValueError(
-                    f"min_clients={self.min_clients} is more than the {self.clients} clients that are "
-                    "expected."
+                    f"min_clients={self.min_clients} is more than the "
+                    f"{counted(self.clients, 'client that is', 'clients that are')} expected."
                 )
         check_non_negative("round_timeout", self.round_timeout)
         if self.round_timeout == 0:
