@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fedgmm
+from fedgmm.algorithms.averaging import FedAvgPlus
 from fedgmm.core.networks import network
 from fedgmm.core.recording import recorder_of
 from fedgmm.data.dataset import SPLITS, FederatedDataset
@@ -577,6 +578,20 @@ def test_tuning_at_home_that_diverges_leaves_the_global_learner(rng):
         )
     average = train(data, "fedavg", rounds=1, weight_decay=21.0, lr=0.1, batch_size=99)
     assert "diverged" in model.stopped
+    assert np.array_equal(predictions(model, data), predictions(average, data))
+
+
+def test_tuning_at_home_that_is_interrupted_leaves_the_global_learner(rng, monkeypatch):
+    data = federation(rng, sizes=(40, 50, 30))
+    average = train(data, "fedavg", rounds=1)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FedAvgPlus, "finish", interrupt)
+    with pytest.warns(RuntimeWarning, match="was interrupted"):
+        model = train(data, "fedavg+", rounds=1)
+    assert model.stopped == "interrupted"
     assert np.array_equal(predictions(model, data), predictions(average, data))
 
 

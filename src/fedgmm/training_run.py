@@ -119,6 +119,8 @@ class TrainingRun:
             personal = self.method.finish(shared, personal, self.scaled.train)
         except DivergedError as error:
             why = why or self._why_stopped(False, f"the end: {error}")
+        except KeyboardInterrupt:  # nobody is tuned; what the rounds made is kept
+            why = self._why_stopped(True, None)
         return self._finished(self.method, shared, personal, why)
 
     # ------------------------------------------------------------------ where it starts
