@@ -140,6 +140,13 @@ def client_orders(rows, code, seed, round_number, epochs):
     return [rows.shuffled(seed, round_number, e)[first:last] - first for e in range(epochs)]
 
 
+def predictions(model, data):
+    """Class probabilities of all test rows, as every client sees them."""
+    return np.concatenate(
+        [model.predict_proba(data.test.inputs.numpy(), name) for name in data.names]
+    )
+
+
 def log_softmax(logits):
     """In NumPy, over the last axis."""
     shifted = logits - logits.max(-1, keepdims=True)

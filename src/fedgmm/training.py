@@ -274,7 +274,8 @@ def train(
 
     Returns:
         The model of the last round, or of the best one where ``patience`` is set. Ctrl-C and
-        divergence end training early with a warning and leave the last good state.
+        divergence end training early with a warning and leave the last good state; after Ctrl-C without
+        what passes over all rows would add, such as label frequencies.
 
     Raises:
         CheckpointError: a checkpoint that is damaged, or of another training.

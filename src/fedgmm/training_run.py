@@ -313,17 +313,17 @@ class TrainingRun:
     ) -> FederatedModel:
         """The model that a call leaves behind.
 
-        Whoever presses Ctrl-C does not want to wait for a pass over all rows, nor to lose what was trained.
+        Whoever presses Ctrl-C does not want to wait for passes over all rows, nor to lose what was trained.
         """
-        prediction = method.prediction(shared, personal)
-        if stopped != INTERRUPTED:
-            try:
-                prediction = settled(prediction, self.scaled.train)
-            except KeyboardInterrupt:
-                stopped = self._why_stopped(interrupted=True, diverged=None)
-        model = self._model(prediction, stopped)
-        if self.options.personal_labels:
-            model.learn_labels()
+        model = self._model(method.prediction(shared, personal), stopped)
+        if stopped == INTERRUPTED:
+            return model
+        try:
+            model.prediction = settled(model.prediction, self.scaled.train)
+            if self.options.personal_labels:
+                model.learn_labels()
+        except KeyboardInterrupt:
+            model.stopped = self._why_stopped(interrupted=True, diverged=None)
         return model
 
     def _model_of_round(self, method: AnyMethod, shared: Any, personal: Any) -> FederatedModel:

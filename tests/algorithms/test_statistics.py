@@ -16,6 +16,7 @@ from fedgmm.algorithms.statistics import settled
 from fedgmm.core.networks import Dense, is_statistic
 from fedgmm.core.stacked import Stacked
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.inference.model import FederatedModel
 
 
 class Small(nn.Module):
@@ -206,3 +207,17 @@ def test_small_clients_are_not_copied_all_at_once(rows, monkeypatch):
     assert seen == [1, 1, 1]
     for name, value in expected.learners.items():
         torch.testing.assert_close(found.learners[name], value, msg=name)
+
+
+@pytest.mark.usefixtures("thin_mobilenet")
+def test_ctrl_c_while_labels_are_counted_keeps_the_model(rng, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FederatedModel, "learn_labels", interrupt)
+    pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
+    options = {"learner": "mobilenet", "rounds": 1, "personal_labels": True}
+    with pytest.warns(RuntimeWarning, match="interrupted"):
+        model = train(data, "fedavg", **options)
+    assert model.stopped == "interrupted"

@@ -106,6 +106,11 @@ class Prediction:
     labels: LabelFrequencies | None = None
 
 
+def count_learners(prediction: Prediction) -> int:
+    """``M2``, or the number of assigned learners."""
+    return len(next(iter(prediction.learners.values())))
+
+
 class SupervisedMethod(Method[Shared, Personal, Update, LabelledRows], Protocol):
     """A method that learns labels."""
 

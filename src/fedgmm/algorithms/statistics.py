@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedgmm.algorithms.base import Prediction
+from fedgmm.algorithms.base import Prediction, count_learners
 from fedgmm.core.networks import Params, is_statistic
 from fedgmm.core.pixels import as_numbers
 from fedgmm.core.sgd import Step, plan_batches
@@ -46,7 +46,7 @@ def settled(prediction: Prediction, rows: LabelledRows) -> Prediction:
         for name, value in learners.items()
         if is_statistic(name)
     }
-    asked = torch.zeros(len(next(iter(totals.values()))), 1, dtype=torch.float64, device=own.device)
+    asked = torch.zeros(count_learners(prediction), 1, dtype=torch.float64, device=own.device)
     there = counts.nonzero().flatten()
     everything = torch.arange(len(rows.inputs), device=rows.device)
     plan = plan_batches(rows.offsets, there, [everything], _ROWS_AT_ONCE, even=True)
@@ -71,7 +71,7 @@ def settled(prediction: Prediction, rows: LabelledRows) -> Prediction:
 
 def _learners_of_clients(prediction: Prediction, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Each client's learners, ``(C, k)``, and how many of its rows are theirs, ``(C, k)`` float64."""
-    learners, rows = len(next(iter(prediction.learners.values()))), counts.double()[:, None]
+    learners, rows = count_learners(prediction), counts.double()[:, None]
     if prediction.assignment is None:
         assert prediction.client_weights is not None
         table = prediction.client_weights.to(rows)

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.algorithms.base import Prediction
+from fedgmm.algorithms.base import Prediction, count_learners
 from fedgmm.core.estep import add_likelihoods, responsibilities
 from fedgmm.core.labels import guessed_labels, label_counts
 from fedgmm.core.learners import at_labels
 from fedgmm.core.mstep import towards_independence
 from fedgmm.core.predictive import adapt_weights
-from fedgmm.inference.likelihoods import count_learners, log_gaussians, log_learners
+from fedgmm.inference.likelihoods import log_gaussians, log_learners
 
 _LABEL_ROUNDS = 3  # of guessing the labels of a client that tells none
 _RAISED = 1e-3  # share of the start that all pairs have alike: weights of zero could never grow

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.algorithms.base import Prediction
+from fedgmm.algorithms.base import Prediction, count_learners
 from fedgmm.core.gaussians import log_densities, residuals
 from fedgmm.core.networks import Params
 from fedgmm.core.pixels import as_numbers
@@ -28,11 +28,6 @@ ROWS_AT_ONCE = 4096
 
 
 # ---------------------------------------------------------------------- the terms of equation (3)
-
-
-def count_learners(prediction: Prediction) -> int:
-    """``M2``, or the number of assigned learners."""
-    return len(next(iter(prediction.learners.values())))
 
 
 def log_weights(prediction: Prediction) -> Tensor:

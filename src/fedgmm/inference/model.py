@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedgmm.algorithms.base import DENSITY, SHARED_LEARNERS, Prediction
+from fedgmm.algorithms.base import DENSITY, SHARED_LEARNERS, Prediction, count_learners
 from fedgmm.core.predictive import adapt_weights
 from fedgmm.core.scaling import Scaling
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
@@ -26,7 +26,6 @@ from fedgmm.inference.adaptation import (
 from fedgmm.inference.label_counting import ClientLabels, count_labels
 from fedgmm.inference.likelihoods import (
     assigned_classes,
-    count_learners,
     log_density,
     log_gaussians,
     mixed_classes,
