@@ -15,6 +15,9 @@ from torch.nn.functional import cross_entropy
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.synthetic import synthetic
 
+FAST = {"rounds": 2, "components": 2, "learners": 2}
+"""Options of a training that is over in no time."""
+
 # ---------------------------------------------------------------------- data
 
 

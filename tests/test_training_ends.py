@@ -12,10 +12,7 @@ import torch
 from fedgmm.algorithms.averaging import FedAvgPlus
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.training import ALGORITHMS, DivergenceWarning, train
-from supervised import federation, predictions
-
-FAST = {"rounds": 2, "components": 2, "learners": 2}
-
+from supervised import FAST, federation, predictions
 
 # ---------------------------------------------------------------------- how a run ends
 
