@@ -350,14 +350,15 @@ class TrainingRun:
 def _facing(method: AnyMethod, shared: Any, rows: LabelledRows) -> Any:
     """A state that may have been trained with other features than ``rows`` have.
 
-    Without a density the one Gaussian is the mean of the features, which nothing depends on; it only has
-    to have their number.
+    Without a density the one Gaussian says nothing of any row, wherever its mean ``(1, d)`` lies; that only
+    has to have as many columns as the features.
     """
     frame = getattr(method, "average", method)  # FedAvg+ is FedAvg until the last round
     if not isinstance(frame, FedGMM) or frame.density:
         return shared
-    gaussians = shared.mixture.gaussians
-    if gaussians.means.shape[-1] == rows.features.columns:
+    old = shared.mixture.gaussians
+    columns = rows.features.columns
+    if old.means.shape[-1] == columns:
         return shared
-    own = frame.gaussians.start(rows.features, "kmeans", frame.training.seed).gaussians
+    own = replace(old, means=old.means.new_zeros(len(old.means), columns))
     return replace(shared, mixture=replace(shared.mixture, gaussians=own))
