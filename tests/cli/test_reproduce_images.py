@@ -128,7 +128,7 @@ def test_every_option_belongs_to_an_experiment():
 def test_a_number_of_gaussians_leaves_novelty_nothing_to_choose(tmp_path, monkeypatch):
     seen = []
 
-    def reproduced(out, study, **others):
+    def reproduced(out, study, _):
         seen.append(study)
         (out / f"novelty-{study.label}.md").write_text("# done")
 

@@ -12,6 +12,7 @@ from fedgmm.experiments import comparison, image_study, trial_files
 from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
 from fedgmm.experiments.results import TITLES
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.training import train
 from tiny_images import FAST
 
@@ -35,7 +36,7 @@ def trainings(monkeypatch):
 @pytest.mark.usefixtures("painted")
 def test_all_methods_beside_the_paper(tmp_path, femnist):
     study = ImageStudy(track="tuned", **FAST)
-    outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     assert list(outcome.accuracy) == list(TITLES)
     name = "classification-femnist-tuned"
     record = json.loads((tmp_path / "out" / f"{name}.json").read_text())
@@ -50,8 +51,8 @@ def test_all_methods_beside_the_paper(tmp_path, femnist):
 
 def test_the_numbers_are_those_of_a_plain_training(tmp_path, femnist):
     study = ImageStudy(**{**SOME, "track": "paper", "rounds": 8, "tuning_rounds": 1})
-    outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
-    federation = prepare_federation(study, 0, femnist).dataset
+    outcome = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
+    federation = prepare_federation(study, 0, Workplace(femnist)).dataset
     for one in outcome.details:
         options = study.options(one["method"], 0)
 
@@ -78,7 +79,7 @@ def test_the_numbers_are_those_of_a_plain_training(tmp_path, femnist):
 
 def test_what_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path, femnist):
     study = ImageStudy(**{**SOME, "methods": ("fedgmm",)})
-    outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     trials = tmp_path / "out" / "classification-femnist-tuned"
     written = json.loads((trials / "fedgmm-tuning.json").read_text())
     (one,) = outcome.details
@@ -95,7 +96,7 @@ def test_what_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path, femnist
     assert set(pulls) == {"whole"}
     assert set(pulls["whole"]) == {"independence 0", "independence 10000"}
     assert pulls["whole"]["independence 0"] == max(rates["whole"].values())  # not trained again
-    federation = prepare_federation(study, 0, femnist).dataset
+    federation = prepare_federation(study, 0, Workplace(femnist)).dataset
     options = replace(study.options("fedgmm", 0), lr=one["lr"], server_momentum=momentum)
     for label, score in pulls["whole"].items():
         pull = float(label.split()[1])
@@ -121,7 +122,7 @@ def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, 
 
     monkeypatch.setattr(trial_files, "train", watched)
     study = ImageStudy(**{**SOME, "methods": ("fedavg",)})
-    outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     assert len(rounds) == 2 * len(study.grid) + 2 * (
         study.rounds - 1
     )  # two of the short runs go on
@@ -130,7 +131,7 @@ def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, 
 
 def test_rates_are_chosen_once_for_all_seeds(tmp_path, femnist, trainings):
     study = ImageStudy(**{**SOME, "seeds": (0, 1), "methods": ("fedavg",)})
-    outcome = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     # all for a while, half of them for longer, two to the end, with labels or not, and one a seed
     assert len(trainings) == 2 * len(study.grid) + 5 + 2 + 2 + 2
     assert len(outcome.accuracy["fedavg"]) == 2
@@ -141,10 +142,10 @@ def test_rates_are_chosen_once_for_all_seeds(tmp_path, femnist, trainings):
 
 def test_what_is_done_is_not_done_again(tmp_path, femnist, trainings, monkeypatch):
     study = ImageStudy(**SOME)
-    first = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    first = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     trainings.clear()
     monkeypatch.setattr(image_study, "load_images", None)  # data are not even read
-    assert reproduce_classification(tmp_path / "out", study, data_dir=femnist) == first
+    assert reproduce_classification(tmp_path / "out", study, Workplace(femnist)) == first
     assert not trainings
     monkeypatch.undo()
 
@@ -152,24 +153,24 @@ def test_what_is_done_is_not_done_again(tmp_path, femnist, trainings, monkeypatc
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "lr": 0.5}))
     with pytest.raises(ValueError, match=r"fedgmm-0.json was trained with .*0.5.*delete it"):
-        reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+        reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     file.unlink()
-    again = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    again = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     assert again.accuracy == first.accuracy
 
 
 def test_methods_without_gaussians_need_no_encoder(tmp_path, femnist, monkeypatch):
     study = ImageStudy(**{**SOME, "methods": ("fedavg",)})
     monkeypatch.setattr(image_study, "encoder", None)
-    alone = reproduce_classification(tmp_path / "alone", study, data_dir=femnist)
+    alone = reproduce_classification(tmp_path / "alone", study, Workplace(femnist))
     monkeypatch.undo()
-    both = reproduce_classification(tmp_path / "both", ImageStudy(**SOME), data_dir=femnist)
+    both = reproduce_classification(tmp_path / "both", ImageStudy(**SOME), Workplace(femnist))
     assert alone.accuracy["fedavg"] == both.accuracy["fedavg"]
 
 
 def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
     study = ImageStudy(**{**SOME, "methods": ("fedgmm",), "rounds": 3, "tuning_rounds": 2})
-    whole = reproduce_classification(tmp_path / "whole", study, data_dir=femnist)
+    whole = reproduce_classification(tmp_path / "whole", study, Workplace(femnist))
 
     def stopped_after_a_round(dataset, *, until, **others):
         model = train(dataset, until=1, **others)
@@ -178,7 +179,7 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
 
     monkeypatch.setattr(trial_files, "train", stopped_after_a_round)
     with pytest.raises(KeyboardInterrupt):
-        reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+        reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     trials = tmp_path / "out" / "classification-femnist-tuned"
     assert len(list(trials.glob("fedgmm-lr-*.safetensors"))) == 1  # of the first choice
     assert not (trials / "fedgmm-0.json").exists()
@@ -188,7 +189,7 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
         return train(*args, on_round=[lambda entry: rounds.append(entry["round"])], **kwargs)
 
     monkeypatch.setattr(trial_files, "train", watched)
-    resumed = reproduce_classification(tmp_path / "out", study, data_dir=femnist)
+    resumed = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     assert rounds == [2, *[1, 2] * 9, 3, 3, 1, 2, 3]  # choices, two of them, another independence
     assert resumed.accuracy == whole.accuracy
 
@@ -205,13 +206,12 @@ def test_methods_may_join_after_an_interruption(tmp_path, femnist, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(trial_files, "train", stopped_after_a_round)
         with pytest.raises(KeyboardInterrupt):
-            reproduce_classification(tmp_path / "out", alone, data_dir=femnist)
+            reproduce_classification(tmp_path / "out", alone, Workplace(femnist))
     assert list((tmp_path / "out").rglob("fedavg-lr-*.safetensors"))
     both = replace(alone, methods=("fedavg", "fedgmm"))
-    grown = reproduce_classification(tmp_path / "out", both, data_dir=femnist)
-    assert (
-        grown.accuracy == reproduce_classification(tmp_path / "o", both, data_dir=femnist).accuracy
-    )
+    grown = reproduce_classification(tmp_path / "out", both, Workplace(femnist))
+    whole = reproduce_classification(tmp_path / "whole", both, Workplace(femnist))
+    assert grown.accuracy == whole.accuracy
 
 
 def methods_in_files(folder, name="classification-femnist-paper"):
@@ -229,36 +229,36 @@ def methods_in_files(folder, name="classification-femnist-paper"):
 def test_every_method_that_is_whole_on_file_is_in_the_table(tmp_path, femnist, monkeypatch):
     """Whichever program ends last tells of all that share the folder."""
     study = ImageStudy(**{**SOME, "track": "paper", "methods": ("local",)})
-    alone = reproduce_classification(tmp_path, study, data_dir=femnist)
+    alone = reproduce_classification(tmp_path, study, Workplace(femnist))
     later = replace(study, methods=("clustered", "fedavg"))
-    outcome = reproduce_classification(tmp_path, later, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path, later, Workplace(femnist))
     assert methods_in_files(tmp_path) == ["local", "fedavg", "clustered"]  # in the usual order
     assert outcome.accuracy["local"] == alone.accuracy["local"]
     assert [one["method"] for one in outcome.details] == ["local", "fedavg", "clustered"]
 
     monkeypatch.setattr(trial_files, "train", None)
-    assert reproduce_classification(tmp_path, study, data_dir=femnist) == outcome
+    assert reproduce_classification(tmp_path, study, Workplace(femnist)) == outcome
 
 
 def test_what_is_not_whole_on_file_is_not_in_the_table(tmp_path, femnist):
     study = ImageStudy(**{**SOME, "track": "paper", "methods": ("local", "fedavg", "clustered")})
-    reproduce_classification(tmp_path, study, data_dir=femnist)
+    reproduce_classification(tmp_path, study, Workplace(femnist))
     trials = tmp_path / "classification-femnist-paper"
     (trials / "fedavg-0.json").write_text("")
     record = json.loads((trials / "clustered-0.json").read_text())
     (trials / "clustered-0.json").write_text(json.dumps({**record, "lr": 7.0}))
-    reproduce_classification(tmp_path, replace(study, methods=("local",)), data_dir=femnist)
+    reproduce_classification(tmp_path, replace(study, methods=("local",)), Workplace(femnist))
     assert methods_in_files(tmp_path) == ["local"]
 
 
 def test_all_seeds_of_a_table_are_the_same(tmp_path, femnist):
     study = ImageStudy(**{**SOME, "track": "paper", "methods": ("local",)})
-    reproduce_classification(tmp_path, study, data_dir=femnist)
+    reproduce_classification(tmp_path, study, Workplace(femnist))
     more = replace(study, methods=("fedavg",), seeds=(0, 1))
-    assert list(reproduce_classification(tmp_path, more, data_dir=femnist).accuracy) == ["fedavg"]
+    assert list(reproduce_classification(tmp_path, more, Workplace(femnist)).accuracy) == ["fedavg"]
     assert methods_in_files(tmp_path) == ["fedavg"]
 
 
 def test_without_data(tmp_path):
     with pytest.raises(ImageFileError, match="femnist"):
-        reproduce_classification(tmp_path / "out", ImageStudy(**SOME), data_dir=tmp_path)
+        reproduce_classification(tmp_path / "out", ImageStudy(**SOME), Workplace(tmp_path))

@@ -8,6 +8,7 @@ import pytest
 
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
 from fedgmm.experiments.results import TITLES
+from fedgmm.experiments.workplace import Workplace
 from tiny_images import FAST, write_femnist
 
 
@@ -118,12 +119,12 @@ def test_too_few_images_for_the_features(femnist):
     study = ImageStudy(**{**FAST, "features": 121})  # of 200 images 120 are there to train
     message = r"see 121 principal components, but 120 training images .*use more images"
     with pytest.raises(ValueError, match=message):
-        prepare_federation(study, 0, femnist)
-    prepare_federation(replace(study, features=120), 0, femnist)
+        prepare_federation(study, 0, Workplace(femnist))
+    prepare_federation(replace(study, features=120), 0, Workplace(femnist))
 
 
 @pytest.mark.parametrize(("rows", "split"), [(1, "validation"), (2, "test")])
 def test_clients_too_small_for_a_test_are_told_before_training(tmp_path, rows, split):
     write_femnist(tmp_path, writers=5, rows=rows)
     with pytest.raises(ValueError, match=f"none has a {split} row; use fewer clients"):
-        prepare_federation(ImageStudy(methods=("fedavg",), **FAST), 0, tmp_path)
+        prepare_federation(ImageStudy(methods=("fedavg",), **FAST), 0, Workplace(tmp_path))

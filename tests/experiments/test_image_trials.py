@@ -23,6 +23,7 @@ from fedgmm.experiments.trial_files import (
     record_of,
     recorded,
 )
+from fedgmm.experiments.workplace import Workplace
 from tiny_images import FAST
 
 SOME = ImageStudy(**{**FAST, "methods": ("fedavg", "fedgmm"), "seeds": (3, 5)})
@@ -151,13 +152,12 @@ def test_a_call_that_fails_before_it_trains_binds_nobody(tmp_path):
     def no_data(*_):
         raise FileNotFoundError("no images")
 
-    means = {"data_dir": None, "cache": None, "tell": lambda _: None}
     with pytest.raises(FileNotFoundError, match="no images"):
-        run_study(tmp_path, "some", SOME, no_data, None, **means)
+        run_study(tmp_path, "some", SOME, Workplace(), no_data, None)
     file = begin(tmp_path / f"some-{SOME.label}", replace(SOME, rounds=3))
     assert json.loads(file.read_text())["rounds"] == 3
     with pytest.raises(ValueError, match="a study with rounds=3, not 2"):
-        run_study(tmp_path, "some", SOME, no_data, None, **means)
+        run_study(tmp_path, "some", SOME, Workplace(), no_data, None)
 
 
 def test_of_two_studies_that_begin_at_once_the_first_stays(tmp_path):

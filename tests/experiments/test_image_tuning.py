@@ -11,6 +11,7 @@ from fedgmm.experiments import image_study, image_tuning, trial_files
 from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
 from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.training import Checkpoint, train
 from tiny_images import FAST
 
@@ -83,7 +84,7 @@ def interrupted_after(monkeypatch, calls):
 def test_whatever_is_finished_is_not_run_again(tmp_path, femnist, monkeypatch, rounds):
     """Stopped before each file that is written, the study takes no more rounds in all than at once."""
     study = replace(STUDY, rounds=4, tuning_rounds=1)
-    expected = reproduce_classification(tmp_path / "whole", study, data_dir=femnist)
+    expected = reproduce_classification(tmp_path / "whole", study, Workplace(femnist))
     once = sorted(rounds)
     # ten choices for a round, of which two go on to the end, and another independence
     assert len(once) == len(set(once)) == 10 + 2 * 3 + 4
@@ -93,8 +94,8 @@ def test_whatever_is_finished_is_not_run_again(tmp_path, femnist, monkeypatch, r
         with monkeypatch.context() as patch:
             interrupted_after(patch, 1)
             with pytest.raises(PowerCutError):
-                reproduce_classification(tmp_path / "parts", study, data_dir=femnist)
-    outcome = reproduce_classification(tmp_path / "parts", study, data_dir=femnist)
+                reproduce_classification(tmp_path / "parts", study, Workplace(femnist))
+    outcome = reproduce_classification(tmp_path / "parts", study, Workplace(femnist))
     assert outcome.accuracy == expected.accuracy
     assert sorted(rounds) == once
     assert not list((tmp_path / "parts").rglob("*.safetensors"))
@@ -105,9 +106,9 @@ def test_a_checkpoint_that_was_handed_on_is_found_again(tmp_path, femnist, monke
     with monkeypatch.context() as patch:
         patch.setattr(image_tuning, "_tidy", lambda *args: (_ for _ in ()).throw(PowerCutError))
         with pytest.raises(PowerCutError):
-            reproduce_classification(tmp_path, STUDY, data_dir=femnist)
+            reproduce_classification(tmp_path, STUDY, Workplace(femnist))
     before = len(rounds)
-    reproduce_classification(tmp_path, STUDY, data_dir=femnist)
+    reproduce_classification(tmp_path, STUDY, Workplace(femnist))
     assert len(rounds) == before
     assert not list(tmp_path.rglob("*.safetensors"))
 
@@ -115,7 +116,7 @@ def test_a_checkpoint_that_was_handed_on_is_found_again(tmp_path, femnist, monke
 def test_the_best_go_on_and_the_best_of_those_to_the_end(tmp_path, femnist, judged, rounds):
     table, looks = judged
     table |= {1: (3, 1, 0), 2: (9, 2, 6), 3: (5, 7, 5), 4: (1, 9, 9), 5: (0, 9, 9)}
-    outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path, LONG, Workplace(femnist))
     short, middle, whole = looks[:5], looks[5:8], looks[8:]  # after 1, a quarter, and all
     assert {place for place, _ in short} == {1, 2, 3, 4, 5}
     assert {after for _, after in short} == {LONG.tuning_rounds}
@@ -128,7 +129,7 @@ def test_the_best_go_on_and_the_best_of_those_to_the_end(tmp_path, femnist, judg
 def test_rates_that_diverge_make_room_for_the_next(tmp_path, femnist, judged):
     table, looks = judged
     table |= {1: (9, LOST, 0), 2: (8, 5, LOST), 3: (LOST, 9, 9), 4: (7, 6, 2), 5: (6, 4, 3)}
-    outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path, LONG, Workplace(femnist))
     assert looks[5:] == [(1, 3), (2, 3), (4, 3), (5, 3), (4, 12), (2, 12), (5, 12)]
     assert outcome.details[0]["lr"] == sorted(LONG.grid)[4]
     written = json.loads((tmp_path / FOLDER / "local-tuning.json").read_text())
@@ -139,7 +140,7 @@ def test_rates_that_were_left_behind_come_last(tmp_path, femnist, judged):
     """Whatever went on diverges in full; the fourth of the short runs does not."""
     table, looks = judged
     table |= {k: (k, k, LOST) for k in (5, 4, 3)} | {2: (2, 0, 2), 1: (1, 0, 1)}
-    outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path, LONG, Workplace(femnist))
     assert [place for place, after in looks if after == LONG.rounds] == [5, 4, 3, 2, 1]
     assert outcome.details[0]["lr"] == sorted(LONG.grid)[1]
 
@@ -157,7 +158,7 @@ def test_rates_out_of_the_race_leave_no_checkpoints(tmp_path, femnist, judged, m
 
     names = [f"local-lr-{rate:.6g}-0" for rate in sorted(LONG.grid)]
     monkeypatch.setattr(image_tuning, "trained", watched)
-    outcome = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    outcome = reproduce_classification(tmp_path, LONG, Workplace(femnist))
     assert kept[5:8] == [(3, [3, 4, 5])] * 3
     # the best two are lost at the end: the third and the fourth take their places
     assert kept[8:] == [(12, [4, 5]), (12, [4, 5]), (12, [4, 5]), (12, [3, 4, 5])]
@@ -168,7 +169,7 @@ def test_a_search_may_be_as_long_as_the_training(tmp_path, femnist, judged, roun
     table, looks = judged
     table |= {k: (k, k, k) for k in range(1, 6)}
     study = replace(LONG, tuning_rounds=99)
-    reproduce_classification(tmp_path, study, data_dir=femnist)
+    reproduce_classification(tmp_path, study, Workplace(femnist))
     assert {after for _, after in looks} == {LONG.rounds}
     assert len(rounds) == 5 * LONG.rounds
 
@@ -187,26 +188,26 @@ def test_a_search_may_be_as_long_as_the_training(tmp_path, femnist, judged, roun
 def test_trainings_of_another_search_are_refused(tmp_path, femnist, track, change, reason):
     study = replace(LONG, track=track)
     rate = study.grid[0]
-    dataset = prepare_federation(study, 0, femnist).dataset
+    dataset = prepare_federation(study, 0, Workplace(femnist)).dataset
     file = tmp_path / f"classification-femnist-{track}" / f"local-lr-{rate:.6g}-0.safetensors"
     options = replace(study.options("local", 0), lr=rate, **change)
     train(dataset, options=options, checkpoint=Checkpoint(file), until=5)
     message = f"holds a training of another search; choose another folder.*{reason}"
     with pytest.raises(ValueError, match=message):
-        reproduce_classification(tmp_path, study, data_dir=femnist)
+        reproduce_classification(tmp_path, study, Workplace(femnist))
     assert not list(file.parent.glob("local*.json"))  # nothing was judged by it
     file.unlink()
-    reproduce_classification(tmp_path, study, data_dir=femnist)
+    reproduce_classification(tmp_path, study, Workplace(femnist))
 
 
 def test_a_trial_that_is_on_file_gets_no_checkpoint(tmp_path, femnist, monkeypatch):
     """The winner's checkpoint would stay forever, since nothing is trained from it."""
-    reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    reproduce_classification(tmp_path, LONG, Workplace(femnist))
     record = json.loads((tmp_path / FOLDER / "local-tuning.json").read_text())
     winner = tmp_path / FOLDER / f"{record['winner']}.safetensors"
     winner.touch()  # as if it had not been tidied away
     monkeypatch.setattr(trial_files, "train", None)
-    reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    reproduce_classification(tmp_path, LONG, Workplace(femnist))
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -217,29 +218,29 @@ def test_a_method_that_diverges_with_every_rate_says_so(tmp_path, femnist, monke
     monkeypatch.setattr(image_tuning, "validation_accuracy", lambda model: -float("inf"))
     study = replace(STUDY, methods=("fedgmm",))
     with pytest.raises(ValueError, match=r"FedGMM diverged with every choice .*lr 0\.316"):
-        reproduce_classification(tmp_path, study, data_dir=femnist)
+        reproduce_classification(tmp_path, study, Workplace(femnist))
     assert not list(tmp_path.rglob("*independence*"))  # nothing more was tried
 
 
 def test_choices_of_another_search_are_refused(tmp_path, femnist):
-    reproduce_classification(tmp_path, STUDY, data_dir=femnist)
+    reproduce_classification(tmp_path, STUDY, Workplace(femnist))
     file = tmp_path / FOLDER / "fedgmm-tuning.json"
     record = json.loads(file.read_text())
     for change in ({"search": None}, {"chosen": {"lr": 0.1}}):
         file.write_text(json.dumps({**record, **change}))
         with pytest.raises(ValueError, match="chosen in another way"):
-            reproduce_classification(tmp_path, STUDY, data_dir=femnist)
+            reproduce_classification(tmp_path, STUDY, Workplace(femnist))
 
 
 def test_damaged_choices_are_made_again_once_they_are_deleted(tmp_path, femnist):
-    expected = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+    expected = reproduce_classification(tmp_path, LONG, Workplace(femnist))
     for name in ("local-tuning", "local-0"):
         file = tmp_path / FOLDER / f"{name}.json"
         file.write_text("{}" if name == "local-tuning" else "")
         with pytest.raises(ValueError, match=rf"{name}\.json is damaged; delete it"):
-            reproduce_classification(tmp_path, LONG, data_dir=femnist)
+            reproduce_classification(tmp_path, LONG, Workplace(femnist))
         file.unlink()
-        again = reproduce_classification(tmp_path, LONG, data_dir=femnist)
+        again = reproduce_classification(tmp_path, LONG, Workplace(femnist))
         assert again.accuracy == expected.accuracy
 
 
@@ -251,7 +252,7 @@ def test_a_study_of_several_cells_uses_the_training_that_won(
     study = SensitivityStudy(
         track="tuned", component_choices=choices, learner_choices=(2,), **{**FAST, "components": 2}
     )
-    reproduce_sensitivity(tmp_path, study, data_dir=femnist)
+    reproduce_sensitivity(tmp_path, study, Workplace(femnist))
     # ten choices for one of two rounds, the best two to the end, and the cell
     assert len(rounds) == 10 + 2 + 2 * extra
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -14,12 +14,13 @@ from fedgmm.data.encoder import PixelEncoder
 from fedgmm.experiments import image_study, novel_images, novelty_density
 from fedgmm.experiments.novelty_density import choose_density, missing_class_auroc
 from fedgmm.experiments.novelty_study import deal_images, prepare_novelty
+from fedgmm.experiments.workplace import Workplace
 
 
 def test_the_density_is_chosen_by_classes_that_are_missing(tmp_path, mnist):
-    chosen = choose_density(tmp_path, SMALL, mnist)
+    chosen = choose_density(tmp_path, SMALL, Workplace(mnist))
     record = json.loads((tmp_path / "density.json").read_text())
-    dataset = deal_images(SMALL, 0, mnist)
+    dataset = deal_images(SMALL, 0, Workplace(mnist))
     base = PixelEncoder()
     codes = {
         split: base.encode(dataset.split(split).inputs.numpy()) for split in ("train", "validation")
@@ -45,7 +46,7 @@ def test_a_missing_class_is_told_from_those_that_are_there(rng):
 
 def test_test_rows_and_novel_images_have_no_part_in_the_choice(tmp_path, mnist, monkeypatch):
     (tmp_path / "first").mkdir()
-    before = choose_density(tmp_path / "first", SMALL, mnist)
+    before = choose_density(tmp_path / "first", SMALL, Workplace(mnist))
     tried = json.loads((tmp_path / "first" / "density.json").read_text())
 
     def without_test_rows(*args, **kwargs):
@@ -57,13 +58,13 @@ def test_test_rows_and_novel_images_have_no_part_in_the_choice(tmp_path, mnist, 
     monkeypatch.setattr(novelty_density, "deal_images", without_test_rows)
     monkeypatch.setattr(novel_images, "resized_about_centre", None)
     (tmp_path / "second").mkdir()
-    assert choose_density(tmp_path / "second", SMALL, mnist) == before
+    assert choose_density(tmp_path / "second", SMALL, Workplace(mnist)) == before
     assert json.loads((tmp_path / "second" / "density.json").read_text()) == tried
 
 
 def test_with_one_candidate_there_is_nothing_to_choose(tmp_path, monkeypatch):
     monkeypatch.setattr(image_study, "load_images", None)
-    chosen = choose_density(tmp_path, FIXED, None)
+    chosen = choose_density(tmp_path, FIXED, Workplace())
     assert chosen == replace(FIXED, representation="direction", features=4, components=2)
     assert not (tmp_path / "density.json").exists()
 
@@ -79,11 +80,11 @@ def test_with_a_cache_the_clients_are_encoded_once_for_choice_and_training(
         return plain(self, images)
 
     monkeypatch.setattr(PixelEncoder, "encode", counted)
-    cache = tmp_path / "cache"
-    sized = choose_density(tmp_path, SMALL, mnist, cache)
+    workplace = Workplace(mnist, tmp_path / "cache")
+    sized = choose_density(tmp_path, SMALL, workplace)
     assert len(encoded) == 1
-    prepare_novelty(sized, 0, mnist, lambda _: None, cache)
-    prepare_novelty(replace(sized, representation="plain"), 0, mnist, lambda _: None, cache)
+    prepare_novelty(sized, 0, workplace)
+    prepare_novelty(replace(sized, representation="plain"), 0, workplace)
     assert len(encoded) == 1
 
 
@@ -91,6 +92,6 @@ def test_too_few_images_for_the_features(tmp_path, mnist):
     """A class is left out of each density, so that there are fewer images than in training."""
     study = replace(SMALL, feature_choices=(4, 140))  # of 240 images 144 are there to train
     with pytest.raises(ValueError, match=r"see 140 principal components, but \d+ training images"):
-        choose_density(tmp_path, study, mnist)
+        choose_density(tmp_path, study, Workplace(mnist))
     with pytest.raises(ValueError, match=r"see 200 principal components, but \d+ training images"):
-        prepare_novelty(replace(FIXED, features=200), 0, mnist, lambda _: None, None)
+        prepare_novelty(replace(FIXED, features=200), 0, Workplace(mnist))

@@ -21,6 +21,7 @@ from fedgmm.experiments.novelty_study import (
     leave_out,
     study_encoder,
 )
+from fedgmm.experiments.workplace import Workplace
 
 
 def test_a_quarter_is_transformed_and_another_relabelled(mnist):
@@ -55,7 +56,7 @@ def test_a_quarter_is_transformed_and_another_relabelled(mnist):
 
 @pytest.mark.parametrize(("changes", "share"), [("separate", 0.25), ("joint", 0.5), ("none", 0)])
 def test_what_clients_know(mnist, changes, share):
-    dataset = deal_images(replace(SMALL, changes=changes), 0, mnist)
+    dataset = deal_images(replace(SMALL, changes=changes), 0, Workplace(mnist))
     inverted = [
         int((dataset.split(split).inputs[:, 0, 0, 0] == 255).sum())
         for split in ("train", "validation", "test")
@@ -64,7 +65,7 @@ def test_what_clients_know(mnist, changes, share):
 
 
 def test_the_class_that_is_left_out_is_nowhere(mnist):
-    case = leave_out(SMALL, 0, mnist)
+    case = leave_out(SMALL, 0, Workplace(mnist))
     dataset = case.encoded.dataset
     assert len(dataset.names) == 3
     sizes = sum(dataset.split(s).features.rows_per_client for s in ("train", "validation", "test"))
@@ -85,15 +86,15 @@ def test_the_class_that_is_left_out_is_nowhere(mnist):
 
 def test_more_images_than_there_are(mnist):
     with pytest.raises(ValueError, match=r"3 clients with 500 images each 1,500 images are needed"):
-        leave_out(replace(SMALL, scatter_rows=500), 0, mnist)
+        leave_out(replace(SMALL, scatter_rows=500), 0, Workplace(mnist))
     with pytest.raises(ValueError, match="left_out must be below the 10 classes"):
-        leave_out(replace(SMALL, left_out=10), 0, mnist)
+        leave_out(replace(SMALL, left_out=10), 0, Workplace(mnist))
 
 
 def test_fewer_clients_are_fewer_in_the_training_without_a_class(mnist):
     study = replace(SMALL, scatter_rows=20)
     for clients, expected in ((None, 3), (80, 3), (2, 2)):
-        case = leave_out(replace(study, clients=clients), 0, mnist)
+        case = leave_out(replace(study, clients=clients), 0, Workplace(mnist))
         assert len(case.encoded.dataset.names) == expected
 
 

@@ -16,6 +16,7 @@ from fedgmm.experiments.novelty import familiarity, reproduce_novelty
 from fedgmm.experiments.novelty_density import choose_density
 from fedgmm.experiments.novelty_study import deal_images, with_study_features
 from fedgmm.experiments.results import TITLES
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.training import train
 
 NAME = "novelty-mnist-tuned"
@@ -29,7 +30,8 @@ def auroc_by_counting(known, novel):
 
 @pytest.mark.parametrize("method", list(TITLES))
 def test_scores_by_hand(mnist, method):
-    federation = with_study_features(FIXED, deal_images(FIXED, 0, mnist), mnist, None)
+    workplace = Workplace(mnist)
+    federation = with_study_features(FIXED, deal_images(FIXED, 0, workplace), workplace)
     model = train(federation.dataset, options=FIXED.options(method, 0))
     rows = federation.dataset.test
     images = rows.inputs.numpy()
@@ -49,7 +51,7 @@ def test_scores_by_hand(mnist, method):
 @pytest.mark.usefixtures("painted")
 def test_table_and_figures(tmp_path, mnist, monkeypatch):
     study = replace(FIXED, methods=("fedavg", "fedem", "fedgmm"))
-    outcome = reproduce_novelty(tmp_path / "out", study, data_dir=mnist)
+    outcome = reproduce_novelty(tmp_path / "out", study, Workplace(mnist))
     trials = tmp_path / "out" / NAME
     for method, metrics in outcome.metrics.items():
         with np.load(trials / f"{method}-0.npz") as scores:
@@ -89,14 +91,15 @@ def test_table_and_figures(tmp_path, mnist, monkeypatch):
     monkeypatch.setattr(trial_files, "train", None)
     for module in (image_study, novelty_study):
         monkeypatch.setattr(module, "load_images", None)
-    assert reproduce_novelty(tmp_path / "out", study, data_dir=mnist) == outcome
+    assert reproduce_novelty(tmp_path / "out", study, Workplace(mnist)) == outcome
 
 
 def test_what_is_scored(tmp_path, mnist):
     study = replace(FIXED, methods=("fedgmm",))
-    outcome = reproduce_novelty(tmp_path, study, data_dir=mnist)
-    chosen = choose_density(tmp_path, study, mnist)
-    federation = with_study_features(chosen, deal_images(chosen, 0, mnist), mnist, None)
+    workplace = Workplace(mnist)
+    outcome = reproduce_novelty(tmp_path, study, workplace)
+    chosen = choose_density(tmp_path, study, workplace)
+    federation = with_study_features(chosen, deal_images(chosen, 0, workplace), workplace)
     options = replace(chosen.options("fedgmm", 0), lr=outcome.details[0]["lr"])
     model = train(federation.dataset, options=options)
     images = federation.dataset.test.inputs.numpy()
@@ -118,7 +121,7 @@ def test_what_is_scored(tmp_path, mnist):
 def test_a_class_nobody_knew_is_found(mnist, tmp_path):
     """Its bar lies where no other has one."""
     outcome = reproduce_novelty(
-        tmp_path, replace(FIXED, methods=("fedgmm",), rounds=4), data_dir=mnist
+        tmp_path, replace(FIXED, methods=("fedgmm",), rounds=4), Workplace(mnist)
     )
     assert outcome.left_out["class 1, log P(x)"] > 0.95
 
@@ -126,10 +129,10 @@ def test_a_class_nobody_knew_is_found(mnist, tmp_path):
 def test_methods_without_gaussians_need_no_encoder(tmp_path, mnist, monkeypatch):
     """And no density is chosen for them; their scores are what they are beside FedGMM."""
     study = replace(SMALL, methods=("local", "fedem", "fedgmm"), track="paper")
-    whole = reproduce_novelty(tmp_path / "whole", study, data_dir=mnist)
+    whole = reproduce_novelty(tmp_path / "whole", study, Workplace(mnist))
     monkeypatch.setattr(novelty_study, "encoder", None)
     some = replace(study, methods=("local", "fedem"))
-    alone = reproduce_novelty(tmp_path / "alone", some, data_dir=mnist)
+    alone = reproduce_novelty(tmp_path / "alone", some, Workplace(mnist))
     assert alone.metrics == {method: whole.metrics[method] for method in some.methods}
     assert not alone.left_out
     name = "novelty-mnist-paper"
@@ -146,7 +149,7 @@ def test_methods_may_come_one_by_one(tmp_path, mnist):
     record = tmp_path / "novelty-mnist-paper.json"
     seen = []
     for method in ("fedavg", "fedgmm", "local"):
-        outcome = reproduce_novelty(tmp_path, replace(study, methods=(method,)), data_dir=mnist)
+        outcome = reproduce_novelty(tmp_path, replace(study, methods=(method,)), Workplace(mnist))
         seen.append((list(outcome.metrics), json.loads(record.read_text())["chosen"]))
     density = json.loads((tmp_path / "novelty-mnist-paper" / "density.json").read_text())["best"]
     assert seen == [
@@ -169,18 +172,18 @@ def test_a_training_goes_on_when_a_density_was_chosen_meanwhile(tmp_path, mnist,
     with monkeypatch.context() as patch:
         patch.setattr(trial_files, "train", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            reproduce_novelty(tmp_path, study, data_dir=mnist)
-    reproduce_novelty(tmp_path, replace(study, methods=("fedgmm",)), data_dir=mnist)
+            reproduce_novelty(tmp_path, study, Workplace(mnist))
+    reproduce_novelty(tmp_path, replace(study, methods=("fedgmm",)), Workplace(mnist))
     both = replace(study, methods=("fedavg", "fedgmm"))
-    outcome = reproduce_novelty(tmp_path, both, data_dir=mnist)
+    outcome = reproduce_novelty(tmp_path, both, Workplace(mnist))
     assert list(outcome.metrics) == ["fedavg", "fedgmm"]
 
 
 def test_every_method_that_is_whole_on_file_is_in_the_table(tmp_path, mnist, monkeypatch):
     study = replace(FIXED, methods=("fedgmm",), track="paper")
     name = "novelty-mnist-paper"
-    alone = reproduce_novelty(tmp_path, study, data_dir=mnist)
-    both = reproduce_novelty(tmp_path, replace(study, methods=("fedavg",)), data_dir=mnist)
+    alone = reproduce_novelty(tmp_path, study, Workplace(mnist))
+    both = reproduce_novelty(tmp_path, replace(study, methods=("fedavg",)), Workplace(mnist))
     assert list(both.metrics) == ["fedavg", "fedgmm"]
     assert both.left_out == alone.left_out
     assert both.perturbed == alone.perturbed
@@ -188,6 +191,6 @@ def test_every_method_that_is_whole_on_file_is_in_the_table(tmp_path, mnist, mon
 
     (tmp_path / name / "left-out-0.json").unlink()  # another program is at it
     monkeypatch.setattr(trial_files, "train", None)
-    rest = reproduce_novelty(tmp_path, replace(study, methods=("fedavg",)), data_dir=mnist)
+    rest = reproduce_novelty(tmp_path, replace(study, methods=("fedavg",)), Workplace(mnist))
     assert list(rest.metrics) == ["fedavg"]
     assert not rest.left_out

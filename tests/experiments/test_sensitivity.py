@@ -11,6 +11,7 @@ import pytest
 from fedgmm.experiments import image_study, trial_files
 from fedgmm.experiments.image_study import prepare_federation
 from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.training import train
 from tiny_images import FAST
 
@@ -22,9 +23,9 @@ SMALL = SensitivityStudy(
 
 @pytest.mark.usefixtures("painted")
 def test_every_cell_is_a_training_of_its_own(tmp_path, femnist, monkeypatch):
-    outcome = reproduce_sensitivity(tmp_path / "out", SMALL, data_dir=femnist)
+    outcome = reproduce_sensitivity(tmp_path / "out", SMALL, Workplace(femnist))
     assert outcome.accuracy.shape == (1, 2, 2)
-    federation = prepare_federation(SMALL, 0, femnist).dataset
+    federation = prepare_federation(SMALL, 0, Workplace(femnist)).dataset
     (lr,) = {one["lr"] for one in outcome.details}
     for (_, i, j), accuracy in np.ndenumerate(outcome.accuracy):
         options = replace(
@@ -50,16 +51,16 @@ def test_every_cell_is_a_training_of_its_own(tmp_path, femnist, monkeypatch):
 
     monkeypatch.setattr(trial_files, "train", None)
     monkeypatch.setattr(image_study, "load_images", None)
-    again = reproduce_sensitivity(tmp_path / "out", SMALL, data_dir=femnist)
+    again = reproduce_sensitivity(tmp_path / "out", SMALL, Workplace(femnist))
     np.testing.assert_array_equal(again.accuracy, outcome.accuracy)
 
 
 def test_validation_rows_name_the_choice(tmp_path, femnist):
-    reproduce_sensitivity(tmp_path, SMALL, data_dir=femnist)
+    reproduce_sensitivity(tmp_path, SMALL, Workplace(femnist))
     file = tmp_path / NAME / "fedgmm-3x2-0.json"
     facts = json.loads(file.read_text())
     file.write_text(json.dumps({**facts, "validation_accuracy": 1.0, "mean_accuracy": 0.125}))
-    reproduce_sensitivity(tmp_path, SMALL, data_dir=femnist)
+    reproduce_sensitivity(tmp_path, SMALL, Workplace(femnist))
     table = (tmp_path / f"{NAME}.md").read_text()
     assert "choose 3 Gaussians and 2 learners (12.50 % on test rows)" in table
 

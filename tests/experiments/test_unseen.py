@@ -20,6 +20,7 @@ from fedgmm.experiments.unseen import (
     reproduce_unseen,
     tuned_model,
 )
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.training import train
 from tiny_images import FAST, write_femnist
 
@@ -42,7 +43,7 @@ def seen_by_gaussians(rows):
 
 def test_held_out_clients_are_whole_and_split_in_two(tmp_path):
     pictures, labels, owners = write_femnist(tmp_path, rows=41)
-    held_out = hold_out_clients(replace(SMALL, shift=False), 0, tmp_path)
+    held_out = hold_out_clients(replace(SMALL, shift=False), 0, Workplace(tmp_path))
     names = [newcomer.name for newcomer in held_out.newcomers]
     assert len(names) == 2
     assert sorted([*names, *held_out.dataset.names]) == [f"f{writer:04d}" for writer in range(5)]
@@ -68,7 +69,7 @@ def test_held_out_clients_are_whole_and_split_in_two(tmp_path):
 
 def test_others_are_held_out_with_another_seed(femnist):
     drawn = {
-        tuple(one.name for one in hold_out_clients(SMALL, seed, femnist).newcomers)
+        tuple(one.name for one in hold_out_clients(SMALL, seed, Workplace(femnist)).newcomers)
         for seed in range(6)
     }
     assert len(drawn) > 1
@@ -76,7 +77,7 @@ def test_others_are_held_out_with_another_seed(femnist):
 
 def test_principal_components_know_nothing_of_them(tmp_path):
     pictures, labels, owners = write_femnist(tmp_path)
-    before = hold_out_clients(SMALL, 0, tmp_path)
+    before = hold_out_clients(SMALL, 0, Workplace(tmp_path))
     away = [int(newcomer.name[1:]) for newcomer in before.newcomers]
     pictures[np.isin(owners, away)] ^= 0xFF
     np.savez(
@@ -86,7 +87,7 @@ def test_principal_components_know_nothing_of_them(tmp_path):
         writers=owners,
         writer_names=np.array([f"f{writer:04d}" for writer in range(5)]),
     )
-    after = hold_out_clients(SMALL, 0, tmp_path)
+    after = hold_out_clients(SMALL, 0, Workplace(tmp_path))
     for split in ("train", "validation", "test"):
         np.testing.assert_array_equal(
             seen_by_gaussians(before.dataset.split(split)),
@@ -104,7 +105,7 @@ def test_no_training_sees_them(tmp_path, femnist, monkeypatch):
         return train(dataset, *args, **kwargs)
 
     monkeypatch.setattr(trial_files, "train", watched)
-    outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist)
+    outcome = reproduce_unseen(tmp_path / "out", SMALL, Workplace(femnist))
     away = set(outcome.details[0]["newcomers"])
     assert len(away) == 2
     # ten choices for a while, half of them for longer, two to the end, and the trial of each method;
@@ -121,7 +122,7 @@ def test_no_training_sees_them(tmp_path, femnist, monkeypatch):
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_weights_by_hand(femnist, labelled):
-    held_out = hold_out_clients(SMALL, 0, femnist)
+    held_out = hold_out_clients(SMALL, 0, Workplace(femnist))
     model, _ = fitted(SMALL, held_out, "fedgmm")
     newcomer, gaussians = held_out.newcomers[0], model.prediction.gaussians
 
@@ -168,7 +169,7 @@ def test_weights_by_hand(femnist, labelled):
 
 
 def test_tuning_is_one_epoch_from_the_global_learner(femnist):
-    held_out = hold_out_clients(SMALL, 0, femnist)
+    held_out = hold_out_clients(SMALL, 0, Workplace(femnist))
     study = replace(SMALL, track="paper")
     model, options = fitted(study, held_out, "fedavg+")
     tuned = tuned_model(model, held_out.newcomers, options)
@@ -196,7 +197,7 @@ def test_tuning_is_one_epoch_from_the_global_learner(femnist):
 
 @pytest.mark.usefixtures("painted")
 def test_table_and_curve(tmp_path, femnist, monkeypatch):
-    outcome = reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist)
+    outcome = reproduce_unseen(tmp_path / "out", SMALL, Workplace(femnist))
     trials = {one["method"]: one for one in outcome.details}
     others = {m: [w for w in one["unseen"] if w not in FREQUENCIES] for m, one in trials.items()}
     assert others == {
@@ -212,7 +213,7 @@ def test_table_and_curve(tmp_path, femnist, monkeypatch):
     gmm = trials["fedgmm"]
     assert all(len(curve) == 2 for curve in gmm["adaptation_curves"].values())
     assert list(gmm["adaptation_curves"]) == list(gmm["unseen"])[1:]
-    held_out = hold_out_clients(SMALL, 0, femnist)
+    held_out = hold_out_clients(SMALL, 0, Workplace(femnist))
     chosen = trial_files.chosen_of(gmm)
     model = train(held_out.dataset, options=replace(SMALL.options("fedgmm", 0), **chosen))
     plain = replace(model, prediction=replace(model.prediction, labels=None))
@@ -237,21 +238,21 @@ def test_table_and_curve(tmp_path, femnist, monkeypatch):
 
     monkeypatch.setattr(trial_files, "train", None)
     monkeypatch.setattr(image_study, "load_images", None)
-    assert reproduce_unseen(tmp_path / "out", SMALL, data_dir=femnist) == outcome
+    assert reproduce_unseen(tmp_path / "out", SMALL, Workplace(femnist)) == outcome
 
 
 def test_methods_without_gaussians_need_no_encoder(tmp_path, femnist, monkeypatch):
     some = replace(SMALL, methods=("fedavg", "fedavg+", "fedem"))
-    whole = reproduce_unseen(tmp_path / "whole", replace(SMALL, track="paper"), data_dir=femnist)
+    whole = reproduce_unseen(tmp_path / "whole", replace(SMALL, track="paper"), Workplace(femnist))
     monkeypatch.setattr(image_study, "encoder", None)
-    alone = reproduce_unseen(tmp_path / "alone", replace(some, track="paper"), data_dir=femnist)
+    alone = reproduce_unseen(tmp_path / "alone", replace(some, track="paper"), Workplace(femnist))
     assert alone.accuracy == {method: whole.accuracy[method] for method in some.methods}
 
 
 def test_every_method_that_is_whole_on_file_is_in_the_table(tmp_path, femnist):
     for method in ("fedem", "fedavg"):
         study = replace(SMALL, methods=(method,), track="paper")
-        outcome = reproduce_unseen(tmp_path, study, data_dir=femnist)
+        outcome = reproduce_unseen(tmp_path, study, Workplace(femnist))
     assert list(outcome.accuracy) == ["fedavg", "fedem"]
     table = (tmp_path / "unseen-femnist-paper.md").read_text()
     assert table.index("| FedAvg |") < table.index("| FedEM |")
@@ -262,7 +263,7 @@ def test_ways_that_only_some_seeds_have_are_not_in_the_table(tmp_path, femnist, 
     study = replace(SMALL, methods=("fedgmm",), seeds=(0, 1))
     given = iter([list(FREQUENCIES), [FREQUENCIES[0]]])
     monkeypatch.setattr(unseen, "_adaptations", lambda *_: next(given))
-    outcome = reproduce_unseen(tmp_path, study, data_dir=femnist)
+    outcome = reproduce_unseen(tmp_path, study, Workplace(femnist))
     assert list(outcome.accuracy["fedgmm"]) == ["as it is", FREQUENCIES[0]]
     table = (tmp_path / f"unseen-{study.label}.md").read_text()
     assert "rows without labels with seed 0 alone, so there is no row." in table
@@ -270,7 +271,7 @@ def test_ways_that_only_some_seeds_have_are_not_in_the_table(tmp_path, femnist, 
 
 def test_without_mixtures_there_is_no_curve(tmp_path, femnist):
     study = replace(SMALL, methods=("fedavg",), track="paper")
-    reproduce_unseen(tmp_path, study, data_dir=femnist)
+    reproduce_unseen(tmp_path, study, Workplace(femnist))
     assert (tmp_path / f"unseen-{study.label}.md").exists()
     assert not list(tmp_path.glob("*.png"))
 
@@ -290,16 +291,16 @@ def test_bad_settings(change, message):
 
 def test_too_few_clients(femnist):
     with pytest.raises(ValueError, match=r"held_out=0\.05 of 5 clients leaves nobody"):
-        hold_out_clients(replace(SMALL, held_out=0.05), 0, femnist)
+        hold_out_clients(replace(SMALL, held_out=0.05), 0, Workplace(femnist))
 
 
 def test_too_few_rows(tmp_path):
     write_femnist(tmp_path, rows=1)
     with pytest.raises(ValueError, match=r"has 1 row, too few for two halves"):
-        hold_out_clients(replace(SMALL, features=1), 0, tmp_path)
+        hold_out_clients(replace(SMALL, features=1), 0, Workplace(tmp_path))
 
 
 def test_a_client_with_rows_in_one_split_only(tmp_path):
     write_femnist(tmp_path, rows=2)  # one to train, one in another split
-    held_out = hold_out_clients(replace(SMALL, features=1), 0, tmp_path)
+    held_out = hold_out_clients(replace(SMALL, features=1), 0, Workplace(tmp_path))
     assert [len(one.test) for one in held_out.newcomers] == [1, 1]

@@ -162,6 +162,8 @@ def reproduce(
     }
     with working() as tell:
         if experiment in _ON_IMAGES:
+            from fedgmm.experiments.workplace import Workplace
+
             make, run = _study(experiment)
             given = _given({**common, **images})
             if experiment is Experiment.NOVELTY and components is not None:
@@ -172,7 +174,7 @@ def reproduce(
 
                 tell(f"looking for {study.dataset}")
                 load_images(study.dataset, data_dir, download=True)
-            run(out, study, data_dir=data_dir, cache=cache, tell=tell)
+            run(out, study, Workplace(data_dir, cache, tell))
             table = out / f"{experiment.value}-{study.label}.md"
         else:
             _without_images(experiment, out, _given({**common, "rows": rows}), tell)

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import MIXTURES, ImageStudy, prepare_federation
 from fedgmm.experiments.image_trials import (
     chosen,
@@ -25,6 +24,7 @@ from fedgmm.experiments.results import (
     write_results,
 )
 from fedgmm.experiments.trial_files import Trial, trained
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
 
 PAPER_ACCURACY = {
@@ -46,35 +46,18 @@ class ImageOutcome:
     details: list[dict[str, Any]]
 
 
-def reproduce_classification(
-    folder: Path,
-    study: ImageStudy | None = None,
-    *,
-    data_dir: Path | None = None,
-    cache: Path | None = None,
-    tell: Tell = lambda _: None,
-) -> ImageOutcome:
+def reproduce_classification(folder: Path, study: ImageStudy, workplace: Workplace) -> ImageOutcome:
     """One row of Table 2; what is in ``folder`` already is not done again.
 
     Args:
         folder: for JSON, Markdown and the figure.
         study: what is run.
-        data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
-        cache: a folder for encoded images; ``None`` keeps nothing.
-        tell: called with a line before each step.
+        workplace: where data are found and kept, and who is told.
     """
     from fedgmm.report.image_figures import plot_curves
 
-    study = study or ImageStudy()
     trials, _ = run_study(
-        folder,
-        "classification",
-        study,
-        prepare_federation,
-        _one_training,
-        data_dir=data_dir,
-        cache=cache,
-        tell=tell,
+        folder, "classification", study, workplace, prepare_federation, _one_training
     )
     study, details = tabulated(trials, study)
     accuracy = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Generic, Literal, Self, TypeVar, get_args
 
 from fedgmm.algorithms.base import SHARED_LEARNERS
@@ -21,8 +20,9 @@ from fedgmm.data.encoder import (
 )
 from fedgmm.data.federated_images import FederatedImages, check_fraction, federated_images
 from fedgmm.data.images import load_images
-from fedgmm.experiments.comparison import PAPER_GRID, Tell
+from fedgmm.experiments.comparison import PAPER_GRID
 from fedgmm.experiments.results import TITLES
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.training import TrainingOptions
 from fedgmm.wording import counted
 
@@ -247,27 +247,21 @@ class ImageStudy:
 # ---------------------------------------------------------------------- the clients of a seed
 
 
-def dealt(
-    study: ImageStudy, seed: int, data_dir: Path | None, tell: Tell, *, shift: bool
-) -> FederatedImages:
+def dealt(study: ImageStudy, seed: int, workplace: Workplace, *, shift: bool) -> FederatedImages:
     """The images of a study on their clients; ``shift`` transforms and relabels half of them."""
-    images = load_images(study.dataset, data_dir)  # type: ignore[arg-type]
+    images = load_images(study.dataset, workplace.data_dir)  # type: ignore[arg-type]
     federation = federated_images(
         images, clients=study.clients, shift=shift, fraction=study.fraction, seed=seed
     )
-    tell(federation.description.splitlines()[0])
+    workplace.tell(federation.description.splitlines()[0])
     return federation
 
 
 def prepare_federation(
-    study: ImageStudy,
-    seed: int,
-    data_dir: Path | None,
-    tell: Tell = lambda _: None,
-    cache: Path | None = None,
+    study: ImageStudy, seed: int, workplace: Workplace
 ) -> EncodedFederation | FederatedImages:
     """The clients of a seed: images dealt, shifted, and encoded if a method has Gaussians to see them."""
-    federation = dealt(study, seed, data_dir, tell, shift=study.shift)
+    federation = dealt(study, seed, workplace, shift=study.shift)
     for split in ("validation", "test"):
         if not len(federation.dataset.split(split)):  # told before hours of training, not after
             raise ValueError(
@@ -276,11 +270,11 @@ def prepare_federation(
             )
     if "fedgmm" not in study.methods:
         return federation
-    return encoded(study, federation.dataset, data_dir, cache)
+    return encoded(study, federation.dataset, workplace)
 
 
 def encoded(
-    study: ImageStudy, dataset: FederatedDataset, data_dir: Path | None, cache: Path | None
+    study: ImageStudy, dataset: FederatedDataset, workplace: Workplace
 ) -> EncodedFederation:
     """A data set of images with the features that the study's Gaussians see."""
     check_rows(len(dataset.train), study.features)
@@ -288,14 +282,14 @@ def encoded(
         dataset,
         encoder(
             study.encoder,
-            data_dir,
+            workplace.data_dir,
             size=study.image_size,
             device=study.device,
             dtype=_encoder_dtype(study),
         ),
         components=study.features,
         scale=True,
-        cache=cache,
+        cache=workplace.cache,
     )
 
 

@@ -26,6 +26,7 @@ from fedgmm.experiments.trial_files import (
     open_trials,
     recorded,
 )
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.model import FederatedModel
 
 FederationT = TypeVar("FederationT", bound=Federation)
@@ -35,13 +36,10 @@ def run_study(
     folder: Path,
     experiment: str,
     study: StudyT,
-    prepare: Callable[[StudyT, int, Path | None, Tell, Path | None], FederationT],
+    workplace: Workplace,
+    prepare: Callable[[StudyT, int, Workplace], FederationT],
     run: Callable[[Trial[StudyT], FederationT], dict[str, Any]],
-    *,
-    data_dir: Path | None,
-    cache: Path | None,
-    tell: Tell,
-    settle: Callable[[Path, StudyT, Path | None, Path | None, Tell], StudyT] | None = None,
+    settle: Callable[[Path, StudyT, Workplace], StudyT] | None = None,
 ) -> tuple[Path, list[dict[str, Any]]]:
     """How every reproduction on images begins: its folder is opened, and what is missing there is run.
 
@@ -49,25 +47,23 @@ def run_study(
         folder: of the results; trials are in a folder of their own below it.
         experiment: the first word of its name, and of the names of the results.
         study: what is run.
-        prepare: makes the federation of a seed, from a study, the seed and the three arguments below.
+        workplace: where data are found and kept, and who is told.
+        prepare: makes the federation of a seed.
         run: trains and tests, see :func:`run_trials`.
-        data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
-        cache: a folder for encoded images; ``None`` keeps nothing.
-        tell: called with a line before each step.
         settle: chooses what a study leaves open before it is run; called with the folder of the trials.
 
     Returns:
         The folder of the trials, which is called as the results are, and what is in their files.
     """
     trials = open_trials(folder / f"{experiment}-{study.label}", study)
-    settled = study if settle is None else settle(trials, study, data_dir, cache, tell)
+    settled = study if settle is None else settle(trials, study, workplace)
 
     def federation(seed: int) -> FederationT:
-        found = prepare(settled, seed, data_dir, tell, cache)
+        found = prepare(settled, seed, workplace)
         bind_trials(trials, study)
         return found
 
-    return trials, run_trials(trials, settled, federation, run, tell)
+    return trials, run_trials(trials, settled, federation, run, workplace.tell)
 
 
 def run_trials(

@@ -16,7 +16,6 @@ import numpy as np
 
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.encoder import FeatureMap, Features, Images
-from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_trials import (
     facts_of,
     features_of,
@@ -45,37 +44,26 @@ from fedgmm.experiments.trial_files import (
     recorded,
     trained,
 )
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.model import FederatedModel
 from fedgmm.inference.novelty import novelty_metrics
 
 
-def reproduce_novelty(
-    folder: Path,
-    study: NoveltyStudy | None = None,
-    *,
-    data_dir: Path | None = None,
-    cache: Path | None = None,
-    tell: Tell = lambda _: None,
-) -> NoveltyOutcome:
+def reproduce_novelty(folder: Path, study: NoveltyStudy, workplace: Workplace) -> NoveltyOutcome:
     """Table 3 and its figures; what is in ``folder`` already is not done again.
 
     Args:
         folder: for JSON, Markdown and the figures.
         study: what is run.
-        data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
-        cache: a folder for encoded images; ``None`` keeps nothing.
-        tell: called with a line before each step.
+        workplace: where data are found and kept, and who is told.
     """
-    study = study or NoveltyStudy()
     trials, details = run_study(
         folder,
         "novelty",
         study,
+        workplace,
         prepare_novelty,
         _one_trial,
-        data_dir=data_dir,
-        cache=cache,
-        tell=tell,
         settle=choose_density if "fedgmm" in study.methods else None,
     )
     # also where FedGMM is another program's: whoever ends tells of all that is there
@@ -84,10 +72,10 @@ def reproduce_novelty(
     without = f"left-out-{first}"
     if "fedgmm" in study.methods:
         assert sized is not None
-        tell(f"class {study.left_out} left out")
+        workplace.tell(f"class {study.left_out} left out")
         chosen = chosen_of(of_method(details, "fedgmm")[0])
         trial = Trial(trials, without, sized, "fedgmm", first, chosen)
-        recorded(trials, without, partial(_left_out_trial, trial, data_dir, cache), "auroc")
+        recorded(trials, without, partial(_left_out_trial, trial, workplace), "auroc")
     needed = [without, *([DENSITY] if study.density_is_chosen else [])]
     told, details = tabulated(trials, sized or study, {"fedgmm": needed})
     study = replace(study, methods=told.methods)
@@ -195,12 +183,10 @@ def _perturbed_auroc(scores: Scores) -> dict[str, float]:
     }
 
 
-def _left_out_trial(
-    trial: Trial[NoveltyStudy], data_dir: Path | None, cache: Path | None
-) -> dict[str, Any]:
+def _left_out_trial(trial: Trial[NoveltyStudy], workplace: Workplace) -> dict[str, Any]:
     """FedGMM without one class, and what it says of normal rows and of two kinds of outliers."""
     absent = trial.study.left_out
-    case = leave_out(trial.study, trial.seed, data_dir, cache)
+    case = leave_out(trial.study, trial.seed, workplace)
     rows = case.encoded.dataset.test
     model = trained(trial, case.encoded.dataset)
     images, features, labels = rows.inputs.numpy(), features_of(rows), rows.labels.numpy()

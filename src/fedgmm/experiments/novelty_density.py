@@ -18,11 +18,11 @@ import torch
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_images, federated_pca
 from fedgmm.data.representations import layout_of, represented
-from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import check_rows
 from fedgmm.experiments.novel_images import IntArray
 from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
 from fedgmm.experiments.trial_files import bind_trials, on_file, recorded
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.novelty import novelty_metrics
 
 DENSITY = "density"
@@ -32,13 +32,7 @@ _DENSITY_ROUNDS = 30
 _DENSITY_ROWS = 20_000  # training rows that densities are compared on
 
 
-def choose_density(
-    trials: Path,
-    study: NoveltyStudy,
-    data_dir: Path | None,
-    cache: Path | None = None,
-    tell: Tell = lambda _: None,
-) -> NoveltyStudy:
+def choose_density(trials: Path, study: NoveltyStudy, workplace: Workplace) -> NoveltyStudy:
     """The study with the density that knows best when a known class is missing, on the first seed.
 
     First the representation and the number of features are chosen, then the number of Gaussians and
@@ -49,9 +43,9 @@ def choose_density(
         return settled
 
     def run() -> dict[str, Any]:
-        dataset = deal_images(study, study.seeds[0], data_dir, tell)
-        base = study_encoder(study, data_dir)
-        codes = _encoded(dataset, base, cache)
+        dataset = deal_images(study, study.seeds[0], workplace)
+        base = study_encoder(study, workplace.data_dir)
+        codes = _encoded(dataset, base, workplace.cache)
         bind_trials(trials, study)
         best: NoveltyStudy = study
         tried: list[dict[str, Any]] = []
@@ -61,7 +55,8 @@ def choose_density(
                 continue
             scores = []
             for choice in stage:
-                tell("density: " + ", ".join(f"{key} {value}" for key, value in choice.items()))
+                told = ", ".join(f"{key} {value}" for key, value in choice.items())
+                workplace.tell(f"density: {told}")
                 sized = replace(best, **choice)
                 scores.append(missing_class_auroc(sized, dataset, codes, base))
                 tried.append({**sized.density, "auroc": scores[-1]})

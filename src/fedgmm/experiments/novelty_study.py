@@ -29,9 +29,9 @@ from fedgmm.data.federated_images import FederatedImages, federated_images
 from fedgmm.data.images import WHITE, ImageData, load_images
 from fedgmm.data.partition import transform_images
 from fedgmm.data.representations import REPRESENTATIONS, Represented, StageEncoder
-from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, check_rows, dealt
 from fedgmm.experiments.novel_images import IntArray, other_labels
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
 
 Changes = Literal["separate", "joint", "none"]
@@ -135,11 +135,9 @@ def changed_separately(made: FederatedImages, seed: int) -> FederatedDataset:
     return replace(made.dataset, **splits)  # type: ignore[arg-type]
 
 
-def deal_images(
-    study: NoveltyStudy, seed: int, data_dir: Path | None, tell: Tell = lambda _: None
-) -> FederatedDataset:
+def deal_images(study: NoveltyStudy, seed: int, workplace: Workplace) -> FederatedDataset:
     """The clients of a seed, without features."""
-    made = dealt(study, seed, data_dir, tell, shift=study.changes == "joint")
+    made = dealt(study, seed, workplace, shift=study.changes == "joint")
     return changed_separately(made, seed) if study.changes == "separate" else made.dataset
 
 
@@ -156,13 +154,15 @@ def study_encoder(study: NoveltyStudy, data_dir: Path | None) -> Encoder:
 
 
 def with_study_features(
-    study: NoveltyStudy, dataset: FederatedDataset, data_dir: Path | None, cache: Path | None
+    study: NoveltyStudy, dataset: FederatedDataset, workplace: Workplace
 ) -> EncodedFederation:
     """The clients with features, and the way to features of novel images."""
     check_rows(len(dataset.train), study.features)
     return encode_federation(
         dataset,
-        Represented(study_encoder(study, data_dir), study.representation, cache),
+        Represented(
+            study_encoder(study, workplace.data_dir), study.representation, workplace.cache
+        ),
         components=study.features,
         scale=True,
     )
@@ -182,14 +182,12 @@ class KnownImages:
     feature_map: FeatureMap | None
 
 
-def prepare_novelty(
-    study: NoveltyStudy, seed: int, data_dir: Path | None, tell: Tell, cache: Path | None
-) -> KnownImages:
+def prepare_novelty(study: NoveltyStudy, seed: int, workplace: Workplace) -> KnownImages:
     """The clients of a seed, with features if a method has Gaussians to see them."""
-    dataset = deal_images(study, seed, data_dir, tell)
+    dataset = deal_images(study, seed, workplace)
     if "fedgmm" not in study.methods:
         return KnownImages(dataset, None)
-    encoded = with_study_features(study, dataset, data_dir, cache)
+    encoded = with_study_features(study, dataset, workplace)
     return KnownImages(encoded.dataset, encoded.feature_map)
 
 
@@ -209,11 +207,9 @@ class LeftOut:
     new_labels: IntArray
 
 
-def leave_out(
-    study: NoveltyStudy, seed: int, data_dir: Path | None, cache: Path | None = None
-) -> LeftOut:
+def leave_out(study: NoveltyStudy, seed: int, workplace: Workplace) -> LeftOut:
     """Deal images of all classes but one at random, the same number to every client."""
-    images = load_images(study.dataset, data_dir)  # type: ignore[arg-type]
+    images = load_images(study.dataset, workplace.data_dir)  # type: ignore[arg-type]
     if study.left_out >= len(images.class_names):
         raise ValueError(
             f"left_out must be below the {len(images.class_names)} classes, got {study.left_out}."
@@ -243,7 +239,7 @@ def leave_out(
     new_labels = np.arange(len(images.class_names))
     new_labels[others] = others[other_labels(len(others), generator)]
     return LeftOut(
-        with_study_features(study, made.dataset, data_dir, cache),
+        with_study_features(study, made.dataset, workplace),
         images.images[strange[: len(made.dataset.test)]],
         new_labels,
     )

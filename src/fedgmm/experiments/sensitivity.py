@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_integer
-from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import Choice, ImageStudy, Variant, prepare_federation
 from fedgmm.experiments.image_trials import facts_of, run_study, stopped_early
 from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
 from fedgmm.experiments.trial_files import Trial, trained
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
 
 
@@ -78,34 +78,19 @@ class SensitivityOutcome:
 
 
 def reproduce_sensitivity(
-    folder: Path,
-    study: SensitivityStudy | None = None,
-    *,
-    data_dir: Path | None = None,
-    cache: Path | None = None,
-    tell: Tell = lambda _: None,
+    folder: Path, study: SensitivityStudy, workplace: Workplace
 ) -> SensitivityOutcome:
     """The grid as a table and a heat map; what is in ``folder`` already is not done again.
 
     Args:
         folder: for JSON, Markdown and the figure.
         study: what is run.
-        data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
-        cache: a folder for encoded images; ``None`` keeps nothing.
-        tell: called with a line before each step.
+        workplace: where data are found and kept, and who is told.
     """
     from fedgmm.report.image_figures import plot_heat_map
 
-    study = study or SensitivityStudy()
     trials, details = run_study(
-        folder,
-        "sensitivity",
-        study,
-        prepare_federation,
-        _one_training,
-        data_dir=data_dir,
-        cache=cache,
-        tell=tell,
+        folder, "sensitivity", study, workplace, prepare_federation, _one_training
     )
     shape = (len(study.seeds), len(study.component_choices), len(study.learner_choices))
     outcome = SensitivityOutcome(

@@ -25,7 +25,6 @@ from fedgmm.core.learners import expand_clients
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
-from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import ImageStudy, dealt, encoded
 from fedgmm.experiments.image_trials import (
     chosen,
@@ -44,6 +43,7 @@ from fedgmm.experiments.results import (
     write_results,
 )
 from fedgmm.experiments.trial_files import Trial, trained
+from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, build
 from fedgmm.wording import counted
@@ -131,15 +131,9 @@ class UnseenOutcome:
     details: list[dict[str, Any]]
 
 
-def hold_out_clients(
-    study: UnseenStudy,
-    seed: int,
-    data_dir: Path | None,
-    tell: Tell = lambda _: None,
-    cache: Path | None = None,
-) -> HeldOut:
+def hold_out_clients(study: UnseenStudy, seed: int, workplace: Workplace) -> HeldOut:
     """The clients of a seed; principal components know nothing of those that are held out."""
-    everyone = dealt(study, seed, data_dir, tell, shift=study.shift).dataset
+    everyone = dealt(study, seed, workplace, shift=study.shift).dataset
     names = list(everyone.names)
     count = round(study.held_out * len(names))
     if not 0 < count < len(names):
@@ -152,7 +146,7 @@ def hold_out_clients(
     at_home = [name for name in names if name not in set(away)]
     if "fedgmm" not in study.methods:  # nobody has Gaussians that would see features
         return HeldOut(everyone.select(at_home), _newcomers(everyone.select(away), seed))
-    training = encoded(study, everyone.select(at_home), data_dir, cache)
+    training = encoded(study, everyone.select(at_home), workplace)
     unseen = training.feature_map.attach(everyone.select(away))
     return HeldOut(training.dataset, _newcomers(unseen, seed))
 
@@ -261,36 +255,17 @@ def _side_by_side(clients: list[LabelledRows]) -> LabelledRows:
 # ---------------------------------------------------------------------- the study
 
 
-def reproduce_unseen(
-    folder: Path,
-    study: UnseenStudy | None = None,
-    *,
-    data_dir: Path | None = None,
-    cache: Path | None = None,
-    tell: Tell = lambda _: None,
-) -> UnseenOutcome:
+def reproduce_unseen(folder: Path, study: UnseenStudy, workplace: Workplace) -> UnseenOutcome:
     """One row of Table 4 and its curve; what is in ``folder`` already is not done again.
 
     Args:
         folder: for JSON, Markdown and the figure.
         study: what is run.
-        data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
-        cache: a folder for encoded images; ``None`` keeps nothing.
-        tell: called with a line before each step.
+        workplace: where data are found and kept, and who is told.
     """
     from fedgmm.report.image_figures import plot_adaptation
 
-    study = study or UnseenStudy()
-    trials, _ = run_study(
-        folder,
-        "unseen",
-        study,
-        hold_out_clients,
-        _one_trial,
-        data_dir=data_dir,
-        cache=cache,
-        tell=tell,
-    )
+    trials, _ = run_study(folder, "unseen", study, workplace, hold_out_clients, _one_trial)
     study, details = tabulated(trials, study)
     accuracy = {
         method: {
