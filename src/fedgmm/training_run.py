@@ -230,13 +230,8 @@ class TrainingRun:
         rows = self.dataset.validation
         step = max(1, -(-len(rows) // _WATCHED_ROWS))
         wanted = torch.arange(len(rows), device=rows.device) % step == 0
-        some = replace(
-            rows,
-            features=rows.features.keep(wanted),
-            inputs=rows.inputs[wanted],
-            labels=rows.labels[wanted],
-        )
-        return replace(self.dataset, validation=some.to(self.scaled.train.device))
+        some = rows.keep(wanted).to(self.scaled.train.device)
+        return replace(self.dataset, validation=some)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -163,16 +163,7 @@ def test_without_validation_rows_training_rows_decide(rng):
     codes = np.repeat(np.arange(150), 20)
     data = FederatedDataset.from_arrays(x, labels, codes)
     nothing = np.zeros(len(data.validation), dtype=bool)
-    held = data.validation
-    data = replace(
-        data,
-        validation=replace(
-            held,
-            features=held.features.keep(nothing),
-            inputs=held.inputs[nothing],
-            labels=held.labels[nothing],
-        ),
-    )
+    data = replace(data, validation=data.validation.keep(nothing))
     alike = train(data, "fedavg", personal_labels=True, rounds=5, tol=None)
     assert alike.prediction.labels.prior_rows >= 100
 
@@ -224,13 +215,7 @@ def test_a_label_that_no_training_row_has_does_not_drown_the_others(rng):
 
     y = rng.integers(0, 3, 900)
     data = FederatedDataset.from_arrays(drawn(y), y, rng.integers(0, 3, 900))
-    rows, wanted = data.train, data.train.labels != 2
-    known = replace(
-        rows,
-        features=rows.features.keep(wanted),
-        inputs=rows.inputs[wanted],
-        labels=rows.labels[wanted],
-    )
+    known = data.train.keep(data.train.labels != 2)
     options = {"components": 1, "learners": 1, "rounds": 20, "tol": None}
     model = train(replace(data, train=known), personal_labels=True, **options)
     y = np.repeat([0, 1, 2], [100, 97, 3])

@@ -110,6 +110,15 @@ class LabelledRows:
             features = self.features.select(clients)
         return replace(self, features=features, inputs=inputs, labels=labels)
 
+    def keep(self, wanted: Tensor) -> LabelledRows:
+        """Only the rows where ``wanted`` ``(N,)`` is true, copied; the clients stay the same."""
+        return replace(
+            self,
+            features=self.features.keep(wanted),
+            inputs=self.inputs[wanted],
+            labels=self.labels[wanted],
+        )
+
     def client(self, code: int) -> LabelledRows:
         """The rows of one client."""
         return self.select(torch.tensor([code], device=self.device))
