@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from safetensors.numpy import load_file
 
 from fedgmm.flower.certificates import try_out_certificates
 from fedgmm.flower.keys import new_pair
+from fedgmm.flower.processes import free_port
 from small_runs import draw_rows, write_csv
 
 SITES = ("bergen", "oslo", "tromso")
@@ -170,14 +170,6 @@ class Federation:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         one.kill()
             process.wait(10)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def all_gone(processes: list[psutil.Process], timeout: float = 10.0) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedgmm.flower.inner import APP_FOLDER
-from fedgmm.flower.processes import QUIET
-from loopback import Federation, free_port
+from fedgmm.flower.processes import QUIET, free_port
+from loopback import Federation
 
 
 def command(name):

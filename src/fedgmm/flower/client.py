@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fedgmm.federation.messages import Message
 from fedgmm.flower.guard import UNKNOWN_KEY
-from fedgmm.flower.processes import Child, FlowerFolder, prepare_environment
+from fedgmm.flower.processes import Child, FlowerFolder, free_port, prepare_environment
 
 if TYPE_CHECKING:
     from fedgmm.flower.inner import Tasks
@@ -194,7 +193,7 @@ def _one_connection(
     """Start a SuperNode and answer its questions until it ends, or until we have finished."""
     from fedgmm.flower.inner import Tasks
 
-    port = _free_port()
+    port = free_port()
     with Child("fedgmm.flower.supernode", _arguments(connection, folder, port), folder) as node:
         tasks = Tasks(port, folder.secret.read_text())
         try:
@@ -280,10 +279,3 @@ def _explain(node: Child, connection: Connection, tell: Tell) -> None:
 
 def _public_name(connection: Connection) -> str:
     return "NAME.pub" if connection.key is None else connection.key.with_suffix(".pub").name
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -10,7 +10,6 @@ import argparse
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgmm.experiments.hospitals import LABEL, NEWCOMER, SITES, write_hospitals
+from fedgmm.flower.processes import free_port
 from fedgmm.runs.folder import read_json
 
 _MOST_SECONDS = 600.0
@@ -60,7 +60,7 @@ class FederationDemo:
         started = time.perf_counter()
         self._prepare()
         self.seconds["files, certificate and keys made"] = time.perf_counter() - started
-        port = _free_port()
+        port = free_port()
         with ExitStack() as stack:
             server = self._start(stack, "server", *self._server_arguments(port))
             clients = {
@@ -171,13 +171,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(15)
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -196,6 +197,14 @@ def read_told() -> dict[str, Any]:
         line += byte
     told: dict[str, Any] = json.loads(line)
     return told
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def _present(pipe: IO[bytes] | None) -> IO[bytes]:
