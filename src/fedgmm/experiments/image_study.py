@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Literal, Self, TypeVar, get_args
 
 from fedgmm.algorithms.base import SHARED_LEARNERS
-from fedgmm.core.checks import check_choice, check_distinct, check_integer
+from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.devices import resolve_device
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.networks import LEARNERS
@@ -21,7 +21,7 @@ from fedgmm.data.encoder import (
 from fedgmm.data.federated_images import FederatedImages, check_fraction, federated_images
 from fedgmm.data.images import load_images
 from fedgmm.experiments.comparison import PAPER_GRID
-from fedgmm.experiments.results import TITLES
+from fedgmm.experiments.results import TITLES, check_methods_and_seeds
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.training import TrainingOptions
 from fedgmm.wording import counted
@@ -121,13 +121,7 @@ class ImageStudy:
         check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
         check_choice("learner", self.learner, ("auto", *LEARNERS))
         check_fraction(self.fraction)
-        for name in ("methods", "seeds"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty; give at least one.")
-            # a second value of the same trial would look like a spread
-            check_distinct(name, getattr(self, name))
-        for method in self.methods:
-            check_choice("methods", method, tuple(TITLES))
+        check_methods_and_seeds(self.methods, self.seeds)
         for name in ("rounds", "tuning_rounds", "features", "components", "learners"):
             check_integer(name, getattr(self, name), 1)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from fedgmm.core.checks import check_choice, check_distinct
+
 TITLES = {
     "local": "Local",
     "fedavg": "FedAvg",
@@ -21,6 +23,17 @@ TITLES = {
     "fedgmm": "FedGMM",
 }
 """The methods in the order of the paper's tables."""
+
+
+def check_methods_and_seeds(methods: Sequence[str], seeds: Sequence[int]) -> None:
+    """Raise ``ValueError`` unless there are some of both, each once, and the methods are known."""
+    for name, values in (("methods", methods), ("seeds", seeds)):
+        if not values:
+            raise ValueError(f"{name} is empty; give at least one.")
+        # a second value of the same trial would look like a spread
+        check_distinct(name, values)
+    for method in methods:
+        check_choice("methods", method, tuple(TITLES))
 
 
 def environment() -> dict[str, Any]:

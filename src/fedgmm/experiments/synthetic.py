@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedgmm.core.checks import check_choice, check_distinct
 from fedgmm.data.synthetic import SyntheticFederation, synthetic
 from fedgmm.experiments.comparison import PAPER_GRID, Tell, compare
 from fedgmm.experiments.results import (
     TITLES,
+    check_methods_and_seeds,
     markdown_table,
     mean_and_spread,
     printed,
@@ -69,13 +69,7 @@ class Size:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for method in self.methods:
-            check_choice("methods", method, tuple(TITLES))
-        for name in ("methods", "seeds"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty; give at least one.")
-            # a second value of the same trial would look like a spread
-            check_distinct(name, getattr(self, name))
+        check_methods_and_seeds(self.methods, self.seeds)
 
 
 @dataclass(frozen=True)
