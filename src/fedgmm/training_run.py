@@ -28,6 +28,7 @@ from fedgmm.federation.checkpoint import (
     Phase,
     Progress,
     fingerprint,
+    frame_of,
     read_checkpoint,
     save_progress,
 )
@@ -348,7 +349,7 @@ def _facing(method: AnyMethod, shared: Any, rows: LabelledRows) -> Any:
     Without a density the one Gaussian says nothing of any row, wherever its mean ``(1, d)`` lies; that only
     has to have as many columns as the features.
     """
-    frame = getattr(method, "average", method)  # FedAvg+ is FedAvg until the last round
+    frame = frame_of(method)
     if not isinstance(frame, FedGMM) or frame.density:
         return shared
     old = shared.mixture.gaussians

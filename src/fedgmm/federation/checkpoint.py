@@ -370,7 +370,7 @@ class StoredProgress:
         }
         hints = get_args(get_type_hints(type(method).init)["return"])
         decoder = StateDecoder(
-            tensors, facts["values"], _frame(method).training.net.parameter_shapes
+            tensors, facts["values"], frame_of(method).training.net.parameter_shapes
         )
 
         def state(prefix: str) -> tuple[Any, Any]:
@@ -407,14 +407,14 @@ def _by_content(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "pretrained": None if checksum is None else f"sha256 {checksum}"}
 
 
-def _frame(method: AnyMethod) -> Any:
+def frame_of(method: AnyMethod) -> Any:
     """The method that trains: FedAvg+ is FedAvg until the last round."""
     return getattr(method, "average", method)
 
 
 def _check_sizes(method: AnyMethod, shared: Any, personal: Any) -> None:
     """Raise unless the state has as many Gaussians and learners as the method."""
-    frame = _frame(method)
+    frame = frame_of(method)
     prediction = method.prediction(shared, personal)
     for name, value in prediction.learners.items():
         if value.dtype != frame.training.dtype:

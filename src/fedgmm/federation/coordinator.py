@@ -30,9 +30,8 @@ from pathlib import Path
 
 from fedgmm.federation.assembly import Assembly, Tell
 from fedgmm.federation.checkpoint import CheckpointError
-from fedgmm.federation.jobs import check_for_tables
 from fedgmm.federation.messages import Message
-from fedgmm.federation.preparation import prepare
+from fedgmm.federation.preparation import check_options, prepare
 from fedgmm.federation.rounds import FederatedTraining
 from fedgmm.federation.server_folder import Outcome, ServerFolder, check_home, checked_figures
 from fedgmm.federation.settings import FederationError, FederationSettings
@@ -86,10 +85,7 @@ def check_start(settings: FederationSettings, out: Path) -> None:
         FederationError: options that no federation can have, or a folder with other things.
     """
     check_home(RunFolder(Path(out)))
-    try:
-        check_for_tables(settings.config.options())
-    except ValueError as error:
-        raise FederationError(str(error)) from None
+    check_options(settings)
 
 
 def serve_model(

@@ -13,7 +13,7 @@ from fedgmm.data.tabular.first_pass import settle_kinds
 from fedgmm.data.tabular.summaries import ClientSummary
 from fedgmm.federation.assembly import Assembly
 from fedgmm.federation.jobs import Job, check_for_tables
-from fedgmm.federation.settings import FederationError
+from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_record
 from fedgmm.federation.transport import Failure
 from fedgmm.selection import suitable_covariance
@@ -36,6 +36,14 @@ class Prepared:
     notes: list[str]
 
 
+def check_options(settings: FederationSettings) -> None:
+    """Raise ``FederationError`` for options that no federation can have."""
+    try:
+        check_for_tables(settings.config.options())
+    except ValueError as error:
+        raise FederationError(str(error)) from None
+
+
 def prepare(assembly: Assembly, poll: float) -> Prepared:
     """Wait until all sites are there and agree on the preprocessing.
 
@@ -43,10 +51,7 @@ def prepare(assembly: Assembly, poll: float) -> Prepared:
         FederationError: too few sites came, or their tables do not fit together.
     """
     settings, table = assembly.settings, assembly.settings.config.table
-    try:
-        check_for_tables(settings.config.options())
-    except ValueError as error:
-        raise FederationError(str(error)) from None
+    check_options(settings)
     wait_for(assembly, settings.clients, poll)
     while True:
         summaries = {
