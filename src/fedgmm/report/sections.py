@@ -155,6 +155,11 @@ def verdict(contents: ReportContents) -> str:
 # ---------------------------------------------------------------------- captions
 
 
+def _some_clients(shown: int, total: int) -> str:
+    """A sentence where not all clients are shown; empty where they are."""
+    return f" Shown are {shown:,} of {total:,} clients, spread evenly." if shown < total else ""
+
+
 def _about_accuracy(contents: ReportContents) -> str:
     known = int(np.isfinite(contents.clients.accuracy).sum())
     text = (
@@ -165,9 +170,7 @@ def _about_accuracy(contents: ReportContents) -> str:
         text += " Marks below the line are clients that another method serves worse."
     else:
         text += " No other method was run to compare with."
-    if known > MOST_CLIENTS_IN_CHARTS:
-        text += f" Shown are {MOST_CLIENTS_IN_CHARTS:,} of {known:,} clients, spread evenly."
-    return text
+    return text + _some_clients(MOST_CLIENTS_IN_CHARTS, known)
 
 
 def _about_convergence(contents: ReportContents) -> str:
@@ -201,10 +204,7 @@ def _about_weights(contents: ReportContents) -> str:
         f"A row is a client, a column a {kinds} that all clients share. The more a cell stands "
         "out, the more of the client's data are of this kind; clients with the same pattern are alike."
     )
-    total = len(contents.clients.names)
-    if len(shown.clients) < total:
-        text += f" Shown are {len(shown.clients):,} of {total:,} clients, spread evenly."
-    return text
+    return text + _some_clients(len(shown.clients), len(contents.clients.names))
 
 
 def _about_projection(contents: ReportContents) -> str:
@@ -218,9 +218,7 @@ def _about_projection(contents: ReportContents) -> str:
     text += (
         f"The data have more directions than two; this view keeps {plane.captured:.0%} of {basis}."
     )
-    if len(plane.clients) > MOST_CLIENTS_IN_CHARTS:
-        text += f" Shown are {MOST_CLIENTS_IN_CHARTS:,} of {len(plane.clients):,} clients, spread evenly."
-    return text
+    return text + _some_clients(MOST_CLIENTS_IN_CHARTS, len(plane.clients))
 
 
 def _about_densities(contents: ReportContents) -> str:
