@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from fedgmm.algorithms.mixture import FederatedGMM
+from fedgmm.data.tabular.loading import load_federation
 from fedgmm.data.tabular.preprocessing import TableOptions
 from fedgmm.federation.coordinator import Failure, FederationSettings, run_federation
 from fedgmm.federation.messages import Message
 from fedgmm.federation.site import Site, SiteError, SiteSettings
-from fedgmm.runs.config import RunConfig
+from fedgmm.runs.config import FEDERATION, RunConfig
 
 
 class Killed(BaseException):
@@ -86,15 +88,7 @@ class InMemorySites:
 
 def federation_settings(clients, label="state", **options):
     """Settings of a small federation; unknown options are those of the training."""
-    own = (
-        "min_clients",
-        "round_timeout",
-        "min_rows",
-        "precision",
-        "largest_message",
-        "start_timeout",
-    )
-    given = {name: options.pop(name) for name in own if name in options}
+    given = {name: options.pop(name) for name in FEDERATION & options.keys()}
     table = TableOptions(label, seed=options.get("seed", 0), **options.pop("table", {}))
     given = {"round_timeout": 5.0, "start_timeout": 5.0, **given}
     return FederationSettings(RunConfig((), table, options), clients, **given)
@@ -111,6 +105,18 @@ def federate(files, home, *, sites=None, tell=None, **options):
         tell=tell or lines.append,
     )
     return sites, lines
+
+
+def mixture_at_hand(files, label, rounds):
+    """Three shared Gaussians of some files after so many rounds, by the method's two steps alone."""
+    dataset, _, _ = load_federation(files, TableOptions(label))
+    rows, method = dataset.train.features, FederatedGMM(3, reg_covar=1e-2)
+    shared = method.start(rows, "kmeans", 0)
+    personal = shared.weights.expand(len(rows.names), -1)
+    for number in range(1, rounds + 1):
+        personal, update = method.client_step(shared, personal, rows, number)
+        shared, _ = method.server_step(shared, update)
+    return shared
 
 
 def with_arrays(answer, **arrays):

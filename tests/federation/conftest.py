@@ -1,4 +1,4 @@
-"""A checkpoint that was trained once, for all tests that read or damage it; runs without a page."""
+"""A checkpoint that was trained once, for all tests that read or damage it; quick federations of files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from small_checkpoints import SMALL
 
 from fedgmm.federation.checkpoint import Checkpoint
 from fedgmm.training import train
+from small_runs import write_sites
 from supervised import federation
 
 
@@ -26,6 +27,18 @@ def trained_checkpoint(tmp_path_factory):
 def whole(trained_checkpoint, tmp_path):
     """A checkpoint of FedGMM with everything in it, the test's own."""
     return shutil.copy(trained_checkpoint, tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """One CSV file a site."""
+    return write_sites(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def quick_looks(monkeypatch):
+    """The server hardly waits between two looks at who is there."""
+    monkeypatch.setattr("fedgmm.federation.coordinator._POLL", 0.001)
 
 
 @pytest.fixture(scope="module")

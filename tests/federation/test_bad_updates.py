@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedgmm.federation import coordinator
 from fedgmm.federation.coordinator import Failure
 from fedgmm.federation.jobs import Job
 from fedgmm.federation.messages import Message
@@ -18,9 +17,8 @@ from fedgmm.federation.updates import UpdateError, checked_update
 from fedgmm.federation.wire import received
 from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, federate, with_arrays, with_facts
-from small_runs import write_sites
 
-pytestmark = pytest.mark.usefixtures("blank_reports")
+pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
 
 KINDS = {
     "newton": {},
@@ -37,16 +35,6 @@ KINDS = {
     "local": {"algorithm": "local"},
 }
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "rounds": 3}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(coordinator, "_POLL", 0.001)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_sites(tmp_path_factory.mktemp("data"))
 
 
 class Honest:

@@ -6,22 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.algorithms.mixture import FederatedGMM
-from fedgmm.data.tabular.loading import load_federation
-from fedgmm.data.tabular.preprocessing import TableOptions
 from fedgmm.runs import fit, open_run
-from in_memory_sites import InMemorySites, federate, federation_settings
+from in_memory_sites import InMemorySites, federate, federation_settings, mixture_at_hand
 from small_runs import draw_rows, write_csv, write_sites
 
 pytestmark = pytest.mark.usefixtures("blank_reports")
 
 METHODS = ("fedgmm", "fedem", "fedavg", "fedprox", "fedavg+", "local", "clustered", "pfedme")
 SIZE = {"components": 2, "learners": 2, "rounds": 3, "covariance_type": "full"}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_sites(tmp_path_factory.mktemp("data"))
 
 
 def own_parts(model, name):
@@ -143,13 +135,7 @@ def test_a_site_may_have_another_name_than_its_file(files, tmp_path):
 def test_one_learner_is_the_federated_mixture(files, tmp_path):
     options = {**SIZE, "learners": 1, "components": 3, "dtype": "float64", "tol": "none"}
     federate(files, tmp_path, **options)
-    dataset, _, _ = load_federation(files, TableOptions("state"))
-    rows, method = dataset.train.features, FederatedGMM(3, reg_covar=1e-2)
-    shared = method.start(rows, "kmeans", 0)
-    personal = shared.weights.expand(len(rows.names), -1)
-    for number in range(1, 4):
-        personal, update = method.client_step(shared, personal, rows, number)
-        shared, _ = method.server_step(shared, update)
+    shared = mixture_at_hand(files, "state", rounds=3)
     found = open_run(tmp_path / "server").model.prediction
     assert float((found.gaussians.means - shared.gaussians.means).abs().max()) < 1e-10
     assert float((found.gaussians.covariances - shared.gaussians.covariances).abs().max()) < 1e-10

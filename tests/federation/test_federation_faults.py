@@ -6,24 +6,15 @@ import time
 import numpy as np
 import pytest
 
-from fedgmm.federation import coordinator
 from fedgmm.federation.coordinator import FederationError, run_federation, serve_model
 from fedgmm.federation.messages import Message
 from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings
-from small_runs import draw_rows, write_csv, write_sites
+from small_runs import draw_rows, write_csv
+
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "dtype": "float64"}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(coordinator, "_POLL", 0.001)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_sites(tmp_path_factory.mktemp("data"))
 
 
 def history(home):
@@ -55,6 +46,16 @@ def assert_same_end(home, other):
 # ---------------------------------------------------------------------- dead servers
 
 
+def dies_at(exchange):
+    """What an exchange calls: the server is killed at this one."""
+
+    def die(number, _):
+        if number == exchange:
+            raise Killed
+
+    return die
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -69,12 +70,7 @@ def test_a_server_that_dies_in_any_exchange_ends_the_same(files, tmp_path, algor
     for exchange in range(1, len(sites.asked) + 1):
         home = tmp_path / f"died-{exchange}"
         broken = InMemorySites(files, home)
-
-        def die(number, _, at=exchange):
-            if number == at:
-                raise Killed
-
-        setattr(broken, f"{when}_ask", die)
+        setattr(broken, f"{when}_ask", dies_at(exchange))
         with pytest.raises(Killed):
             federate(files, home, sites=broken, **options)
         again = InMemorySites(files, home)
@@ -92,12 +88,7 @@ def test_a_server_that_dies_during_a_warm_up_ends_the_same(files, tmp_path):
     for exchange in range(2, len(sites.asked) + 1):
         home = tmp_path / f"died-{exchange}"
         broken = InMemorySites(files, home)
-
-        def die(number, _, at=exchange):
-            if number == at:
-                raise Killed
-
-        broken.after_ask = die
+        broken.after_ask = dies_at(exchange)
         with pytest.raises(Killed):
             federate(files, home, sites=broken, **options)
         federate(files, home, **options)
@@ -115,12 +106,7 @@ def test_a_finished_run_is_left_alone(files, tmp_path):
 
 def test_a_run_goes_on_with_its_own_settings_only(files, tmp_path):
     sites = InMemorySites(files, tmp_path)
-
-    def die(number, _):
-        if number == 5:
-            raise Killed
-
-    sites.before_ask = die
+    sites.before_ask = dies_at(5)
     with pytest.raises(Killed):
         federate(files, tmp_path, sites=sites, **SIZE, rounds=4)
     with pytest.raises(FederationError, match=r"holds a federation with components=2, not 3"):

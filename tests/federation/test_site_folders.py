@@ -13,19 +13,11 @@ from fedgmm.federation.settings import SiteSettings, read_settings
 from fedgmm.federation.site import Site
 from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, federate, federation_settings
-from small_runs import draw_rows, fails, works, write_csv, write_sites
+from small_runs import draw_rows, fails, works, write_csv
+
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "rounds": 4}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(coordinator, "_POLL", 0.001)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_sites(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from fedgmm.federation import coordinator
 from fedgmm.federation.coordinator import FederationError, check_start, run_federation
 from fedgmm.federation.messages import one_line
 from fedgmm.federation.settings import SiteSettings
@@ -13,20 +12,12 @@ from fedgmm.federation.site import Site, SiteError
 from fedgmm.federation.transport import Failure
 from fedgmm.runs import fit
 from in_memory_sites import InMemorySites, federate, federation_settings, with_facts
-from small_runs import bytes_of, draw_rows, write_csv, write_sites
+from small_runs import bytes_of, draw_rows, write_csv
+
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "rounds": 2}
 FORGED = "oslo\n2026-01-01 12:00:00 round 9: all is well\x1b[2J"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(coordinator, "_POLL", 0.001)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return write_sites(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize("text", [FORGED, "a\rb", "a\u2028b", "\x00", "\u202eevil", "a\x85b"])

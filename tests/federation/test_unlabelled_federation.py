@@ -5,22 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from fedgmm.algorithms.mixture import FederatedGMM
-from fedgmm.data.tabular.loading import load_federation
-from fedgmm.data.tabular.preprocessing import TableOptions
-from fedgmm.federation import coordinator
 from fedgmm.federation.coordinator import run_federation
 from fedgmm.federation.settings import read_settings
 from fedgmm.runs import fit, open_run
-from in_memory_sites import InMemorySites, federate
+from in_memory_sites import InMemorySites, federate, mixture_at_hand
 from small_runs import draw_rows, fails, works, write_csv
 
+pytestmark = pytest.mark.usefixtures("quick_looks")
+
 TRAINING = {"algorithm": "gmm", "components": 3, "rounds": 5, "covariance_type": "full"}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(coordinator, "_POLL", 0.001)
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +59,7 @@ def test_a_federation_ends_with_the_mixture_of_one_process(finished, files, tmp_
 
 
 def test_it_is_the_federated_mixture_of_the_paper(finished, files):
-    dataset, _, _ = load_federation(files, TableOptions(None))
-    rows, method = dataset.train.features, FederatedGMM(3, reg_covar=1e-2)
-    shared = method.start(rows, "kmeans", 0)
-    personal = shared.weights.expand(len(rows.names), -1)
-    for number in range(1, 6):
-        personal, update = method.client_step(shared, personal, rows, number)
-        shared, _ = method.server_step(shared, update)
+    shared = mixture_at_hand(files, None, rounds=5)
     means, covariances, _ = mixture_of(finished[0] / "server")
     np.testing.assert_allclose(means, shared.gaussians.means, atol=1e-10)
     np.testing.assert_allclose(covariances, shared.gaussians.covariances, atol=1e-10)
