@@ -23,21 +23,26 @@ def benchmark():
     return module
 
 
-@pytest.mark.slow
-def test_quick_run_prints_tables_and_writes_json(tmp_path):
-    results = tmp_path / "results.json"
-    sizes = ["--setting", "4x50x4x2", "--scaling-rows", "400", "--scaling-clients", "2", "40"]
+def quick_run(script, folder, *arguments):
+    """What a script prints, and the results that it writes."""
+    results = folder / "results.json"
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--quick", *sizes, "--split-rows", "400", "--json", results],
+        [sys.executable, script, "--quick", *arguments, "--json", results],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1].startswith("ratio: min ")
+    return done.stdout, json.loads(results.read_text())
+
+
+@pytest.mark.slow
+def test_quick_run_prints_tables_and_writes_json(tmp_path):
+    sizes = ["--setting", "4x50x4x2", "--scaling-rows", "400", "--scaling-clients", "2", "40"]
+    printed, found = quick_run(SCRIPT, tmp_path, *sizes, "--split-rows", "400")
+    assert printed.strip().splitlines()[-1].startswith("ratio: min ")
     for heading in ("rows/s", "CPU s/iter", "of GEMM", "peak/data", "k-means start"):
-        assert heading in done.stdout
-    found = json.loads(results.read_text())
+        assert heading in printed
     assert {s["side"] for s in found["comparisons"]} == {
         "fedgmm",
         "fedgmm, shared weights",
@@ -120,16 +125,8 @@ SCALE = SCRIPT.with_name("federation_scale.py")
 @pytest.mark.slow
 def test_flower_rounds_compares_both_sides_and_counts_every_method(tmp_path):
     pytest.importorskip("flwr")
-    results = tmp_path / "results.json"
-    done = subprocess.run(
-        [sys.executable, ROUNDS_OVER_FLOWER, "--quick", "--json", results],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1].startswith("overhead: ")
-    found = json.loads(results.read_text())
+    printed, found = quick_run(ROUNDS_OVER_FLOWER, tmp_path)
+    assert printed.strip().splitlines()[-1].startswith("overhead: ")
     assert found["apart"] < 1e-5
     assert found["flower"]["startup"] > 0
     assert min(found["flower"]["rounds"]) > min(found["in_process"]["rounds"]) > 0
@@ -143,15 +140,7 @@ def test_flower_rounds_compares_both_sides_and_counts_every_method(tmp_path):
 @pytest.mark.slow
 def test_federation_scale_loads_the_server_and_flower(tmp_path):
     pytest.importorskip("flwr")
-    results = tmp_path / "results.json"
-    done = subprocess.run(
-        [sys.executable, SCALE, "--quick", "--json", results],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(results.read_text())
+    _, found = quick_run(SCALE, tmp_path)
     small, large = found["alone"]
     assert large["bytes_received"] > 5 * small["bytes_received"]
     assert all(one["seconds"] > 0 for one in found["alone"])

@@ -139,6 +139,15 @@ def test_whiteners_and_determinants(rng, kind):
 # ---------------------------------------------------------------------- moments
 
 
+def of_kind(second, kind):
+    """What a covariance type keeps of second moments ``(..., M, d, d)``."""
+    return {
+        "full": second,
+        "tied": second.sum(-3),
+        "diag": np.diagonal(second, axis1=-2, axis2=-1),
+    }.get(kind, np.trace(second, axis1=-2, axis2=-1))
+
+
 @pytest.mark.parametrize("leading", [(), (2, 3)])
 @pytest.mark.parametrize("columns", [1, 4, 16, 19])
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -151,11 +160,7 @@ def test_weighted_moments_are_plain_sums(rng, kind, columns, leading):
 
     r = x[..., None, :, :] - means[:, None, :]
     second = np.einsum("...nm,...mni,...mnj->...mij", q, r, r)
-    expected = {
-        "full": second,
-        "tied": second.sum(-3),
-        "diag": np.diagonal(second, axis1=-2, axis2=-1),
-    }.get(kind, np.trace(second, axis1=-2, axis2=-1))
+    expected = of_kind(second, kind)
     assert_close(moments.counts, q.sum(-2), 1e-12)
     assert_close(moments.first, np.einsum("...nm,...mni->...mi", q, r), 1e-12)
     assert_close(moments.second, expected, 1e-12)
@@ -178,12 +183,8 @@ def test_moments_of_float32_residuals_are_float64_sums(rng, kind):
 def test_outer(rng, kind, leading):
     v, w = rng.normal(size=(*leading, M, 4)), rng.normal(size=(*leading, M))
     full = np.einsum("...m,...mi,...mj->...mij", w, v, v)
-    expected = {
-        "full": full,
-        "tied": full.sum(-3),
-        "diag": np.diagonal(full, axis1=-2, axis2=-1),
-    }.get(kind, np.trace(full, axis1=-2, axis2=-1))
-    assert_close(outer(torch.from_numpy(v), torch.from_numpy(w), kind), expected, 1e-12)
+    found = outer(torch.from_numpy(v), torch.from_numpy(w), kind)
+    assert_close(found, of_kind(full, kind), 1e-12)
 
 
 # ---------------------------------------------------------------------- moments to parameters

@@ -114,13 +114,19 @@ def test_what_is_chosen_among_whole_trainings_at_the_best_rate(tmp_path, femnist
     )
 
 
-def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, monkeypatch):
+def trained_rounds(monkeypatch):
+    """A list that grows by the number of every round that a trial trains from now on."""
     rounds = []
 
     def watched(*args, **kwargs):
         return train(*args, on_round=[lambda entry: rounds.append(entry["round"])], **kwargs)
 
     monkeypatch.setattr(trial_files, "train", watched)
+    return rounds
+
+
+def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, monkeypatch):
+    rounds = trained_rounds(monkeypatch)
     study = ImageStudy(**{**SOME, "methods": ("fedavg",)})
     outcome = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     assert len(rounds) == 2 * len(study.grid) + 2 * (
@@ -183,12 +189,7 @@ def test_an_interrupted_training_goes_on(tmp_path, femnist, monkeypatch):
     trials = tmp_path / "out" / "classification-femnist-tuned"
     assert len(list(trials.glob("fedgmm-lr-*.safetensors"))) == 1  # of the first choice
     assert not (trials / "fedgmm-0.json").exists()
-    rounds = []
-
-    def watched(*args, **kwargs):
-        return train(*args, on_round=[lambda entry: rounds.append(entry["round"])], **kwargs)
-
-    monkeypatch.setattr(trial_files, "train", watched)
+    rounds = trained_rounds(monkeypatch)
     resumed = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     assert rounds == [2, *[1, 2] * 9, 3, 3, 1, 2, 3]  # choices, two of them, another independence
     assert resumed.accuracy == whole.accuracy

@@ -73,25 +73,22 @@ def test_clients_without_test_rows_are_not_known():
     assert np.isnan(contents.clients.novel_share).tolist() == [True, False]
 
 
+def split_again(dataset, split):
+    """The training rows of every client as a data set of their own."""
+    rows = [dataset.train.client(code) for code in range(len(dataset.names))]
+    pairs = {part.names[0]: (part.inputs.numpy(), part.labels.numpy()) for part in rows}
+    return type(dataset).from_clients(pairs, split=split)
+
+
 def test_no_test_rows_at_all(dataset):
-    pairs = {
-        name: (part.inputs.numpy(), part.labels.numpy())
-        for name in dataset.names
-        for part in [dataset.train.client(dataset.names.index(name))]
-    }
-    contents = contents_of(type(dataset).from_clients(pairs, split=(0.8, 0.2, 0.0)))
+    contents = contents_of(split_again(dataset, (0.8, 0.2, 0.0)))
     assert np.isnan(contents.mean_accuracy)
     assert contents.worst_client is None
     assert {"accuracy", "calibration", "densities", "adaptation"} <= set(contents.absent)
 
 
 def test_no_validation_rows_means_no_flags(dataset):
-    pairs = {
-        name: (part.inputs.numpy(), part.labels.numpy())
-        for name in dataset.names
-        for part in [dataset.train.client(dataset.names.index(name))]
-    }
-    contents = contents_of(type(dataset).from_clients(pairs, split=(0.8, 0.0, 0.2)))
+    contents = contents_of(split_again(dataset, (0.8, 0.0, 0.2)))
     assert contents.densities.novel is None
     assert contents.clients.novel_share is None
 
