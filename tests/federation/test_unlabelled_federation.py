@@ -110,9 +110,13 @@ def test_there_are_densities_and_no_accuracies(finished):
 
 
 def test_what_needs_labels_says_so(finished, files):
-    for command in (("evaluate",), ("predict", files[0]), ("report",)):
-        told = fails(command[0], finished[0] / "sites/oslo", *command[1:])
-        assert "trained without labels" in told
+    run = finished[0] / "sites/oslo"
+    commands = [("evaluate", run), ("predict", run, files[0]), ("report", run), ("compare", run)]
+    commands += [
+        ("detect", run, files[0], "--score", score) for score in ("y", "joint", "confidence")
+    ]
+    for command in commands:
+        assert "trained without labels" in fails(*command)
 
 
 def test_labels_and_mixture_do_not_go_together(files, tmp_path):
@@ -128,6 +132,15 @@ def test_the_command_without_labels(files, tmp_path):
     told = works("fit", *files, "--algorithm", "gmm", "--rounds", 2, "--out", tmp_path / "run")
     assert "log-density" in told.output
     assert "accuracy" not in told.output
+
+
+def test_the_number_of_gaussians_is_chosen_by_the_inputs(tmp_path):
+    rng = np.random.default_rng(0)
+    for site in range(3):
+        x = np.array([-9.0, 0.0, 9.0])[rng.integers(0, 3, 150)] + rng.normal(size=150)
+        write_csv(tmp_path / f"{site}.csv", [{"x": value} for value in x.tolist()])
+    run = fit(tmp_path / "*.csv", None, tmp_path / "run", algorithm="gmm", components="auto")
+    assert run.model.n_components == 3
 
 
 @pytest.mark.parametrize("array", ["counts", "gaussians/second", "gaussians/first"])

@@ -65,6 +65,7 @@ def data_to_compare(
     sizes = sizes or {}
     if len(sources) == 1 and RunFolder(Path(sources[0])).is_run:
         run = open_run(sources[0])
+        run.need_labels()
         # methods differ; what they have in common is the size of the mixture and the seed
         options = replace(run.config.options(), algorithm="fedgmm", **sizes)
         options = options if seed is None else replace(options, seed=seed)

@@ -171,7 +171,7 @@ class FederatedRun:
             split: of the training's own rows: ``"train"``, ``"validation"`` or ``"test"``.
             tell: called with a line before each step.
         """
-        self._need_labels()
+        self.need_labels()
         if not files:
             return self.model.evaluate(split, self.data(tell))
         codes, log_proba, labels = [], [], []
@@ -208,7 +208,7 @@ class FederatedRun:
                 one, or else the federation's weights.
             tell: called with a line before each step.
         """
-        self._need_labels()
+        self.need_labels()
         rows = read_rows(Path(file), self.preprocessing, tell=tell)
         owner: Any = None
         if client is not None:
@@ -255,6 +255,11 @@ class FederatedRun:
             raise RunError(
                 f"{self.model.algorithm} has no common model to compare rows with; train with fedgmm."
             )
+        if score != "x" and self.model.algorithm == DENSITY:
+            raise RunError(
+                f"{self.folder.home} was trained without labels, so --score {score} has nothing to see; "
+                "say --score x."
+            )
         if score in ("x", "joint") and self.model.prediction.gaussians is None:
             raise RunError(
                 f"{self.model.algorithm} has no density of the inputs; say --score confidence, or train "
@@ -285,7 +290,8 @@ class FederatedRun:
             batch = self.model.client_novelty(rows.matrix)
         return Detection(result, score, batch, rows.notes)
 
-    def _need_labels(self) -> None:
+    def need_labels(self) -> None:
+        """Raise :class:`RunError` for a run that was trained without labels."""
         if self.model.algorithm == DENSITY:
             raise RunError(
                 f"{self.folder.home} was trained without labels, so it predicts none; use fedgmm detect."
@@ -378,7 +384,7 @@ class FederatedRun:
 
     def report(self, *, tell: Tell = lambda _: None) -> Path:
         """Write ``report.html`` and return where it is."""
-        self._need_labels()
+        self.need_labels()
         from fedgmm.runs.reporting import write_run_report
 
         return write_run_report(self, tell)
