@@ -159,6 +159,15 @@ def test_an_error_without_a_message_is_named(monkeypatch, tmp_path):
     assert "RuntimeError" in result.output
 
 
+def test_an_error_without_a_file_names_none(monkeypatch, tmp_path):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(2, "Failed to open 'p.csv'")
+
+    monkeypatch.setattr("fedgmm.experiments.demo.run_demo", fail)
+    told = fails("demo", "--out", tmp_path)
+    assert told == "Failed to open 'p.csv'"
+
+
 # ---------------------------------------------------------------------- compare
 
 

@@ -180,8 +180,7 @@ class FederatedRun:
             rows = read_rows(path, self.preprocessing, label_needed=True, tell=tell)
             assert rows.labels is not None
             kept = self._labelled(rows, path)
-            owners = self._owners(rows, path)
-            owners = self._full_names(owners)
+            owners = self._full_names(self._owners(rows, path), path)
             found = self.model.predict_proba(
                 rows.matrix[kept], np.array(owners, dtype=object)[kept]
             )
@@ -214,7 +213,7 @@ class FederatedRun:
         if client is not None:
             owner = self.client_named(client)
         elif rows.clients is not None:
-            owner = np.array(self._full_names(rows.clients), dtype=object)
+            owner = np.array(self._full_names(rows.clients, Path(file)), dtype=object)
         elif not has_common_model(self.model):
             raise ValueError(
                 f"{self.model.algorithm} has no common model; say whose to use: --client NAME."
@@ -409,7 +408,13 @@ class FederatedRun:
             f"Client {client!r} is not known; {hint} A new one joins with fedgmm adapt."
         )
 
-    def _full_names(self, clients: list[str]) -> list[str]:
+    def _full_names(self, clients: list[str], path: Path) -> list[str]:
+        if "" in clients:
+            raise TableError(
+                path,
+                f"row {clients.index('') + 1} below the header has no client: the column "
+                f"{self.preprocessing.client_column!r} is empty there.",
+            )
         full = {name: self.client_named(name) for name in dict.fromkeys(clients)}
         return [full[name] for name in clients]
 
