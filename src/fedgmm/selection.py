@@ -15,7 +15,7 @@ from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.gaussians import CovarianceType
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.inputs import as_pairs
-from fedgmm.training import DivergenceWarning, TrainingOptions, train
+from fedgmm.training import DENSITY, DivergenceWarning, TrainingOptions, train
 from fedgmm.training_run import INTERRUPTED
 from fedgmm.wording import counted
 
@@ -142,7 +142,7 @@ def select_mixture(
 
     The likelihood is that of the labels, ``log P_c(y|x)``: that of the inputs keeps growing with more
     Gaussians wherever columns are categories. With one learner, fixed, the Gaussians do not touch the
-    labels, and ``log P_c(x)`` decides.
+    labels, and ``log P_c(x)`` decides; so it does where there are no labels (``"gmm"``).
 
     Args:
         dataset: the clients.
@@ -160,6 +160,8 @@ def select_mixture(
     base = options or TrainingOptions()
     base = replace(base, rounds=min(rounds, base.rounds))
     scores: dict[tuple[int, int], float] = {}
+    if base.algorithm == DENSITY:
+        learners = 1  # there are no labels to tell one from another
     of_inputs = learners == 1
 
     def score(m1: int, m2: int) -> float:

@@ -123,6 +123,20 @@ def test_json_is_one_document_everywhere(tmp_path, finished_home):
     assert strict(works("report", home, "--json").stdout)["report"] == str(home / "report.html")
 
 
+def test_rows_of_other_files_are_of_no_split(finished, finished_home):
+    files = finished_home / "data"
+    rows = [
+        sum(own["rows"] for own in strict(told.stdout)["clients"].values())
+        for told in (
+            works("evaluate", finished / "run", "--split", "train", "--json"),
+            works("evaluate", finished / "run", files, "--json"),
+        )
+    ]
+    assert rows[0] < rows[1]
+    told = fails("evaluate", finished / "run", files, "--split", "train", code=2)
+    assert "--split is of the training's own rows" in " ".join(told.replace("│", " ").split())
+
+
 def test_a_configuration_file_holds_every_option_and_the_command_line_wins(tmp_path):
     write_sites(tmp_path / "data")
     (tmp_path / "run.toml").write_text(

@@ -1,6 +1,7 @@
 """Commands that demonstrate, compare and reproduce, and what all commands have in common."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -158,6 +159,15 @@ def test_an_error_without_a_message_is_named(monkeypatch, tmp_path):
     assert "RuntimeError" in result.output
 
 
+def test_an_error_without_a_file_names_none(monkeypatch, tmp_path):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(2, "Failed to open 'p.csv'")
+
+    monkeypatch.setattr("fedgmm.experiments.demo.run_demo", fail)
+    told = fails("demo", "--out", tmp_path)
+    assert told == "Failed to open 'p.csv'"
+
+
 # ---------------------------------------------------------------------- compare
 
 
@@ -198,6 +208,20 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path):
     assert "fedmagic" in fails("compare", "digits", "--methods", "fedmagic")
     assert "--label" in fails("compare", tmp_path)
     assert "no such file" in fails("compare", tmp_path / "x.csv", "--label", "y")
+
+
+def test_a_run_is_compared_as_it_was_trained(finished):
+    for option in ("--label", "--client-column", "--ignore", "--categorical"):
+        assert "leave out --label" in fails("compare", finished / "run", option, "age")
+
+
+def test_compare_reads_files_as_fit_does(tmp_path):
+    write_sites(tmp_path)
+    arguments = ["compare", tmp_path, "--label", "state", "--methods", "local", "--rounds", "1"]
+    arguments += ["--tuning-rounds", "1", "--learners", "1", "--ignore", "age"]
+    whole = works(*arguments[:-2]).stdout
+    without = works(*arguments).stdout
+    assert int(re.search(r"inputs +(\d+)", whole)[1]) > int(re.search(r"inputs +(\d+)", without)[1])
 
 
 # ---------------------------------------------------------------------- tune, reproduce

@@ -96,6 +96,15 @@ def test_weights_of_rows_count_in_the_score(fitted, world):
     assert fitted.score(x, y, sample_weight=w) == pytest.approx(np.average(right, weights=w))
 
 
+def test_labels_as_a_column_are_scored_row_by_row(fitted, world):
+    x, y, sites = world
+    expected = fitted.score(x, y, clients=sites)
+    assert fitted.score(x, y[:, None], clients=sites) == expected
+    for few in (y[:1], y[:10]):
+        with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+            fitted.score(x, few, clients=sites)
+
+
 def test_a_site_can_join_later(fitted, world):
     x, y, sites = world
     twin = pickle.loads(pickle.dumps(fitted))

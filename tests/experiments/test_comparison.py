@@ -108,6 +108,14 @@ def test_all_methods_are_compared(rng):
     assert "fedavg: choosing the learning rate" in told
 
 
+def test_label_frequencies_are_for_those_who_do_not_know_them(rng):
+    data = federation(rng, sizes=(30, 40, 35))
+    methods = ("local", "pfedme", "fedavg", "fedgmm")
+    result = compare(data, methods, grid=(0.1,), tuning_rounds=1, personal_labels=True, **FAST)
+    counts = [one.model.prediction.labels is not None for one in result.contestants]
+    assert counts == [False, False, True, True]
+
+
 def test_gradient_steps_are_tuned_for_every_method_alike(rng):
     data = federation(rng, sizes=(30, 40, 35))
     result = compare(

@@ -392,7 +392,8 @@ def test_a_table_that_disagrees_at_the_start_is_refused_where_enough_are_left(fi
     odd = write_csv(tmp_path / "zz.csv", rows, without=("dose",))
     sites = InMemorySites([*files, odd], tmp_path)
     _, lines = federate([], tmp_path, sites=sites, **SIZE, rounds=2, min_clients=3)
-    assert "zz is refused: the column 'dose' is missing, which 'bergen' has." in lines
+    refused = "zz is refused: the column 'dose' is missing, which 'bergen' has; take it out"
+    assert any(line.startswith(refused) for line in lines)
     with pytest.raises(FederationError, match=r"Client 'zz': the column 'dose' is missing"):
         federate([*files, odd], tmp_path / "strict", **SIZE, rounds=2)
 

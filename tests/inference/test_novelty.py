@@ -53,6 +53,13 @@ def test_a_rate_lies_between_zero_and_one(rate):
         detect([1.0], [1.0], rate)
 
 
+def test_a_rate_that_few_rows_cannot_give_is_told(recwarn):
+    detect(np.arange(19.0), [-1e9], 0.05)  # the smallest p-value is 1 / 20
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"with 18 held-out rows no p-value is below 0\.0526"):
+        assert not detect(np.arange(18.0), [-1e9], 0.05).novel.any()
+
+
 def test_without_held_out_rows_there_is_no_p_value():
     with pytest.raises(ValueError, match="no calibration scores"):
         conformal_p_values([], [1.0])

@@ -22,10 +22,10 @@ from fedgmm.runs.run import Adapted
 from small_runs import SITES, write_csv, write_sites
 
 
-def shown(*tables):
+def shown(*tables, width=160):
     screen = io.StringIO()
     for table in tables:
-        Console(file=screen, width=160).print(table)
+        Console(file=screen, width=width).print(table)
     return " ".join(screen.getvalue().split())
 
 
@@ -104,6 +104,28 @@ def test_clients_and_columns_of_files(tmp_path):
     assert "labels differ by" in text
     without = inspect_tables(read_tables([tmp_path], TableOptions(None)))
     assert "labels differ by" not in shown(*inspection_tables(without))
+
+
+def test_no_name_is_cut_on_a_narrow_screen(tmp_path):
+    long = "a_category_of_many_words"
+    rows = [{"x": i, "colour": f"{long}_{i % 6}", "y": i % 2} for i in range(60)]
+    sites = ("site_of_the_north_tromso", "site_of_the_north_trondheim")
+    for name in sites:
+        write_csv(tmp_path / f"{name}.csv", rows)
+    found = inspect_tables(read_tables([tmp_path], TableOptions("y")))
+    text = shown(*inspection_tables(found), width=80)
+    assert "…" not in text.replace(", …", "")
+    for name in ("colour", "category", "missing"):
+        assert name in text
+    clients, _ = inspection_tables(found)
+    column = [line.split("│")[1].strip() for line in _lines(clients, 60) if "│" in line]
+    assert "".join(column) == "".join(sites)
+
+
+def _lines(table, width):
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(table)
+    return screen.getvalue().splitlines()
 
 
 def test_many_classes_are_joined(tmp_path):

@@ -318,6 +318,14 @@ def test_resume_names_what_is_damaged(sites, tmp_path, damage, content):
     assert name in str(caught.value) or "No files were given" in str(caught.value)
 
 
+def test_a_damaged_checkpoint_does_not_cost_a_model(sites, tmp_path):
+    run = fedgmm.fit([sites], "state", tmp_path / "run", **SMALL)
+    run.folder.checkpoint.write_bytes(b"garbage")
+    with pytest.raises(ValueError, match=r"progress\.safetensors is damaged"):
+        fedgmm.resume(tmp_path / "run", rounds=SMALL["rounds"] + 1)
+    assert fedgmm.open_run(tmp_path / "run").metrics == run.metrics
+
+
 def test_a_damaged_history_is_written_anew(sites, tmp_path):
     interrupted(tmp_path / "run", sites, 3, **SMALL)
     (tmp_path / "run" / "history.jsonl").write_bytes(b"\xff\xff\n{")

@@ -302,6 +302,21 @@ def test_only_the_newcomer_s_rows_are_used_where_a_file_names_several(tmp_path):
         run.adapt("z", later)
 
 
+def test_a_row_without_a_client_is_named(tmp_path):
+    rows = [
+        {**row, "site": "ab"[i % 2]}
+        for i, row in enumerate(draw_rows(np.random.default_rng(0), 60))
+    ]
+    path = write_csv(tmp_path / "known.csv", rows)
+    run = fedgmm.fit(path, "state", tmp_path / "run", client_column="site", **SMALL)
+    rows[2]["site"] = ""
+    later = write_csv(tmp_path / "later.csv", rows)
+    for call in (run.predict, lambda path: run.evaluate([path])):
+        with pytest.raises(TableError, match=r"later\.csv: row 3 below the header has no client"):
+            call(later)
+    assert len(run.predict(later, "a").labels) == 60
+
+
 def test_joins_of_two_open_runs_add_up(finished):
     first, second = fedgmm.open_run(finished / "run"), fedgmm.open_run(finished / "run")
     first.adapt("a", finished / "new.csv")

@@ -49,7 +49,8 @@ def _note(message: Warning | str, *_: Any) -> None:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}"
+        # Arrow names the file within its own words
+        return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     if isinstance(error, MemoryError):
         return "There is not enough memory; use fewer columns, components or rows."
     return str(error) or type(error).__name__

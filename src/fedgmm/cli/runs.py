@@ -242,8 +242,9 @@ def evaluate(
         typer.Argument(help="Labelled files of known clients; none: the training's own files."),
     ] = None,
     split: Annotated[
-        str, typer.Option(help="Of the training's own rows: train, validation or test.")
-    ] = "test",
+        str | None,
+        typer.Option(help="Of the training's own rows: train, validation, or test, the default."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show accuracy, log-loss and calibration of every client, their mean, and the worst.
@@ -254,8 +255,12 @@ def evaluate(
     from fedgmm.runs.fitting import client_metrics
     from fedgmm.runs.run import open_run
 
+    if files and split is not None:
+        raise typer.BadParameter(
+            "--split is of the training's own rows; leave it out, or the files."
+        )
     with working(as_json) as tell:
-        found = open_run(run).evaluate(files or (), split=split, tell=tell)
+        found = open_run(run).evaluate(files or (), split=split or "test", tell=tell)
     if as_json:
         print_json({"summary": found.summary(), "clients": client_metrics(found)})
         return

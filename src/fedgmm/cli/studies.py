@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedgmm.cli.output import JsonFlag, escaped, print_json, print_notes, screen, working
+from fedgmm.cli.runs import Categorical, ClientColumn, Ignore
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
@@ -102,10 +103,9 @@ def compare(
         ),
     ] = None,
     label: Annotated[str | None, typer.Option(help="The column to predict, for files.")] = None,
-    client_column: Annotated[
-        str | None,
-        typer.Option(help="Column that names the client, where several are in one file."),
-    ] = None,
+    client_column: ClientColumn = None,
+    categorical: Categorical = None,
+    ignore: Ignore = None,
     methods: Annotated[
         str | None, typer.Option(help="Methods, separated by commas; all by default.")
     ] = None,
@@ -146,7 +146,16 @@ def compare(
     asked = {"components": components, "learners": learners}
     sizes = {name: size for name, size in asked.items() if size is not None}
     with working(as_json) as tell:
-        data = data_to_compare(sources or ["digits"], label, client_column, seed, tell, sizes)
+        data = data_to_compare(
+            sources or ["digits"],
+            label,
+            client_column,
+            seed,
+            tell,
+            sizes,
+            categorical=categorical or (),
+            ignore=ignore or (),
+        )
         if rounds is None:  # on a run, so that its own figures come out again
             rounds = _ROUNDS_TO_COMPARE if data.home is None else data.options.rounds
         if not as_json:

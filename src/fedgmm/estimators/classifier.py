@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
@@ -243,9 +244,9 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         clients: ArrayLike | None = None,
     ) -> float:
         """Accuracy."""
-        right = self.predict(X, clients=clients) == np.asarray(y)
-        weights = None if sample_weight is None else np.asarray(sample_weight, dtype=np.float64)
-        return float(np.average(right, weights=weights))
+        return float(
+            accuracy_score(y, self.predict(X, clients=clients), sample_weight=sample_weight)
+        )
 
     @available_if(_has_density)  # type: ignore[untyped-decorator]
     def score_samples(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> FloatArray:

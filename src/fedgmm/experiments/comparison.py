@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedgmm.algorithms.base import SHARED_LEARNERS
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.inference.metrics import Evaluation
 from fedgmm.inference.model import FederatedModel
@@ -184,6 +185,8 @@ def compare(
     result = Comparison()
     for algorithm in algorithms:
         chosen = replace(options or TrainingOptions(), algorithm=algorithm, **changes)
+        if algorithm not in SHARED_LEARNERS:  # learners of each client's own know its labels
+            chosen = replace(chosen, personal_labels=False)
         net = network(chosen.learner, dataset.input_shape, len(dataset.classes))
         exact = _solver(chosen, net) == "newton" and algorithm in ("fedgmm", "fedem", "fedavg")
         tuning = None

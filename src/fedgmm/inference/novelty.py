@@ -7,10 +7,13 @@ that is asked for holds on new rows of the same kind, whatever the model.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
 
@@ -79,6 +82,15 @@ def detect(calibration: ArrayLike, scores: ArrayLike, false_alarm_rate: float) -
     if not 0.0 < false_alarm_rate < 1.0:
         raise ValueError(f"false_alarm_rate must lie between 0 and 1, got {false_alarm_rate!r}.")
     p_values = conformal_p_values(calibration, scores)
+    rows = len(np.asarray(calibration))
+    if false_alarm_rate * (1.0 + rows) < 1.0:
+        warnings.warn(
+            f"No row can be flagged: with {counted(rows, 'held-out row')} no p-value is below "
+            f"{1.0 / (1.0 + rows):.3g}, and false_alarm_rate is {false_alarm_rate:g}; hold out more rows, "
+            "or ask for a higher rate.",
+            UserWarning,
+            stacklevel=3,
+        )
     return NoveltyResult(
         np.asarray(scores, dtype=np.float64),
         p_values,

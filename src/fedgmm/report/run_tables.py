@@ -27,7 +27,7 @@ def inspection_tables(found: Inspection) -> list[Table]:
 def _clients_table(found: Inspection) -> Table:
     rows = sum(client.rows for client in found.clients)
     table = Table(title=f"{counted(len(found.clients), 'client')}, {counted(rows, 'row')}")
-    table.add_column("client")
+    _add_names(table, "client")
     labels = list(found.classes)[:_MOST_CLASSES]
     for column in ("rows", "missing", *(f"class {label}" for label in labels)):
         table.add_column(escape(column), justify="right")
@@ -58,11 +58,11 @@ def _columns_table(found: Inspection) -> Table:
     total = sum(column.outputs for column in found.columns)
     columns = counted(len(found.columns), "column, which becomes", "columns, which become")
     table = Table(title=f"{columns} {total}")
-    table.add_column("column")
-    table.add_column("used as")
-    table.add_column("missing", justify="right")
-    table.add_column("becomes", justify="right")
-    table.add_column("detail", overflow="ellipsis", no_wrap=True)
+    _add_names(table, "column")
+    table.add_column("used as", no_wrap=True)
+    table.add_column("missing", justify="right", no_wrap=True)
+    table.add_column("becomes", justify="right", no_wrap=True)
+    table.add_column("detail", overflow="fold")
     for column in found.columns[:_MOST_LINES]:
         table.add_row(
             escape(column.name),
@@ -112,7 +112,7 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
 def evaluation_table(found: Evaluation) -> Table:
     """Every client, the worst first, and what stands for all."""
     table = Table(title=counted(len(found.clients), "client"))
-    table.add_column("client")
+    _add_names(table, "client")
     for column in ("rows", "accuracy", "log-loss", "calibration error"):
         table.add_column(column, justify="right")
     for index in np.argsort(found.accuracy, kind="stable")[:_MOST_LINES].tolist():
@@ -160,6 +160,11 @@ def adaptation_table(found: Adapted) -> Table:
             f"{_percent(last['accuracy'])} with its own from {counted(round(last['rows']), 'row')}"
         )
     return table
+
+
+def _add_names(table: Table, of: str) -> None:
+    """A column of names; on a narrow screen they are broken, for a name that is cut may be another's."""
+    table.add_column(of, overflow="fold")
 
 
 def _percent(share: float) -> str:

@@ -50,6 +50,9 @@ def data_to_compare(
     seed: int | None = None,
     tell: Tell = lambda _: None,
     sizes: Mapping[str, Any] | None = None,
+    *,
+    categorical: Sequence[str] = (),
+    ignore: Sequence[str] = (),
 ) -> DataToCompare:
     """Rows from files, from a run folder, or built in.
 
@@ -61,10 +64,18 @@ def data_to_compare(
         tell: called with a line before each step.
         sizes: ``components`` and ``learners``, where they were given; where neither was, a run's own
             hold, and files choose as ``fit`` does.
+        categorical: number columns whose values are names of groups, for files.
+        ignore: columns to leave out, for files.
     """
     sizes = sizes or {}
     if len(sources) == 1 and RunFolder(Path(sources[0])).is_run:
+        if label or client_column or categorical or ignore:
+            raise ValueError(
+                f"{sources[0]} is a run, which knows its label and its columns; leave out --label, "
+                "--client-column, --categorical and --ignore."
+            )
         run = open_run(sources[0])
+        run.need_labels()
         # methods differ; what they have in common is the size of the mixture and the seed
         options = replace(run.config.options(), algorithm="fedgmm", **sizes)
         options = options if seed is None else replace(options, seed=seed)
@@ -74,7 +85,7 @@ def data_to_compare(
         return DataToCompare(dataset, sources[0], TrainingOptions(seed=seed or 0, **sizes), bayes)
     if label is None:
         raise ValueError("No label column was given; say --label COLUMN.")
-    table = TableOptions(label, client_column, seed=seed or 0)
+    table = TableOptions(label, client_column, tuple(categorical), tuple(ignore), seed=seed or 0)
     dataset, _, tables = load_federation(sources, table, tell)
     options = TrainingOptions(standardise=False, seed=seed or 0, **sizes)
     kind = suitable_covariance(len(dataset.train), dataset.input_shape[0], options.components)

@@ -17,7 +17,7 @@ from fedgmm.data.tabular.files import Tell, find_tables
 from fedgmm.data.tabular.loading import Tables, agreement, read_tables
 from fedgmm.data.tabular.preprocessing import TableOptions
 from fedgmm.experiments.results import environment
-from fedgmm.federation.checkpoint import Checkpoint
+from fedgmm.federation.checkpoint import Checkpoint, read_checkpoint
 from fedgmm.files import write_atomically
 from fedgmm.runs.config import RunConfig, config_from, read_config
 from fedgmm.runs.folder import (
@@ -166,6 +166,8 @@ def resume(
         elif folder.is_finished:
             return open_run(home)
         check_files_unchanged(folder)
+        if folder.checkpoint.is_file():
+            read_checkpoint(folder.checkpoint)  # a damaged one must not cost a model that is there
         return _run(folder, config, tell, on_start, tuple(on_round))
 
 

@@ -171,7 +171,7 @@ class FederatedRun:
             split: of the training's own rows: ``"train"``, ``"validation"`` or ``"test"``.
             tell: called with a line before each step.
         """
-        self._need_labels()
+        self.need_labels()
         if not files:
             return self.model.evaluate(split, self.data(tell))
         codes, log_proba, labels = [], [], []
@@ -180,8 +180,7 @@ class FederatedRun:
             rows = read_rows(path, self.preprocessing, label_needed=True, tell=tell)
             assert rows.labels is not None
             kept = self._labelled(rows, path)
-            owners = self._owners(rows, path)
-            owners = self._full_names(owners)
+            owners = self._full_names(self._owners(rows, path), path)
             found = self.model.predict_proba(
                 rows.matrix[kept], np.array(owners, dtype=object)[kept]
             )
@@ -208,13 +207,13 @@ class FederatedRun:
                 one, or else the federation's weights.
             tell: called with a line before each step.
         """
-        self._need_labels()
+        self.need_labels()
         rows = read_rows(Path(file), self.preprocessing, tell=tell)
         owner: Any = None
         if client is not None:
             owner = self.client_named(client)
         elif rows.clients is not None:
-            owner = np.array(self._full_names(rows.clients), dtype=object)
+            owner = np.array(self._full_names(rows.clients, Path(file)), dtype=object)
         elif not has_common_model(self.model):
             raise ValueError(
                 f"{self.model.algorithm} has no common model; say whose to use: --client NAME."
@@ -255,6 +254,11 @@ class FederatedRun:
             raise RunError(
                 f"{self.model.algorithm} has no common model to compare rows with; train with fedgmm."
             )
+        if score != "x" and self.model.algorithm == DENSITY:
+            raise RunError(
+                f"{self.folder.home} was trained without labels, so --score {score} has nothing to see; "
+                "say --score x."
+            )
         if score in ("x", "joint") and self.model.prediction.gaussians is None:
             raise RunError(
                 f"{self.model.algorithm} has no density of the inputs; say --score confidence, or train "
@@ -285,7 +289,8 @@ class FederatedRun:
             batch = self.model.client_novelty(rows.matrix)
         return Detection(result, score, batch, rows.notes)
 
-    def _need_labels(self) -> None:
+    def need_labels(self) -> None:
+        """Raise :class:`RunError` for a run that was trained without labels."""
         if self.model.algorithm == DENSITY:
             raise RunError(
                 f"{self.folder.home} was trained without labels, so it predicts none; use fedgmm detect."
@@ -378,7 +383,7 @@ class FederatedRun:
 
     def report(self, *, tell: Tell = lambda _: None) -> Path:
         """Write ``report.html`` and return where it is."""
-        self._need_labels()
+        self.need_labels()
         from fedgmm.runs.reporting import write_run_report
 
         return write_run_report(self, tell)
@@ -403,7 +408,13 @@ class FederatedRun:
             f"Client {client!r} is not known; {hint} A new one joins with fedgmm adapt."
         )
 
-    def _full_names(self, clients: list[str]) -> list[str]:
+    def _full_names(self, clients: list[str], path: Path) -> list[str]:
+        if "" in clients:
+            raise TableError(
+                path,
+                f"row {clients.index('') + 1} below the header has no client: the column "
+                f"{self.preprocessing.client_column!r} is empty there.",
+            )
         full = {name: self.client_named(name) for name in dict.fromkeys(clients)}
         return [full[name] for name in clients]
 

@@ -12,9 +12,9 @@ from fedgmm.data.tabular.inspection import inspect_tables
 
 @pytest.fixture
 def inspected(write, first_pass):
-    def of(label="y", **files):
+    def of(label="y", ignore=(), **files):
         paths = [write(f"{name}.csv", content) for name, content in files.items()]
-        return inspect_tables(first_pass(*paths, label=label))
+        return inspect_tables(first_pass(*paths, label=label, ignore=ignore))
 
     return of
 
@@ -40,6 +40,13 @@ def test_clients_and_columns(inspected):
     x, c = found.columns
     assert (x.name, x.role, x.missing, x.outputs) == ("x", "number", 10 / 80, 2)
     assert (c.name, c.role, c.detail) == ("c", "category", "u, v")
+
+
+def test_columns_to_ignore_count_for_nothing(inspected):
+    a, b = site([0, 1, 2, 3, ""] * 10, ["p", "q"] * 25), site(range(30), ["p"] * 30, "x,note,y")
+    found = inspected(a=a, b=b, ignore=("c", "note"))
+    assert found.clients[0].missing == pytest.approx(10 / 50)
+    assert [column.role for column in found.columns] == ["number", "ignored", "ignored"]
 
 
 def test_warnings(inspected):

@@ -330,6 +330,21 @@ def test_a_list_is_no_table_value_unless_it_is_ignored(load, fails, tmp_path):
     assert preprocessing.feature_names == ("a",)
 
 
+@pytest.mark.parametrize("client_column", [None, "who"])
+def test_a_column_that_is_ignored_may_be_at_some_sites_only(write, load, fails, client_column):
+    a = write("a.csv", "who,x,y\na,1,p\na,2,q\na,4,q\n")
+    b = write("b.csv", "id,who,note,x,y\n1,b,good,1,p\n2,b,,3,q\n3,b,bad,5,p\n")
+    ignore = ("note", "id") if client_column else ("note", "id", "who")
+    dataset, preprocessing, _ = load(a, b, ignore=ignore, client_column=client_column)
+    assert preprocessing.feature_names == ("x",)
+    assert len(all_rows(dataset)) == 6
+    for path in (a, b):  # later files may have them or not
+        assert len(read_rows(path, preprocessing).matrix) == 3
+    assert "There is no column 'zz'" in fails(
+        load, a, b, ignore=(*ignore, "zz"), client_column=client_column
+    )
+
+
 def test_npz_sites(rng, load, tmp_path):
     for site in "ab":
         np.savez(
@@ -346,8 +361,8 @@ def test_npz_sites(rng, load, tmp_path):
 @pytest.mark.parametrize(
     ("second", "told"),
     [
-        ("x,y\n1,p\n", "the column 'z' is missing, which 'a' has"),
-        ("x,z,w,y\n1,2,3,p\n", "there is a column 'w', which 'a' does not have"),
+        ("x,y\n1,p\n", "the column 'z' is missing, which 'a' has; take it out everywhere, or"),
+        ("x,z,w,y\n1,2,3,p\n", "there is a column 'w', which 'a' does not have; take it out"),
         ("x,z\n1,2\n", "no label column 'y'"),
         ("x,z,y\n", "it has no rows"),
         ("x,z,y", "it has no rows"),
@@ -395,7 +410,7 @@ def test_unknown_options(write, load, fails):
     path = write("a.csv", "x,y\n1,p\n2,q\n")
     assert "There is no column 'z'" in fails(load, path, ignore=("z",))
     assert "There is no column 'z'" in fails(load, path, categorical=("z",))
-    assert "No column is left" in fails(load, path, ignore=("x",))
+    assert "a.csv: there is no column to learn from" in fails(load, path, ignore=("x",))
 
 
 def test_a_file_that_changes_between_the_passes(write, fails):

@@ -72,6 +72,7 @@ def test_unknown_categories_are_counted():
 def test_headers(fails):
     own = Preprocessing((NUMBER, Column("b", "ignored")), Labels("y", (0, 1)), "site")
     own.check_header("f.csv", ["b", "a"])
+    own.check_header("f.csv", ["a"])  # what is not used may be missing
     own.check_header("f.csv", ["y", "site", "b", "a"], label_needed=True)
     assert "f.csv: the column 'a' is missing" in fails(own.check_header, "f.csv", ["b"])
     assert "'zz' was not there" in fails(own.check_header, "f.csv", ["a", "b", "zz"])

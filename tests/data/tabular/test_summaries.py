@@ -78,12 +78,6 @@ def test_a_client_keeps_names_to_itself():
     assert summary({"a": people[:3]})["a"].categories is not None
 
 
-def test_ignored_columns_are_not_looked_at():
-    batch = {"a": pa.array([["list"]]), "b": ["secret"], "c": [1.0]}
-    told = summary(batch, ignored=["a", "b"])
-    assert (told["a"].kind, told["a"].missing, told["b"].categories) == ("empty", 0, {})
-
-
 def test_numbers_too_large_to_be_squared_warn_nobody(recwarn):
     told = summary({"a": [1e308, -1e308, 1e308]}, {"a": [1.0, 2.0, 3.0]})["a"]
     assert not np.isfinite(told.squares)

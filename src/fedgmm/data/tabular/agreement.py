@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -30,6 +30,7 @@ from fedgmm.data.tabular.summaries import ClientSummary, ColumnSummary, look_lik
 
 _NAMES = "it has so many different values that they look like names"
 _TOO_LARGE = "its numbers are too large to be squared"
+_IGNORE = "take it out everywhere, or ignore it"
 _OTHER_DATE = re.compile(r"\d{1,2}([./-])\d{1,2}\1(\d{2}|\d{4})( .*)?")  # not ISO 8601
 _ROUNDING = 1e-12  # of the mean: what rounding leaves of a deviation that is zero
 
@@ -71,8 +72,10 @@ def agree_on_columns(
 ) -> tuple[list[Column], list[str]]:
     """What becomes of each column, and what is worth knowing about it."""
     clients = list(summaries)
-    names = list(summaries[clients[0]].columns)
-    _check_same_columns(summaries, names, clients[0])
+    # a column that is ignored may be at some clients only
+    names = [name for name in summaries[clients[0]].columns if name not in options.ignore]
+    _check_same_columns(summaries, names, clients[0], options.ignore)
+    names += dict.fromkeys(n for s in summaries.values() for n in s.columns if n in options.ignore)
     for name in (*options.categorical, *options.ignore):
         if name not in (*names, options.label, options.client_column):
             raise ValueError(f"There is no column {quoted(name)}; the columns are {listed(names)}.")
@@ -80,7 +83,9 @@ def agree_on_columns(
     rows = sum(summary.rows for summary in summaries.values())
     columns = []
     for name in names:
-        own = {client: summary.columns[name] for client, summary in summaries.items()}
+        own = {
+            c: summary.columns[name] for c, summary in summaries.items() if name in summary.columns
+        }
         column = _agree_on(name, own, rows, options)
         if column.role == "ignored" and name not in options.ignore:
             notes.append(f"Column {quoted(name)} is not used: {column.reason}.")
@@ -99,20 +104,22 @@ def agree_on_columns(
 
 
 def _check_same_columns(
-    summaries: Mapping[str, ClientSummary], names: list[str], first: str
+    summaries: Mapping[str, ClientSummary], names: list[str], first: str, ignore: Collection[str]
 ) -> None:
     for client, summary in summaries.items():
         for name in names:
             if name not in summary.columns:
                 raise DisagreementError(
-                    client, name, f"the column {quoted(name)} is missing, which {first!r} has."
+                    client,
+                    name,
+                    f"the column {quoted(name)} is missing, which {first!r} has; {_IGNORE}.",
                 )
         for name in summary.columns:
-            if name not in names:
+            if name not in names and name not in ignore:
                 raise DisagreementError(
                     client,
                     name,
-                    f"there is a column {quoted(name)}, which {first!r} does not have.",
+                    f"there is a column {quoted(name)}, which {first!r} does not have; {_IGNORE}.",
                 )
 
 

@@ -17,7 +17,12 @@ from fedgmm.data.tabular.errors import ConversionError, TableError, listed, quot
 from fedgmm.data.tabular.files import Tell, client_name, read_batches, read_header
 from fedgmm.data.tabular.labels import NO_LABEL, UNKNOWN
 from fedgmm.data.tabular.preprocessing import TableOptions, check_type
-from fedgmm.data.tabular.summaries import BatchValues, ClientSummary, SummaryOfColumns
+from fedgmm.data.tabular.summaries import (
+    BatchValues,
+    ClientSummary,
+    ColumnSummary,
+    SummaryOfColumns,
+)
 
 IntArray = NDArray[np.int64]
 
@@ -151,18 +156,20 @@ def _summarise_once(
     sums: dict[str, SummaryOfColumns] = {}
     labels: dict[str, Counter[str]] = {}
     header: list[str] = []
+    ignored: dict[str, ColumnSummary] = {}
     for file in files:
         if len(files) > 1:
             tell(f"reading {file.path.name}")
-        own_header = _checked_header(file, options)
+        own_header, own_ignored = _checked_header(file, options)
         header = header or own_header
         odd = sorted(set(header) ^ set(own_header))
         if odd:
             raise TableError(file.path, f"the column {quoted(odd[0])} is not in all files.")
+        ignored |= dict.fromkeys(own_ignored, ColumnSummary("empty", 0))
         rows_of, labels_of = Codes(), Codes()
         file.state = state_of(file.path)
-        for batch in file.batches():
-            _check_types(file, batch, options)
+        for batch in file.batches(only={*header, options.label or "", options.client_column or ""}):
+            _check_types(file, batch)
             _add_batch(file, batch, header, options, sums, labels, rows_of, labels_of)
         if not rows_of.texts:
             raise TableError(file.path, "it has no rows.")
@@ -172,7 +179,7 @@ def _summarise_once(
         client: ClientSummary(
             own.rows,
             labels[client].pop(_UNLABELLED, 0),
-            own.result(),
+            {**own.result(), **ignored},
             dict(labels[client]),
         )
         for client, own in sums.items()
@@ -188,8 +195,8 @@ def state_of(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _checked_header(file: TableFile, options: TableOptions) -> list[str]:
-    """The columns beside label and client, which must be there."""
+def _checked_header(file: TableFile, options: TableOptions) -> tuple[list[str], list[str]]:
+    """The columns beside label and client, which must be there: those to use, those to ignore."""
     names = list(read_header(file.path))
     for name, what in ((options.label, "label"), (options.client_column, "client")):
         if name is not None and name not in names:
@@ -198,18 +205,20 @@ def _checked_header(file: TableFile, options: TableOptions) -> list[str]:
                 f"there is no {what} column {quoted(name)}; the columns are {listed(names)}.",
             )
     rest = [name for name in names if name not in (options.label, options.client_column)]
-    if not rest:
-        raise TableError(file.path, "there is no column to learn from beside the label.")
-    return rest
+    used = [name for name in rest if name not in options.ignore]
+    ignored = [name for name in rest if name in options.ignore]
+    if not used:
+        others = " and those to ignore" if ignored else ""
+        raise TableError(file.path, f"there is no column to learn from beside the label{others}.")
+    return used, ignored
 
 
-def _check_types(file: TableFile, batch: pa.RecordBatch, options: TableOptions) -> None:
+def _check_types(file: TableFile, batch: pa.RecordBatch) -> None:
     for column in batch.schema:
-        if column.name not in options.ignore:
-            check_type(file.path, column.name, column.type)
-            kind = stored_kind(column.type)
-            assert kind is not None
-            file.kinds[column.name] = kind
+        check_type(file.path, column.name, column.type)
+        kind = stored_kind(column.type)
+        assert kind is not None
+        file.kinds[column.name] = kind
 
 
 def _add_batch(
@@ -239,7 +248,7 @@ def _add_batch(
                 f"column {quoted(options.client_column)} is empty there.",
             )
     rows_of.add(clients, names)
-    values = BatchValues(batch.select(header), file.as_categories, options.ignore)
+    values = BatchValues(batch.select(header), file.as_categories)
     order = np.argsort(clients, kind="stable")
     ends = np.cumsum(np.bincount(clients, minlength=len(names)))
     for client, mine in zip(names, np.split(order, ends[:-1]), strict=True):

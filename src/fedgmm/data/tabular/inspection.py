@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,7 +90,10 @@ def inspect_tables(tables: Tables) -> Inspection:
     owned = _classes_of(tables)
     classes: Counter[str] = sum(owned.values(), Counter())
     rows = sum(summary.rows for summary in summaries.values())
-    clients = [_client(name, own, columns, owned[name], classes) for name, own in summaries.items()]
+    clients = [
+        _client(name, own, columns, owned[name], classes, tables.options.ignore)
+        for name, own in summaries.items()
+    ]
     facts = [_column(column, summaries, rows) for column in columns]
     warnings = [
         *tables.notes,
@@ -131,13 +134,14 @@ def _client(
     columns: list[Column],
     labels: Mapping[str, int],
     classes: Mapping[str, int],
+    ignore: Collection[str],
 ) -> ClientFacts:
-    values = max(1, own.rows * len(own.columns))
-    missing = sum(column.missing for column in own.columns.values()) / values
+    looked_at = [c for name, c in own.columns.items() if name not in ignore]
+    missing = sum(column.missing for column in looked_at) / max(1, own.rows * len(looked_at))
     gaps = {}
     for column in columns:
-        told = own.columns[column.name]
-        if column.role in ("number", "date") and told.count:
+        told = own.columns.get(column.name)
+        if column.role in ("number", "date") and told is not None and told.count:
             gaps[column.name] = (told.mean - column.mean) / column.scale
     shift = math.sqrt(sum(gap**2 for gap in gaps.values()) / len(gaps)) if gaps else 0.0
     farthest = max(gaps, key=lambda column: abs(gaps[column]), default=None)
@@ -160,7 +164,8 @@ def _total_variation(own: Mapping[str, int], whole: Mapping[str, int]) -> float:
 
 
 def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -> ColumnFacts:
-    missing = sum(own.columns[column.name].missing for own in summaries.values())
+    told = [own.columns[column.name] for own in summaries.values() if column.name in own.columns]
+    missing = sum(own.missing for own in told)
     match column.role:
         case "number":
             detail = f"mean {column.mean:.4g}, deviation {column.scale:.4g}"

@@ -81,7 +81,7 @@ class Column:
     Attributes:
         name: in the file.
         role: ``"number"`` and ``"date"`` are standardised, ``"category"`` is one column a category
-            (one for both where there are two), ``"ignored"`` must be there and is not used.
+            (one for both where there are two), ``"ignored"`` may be there and is not used.
         mean: of all clients' values; missing ones are put there.
         scale: their deviation, or one where all are equal.
         categories: sorted, ``"(other)"`` last where the rarest were joined.
@@ -203,7 +203,7 @@ class Preprocessing:
         """Raise :class:`TableError` for the first column that is missing or that nobody knows."""
         here = set(names)
         for column in self.columns:
-            if column.name not in here:
+            if column.role != "ignored" and column.name not in here:
                 raise TableError(path, f"the column {quoted(column.name)} is missing.")
         if label_needed and self.labels.name not in here:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")

@@ -59,7 +59,7 @@ class ClientSummary:
     Attributes:
         rows: how many rows it has.
         unlabelled: how many more have no label; they are left out.
-        columns: in the order of its file.
+        columns: in the order of its file; those to ignore come last, as empty ones.
         labels: how often each label occurs, as it is written.
     """
 
@@ -171,26 +171,17 @@ class BatchValues:
         texts: codes and texts of the columns that were read as text or truth values.
     """
 
-    def __init__(
-        self,
-        batch: pa.RecordBatch,
-        as_categories: Collection[str] = (),
-        ignored: Collection[str] = (),
-    ) -> None:
+    def __init__(self, batch: pa.RecordBatch, as_categories: Collection[str] = ()) -> None:
         """Read a batch.
 
         Args:
             batch: some rows of a file.
             as_categories: columns of text that is not to be taken for numbers.
-            ignored: columns that are not looked at; they count as empty without missing values.
         """
         self.kinds: list[Kind] = []
         self.texts: dict[int, tuple[NDArray[np.int64], list[str]]] = {}
         columns, rows = [], []
         for index, name in enumerate(batch.schema.names):
-            if name in ignored:
-                self.kinds.append("empty")
-                continue
             values = batch.column(index)
             kind = kind_of(values)
             if name in as_categories and kind != "empty":
