@@ -207,6 +207,23 @@ def test_the_server_s_optimiser_moves_the_learners(rng, kind, solver):
         assert not torch.equal(value, target.learners[name])
 
 
+@pytest.mark.parametrize(("solver", "share"), [("sgd", 1 / 3), ("newton", 1.0)])
+def test_the_server_knows_how_far_the_rate_has_fallen(rng, solver, share):
+    """Exact steps have no rate, and so nothing that could fall."""
+    rows, net = federation(rng).train, Dense(COLUMNS, 2)
+    plain = method(net, solver=solver)
+    training = replace(plain.training, schedule="cooldown", rounds=10)
+    server = ServerOptimiser("momentum")
+    cooling = replace(plain, training=training, server=server)
+    shared, personal = state(rng, net, len(rows.names))
+    _, update = cooling.client_step(shared, personal, rows, 10)
+    target, _ = plain.server_step(shared, update)
+    moved, _ = cooling.server_step(shared, update, 10)
+    expected = server.step(shared.learners, target.learners, ServerState(), share)[1]
+    for name, value in expected.first.items():
+        torch.testing.assert_close(moved.server.first[name], value)
+
+
 def test_a_learner_that_nobody_uses_stays(rng):
     rows, net = federation(rng).train, Dense(COLUMNS, 2)
     for solver in ("sgd", "newton"):

@@ -51,6 +51,37 @@ def test_momentum(rng):
     assert state.steps == len(averages)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_follows_a_rate_that_falls_as_torch_s_own_does(rng, momentum):
+    """Clients that take one step of a quadratic's gradient: with the server this is torch's optimiser."""
+    shares, rate = [1.0, 1.0, 0.6, 0.2, 0.05], 0.1
+    theta = torch.nn.Parameter(torch.from_numpy(rng.normal(size=(2, 3))))
+    goal, curvature = torch.from_numpy(rng.normal(size=(2, 3))), torch.tensor([0.5, 2, 7]).double()
+    ours, state = {"w": theta.detach().clone()}, ServerState()
+    server = ServerOptimiser("momentum", momentum=momentum)
+    optimiser = torch.optim.SGD([theta], lr=rate, momentum=momentum)
+    for share in shares:
+        average = {"w": ours["w"] - share * rate * curvature * (ours["w"] - goal)}
+        ours, state = server.step(ours, average, state, share)
+        optimiser.param_groups[0]["lr"] = share * rate
+        optimiser.zero_grad()
+        (curvature * (theta - goal).square() / 2).sum().backward()
+        optimiser.step()
+        torch.testing.assert_close(ours["w"], theta.detach(), rtol=1e-12, atol=0)
+
+
+def test_adam_moves_by_the_share_of_its_step_that_the_rate_has(rng):
+    start, average, *_ = rounds(rng)
+    server = ServerOptimiser("adam", lr=0.1)
+    whole, state = server.step(start, average, ServerState())
+    nearer = {name: (4 * start[name] + average[name]) / 5 for name in start}
+    part, remembered = server.step(start, nearer, ServerState(), share=0.2)
+    for name in start:
+        torch.testing.assert_close(part[name] - start[name], 0.2 * (whole[name] - start[name]))
+        torch.testing.assert_close(remembered.first[name], state.first[name])
+        torch.testing.assert_close(remembered.second[name], state.second[name])
+
+
 def test_adam(rng):
     """FedAdam of Reddi et al.: no correction of the bias, a floor under the denominator."""
     start, *averages = rounds(rng)

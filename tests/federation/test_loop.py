@@ -24,7 +24,7 @@ class Scripted:
             raise self.error
         return personal + 10, rows
 
-    def server_step(self, shared, update):
+    def server_step(self, shared, update, round_number=1):
         if self.fails_in == ("server", shared + 1):
             raise self.error
         return shared + 1, RoundInfo(self.log_likelihoods[shared])
@@ -135,7 +135,7 @@ class Counting:
     def client_step(self, shared, personal, rows, round_number=1):
         return personal + 1, rows.names
 
-    def server_step(self, shared, update):
+    def server_step(self, shared, update, round_number=1):
         return (*shared, update), RoundInfo(float(len(shared)))
 
 

@@ -202,7 +202,7 @@ class Counter:
             raise self.error
         return personal + 1, None
 
-    def server_step(self, shared, update):
+    def server_step(self, shared, update, round_number=1):
         from fedgmm.algorithms.base import RoundInfo
 
         return shared + 1, RoundInfo(-1.0 / (shared + 1))

@@ -57,10 +57,10 @@ class FedAvgPlus:
         return self.average.client_step(shared, personal, rows, round_number)
 
     def server_step(
-        self, shared: FedGMMShared, update: FedGMMUpdate
+        self, shared: FedGMMShared, update: FedGMMUpdate, round_number: int = 1
     ) -> tuple[FedGMMShared, RoundInfo]:
         """FedAvg's average."""
-        return self.average.server_step(shared, update)
+        return self.average.server_step(shared, update, round_number)
 
     def combine(self, updates: Sequence[FedGMMUpdate]) -> FedGMMUpdate:
         """FedAvg's sums."""

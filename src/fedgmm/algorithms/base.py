@@ -73,7 +73,9 @@ class Method(Protocol[Shared, Personal, Update, Data]):
         """What the clients in ``rows`` do with the broadcast parameters."""
         ...
 
-    def server_step(self, shared: Shared, update: Update) -> tuple[Shared, RoundInfo]:
+    def server_step(
+        self, shared: Shared, update: Update, round_number: int = 1
+    ) -> tuple[Shared, RoundInfo]:
         """What the server makes of the clients' sums."""
         ...
 

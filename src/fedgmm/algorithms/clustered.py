@@ -99,7 +99,7 @@ class ClusteredFL:
         )
 
     def server_step(
-        self, shared: ClusteredShared, update: ClusteredUpdate
+        self, shared: ClusteredShared, update: ClusteredUpdate, round_number: int = 1
     ) -> tuple[ClusteredShared, RoundInfo]:
         """Average within clusters, then split those that are stationary but not of one mind."""
         before = {
@@ -127,7 +127,8 @@ class ClusteredFL:
                 # positions within the cluster become codes of clients before they are used
                 clusters[update.clients[members[halves]]] = len(parents)
                 parents.append(cluster)
-        learners, server = self.server.step(shared.learners, average, shared.server)
+        share = self.training.rate_share(round_number)
+        learners, server = self.server.step(shared.learners, average, shared.server, share)
         grown = {name: value[parents] for name, value in learners.items()}
         if len(parents) > count:
             server = ServerState()  # the averages of old clusters do not fit the new ones

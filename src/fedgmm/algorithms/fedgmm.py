@@ -210,17 +210,18 @@ class FedGMM:
         return _newton_total(lanes)
 
     def server_step(
-        self, shared: FedGMMShared, update: FedGMMUpdate
+        self, shared: FedGMMShared, update: FedGMMUpdate, round_number: int = 1
     ) -> tuple[FedGMMShared, RoundInfo]:
         """Gaussians from moments, learners from weighted averages or from summed curvature."""
         mixture, info = self.gaussians.server_step(shared.mixture, update.mixture)
         mixture = replace(mixture, weights=aggregate_weights(update.mixture.counts))
         if update.newton is not None:
-            net = self.training.net
+            net, share = self.training.net, 1.0  # exact steps have no rate
             assert isinstance(net, Dense)
             average = newton_step(net, shared.learners, update.newton, self.ridge)
         else:
             assert update.learners is not None
+            share = self.training.rate_share(round_number)
             alive = update.learner_counts > 1e-9
             average = {}
             for name, value in update.learners.items():
@@ -230,7 +231,7 @@ class FedGMM:
                 average[name] = torch.where(
                     alive.reshape(shape), mean, shared.learners[name].double()
                 )
-        learners, server = self.server.step(shared.learners, average, shared.server)
+        learners, server = self.server.step(shared.learners, average, shared.server, share)
         return FedGMMShared(mixture, learners, server), info
 
     def combine(self, updates: Sequence[FedGMMUpdate]) -> FedGMMUpdate:

@@ -72,7 +72,9 @@ class Local:
         fit = fit_of_own_learners(self.training, personal, rows)
         return self.training.train_personal(personal, rows, round_number), fit
 
-    def server_step(self, shared: None, update: Fit) -> tuple[None, RoundInfo]:
+    def server_step(
+        self, shared: None, update: Fit, round_number: int = 1
+    ) -> tuple[None, RoundInfo]:
         """There is no server."""
         return None, update.info()
 

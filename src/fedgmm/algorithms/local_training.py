@@ -59,18 +59,21 @@ class LocalTraining:
 
     def options(self, round_number: int) -> SGD:
         """The optimiser of one round, counted from one."""
+        return replace(self.sgd, lr=self.sgd.lr * self.rate_share(round_number))
+
+    def rate_share(self, round_number: int) -> float:
+        """The learning rate of a round, counted from one, as a share of the full one."""
         match self.schedule:
             case "constant":
-                factor = 1.0
+                return 1.0
             case "cooldown":
                 falling = max(1, round(self.rounds * _COOLING_SHARE))
                 left = max(1, self.rounds + 1 - round_number)  # this round among them
-                factor = min(1.0, left / (falling + 1))
+                return min(1.0, left / (falling + 1))
             case "cosine":
-                factor = 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / self.rounds))
+                return 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / self.rounds))
             case _:
-                factor = 1.0 / math.sqrt(round_number)
-        return replace(self.sgd, lr=self.sgd.lr * factor)
+                return 1.0 / math.sqrt(round_number)
 
     def initial(self, learners: int, device: torch.device, given: Params | None = None) -> Params:
         """Start of ``learners`` learners, ``(M, ...)``: independent draws, or copies of a given one."""

@@ -182,7 +182,7 @@ class FederatedGMM:
         return client_weights(update.counts, rows.rows_per_client), update
 
     def server_step(
-        self, shared: MixtureShared, update: MixtureUpdate
+        self, shared: MixtureShared, update: MixtureUpdate, round_number: int = 1
     ) -> tuple[MixtureShared, RoundInfo]:
         """New Gaussians and the federation's weights from the clients' sums."""
         moments = update.moments

@@ -98,7 +98,7 @@ class PFedMe:
         return moved, PFedMeUpdate(total, counts.sum(), fit)
 
     def server_step(
-        self, shared: PFedMeShared, update: PFedMeUpdate
+        self, shared: PFedMeShared, update: PFedMeUpdate, round_number: int = 1
     ) -> tuple[PFedMeShared, RoundInfo]:
         """``w ← (1 - β) w + β Σ_c N_c w_c / Σ_c N_c``."""
         target = {
@@ -106,7 +106,8 @@ class PFedMe:
             + self.mixing * value / update.rows
             for name, value in update.learners.items()
         }
-        learners, server = self.server.step(shared.learners, target, shared.server)
+        share = self.training.rate_share(round_number)
+        learners, server = self.server.step(shared.learners, target, shared.server, share)
         return PFedMeShared(learners, server), update.fit.info()
 
     def combine(self, updates: Sequence[PFedMeUpdate]) -> PFedMeUpdate:

@@ -1,6 +1,10 @@
 """Server optimisers: what the server does with the clients' average.
 
-The average minus the current parameters is a pseudo-gradient; the optimiser decides the step.
+The average minus the current parameters is a pseudo-gradient; the optimiser decides the step. While the
+clients' learning rate falls they move less and less, but what the server remembers was made at higher
+rates, and would go on for ten rounds at a momentum of 0.9. So the server remembers what every round would
+have done at the full rate, and of its step it takes the share that the rate has now, as optimisers do that
+multiply their momentum by the rate.
 """
 
 from __future__ import annotations
@@ -45,9 +49,16 @@ class ServerOptimiser:
     floor: float = 1e-3
 
     def step(
-        self, current: Params, average: Params, state: ServerState
+        self, current: Params, average: Params, state: ServerState, share: float = 1.0
     ) -> tuple[Params, ServerState]:
-        """New parameters from the clients' average, both ``(M, ...)``."""
+        """New parameters from the clients' average.
+
+        Args:
+            current: the parameters that clients started from, ``(M, ...)``.
+            average: what they have become, ``(M, ...)``.
+            state: what the server remembers.
+            share: the clients' learning rate in this round, as a share of the full one.
+        """
         if self.kind == "average" and self.lr == 1.0:
             return {name: average[name].to(value.dtype) for name, value in current.items()}, state
         moved, first, second = {}, {}, {}
@@ -55,7 +66,7 @@ class ServerOptimiser:
             if is_statistic(name):  # a variance that overshoots is none
                 moved[name] = average[name].to(value.dtype)
                 continue
-            delta = average[name].double() - value.double()
+            delta = (average[name].double() - value.double()) / share
             past = state.first.get(name, torch.zeros_like(delta))
             match self.kind:
                 case "average":
@@ -67,5 +78,5 @@ class ServerOptimiser:
                     squares = state.second.get(name, torch.zeros_like(delta))
                     second[name] = self.decay * squares + (1.0 - self.decay) * delta.square()
                     step = first[name] / (second[name].sqrt() + self.floor)
-            moved[name] = (value.double() + self.lr * step).to(value.dtype)
+            moved[name] = (value.double() + share * self.lr * step).to(value.dtype)
         return moved, ServerState(first, second, state.steps + 1)

@@ -178,7 +178,7 @@ def continue_rounds(
             if clients is not None and not len(clients):
                 continue  # nobody answered: the round is lost, the model stays
             personal, update = _ask(method, run, rows, clients, number)
-            shared, info = method.server_step(run.shared, update)
+            shared, info = method.server_step(run.shared, update, number)
             run.finish_round(number, shared, personal, info)
             judge()
     except KeyboardInterrupt:

@@ -188,7 +188,7 @@ class FederatedTraining:
         self._admit_to_clusters()
         # in the order of names, as one process has them
         update = self.method.combine([self._coded(name, updates[name]) for name in sorted(updates)])
-        shared, info = self.method.server_step(run.shared, update)
+        shared, info = self.method.server_step(run.shared, update, number)
         if not all_finite(shared):
             self._stop(f"round {number}: the model was not finite any more")
             return
