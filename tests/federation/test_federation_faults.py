@@ -331,9 +331,9 @@ def test_codes_of_clusters_follow_the_names_while_a_round_waits(files, tmp_path,
 
     step = ClusteredFL.server_step
 
-    def look(self, shared, update):
+    def look(self, shared, update, number):
         seen.append((update.clients.tolist(), len(shared.clusters)))
-        return step(self, shared, update)
+        return step(self, shared, update, number)
 
     sites.before_ask = join
     monkeypatch.setattr(ClusteredFL, "server_step", look)
