@@ -146,20 +146,3 @@ def test_federation_scale_loads_the_server_and_flower(tmp_path):
     assert all(one["seconds"] > 0 for one in found["alone"])
     (nodes,) = found["nodes"]
     assert nodes["exchanges"][0]["seconds"] > 0  # NaN where a node did not answer
-
-
-# ---------------------------------------------------------------------- statistics of batch normalisation
-
-
-@pytest.mark.slow
-def test_both_kinds_of_statistics_are_scored_after_the_same_rounds(tmp_path):
-    printed, found = quick_run(SCRIPT.with_name("batch_statistics.py"), tmp_path)
-    assert [(one["round"], one["side"]) for one in found] == [
-        (number, side) for number in (1, 2) for side in ("as they are", "cropped and flipped")
-    ]
-    assert len(printed.splitlines()) == len(found)
-    for one in found:
-        assert 0.0 <= one["clients"]["accuracy"] <= 1.0
-        assert one["away"]["log_likelihood"] < 0.0
-    first, second = found[:2]
-    assert first["clients"]["log_likelihood"] != second["clients"]["log_likelihood"]
