@@ -315,7 +315,7 @@ class TrainingRun:
         if stopped == INTERRUPTED:
             return model
         try:
-            model.prediction = self._settled(model.prediction)
+            model.prediction = settled(model.prediction, self.scaled.train)
             if self.options.personal_labels:
                 model.learn_labels()
         except KeyboardInterrupt:
@@ -325,10 +325,7 @@ class TrainingRun:
     def _model_of_round(self, method: AnyMethod, shared: Any, personal: Any) -> FederatedModel:
         """The model that would be left if this were the last round."""
         prediction = method.prediction(shared, personal)
-        return self._model(self._settled(prediction), None)
-
-    def _settled(self, prediction: Prediction) -> Prediction:
-        return settled(prediction, self.scaled.train, self.options.augment)
+        return self._model(settled(prediction, self.scaled.train), None)
 
     def _model(self, prediction: Prediction, stopped: str | None) -> FederatedModel:
         return FederatedModel(

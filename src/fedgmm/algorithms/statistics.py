@@ -3,15 +3,11 @@
 Clients train with the statistics of their own batches, while their weights move; then a server averages
 both. The average of weights is another network than those that the statistics are of, and with momentum at
 the server it is far from them. So whoever wants to predict asks the clients once more: what are your
-statistics with these very weights? Nothing is trained, and only sums leave the clients. They look at their
-images as training did, cropped and flipped: what the layers behind have learnt is at home in statistics of
-such images, with black where a crop went beyond the edge.
+statistics with these very weights? Nothing is trained, and only sums leave the clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -19,7 +15,7 @@ from torch import Tensor
 
 from fedgmm.algorithms.base import Prediction, count_learners
 from fedgmm.core.networks import Params, is_statistic
-from fedgmm.core.pixels import as_numbers, crop_and_flip
+from fedgmm.core.pixels import as_numbers
 from fedgmm.core.sgd import Step, plan_batches
 from fedgmm.core.stacked import Stacked
 from fedgmm.data.dataset import LabelledRows
@@ -27,10 +23,9 @@ from fedgmm.data.dataset import LabelledRows
 _ROWS_AT_ONCE = 512
 _IMAGES_AT_ONCE = 4096
 _BYTES_AT_ONCE = 512 * 1024 * 1024  # of the learners' copies, one for each client
-_SEED = 0  # of crops, so that the same weights have the same statistics
 
 
-def settled(prediction: Prediction, rows: LabelledRows, augment: bool = False) -> Prediction:
+def settled(prediction: Prediction, rows: LabelledRows) -> Prediction:
     """The prediction with running statistics that its own learners have on the clients' rows.
 
     Those of a learner are the mean over its clients, weighted by their rows and by how much of them is
@@ -40,7 +35,6 @@ def settled(prediction: Prediction, rows: LabelledRows, augment: bool = False) -
     Args:
         prediction: what training made, for the clients of ``rows``.
         rows: their training rows.
-        augment: they were trained with random crops and flips.
     """
     net, learners = prediction.net, prediction.learners
     if not isinstance(net, Stacked) or not any(map(is_statistic, learners)):
@@ -55,38 +49,24 @@ def settled(prediction: Prediction, rows: LabelledRows, augment: bool = False) -
     asked = torch.zeros(count_learners(prediction), 1, dtype=torch.float64, device=own.device)
     there = counts.nonzero().flatten()
     everything = torch.arange(len(rows.inputs), device=rows.device)
-    plan = plan_batches(
-        rows.offsets, there, [everything], _ROWS_AT_ONCE, even=True, augment=augment
-    )
+    plan = plan_batches(rows.offsets, there, [everything], _ROWS_AT_ONCE, even=True)
     learner_bytes = sum(value[0].numel() * value.element_size() for value in learners.values())
-    with torch.no_grad(), _own_random_numbers(rows.device):
-        for step in plan.steps:
-            for some in _blocks(step, own.shape[1], learner_bytes):
-                codes = plan.clients[some]
-                seen = step.mask[some].sum(1)
-                weights = (shares[codes] * (seen / counts[codes])[:, None]).flatten()[:, None]
-                which = own[codes].flatten()
-                params = {name: value[own[codes]] for name, value in learners.items()}
-                images = rows.inputs[step.rows[some]]
-                images = crop_and_flip(images) if step.augment else images
-                for name, value in _statistics(net, params, images, seen).items():
-                    totals[name].index_add_(0, which, weights * value.flatten(0, 1))
-                asked.index_add_(0, which, weights)
+    for step in plan.steps:
+        for some in _blocks(step, own.shape[1], learner_bytes):
+            codes = plan.clients[some]
+            seen = step.mask[some].sum(1)
+            weights = (shares[codes] * (seen / counts[codes])[:, None]).flatten()[:, None]
+            which = own[codes].flatten()
+            params = {name: value[own[codes]] for name, value in learners.items()}
+            images = rows.inputs[step.rows[some]]
+            for name, value in _statistics(net, params, images, seen).items():
+                totals[name].index_add_(0, which, weights * value.flatten(0, 1))
+            asked.index_add_(0, which, weights)
     means = {
         name: torch.where(asked > 0, total / asked, learners[name]).to(learners[name].dtype)
         for name, total in totals.items()
     }
     return replace(prediction, learners={**learners, **means})
-
-
-@contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Crops and dropout draw from the generator of the device: it gets a seed, then its own state back."""
-    on_card = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_card else []):
-        generators = torch.cuda.default_generators if on_card else (torch.default_generator,)
-        generators[device.index or 0].manual_seed(_SEED)
-        yield
 
 
 def _learners_of_clients(prediction: Prediction, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,6 +101,9 @@ def _statistics(net: Stacked, learners: Params, images: Tensor, counts: Tensor) 
 
     ``learners`` are ``(A, k, ...)``, ``images`` ``(A, n, ...)``, of which the first ``counts`` count.
     """
-    inputs = as_numbers(images, next(iter(learners.values())).dtype)
-    _, found = net.walk(learners, inputs, training=True, counts=counts)
+    cards = [images.device] if images.device.type != "cpu" else []
+    # dropout draws from the program's generator, which gets its own state back
+    with torch.no_grad(), torch.random.fork_rng(cards):
+        inputs = as_numbers(images, next(iter(learners.values())).dtype)
+        _, found = net.walk(learners, inputs, training=True, counts=counts)
     return {name: value.double() for name, value in found.items()}

@@ -235,8 +235,7 @@ def tuned_model(
         {name: value[:, 0] for name, value in tuned.items()},
         assignment=torch.arange(len(newcomers)),
     )
-    own = settled(own, rows, options.augment)
-    return replace(model, prediction=own, names=list(rows.names))
+    return replace(model, prediction=settled(own, rows), names=list(rows.names))
 
 
 def _side_by_side(clients: list[LabelledRows]) -> LabelledRows:
