@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fedgmm.core.networks import network
+from fedgmm.core.servers import ServerOptimiser
 from fedgmm.training import TrainingOptions, _solver, build, train
 from supervised import FAST, federation, predictions, two_groups
 
@@ -139,6 +140,30 @@ def test_schedules_of_the_learning_rate(schedule, factors):
     training = build(options, network("linear", (3,), 2)).training
     rates = [training.options(number).lr for number in (1, 2, 3, 4)]
     np.testing.assert_allclose(rates, 0.3 * np.array(factors))
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["fedgmm", "fedem", "fedavg", "fedprox", "fedavg+", "clustered", "pfedme"]
+)
+def test_every_server_is_told_how_far_the_rate_has_fallen(rng, monkeypatch, algorithm):
+    """In every round of a run, by the loop and through the method."""
+    shares = []
+    step = ServerOptimiser.step
+
+    def look(self, current, average, state, share):
+        shares.append(share)
+        return step(self, current, average, state, share)
+
+    monkeypatch.setattr(ServerOptimiser, "step", look)
+    options = {"schedule": "cooldown", "server": "momentum", "solver": "sgd", "rounds": 4}
+    train(two_groups(rng), algorithm, components=2, learners=2, tol=None, **options)
+    assert shares == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_a_cosine_stays_at_its_last_rate_beyond_the_end():
+    options = TrainingOptions(algorithm="local", rounds=4, lr=0.3, schedule="cosine")
+    training = build(options, network("linear", (3,), 2)).training
+    assert training.rate_share(4) == training.rate_share(5) == training.rate_share(9) > 0.0
 
 
 def test_a_rate_that_cools_down_falls_in_the_last_fifth():

@@ -100,7 +100,8 @@ class TrainingOptions:
         personal_labels: after the last round, let it count how frequent labels are at each client
             (methods of ``SHARED_LEARNERS``), see :meth:`FederatedModel.learn_labels`; what is watched
             and ``patience`` see the model without.
-        server: ``"average"``, ``"momentum"`` or ``"adam"``; the last two follow ``schedule``.
+        server: ``"average"``, ``"momentum"`` or ``"adam"``; the last two follow ``schedule``
+            (exact steps have none).
         server_lr: step size of the server; ``None`` is 1, and 0.01 for Adam.
         server_momentum: its momentum.
         participation: share of the clients that take part in a round.

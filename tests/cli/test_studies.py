@@ -206,6 +206,7 @@ def test_compare_on_a_run_gives_the_run_s_own_figures_again(finished):
 
 def test_compare_refuses_what_it_cannot_compare(tmp_path):
     assert "fedmagic" in fails("compare", "digits", "--methods", "fedmagic")
+    assert "built in" in fails("compare", "digits", "--ignore", "x")
     assert "--label" in fails("compare", tmp_path)
     assert "no such file" in fails("compare", tmp_path / "x.csv", "--label", "y")
 

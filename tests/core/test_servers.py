@@ -70,6 +70,15 @@ def test_momentum_follows_a_rate_that_falls_as_torch_s_own_does(rng, momentum):
         torch.testing.assert_close(ours["w"], theta.detach(), rtol=1e-12, atol=0)
 
 
+def test_an_average_is_the_same_at_every_rate(rng):
+    start, average, *_ = rounds(rng)
+    server = ServerOptimiser("average", lr=0.3)
+    whole, _ = server.step(start, average, ServerState())
+    part, _ = server.step(start, average, ServerState(), share=0.7)
+    for name in start:
+        assert torch.equal(part[name], whole[name])
+
+
 def test_adam_moves_by_the_share_of_its_step_that_the_rate_has(rng):
     start, average, *_ = rounds(rng)
     server = ServerOptimiser("adam", lr=0.1)

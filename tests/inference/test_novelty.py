@@ -55,6 +55,7 @@ def test_a_rate_lies_between_zero_and_one(rate):
 
 def test_a_rate_that_few_rows_cannot_give_is_told(recwarn):
     detect(np.arange(19.0), [-1e9], 0.05)  # the smallest p-value is 1 / 20
+    assert detect(np.arange(48.0), [-1e9], 1 / 49).novel.all()  # though (1 / 49) · 49 is below one
     assert not recwarn
     with pytest.warns(UserWarning, match=r"with 18 held-out rows no p-value is below 0\.0526"):
         assert not detect(np.arange(18.0), [-1e9], 0.05).novel.any()

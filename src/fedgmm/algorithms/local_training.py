@@ -71,7 +71,8 @@ class LocalTraining:
                 left = max(1, self.rounds + 1 - round_number)  # this round among them
                 return min(1.0, left / (falling + 1))
             case "cosine":
-                return 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / self.rounds))
+                done = min(round_number, self.rounds) - 1  # beyond the end the last rate stays
+                return 0.5 * (1.0 + math.cos(math.pi * done / self.rounds))
             case _:
                 return 1.0 / math.sqrt(round_number)
 

@@ -61,6 +61,8 @@ class ServerOptimiser:
         """
         if self.kind == "average" and self.lr == 1.0:
             return {name: average[name].to(value.dtype) for name, value in current.items()}, state
+        if self.kind == "average":
+            share = 1.0  # nothing is remembered that could be of another rate
         moved, first, second = {}, {}, {}
         for name, value in current.items():
             if is_statistic(name):  # a variance that overshoots is none

@@ -83,7 +83,7 @@ def detect(calibration: ArrayLike, scores: ArrayLike, false_alarm_rate: float) -
         raise ValueError(f"false_alarm_rate must lie between 0 and 1, got {false_alarm_rate!r}.")
     p_values = conformal_p_values(calibration, scores)
     rows = len(np.asarray(calibration))
-    if false_alarm_rate * (1.0 + rows) < 1.0:
+    if 1.0 / (1.0 + rows) > false_alarm_rate:  # as p-values are compared with it
         warnings.warn(
             f"No row can be flagged: with {counted(rows, 'held-out row')} no p-value is below "
             f"{1.0 / (1.0 + rows):.3g}, and false_alarm_rate is {false_alarm_rate:g}; hold out more rows, "

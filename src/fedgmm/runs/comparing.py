@@ -81,6 +81,11 @@ def data_to_compare(
         options = options if seed is None else replace(options, seed=seed)
         return DataToCompare(run.data(tell), sources[0], options, home=run.folder.home)
     if len(sources) == 1 and sources[0] in BUILT_IN and label is None:
+        if client_column or categorical or ignore:
+            raise ValueError(
+                f"{sources[0]} is built in and has no columns; leave out --client-column, --categorical "
+                "and --ignore."
+            )
         dataset, bayes = built_in_data(sources[0], seed or 0)
         return DataToCompare(dataset, sources[0], TrainingOptions(seed=seed or 0, **sizes), bayes)
     if label is None:

@@ -30,7 +30,7 @@ from fedgmm.data.tabular.summaries import ClientSummary, ColumnSummary, look_lik
 
 _NAMES = "it has so many different values that they look like names"
 _TOO_LARGE = "its numbers are too large to be squared"
-_IGNORE = "take it out everywhere, or ignore it"
+_IGNORE = "take it out everywhere, or have it ignored (--ignore)"
 _OTHER_DATE = re.compile(r"\d{1,2}([./-])\d{1,2}\1(\d{2}|\d{4})( .*)?")  # not ISO 8601
 _ROUNDING = 1e-12  # of the mean: what rounding leaves of a deviation that is zero
 

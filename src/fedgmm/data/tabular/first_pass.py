@@ -168,7 +168,9 @@ def _summarise_once(
         ignored |= dict.fromkeys(own_ignored, ColumnSummary("empty", 0))
         rows_of, labels_of = Codes(), Codes()
         file.state = state_of(file.path)
-        for batch in file.batches(only={*header, options.label or "", options.client_column or ""}):
+        for batch in file.batches(
+            only={*header, *filter(None, (options.label, options.client_column))}
+        ):
             _check_types(file, batch)
             _add_batch(file, batch, header, options, sums, labels, rows_of, labels_of)
         if not rows_of.texts:
