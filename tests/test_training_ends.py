@@ -62,15 +62,20 @@ def test_a_settled_likelihood_ends_the_run(rng):
     assert (np.abs(np.diff(values[:-1])) >= 1e-4).all()
 
 
-def test_ctrl_c_keeps_the_last_finished_round(rng):
-    data = federation(rng)
+def interrupt_after(number):
+    """Somebody presses Ctrl-C when that round has ended."""
 
     def stop(entry):
-        if entry["round"] == 3:
+        if entry["round"] == number:
             raise KeyboardInterrupt
 
+    return stop
+
+
+def test_ctrl_c_keeps_the_last_finished_round(rng):
+    data = federation(rng)
     with pytest.warns(RuntimeWarning, match="interrupted"):
-        model = train(data, on_round=[stop], **{**FAST, "rounds": 50})
+        model = train(data, on_round=[interrupt_after(3)], **{**FAST, "rounds": 50})
     assert model.stopped == "interrupted"
     assert len(model.history) == 3
     expected = train(data, tol=None, **{**FAST, "rounds": 3})
@@ -79,13 +84,8 @@ def test_ctrl_c_keeps_the_last_finished_round(rng):
 
 def test_ctrl_c_in_the_warm_up_ends_the_run_there(rng):
     data = federation(rng)
-
-    def stop(entry):
-        if entry["round"] == 2:
-            raise KeyboardInterrupt
-
     with pytest.warns(RuntimeWarning, match="interrupted"):
-        model = train(data, on_round=[stop], warmup=5, **{**FAST, "rounds": 50})
+        model = train(data, on_round=[interrupt_after(2)], warmup=5, **{**FAST, "rounds": 50})
     assert model.stopped == "interrupted"
     assert len(model.history) == 2
     assert np.isfinite(predictions(model, data)).all()

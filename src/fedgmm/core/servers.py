@@ -59,9 +59,9 @@ class ServerOptimiser:
             state: what the server remembers.
             share: the clients' learning rate in this round, as a share of the full one.
         """
-        if self.kind == "average" and self.lr == 1.0:
-            return {name: average[name].to(value.dtype) for name, value in current.items()}, state
         if self.kind == "average":
+            if self.lr == 1.0:
+                return {name: average[name].to(old.dtype) for name, old in current.items()}, state
             share = 1.0  # nothing is remembered that could be of another rate
         moved, first, second = {}, {}, {}
         for name, value in current.items():

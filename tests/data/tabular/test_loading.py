@@ -395,7 +395,9 @@ def test_client_columns(write, load, fails):
         load, write("all.csv", "x,y\n1,p\n"), client_column="who"
     )
     other = write("more.csv", "who,x,z,y\n1,1,1,p\n")
-    assert "'z' is not in all files" in fails(load, path, other, client_column="who")
+    assert "'z' is not in all files; take it out everywhere, or have it ignored" in fails(
+        load, path, other, client_column="who"
+    )
 
 
 def test_a_client_whose_files_have_columns_of_several_kinds(write, load):

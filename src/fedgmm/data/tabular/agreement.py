@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 import pyarrow as pa
 
 from fedgmm.data.tabular.columns import kind_of
-from fedgmm.data.tabular.errors import listed, quoted
+from fedgmm.data.tabular.errors import NOT_EVERYWHERE, listed, quoted
 from fedgmm.data.tabular.labels import Labels
 from fedgmm.data.tabular.preprocessing import (
     KIND_NAMES,
@@ -30,7 +30,6 @@ from fedgmm.data.tabular.summaries import ClientSummary, ColumnSummary, look_lik
 
 _NAMES = "it has so many different values that they look like names"
 _TOO_LARGE = "its numbers are too large to be squared"
-_IGNORE = "take it out everywhere, or have it ignored (--ignore)"
 _OTHER_DATE = re.compile(r"\d{1,2}([./-])\d{1,2}\1(\d{2}|\d{4})( .*)?")  # not ISO 8601
 _ROUNDING = 1e-12  # of the mean: what rounding leaves of a deviation that is zero
 
@@ -112,14 +111,14 @@ def _check_same_columns(
                 raise DisagreementError(
                     client,
                     name,
-                    f"the column {quoted(name)} is missing, which {first!r} has; {_IGNORE}.",
+                    f"the column {quoted(name)} is missing, which {first!r} has; {NOT_EVERYWHERE}.",
                 )
         for name in summary.columns:
             if name not in names and name not in ignore:
                 raise DisagreementError(
                     client,
                     name,
-                    f"there is a column {quoted(name)}, which {first!r} does not have; {_IGNORE}.",
+                    f"there is a column {quoted(name)}, which {first!r} does not have; {NOT_EVERYWHERE}.",
                 )
 
 

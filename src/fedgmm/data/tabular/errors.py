@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+NOT_EVERYWHERE = "take it out everywhere, or have it ignored (--ignore)"
+"""What to do with a column that not all have."""
+
 _MOST_CHARACTERS = 60
 _MOST_NAMES = 12
 

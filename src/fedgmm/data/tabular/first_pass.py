@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 
 from fedgmm.data.tabular.agreement import needs_text, too_many_categories
 from fedgmm.data.tabular.columns import Kind, categories, stored_kind
-from fedgmm.data.tabular.errors import ConversionError, TableError, listed, quoted
+from fedgmm.data.tabular.errors import (
+    NOT_EVERYWHERE,
+    ConversionError,
+    TableError,
+    listed,
+    quoted,
+)
 from fedgmm.data.tabular.files import Tell, client_name, read_batches, read_header
 from fedgmm.data.tabular.labels import NO_LABEL, UNKNOWN
 from fedgmm.data.tabular.preprocessing import TableOptions, check_type
@@ -164,7 +170,8 @@ def _summarise_once(
         header = header or own_header
         odd = sorted(set(header) ^ set(own_header))
         if odd:
-            raise TableError(file.path, f"the column {quoted(odd[0])} is not in all files.")
+            problem = f"the column {quoted(odd[0])} is not in all files; {NOT_EVERYWHERE}."
+            raise TableError(file.path, problem)
         ignored |= dict.fromkeys(own_ignored, ColumnSummary("empty", 0))
         rows_of, labels_of = Codes(), Codes()
         file.state = state_of(file.path)
