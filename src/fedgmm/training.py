@@ -213,13 +213,13 @@ class TrainingOptions:
     def after_divergence(self, reason: str) -> str:
         """What people are told when training has diverged: why, what is left, and what may help."""
         other = (
-            "a limit to gradients (clip_norm, such as 10)"
+            "or a limit to gradients (clip_norm, such as 10)"
             if self.clip_norm is None
-            else f"a smaller clip_norm than {self.clip_norm:g}"
+            else f"or a smaller clip_norm than {self.clip_norm:g}"
         )
         return (
             f"{reason}; the last good state is kept. A smaller learning rate than lr={self.lr:g} should "
-            f"help, or {other}."
+            f"help, {other}."
         )
 
     def record(self) -> dict[str, Any]:
