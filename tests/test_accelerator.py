@@ -13,7 +13,7 @@ from fedgmm import FedGMMClassifier
 from fedgmm.algorithms.base import SHARED_LEARNERS, Prediction
 from fedgmm.algorithms.local_training import LocalTraining
 from fedgmm.algorithms.statistics import settled
-from fedgmm.core import sgd, stacked
+from fedgmm.core import devices, sgd, stacked
 from fedgmm.core.backbones import MobileNetV2
 from fedgmm.core.learners import log_likelihoods
 from fedgmm.core.networks import is_statistic
@@ -180,6 +180,36 @@ def test_a_trained_model_leaves_the_card_s_memory_to_others():
     own = torch.cuda.memory_allocated() - before
     assert own < (torch.cuda.max_memory_allocated() - before) / 4
     assert len(kept) == 2
+
+
+def test_a_full_card_trains_in_smaller_groups(monkeypatch):
+    """Rounds that run as they are, that are recorded and that are replayed; others use the memory."""
+    monkeypatch.setattr(devices, "_smaller_shares", {})
+    rng, card = np.random.default_rng(0), torch.device("cuda")
+    pictures = rng.integers(0, 256, size=(320, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pictures, np.arange(320) % 3, np.arange(320) // 10)
+    rows, counts = data.train.to(card), torch.ones(32, 1, dtype=torch.float64, device=card)
+    options = SGD(lr=0.01, batch_size=8)
+    total = torch.cuda.get_device_properties(card).total_memory
+    results, room = [], total
+    for _ in range(2):
+        training = LocalTraining(stacked_mobilenet(), options, dtype=torch.float64)
+        params = training.initial(1, card)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (before + room) / total))
+        try:
+            sums = [training.train_shared(params, rows, None, counts, 1) for _ in range(4)]
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        room = (torch.cuda.max_memory_allocated() - before) // 3
+        results.append(sums[0])
+        for again in sums[1:]:
+            assert all(far(again[name], value) < 1e-9 for name, value in sums[0].items())
+    assert devices._smaller_shares
+    for name, value in results[0].items():
+        assert far(results[1][name], value) < 1e-9, name
 
 
 class AsItIs:

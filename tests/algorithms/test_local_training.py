@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,9 @@ import torch
 from fedgmm.algorithms import local_training
 from fedgmm.algorithms.base import DivergedError
 from fedgmm.algorithms.local_training import LocalTraining, check_finite
+from fedgmm.core import devices
 from fedgmm.core.networks import network
+from fedgmm.core.recording import recorder_of
 from fedgmm.core.sgd import SGD
 from fedgmm.data.dataset import FederatedDataset
 from supervised import federation
@@ -53,6 +57,57 @@ def test_small_images_train_in_groups_of_clients_alike_on_a_card(rng, monkeypatc
     assert list(map(len, groups_of(network("cnn", (1, 8, 8), 2), rows))) == [64, 6]
     for learner in ("linear", "mlp"):  # their rounds take as long as their kernels take to start
         assert len(groups_of(network(learner, (64,), 2), rows)) == 1
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card with memory for all."""
+    properties = SimpleNamespace(total_memory=2**44)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(devices, "_smaller_shares", {})
+
+
+def room_for(most):
+    """What a group is visited by, on a card that others left room for so many clients."""
+    tried = []
+
+    def visit(results, clients):
+        tried.append(len(clients))
+        if len(clients) > most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nMore about it.")
+        results.append((clients.tolist(), torch.rand(1).item()))
+
+    return visit, tried
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("most", [1, 3, 10])
+def test_on_a_full_card_groups_are_smaller_from_then_on(rng, most):
+    rows = OnACard(pictures(rng, 10).train)
+    training = LocalTraining(network("cnn", (1, 8, 8), 2))
+    params = training.initial(2, torch.device("cpu"))
+    before = recorder_of(training.net)
+    visit, tried = room_for(most)
+    found = training.over_groups(rows, params, 1, visit)
+    assert sorted(client for group, _ in found for client in group) == list(range(10))
+    assert max(len(group) for group, _ in found) <= most
+    assert tried[0] == 10
+    # what recordings hold is given back, but only where memory ran out
+    assert (recorder_of(training.net) is before) == (most == 10)
+    tried.clear()
+    assert training.over_groups(rows, params, 1, visit) == found  # dropout draws the same again
+    assert max(tried) <= most
+
+
+@pytest.mark.usefixtures("card")
+def test_a_card_without_room_for_one_client_says_what_to_do(rng):
+    rows = OnACard(pictures(rng, 4).train)
+    training = LocalTraining(network("cnn", (1, 8, 8), 2))
+    visit, tried = room_for(0)
+    with pytest.raises(MemoryError, match=r"cuda.*\(CUDA out of memory\.\); end other.*batch_size"):
+        training.over_groups(rows, training.initial(1, torch.device("cpu")), 1, visit)
+    assert (tried[0], tried[-1]) == (4, 1)
+    assert tried == sorted(tried, reverse=True)
 
 
 def test_steps_of_small_networks_alone_stay_in_the_cache(rng, monkeypatch):

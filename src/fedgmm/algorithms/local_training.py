@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.algorithms.base import DivergedError
-from fedgmm.core.devices import accelerator_memory
+from fedgmm.core.devices import accelerator_memory, use_less_memory
 from fedgmm.core.learners import (
     add_params,
     expand_clients,
@@ -20,6 +20,7 @@ from fedgmm.core.learners import (
     weighted_sum,
 )
 from fedgmm.core.networks import Network, Params
+from fedgmm.core.recording import forget_recordings
 from fedgmm.core.sgd import SGD, BatchPlan, padded_rows, plan_batches, train_local
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
@@ -136,13 +137,36 @@ class LocalTraining:
         round_number: int,
         visit: Callable[[list[Result], Tensor], None],
     ) -> list[Result]:
-        """Call ``visit`` with a list to append to and each group's codes; all that was appended."""
+        """Call ``visit`` with a list to append to and each group's codes; all that was appended.
+
+        A card may be too full for the groups, since others use it too. Then all begins anew with smaller
+        ones, so ``visit`` changes nothing that it will need.
+        """
         groups = self.groups(rows, params)
         if self._in_lanes(rows):
             lanes = accumulate(
                 groups, list[Result], visit, rows.device, gradients=True, in_turn=True
             )
             return [result for lane in lanes for result in lane]
+        while True:
+            try:
+                return self._one_by_one(groups, round_number, visit)
+            except torch.cuda.OutOfMemoryError as error:
+                if len(groups[0]) == 1:
+                    reason = str(error).splitlines()[0]
+                    raise MemoryError(
+                        f"The memory of {rows.device} does not suffice to train one client ({reason}); end "
+                        "other programs that use it, or choose a smaller batch_size or device='cpu'."
+                    ) from None
+            # not in the handler: what did not fit is held until that ends
+            groups = self._smaller_groups(rows, params, len(groups[0]))
+
+    def _one_by_one(
+        self,
+        groups: list[Tensor],
+        round_number: int,
+        visit: Callable[[list[Result], Tensor], None],
+    ) -> list[Result]:
         results: list[Result] = []
         # dropout draws from the program's generator: it gets this round's seed, then its own back
         with torch.random.fork_rng():
@@ -150,6 +174,14 @@ class LocalTraining:
             for group in groups:
                 visit(results, group)
         return results
+
+    def _smaller_groups(self, rows: LabelledRows, params: Params, too_large: int) -> list[Tensor]:
+        """Groups with fewer clients than did not fit, and all memory that can be given back."""
+        forget_recordings(self.net)
+        torch.cuda.empty_cache()
+        while len((groups := self.groups(rows, params))[0]) >= too_large:
+            use_less_memory(rows.device)
+        return groups
 
     def train_shared(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 _MEMORY_SHARE = 0.4
+_smaller_shares: dict[torch.device, float] = {}  # of devices whose memory ran out
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -32,5 +33,15 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def accelerator_memory(device: torch.device) -> int:
-    """Bytes that training may use on an accelerator: a share of all, so that every run does the same."""
-    return int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    """Bytes that training may use on an accelerator: a share of all, so that every run does the same.
+
+    Where others use the same device, that may be too much: :func:`use_less_memory` is for the rest of
+    the program.
+    """
+    share = _smaller_shares.get(device, _MEMORY_SHARE)
+    return int(share * torch.cuda.get_device_properties(device).total_memory)
+
+
+def use_less_memory(device: torch.device) -> None:
+    """Halve what training may use on an accelerator."""
+    _smaller_shares[device] = _smaller_shares.get(device, _MEMORY_SHARE) / 2
