@@ -176,8 +176,9 @@ def test_ctrl_c_in_a_script():
         print("predicted", len(model.predict(X[:10], clients=3)), flush=True)
         """
     )
+    # should it abort, it shows the stacks of all threads
     process = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-X", "faulthandler", "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
