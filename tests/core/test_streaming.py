@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -153,6 +155,121 @@ def test_ctrl_c_while_the_main_thread_waits_stops_the_lanes(threads):
     time.sleep(0.05)
     assert len(visited) == seen  # no lane runs on in the background
     assert torch.get_num_threads() == 2
+
+
+class Watched:
+    """Blocks that take a while; knows how many lanes are within one."""
+
+    def __init__(self):
+        self.inside, self.lock, self.begun = 0, threading.Lock(), threading.Event()
+
+    def add(self, _, block):
+        with self.lock:
+            self.inside += 1
+        self.begun.set()
+        try:
+            time.sleep(0.5)
+        finally:
+            with self.lock:
+                self.inside -= 1
+
+
+def test_ctrl_c_again_and_again_leaves_no_lane_behind(threads):
+    """While a thread is joined, Ctrl-C makes CPython take it for ended."""
+    threads(2)
+    watched, main = Watched(), threading.main_thread().ident
+
+    def press():
+        watched.begun.wait()
+        for _ in range(2):
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.02)
+
+    finger = threading.Thread(target=press)
+    finger.start()
+    with pytest.raises(KeyboardInterrupt):
+        accumulate(range(400), list, watched.add, CPU)
+    assert watched.inside == 0
+    finger.join()
+    assert torch.get_num_threads() == 2
+
+
+def test_a_thread_whose_start_is_interrupted_does_not_outlive_the_call(threads, monkeypatch):
+    threads(2)
+    watched, start = Watched(), threading.Thread.start
+
+    def interrupted(self):
+        start(self)
+        watched.begun.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        accumulate(range(400), list, watched.add, CPU)
+    assert watched.inside == 0
+
+
+def test_a_thread_that_comes_late_does_nothing(threads, monkeypatch):
+    threads(2)
+    late, visited = [], []
+
+    def interrupted(self):
+        late.append(self.run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        accumulate(range(400), list, lambda _, block: visited.append(block), CPU)
+    late[0]()
+    assert visited == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_keep_nothing_of_the_work(threads, monkeypatch, fails):
+    """Python may end before a thread does, which must not drop the last reference to a tensor then."""
+    threads(2)
+    kept, init = [], threading.Thread.__init__
+
+    def watched(self, *args, **options):
+        init(self, *args, **options)
+        kept.append(options["target"])
+
+    monkeypatch.setattr(threading.Thread, "__init__", watched)
+
+    class Sums(list):
+        """Can be referred to weakly."""
+
+    def add(sums, block):
+        sums.append(block)
+        if fails and block == 399:  # in the last lane
+            raise ZeroDivisionError
+
+    references = []
+
+    def start():
+        sums = Sums()
+        references.append(weakref.ref(sums))
+        return sums
+
+    try:
+        accumulate(range(400), start, add, CPU)
+    except ZeroDivisionError:
+        assert fails
+    gc.collect()
+    assert len(kept) == 1
+    assert len(references) == 2
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_lanes_have_no_lanes_of_their_own(threads):
+    threads(2)
+    inner = []
+
+    def add(_, block):
+        inner.append(len(accumulate(range(40), list, lambda seen, one: seen.append(one), CPU)))
+
+    assert len(accumulate(range(10), list, add, CPU)) == 2
+    assert inner == [1] * 10
 
 
 def test_blocks_run_without_autograd():

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import pairwise
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController
@@ -99,12 +98,77 @@ def accumulate(
             return [run(0)]
         with lanes_only():
             return [run(0)]
-    with lanes_only(), ThreadPoolExecutor(lanes) as pool:
+    with lanes_only():
+        crew = _Crew(run)
         try:
-            return list(pool.map(run, range(lanes)))
-        except BaseException:
-            stop.set()  # Ctrl-C must not wait for the whole pass
-            raise
+            return crew.work(lanes)
+        finally:
+            crew.leave(stop)
+
+
+class _Crew(Generic[Accumulator]):
+    """The caller and a thread for every lane but the first.
+
+    Ctrl-C may come at any time, and Python may end soon after it. A thread that is within torch by then,
+    or drops the last reference to a tensor, aborts the program, so nobody may leave before all threads
+    have let go of the work. Joining them does not suffice: CPython takes a thread for ended if Ctrl-C
+    comes while it is joined, and one whose start is interrupted is known to nobody.
+    """
+
+    def __init__(self, run: Callable[[int], Accumulator]) -> None:
+        self._run: Callable[[int], Accumulator] | None = run
+        self._found: dict[int, Accumulator] = {}
+        self._errors: list[BaseException] = []
+        self._begun = self._ended = 0  # threads
+        self._changed = threading.Condition()
+
+    def work(self, lanes: int) -> list[Accumulator]:
+        """What all lanes found, in order."""
+        for lane in range(1, lanes):
+            threading.Thread(target=self._in_a_thread, args=(lane,)).start()
+        self._one(0)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended == lanes - 1)
+        for error in self._errors:
+            raise error
+        return [self._found[lane] for lane in range(lanes)]
+
+    def leave(self, stop: threading.Event) -> None:
+        """Stop threads that are at work and wait for them; those that come late find none."""
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                stop.set()  # Ctrl-C must not wait for the whole pass
+                with self._changed:
+                    self._run = None
+                    self._changed.wait_for(lambda: self._ended == self._begun)
+                    self._found, self._errors = {}, []  # or the last thread to go would drop them
+                break
+            except KeyboardInterrupt as error:  # not before all have let go
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _in_a_thread(self, lane: int) -> None:
+        with self._changed:
+            if self._run is None:
+                return
+            self._begun += 1
+        try:
+            self._one(lane)
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            with self._changed:
+                self._ended += 1
+                self._changed.notify()
+
+    def _one(self, lane: int) -> None:
+        token = _lanes.set(1)  # what runs within a lane has no lanes of its own
+        try:
+            self._found[lane] = self._run(lane)  # type: ignore[misc]
+        finally:
+            _lanes.reset(token)
 
 
 @contextmanager
