@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fedgmm import __version__
@@ -132,6 +133,27 @@ def test_an_error_is_one_sentence(tmp_path):
     assert done.returncode == 1
     assert done.stderr == f"Error: File exists: {in_the_way}\n"
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 520.00 MiB. GPU 0 has 139.80 GiB, and so on.",
+            "CUDA out of memory. Tried to allocate 520.00 MiB. End other programs that use the card, or "
+            "use another --device.",
+        ),
+        ("The memory of cuda does not suffice; so.", "The memory of cuda does not suffice; so."),
+    ],
+)
+def test_a_full_card_is_told_with_what_to_do(monkeypatch, message, expected):
+    def full(*_, **__):
+        raise torch.cuda.OutOfMemoryError(message)
+
+    monkeypatch.setattr("fedgmm.experiments.story.tell_story", full)
+    result = runner.invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: {expected}\n"
 
 
 def test_debug_shows_where_an_error_came_from(tmp_path):

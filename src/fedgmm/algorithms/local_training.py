@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.algorithms.base import DivergedError
-from fedgmm.core.devices import accelerator_memory, use_less_memory
+from fedgmm.core.devices import accelerator_memory, use_less_memory, what_ran_out
 from fedgmm.core.learners import (
     add_params,
     expand_clients,
@@ -153,10 +153,10 @@ class LocalTraining:
                 return self._one_by_one(groups, round_number, visit)
             except torch.cuda.OutOfMemoryError as error:
                 if len(groups[0]) == 1:
-                    reason = str(error).splitlines()[0]
-                    raise MemoryError(
-                        f"The memory of {rows.device} does not suffice to train one client ({reason}); end "
-                        "other programs that use it, or choose a smaller batch_size or device='cpu'."
+                    raise torch.cuda.OutOfMemoryError(
+                        f"The memory of {rows.device} does not suffice to train one client "
+                        f"({what_ran_out(error)}); end other programs that use it, or choose a smaller "
+                        "batch_size or device='cpu'."
                     ) from None
             # not in the handler: what did not fit is held until that ends
             groups = self._smaller_groups(rows, params, len(groups[0]))

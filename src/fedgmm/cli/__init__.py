@@ -53,6 +53,12 @@ def _sentence(error: Exception) -> str:
         return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     if isinstance(error, MemoryError):
         return "There is not enough memory; use fewer columns, components or rows."
+    if type(error).__name__ == "OutOfMemoryError" and str(error).startswith("CUDA"):  # torch's own
+        from fedgmm.core.devices import what_ran_out
+
+        return (
+            f"{what_ran_out(error)}. End other programs that use the card, or use another --device."
+        )
     return str(error) or type(error).__name__
 
 

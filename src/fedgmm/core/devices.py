@@ -45,3 +45,8 @@ def accelerator_memory(device: torch.device) -> int:
 def use_less_memory(device: torch.device) -> None:
     """Halve what training may use on an accelerator."""
     _smaller_shares[device] = _smaller_shares.get(device, _MEMORY_SHARE) / 2
+
+
+def what_ran_out(error: Exception) -> str:
+    """The sentences of torch's error about memory that are for users; the rest is for its developers."""
+    return ". ".join(str(error).split(". ")[:2])
