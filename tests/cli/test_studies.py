@@ -146,12 +146,12 @@ def test_an_error_is_one_sentence(tmp_path):
         ("The memory of cuda does not suffice; so.", "The memory of cuda does not suffice; so."),
     ],
 )
-def test_a_full_card_is_told_with_what_to_do(monkeypatch, message, expected):
+def test_a_full_card_is_told_with_what_to_do(monkeypatch, tmp_path, message, expected):
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError(message)
 
     monkeypatch.setattr("fedgmm.experiments.story.tell_story", full)
-    result = runner.invoke(app, ["demo"])
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stderr == f"Error: {expected}\n"
 
