@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -90,6 +94,33 @@ def test_threads_are_one_inside_and_restored_outside(threads, number):
     assert torch.get_num_threads() == number
     blas_after = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
     assert blas_after == blas_before
+
+
+def test_no_lane_has_a_team_of_openmp():
+    """OpenMP keeps a number for each thread, and one that is new begins with that of the environment."""
+    script = textwrap.dedent(
+        """
+        import torch
+        from threadpoolctl import threadpool_info
+        from fedgmm.core.streaming import accumulate
+
+        torch.set_num_threads(2)
+        seen = set()
+        look = lambda _, block: seen.update(
+            pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "openmp"
+        )
+        lanes = accumulate(range(4), list, look, torch.device("cpu"))
+        print(len(lanes), sorted(seen))
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout in ("2 [1]\n", "2 []\n")  # torch may have been built without it
 
 
 def test_within_lanes_only_passes_keep_their_lanes(threads):

@@ -155,6 +155,9 @@ class _Crew(Generic[Accumulator]):
                 return
             self._begun += 1
         try:
+            # OpenMP asks each thread anew: without this, every product would have a team of its own,
+            # made for it and spinning beside it
+            torch.set_num_threads(1)
             self._one(lane)
         except BaseException as error:
             self._errors.append(error)
