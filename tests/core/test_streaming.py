@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
+from fedgmm.core import streaming
 from fedgmm.core.streaming import accumulate, block_rows, blocks_of, lanes_only
 
 CPU = torch.device("cpu")
@@ -227,14 +227,14 @@ def test_ctrl_c_again_and_again_leaves_no_lane_behind(threads):
 
 def test_a_thread_whose_start_is_interrupted_does_not_outlive_the_call(threads, monkeypatch):
     threads(2)
-    watched, start = Watched(), threading.Thread.start
+    watched, start = Watched(), streaming.start_new_thread
 
-    def interrupted(self):
-        start(self)
+    def interrupted(*work):
+        start(*work)
         watched.begun.wait()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(streaming, "start_new_thread", interrupted)
     with pytest.raises(KeyboardInterrupt):
         accumulate(range(400), list, watched.add, CPU)
     assert watched.inside == 0
@@ -244,14 +244,15 @@ def test_a_thread_that_comes_late_does_nothing(threads, monkeypatch):
     threads(2)
     late, visited = [], []
 
-    def interrupted(self):
-        late.append(self.run)
+    def interrupted(*work):
+        late.append(work)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(streaming, "start_new_thread", interrupted)
     with pytest.raises(KeyboardInterrupt):
         accumulate(range(400), list, lambda _, block: visited.append(block), CPU)
-    late[0]()
+    ((work, arguments),) = late
+    work(*arguments)
     assert visited == []
 
 
@@ -259,13 +260,13 @@ def test_a_thread_that_comes_late_does_nothing(threads, monkeypatch):
 def test_threads_keep_nothing_of_the_work(threads, monkeypatch, fails):
     """Python may end before a thread does, which must not drop the last reference to a tensor then."""
     threads(2)
-    kept, init = [], threading.Thread.__init__
+    kept, begin = [], streaming.start_new_thread
 
-    def watched(self, *args, **options):
-        init(self, *args, **options)
-        kept.append(options["target"])
+    def watched(*work):
+        kept.append(work)
+        return begin(*work)
 
-    monkeypatch.setattr(threading.Thread, "__init__", watched)
+    monkeypatch.setattr(streaming, "start_new_thread", watched)
 
     class Sums(list):
         """Can be referred to weakly."""
@@ -286,10 +287,98 @@ def test_threads_keep_nothing_of_the_work(threads, monkeypatch, fails):
         accumulate(range(400), start, add, CPU)
     except ZeroDivisionError:
         assert fails
-    gc.collect()
     assert len(kept) == 1
     assert len(references) == 2
     assert [reference() for reference in references] == [None, None]
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_at_any_instruction(threads, presses):
+    """No lane is left behind, nothing hangs, and what comes out is Ctrl-C or the result."""
+    threads(2)
+    inside, watching, count = [], False, 0
+
+    def add(_, block):
+        nonlocal watching
+        if block < 2:  # of the first lane: it waits for the other, and then Ctrl-C may come
+            while not inside:
+                time.sleep(0.0002)
+            watching = True
+            if presses == 2:
+                raise KeyboardInterrupt
+        else:
+            inside.append(block)
+            time.sleep(0.004)
+            inside.pop()
+
+    def trace(frame, event, _):
+        nonlocal count, watching
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        if watching and event == "opcode":
+            count += 1
+            if count == point:
+                watching = False
+                raise KeyboardInterrupt
+        return trace
+
+    def only_here(frame, event, _):
+        return trace if frame.f_code.co_filename == streaming.__file__ else None
+
+    for point in range(1, 1000):
+        watching, count, seen = False, 0, None
+        before = sys.gettrace()
+        sys.settrace(only_here)
+        try:
+            seen = accumulate(range(4), list, add, CPU)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert not inside, point
+        if count < point:
+            break
+        assert torch.get_num_threads() in (1, 2)  # within lanes_only anything may be left undone
+        torch.set_num_threads(2)
+        streaming._lanes.set(None)
+    assert 30 < point < 999
+    assert (seen is None) == (presses == 2)
+
+
+def test_daemons_do_not_run_lanes_themselves(threads):
+    """A daemon within torch aborts Python at its end; a thread that is none is waited for."""
+    threads(2)
+    seen, found = [], []
+
+    def add(_, block):
+        seen.append((threading.current_thread().daemon, threading.get_ident()))
+
+    def call():
+        found.append(accumulate(range(40), list, add, CPU))
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join()
+    assert len(found[0]) == 2
+    assert {daemon for daemon, _ in seen} == {False}
+    assert caller.ident not in {ident for _, ident in seen}
+
+
+def test_lanes_are_alike_whatever_the_caller_s_modes(threads):
+    threads(2)
+    one, dtypes, inference = torch.ones(2, 2), [], []
+
+    def start():
+        sums = torch.zeros(1)
+        inference.append(sums.is_inference())
+        return sums
+
+    def add(_, block):
+        dtypes.append((one @ one).dtype)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        accumulate(range(40), start, add, CPU)
+    assert set(dtypes) == {torch.float32}
+    assert inference == [False, False]
 
 
 def test_lanes_have_no_lanes_of_their_own(threads):

@@ -8,11 +8,13 @@ accumulator, so the same call on the same number of threads gives the same bits.
 from __future__ import annotations
 
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from functools import cache
 from itertools import pairwise
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
@@ -75,20 +77,22 @@ def accumulate(
             blocks follow each other.
     """
     lanes = min(_threads(), len(blocks) // _BLOCKS_A_LANE) if device.type == "cpu" else 1
-    stop = threading.Event()
+    stop: list[bool] = []  # anything in it means so
 
     def run(lane: int) -> Accumulator:
-        accumulator = start()
+        # the first lane has the caller's modes, which the others do not see
+        with torch.inference_mode(mode=False):
+            accumulator = start()
         whole = slice(len(blocks) * lane // lanes, len(blocks) * (lane + 1) // lanes)
         share = blocks[lane::lanes] if in_turn else blocks[whole]
-        with torch.inference_mode(mode=not gradients):
+        with torch.autocast("cpu", enabled=False), torch.inference_mode(mode=not gradients):
             for block in share:
-                if stop.is_set():
+                if stop:
                     break
                 try:
                     add_block(accumulator, block)
                 except BaseException:
-                    stop.set()  # the other lanes' work is lost anyway
+                    stop.append(True)  # the other lanes' work is lost anyway
                     raise
         return accumulator
 
@@ -99,79 +103,94 @@ def accumulate(
         with lanes_only():
             return [run(0)]
     with lanes_only():
-        crew = _Crew(run)
+        crew = _Crew(run, stop)
         try:
-            return crew.work(lanes)
-        finally:
-            crew.leave(stop)
+            try:
+                return crew.work(lanes)
+            finally:
+                crew.leave()
+        finally:  # Ctrl-C may have come on the way there
+            crew.leave()
 
 
 class _Crew(Generic[Accumulator]):
-    """The caller and a thread for every lane but the first.
+    """Threads that run lanes, and the caller.
 
-    Ctrl-C may come at any time, and Python may end soon after it. A thread that is within torch by then,
-    or drops the last reference to a tensor, aborts the program, so nobody may leave before all threads
-    have let go of the work. Joining them does not suffice: CPython takes a thread for ended if Ctrl-C
-    comes while it is joined, and one whose start is interrupted is known to nobody.
+    Ctrl-C may come between any two instructions, and Python may end soon after it. A thread that is
+    within torch by then, or drops the last reference to a tensor, aborts the program. So nobody leaves
+    before all threads have let go of the work, which takes as long as a block does. Pools, threads and
+    events of ``threading`` are of no use here: Ctrl-C within their code leaves a lock locked for good, or
+    a thread that nobody knows, and CPython takes a thread for ended if Ctrl-C comes while it is joined.
     """
 
-    def __init__(self, run: Callable[[int], Accumulator]) -> None:
+    def __init__(self, run: Callable[[int], Accumulator], stop: list[bool]) -> None:
         self._run: Callable[[int], Accumulator] | None = run
+        self._stop = stop
         self._found: dict[int, Accumulator] = {}
-        self._errors: list[BaseException] = []
-        self._begun = self._ended = 0  # threads
-        self._changed = threading.Condition()
+        self._errors: dict[int, BaseException] = {}
+        self._begun: list[int] = []  # appending needs no lock
+        self._ended: list[int] = []
+        self._news: SimpleQueue[int] = SimpleQueue()  # wakes whoever waits
 
     def work(self, lanes: int) -> list[Accumulator]:
         """What all lanes found, in order."""
-        for lane in range(1, lanes):
-            threading.Thread(target=self._in_a_thread, args=(lane,)).start()
-        self._one(0)
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended == lanes - 1)
-        for error in self._errors:
-            raise error
+        if threading.current_thread() is threading.main_thread():
+            for lane in range(1, lanes):
+                start_new_thread(self._in_a_thread, (lane,))
+            copy_context().run(self._one, 0)
+            threads = lanes - 1
+        else:  # no Ctrl-C here; but the caller may be a daemon, which must not be within torch at the end
+            for lane in range(lanes):
+                threading.Thread(target=self._in_a_thread, args=(lane,), daemon=False).start()
+            threads = lanes
+        while len(self._ended) < threads:
+            self._wait()
+        if self._errors:
+            raise self._errors[min(self._errors)]
         return [self._found[lane] for lane in range(lanes)]
 
-    def leave(self, stop: threading.Event) -> None:
+    def leave(self) -> None:
         """Stop threads that are at work and wait for them; those that come late find none."""
-        interrupt: KeyboardInterrupt | None = None
+        interrupt: BaseException | None = None
         while True:
             try:
-                stop.set()  # Ctrl-C must not wait for the whole pass
-                with self._changed:
-                    self._run = None
-                    self._changed.wait_for(lambda: self._ended == self._begun)
-                    self._found, self._errors = {}, []  # or the last thread to go would drop them
+                self._stop.append(True)
+                self._run = None
+                while len(self._ended) < len(self._begun):
+                    self._wait()
+                self._found, self._errors = {}, {}  # or the last thread to go would drop them
                 break
-            except KeyboardInterrupt as error:  # not before all have let go
+            except BaseException as error:  # not before all have let go
                 interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        try:
+            if interrupt is not None:
+                raise interrupt
+        finally:
+            del interrupt  # it refers to this frame
+
+    def _wait(self) -> None:
+        with suppress(Empty):
+            self._news.get(timeout=0.1)
 
     def _in_a_thread(self, lane: int) -> None:
-        with self._changed:
-            if self._run is None:
-                return
-            self._begun += 1
+        self._begun.append(lane)  # first: whoever leaves waits for it, or has taken the work away
         try:
-            # OpenMP asks each thread anew: without this, every product would have a team of its own,
-            # made for it and spinning beside it
-            torch.set_num_threads(1)
             self._one(lane)
         except BaseException as error:
-            self._errors.append(error)
+            self._errors[lane] = error
         finally:
-            with self._changed:
-                self._ended += 1
-                self._changed.notify()
+            self._ended.append(lane)
+            self._news.put(lane)
 
     def _one(self, lane: int) -> None:
-        token = _lanes.set(1)  # what runs within a lane has no lanes of its own
-        try:
-            self._found[lane] = self._run(lane)  # type: ignore[misc]
-        finally:
-            _lanes.reset(token)
+        run = self._run
+        if run is None:
+            return
+        _lanes.set(1)  # what runs within a lane has no lanes of its own
+        # OpenMP asks each thread anew: without this, every product would have a team of its own, made for
+        # it and spinning beside it
+        torch.set_num_threads(1)
+        self._found[lane] = run(lane)
 
 
 @contextmanager
