@@ -21,7 +21,7 @@ from fedgmm.algorithms.mixture import FederatedGMM
 from fedgmm.algorithms.pfedme import PFedMe
 from fedgmm.core.aggregate import AGGREGATIONS
 from fedgmm.core.checks import check_choice, check_flag, check_integer, check_non_negative
-from fedgmm.core.devices import resolve_device, resolve_dtype
+from fedgmm.core.devices import forget_smaller_shares, resolve_device, resolve_dtype
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.networks import Dense, ModuleFactory, Network, Params, network
 from fedgmm.core.recording import forget_recordings
@@ -325,6 +325,7 @@ def train(
     finally:
         if net.handling.recorded:  # or a model that is kept would keep half of a card's memory
             forget_recordings(net)
+        forget_smaller_shares()
 
 
 def _pretrained(options: TrainingOptions, net: Network) -> Params | None:

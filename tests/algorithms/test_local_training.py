@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from fedgmm.core.networks import network
 from fedgmm.core.recording import recorder_of
 from fedgmm.core.sgd import SGD
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.training import train
 from supervised import federation
 
 
@@ -62,8 +63,7 @@ def test_small_images_train_in_groups_of_clients_alike_on_a_card(rng, monkeypatc
 @pytest.fixture
 def card(monkeypatch):
     """A card with memory for all."""
-    properties = SimpleNamespace(total_memory=2**44)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(devices, "_total_memory", lambda _: 2**44)
     monkeypatch.setattr(devices, "_smaller_shares", {})
 
 
@@ -90,7 +90,9 @@ def test_on_a_full_card_groups_are_smaller_from_then_on(rng, most):
     params = training.initial(2, torch.device("cpu"))
     before = recorder_of(training.net)
     visit, tried = room_for(most)
-    found = training.over_groups(rows, params, 1, visit)
+    told = r"memory of cuda ran out \(.*520.00 MiB\).*at most \d clients? at a time"
+    with nullcontext() if most == 10 else pytest.warns(UserWarning, match=told):
+        found = training.over_groups(rows, params, 1, visit)
     assert sorted(client for group, _ in found for client in group) == list(range(10))
     assert max(len(group) for group, _ in found) <= most
     assert tried[0] == 10
@@ -102,6 +104,17 @@ def test_on_a_full_card_groups_are_smaller_from_then_on(rng, most):
 
 
 @pytest.mark.usefixtures("card")
+def test_another_training_has_the_whole_share_again(rng):
+    card = torch.device("cuda")
+    whole = devices.accelerator_memory(card)
+    devices.use_less_memory(card)
+    assert devices.accelerator_memory(card) == whole // 2
+    train(federation(rng, sizes=(20, 20)), "fedavg", rounds=1)
+    assert devices.accelerator_memory(card) == whole
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.filterwarnings("ignore:The memory of cuda ran out")
 def test_a_card_without_room_for_one_client_says_what_to_do(rng):
     rows = OnACard(pictures(rng, 4).train)
     training = LocalTraining(network("cnn", (1, 8, 8), 2))

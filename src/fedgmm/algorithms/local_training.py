@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, get_args
@@ -24,6 +25,7 @@ from fedgmm.core.recording import forget_recordings
 from fedgmm.core.sgd import SGD, BatchPlan, padded_rows, plan_batches, train_local
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
+from fedgmm.wording import counted
 
 Schedule = Literal["constant", "cooldown", "cosine", "sqrt"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -152,14 +154,19 @@ class LocalTraining:
             try:
                 return self._one_by_one(groups, round_number, visit)
             except torch.cuda.OutOfMemoryError as error:
-                if len(groups[0]) == 1:
-                    raise torch.cuda.OutOfMemoryError(
-                        f"The memory of {rows.device} does not suffice to train one client "
-                        f"({what_ran_out(error)}); end other programs that use it, or choose a smaller "
-                        "batch_size or device='cpu'."
-                    ) from None
+                reason = what_ran_out(error)
             # not in the handler: what did not fit is held until that ends
+            if len(groups[0]) == 1:
+                raise torch.cuda.OutOfMemoryError(
+                    f"The memory of {rows.device} does not suffice to train one client ({reason}); end "
+                    "other programs that use it, or choose a smaller batch_size or device='cpu'."
+                )
             groups = self._smaller_groups(rows, params, len(groups[0]))
+            warnings.warn(
+                f"The memory of {rows.device} ran out ({reason}); this training goes on with at most "
+                f"{counted(len(groups[0]), 'client')} at a time.",
+                stacklevel=2,
+            )
 
     def _one_by_one(
         self,

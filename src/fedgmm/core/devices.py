@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 _MEMORY_SHARE = 0.4
-_smaller_shares: dict[torch.device, float] = {}  # of devices whose memory ran out
+_smaller_shares: dict[torch.device, float] = {}  # of devices whose memory ran out in this training
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -35,16 +35,23 @@ def resolve_dtype(name: str) -> torch.dtype:
 def accelerator_memory(device: torch.device) -> int:
     """Bytes that training may use on an accelerator: a share of all, so that every run does the same.
 
-    Where others use the same device, that may be too much: :func:`use_less_memory` is for the rest of
-    the program.
+    Where others use the same device, that may be too much: see :func:`use_less_memory`.
     """
-    share = _smaller_shares.get(device, _MEMORY_SHARE)
-    return int(share * torch.cuda.get_device_properties(device).total_memory)
+    return int(_smaller_shares.get(device, _MEMORY_SHARE) * _total_memory(device))
 
 
 def use_less_memory(device: torch.device) -> None:
-    """Halve what training may use on an accelerator."""
+    """Halve what this training may use on an accelerator."""
     _smaller_shares[device] = _smaller_shares.get(device, _MEMORY_SHARE) / 2
+
+
+def forget_smaller_shares() -> None:
+    """Another training begins, whose needs are others."""
+    _smaller_shares.clear()
+
+
+def _total_memory(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def what_ran_out(error: Exception) -> str:
