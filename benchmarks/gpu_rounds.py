@@ -1,11 +1,16 @@
 """FedGMM rounds on images on one accelerator: clients and learners stacked, beside a loop over both.
 
 The loop is the oracle: one module after the other, one client after the other, on tensors that are on the
-card already. Both sides do the same round from the same start. Before anything is timed their learners must
-agree with a few clients, after a round in float64 and after a step in float32, and their losses in float32
-with all clients; the stacked side is then timed in mixed precision, too. (Learners cannot be compared after
-a whole round in float32: one step of an untrained MobileNet-V2 in float32 is a hundredth off the same step
-in float64, on any machine, and further steps multiply that.)
+card already. Both sides do the same round from the same start. Before anything is timed both must agree:
+
+- with a few clients after a round in float64: learners, and losses to 1e-4;
+- with a few clients after a step in float32: learners to a twentieth of how far they moved;
+- with all clients after a round in float32: losses, to 1e-4 where float32 determines them that well.
+
+An untrained MobileNet-V2 is not determined so: one of its steps in float32 is a hundredth off the same step
+in float64, by either side and on any machine, and further steps multiply that. Its losses after a round in
+float32 are shown, and may differ by a twentieth; whether both sides compute the same is seen in float64.
+The stacked side is then timed in mixed precision, too.
 
     python benchmarks/gpu_rounds.py                       # images of the right sizes, made up
     python benchmarks/gpu_rounds.py --device cpu --quick  # runs anywhere, in a minute
@@ -26,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +52,7 @@ from fedgmm.data.federated import ClientRows
 FEATURES = 48
 LEARNERS = 3
 FEW_CLIENTS = 8
+TWENTIETH = 0.05
 
 
 @dataclass(frozen=True)
@@ -60,15 +66,16 @@ class Setting:
     smallest: int
     largest: int
     target: float  # seconds a round on one H200
+    losses_apart: float = 1e-4  # after a round in float32
 
 
 SETTINGS = (
     Setting("FEMNIST", "cnn", (1, 28, 28), 62, 539, 70_848, 23, 261, 1.0),
-    Setting("CIFAR-10", "mobilenet", (3, 32, 32), 10, 80, 36_000, 77, 1062, 2.5),
+    Setting("CIFAR-10", "mobilenet", (3, 32, 32), 10, 80, 36_000, 77, 1062, 2.5, TWENTIETH),
 )
 QUICK = (
     Setting("FEMNIST, small", "cnn", (1, 12, 12), 5, 4, 60, 10, 20, 0.0),
-    Setting("CIFAR-10, small", "mobilenet", (3, 32, 32), 5, 2, 24, 10, 14, 0.0),
+    Setting("CIFAR-10, small", "mobilenet", (3, 32, 32), 5, 2, 24, 10, 14, 0.0, TWENTIETH),
 )
 
 
@@ -94,7 +101,7 @@ def method_of(
     if setting.learner == "mobilenet":  # two sides that drop at random could not be compared
         make = partial(MobileNetV2, setting.classes, dropout=0.0)
         net = Stacked(make, setting.shape, setting.classes, compute)
-    training = LocalTraining(net, SGD(lr=0.05, batch_size=128), dtype=dtype)
+    training = LocalTraining(net, SGD(lr=0.01, batch_size=128), dtype=dtype)
     return FedGMM(training, LEARNERS, FederatedGMM(LEARNERS, dtype=torch.float32), start="random")
 
 
@@ -242,8 +249,15 @@ def stacked(
     return method.server_step(shared, update)[0]
 
 
-def disagreement(setting: Setting, device: torch.device) -> tuple[float, float]:
-    """How far a few clients' learners are from the loop's in float64, in units of their movement.
+class Apart(NamedTuple):
+    """How far the two sides are from each other: learners in units of their movement, and losses."""
+
+    learners: float
+    losses: float
+
+
+def compare(setting: Setting, device: torch.device) -> dict[str, Apart]:
+    """How far a few clients are from the loop in float64.
 
     After a round in float64, which tells whether both sides compute the same; and after one step in
     float32, which tells whether the kernels do.
@@ -251,24 +265,32 @@ def disagreement(setting: Setting, device: torch.device) -> tuple[float, float]:
     few = min(FEW_CLIENTS, setting.clients)
     small = replace(setting, clients=few, rows=setting.rows * few // setting.clients)
     one_step = replace(small, rows=100 * few, largest=min(128, setting.largest))
-    return _apart(small, device, torch.float64), _apart(one_step, device, torch.float32)
+    apart = {
+        "round": _apart(small, device, torch.float64),
+        "step": _apart(one_step, device, torch.float32),
+    }
+    whole = apart["round"]
+    if whole.learners > 1e-6 or whole.losses > 1e-4 or apart["step"].learners > TWENTIETH:
+        raise SystemExit(f"{setting.name}: with {few} clients the two sides are apart: {apart}.")
+    return apart
 
 
-def _apart(setting: Setting, device: torch.device, dtype: torch.dtype) -> float:
+def _apart(setting: Setting, device: torch.device, dtype: torch.dtype) -> Apart:
     rows = rows_of(setting, device)
     method, oracle = method_of(setting, None, dtype), method_of(setting, None, torch.float64)
-    ours = stacked(method, *method.init(rows), rows).learners
     start = oracle.init(rows)
-    return _distance(ours, looped(setting, oracle, *start, rows)(), start[0].learners)
+    theirs = looped(setting, oracle, *start, rows)()
+    right = _loss(oracle, theirs, rows)
+    apart = []
+    for _ in range(3):  # on a card the second round is recorded and the third is a replay
+        ours = stacked(method, *method.init(rows), rows).learners
+        distance = _distance(ours, theirs, start[0].learners)
+        apart.append(Apart(distance, abs(_loss(method, ours, rows) - right)))
+    return Apart(max(each.learners for each in apart), max(each.losses for each in apart))
 
 
 def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, Any]:
-    apart, step_apart = disagreement(setting, device)
-    if apart > 1e-6 or step_apart > 0.05:
-        raise SystemExit(
-            f"{setting.name}: the two sides' learners are {apart:.1e} apart in float64, and "
-            f"{step_apart:.1e} after one step in float32."
-        )
+    few = compare(setting, device)
     rows = rows_of(setting, device)
     method = method_of(setting, None)
     shared, personal = method.init(rows)
@@ -278,11 +300,10 @@ def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, A
 
     loop = looped(setting, method, shared, personal, rows)
     theirs = loop()
-    # the second round is recorded and the third is a replay: the losses of all must be the loop's
-    for _ in range(3):
+    for _ in range(3):  # recorded, and replayed
         ours = stacked_step(method).learners
         losses = [_loss(method, learners, rows) for learners in (ours, theirs)]
-        if abs(losses[0] - losses[1]) > 1e-4:
+        if abs(losses[0] - losses[1]) > setting.losses_apart:
             raise SystemExit(f"{setting.name}: the two sides' losses are {losses}.")
     mixed = method_of(setting, torch.bfloat16)
     for _ in range(2):
@@ -298,8 +319,7 @@ def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, A
         "setting": asdict(setting),
         "rows": len(rows),
         "seconds": times,
-        "apart": apart,
-        "step_apart": step_apart,
+        "few_clients_apart": {name: apart._asdict() for name, apart in few.items()},
         "losses": losses,
         "limit": limit,
         "peak_gigabytes": peak,
@@ -358,7 +378,7 @@ def main() -> None:
             f"{setting['target']:g}",
             f"{result['limit']:.3f}",
             f"{100 * result['limit'] / best:.0f} %",
-            f"{result['apart']:.0e}",
+            f"{result['few_clients_apart']['round']['learners']:.0e}",
             f"{abs(result['losses'][0] - result['losses'][1]):.0e}",
             f"{result['peak_gigabytes']:.0f}",
         )
