@@ -14,13 +14,17 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "federated_gmm.py"
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("federated_gmm_benchmark", SCRIPT)
+def script_as_module(script):
+    spec = importlib.util.spec_from_file_location(f"{script.stem}_benchmark", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    return script_as_module(SCRIPT)
 
 
 def quick_run(script, folder, *arguments):
@@ -120,6 +124,7 @@ def test_ratio_is_taken_against_the_fastest_reference(benchmark):
 
 ROUNDS_OVER_FLOWER = SCRIPT.with_name("flower_rounds.py")
 SCALE = SCRIPT.with_name("federation_scale.py")
+ROUNDS_ON_A_CARD = SCRIPT.with_name("gpu_rounds.py")
 
 
 @pytest.mark.slow
@@ -146,3 +151,28 @@ def test_federation_scale_loads_the_server_and_flower(tmp_path):
     assert all(one["seconds"] > 0 for one in found["alone"])
     (nodes,) = found["nodes"]
     assert nodes["exchanges"][0]["seconds"] > 0  # NaN where a node did not answer
+
+
+@pytest.mark.slow
+def test_gpu_rounds_compares_both_sides_on_any_device(tmp_path):
+    printed, found = quick_run(ROUNDS_ON_A_CARD, tmp_path, "--device", "cpu")
+    assert printed.strip().splitlines()[-1].startswith("ratio: min ")
+    for one in found:
+        assert min(one["seconds"].values()) > 0
+        assert one["few_clients_apart"]["round"]["learners"] < 1e-10
+        assert one["few_clients_apart"]["round"]["losses"] < 1e-5
+
+
+def test_gpu_rounds_refuses_to_time_two_sides_that_differ(monkeypatch):
+    benchmark = script_as_module(ROUNDS_ON_A_CARD)
+    cpu = benchmark.torch.device("cpu")
+    small = benchmark.QUICK[0]
+    assert benchmark.compare(small, cpu)["round"].learners < 1e-10
+    train = benchmark._train
+
+    def forgets_the_last_row(own, rows, order, *rest):
+        train(own, rows, order[:-1], *rest)
+
+    monkeypatch.setattr(benchmark, "_train", forgets_the_last_row)
+    with pytest.raises(SystemExit, match="FEMNIST, small: with 4 clients the two sides are apart"):
+        benchmark.compare(small, cpu)
