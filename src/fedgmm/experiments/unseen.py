@@ -346,8 +346,7 @@ def _curves(study: UnseenStudy, details: list[dict[str, Any]]) -> dict[str, list
             runs = [
                 [_mean(one["unseen"]["as it is"]), *one["adaptation_curves"][way]] for one in own
             ]
-            label = TITLES[method] + ("" if way == "labels" else f", {way}")
-            curves[label] = np.mean(runs, axis=0).tolist()
+            curves[f"{TITLES[method]}, {way}"] = np.mean(runs, axis=0).tolist()
     return curves
 
 

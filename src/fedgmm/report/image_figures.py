@@ -59,7 +59,7 @@ def plot_adaptation(
         title: of the figure.
         path: where the PNG goes.
     """
-    figure, axes = _figure((6.5, 4.2))
+    figure, axes = _figure((8.2, 4.2))
     for place, (name, values) in enumerate(curves.items()):
         accuracies = 100 * np.asarray(values)
         axes.plot(iterations, accuracies, "o-", label=name, color=colour_of(place), markersize=4)
@@ -67,7 +67,9 @@ def plot_adaptation(
     axes.set_xticks(list(iterations), list(map(str, iterations)), minor=False)
     axes.set_xlabel("EM iterations of the weights", color=INK)
     axes.set_ylabel("test accuracy (%)", color=INK)
-    return _finished(figure, axes, title, path)
+    # beside the curves: nine of them leave no room within
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _finished(figure, axes, title, path, legend=False)
 
 
 def plot_heat_map(
