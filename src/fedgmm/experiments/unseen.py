@@ -337,16 +337,18 @@ def _one_trial(trial: Trial[UnseenStudy], held_out: HeldOut) -> dict[str, Any]:
     }
 
 
-def _curves(study: UnseenStudy, details: list[dict[str, Any]]) -> dict[str, list[float]]:
+def _curves(
+    study: UnseenStudy, details: list[dict[str, Any]]
+) -> dict[tuple[str, str], list[float]]:
     """Mean over seeds after each number of iterations, from none on, for each method and way."""
-    curves: dict[str, list[float]] = {}
+    curves = {}
     for method in study.methods:
         own = of_method(details, method)
         for way in _ways_of_all(own, "adaptation_curves"):
             runs = [
                 [_mean(one["unseen"]["as it is"]), *one["adaptation_curves"][way]] for one in own
             ]
-            curves[f"{TITLES[method]}, {way}"] = np.mean(runs, axis=0).tolist()
+            curves[TITLES[method], way] = np.mean(runs, axis=0).tolist()
     return curves
 
 

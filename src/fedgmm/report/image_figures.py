@@ -20,6 +20,7 @@ FloatArray = NDArray[np.float64]
 _DPI = 90
 _BINS = 50
 _MOST_POINTS = 1200  # of a group in a scatter plot
+_LINES = ("o-", "s--", "^:", "v-.")
 _TAIL = 1.0  # percent at either end that share the last bar
 
 
@@ -49,20 +50,32 @@ def plot_curves(
 
 
 def plot_adaptation(
-    iterations: Sequence[int], curves: Mapping[str, Sequence[float]], title: str, path: Path
+    iterations: Sequence[int],
+    curves: Mapping[tuple[str, str], Sequence[float]],
+    title: str,
+    path: Path,
 ) -> Path:
     """Accuracy of new clients against EM iterations of their weights.
 
+    A method has a colour, and what new clients learn from a kind of line.
+
     Args:
         iterations: from 0, the federation's own weights, on.
-        curves: for each method, one accuracy for each of them.
+        curves: for each method and what is learnt from, one accuracy for each of them.
         title: of the figure.
         path: where the PNG goes.
     """
     figure, axes = _figure((8.2, 4.2))
-    for place, (name, values) in enumerate(curves.items()):
-        accuracies = 100 * np.asarray(values)
-        axes.plot(iterations, accuracies, "o-", label=name, color=colour_of(place), markersize=4)
+    methods, sources = (list(dict.fromkeys(names)) for names in zip(*curves, strict=True))
+    for (method, source), values in curves.items():
+        axes.plot(
+            iterations,
+            100 * np.asarray(values),
+            _LINES[sources.index(source) % len(_LINES)],
+            label=f"{method}, {source}",
+            color=colour_of(methods.index(method)),
+            markersize=4,
+        )
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xticks(list(iterations), list(map(str, iterations)), minor=False)
     axes.set_xlabel("EM iterations of the weights", color=INK)
