@@ -266,8 +266,8 @@ def train(
             have changed them: with a schedule that knows the last round, a warm-up as long as the run,
             or the patience of FedAvg+.
         watch_accuracy: add ``validation_accuracy`` to entries of the history, to all or to every
-            so-manieth: over all rows of a fixed sample, at most 20,000 validation rows, and before
-            any tuning at home.
+            so-manieth and the last of the ``rounds``: over all rows of a fixed sample, at most 20,000
+            validation rows, and before any tuning at home.
         until: end this call after that round, though ``rounds`` plan for more; with a checkpoint another
             call goes on as if there had been no end. One that ends before the last round of the
             warm-up leaves the model of its shared learner.
@@ -293,16 +293,9 @@ def train(
     if until is not None:
         check_integer("until", until, 1)
     device, dtype = resolve_device(chosen.device), resolve_dtype(chosen.dtype)
-    if len(dataset.classes) < 2 and chosen.algorithm != DENSITY:
-        raise ValueError(
-            f"There is only one class ({dataset.classes[0]!r}) in the data; classification needs two."
-        )
+    net = _network(dataset, chosen)
     scaling = _scaling(dataset) if chosen.standardise and len(dataset.input_shape) == 1 else None
     scaled = _scaled(dataset, scaling, dtype, device)
-    compute = torch.bfloat16 if chosen.precision == "mixed" else None
-    net = network(chosen.learner, dataset.input_shape, len(dataset.classes), compute)
-    if chosen.augment and len(dataset.input_shape) != 3:
-        raise ValueError("augment=True crops and flips images; these inputs are none.")
     job = TrainingRun(
         chosen,
         build(chosen, net),
@@ -326,6 +319,26 @@ def train(
         if net.handling.recorded:  # or a model that is kept would keep half of a card's memory
             forget_recordings(net)
         forget_smaller_shares()
+
+
+def check_training(dataset: FederatedDataset, options: TrainingOptions) -> None:
+    """Raise what :func:`train` would raise before its first round, and train nothing."""
+    options.check()
+    resolve_device(options.device)
+    _pretrained(options, _network(dataset, options))
+
+
+def _network(dataset: FederatedDataset, options: TrainingOptions) -> Network:
+    """The learners' network, if the data suit it."""
+    if len(dataset.classes) < 2 and options.algorithm != DENSITY:
+        raise ValueError(
+            f"There is only one class ({dataset.classes[0]!r}) in the data; classification needs two."
+        )
+    compute = torch.bfloat16 if options.precision == "mixed" else None
+    net = network(options.learner, dataset.input_shape, len(dataset.classes), compute)
+    if options.augment and len(dataset.input_shape) != 3:
+        raise ValueError("augment=True crops and flips images; these inputs are none.")
+    return net
 
 
 def _pretrained(options: TrainingOptions, net: Network) -> Params | None:

@@ -76,8 +76,8 @@ class TrainingRun:
         answers: which clients answer in a round.
         on_round: called after every round.
         checkpoint: where progress is written, and read if there is any.
-        watch_accuracy: every so many rounds the history tells the accuracy on validation rows; zero
-            means never.
+        watch_accuracy: every so many rounds, and after the last one, the history tells the accuracy on
+            validation rows; zero means never.
         learner: a trained learner to start from, ``(...)`` without a learner axis.
         until: the last round of this call, where the options plan for more.
         history: one entry a round.
@@ -164,7 +164,8 @@ class TrainingRun:
 
         def look(_: int, run: Run[Any, Any]) -> bool:
             entry = self._entry(run, started)
-            watch = self.watch_accuracy and run.round % self.watch_accuracy == 0
+            last = run.round == options.rounds
+            watch = self.watch_accuracy and (last or run.round % self.watch_accuracy == 0)
             if watch and len(self._watched.validation):
                 entry["validation_accuracy"] = self._accuracy(part.method, run)
             if options.patience is None or part.phase == "warmup" or run.converged:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedgmm.experiments import image_trials
+from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, Variant
 from fedgmm.experiments.image_trials import of_method, run_study, run_trials, stopped_early
 from fedgmm.experiments.trial_files import (
@@ -24,7 +25,7 @@ from fedgmm.experiments.trial_files import (
     recorded,
 )
 from fedgmm.experiments.workplace import Workplace
-from tiny_images import FAST
+from tiny_images import FAST, write_femnist
 
 SOME = ImageStudy(**{**FAST, "methods": ("fedavg", "fedgmm"), "seeds": (3, 5)})
 
@@ -332,3 +333,50 @@ def test_a_training_that_diverged_is_named():
     ]
     assert stopped_early(rows[:1]) == ""
     assert stopped_early(rows).endswith("kept its last good round: FedGMM (seed 2).")
+
+
+def test_one_folder_holds_trainings_on_the_same_data(tmp_path):
+    """Figures of other images under the same settings would stand in one table."""
+    study = ImageStudy(**{**FAST, "methods": ("fedavg",)})
+    write_femnist(tmp_path / "data")
+    reproduce_classification(tmp_path / "out", study, Workplace(tmp_path / "data"))
+    write_femnist(tmp_path / "other", seed=1)
+    more = replace(study, methods=("fedavg", "local"))
+    with pytest.raises(ValueError, match=r"trainings with seed 0 on other data than these \(5 cli"):
+        reproduce_classification(tmp_path / "out", more, Workplace(tmp_path / "other"))
+    reproduce_classification(tmp_path / "out", more, Workplace(tmp_path / "data"))
+
+
+def test_a_learner_that_does_not_suit_binds_nobody(tmp_path):
+    write_femnist(tmp_path)
+    study = ImageStudy(**{**FAST, "methods": ("fedavg",)})
+    unfit = replace(study, pretrained=str(tmp_path / "weights"))
+    (tmp_path / "weights").write_bytes(b"for a MobileNet-V2")
+    with pytest.raises(ValueError, match="needs learner='mobilenet', got 'mlp'"):
+        reproduce_classification(tmp_path, unfit, Workplace(tmp_path))
+    assert not list(tmp_path.rglob("study.json"))
+    reproduce_classification(tmp_path, study, Workplace(tmp_path))
+
+
+def test_results_say_what_the_clients_have(tmp_path):
+    write_femnist(tmp_path)
+    study = ImageStudy(**{**FAST, "methods": ("fedavg",)})
+    reproduce_classification(tmp_path, study, Workplace(tmp_path))
+    # half of the images have other labels, hence seven of four
+    told = "5 clients with 200 rows; rows a client: 40 to 40 (median 40); classes a client: 7 to 7"
+    assert told in (tmp_path / "classification-femnist-paper.md").read_text()
+    record = json.loads((tmp_path / "classification-femnist-paper.json").read_text())
+    assert record["clients"]["seed 0"].startswith(told)
+    assert record["clients"]["seed 0"].endswith("; train 120, validation 40, test 40")
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 7])
+def test_the_curve_ends_with_the_round_that_is_reported(tmp_path, rounds):
+    write_femnist(tmp_path)
+    study = ImageStudy(**{**FAST, "methods": ("fedavg",), "rounds": rounds})
+    outcome = reproduce_classification(tmp_path, study, Workplace(tmp_path))
+    curve = outcome.details[0]["curve"]
+    assert len(curve) == rounds
+    assert [place for place, value in enumerate(curve, 1) if value is not None] == sorted(
+        {5, rounds} if rounds > 5 else {rounds}
+    )

@@ -82,10 +82,12 @@ def test_with_a_cache_the_clients_are_encoded_once_for_choice_and_training(
     monkeypatch.setattr(PixelEncoder, "encode", counted)
     workplace = Workplace(mnist, tmp_path / "cache")
     sized = choose_density(tmp_path, SMALL, workplace)
-    assert len(encoded) == 1
+    assert sum(encoded) == 240
+    assert len(encoded) == SMALL.clients  # an interruption costs no more than one of them
+    encoded.clear()
     prepare_novelty(sized, 0, workplace)
     prepare_novelty(replace(sized, representation="plain"), 0, workplace)
-    assert len(encoded) == 1
+    assert not encoded
 
 
 def test_too_few_images_for_the_features(tmp_path, mnist):
@@ -95,3 +97,32 @@ def test_too_few_images_for_the_features(tmp_path, mnist):
         choose_density(tmp_path, study, Workplace(mnist))
     with pytest.raises(ValueError, match=r"see 200 principal components, but \d+ training images"):
         prepare_novelty(replace(FIXED, features=200), 0, Workplace(mnist))
+
+
+def test_a_choice_of_the_density_goes_on_where_it_was_interrupted(tmp_path, mnist, monkeypatch):
+    """After a power cut before every candidate, none is judged twice."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    expected = choose_density(whole, SMALL, Workplace(mnist))
+    candidates = len(json.loads((whole / "density.json").read_text())["tried"])
+    judged = []
+    parts = tmp_path / "parts"
+    parts.mkdir()
+
+    def until(most):
+        def one_more(study, *rest):
+            if len(judged) == most:
+                raise KeyboardInterrupt
+            judged.append(study.density)
+            return missing_class_auroc(study, *rest)
+
+        monkeypatch.setattr(novelty_density, "missing_class_auroc", one_more)
+
+    for most in range(candidates):
+        until(most)
+        with pytest.raises(KeyboardInterrupt):
+            choose_density(parts, SMALL, Workplace(mnist))
+    until(candidates)
+    assert choose_density(parts, SMALL, Workplace(mnist)) == expected
+    assert len(judged) == candidates
+    assert (parts / "density.json").read_text() == (whole / "density.json").read_text()

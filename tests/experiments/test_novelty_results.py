@@ -16,6 +16,7 @@ from fedgmm.experiments.novelty_results import (
     results_in_markdown,
     save_scores,
 )
+from fedgmm.experiments.trial_files import DamagedRecordError
 
 
 def table_of(study):
@@ -57,3 +58,12 @@ def test_joint_scores_are_sums_of_logarithms():
     scores = {name: np.array([float(value)]) for name, value in scores.items()}
     joint = {name: own.item() for name, own in joint_scores(scores).items()}
     assert joint == {"known": 11, "changed": 22, "relabelled": 41}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"abc", b"PK\x03\x04 no archive"])
+def test_scores_that_are_gone_are_named_with_their_remedy(tmp_path, content):
+    file = tmp_path / "fedgmm-0.npz"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(DamagedRecordError, match=r"fedgmm-0\.npz is .* delete fedgmm-0\.json"):
+        load_scores(file)

@@ -300,7 +300,8 @@ def test_too_few_rows(tmp_path):
         hold_out_clients(replace(SMALL, features=1), 0, Workplace(tmp_path))
 
 
-def test_a_client_with_rows_in_one_split_only(tmp_path):
+def test_no_rows_to_judge_the_training_by(tmp_path):
+    """Told before anything is trained."""
     write_femnist(tmp_path, rows=2)  # one to train, one in another split
-    held_out = hold_out_clients(replace(SMALL, features=1), 0, Workplace(tmp_path))
-    assert [len(one.test) for one in held_out.newcomers] == [1, 1]
+    with pytest.raises(ValueError, match="so small that none has a test row; use fewer clients"):
+        hold_out_clients(replace(SMALL, features=1), 0, Workplace(tmp_path))

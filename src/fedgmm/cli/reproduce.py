@@ -124,7 +124,10 @@ def reproduce(
         typer.Option("--download", help="Images: fetch what is missing from its official place."),
     ] = False,
     cache: Annotated[
-        Path | None, typer.Option(help="Images: folder that keeps what the encoder saw.")
+        Path | None,
+        typer.Option(
+            help="Images: folder that keeps what the encoder saw; OUT/encoded by default."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
 ) -> None:
@@ -174,7 +177,7 @@ def reproduce(
 
                 tell(f"looking for {study.dataset}")
                 load_images(study.dataset, data_dir, download=True)
-            run(out, study, Workplace(data_dir, cache, tell))
+            run(out, study, Workplace(data_dir, cache or out / "encoded", tell))
             table = out / f"{experiment.value}-{study.label}.md"
         else:
             _without_images(experiment, out, _given({**common, "rows": rows}), tell)

@@ -340,7 +340,7 @@ class FeatureMap:
         self, dataset: FederatedDataset, progress: Progress | None = None
     ) -> FederatedDataset:
         """A data set of images, perhaps of clients that were not here before, with these features."""
-        codes = _encode_splits(dataset, self.encoder, self.cache, progress)
+        codes = encode_splits(dataset, self.encoder, self.cache, progress)
         return with_features(dataset, *(self.project(codes[name]) for name in SPLITS))
 
 
@@ -383,7 +383,7 @@ def encode_federation(
     check_flag("whiten", whiten)
     check_flag("scale", scale)
     folder = None if cache is None else Path(cache)
-    codes = _encode_splits(dataset, encoder, folder, progress)
+    codes = encode_splits(dataset, encoder, folder, progress)
     training = torch.from_numpy(codes["train"]).to(getattr(encoder, "device", "cpu"))
     pca = federated_pca(torch.split(training, _rows_of_clients(dataset.train)), components)
     feature_map = FeatureMap(encoder, pca, whiten, scale, folder)
@@ -396,12 +396,18 @@ def _rows_of_clients(rows: LabelledRows) -> list[int]:
     return counts
 
 
-def _encode_splits(
+def encode_splits(
     dataset: FederatedDataset, encoder: Encoder, cache: Path | None, progress: Progress | None
 ) -> dict[str, Features]:
     """The encoded images of each split ``(N, d)``: every client's in one go, as the cache keeps them.
 
     Without a cache all are encoded in one go, which is faster on an accelerator.
+
+    Args:
+        dataset: inputs are images, uint8 ``(N, channels, height, width)``.
+        encoder: see :func:`encoder`.
+        cache: a folder for encoded images; ``None`` keeps nothing.
+        progress: called after every client.
     """
     splits = [dataset.split(name) for name in SPLITS]
     if cache is None and progress is None:

@@ -23,7 +23,7 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
-from fedgmm.experiments.trial_files import Trial, trained
+from fedgmm.experiments.trial_files import Trial, federations, told_of, trained
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
 
@@ -65,8 +65,14 @@ def reproduce_classification(folder: Path, study: ImageStudy, workplace: Workpla
         for method in study.methods
     }
     outcome = ImageOutcome(accuracy, details)
-    record = {"study": asdict(study), "accuracy": accuracy, "details": details}
-    write_results(folder, trials.name, record, _markdown(study, outcome))
+    clients = federations(trials, study)
+    record = {
+        "study": asdict(study),
+        "clients": clients,
+        "accuracy": accuracy,
+        "details": details,
+    }
+    write_results(folder, trials.name, record, _markdown(study, outcome, told_of(clients)))
     curves = {
         TITLES[method]: [one["curve"] for one in of_method(details, method)]
         for method in study.methods
@@ -107,7 +113,7 @@ def _learner(study: ImageStudy) -> str:
     return f"a MobileNet-V2 {start}, with random crops and flips"
 
 
-def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
+def _markdown(study: ImageStudy, outcome: ImageOutcome, clients: str) -> str:
     paper = PAPER_ACCURACY.get(study.dataset, {}) if study.shift else {}
     rows = []
     for method, values in outcome.accuracy.items():
@@ -132,6 +138,6 @@ def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
         + markdown_table(
             ["method", "accuracy (%)", "paper (%)", "learning rate", "s a round"], rows
         )
-        + f"\n{study.protocol()} {shift} {_models(study)}"
+        + f"\n{study.protocol()} {shift} {_models(study)}{clients}"
         f"{stopped_early(outcome.details)}\n"
     )

@@ -202,9 +202,13 @@ class ImageStudy:
     def protocol(self) -> str:
         """How everything was trained, in sentences for a table's footnote."""
         kept = " (pFedMe's stay)" if "pfedme" in self.methods else ""
+        early = (
+            "; FedEM starts as one shared learner for a quarter of the rounds"
+            if "fedem" in self.methods
+            else ""
+        )
         track = (
-            "The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid; FedEM "
-            "starts as one shared learner for a quarter of the rounds."
+            f"The paper's protocol: SGD, batch 128, one local epoch, learning rates of its grid{early}."
             if self.track == "paper"
             else "Every method with momentum 0.9 at the clients, the same or none at the server, and rates "
             f"that fall towards zero in the last fifth of the rounds{kept}; mixtures start as one shared "
@@ -256,12 +260,7 @@ def prepare_federation(
 ) -> EncodedFederation | FederatedImages:
     """The clients of a seed: images dealt, shifted, and encoded if a method has Gaussians to see them."""
     federation = dealt(study, seed, workplace, shift=study.shift)
-    for split in ("validation", "test"):
-        if not len(federation.dataset.split(split)):  # told before hours of training, not after
-            raise ValueError(
-                f"Clients are so small that none has a {split} row; use fewer clients or a larger fraction "
-                "of the images (--clients and --fraction on the command line)."
-            )
+    check_splits(federation.dataset)
     if "fedgmm" not in study.methods:
         return federation
     return encoded(study, federation.dataset, workplace)
@@ -284,7 +283,18 @@ def encoded(
         components=study.features,
         scale=True,
         cache=workplace.cache,
+        progress=workplace.encoding,
     )
+
+
+def check_splits(dataset: FederatedDataset) -> None:
+    """Raise unless there are rows to judge trainings by: told before hours of them, not after."""
+    for split in ("validation", "test"):
+        if not len(dataset.split(split)):
+            raise ValueError(
+                f"Clients are so small that none has a {split} row; use fewer clients or a larger fraction "
+                "of the images (--clients and --fraction on the command line)."
+            )
 
 
 def check_rows(rows: int, features: int) -> None:

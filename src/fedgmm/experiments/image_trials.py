@@ -20,6 +20,7 @@ from fedgmm.experiments.image_tuning import Federation, chosen_options, options_
 from fedgmm.experiments.results import TITLES, environment
 from fedgmm.experiments.trial_files import (
     Trial,
+    bind_data,
     bind_trials,
     chosen_of,
     on_file,
@@ -28,6 +29,7 @@ from fedgmm.experiments.trial_files import (
 )
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.model import FederatedModel
+from fedgmm.training import check_training
 
 FederationT = TypeVar("FederationT", bound=Federation)
 
@@ -60,7 +62,10 @@ def run_study(
 
     def federation(seed: int) -> FederationT:
         found = prepare(settled, seed, workplace)
+        for method in settled.methods:  # what cannot be trained binds nobody
+            check_training(found.dataset, settled.options(method, seed))
         bind_trials(trials, study)
+        bind_data(trials, seed, found.dataset)
         return found
 
     return trials, run_trials(trials, settled, federation, run, workplace.tell)

@@ -74,6 +74,8 @@ def chosen_options(
         f"{method}-tuning",
         lambda: _search(Trial(trials, "", study, method, study.seeds[0], {}), federation(), tell),
         "chosen",
+        "winner",
+        "seed",
     )
     chosen = _chosen(study, method, record)
     if chosen is None:

@@ -40,8 +40,10 @@ from fedgmm.experiments.results import write_results
 from fedgmm.experiments.trial_files import (
     Trial,
     chosen_of,
+    federations,
     on_file,
     recorded,
+    told_of,
     trained,
 )
 from fedgmm.experiments.workplace import Workplace
@@ -89,8 +91,15 @@ def reproduce_novelty(folder: Path, study: NoveltyStudy, workplace: Workplace) -
         left_out = scatter["auroc"]
         perturbed = of_method(details, "fedgmm")[0]["perturbed"]
     outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
-    record = {"study": asdict(study), "chosen": sized.density if sized else {}, **asdict(outcome)}
-    write_results(folder, trials.name, record, results_in_markdown(told, outcome))
+    clients = federations(trials, study)
+    record = {
+        "study": asdict(study),
+        "clients": clients,
+        "chosen": sized.density if sized else {},
+        **asdict(outcome),
+    }
+    markdown = results_in_markdown(told, outcome, told_of(clients))
+    write_results(folder, trials.name, record, markdown)
     draw_figures(folder, trials.name, study)
     return outcome
 

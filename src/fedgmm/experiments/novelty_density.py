@@ -9,19 +9,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache as once
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedgmm.data.dataset import SPLITS, FederatedDataset
-from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_images, federated_pca
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_splits, federated_pca
 from fedgmm.data.representations import layout_of, represented
 from fedgmm.experiments.image_study import check_rows
 from fedgmm.experiments.novel_images import IntArray
 from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
-from fedgmm.experiments.trial_files import bind_trials, on_file, recorded
+from fedgmm.experiments.trial_files import bind_data, bind_trials, on_file, recorded
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.novelty import novelty_metrics
 
@@ -36,17 +38,26 @@ def choose_density(trials: Path, study: NoveltyStudy, workplace: Workplace) -> N
     """The study with the density that knows best when a known class is missing, on the first seed.
 
     First the representation and the number of features are chosen, then the number of Gaussians and
-    the ridge. Test rows and novel images are not looked at.
+    the ridge. Every choice leaves a file. Test rows are encoded, since the cache keeps a client's rows
+    together, and not looked at; nor are novel images.
     """
     settled = density_on_file(trials, study)
     if settled is not None:
         return settled
 
-    def run() -> dict[str, Any]:
+    @once
+    def prepared() -> tuple[FederatedDataset, dict[str, Features], Encoder]:
         dataset = deal_images(study, study.seeds[0], workplace)
         base = study_encoder(study, workplace.data_dir)
-        codes = _encoded(dataset, base, workplace.cache)
+        codes = encode_splits(dataset, base, workplace.cache, workplace.encoding)
         bind_trials(trials, study)
+        bind_data(trials, study.seeds[0], dataset)
+        return dataset, codes, base
+
+    def judged(sized: NoveltyStudy) -> dict[str, Any]:
+        return {**sized.density, "auroc": missing_class_auroc(sized, *prepared())}
+
+    def run() -> dict[str, Any]:
         best: NoveltyStudy = study
         tried: list[dict[str, Any]] = []
         for stage in study.density_choices:
@@ -58,8 +69,9 @@ def choose_density(trials: Path, study: NoveltyStudy, workplace: Workplace) -> N
                 told = ", ".join(f"{key} {value}" for key, value in choice.items())
                 workplace.tell(f"density: {told}")
                 sized = replace(best, **choice)
-                scores.append(missing_class_auroc(sized, dataset, codes, base))
-                tried.append({**sized.density, "auroc": scores[-1]})
+                name = "-".join([DENSITY, *map(str, sized.density.values())])
+                tried.append(recorded(trials, name, partial(judged, sized), "auroc"))
+                scores.append(tried[-1]["auroc"])
             best = replace(best, **stage[int(np.argmax(scores))])
         return {"best": best.density, "tried": tried}
 
@@ -73,19 +85,6 @@ def density_on_file(trials: Path, study: NoveltyStudy) -> NoveltyStudy | None:
         return replace(study, **seen[0], **sizes[0])
     record = on_file(trials, DENSITY, "best")
     return None if record is None else replace(study, **record["best"])
-
-
-def _encoded(dataset: FederatedDataset, base: Encoder, cache: Path | None) -> dict[str, Features]:
-    """What the encoder says of training and validation rows, ``(N, d)`` each.
-
-    With a cache test rows are encoded, too, and not returned: all rows at once are what training asks
-    the cache for.
-    """
-    wanted = ("train", "validation")
-    parts = [dataset.split(name).inputs.numpy() for name in (wanted if cache is None else SPLITS)]
-    codes = encode_images(np.concatenate(parts), base, cache)
-    edges = np.cumsum([len(part) for part in parts])
-    return dict(zip(wanted, np.split(codes, edges), strict=False))
 
 
 def missing_class_auroc(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from fedgmm.experiments.image_trials import stopped_early
 from fedgmm.experiments.novelty_study import NoveltyStudy
 from fedgmm.experiments.results import TITLES, markdown_table, mean_and_spread, printed
+from fedgmm.experiments.trial_files import DamagedRecordError
 from fedgmm.files import write_atomically
 from fedgmm.wording import counted
 
@@ -70,9 +73,19 @@ def save_scores(path: Path, scores: Scores) -> None:
 
 
 def load_scores(path: Path) -> Scores:
-    """What :func:`save_scores` kept."""
-    with np.load(path, allow_pickle=False) as held:
-        return {name: held[name].astype(np.float64) for name in held.files}
+    """What :func:`save_scores` kept.
+
+    Raises:
+        DamagedRecordError: the file is not there, or is not what was written.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            return {name: held[name].astype(np.float64) for name in held.files}
+    except (OSError, ValueError, TypeError, EOFError, zlib.error, zipfile.BadZipFile):
+        record = path.with_suffix(".json")
+        raise DamagedRecordError(
+            f"{path} is missing or damaged; delete {record.name} beside it, and both are made again."
+        ) from None
 
 
 def joint_scores(scores: Scores) -> Scores:
@@ -139,8 +152,14 @@ def draw_figures(folder: Path, name: str, study: NoveltyStudy) -> None:
     )
 
 
-def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome) -> str:
-    """The table beside the paper's, and those of a class left out and of small changes."""
+def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome, clients: str = "") -> str:
+    """The table beside the paper's, and those of a class left out and of small changes.
+
+    Args:
+        study: what was run.
+        outcome: what was found.
+        clients: a sentence on who they are.
+    """
     as_in_paper = study.dataset == "mnist" and study.changes != "none"
     rows = [
         [
@@ -162,7 +181,7 @@ def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome) -> str:
         + f"\nNovel images are test images at half their size, turned by 90 degrees and flipped. {known} "
         "FedGMM scores by log P(x) under the federation's weights, without a label; the others by their "
         "highest class probability, personalised ones by the highest among clients. "
-        f"{study.protocol()}{stopped_early(outcome.details)}\n"
+        f"{study.protocol()}{clients}{stopped_early(outcome.details)}\n"
     )
     if "fedgmm" in outcome.metrics:
         text += (

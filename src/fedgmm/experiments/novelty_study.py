@@ -29,7 +29,7 @@ from fedgmm.data.federated_images import FederatedImages, federated_images
 from fedgmm.data.images import WHITE, ImageData, load_images
 from fedgmm.data.partition import transform_images
 from fedgmm.data.representations import REPRESENTATIONS, Represented, StageEncoder
-from fedgmm.experiments.image_study import ImageStudy, check_rows, dealt
+from fedgmm.experiments.image_study import ImageStudy, check_rows, check_splits, dealt
 from fedgmm.experiments.novel_images import IntArray, other_labels
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
@@ -138,6 +138,7 @@ def changed_separately(made: FederatedImages, seed: int) -> FederatedDataset:
 def deal_images(study: NoveltyStudy, seed: int, workplace: Workplace) -> FederatedDataset:
     """The clients of a seed, without features."""
     made = dealt(study, seed, workplace, shift=study.changes == "joint")
+    check_splits(made.dataset)
     return changed_separately(made, seed) if study.changes == "separate" else made.dataset
 
 
@@ -165,6 +166,7 @@ def with_study_features(
         ),
         components=study.features,
         scale=True,
+        progress=workplace.encoding,  # client by client, as the cache keeps what was encoded
     )
 
 

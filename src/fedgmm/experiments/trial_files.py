@@ -12,16 +12,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic
 
-from fedgmm.data.dataset import FederatedDataset
+import numpy as np
+
+from fedgmm.data.dataset import SPLITS, FederatedDataset
+from fedgmm.data.partition import describe
 from fedgmm.experiments.comparison import pass_on_interrupt
 from fedgmm.experiments.image_study import ImageStudy, StudyT
-from fedgmm.federation.checkpoint import WEIGHTS, Checkpoint
+from fedgmm.federation.checkpoint import WEIGHTS, Checkpoint, fingerprint
 from fedgmm.files import sha256_of, write_atomically, write_once
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, train
 
 _CHOSEN = ("lr", "server_momentum", "independence", "personal_labels")
 _SETTINGS = "study.json"
+_DATA = "data-"
 _MAY_GROW = ("methods", "seeds", "device")
 _ROUNDS_A_CHECKPOINT = 50
 _WATCHED_ROUNDS = 5
@@ -102,8 +106,46 @@ def bind_trials(trials: Path, study: ImageStudy) -> None:
             )
 
 
+def bind_data(trials: Path, seed: int, dataset: FederatedDataset) -> None:
+    """From now on the folder's trainings with a seed are on these clients, whose file tells what they have.
+
+    Raises:
+        ValueError: trainings before were on other data.
+    """
+    file = record_of(trials, f"{_DATA}{seed}")
+    facts = {"data": fingerprint(dataset, features=False), "description": _described(dataset)}
+    if not file.exists():
+        write_once(file, _as_json(facts))
+    if _read_json(file, *facts)["data"] != facts["data"]:
+        raise ValueError(
+            f"{trials} holds trainings with seed {seed} on other data than these ({facts['description']}); "
+            "choose another folder, or the data folder that they were made with."
+        )
+
+
+def _described(dataset: FederatedDataset) -> str:
+    splits = {name: dataset.split(name) for name in SPLITS}
+    owner = np.concatenate([rows.codes.cpu().numpy() for rows in splits.values()])
+    labels = np.concatenate([rows.labels.cpu().numpy() for rows in splits.values()])
+    sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
+    return f"{describe(owner, labels)}; {sizes}"
+
+
+def federations(trials: Path, study: ImageStudy) -> dict[str, str]:
+    """What the clients of each seed have, where it is on file: older folders do not tell."""
+    found = {seed: on_file(trials, f"{_DATA}{seed}", "description") for seed in study.seeds}
+    return {f"seed {seed}": one["description"] for seed, one in found.items() if one is not None}
+
+
+def told_of(clients: Mapping[str, str]) -> str:
+    """A sentence on the clients of the first seed, empty where they are not on file."""
+    return next(
+        (f" Clients of {seed}, as they train: {text}." for seed, text in clients.items()), ""
+    )
+
+
 def _remedy(trials: Path) -> str:
-    if any(not other.name.startswith(_SETTINGS) for other in trials.iterdir()):
+    if any(not other.name.startswith((_SETTINGS, _DATA)) for other in trials.iterdir()):
         return "choose another folder"
     return (
         f"choose another folder or, if no other program has just begun, delete {_SETTINGS}: nothing was "

@@ -25,7 +25,7 @@ from fedgmm.core.learners import expand_clients
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
-from fedgmm.experiments.image_study import ImageStudy, dealt, encoded
+from fedgmm.experiments.image_study import ImageStudy, check_splits, dealt, encoded
 from fedgmm.experiments.image_trials import (
     chosen,
     facts_of,
@@ -42,7 +42,7 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
-from fedgmm.experiments.trial_files import Trial, trained
+from fedgmm.experiments.trial_files import Trial, federations, told_of, trained
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, build
@@ -144,11 +144,25 @@ def hold_out_clients(study: UnseenStudy, seed: int, workplace: Workplace) -> Hel
     drawn = np.random.default_rng([seed, len(names)]).permutation(len(names))[:count].tolist()
     away = [names[code] for code in sorted(drawn)]
     at_home = [name for name in names if name not in set(away)]
+    # told before hours of encoding and training, not after
+    _check_halves(everyone.select(away))
+    check_splits(everyone.select(at_home))
     if "fedgmm" not in study.methods:  # nobody has Gaussians that would see features
         return HeldOut(everyone.select(at_home), _newcomers(everyone.select(away), seed))
     training = encoded(study, everyone.select(at_home), workplace)
-    unseen = training.feature_map.attach(everyone.select(away))
+    unseen = training.feature_map.attach(everyone.select(away), workplace.encoding)
     return HeldOut(training.dataset, _newcomers(unseen, seed))
+
+
+def _check_halves(unseen: FederatedDataset) -> None:
+    """Raise unless every client has rows to learn from and others to be tested on."""
+    rows = torch.stack([unseen.split(split).features.rows_per_client for split in SPLITS]).sum(0)
+    for name, count in zip(unseen.names, rows.tolist(), strict=True):
+        if count < 2:
+            raise ValueError(
+                f"Unseen client {name!r} has {counted(count, 'row')}, too few for two halves; use fewer "
+                "clients or more images."
+            )
 
 
 def _newcomers(unseen: FederatedDataset, seed: int) -> list[Newcomer]:
@@ -167,11 +181,6 @@ def _newcomers(unseen: FederatedDataset, seed: int) -> list[Newcomer]:
     for code, name in enumerate(unseen.names):
         generator = np.random.default_rng([seed, int(client_keys([name])[0])])
         order = generator.permutation(np.flatnonzero(codes == code))
-        if len(order) < 2:
-            raise ValueError(
-                f"Unseen client {name!r} has {counted(len(order), 'row')}, too few for two "
-                "halves; use fewer clients or more images."
-            )
         half = len(order) // 2
         newcomers.append(Newcomer(name, rows(order[:half], name), rows(order[half:], name)))
     return newcomers
@@ -275,8 +284,14 @@ def reproduce_unseen(folder: Path, study: UnseenStudy, workplace: Workplace) -> 
         for method in study.methods
     }
     outcome = UnseenOutcome(accuracy, details)
-    record = {"study": asdict(study), "accuracy": accuracy, "details": details}
-    write_results(folder, trials.name, record, _markdown(study, outcome))
+    clients = federations(trials, study)
+    record = {
+        "study": asdict(study),
+        "clients": clients,
+        "accuracy": accuracy,
+        "details": details,
+    }
+    write_results(folder, trials.name, record, _markdown(study, outcome, told_of(clients)))
     if curves := _curves(study, details):
         plot_adaptation(
             [0, *study.iterations],
@@ -367,7 +382,7 @@ def _in_some_seeds(outcome: UnseenOutcome) -> str:
     return "".join(sentences)
 
 
-def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
+def _markdown(study: UnseenStudy, outcome: UnseenOutcome, clients: str) -> str:
     paper = PAPER_ACCURACY.get(study.dataset, {}) if study.shift else {}
     rows = []
     for method, ways in outcome.accuracy.items():
@@ -400,5 +415,5 @@ def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
         + f"\n{100 * study.held_out:g} % of the clients are held out whole: their rows are in no "
         "training and in no principal component. Each learns on half of its rows and is tested on the "
         "other half; mean over clients. Training clients are tested on their own test rows. "
-        f"{study.protocol()}{_in_some_seeds(outcome)}{stopped_early(outcome.details)}\n"
+        f"{study.protocol()}{clients}{_in_some_seeds(outcome)}{stopped_early(outcome.details)}\n"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedgmm.data.encoder import Progress
 from fedgmm.experiments.comparison import Tell
 
 
@@ -21,3 +22,13 @@ class Workplace:
     data_dir: Path | None = None
     cache: Path | None = None
     tell: Tell = lambda _: None
+
+    @property
+    def encoding(self) -> Progress | None:
+        """Tells how many images are encoded, client by client; ``None`` where nothing is kept of them.
+
+        Without a cache all are encoded in one go, which is faster.
+        """
+        if self.cache is None:
+            return None
+        return lambda done, total: self.tell(f"{done:,} of {total:,} images are encoded")

@@ -20,6 +20,7 @@ FloatArray = NDArray[np.float64]
 _DPI = 90
 _BINS = 50
 _MOST_POINTS = 1200  # of a group in a scatter plot
+_FEW_POINTS = 8
 _LINES = ("o-", "s--", "^:", "v-.")
 _TAIL = 1.0  # percent at either end that share the last bar
 
@@ -42,7 +43,15 @@ def plot_curves(
         values = np.array([curve[:length] for curve in curves], dtype=np.float64)
         mean = 100 * values.mean(0)
         rounds = 1 + np.flatnonzero(np.isfinite(mean))  # those that were watched
-        axes.plot(rounds, mean[rounds - 1], label=name, color=colour_of(place), linewidth=1.6)
+        axes.plot(
+            rounds,
+            mean[rounds - 1],
+            label=name,
+            color=colour_of(place),
+            linewidth=1.6,
+            marker="o" if len(rounds) < _FEW_POINTS else None,  # a single one makes no line
+            markersize=4,
+        )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("round", color=INK)
     axes.set_ylabel("accuracy (%)", color=INK)
