@@ -186,6 +186,11 @@ def edit(path, change):
             lambda b: gzip.compress(gzip.decompress(b)[:7] + b"\x02" + gzip.decompress(b)[8:]),
             "dimensions 3 × 28 × 28",
         ),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda b: gzip.compress(gzip.decompress(b)[: -2 * 784] + bytes(2 * 784)),
+            "its last 2 images are nothing but zeros",
+        ),
     ],
 )
 def test_a_damaged_mnist_file_is_named(tmp_path, mnist, file, change, problem):
@@ -202,6 +207,7 @@ def test_a_damaged_mnist_file_is_named(tmp_path, mnist, file, change, problem):
         (lambda b: b[:-3073], "it has 9,219 bytes, not 12,292"),
         (lambda b: b[:-1], "it has 12,291 bytes"),
         (lambda b: b"\xff" + b[1:], "labels . to 255, not 0 to 9"),
+        (lambda b: b[:4000] + bytes(len(b) - 4000), "last 2 images are nothing but zeros"),
     ],
 )
 def test_a_damaged_cifar_file_is_named(tmp_path, cifar10, change, problem):
@@ -250,6 +256,7 @@ def test_cifar100_needs_the_names_of_its_classes(tmp_path, cifar100):
         ({"writers": np.array([0, 0, 0, 0, 2])}, "writers 0 to 2, not 0 to 1"),
         ({"writers": np.array([0, 0, 0, 0, -1])}, "writers -1 to 0"),
         ({"images": np.zeros((5, 28, 28))}, "images are float64"),
+        ({"images": np.eye(28, dtype=np.uint8)[None].repeat(5, 0)}, "pixels are 0 or 1, not 0 to"),
         ({"images": np.zeros((5, 784), dtype=np.uint8)}, r"\(5, 784\), not uint8 \(N, 28, 28\)"),
         ({"writer_names": np.array(["a", None])}, "cannot be read"),  # it would need pickle
         ({"writer_names": np.array("a")}, "writer_names are not a different name a writer"),
@@ -262,6 +269,26 @@ def test_a_damaged_npz_is_named(tmp_path, changes, problem):
         load_images("femnist", tmp_path)
     assert "some.npz is damaged" in str(caught.value)
     assert "LEAF" in str(caught.value)
+
+
+def test_images_of_one_colour_are_told(tmp_path):
+    images = np.full((5, 28, 28), 200, dtype=np.uint8)
+    images[0, 3] = 7
+    write_femnist(tmp_path / "femnist", images=images)
+    with pytest.warns(UserWarning, match=r"4 of the 5 images in .*some.npz have a single colour"):
+        assert len(load_images("femnist", tmp_path)) == 5
+
+
+@pytest.mark.parametrize("missing", ["train", "test"])
+def test_one_half_of_leaf_s_files_is_not_all(tmp_path, rng, missing):
+    for part in ("train", "test"):
+        folder = tmp_path / "femnist" / part
+        folder.mkdir(parents=True)
+        if part != missing:
+            content = leaf(a=(rng.random((1, 784)), [0]))
+            (folder / "part.json").write_text(json.dumps(content))
+    with pytest.raises(ImageFileError, match=rf"{missing}/\*\.json is missing; make it with LEAF"):
+        load_images("femnist", tmp_path)
 
 
 def test_an_npz_cut_short_is_named(tmp_path):
@@ -291,6 +318,7 @@ def test_two_npz_files_are_one_too_many(tmp_path):
     [
         (leaf(a=(np.full((1, 784), 1.5), [0])), "outside"),
         (leaf(a=(np.full((1, 784), np.nan), [0])), "outside"),
+        (leaf(a=(np.full((1, 784), "0.5"), [0])), "a pixel is no number"),
         (leaf(a=(np.zeros((1, 784)), [62])), "labels 62 to 62"),
         (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": [2]}, "user a does not have 2"),
         (leaf(a=(np.zeros((2, 784)), [0])), "2 images but 1 label"),

@@ -19,6 +19,7 @@ import json
 import math
 import operator
 import os
+import warnings
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ _MNIST_ROWS = {"train": 60_000, "t10k": 10_000}
 _CIFAR10_ROWS = {**{f"data_batch_{i}.bin": 10_000 for i in range(1, 6)}, "test_batch.bin": 10_000}
 _CIFAR100_ROWS = {"train.bin": 50_000, "test.bin": 10_000}
 _GREY_SIDE, _COLOUR_SIDE = 28, 32
+_MOST_BLANK = 0.01  # share of a file's images; a writer may have left a field empty
 _IDX_IMAGES, _IDX_LABELS = 0x803, 0x801  # bytes in three dimensions, bytes in one
 
 _FETCH = "load with download=True (--download on the command line)"
@@ -192,7 +194,9 @@ def _read_mnist(folder: Path) -> ImageData:
     images, labels = [], []
     for part, rows in _MNIST_ROWS.items():
         shape = (rows, _GREY_SIDE, _GREY_SIDE)
-        images.append(_read_idx(_idx_file(raw / f"{part}-images-idx3-ubyte"), _IDX_IMAGES, shape))
+        images_path = _idx_file(raw / f"{part}-images-idx3-ubyte")
+        images.append(_read_idx(images_path, _IDX_IMAGES, shape))
+        _check_pixels(images[-1], images_path, "mnist")
         labels_path = _idx_file(raw / f"{part}-labels-idx1-ubyte")
         labels.append(_read_idx(labels_path, _IDX_LABELS, (rows,)))
         _check_labels(labels[-1], len(DIGITS), labels_path, "mnist")
@@ -268,6 +272,7 @@ def _read_cifar(
         records = np.memmap(path, dtype=np.uint8, mode="r").reshape(rows, width)
         for byte, count in enumerate(classes):
             _check_labels(records[:, byte], count, path, name)
+        _check_pixels(records[:, len(classes) :], path, name)
         parts.append(records)
     images = np.concatenate([part[:, len(classes) :] for part in parts]).reshape(-1, *shape)
     return images, [_joined([part[:, byte] for part in parts]) for byte in range(len(classes))]
@@ -315,6 +320,7 @@ def _read_femnist_npz(path: Path) -> ImageData:
     if images.dtype != np.uint8 or images.shape[1:] != (_GREY_SIDE, _GREY_SIDE):
         problem = f"its images are {images.dtype} {images.shape}, not uint8 (N, 28, 28)"
         raise _damaged(path, problem, "femnist")
+    _check_pixels(images, path, "femnist")
     for key, codes in (("labels", labels), ("writers", writers)):
         if codes.dtype.kind not in "iu" or codes.shape != (len(images),):
             problem = f"its {key} are not one whole number for each of the {counted(len(images), 'image')}"
@@ -337,9 +343,12 @@ def _leaf_files(folder: Path) -> list[Path]:
     """LEAF's files: the split ones if there are any, else the sample, else all data."""
     for root in (folder, folder / "data"):
         for parts in (("train", "test"), ("sampled_data",), ("all_data",), ("",)):
-            files = [path for part in parts for path in sorted((root / part).glob("*.json"))]
-            if files:
-                return files
+            found = {part: sorted((root / part).glob("*.json")) for part in parts}
+            if any(found.values()):
+                for part, files in found.items():
+                    if not files:  # the other half alone would look like all
+                        raise _missing(root / part / "*.json", "femnist")
+                return [path for files in found.values() for path in files]
     return []
 
 
@@ -390,7 +399,10 @@ def _user_as_bytes(content: dict[str, Any]) -> Any:
     """Images ``(n, 1, 28, 28)`` and labels ``(n,)`` of a user; other objects as they are."""
     if content.keys() != {"x", "y"}:
         return content
-    pixels = np.array(content["x"], dtype=np.float32)
+    pixels = np.array(content["x"])
+    if pixels.size and pixels.dtype.kind not in "fi":
+        raise ValueError("a pixel is no number")
+    pixels = pixels.astype(np.float32)
     if len(pixels) and pixels.shape[1:] != (_GREY_SIDE**2,):
         raise ValueError(f"images have shape {pixels.shape[1:]}, not {_GREY_SIDE**2} pixels")
     if not ((pixels >= 0) & (pixels <= 1)).all():
@@ -426,6 +438,28 @@ def _check_labels(
     if not len(labels) or labels.min() < 0 or labels.max() >= classes:
         found = f"{what}s {labels.min()} to {labels.max()}" if len(labels) else f"no {what}s"
         raise _damaged(path, f"it holds {found}, not 0 to {classes - 1}", name)
+
+
+def _check_pixels(images: NDArray[np.uint8], path: Path, name: str) -> None:
+    """Raise where bytes cannot be pictures, and warn where they hardly can: none has a single colour."""
+    rows = images.reshape(len(images), -1)
+    if not len(rows):
+        raise _damaged(path, "it holds no images", name)
+    lowest, highest = rows.min(1), rows.max(1)
+    if highest.max() == 1:
+        raise _damaged(path, f"its pixels are 0 or 1, not 0 to {WHITE}", name)
+    blank = lowest == highest
+    if blank.sum() <= _MOST_BLANK * len(rows):
+        return
+    written = np.flatnonzero(highest)
+    empty = len(rows) - 1 - written[-1] if len(written) else 0
+    if empty > _MOST_BLANK * len(rows):  # what a full disk leaves
+        raise _damaged(path, f"its last {counted(int(empty), 'image')} are nothing but zeros", name)
+    warnings.warn(
+        f"{int(blank.sum()):,} of the {counted(len(rows), 'image')} in {path} have a single colour; if they "
+        f"should not, {_HOW_TO_GET[name]}.",
+        stacklevel=2,
+    )
 
 
 def _check_size(path: Path, size: int, name: str) -> None:
