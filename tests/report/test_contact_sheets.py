@@ -8,7 +8,7 @@ import pytest
 
 from fedgmm.data.federated_images import federated_images
 from fedgmm.data.images import ImageData
-from fedgmm.report.contact_sheets import contact_sheet, strips_of
+from fedgmm.report.contact_sheets import contact_sheet, strips_of, transform_sheet
 
 
 def some_images(channels=3, classes=12, side=8):
@@ -77,3 +77,15 @@ def test_classes_are_spread_over_all_there_are():
 
 def test_without_a_shift_there_is_one_strip():
     assert len(strips_of(federated_images(some_images(), clients=3, shift=False))) == 1
+
+
+def test_a_sheet_of_transforms_shows_each_below_the_images(tmp_path):
+    """Black as it is, white inverted: two strips of the same height."""
+    images = np.zeros((2, 1, 8, 8), dtype=np.uint8)
+    data = ImageData("mnist", images, np.array([0, 1]), ("a", "b"))
+    path = transform_sheet(data, {"inverted": lambda seen: 255 - seen}, tmp_path / "sheet.png")
+    picture = matplotlib.image.imread(path)[..., :3]
+    black = np.argwhere((picture == 0).all(-1))
+    below = picture[black[:, 0].max() + 22, black[:, 1].min() : black[:, 1].max()]
+    assert (below == 1).all(-1).mean() > 0.5
+    assert path.stat().st_size > 1000

@@ -456,8 +456,8 @@ def _check_pixels(images: NDArray[np.uint8], path: Path, name: str) -> None:
     if empty > _MOST_BLANK * len(rows):  # what a full disk leaves
         raise _damaged(path, f"its last {counted(int(empty), 'image')} are nothing but zeros", name)
     warnings.warn(
-        f"{int(blank.sum()):,} of the {counted(len(rows), 'image')} in {path} have a single colour; if they "
-        f"should not, {_HOW_TO_GET[name]}.",
+        f"{int(blank.sum()):,} of the {counted(len(rows), 'image')} in {path} have a single colour; if "
+        f"they should not, {_HOW_TO_GET[name]}.",
         stacklevel=2,
     )
 

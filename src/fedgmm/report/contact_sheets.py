@@ -1,10 +1,11 @@
-"""Pictures of pictures: what the images of a data set look like before and after the joint shift.
+"""Pictures of pictures: what the images of a data set look like before and after a transform.
 
 A transform that scrambles pixels trains without an error message; only eyes find it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,9 +59,38 @@ def contact_sheet(source: FederatedImages | ImageData, path: Path, columns: int 
     Returns:
         ``path``.
     """
+    return _drawn(strips_of(source, columns), _heading(source), path)
+
+
+def transform_sheet(
+    data: ImageData,
+    transforms: Mapping[str, Callable[[ByteArray], ByteArray]],
+    path: Path,
+    columns: int = _COLUMNS,
+) -> Path:
+    """Draw images of several classes as they are, and below them what each transform makes of them.
+
+    Args:
+        data: what :func:`fedgmm.data.images.load_images` returned.
+        transforms: by what they do; images ``(n, channels, height, width)`` in and out.
+        path: where the PNG goes; its folder is made if it is missing.
+        columns: one class each, spread over all of them.
+
+    Returns:
+        ``path``.
+    """
+    chosen = _one_a_class(data.labels, len(data.class_names), columns)
+    images = data.images[chosen]
+    captions = _names(data.class_names, data.labels[chosen])
+    blank = ("",) * len(images)
+    strips = [Strip("as it is in the file", images, captions)]
+    strips += [Strip(title, change(images), blank) for title, change in transforms.items()]
+    return _drawn(strips, f"{data.name}: transforms", path)
+
+
+def _drawn(strips: Sequence[Strip], heading: str, path: Path) -> Path:
     from matplotlib.figure import Figure
 
-    strips = strips_of(source, columns)
     across = max(len(strip.images) for strip in strips)
     height, width = strips[0].images.shape[-2:]
     # in dots: images, gaps between them, a margin for titles, a line for captions
@@ -68,7 +98,7 @@ def contact_sheet(source: FederatedImages | ImageData, path: Path, columns: int 
     margin, top = 130, 34
     total = (margin + across * cell_width, top + len(strips) * cell_height)
     figure = Figure(figsize=(total[0] / _DPI, total[1] / _DPI), dpi=_DPI)
-    figure.text(6 / total[0], 1 - 12 / total[1], _heading(source), va="top", color=INK, size=9)
+    figure.text(6 / total[0], 1 - 12 / total[1], heading, va="top", color=INK, size=9)
     for line, strip in enumerate(strips):
         y = total[1] - top - line * cell_height - _DOTS_A_PIXEL * height
         middle = y + _DOTS_A_PIXEL * height / 2
