@@ -3,14 +3,14 @@
 The loop is the oracle: one module after the other, one client after the other, on tensors that are on the
 card already. Both sides do the same round from the same start. Before anything is timed both must agree:
 
-- with a few clients after a round in float64: learners, and losses to 1e-4;
+- with a few clients after a round in float64: learners to 1e-6 of how far they moved, losses to 1e-4;
 - with a few clients after a step in float32: learners to a twentieth of how far they moved;
 - with all clients after a round in float32: losses, to 1e-4 where float32 determines them that well.
 
 An untrained MobileNet-V2 is not determined so: one of its steps in float32 is a hundredth off the same step
 in float64, by either side and on any machine, and further steps multiply that. Its losses after a round in
-float32 are shown, and may differ by a twentieth; whether both sides compute the same is seen in float64.
-The stacked side is then timed in mixed precision, too.
+float32 are shown, and may differ by 0.05; whether both sides compute the same is seen in float64. The
+stacked side is then timed in mixed precision, too, where its loss is shown and compared with nothing.
 
     python benchmarks/gpu_rounds.py                       # images of the right sizes, made up
     python benchmarks/gpu_rounds.py --device cpu --quick  # runs anywhere, in a minute
@@ -52,7 +52,7 @@ from fedgmm.data.federated import ClientRows
 FEATURES = 48
 LEARNERS = 3
 FEW_CLIENTS = 8
-TWENTIETH = 0.05
+ROUGHLY = 0.05  # as near as float32 can tell for an untrained MobileNet-V2
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Setting:
 
 SETTINGS = (
     Setting("FEMNIST", "cnn", (1, 28, 28), 62, 539, 70_848, 23, 261, 1.0),
-    Setting("CIFAR-10", "mobilenet", (3, 32, 32), 10, 80, 36_000, 77, 1062, 2.5, TWENTIETH),
+    Setting("CIFAR-10", "mobilenet", (3, 32, 32), 10, 80, 36_000, 77, 1062, 2.5, ROUGHLY),
 )
 QUICK = (
     Setting("FEMNIST, small", "cnn", (1, 12, 12), 5, 4, 60, 10, 20, 0.0),
-    Setting("CIFAR-10, small", "mobilenet", (3, 32, 32), 5, 2, 24, 10, 14, 0.0, TWENTIETH),
+    Setting("CIFAR-10, small", "mobilenet", (3, 32, 32), 5, 2, 24, 10, 14, 0.0, ROUGHLY),
 )
 
 
@@ -257,7 +257,7 @@ class Apart(NamedTuple):
 
 
 def compare(setting: Setting, device: torch.device) -> dict[str, Apart]:
-    """How far a few clients are from the loop in float64.
+    """How far a few clients are from the loop in float64; ends the program where that is too far.
 
     After a round in float64, which tells whether both sides compute the same; and after one step in
     float32, which tells whether the kernels do.
@@ -270,7 +270,8 @@ def compare(setting: Setting, device: torch.device) -> dict[str, Apart]:
         "step": _apart(one_step, device, torch.float32),
     }
     whole = apart["round"]
-    if whole.learners > 1e-6 or whole.losses > 1e-4 or apart["step"].learners > TWENTIETH:
+    alike = whole.learners <= 1e-6 and whole.losses <= 1e-4 and apart["step"].learners <= ROUGHLY
+    if not alike:  # NaN is not alike either
         raise SystemExit(f"{setting.name}: with {few} clients the two sides are apart: {apart}.")
     return apart
 
@@ -286,7 +287,8 @@ def _apart(setting: Setting, device: torch.device, dtype: torch.dtype) -> Apart:
         ours = stacked(method, *method.init(rows), rows).learners
         distance = _distance(ours, theirs, start[0].learners)
         apart.append(Apart(distance, abs(_loss(method, ours, rows) - right)))
-    return Apart(max(each.learners for each in apart), max(each.losses for each in apart))
+    worst = np.max(apart, axis=0)  # NaN if there is one
+    return Apart(*worst.tolist())
 
 
 def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, Any]:
@@ -303,11 +305,11 @@ def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, A
     for _ in range(3):  # recorded, and replayed
         ours = stacked_step(method).learners
         losses = [_loss(method, learners, rows) for learners in (ours, theirs)]
-        if abs(losses[0] - losses[1]) > setting.losses_apart:
+        if not abs(losses[0] - losses[1]) <= setting.losses_apart:
             raise SystemExit(f"{setting.name}: the two sides' losses are {losses}.")
     mixed = method_of(setting, torch.bfloat16)
     for _ in range(2):
-        stacked_step(mixed)
+        mixed_loss = _loss(mixed, stacked_step(mixed).learners, rows)
     times = {
         "full": seconds_of(lambda: stacked_step(method), device, repeats),
         "mixed": seconds_of(lambda: stacked_step(mixed), device, repeats),
@@ -321,6 +323,7 @@ def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, A
         "seconds": times,
         "few_clients_apart": {name: apart._asdict() for name, apart in few.items()},
         "losses": losses,
+        "mixed_loss": mixed_loss,
         "limit": limit,
         "peak_gigabytes": peak,
     }

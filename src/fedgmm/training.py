@@ -265,9 +265,9 @@ def train(
             is raised; rounds that are done stay as they are, even where another number of rounds would
             have changed them: with a schedule that knows the last round, a warm-up as long as the run,
             or the patience of FedAvg+.
-        watch_accuracy: add ``validation_accuracy`` to entries of the history, to all or to every
-            so-manieth and the last of the ``rounds``: over all rows of a fixed sample, at most 20,000
-            validation rows, and before any tuning at home.
+        watch_accuracy: add ``validation_accuracy`` to entries of the history, to all, or to every
+            second, third and so on and to the last of the ``rounds``: over all rows of a fixed sample,
+            at most 20,000 validation rows, and before any tuning at home.
         until: end this call after that round, though ``rounds`` plan for more; with a checkpoint another
             call goes on as if there had been no end. One that ends before the last round of the
             warm-up leaves the model of its shared learner.
@@ -322,7 +322,14 @@ def train(
 
 
 def check_training(dataset: FederatedDataset, options: TrainingOptions) -> None:
-    """Raise what :func:`train` would raise before its first round, and train nothing."""
+    """Raise where options do not fit each other, the data, the device, or the file of weights.
+
+    That is most of what :func:`train` would raise before its first round; nothing is trained.
+
+    Args:
+        dataset: the clients.
+        options: how they would train.
+    """
     options.check()
     resolve_device(options.device)
     _pretrained(options, _network(dataset, options))

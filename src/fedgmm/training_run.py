@@ -76,8 +76,8 @@ class TrainingRun:
         answers: which clients answer in a round.
         on_round: called after every round.
         checkpoint: where progress is written, and read if there is any.
-        watch_accuracy: every so many rounds, and after the last one, the history tells the accuracy on
-            validation rows; zero means never.
+        watch_accuracy: every so many rounds, and after the last that was planned, the history tells the
+            accuracy on validation rows; zero means never.
         learner: a trained learner to start from, ``(...)`` without a learner axis.
         until: the last round of this call, where the options plan for more.
         history: one entry a round.

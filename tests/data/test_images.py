@@ -191,6 +191,11 @@ def edit(path, change):
             lambda b: gzip.compress(gzip.decompress(b)[: -2 * 784] + bytes(2 * 784)),
             "its last 2 images are nothing but zeros",
         ),
+        (
+            "train-images-idx3-ubyte.gz",
+            lambda b: gzip.compress(gzip.decompress(b)[:16] + bytes(5 * 784)),
+            "its last 5 images are nothing but zeros",
+        ),
     ],
 )
 def test_a_damaged_mnist_file_is_named(tmp_path, mnist, file, change, problem):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fedgmm.data.images import ImageFileError
-from fedgmm.experiments import comparison, image_study, trial_files
+from fedgmm.experiments import comparison, image_study, trial_files, workplace
 from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
 from fedgmm.experiments.results import TITLES
@@ -150,7 +150,7 @@ def test_what_is_done_is_not_done_again(tmp_path, femnist, trainings, monkeypatc
     study = ImageStudy(**SOME)
     first = reproduce_classification(tmp_path / "out", study, Workplace(femnist))
     trainings.clear()
-    monkeypatch.setattr(image_study, "load_images", None)  # data are not even read
+    monkeypatch.setattr(workplace, "load_images", None)  # data are not even read
     assert reproduce_classification(tmp_path / "out", study, Workplace(femnist)) == first
     assert not trainings
     monkeypatch.undo()

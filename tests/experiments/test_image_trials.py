@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgmm.experiments import image_trials
+from fedgmm.experiments import image_trials, image_tuning
 from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, Variant
 from fedgmm.experiments.image_trials import of_method, run_study, run_trials, stopped_early
@@ -335,16 +335,32 @@ def test_a_training_that_diverged_is_named():
     assert stopped_early(rows).endswith("kept its last good round: FedGMM (seed 2).")
 
 
-def test_one_folder_holds_trainings_on_the_same_data(tmp_path):
+@pytest.mark.parametrize("growth", [{"methods": ("fedavg", "local")}, {"seeds": (0, 1)}])
+def test_one_folder_holds_trainings_on_the_same_data(tmp_path, growth):
     """Figures of other images under the same settings would stand in one table."""
     study = ImageStudy(**{**FAST, "methods": ("fedavg",)})
     write_femnist(tmp_path / "data")
     reproduce_classification(tmp_path / "out", study, Workplace(tmp_path / "data"))
     write_femnist(tmp_path / "other", seed=1)
-    more = replace(study, methods=("fedavg", "local"))
-    with pytest.raises(ValueError, match=r"trainings with seed 0 on other data than these \(5 cli"):
+    more = replace(study, **growth)
+    with pytest.raises(ValueError, match="on other images than those of this data folder; choose"):
         reproduce_classification(tmp_path / "out", more, Workplace(tmp_path / "other"))
     reproduce_classification(tmp_path / "out", more, Workplace(tmp_path / "data"))
+
+
+def test_what_the_remedy_names_is_enough(tmp_path, monkeypatch):
+    """Stopped before the first training: whoever deletes the settings may begin with others."""
+    write_femnist(tmp_path)
+    study = ImageStudy(**{**FAST, "methods": ("fedavg",)})
+    with monkeypatch.context() as patch:
+        patch.setattr(image_tuning, "_search", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            reproduce_classification(tmp_path / "out", study, Workplace(tmp_path))
+    fewer = replace(study, clients=4)
+    with pytest.raises(ValueError, match=r"delete study\.json: nothing was trained with it"):
+        reproduce_classification(tmp_path / "out", fewer, Workplace(tmp_path))
+    (tmp_path / "out" / "classification-femnist-paper" / "study.json").unlink()
+    reproduce_classification(tmp_path / "out", fewer, Workplace(tmp_path))
 
 
 def test_a_learner_that_does_not_suit_binds_nobody(tmp_path):

@@ -11,7 +11,7 @@ from small_novelty import FIXED, SMALL
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.encoder import PixelEncoder
-from fedgmm.experiments import image_study, novel_images, novelty_density
+from fedgmm.experiments import novel_images, novelty_density, workplace
 from fedgmm.experiments.novelty_density import choose_density, missing_class_auroc
 from fedgmm.experiments.novelty_study import deal_images, prepare_novelty
 from fedgmm.experiments.workplace import Workplace
@@ -63,7 +63,7 @@ def test_test_rows_and_novel_images_have_no_part_in_the_choice(tmp_path, mnist, 
 
 
 def test_with_one_candidate_there_is_nothing_to_choose(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_study, "load_images", None)
+    monkeypatch.setattr(workplace, "load_images", None)
     chosen = choose_density(tmp_path, FIXED, Workplace())
     assert chosen == replace(FIXED, representation="direction", features=4, components=2)
     assert not (tmp_path / "density.json").exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_novelty import FIXED, SMALL
 
-from fedgmm.experiments import image_study, novelty_study, trial_files
+from fedgmm.experiments import novelty_study, trial_files, workplace
 from fedgmm.experiments.novel_images import novel_images, slightly_changed
 from fedgmm.experiments.novelty import familiarity, reproduce_novelty
 from fedgmm.experiments.novelty_density import choose_density
@@ -18,6 +18,7 @@ from fedgmm.experiments.novelty_study import deal_images, with_study_features
 from fedgmm.experiments.results import TITLES
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.training import train
+from tiny_images import write_mnist
 
 NAME = "novelty-mnist-tuned"
 
@@ -89,9 +90,23 @@ def test_table_and_figures(tmp_path, mnist, monkeypatch):
     assert all(3_000 < picture.stat().st_size < 150_000 for picture in pictures)
 
     monkeypatch.setattr(trial_files, "train", None)
-    for module in (image_study, novelty_study):
-        monkeypatch.setattr(module, "load_images", None)
-    assert reproduce_novelty(tmp_path / "out", study, Workplace(mnist)) == outcome
+    with monkeypatch.context() as patch:
+        patch.setattr(workplace, "load_images", None)
+        assert reproduce_novelty(tmp_path / "out", study, Workplace(mnist)) == outcome
+
+    # what is trained without a class comes from the same images, too
+    (tmp_path / "out" / "novelty-mnist-tuned" / "left-out-0.json").unlink()
+    write_mnist(tmp_path / "other", monkeypatch, seed=1)
+    with pytest.raises(ValueError, match="on other images than those of this data folder"):
+        reproduce_novelty(tmp_path / "out", study, Workplace(tmp_path / "other"))
+
+
+def test_what_cannot_be_trained_is_told_before_a_density_is_chosen(tmp_path, mnist):
+    (tmp_path / "weights").write_bytes(b"for a MobileNet-V2")
+    unfit = replace(SMALL, pretrained=str(tmp_path / "weights"))
+    with pytest.raises(ValueError, match="needs learner='mobilenet', got 'mlp'"):
+        reproduce_novelty(tmp_path / "out", unfit, Workplace(mnist))
+    assert not list((tmp_path / "out").rglob("*.json"))
 
 
 def test_what_is_scored(tmp_path, mnist):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedgmm.experiments import image_study, trial_files
+from fedgmm.experiments import trial_files, workplace
 from fedgmm.experiments.image_study import prepare_federation
 from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
 from fedgmm.experiments.workplace import Workplace
@@ -50,7 +50,7 @@ def test_every_cell_is_a_training_of_its_own(tmp_path, femnist, monkeypatch):
     assert 3_000 < (tmp_path / "out" / f"{NAME}.png").stat().st_size < 150_000
 
     monkeypatch.setattr(trial_files, "train", None)
-    monkeypatch.setattr(image_study, "load_images", None)
+    monkeypatch.setattr(workplace, "load_images", None)
     again = reproduce_sensitivity(tmp_path / "out", SMALL, Workplace(femnist))
     np.testing.assert_array_equal(again.accuracy, outcome.accuracy)
 

@@ -11,7 +11,7 @@ import torch
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
-from fedgmm.experiments import image_study, trial_files, unseen
+from fedgmm.experiments import image_study, trial_files, unseen, workplace
 from fedgmm.experiments.unseen import (
     UnseenStudy,
     accuracy_of,
@@ -237,7 +237,7 @@ def test_table_and_curve(tmp_path, femnist, monkeypatch):
     assert 5_000 < (tmp_path / "out" / f"{NAME}.png").stat().st_size < 150_000
 
     monkeypatch.setattr(trial_files, "train", None)
-    monkeypatch.setattr(image_study, "load_images", None)
+    monkeypatch.setattr(workplace, "load_images", None)
     assert reproduce_unseen(tmp_path / "out", SMALL, Workplace(femnist)) == outcome
 
 

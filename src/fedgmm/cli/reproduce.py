@@ -177,7 +177,9 @@ def reproduce(
 
                 tell(f"looking for {study.dataset}")
                 load_images(study.dataset, data_dir, download=True)
-            run(out, study, Workplace(data_dir, cache or out / "encoded", tell))
+            if cache is None and study.encoder != "pixels":  # which are faster read than kept
+                cache = out / "encoded"
+            run(out, study, Workplace(data_dir, cache, tell))
             table = out / f"{experiment.value}-{study.label}.md"
         else:
             _without_images(experiment, out, _given({**common, "rows": rows}), tell)

@@ -401,7 +401,7 @@ def encode_splits(
 ) -> dict[str, Features]:
     """The encoded images of each split ``(N, d)``: every client's in one go, as the cache keeps them.
 
-    Without a cache all are encoded in one go, which is faster on an accelerator.
+    Without a cache and without ``progress`` all are encoded in one go, which is faster on an accelerator.
 
     Args:
         dataset: inputs are images, uint8 ``(N, channels, height, width)``.

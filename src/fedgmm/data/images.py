@@ -15,6 +15,7 @@ Training and test files are pooled, as in the paper: every client splits its own
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import operator
@@ -124,6 +125,14 @@ class ImageData:
     def __len__(self) -> int:
         """How many images there are."""
         return len(self.images)
+
+    @property
+    def fingerprint(self) -> str:
+        """A number that any other image, label or writer would change."""
+        digest = hashlib.sha256(repr((self.class_names, self.writer_names)).encode())
+        for array in (self.images, self.labels, self.coarse, self.writers):
+            digest.update(b"none" if array is None else np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def __repr__(self) -> str:
         """One screen: how many images, of what size, in which classes."""
@@ -448,13 +457,14 @@ def _check_pixels(images: NDArray[np.uint8], path: Path, name: str) -> None:
     lowest, highest = rows.min(1), rows.max(1)
     if highest.max() == 1:
         raise _damaged(path, f"its pixels are 0 or 1, not 0 to {WHITE}", name)
+    written = np.flatnonzero(highest)
+    empty = len(rows) - (int(written[-1]) + 1 if len(written) else 0)
+    if empty:  # what a full disk leaves
+        zeros = counted(empty, "image is", "images are")
+        raise _damaged(path, f"its last {zeros} nothing but zeros", name)
     blank = lowest == highest
     if blank.sum() <= _MOST_BLANK * len(rows):
         return
-    written = np.flatnonzero(highest)
-    empty = len(rows) - 1 - written[-1] if len(written) else 0
-    if empty > _MOST_BLANK * len(rows):  # what a full disk leaves
-        raise _damaged(path, f"its last {counted(int(empty), 'image')} are nothing but zeros", name)
     warnings.warn(
         f"{int(blank.sum()):,} of the {counted(len(rows), 'image')} in {path} have a single colour; if "
         f"they should not, {_HOW_TO_GET[name]}.",

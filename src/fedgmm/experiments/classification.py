@@ -23,7 +23,7 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
-from fedgmm.experiments.trial_files import Trial, federations, told_of, trained
+from fedgmm.experiments.trial_files import Trial, clients_on_file, told_of, trained
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
 
@@ -65,7 +65,7 @@ def reproduce_classification(folder: Path, study: ImageStudy, workplace: Workpla
         for method in study.methods
     }
     outcome = ImageOutcome(accuracy, details)
-    clients = federations(trials, study)
+    clients = clients_on_file(trials, study)
     record = {
         "study": asdict(study),
         "clients": clients,

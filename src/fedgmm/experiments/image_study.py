@@ -19,11 +19,10 @@ from fedgmm.data.encoder import (
     encoder,
 )
 from fedgmm.data.federated_images import FederatedImages, check_fraction, federated_images
-from fedgmm.data.images import load_images
 from fedgmm.experiments.comparison import PAPER_GRID
 from fedgmm.experiments.results import TITLES, check_methods_and_seeds
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.training import TrainingOptions
+from fedgmm.training import TrainingOptions, check_training
 from fedgmm.wording import counted
 
 Track = Literal["paper", "tuned"]
@@ -247,9 +246,12 @@ class ImageStudy:
 
 def dealt(study: ImageStudy, seed: int, workplace: Workplace, *, shift: bool) -> FederatedImages:
     """The images of a study on their clients; ``shift`` transforms and relabels half of them."""
-    images = load_images(study.dataset, workplace.data_dir)  # type: ignore[arg-type]
     federation = federated_images(
-        images, clients=study.clients, shift=shift, fraction=study.fraction, seed=seed
+        workplace.load(study.dataset),
+        clients=study.clients,
+        shift=shift,
+        fraction=study.fraction,
+        seed=seed,
     )
     workplace.tell(federation.description.splitlines()[0])
     return federation
@@ -260,7 +262,7 @@ def prepare_federation(
 ) -> EncodedFederation | FederatedImages:
     """The clients of a seed: images dealt, shifted, and encoded if a method has Gaussians to see them."""
     federation = dealt(study, seed, workplace, shift=study.shift)
-    check_splits(federation.dataset)
+    check_trainable(study, seed, federation.dataset)
     if "fedgmm" not in study.methods:
         return federation
     return encoded(study, federation.dataset, workplace)
@@ -283,12 +285,20 @@ def encoded(
         components=study.features,
         scale=True,
         cache=workplace.cache,
-        progress=workplace.encoding,
+        progress=workplace.tell_encoded,
     )
 
 
-def check_splits(dataset: FederatedDataset) -> None:
-    """Raise unless there are rows to judge trainings by: told before hours of them, not after."""
+def check_trainable(study: ImageStudy, seed: int, dataset: FederatedDataset) -> None:
+    """Raise what can be told before hours of encoding and training, not after.
+
+    Args:
+        study: its methods and options must suit the data.
+        seed: of the training.
+        dataset: must have rows to judge trainings by.
+    """
+    for method in study.methods:
+        check_training(dataset, study.options(method, seed))
     for split in ("validation", "test"):
         if not len(dataset.split(split)):
             raise ValueError(

@@ -12,26 +12,29 @@ from typing import Any, TypeVar
 
 import torch
 
-from fedgmm.data.dataset import LabelledRows
+from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.encoder import Features
+from fedgmm.data.images import ImageData
 from fedgmm.experiments.comparison import Tell
 from fedgmm.experiments.image_study import StudyT
 from fedgmm.experiments.image_tuning import Federation, chosen_options, options_on_file
 from fedgmm.experiments.results import TITLES, environment
 from fedgmm.experiments.trial_files import (
     Trial,
-    bind_data,
     bind_trials,
+    check_data,
     chosen_of,
+    describe_clients,
     on_file,
     open_trials,
     recorded,
 )
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.model import FederatedModel
-from fedgmm.training import check_training
 
 FederationT = TypeVar("FederationT", bound=Federation)
+Bind = Callable[[int, FederatedDataset], None]
+"""From now on a folder is for one study: called with a seed and its clients."""
 
 
 def run_study(
@@ -41,7 +44,7 @@ def run_study(
     workplace: Workplace,
     prepare: Callable[[StudyT, int, Workplace], FederationT],
     run: Callable[[Trial[StudyT], FederationT], dict[str, Any]],
-    settle: Callable[[Path, StudyT, Workplace], StudyT] | None = None,
+    settle: Callable[[Path, StudyT, Workplace, Bind], StudyT] | None = None,
 ) -> tuple[Path, list[dict[str, Any]]]:
     """How every reproduction on images begins: its folder is opened, and what is missing there is run.
 
@@ -52,20 +55,29 @@ def run_study(
         workplace: where data are found and kept, and who is told.
         prepare: makes the federation of a seed.
         run: trains and tests, see :func:`run_trials`.
-        settle: chooses what a study leaves open before it is run; called with the folder of the trials.
+        settle: chooses what a study leaves open before it is run; called with the folder of the trials,
+            and calls back with the seed and the clients before its first file.
 
     Returns:
         The folder of the trials, which is called as the results are, and what is in their files.
     """
     trials = open_trials(folder / f"{experiment}-{study.label}", study)
-    settled = study if settle is None else settle(trials, study, workplace)
+    loaded: list[str] = []
+
+    def look(images: ImageData) -> None:
+        loaded[:] = [images.fingerprint]
+        check_data(trials, *loaded)
+
+    def bind(seed: int, dataset: FederatedDataset) -> None:
+        bind_trials(trials, study, *loaded)
+        describe_clients(trials, seed, dataset)
+
+    watched = replace(workplace, on_images=look)
+    settled = study if settle is None else settle(trials, study, watched, bind)
 
     def federation(seed: int) -> FederationT:
-        found = prepare(settled, seed, workplace)
-        for method in settled.methods:  # what cannot be trained binds nobody
-            check_training(found.dataset, settled.options(method, seed))
-        bind_trials(trials, study)
-        bind_data(trials, seed, found.dataset)
+        found = prepare(settled, seed, watched)
+        bind(seed, found.dataset)
         return found
 
     return trials, run_trials(trials, settled, federation, run, workplace.tell)

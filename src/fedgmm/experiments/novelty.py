@@ -39,8 +39,9 @@ from fedgmm.experiments.novelty_study import KnownImages, NoveltyStudy, leave_ou
 from fedgmm.experiments.results import write_results
 from fedgmm.experiments.trial_files import (
     Trial,
+    check_data,
     chosen_of,
-    federations,
+    clients_on_file,
     on_file,
     recorded,
     told_of,
@@ -77,7 +78,10 @@ def reproduce_novelty(folder: Path, study: NoveltyStudy, workplace: Workplace) -
         workplace.tell(f"class {study.left_out} left out")
         chosen = chosen_of(of_method(details, "fedgmm")[0])
         trial = Trial(trials, without, sized, "fedgmm", first, chosen)
-        recorded(trials, without, partial(_left_out_trial, trial, workplace), "auroc")
+        same_images = replace(
+            workplace, on_images=lambda images: check_data(trials, images.fingerprint)
+        )
+        recorded(trials, without, partial(_left_out_trial, trial, same_images), "auroc")
     needed = [without, *([DENSITY] if study.density_is_chosen else [])]
     told, details = tabulated(trials, sized or study, {"fedgmm": needed})
     study = replace(study, methods=told.methods)
@@ -91,7 +95,7 @@ def reproduce_novelty(folder: Path, study: NoveltyStudy, workplace: Workplace) -
         left_out = scatter["auroc"]
         perturbed = of_method(details, "fedgmm")[0]["perturbed"]
     outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
-    clients = federations(trials, study)
+    clients = clients_on_file(trials, study)
     record = {
         "study": asdict(study),
         "clients": clients,

@@ -21,9 +21,10 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_splits, federated_pca
 from fedgmm.data.representations import layout_of, represented
 from fedgmm.experiments.image_study import check_rows
+from fedgmm.experiments.image_trials import Bind
 from fedgmm.experiments.novel_images import IntArray
 from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
-from fedgmm.experiments.trial_files import bind_data, bind_trials, on_file, recorded
+from fedgmm.experiments.trial_files import on_file, recorded
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.novelty import novelty_metrics
 
@@ -34,12 +35,20 @@ _DENSITY_ROUNDS = 30
 _DENSITY_ROWS = 20_000  # training rows that densities are compared on
 
 
-def choose_density(trials: Path, study: NoveltyStudy, workplace: Workplace) -> NoveltyStudy:
+def choose_density(
+    trials: Path, study: NoveltyStudy, workplace: Workplace, bind: Bind = lambda *_: None
+) -> NoveltyStudy:
     """The study with the density that knows best when a known class is missing, on the first seed.
 
     First the representation and the number of features are chosen, then the number of Gaussians and
     the ridge. Every choice leaves a file. Test rows are encoded, since the cache keeps a client's rows
     together, and not looked at; nor are novel images.
+
+    Args:
+        trials: the folder of the study's trials.
+        study: its settings.
+        workplace: where data are found and kept, and who is told.
+        bind: called with the seed and the clients, before anything is encoded or written.
     """
     settled = density_on_file(trials, study)
     if settled is not None:
@@ -49,10 +58,8 @@ def choose_density(trials: Path, study: NoveltyStudy, workplace: Workplace) -> N
     def prepared() -> tuple[FederatedDataset, dict[str, Features], Encoder]:
         dataset = deal_images(study, study.seeds[0], workplace)
         base = study_encoder(study, workplace.data_dir)
-        codes = encode_splits(dataset, base, workplace.cache, workplace.encoding)
-        bind_trials(trials, study)
-        bind_data(trials, study.seeds[0], dataset)
-        return dataset, codes, base
+        bind(study.seeds[0], dataset)
+        return dataset, encode_splits(dataset, base, workplace.cache, workplace.tell_encoded), base
 
     def judged(sized: NoveltyStudy) -> dict[str, Any]:
         return {**sized.density, "auroc": missing_class_auroc(sized, *prepared())}
@@ -69,7 +76,7 @@ def choose_density(trials: Path, study: NoveltyStudy, workplace: Workplace) -> N
                 told = ", ".join(f"{key} {value}" for key, value in choice.items())
                 workplace.tell(f"density: {told}")
                 sized = replace(best, **choice)
-                name = "-".join([DENSITY, *map(str, sized.density.values())])
+                name = "-".join([DENSITY, *map(str, sized.density.values()), str(study.seeds[0])])
                 tried.append(recorded(trials, name, partial(judged, sized), "auroc"))
                 scores.append(tried[-1]["auroc"])
             best = replace(best, **stage[int(np.argmax(scores))])

@@ -26,10 +26,10 @@ from fedgmm.data.encoder import (
     encoder,
 )
 from fedgmm.data.federated_images import FederatedImages, federated_images
-from fedgmm.data.images import WHITE, ImageData, load_images
+from fedgmm.data.images import WHITE, ImageData
 from fedgmm.data.partition import transform_images
 from fedgmm.data.representations import REPRESENTATIONS, Represented, StageEncoder
-from fedgmm.experiments.image_study import ImageStudy, check_rows, check_splits, dealt
+from fedgmm.experiments.image_study import ImageStudy, check_rows, check_trainable, dealt
 from fedgmm.experiments.novel_images import IntArray, other_labels
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
@@ -138,7 +138,7 @@ def changed_separately(made: FederatedImages, seed: int) -> FederatedDataset:
 def deal_images(study: NoveltyStudy, seed: int, workplace: Workplace) -> FederatedDataset:
     """The clients of a seed, without features."""
     made = dealt(study, seed, workplace, shift=study.changes == "joint")
-    check_splits(made.dataset)
+    check_trainable(study, seed, made.dataset)
     return changed_separately(made, seed) if study.changes == "separate" else made.dataset
 
 
@@ -166,7 +166,7 @@ def with_study_features(
         ),
         components=study.features,
         scale=True,
-        progress=workplace.encoding,  # client by client, as the cache keeps what was encoded
+        progress=workplace.tell_encoded,  # client by client, as the cache keeps what was encoded
     )
 
 
@@ -211,7 +211,7 @@ class LeftOut:
 
 def leave_out(study: NoveltyStudy, seed: int, workplace: Workplace) -> LeftOut:
     """Deal images of all classes but one at random, the same number to every client."""
-    images = load_images(study.dataset, workplace.data_dir)  # type: ignore[arg-type]
+    images = workplace.load(study.dataset)
     if study.left_out >= len(images.class_names):
         raise ValueError(
             f"left_out must be below the {len(images.class_names)} classes, got {study.left_out}."

@@ -15,7 +15,7 @@ from fedgmm.experiments.image_study import Choice, ImageStudy, Variant, prepare_
 from fedgmm.experiments.image_trials import facts_of, run_study, stopped_early
 from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
-from fedgmm.experiments.trial_files import Trial, federations, told_of, trained
+from fedgmm.experiments.trial_files import Trial, clients_on_file, told_of, trained
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
 
@@ -98,7 +98,7 @@ def reproduce_sensitivity(
         np.array([one["validation_accuracy"] for one in details]).reshape(shape),
         details,
     )
-    clients = federations(trials, study)
+    clients = clients_on_file(trials, study)
     record = {
         "study": asdict(study),
         "clients": clients,

@@ -18,14 +18,16 @@ from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.partition import describe
 from fedgmm.experiments.comparison import pass_on_interrupt
 from fedgmm.experiments.image_study import ImageStudy, StudyT
-from fedgmm.federation.checkpoint import WEIGHTS, Checkpoint, fingerprint
+from fedgmm.federation.checkpoint import WEIGHTS, Checkpoint
 from fedgmm.files import sha256_of, write_atomically, write_once
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, train
 
 _CHOSEN = ("lr", "server_momentum", "independence", "personal_labels")
 _SETTINGS = "study.json"
-_DATA = "data-"
+_DATA = "data"
+_CLIENTS = "clients-"
+_NO_TRIALS = (_SETTINGS, _CLIENTS)  # what begins so was not trained
 _MAY_GROW = ("methods", "seeds", "device")
 _ROUNDS_A_CHECKPOINT = 50
 _WATCHED_ROUNDS = 5
@@ -79,22 +81,31 @@ def open_trials(trials: Path, study: ImageStudy) -> Path:
     _settings(study)  # weights that are not there are told before there is a folder
     trials.mkdir(parents=True, exist_ok=True)
     # drafts are what a program that was killed left of its settings
-    if any(not other.name.startswith(f"{_SETTINGS}.") for other in trials.iterdir()):
+    nothing = (f"{_SETTINGS}.", _CLIENTS)
+    if any(not other.name.startswith(nothing) for other in trials.iterdir()):
         bind_trials(trials, study)
     return trials
 
 
-def bind_trials(trials: Path, study: ImageStudy) -> None:
+def bind_trials(trials: Path, study: ImageStudy, data: str | None = None) -> None:
     """From now on the folder is for these settings: called when data are ready, before any training.
 
     Of programs that begin at once with different settings the first one stays, and the others are told.
 
+    Args:
+        trials: the folder.
+        study: the settings.
+        data: the fingerprint of the images, where they are loaded.
+
     Raises:
-        ValueError: another study came first, or the pretrained weights are not there any more.
+        ValueError: another study came first, or one with other images, or the pretrained weights are not
+            there any more.
     """
     file, facts = trials / _SETTINGS, _settings(study)
     if not file.exists():
-        write_once(file, _as_json(facts))
+        write_once(file, _as_json(facts if data is None else {**facts, _DATA: data}))
+    if data is not None:
+        check_data(trials, data)
     # settings that are younger than the file had their defaults
     held = {**_settings(type(study)()), WEIGHTS: facts[WEIGHTS], **_settings_on_file(file)}
     held["pretrained"] = bool(held["pretrained"])  # some files tell where the weights were
@@ -106,46 +117,52 @@ def bind_trials(trials: Path, study: ImageStudy) -> None:
             )
 
 
-def bind_data(trials: Path, seed: int, dataset: FederatedDataset) -> None:
-    """From now on the folder's trainings with a seed are on these clients, whose file tells what they have.
+def check_data(trials: Path, data: str) -> None:
+    """Raise unless the folder's trainings were on these data; older folders do not tell.
 
-    Raises:
-        ValueError: trainings before were on other data.
+    Args:
+        trials: the folder of all trials.
+        data: the fingerprint of a data set as it was loaded, see :attr:`ImageData.fingerprint`. What is
+            encoded there, and with which weights, is the cache's affair.
     """
-    file = record_of(trials, f"{_DATA}{seed}")
-    facts = {"data": fingerprint(dataset, features=False), "description": _described(dataset)}
-    if not file.exists():
-        write_once(file, _as_json(facts))
-    if _read_json(file, *facts)["data"] != facts["data"]:
+    file = trials / _SETTINGS
+    if file.exists() and _settings_on_file(file).get(_DATA, data) != data:
         raise ValueError(
-            f"{trials} holds trainings with seed {seed} on other data than these ({facts['description']}); "
-            "choose another folder, or the data folder that they were made with."
+            f"{trials} holds trainings on other images than those of this data folder; {_remedy(trials)}."
         )
 
 
-def _described(dataset: FederatedDataset) -> str:
+def describe_clients(trials: Path, seed: int, dataset: FederatedDataset) -> None:
+    """Leave a file that tells what the clients of a seed have, for the tables."""
+    file = record_of(trials, f"{_CLIENTS}{seed}")
+    if file.exists():
+        return
     splits = {name: dataset.split(name) for name in SPLITS}
     owner = np.concatenate([rows.codes.cpu().numpy() for rows in splits.values()])
     labels = np.concatenate([rows.labels.cpu().numpy() for rows in splits.values()])
     sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
-    return f"{describe(owner, labels)}; {sizes}"
+    _write_json(file, {"description": f"{describe(owner, labels)}; {sizes}"})
 
 
-def federations(trials: Path, study: ImageStudy) -> dict[str, str]:
+def clients_on_file(trials: Path, study: ImageStudy) -> dict[str, str]:
     """What the clients of each seed have, where it is on file: older folders do not tell."""
-    found = {seed: on_file(trials, f"{_DATA}{seed}", "description") for seed in study.seeds}
+    found = {seed: on_file(trials, f"{_CLIENTS}{seed}", "description") for seed in study.seeds}
     return {f"seed {seed}": one["description"] for seed, one in found.items() if one is not None}
 
 
 def told_of(clients: Mapping[str, str]) -> str:
     """A sentence on the clients of the first seed, empty where they are not on file."""
     return next(
-        (f" Clients of {seed}, as they train: {text}." for seed, text in clients.items()), ""
+        (
+            f" Clients of {seed}, with the labels that they train with: {text}."
+            for seed, text in clients.items()
+        ),
+        "",
     )
 
 
 def _remedy(trials: Path) -> str:
-    if any(not other.name.startswith((_SETTINGS, _DATA)) for other in trials.iterdir()):
+    if any(not other.name.startswith(_NO_TRIALS) for other in trials.iterdir()):
         return "choose another folder"
     return (
         f"choose another folder or, if no other program has just begun, delete {_SETTINGS}: nothing was "

@@ -25,7 +25,7 @@ from fedgmm.core.learners import expand_clients
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
-from fedgmm.experiments.image_study import ImageStudy, check_splits, dealt, encoded
+from fedgmm.experiments.image_study import ImageStudy, check_trainable, dealt, encoded
 from fedgmm.experiments.image_trials import (
     chosen,
     facts_of,
@@ -42,7 +42,7 @@ from fedgmm.experiments.results import (
     printed,
     write_results,
 )
-from fedgmm.experiments.trial_files import Trial, federations, told_of, trained
+from fedgmm.experiments.trial_files import Trial, clients_on_file, told_of, trained
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, build
@@ -144,14 +144,14 @@ def hold_out_clients(study: UnseenStudy, seed: int, workplace: Workplace) -> Hel
     drawn = np.random.default_rng([seed, len(names)]).permutation(len(names))[:count].tolist()
     away = [names[code] for code in sorted(drawn)]
     at_home = [name for name in names if name not in set(away)]
-    # told before hours of encoding and training, not after
-    _check_halves(everyone.select(away))
-    check_splits(everyone.select(at_home))
+    training, unseen = everyone.select(at_home), everyone.select(away)
+    _check_halves(unseen)
+    check_trainable(study, seed, training)
     if "fedgmm" not in study.methods:  # nobody has Gaussians that would see features
-        return HeldOut(everyone.select(at_home), _newcomers(everyone.select(away), seed))
-    training = encoded(study, everyone.select(at_home), workplace)
-    unseen = training.feature_map.attach(everyone.select(away), workplace.encoding)
-    return HeldOut(training.dataset, _newcomers(unseen, seed))
+        return HeldOut(training, _newcomers(unseen, seed))
+    known = encoded(study, training, workplace)
+    attached = known.feature_map.attach(unseen, workplace.tell_encoded)
+    return HeldOut(known.dataset, _newcomers(attached, seed))
 
 
 def _check_halves(unseen: FederatedDataset) -> None:
@@ -284,7 +284,7 @@ def reproduce_unseen(folder: Path, study: UnseenStudy, workplace: Workplace) -> 
         for method in study.methods
     }
     outcome = UnseenOutcome(accuracy, details)
-    clients = federations(trials, study)
+    clients = clients_on_file(trials, study)
     record = {
         "study": asdict(study),
         "clients": clients,

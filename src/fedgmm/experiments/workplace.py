@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedgmm.data.encoder import Progress
+from fedgmm.data.images import ImageData, load_images
 from fedgmm.experiments.comparison import Tell
 
 
@@ -17,14 +19,22 @@ class Workplace:
         data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
         cache: a folder for encoded images; ``None`` keeps nothing.
         tell: called with a line before each step.
+        on_images: called with images as they were loaded, before anything is made of them.
     """
 
     data_dir: Path | None = None
     cache: Path | None = None
     tell: Tell = lambda _: None
+    on_images: Callable[[ImageData], None] = lambda _: None
+
+    def load(self, name: str) -> ImageData:
+        """A data set of the data folder."""
+        images = load_images(name, self.data_dir)  # type: ignore[arg-type]
+        self.on_images(images)
+        return images
 
     @property
-    def encoding(self) -> Progress | None:
+    def tell_encoded(self) -> Progress | None:
         """Tells how many images are encoded, client by client; ``None`` where nothing is kept of them.
 
         Without a cache all are encoded in one go, which is faster.
