@@ -14,6 +14,7 @@ from fedgmm.experiments.image_trials import (
     run_study,
     stopped_early,
     tabulated,
+    write_study,
 )
 from fedgmm.experiments.image_tuning import Federation
 from fedgmm.experiments.results import (
@@ -21,9 +22,8 @@ from fedgmm.experiments.results import (
     markdown_table,
     mean_and_spread,
     printed,
-    write_results,
 )
-from fedgmm.experiments.trial_files import Trial, clients_on_file, told_of, trained
+from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
 
@@ -65,14 +65,7 @@ def reproduce_classification(folder: Path, study: ImageStudy, workplace: Workpla
         for method in study.methods
     }
     outcome = ImageOutcome(accuracy, details)
-    clients = clients_on_file(trials, study)
-    record = {
-        "study": asdict(study),
-        "clients": clients,
-        "accuracy": accuracy,
-        "details": details,
-    }
-    write_results(folder, trials.name, record, _markdown(study, outcome, told_of(clients)))
+    write_study(folder, trials, study, asdict(outcome), _markdown(study, outcome))
     curves = {
         TITLES[method]: [one["curve"] for one in of_method(details, method)]
         for method in study.methods
@@ -113,7 +106,7 @@ def _learner(study: ImageStudy) -> str:
     return f"a MobileNet-V2 {start}, with random crops and flips"
 
 
-def _markdown(study: ImageStudy, outcome: ImageOutcome, clients: str) -> str:
+def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
     paper = PAPER_ACCURACY.get(study.dataset, {}) if study.shift else {}
     rows = []
     for method, values in outcome.accuracy.items():
@@ -138,6 +131,6 @@ def _markdown(study: ImageStudy, outcome: ImageOutcome, clients: str) -> str:
         + markdown_table(
             ["method", "accuracy (%)", "paper (%)", "learning rate", "s a round"], rows
         )
-        + f"\n{study.protocol()} {shift} {_models(study)}{clients}"
+        + f"\n{study.protocol()} {shift} {_models(study)}"
         f"{stopped_early(outcome.details)}\n"
     )

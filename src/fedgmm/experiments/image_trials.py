@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache as once
 from functools import partial
 from itertools import product
@@ -16,14 +16,15 @@ from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.encoder import Features
 from fedgmm.data.images import ImageData
 from fedgmm.experiments.comparison import Tell
-from fedgmm.experiments.image_study import StudyT
+from fedgmm.experiments.image_study import ImageStudy, StudyT
 from fedgmm.experiments.image_tuning import Federation, chosen_options, options_on_file
-from fedgmm.experiments.results import TITLES, environment
+from fedgmm.experiments.results import TITLES, environment, write_results
 from fedgmm.experiments.trial_files import (
     Trial,
     bind_trials,
     check_data,
     chosen_of,
+    clients_on_file,
     describe_clients,
     on_file,
     open_trials,
@@ -131,6 +132,25 @@ def _run(
 
 
 # ---------------------------------------------------------------------- what is told of them
+
+
+def write_study(
+    folder: Path, trials: Path, study: ImageStudy, found: dict[str, Any], markdown: str
+) -> None:
+    """Write the results of a study, with what its clients had.
+
+    Args:
+        folder: of the results.
+        trials: the folder of the trials; the results are called as it is.
+        study: what was run.
+        found: for the JSON file.
+        markdown: the table.
+    """
+    clients = clients_on_file(trials, study)
+    for seed, text in list(clients.items())[:1]:
+        markdown += f"\nClients of {seed}, with the labels that they train with: {text}.\n"
+    record = {"study": asdict(study), "clients": clients, **found}
+    write_results(folder, trials.name, record, markdown)
 
 
 def tabulated(

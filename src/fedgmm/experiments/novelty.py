@@ -22,6 +22,7 @@ from fedgmm.experiments.image_trials import (
     of_method,
     run_study,
     tabulated,
+    write_study,
 )
 from fedgmm.experiments.novel_images import IntArray, novel_images, other_labels, slightly_changed
 from fedgmm.experiments.novelty_density import DENSITY, choose_density, density_on_file
@@ -36,15 +37,12 @@ from fedgmm.experiments.novelty_results import (
     save_scores,
 )
 from fedgmm.experiments.novelty_study import KnownImages, NoveltyStudy, leave_out, prepare_novelty
-from fedgmm.experiments.results import write_results
 from fedgmm.experiments.trial_files import (
     Trial,
     check_data,
     chosen_of,
-    clients_on_file,
     on_file,
     recorded,
-    told_of,
     trained,
 )
 from fedgmm.experiments.workplace import Workplace
@@ -95,15 +93,8 @@ def reproduce_novelty(folder: Path, study: NoveltyStudy, workplace: Workplace) -
         left_out = scatter["auroc"]
         perturbed = of_method(details, "fedgmm")[0]["perturbed"]
     outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
-    clients = clients_on_file(trials, study)
-    record = {
-        "study": asdict(study),
-        "clients": clients,
-        "chosen": sized.density if sized else {},
-        **asdict(outcome),
-    }
-    markdown = results_in_markdown(told, outcome, told_of(clients))
-    write_results(folder, trials.name, record, markdown)
+    found = {"chosen": sized.density if sized else {}, **asdict(outcome)}
+    write_study(folder, trials, study, found, results_in_markdown(told, outcome))
     draw_figures(folder, trials.name, study)
     return outcome
 

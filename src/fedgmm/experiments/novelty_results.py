@@ -152,14 +152,8 @@ def draw_figures(folder: Path, name: str, study: NoveltyStudy) -> None:
     )
 
 
-def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome, clients: str = "") -> str:
-    """The table beside the paper's, and those of a class left out and of small changes.
-
-    Args:
-        study: what was run.
-        outcome: what was found.
-        clients: a sentence on who they are.
-    """
+def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome) -> str:
+    """The table beside the paper's, and those of a class left out and of small changes."""
     as_in_paper = study.dataset == "mnist" and study.changes != "none"
     rows = [
         [
@@ -181,7 +175,7 @@ def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome, clients: s
         + f"\nNovel images are test images at half their size, turned by 90 degrees and flipped. {known} "
         "FedGMM scores by log P(x) under the federation's weights, without a label; the others by their "
         "highest class probability, personalised ones by the highest among clients. "
-        f"{study.protocol()}{clients}{stopped_early(outcome.details)}\n"
+        f"{study.protocol()}{stopped_early(outcome.details)}\n"
     )
     if "fedgmm" in outcome.metrics:
         text += (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Self
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_integer
 from fedgmm.experiments.image_study import Choice, ImageStudy, Variant, prepare_federation
-from fedgmm.experiments.image_trials import facts_of, run_study, stopped_early
+from fedgmm.experiments.image_trials import facts_of, run_study, stopped_early, write_study
 from fedgmm.experiments.image_tuning import Federation
-from fedgmm.experiments.results import markdown_table, mean_and_spread, write_results
-from fedgmm.experiments.trial_files import Trial, clients_on_file, told_of, trained
+from fedgmm.experiments.results import markdown_table, mean_and_spread
+from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.wording import counted
 
@@ -98,14 +98,8 @@ def reproduce_sensitivity(
         np.array([one["validation_accuracy"] for one in details]).reshape(shape),
         details,
     )
-    clients = clients_on_file(trials, study)
-    record = {
-        "study": asdict(study),
-        "clients": clients,
-        "accuracy": outcome.accuracy.tolist(),
-        "details": details,
-    }
-    write_results(folder, trials.name, record, _markdown(study, outcome, told_of(clients)))
+    found = {"accuracy": outcome.accuracy.tolist(), "details": details}
+    write_study(folder, trials, study, found, _markdown(study, outcome))
     plot_heat_map(
         100 * outcome.accuracy.mean(0),
         study.component_choices,
@@ -130,7 +124,7 @@ def _one_training(trial: Trial[SensitivityStudy], federation: Federation) -> dic
     }
 
 
-def _markdown(study: SensitivityStudy, outcome: SensitivityOutcome, clients: str) -> str:
+def _markdown(study: SensitivityStudy, outcome: SensitivityOutcome) -> str:
     header = ["Gaussians", *(counted(m2, "learner") for m2 in study.learner_choices)]
     rows = [
         [
@@ -151,5 +145,5 @@ def _markdown(study: SensitivityStudy, outcome: SensitivityOutcome, clients: str
         f"{counted(study.learner_choices[j], 'learner')} ({100 * mean[i, j]:.2f} % on test "
         "rows). The paper prints a figure without numbers and names two and two as the best. "
         f"{study.protocol()} One learning rate for the whole grid, chosen at {study.components} and "
-        f"{study.learners}.{clients}{stopped_early(outcome.details)}\n"
+        f"{study.learners}.{stopped_early(outcome.details)}\n"
     )

@@ -150,17 +150,6 @@ def clients_on_file(trials: Path, study: ImageStudy) -> dict[str, str]:
     return {f"seed {seed}": one["description"] for seed, one in found.items() if one is not None}
 
 
-def told_of(clients: Mapping[str, str]) -> str:
-    """A sentence on the clients of the first seed, empty where they are not on file."""
-    return next(
-        (
-            f" Clients of {seed}, with the labels that they train with: {text}."
-            for seed, text in clients.items()
-        ),
-        "",
-    )
-
-
 def _remedy(trials: Path) -> str:
     if any(not other.name.startswith(_NO_TRIALS) for other in trials.iterdir()):
         return "choose another folder"

@@ -34,15 +34,15 @@ from fedgmm.experiments.image_trials import (
     run_study,
     stopped_early,
     tabulated,
+    write_study,
 )
 from fedgmm.experiments.results import (
     TITLES,
     markdown_table,
     mean_and_spread,
     printed,
-    write_results,
 )
-from fedgmm.experiments.trial_files import Trial, clients_on_file, told_of, trained
+from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.inference.model import FederatedModel
 from fedgmm.training import TrainingOptions, build
@@ -284,14 +284,7 @@ def reproduce_unseen(folder: Path, study: UnseenStudy, workplace: Workplace) -> 
         for method in study.methods
     }
     outcome = UnseenOutcome(accuracy, details)
-    clients = clients_on_file(trials, study)
-    record = {
-        "study": asdict(study),
-        "clients": clients,
-        "accuracy": accuracy,
-        "details": details,
-    }
-    write_results(folder, trials.name, record, _markdown(study, outcome, told_of(clients)))
+    write_study(folder, trials, study, asdict(outcome), _markdown(study, outcome))
     if curves := _curves(study, details):
         plot_adaptation(
             [0, *study.iterations],
@@ -382,7 +375,7 @@ def _in_some_seeds(outcome: UnseenOutcome) -> str:
     return "".join(sentences)
 
 
-def _markdown(study: UnseenStudy, outcome: UnseenOutcome, clients: str) -> str:
+def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
     paper = PAPER_ACCURACY.get(study.dataset, {}) if study.shift else {}
     rows = []
     for method, ways in outcome.accuracy.items():
@@ -415,5 +408,5 @@ def _markdown(study: UnseenStudy, outcome: UnseenOutcome, clients: str) -> str:
         + f"\n{100 * study.held_out:g} % of the clients are held out whole: their rows are in no "
         "training and in no principal component. Each learns on half of its rows and is tested on the "
         "other half; mean over clients. Training clients are tested on their own test rows. "
-        f"{study.protocol()}{clients}{_in_some_seeds(outcome)}{stopped_early(outcome.details)}\n"
+        f"{study.protocol()}{_in_some_seeds(outcome)}{stopped_early(outcome.details)}\n"
     )
