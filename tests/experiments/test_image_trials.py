@@ -361,6 +361,8 @@ def test_what_the_remedy_names_is_enough(tmp_path, monkeypatch):
         reproduce_classification(tmp_path / "out", fewer, Workplace(tmp_path))
     (tmp_path / "out" / "classification-femnist-paper" / "study.json").unlink()
     reproduce_classification(tmp_path / "out", fewer, Workplace(tmp_path))
+    table = (tmp_path / "out" / "classification-femnist-paper.md").read_text()
+    assert "train with: 4 clients" in table
 
 
 def test_a_learner_that_does_not_suit_binds_nobody(tmp_path):

@@ -63,14 +63,15 @@ def run_study(
         The folder of the trials, which is called as the results are, and what is in their files.
     """
     trials = open_trials(folder / f"{experiment}-{study.label}", study)
-    loaded: list[str] = []
+    data: str | None = None
 
     def look(images: ImageData) -> None:
-        loaded[:] = [images.fingerprint]
-        check_data(trials, *loaded)
+        nonlocal data
+        data = images.fingerprint
+        check_data(trials, data)
 
     def bind(seed: int, dataset: FederatedDataset) -> None:
-        bind_trials(trials, study, *loaded)
+        bind_trials(trials, study, data)
         describe_clients(trials, seed, dataset)
 
     watched = replace(workplace, on_images=look)

@@ -122,8 +122,8 @@ def check_data(trials: Path, data: str) -> None:
 
     Args:
         trials: the folder of all trials.
-        data: the fingerprint of a data set as it was loaded, see :attr:`ImageData.fingerprint`. What is
-            encoded there, and with which weights, is the cache's affair.
+        data: the fingerprint of a data set as it was loaded, see :attr:`ImageData.fingerprint`. The
+            encoder's weights have no part in it.
     """
     file = trials / _SETTINGS
     if file.exists() and _settings_on_file(file).get(_DATA, data) != data:
@@ -134,14 +134,13 @@ def check_data(trials: Path, data: str) -> None:
 
 def describe_clients(trials: Path, seed: int, dataset: FederatedDataset) -> None:
     """Leave a file that tells what the clients of a seed have, for the tables."""
-    file = record_of(trials, f"{_CLIENTS}{seed}")
-    if file.exists():
-        return
     splits = {name: dataset.split(name) for name in SPLITS}
     owner = np.concatenate([rows.codes.cpu().numpy() for rows in splits.values()])
     labels = np.concatenate([rows.labels.cpu().numpy() for rows in splits.values()])
     sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
-    _write_json(file, {"description": f"{describe(owner, labels)}; {sizes}"})
+    facts = {"description": f"{describe(owner, labels)}; {sizes}"}
+    if on_file(trials, f"{_CLIENTS}{seed}") != facts:  # settings may have been deleted since
+        _write_json(record_of(trials, f"{_CLIENTS}{seed}"), facts)
 
 
 def clients_on_file(trials: Path, study: ImageStudy) -> dict[str, str]:
