@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -137,3 +138,23 @@ def test_a_number_of_gaussians_leaves_novelty_nothing_to_choose(tmp_path, monkey
     assert runner.invoke(app, arguments).exit_code == 0
     _, sizes = seen[0].density_choices
     assert {size["components"] for size in sizes} == {7}
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [([], "o/encoded"), (["--cache", "c"], "c"), (["--encoder", "pixels"], None)],
+    ids=str,
+)
+def test_encoded_images_are_kept_beside_the_results(tmp_path, monkeypatch, options, kept):
+    """Unless they are mere pixels, which are faster read than kept."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def look(out, study, workplace):
+        seen.append(workplace.cache)
+        raise ValueError("that is all")
+
+    monkeypatch.setattr("fedgmm.experiments.classification.reproduce_classification", look)
+    result = runner.invoke(app, ["reproduce", "classification", "--out", "o", *options])
+    assert "that is all" in result.output
+    assert seen == [None if kept is None else Path(kept)]

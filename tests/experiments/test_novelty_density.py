@@ -80,9 +80,11 @@ def test_with_a_cache_the_clients_are_encoded_once_for_choice_and_training(
         return plain(self, images)
 
     monkeypatch.setattr(PixelEncoder, "encode", counted)
-    workplace = Workplace(mnist, tmp_path / "cache")
+    told = []
+    workplace = Workplace(mnist, tmp_path / "cache", told.append)
     sized = choose_density(tmp_path, SMALL, workplace)
     assert sum(encoded) == 240
+    assert "240 of 240 images are encoded" in told
     assert len(encoded) == SMALL.clients  # an interruption costs no more than one of them
     encoded.clear()
     prepare_novelty(sized, 0, workplace)

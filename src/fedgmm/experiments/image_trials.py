@@ -148,7 +148,8 @@ def write_study(
         markdown: the table.
     """
     clients = clients_on_file(trials, study)
-    for seed, text in list(clients.items())[:1]:
+    if clients:
+        seed, text = next(iter(clients.items()))
         markdown += f"\nClients of {seed}, with the labels that they train with: {text}.\n"
     record = {"study": asdict(study), "clients": clients, **found}
     write_results(folder, trials.name, record, markdown)
