@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fedgmm.data.encoder import PixelEncoder
 from fedgmm.experiments import image_trials, image_tuning
 from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, Variant
@@ -348,6 +349,17 @@ def test_one_folder_holds_trainings_on_the_same_data(tmp_path, growth):
     reproduce_classification(tmp_path / "out", more, Workplace(tmp_path / "data"))
 
 
+def test_other_images_are_told_before_they_are_encoded(tmp_path, monkeypatch):
+    study = ImageStudy(**{**FAST, "methods": ("fedavg",)})
+    write_femnist(tmp_path / "data")
+    reproduce_classification(tmp_path / "out", study, Workplace(tmp_path / "data"))
+    write_femnist(tmp_path / "other", seed=1)
+    monkeypatch.setattr(PixelEncoder, "encode", None)
+    more = replace(study, methods=("fedavg", "fedgmm"))
+    with pytest.raises(ValueError, match="on other images than those of this data folder"):
+        reproduce_classification(tmp_path / "out", more, Workplace(tmp_path / "other"))
+
+
 def test_what_the_remedy_names_is_enough(tmp_path, monkeypatch):
     """Stopped before the first training: whoever deletes the settings may begin with others."""
     write_femnist(tmp_path)
@@ -359,8 +371,10 @@ def test_what_the_remedy_names_is_enough(tmp_path, monkeypatch):
     fewer = replace(study, clients=4)
     with pytest.raises(ValueError, match=r"delete study\.json: nothing was trained with it"):
         reproduce_classification(tmp_path / "out", fewer, Workplace(tmp_path))
-    (tmp_path / "out" / "classification-femnist-paper" / "study.json").unlink()
+    settings = tmp_path / "out" / "classification-femnist-paper" / "study.json"
+    settings.unlink()
     reproduce_classification(tmp_path / "out", fewer, Workplace(tmp_path))
+    assert "data" in json.loads(settings.read_text())  # other images are still told
     table = (tmp_path / "out" / "classification-femnist-paper.md").read_text()
     assert "train with: 4 clients" in table
 

@@ -128,3 +128,14 @@ def test_a_choice_of_the_density_goes_on_where_it_was_interrupted(tmp_path, mnis
     assert choose_density(parts, SMALL, Workplace(mnist)) == expected
     assert len(judged) == candidates
     assert (parts / "density.json").read_text() == (whole / "density.json").read_text()
+
+
+def test_candidates_that_another_seed_judged_are_judged_again(tmp_path, mnist):
+    other = replace(SMALL, seeds=(1,))
+    for name, studies in {"fresh": [other], "used": [SMALL, other]}.items():
+        (tmp_path / name).mkdir()
+        for study in studies:
+            (tmp_path / name / "density.json").unlink(missing_ok=True)
+            choose_density(tmp_path / name, study, Workplace(mnist))
+    fresh, used = ((tmp_path / name / "density.json").read_text() for name in ("fresh", "used"))
+    assert fresh == used
