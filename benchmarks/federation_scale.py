@@ -42,7 +42,7 @@ from loopback_sites import (
     make_keys,
 )
 
-POLL = 0.3  # seconds between two looks of a busy client, as in fedgmm.flower.pace
+POLL = 0.3  # seconds between two looks of a busy client, as in fedgmm.federation.flower.pace
 ROUNDS = 4
 REPEATS = 3
 
@@ -105,7 +105,7 @@ def _serve(load: Load) -> dict[str, float]:
     torch.set_num_threads(1)
     import sklearn.cluster  # noqa: F401 - the start needs it
 
-    from fedgmm.data.tabular.preprocessing import TableOptions
+    from fedgmm.data.tables.preprocessing import TableOptions
     from fedgmm.federation.coordinator import FederationSettings, run_federation
     from fedgmm.federation.site import Site, SiteSettings
     from fedgmm.runs.config import RunConfig
@@ -122,11 +122,11 @@ def _serve(load: Load) -> dict[str, float]:
         config = RunConfig((), TableOptions("label"), training)
         waits: list[tuple[float, float]] = []
 
-        def tell(line: str) -> None:
+        def notify(line: str) -> None:
             if line.startswith("round "):
                 waits.append((sites.waited, time.process_time()))
 
-        run_federation(FederationSettings(config, load.clients), sites, home / "run", tell=tell)
+        run_federation(FederationSettings(config, load.clients), sites, home / "run", notify=notify)
         entries = [json.loads(line) for line in (home / "run" / "history.jsonl").open()]
     totals = [entry["seconds"] for entry in entries]
     own = [
@@ -163,7 +163,7 @@ def _peak() -> float:
 
 def light_nodes(home: str, names: Sequence[str], port: int) -> None:
     """Many nodes in one process, a thread each: all that a SuperNode does on the wire."""
-    from fedgmm.flower.pace import look_sooner
+    from fedgmm.federation.flower.pace import look_sooner
 
     end_with_parent()
     look_sooner()
@@ -187,7 +187,7 @@ def _light_node(home: Path, name: str, port: int) -> None:
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
     from flwr.supernode.fleet_http_connection import http_request_response
 
-    from fedgmm.flower.records import from_records, to_records
+    from fedgmm.federation.flower.records import from_records, to_records
 
     key = load_ssh_private_key((home / "private" / f"{name}.key").read_bytes(), None)
     authority = (home / "tls" / "ca.crt").read_bytes()
@@ -237,15 +237,15 @@ def many_nodes(home: Path, clients: int) -> Iterator[tuple[Any, Any]]:
     """A server with light nodes; its sites, and the process of its SuperLink."""
     import psutil
 
+    from fedgmm.federation.flower.certificates import Tls
+    from fedgmm.federation.flower.keys import read_public_keys
+    from fedgmm.federation.flower.processes import FlowerFolder, prepare_environment
     from fedgmm.federation.messages import Message
-    from fedgmm.flower.certificates import Tls
-    from fedgmm.flower.keys import read_public_keys
-    from fedgmm.flower.processes import FlowerFolder, prepare_environment
 
     names = [f"site{number:05d}" for number in range(clients)]
     make_keys(home, names)
     prepare_environment(FlowerFolder(home / "server"))
-    from fedgmm.flower.link import open_sites
+    from fedgmm.federation.flower.link import open_sites
 
     port = free_port()
     tls = Tls(*(home / "tls" / file for file in ("server.crt", "server.key", "ca.crt")))
@@ -257,7 +257,7 @@ def many_nodes(home: Path, clients: int) -> Iterator[tuple[Any, Any]]:
             (link,) = [
                 one
                 for one in psutil.Process().children()
-                if "fedgmm.flower.superlink" in one.cmdline()
+                if "fedgmm.federation.flower.superlink" in one.cmdline()
             ]
             worker.start()
             deadline = time.monotonic() + MOST_SECONDS

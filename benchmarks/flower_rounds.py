@@ -75,7 +75,7 @@ class Side:
 
 def write_files(home: Path, clients: int) -> list[Path]:
     """Tables of so many hospitals."""
-    from fedgmm.experiments.hospitals import write_hospitals
+    from fedgmm.data.hospitals import write_hospitals
 
     tables = [path for path in write_hospitals(home / "data") if path.name.startswith("site_")]
     return tables[:clients]
@@ -96,7 +96,7 @@ def _fit(files: list[str], out: str, rounds: int) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    from fedgmm.experiments.hospitals import LABEL
+    from fedgmm.data.hospitals import LABEL
     from fedgmm.runs import fit
 
     marks = [(time.perf_counter(), time.process_time())]
@@ -150,7 +150,7 @@ class Federation:
             end_all(self.processes.values())
 
     def _prepare(self) -> None:
-        from fedgmm.experiments.hospitals import LABEL
+        from fedgmm.data.hospitals import LABEL
 
         make_keys(self.home, [path.stem for path in self.tables])
         (self.home / "federation.toml").write_text(
@@ -251,8 +251,8 @@ class SitesInMemory:
 
 def bytes_of(files: Sequence[Path], home: Path, **training: Any) -> tuple[float, float]:
     """Bytes to and from a client in a round of a method, from the server's history."""
-    from fedgmm.data.tabular.preprocessing import TableOptions
-    from fedgmm.experiments.hospitals import LABEL
+    from fedgmm.data.hospitals import LABEL
+    from fedgmm.data.tables.preprocessing import TableOptions
     from fedgmm.federation.coordinator import FederationSettings, run_federation
     from fedgmm.runs.config import RunConfig
 

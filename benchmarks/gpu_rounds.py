@@ -37,17 +37,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedgmm.algorithms.fedgmm import FedGMM, FedGMMShared
-from fedgmm.algorithms.local_training import LocalTraining
-from fedgmm.algorithms.mixture import FederatedGMM
-from fedgmm.core.backbones import MobileNetV2
-from fedgmm.core.learners import log_likelihoods
-from fedgmm.core.networks import is_statistic, network
-from fedgmm.core.pixels import as_numbers
-from fedgmm.core.sgd import SGD
-from fedgmm.core.stacked import Stacked
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.federated import ClientRows
+from fedgmm.methods.fedgmm import FedGMM, FedGMMShared
+from fedgmm.methods.gmm import FederatedGMM
+from fedgmm.methods.local_training import LocalTraining
+from fedgmm.nets.backbones import MobileNetV2
+from fedgmm.nets.learners import log_likelihoods
+from fedgmm.nets.networks import is_statistic, network
+from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.sgd import SGD
+from fedgmm.nets.stacked import Stacked
 
 FEATURES = 48
 LEARNERS = 3

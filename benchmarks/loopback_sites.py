@@ -55,13 +55,13 @@ def echo_client(home: str, name: str, port: int) -> None:
     """A client of its own process."""
     end_with_parent()
     os.environ.update(FEW_THREADS)
-    from fedgmm.flower.client import Connection, take_part
+    from fedgmm.federation.flower.client import Connection, take_part
 
     place = Path(home)
     connection = Connection(
         "127.0.0.1", port, place / "tls" / "ca.crt", place / "private" / f"{name}.key"
     )
-    take_part(Echo(name), connection, place / name, tell=lambda _: None)
+    take_part(Echo(name), connection, place / name, notify=lambda _: None)
 
 
 def count_bytes(front: int, back: int, counted: Any) -> None:
@@ -100,14 +100,14 @@ def count_bytes(front: int, back: int, counted: Any) -> None:
 @contextlib.contextmanager
 def echoing_sites(home: Path, names: Sequence[str]) -> Iterator[tuple[Any, Any]]:
     """A server with clients that echo, through a proxy that counts; both as processes."""
-    from fedgmm.flower.certificates import Tls
-    from fedgmm.flower.keys import read_public_keys
-    from fedgmm.flower.processes import FlowerFolder, prepare_environment
+    from fedgmm.federation.flower.certificates import Tls
+    from fedgmm.federation.flower.keys import read_public_keys
+    from fedgmm.federation.flower.processes import FlowerFolder, prepare_environment
 
     make_keys(home, names)
     prepare_environment(FlowerFolder(home / "server"))
+    from fedgmm.federation.flower.link import open_sites
     from fedgmm.federation.messages import Message
-    from fedgmm.flower.link import open_sites
 
     context = multiprocessing.get_context("spawn")
     counted = context.Array("q", 2)
@@ -181,8 +181,8 @@ def end_with_parent() -> None:
 
 def make_keys(home: Path, names: Sequence[str]) -> None:
     """A certificate for the loopback address, and a key pair for each name."""
-    from fedgmm.flower.certificates import try_out_certificates
-    from fedgmm.flower.keys import new_pair
+    from fedgmm.federation.flower.certificates import try_out_certificates
+    from fedgmm.federation.flower.keys import new_pair
 
     try_out_certificates(["127.0.0.1"], home / "tls")
     (home / "keys").mkdir()

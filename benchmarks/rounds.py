@@ -62,7 +62,7 @@ def _worker(side: str, values: dict[str, Any], repeats: int) -> dict[str, float]
     import torch
 
     torch.set_num_threads(setting.threads)
-    import fedgmm.training  # noqa: F401 - imports are not part of a round's memory
+    import fedgmm.training.local  # noqa: F401 - imports are not part of a round's memory
 
     imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows, start = _data(setting)
@@ -92,9 +92,9 @@ def _data(setting: Setting) -> tuple[Any, Any]:
     import torch
 
     from fedgmm.core.gaussians import gaussians
-    from fedgmm.core.networks import Dense
     from fedgmm.data.dataset import LabelledRows
     from fedgmm.data.federated import client_rows
+    from fedgmm.nets.networks import Dense
 
     generator = torch.Generator().manual_seed(0)
     n, d, m = setting.clients * setting.rows, setting.dimensions, setting.components
@@ -116,12 +116,12 @@ def _data(setting: Setting) -> tuple[Any, Any]:
 def _stacked(setting: Setting, rows: Any, start: Any) -> Any:
     import torch
 
-    from fedgmm.algorithms.fedgmm import FedGMM, FedGMMShared
-    from fedgmm.algorithms.local_training import LocalTraining
-    from fedgmm.algorithms.mixture import FederatedGMM, MixtureShared
-    from fedgmm.core.learners import stack
     from fedgmm.core.servers import ServerState
-    from fedgmm.core.sgd import SGD
+    from fedgmm.methods.fedgmm import FedGMM, FedGMMShared
+    from fedgmm.methods.gmm import FederatedGMM, MixtureShared
+    from fedgmm.methods.local_training import LocalTraining
+    from fedgmm.nets.learners import stack
+    from fedgmm.nets.sgd import SGD
 
     net, learners, shared = start
     m = setting.components

@@ -69,7 +69,7 @@ def small_blocks(monkeypatch):
 @pytest.fixture
 def thin_mobilenet(monkeypatch):
     """``learner="mobilenet"`` has all its layers, but a quarter of their channels."""
-    from fedgmm.core import backbones, stacked
+    from fedgmm.nets import backbones, stacked
 
     assert stacked.MobileNetV2 is backbones.MobileNetV2  # that module asks for the class itself
     monkeypatch.setattr(backbones, "MobileNetV2", partial(backbones.MobileNetV2, width=0.25))

@@ -13,8 +13,8 @@ from flwr.app.message import remove_content_from_message
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supernode.fleet_http_connection import http_request_response
 
+from fedgmm.federation.flower.records import to_records
 from fedgmm.federation.messages import Message as Answer
-from fedgmm.flower.records import to_records
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fedgmm.federation.flower.client import Connection, take_part
 from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site import Site
-from fedgmm.flower.client import Connection, take_part
 
 
 def with_first(array, value):
@@ -59,7 +59,7 @@ def main() -> None:
     connection = Connection(
         "127.0.0.1", int(port), Path(authority), Path(f"private/{name}.key").resolve()
     )
-    take_part(site, connection, Path(name), tell=print)
+    take_part(site, connection, Path(name), notify=print)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fedgmm.algorithms.mixture import FederatedGMM
-from fedgmm.data.tabular.loading import load_federation
-from fedgmm.data.tabular.preprocessing import TableOptions
+from fedgmm.data.tables.loading import load_federation
+from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.federation.coordinator import Failure, FederationSettings, run_federation
 from fedgmm.federation.messages import Message
 from fedgmm.federation.site import Site, SiteError, SiteSettings
+from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.runs.config import FEDERATION, RunConfig
 
 
@@ -58,7 +58,7 @@ class InMemorySites:
     def site(self, node):
         if self.fresh or node not in self.sites:
             lines = self.lines.setdefault(self.name_of(node), [])
-            self.sites[node] = Site(self.settings[node], tell=lines.append)
+            self.sites[node] = Site(self.settings[node], notify=lines.append)
         return self.sites[node]
 
     def nodes(self):
@@ -94,7 +94,7 @@ def federation_settings(clients, label="state", **options):
     return FederationSettings(RunConfig((), table, options), clients, **given)
 
 
-def federate(files, home, *, sites=None, tell=None, **options):
+def federate(files, home, *, sites=None, notify=None, **options):
     """A federation of some files; the transport and what was told."""
     sites = sites or InMemorySites(files, home)
     lines = []
@@ -102,7 +102,7 @@ def federate(files, home, *, sites=None, tell=None, **options):
         federation_settings(len(sites.settings), **options),
         sites,
         Path(home) / "server",
-        tell=tell or lines.append,
+        notify=notify or lines.append,
     )
     return sites, lines
 

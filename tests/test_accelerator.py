@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from fedgmm import FedGMMClassifier
-from fedgmm.algorithms.base import SHARED_LEARNERS, Prediction
-from fedgmm.algorithms.local_training import LocalTraining
-from fedgmm.algorithms.statistics import settled
-from fedgmm.core import devices, sgd, stacked
-from fedgmm.core.backbones import MobileNetV2
-from fedgmm.core.learners import log_likelihoods
-from fedgmm.core.networks import is_statistic
-from fedgmm.core.pixels import as_numbers
-from fedgmm.core.sgd import SGD
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.inference.saving import load
-from fedgmm.training import ALGORITHMS, train
+from fedgmm.methods.base import SHARED_LEARNERS, Prediction
+from fedgmm.methods.batch_statistics import settled
+from fedgmm.methods.local_training import LocalTraining
+from fedgmm.model.saving import load
+from fedgmm.nets import devices, sgd, stacked
+from fedgmm.nets.backbones import MobileNetV2
+from fedgmm.nets.learners import log_likelihoods
+from fedgmm.nets.networks import is_statistic
+from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.sgd import SGD
+from fedgmm.training.local import ALGORITHMS, train
 from supervised import federation, images
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")

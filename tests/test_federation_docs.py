@@ -9,8 +9,8 @@ import pytest
 import typer
 
 from fedgmm.cli import app
+from fedgmm.federation.flower.processes import QUIET
 from fedgmm.federation.settings import read_settings
-from fedgmm.flower.processes import QUIET
 from fedgmm.runs.config import FEDERATION
 
 ROOT = Path(__file__).parents[1]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 import same_answers
 
 EXPECTED = json.loads((Path(__file__).parent / "same_answers.json").read_text())

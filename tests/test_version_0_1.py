@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import fedgmm
 import numpy as np
 import pytest
+
+import fedgmm
 from fedgmm.data.synthetic import synthetic
-from fedgmm.training import Checkpoint
+from fedgmm.training.local import Checkpoint
 from in_memory_sites import InMemorySites, federate
 
 OLD = Path(__file__).parent / "version_0_1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedgmm.data import images
+from fedgmm.data.images import files as images
 
 SIDE = 28
 FAST = {

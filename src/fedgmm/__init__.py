@@ -13,27 +13,27 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
     from fedgmm.estimators import FederatedGaussianMixture, FedGMMClassifier
-    from fedgmm.inference.model import FederatedModel
-    from fedgmm.inference.saving import load
+    from fedgmm.estimators.selection import ComponentSelection, select_components
+    from fedgmm.model.model import FederatedModel
+    from fedgmm.model.saving import load
     from fedgmm.runs import FederatedRun, RunConfig, fit, open_run, resume
-    from fedgmm.selection import ComponentSelection, select_components
-    from fedgmm.training import TrainingOptions, train
+    from fedgmm.training.local import TrainingOptions, train
 
 _HOMES = {
     "FederatedDataset": "fedgmm.data.dataset",
-    "FederatedModel": "fedgmm.inference.model",
+    "FederatedModel": "fedgmm.model.model",
     "FedGMMClassifier": "fedgmm.estimators",
-    "TrainingOptions": "fedgmm.training",
+    "TrainingOptions": "fedgmm.training.local",
     "FederatedRun": "fedgmm.runs",
     "RunConfig": "fedgmm.runs",
     "fit": "fedgmm.runs",
-    "load": "fedgmm.inference.saving",
+    "load": "fedgmm.model.saving",
     "open_run": "fedgmm.runs",
     "resume": "fedgmm.runs",
-    "train": "fedgmm.training",
+    "train": "fedgmm.training.local",
     "FederatedGaussianMixture": "fedgmm.estimators",
-    "ComponentSelection": "fedgmm.selection",
-    "select_components": "fedgmm.selection",
+    "ComponentSelection": "fedgmm.estimators.selection",
+    "select_components": "fedgmm.estimators.selection",
 }
 
 __all__ = [

@@ -107,7 +107,7 @@ def test_the_bar_tells_round_likelihood_accuracy_and_time(monkeypatch):
     console = Console(file=screen, force_terminal=True, width=150)
     monkeypatch.setattr(output, "sidelines", lambda: console)
     with output.RoundsBar(quiet=False) as bar:
-        bar.tell("reading [odd] name.csv")
+        bar.notify("reading [odd] name.csv")
         bar._progress.refresh()
         bar.begin(20)
         bar.show({"round": 7.0, "log_likelihood": -1.23456, "validation_accuracy": 0.8761})

@@ -64,7 +64,7 @@ def test_nothing_is_fetched_unless_asked_for(tmp_path, monkeypatch):
     def fetched(name, folder, progress=None):
         asked.append((name, folder))
 
-    monkeypatch.setattr("fedgmm.data.images.fetch_files", fetched)
+    monkeypatch.setattr("fedgmm.data.images.files.fetch_files", fetched)
     arguments = ["reproduce", "classification", "--dataset", "mnist", "--out", str(tmp_path / "o")]
     arguments += ["--data-dir", str(tmp_path / "data")]
     assert runner.invoke(app, arguments).exit_code == 1

@@ -9,9 +9,9 @@ from sklearn.linear_model import LogisticRegression
 from small_learners import drawn, rows
 from torch.nn.functional import cross_entropy
 
-from fedgmm.core.learners import log_likelihoods
-from fedgmm.core.networks import Dense
 from fedgmm.core.newton import contrasts, newton_step, newton_sums
+from fedgmm.nets.learners import log_likelihoods
+from fedgmm.nets.networks import Dense
 
 
 def weighted_loss(beta, x, y, w, classes):

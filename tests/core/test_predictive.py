@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgmm.algorithms.base import Prediction
 from fedgmm.core.gaussians import gaussians
-from fedgmm.core.networks import Dense
 from fedgmm.core.predictive import adapt_weights, log_class_probabilities, log_marginal
 from fedgmm.data.synthetic import synthetic
-from fedgmm.inference.model import FederatedModel
+from fedgmm.methods.base import Prediction
+from fedgmm.model.model import FederatedModel
+from fedgmm.nets.networks import Dense
 from supervised import log_softmax
 
 M1, M2, K = 3, 2, 4

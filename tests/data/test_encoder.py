@@ -9,9 +9,8 @@ from safetensors.torch import save_file
 from sklearn import decomposition
 from torch.nn import functional
 
-from fedgmm.core.backbones import ResNet18, WeightsError
 from fedgmm.data.dataset import SPLITS, FederatedDataset
-from fedgmm.data.encoder import (
+from fedgmm.data.embeddings import (
     PixelEncoder,
     ResNet18Encoder,
     encode_federation,
@@ -20,7 +19,8 @@ from fedgmm.data.encoder import (
     federated_pca,
     with_features,
 )
-from fedgmm.training import train
+from fedgmm.nets.backbones import ResNet18, WeightsError
+from fedgmm.training.local import train
 
 
 def bytes_of(rng, n=10, channels=3, size=6):

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgmm.data.dataset import SPLITS, FederatedDataset
-from fedgmm.data.federated_images import federated_images
-from fedgmm.data.images import ImageData, ImageFileError, load_images
+from fedgmm.data.images.federated import federated_images
+from fedgmm.data.images.files import ImageData, ImageFileError, load_images
 from fedgmm.data.partition import transform_images
-from fedgmm.training import train
+from fedgmm.training.local import train
 
 
 def some_images(name="cifar10", rows=240, classes=4, channels=3, seed=0):
@@ -143,7 +143,7 @@ def test_a_model_trains_on_the_bytes_as_on_floats():
 
 
 def test_the_gaussians_fit_bytes_as_they_fit_floats():
-    from fedgmm.algorithms.mixture import FederatedGMM
+    from fedgmm.methods.gmm import FederatedGMM
 
     data = some_images(rows=200)
     made = federated_images(data, clients=4, seed=2)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fedgmm.data import image_download, images
-from fedgmm.data.image_download import Source
-from fedgmm.data.images import ImageFileError, load_images
+from fedgmm.data.images import download as image_download
+from fedgmm.data.images import files as images
+from fedgmm.data.images.download import Source
+from fedgmm.data.images.files import ImageFileError, load_images
 
 
 def source_of(path, folder, members=(), **changes):

@@ -9,8 +9,8 @@ import os
 import numpy as np
 import pytest
 
-from fedgmm.data import images
-from fedgmm.data.images import ImageData, ImageFileError, load_images
+from fedgmm.data.images import files as images
+from fedgmm.data.images.files import ImageData, ImageFileError, load_images
 
 ROWS = {"train": 5, "t10k": 3}
 

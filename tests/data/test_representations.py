@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fedgmm.core.backbones import ResNet18
-from fedgmm.data.encoder import PixelEncoder, ResNet18Encoder
+from fedgmm.data.embeddings import PixelEncoder, ResNet18Encoder
 from fedgmm.data.representations import (
     REPRESENTATIONS,
     Layout,
@@ -15,6 +14,7 @@ from fedgmm.data.representations import (
     StageEncoder,
     represented,
 )
+from fedgmm.nets.backbones import ResNet18
 
 
 def test_representations(rng):

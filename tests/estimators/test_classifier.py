@@ -18,8 +18,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from fedgmm import FedGMMClassifier
-from fedgmm.inference.saving import load
-from fedgmm.training import ALGORITHMS, SHARED_LEARNERS
+from fedgmm.model.saving import load
+from fedgmm.training.local import ALGORITHMS, SHARED_LEARNERS
 from supervised import images
 
 

@@ -72,7 +72,7 @@ def test_during_the_first_round_the_start_is_kept(federation, monkeypatch):
     def press(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedgmm.algorithms.mixture.FederatedGMM.client_step", press)
+    monkeypatch.setattr("fedgmm.methods.gmm.FederatedGMM.client_step", press)
     model = FederatedGaussianMixture(3, random_state=0)
     with pytest.warns(RuntimeWarning, match="interrupted"):
         model.fit(X, clients=ids)
@@ -91,7 +91,7 @@ def test_before_the_first_start_is_ready_there_is_nothing_to_keep(federation, mo
     def press(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedgmm.algorithms.mixture.FederatedGMM.start", press)
+    monkeypatch.setattr("fedgmm.methods.gmm.FederatedGMM.start", press)
     with pytest.raises(KeyboardInterrupt):
         FederatedGaussianMixture(3).fit(X, clients=ids)
     with pytest.raises(KeyboardInterrupt):
@@ -102,7 +102,7 @@ def test_before_the_first_start_is_ready_there_is_nothing_to_keep(federation, mo
 
 def test_during_a_later_start_the_best_run_is_kept(federation, monkeypatch):
     X, ids = federation
-    from fedgmm.algorithms.mixture import FederatedGMM
+    from fedgmm.methods.gmm import FederatedGMM
 
     real, calls = FederatedGMM.start, []
 

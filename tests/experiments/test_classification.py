@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from fedgmm.data.images import ImageFileError
-from fedgmm.experiments import comparison, image_study, trial_files, workplace
+from fedgmm.data.images.files import ImageFileError
+from fedgmm.experiments import image_study, trial_files, workplace
 from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
-from fedgmm.experiments.results import TITLES
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.training import train
+from fedgmm.methods.base import TITLES
+from fedgmm.runs import comparison
+from fedgmm.training.local import train
 from tiny_images import FAST
 
 SOME = {"methods": ("fedavg", "fedgmm"), "track": "tuned", **FAST}

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
-from fedgmm.experiments.results import TITLES
 from fedgmm.experiments.workplace import Workplace
+from fedgmm.methods.base import TITLES
 from tiny_images import FAST, write_femnist
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgmm.data.encoder import PixelEncoder
+from fedgmm.data.embeddings import PixelEncoder
 from fedgmm.experiments import image_trials, image_tuning
 from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, Variant

@@ -10,7 +10,7 @@ import pytest
 from small_novelty import FIXED, SMALL
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.encoder import PixelEncoder
+from fedgmm.data.embeddings import PixelEncoder
 from fedgmm.experiments import novel_images, novelty_density, workplace
 from fedgmm.experiments.novelty_density import choose_density, missing_class_auroc
 from fedgmm.experiments.novelty_study import deal_images, prepare_novelty

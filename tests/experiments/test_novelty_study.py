@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from small_novelty import SMALL
 
-from fedgmm.core.backbones import ResNet18
-from fedgmm.data.federated_images import federated_images
-from fedgmm.data.images import load_images
+from fedgmm.data.images.federated import federated_images
+from fedgmm.data.images.files import load_images
 from fedgmm.data.partition import transform_images
 from fedgmm.experiments.novelty_study import (
     NoveltyStudy,
@@ -22,6 +21,7 @@ from fedgmm.experiments.novelty_study import (
     study_encoder,
 )
 from fedgmm.experiments.workplace import Workplace
+from fedgmm.nets.backbones import ResNet18
 
 
 def test_a_quarter_is_transformed_and_another_relabelled(mnist):

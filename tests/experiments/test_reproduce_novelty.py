@@ -15,9 +15,9 @@ from fedgmm.experiments.novel_images import novel_images, slightly_changed
 from fedgmm.experiments.novelty import familiarity, reproduce_novelty
 from fedgmm.experiments.novelty_density import choose_density
 from fedgmm.experiments.novelty_study import deal_images, with_study_features
-from fedgmm.experiments.results import TITLES
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.training import train
+from fedgmm.methods.base import TITLES
+from fedgmm.training.local import train
 from tiny_images import write_mnist
 
 NAME = "novelty-mnist-tuned"

@@ -12,7 +12,7 @@ from fedgmm.experiments import trial_files, workplace
 from fedgmm.experiments.image_study import prepare_federation
 from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.training import train
+from fedgmm.training.local import train
 from tiny_images import FAST
 
 NAME = "sensitivity-femnist-tuned"

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from fedgmm.experiments.digits import WHITE, heterogeneous_digits
+from fedgmm.data.digits import WHITE, heterogeneous_digits
 from fedgmm.experiments.story import adapt_newcomer, find_novel_images, shrink, tell_story
-from fedgmm.report.story import plot_story
-from fedgmm.training import train
+from fedgmm.experiments.story_figure import plot_story
+from fedgmm.training.local import train
 
 
 @pytest.fixture(scope="module")
 def story():
     lines: list[str] = []
-    return tell_story(seed=1, tell=lines.append), lines
+    return tell_story(seed=1, notify=lines.append), lines
 
 
 def test_story_shows_what_it_claims(story, tmp_path):

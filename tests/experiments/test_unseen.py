@@ -21,7 +21,7 @@ from fedgmm.experiments.unseen import (
     tuned_model,
 )
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.training import train
+from fedgmm.training.local import train
 from tiny_images import FAST, write_femnist
 
 NAME = "unseen-femnist-tuned"

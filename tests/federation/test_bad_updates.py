@@ -444,7 +444,7 @@ def test_a_site_of_few_rows_does_not_take_part(files, tmp_path):
     sites = InMemorySites(files, tmp_path, min_rows=70)
     lines = []
     with pytest.raises(Exception, match="Only 1 of 3"):
-        federate(files, tmp_path, sites=sites, **SIZE, start_timeout=0.1, tell=lines.append)
+        federate(files, tmp_path, sites=sites, **SIZE, start_timeout=0.1, notify=lines.append)
     assert (
         "a client cannot take part: the client reports: it has fewer rows than min_rows=70" in lines
     )

@@ -151,10 +151,10 @@ def test_a_round_closes_without_the_dead(files, tmp_path):
 
 def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
     """A client that misses rounds keeps its weights, even if its answer came too late to count."""
-    from fedgmm.data.tabular.loading import load_federation
-    from fedgmm.data.tabular.preprocessing import TableOptions
+    from fedgmm.data.tables.loading import load_federation
+    from fedgmm.data.tables.preprocessing import TableOptions
     from fedgmm.federation.coordinator import Failure
-    from fedgmm.training import train
+    from fedgmm.training.local import train
 
     missed = {("bergen", 2), ("bergen", 3), ("oslo", 4)}
     sites = InMemorySites(files, tmp_path)
@@ -186,7 +186,7 @@ def test_a_quorum_of_one_is_told_in_the_singular(files, tmp_path):
         sites.down = {"bergen", "oslo", "tromso"} if 5 <= number < 9 else set()
 
     sites.before_ask = fail
-    federate(files, tmp_path, sites=sites, **SIZE, rounds=4, min_clients=1, tell=waited.append)
+    federate(files, tmp_path, sites=sites, **SIZE, rounds=4, min_clients=1, notify=waited.append)
     assert any("0 of at least 1 client has answered; waiting for bergen" in line for line in waited)
 
 
@@ -197,7 +197,7 @@ def test_below_the_quorum_the_server_waits_and_says_for_whom(files, tmp_path):
         sites.down = {"oslo", "tromso"} if 5 <= number < 9 else set()
 
     sites.before_ask = fail
-    federate(files, tmp_path, sites=sites, **SIZE, rounds=4, min_clients=2, tell=waited.append)
+    federate(files, tmp_path, sites=sites, **SIZE, rounds=4, min_clients=2, notify=waited.append)
     assert "round 2: 1 of at least 2 clients have answered; waiting for oslo, tromso" in waited
     assert [entry["answered"] for entry in history(tmp_path)] == [3, 3, 3, 3]
     # bergen's answer of the round was kept meanwhile
@@ -213,13 +213,13 @@ def test_a_site_that_is_not_connected_is_waited_for(files, tmp_path):
         if number == 5:
             sites.gone = {"oslo"}
 
-    def tell(line):
+    def notify(line):
         told.append(line)
         if "waiting for oslo" in line:
             sites.gone = set()
 
     sites.before_ask = leave
-    federate(files, tmp_path, sites=sites, **SIZE, rounds=3, tell=tell)
+    federate(files, tmp_path, sites=sites, **SIZE, rounds=3, notify=notify)
     assert any(line.startswith("round 2: 2 of at least 3") for line in told)
     assert len(history(tmp_path)) == 3
 
@@ -252,7 +252,7 @@ def test_a_name_is_free_again_once_its_dead_connection_is_gone(files, tmp_path):
     sites.before_ask = restart
     lines = []
     settings = federation_settings(3, **SIZE, rounds=9, min_clients=2)
-    run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     assert "a second client called 'oslo' is refused" in lines
     assert lines.index("oslo is back") > lines.index("a second client called 'oslo' is refused")
     answered = [entry["answered"] for entry in history(tmp_path)]
@@ -295,7 +295,7 @@ def test_late_joiners_take_part_from_the_next_round(files, tmp_path):
     sites.after_ask = join
     settings = federation_settings(3, **SIZE, rounds=5)
     lines = []
-    run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     assert "late is here" in lines
     assert [entry["answered"] for entry in history(tmp_path)] == [3, 3, 3, 4, 4]
     assert open_run(tmp_path / "sites/late").model.names == ["late"]
@@ -319,7 +319,7 @@ def test_late_joiners_of_other_methods(files, tmp_path, algorithm):
 
 def test_codes_of_clusters_follow_the_names_while_a_round_waits(files, tmp_path, monkeypatch):
     """Somebody whose name comes first joins while a round is below its quorum."""
-    from fedgmm.algorithms.clustered import ClusteredFL
+    from fedgmm.methods.clustered import ClusteredFL
 
     late = write_csv(tmp_path / "a-late-one.csv", draw_rows(np.random.default_rng(8), 40))
     sites, seen = InMemorySites(files, tmp_path), []
@@ -367,7 +367,7 @@ def test_a_late_table_that_does_not_fit_is_refused(files, tmp_path, change, reas
     sites.before_ask = join
     lines = []
     settings = federation_settings(3, **SIZE, rounds=6)
-    run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     assert [line for line in lines if "late is refused" in line] == [f"late is refused: {reason}"]
     assert not any(
         "secret" in line or "dying" in line or str(tmp_path / "late") in line for line in lines
@@ -382,7 +382,7 @@ def test_a_second_site_of_one_name_is_refused(files, tmp_path):
     sites.add(files[0], name="bergen", out=tmp_path / "sites/impostor")
     lines = []
     settings = federation_settings(3, **SIZE, rounds=3)
-    run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     assert "a second client called 'bergen' is refused" in lines
     assert [entry["answered"] for entry in history(tmp_path)] == [3] * 3
 
@@ -411,7 +411,7 @@ def test_a_table_that_cannot_be_read_is_told_of_without_its_path(files, tmp_path
     lines = []
     settings = federation_settings(4, **SIZE, start_timeout=0.2)
     with pytest.raises(FederationError, match="Only 3 of 4"):
-        run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+        run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     told = [line for line in lines if line.startswith("a client cannot take part")]
     assert told == [
         "a client cannot take part: the client reports: there is no label column 'state'; the columns "

@@ -162,7 +162,7 @@ def test_a_site_that_only_adapts_sends_nothing(finished, tmp_path):
         settings,
         sites,
         home / "server",
-        tell=lines.append,
+        notify=lines.append,
         stop=lambda: (tmp_path / "sites/new/clients/weights").exists() or next(looks) > 40,
     )
     serve_model(settings, sites, home / "server", stop=lambda: next(looks) > 41)
@@ -195,7 +195,7 @@ def test_it_waits_for_the_model_during_a_training(files, tmp_path):
     sites.add(new, adapt_only=True)
     lines = []
     settings = federation_settings(3, **SIZE)
-    coordinator.run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    coordinator.run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     assert "new waits for the finished model" in lines
     assert open_run(tmp_path / "sites/new").model.names == ["new"]
 
@@ -210,7 +210,7 @@ def test_a_stranger_who_wants_to_train_after_the_end_is_told(finished, files, tm
         federation_settings(3, **SIZE),
         sites,
         home / "server",
-        tell=lines.append,
+        notify=lines.append,
         stop=lambda: next(looks) > 5,
     )
     assert "new is refused: the training is over; start again with --adapt-only" in lines
@@ -223,7 +223,7 @@ def test_a_method_without_weights_cannot_be_adapted_to(files, tmp_path):
     node = sites.add(new, adapt_only=True)
     lines = []
     settings = federation_settings(3, **SIZE, algorithm="pfedme")
-    coordinator.run_federation(settings, sites, tmp_path / "server", tell=lines.append)
+    coordinator.run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     assert any("new has not got the model" in line and "no weights" in line for line in lines)
     assert "no weights" in sites.sites[node].unusable  # so that its client ends
 

@@ -39,7 +39,7 @@ def test_a_site_cannot_forge_lines_of_the_log(files, tmp_path):
         return answer
 
     sites.tamper = forge
-    federate([], tmp_path, sites=sites, **SIZE, min_clients=2, tell=lines.append)
+    federate([], tmp_path, sites=sites, **SIZE, min_clients=2, notify=lines.append)
     assert any("all is well" in line for line in lines)
     assert all(line.isprintable() for line in lines)
 
@@ -50,7 +50,7 @@ def test_a_name_that_cannot_be_read_is_not_admitted(files, tmp_path):
         with_facts(answer, name=FORGED) if name == "oslo" else answer
     )
     with pytest.raises(FederationError, match="Only 2 of 3"):
-        federate([], tmp_path, sites=sites, **SIZE, start_timeout=0.1, tell=lines.append)
+        federate([], tmp_path, sites=sites, **SIZE, start_timeout=0.1, notify=lines.append)
     assert "a client cannot take part: it does not say who it is" in lines
 
 
@@ -60,7 +60,7 @@ def test_who_cannot_take_part_is_named_where_its_key_is_known(files, tmp_path):
         Failure("the client reports: no label", name) if name == "oslo" else answer
     )
     with pytest.raises(FederationError, match="Only 2 of 3"):
-        federate([], tmp_path, sites=sites, **SIZE, start_timeout=0.1, tell=lines.append)
+        federate([], tmp_path, sites=sites, **SIZE, start_timeout=0.1, notify=lines.append)
     assert "oslo cannot take part: the client reports: no label" in lines
 
 
@@ -121,7 +121,7 @@ def test_an_accelerator_that_a_site_does_not_have(files, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        federate([], tmp_path, sites=sites, **SIZE, device="cuda", tell=give_up)
+        federate([], tmp_path, sites=sites, **SIZE, device="cuda", notify=give_up)
     assert "the federation wants an accelerator" in sites.site("node-0").unusable
 
 

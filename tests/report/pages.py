@@ -9,7 +9,7 @@ import numpy as np
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.report.contents import AdaptationRecord
 from fedgmm.report.gathering import gather
-from fedgmm.training import train
+from fedgmm.training.local import train
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -31,16 +31,16 @@ def named_clients(names, rows=40, columns=3, seed=0):
     return FederatedDataset.from_clients(clients)
 
 
-def contents_of(dataset, algorithm="fedgmm", rivals=(), **options):
+def contents_of(dataset, algorithm="fedgmm", baselines=(), **options):
     """A short training and what its report shows."""
     settings = {"rounds": 3, "components": 2, "learners": 2}
     model = train(dataset, algorithm, **settings)
-    others = {name: train(dataset, name, **settings).evaluate("test") for name in rivals}
+    others = {name: train(dataset, name, **settings).evaluate("test") for name in baselines}
     told = {
         "title": "A small run",
         "history": model.history,
         "configuration": model.options,
-        "rivals": others,
+        "baselines": others,
     }
     return gather(model, dataset, **(told | options))
 
@@ -56,4 +56,4 @@ def hostile_contents():
         notes=[HOSTILE[0], HOSTILE[2]],
         adaptations=[AdaptationRecord(HOSTILE[1], [0, 5, 9], [0.5, 0.6, 0.7], [-3.0, -2.0], True)],
     )
-    return replace(contents, rivals={HOSTILE[0]: np.full(len(dataset.names), 0.5)})
+    return replace(contents, baselines={HOSTILE[0]: np.full(len(dataset.names), 0.5)})

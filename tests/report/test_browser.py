@@ -157,7 +157,7 @@ class Window:
 @pytest.fixture(scope="module")
 def contents():
     names = [f"client {k}" for k in (10, 2, 1, 33, 4, 5)]
-    return contents_of(named_clients(names, rows=60), rivals=("fedavg", "local"))
+    return contents_of(named_clients(names, rows=60), baselines=("fedavg", "local"))
 
 
 @pytest.fixture(scope="module")

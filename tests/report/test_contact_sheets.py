@@ -6,8 +6,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from fedgmm.data.federated_images import federated_images
-from fedgmm.data.images import ImageData
+from fedgmm.data.images.federated import federated_images
+from fedgmm.data.images.files import ImageData
 from fedgmm.report.contact_sheets import contact_sheet, strips_of, transform_sheet
 
 

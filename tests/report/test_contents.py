@@ -15,7 +15,7 @@ from fedgmm.report.gathering import distinct_names, flattened, gather
 from fedgmm.report.predictions import reliability_of
 from fedgmm.report.projection import ellipse, project
 from fedgmm.report.weights import pair_names, similar_beside_each_other
-from fedgmm.training import train
+from fedgmm.training.local import train
 from supervised import images, tiny
 
 FAST = {"rounds": 3, "components": 2, "learners": 2}
@@ -104,7 +104,7 @@ def test_clients_of_any_kind(names):
     assert contents.clients.names == tuple(map(str, names))
 
 
-def test_rivals_are_aligned_by_name(model, dataset):
+def test_baselines_are_aligned_by_name(model, dataset):
     first, second = dataset.names[0], dataset.names[3]
     contents = gather(
         model,
@@ -112,13 +112,13 @@ def test_rivals_are_aligned_by_name(model, dataset):
         title="t",
         history=[],
         configuration={},
-        rivals={"some": {second: 0.25, first: 0.75, "stranger": 1.0}, "full": model.evaluate()},
+        baselines={"some": {second: 0.25, first: 0.75, "stranger": 1.0}, "full": model.evaluate()},
     )
-    assert contents.rivals["some"][[0, 3]].tolist() == [0.75, 0.25]
-    assert np.isnan(contents.rivals["some"][[1, 2]]).all()
-    np.testing.assert_array_equal(contents.rivals["full"], model.evaluate().accuracy)
+    assert contents.baselines["some"][[0, 3]].tolist() == [0.75, 0.25]
+    assert np.isnan(contents.baselines["some"][[1, 2]]).all()
+    np.testing.assert_array_equal(contents.baselines["full"], model.evaluate().accuracy)
     assert contents.best_rival == max(
-        ("some", "full"), key=lambda name: np.nanmean(contents.rivals[name])
+        ("some", "full"), key=lambda name: np.nanmean(contents.baselines[name])
     )
 
 

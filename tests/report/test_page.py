@@ -60,7 +60,9 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def contents():
-    return contents_of(named_clients([f"client {k}" for k in range(6)]), rivals=("fedavg", "local"))
+    return contents_of(
+        named_clients([f"client {k}" for k in range(6)]), baselines=("fedavg", "local")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_figures_hold_the_values(contents):
     assert own.name == "FedGMM"
     assert list(own.y) == sorted(contents.clients.accuracy)
     first = contents.clients.names.index(own.customdata[0])
-    assert figure.data[0].y[0] == contents.rivals["FedAvg"][first]
+    assert figure.data[0].y[0] == contents.baselines["FedAvg"][first]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_the_page_without_test_rows(contents):
     table = ClientTable(
         contents.clients.names, contents.clients.rows, np.ones(6, int), *[blank] * 3
     )
-    page = render(replace(contents, clients=table, reliability=None, densities=None, rivals={}))
+    page = render(replace(contents, clients=table, reliability=None, densities=None, baselines={}))
     assert "no test rows" in page
     assert "nan" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL).lower()
 
@@ -143,7 +145,7 @@ def test_titles_of_the_map_s_axes_fit_the_chart(contents):
 
 
 @pytest.mark.parametrize(
-    ("rival", "told"),
+    ("baseline", "told"),
     [
         ([0.5, 0.5, 0.5], "gains 20.0 percentage points over Other"),
         ([0.9, 0.9, 0.9], "Other is better here: an average client would gain 20.0"),
@@ -151,18 +153,18 @@ def test_titles_of_the_map_s_axes_fit_the_chart(contents):
         (None, "No other method was run"),
     ],
 )
-def test_the_verdict(contents, rival, told):
+def test_the_verdict(contents, baseline, told):
     accuracy = np.array([0.8, 0.7, 0.6])
     counts = np.ones(3, dtype=int)
     table = ClientTable(("a", "b", "c"), counts, counts, accuracy, accuracy, accuracy)
-    rivals = {} if rival is None else {"Other": np.array(rival), "Poor": np.full(3, 0.1)}
-    assert told in verdict(replace(contents, clients=table, rivals=rivals))
+    baselines = {} if baseline is None else {"Other": np.array(baseline), "Poor": np.full(3, 0.1)}
+    assert told in verdict(replace(contents, clients=table, baselines=baselines))
 
 
 def test_the_verdict_counts_clients_that_do_as_well(contents):
     table = replace(contents.clients, accuracy=np.array([0.9, 0.8, 0.7, 0.6, 0.5, np.nan]))
-    rivals = {"Other": np.array([0.95, 0.8, 0.1, 0.1, np.nan, 0.9])}
-    assert "3 of 4 clients" in verdict(replace(contents, clients=table, rivals=rivals))
+    baselines = {"Other": np.array([0.95, 0.8, 0.1, 0.1, np.nan, 0.9])}
+    assert "3 of 4 clients" in verdict(replace(contents, clients=table, baselines=baselines))
 
 
 # ---------------------------------------------------------------------- closed
@@ -262,7 +264,7 @@ def test_names_that_no_file_can_hold(contents, tmp_path):
 
 def test_a_page_of_300_clients_is_small():
     dataset = synthetic(300, 40, dimensions=6).dataset
-    contents = contents_of(dataset, rivals=("fedavg", "fedem"))
+    contents = contents_of(dataset, baselines=("fedavg", "fedem"))
     page = render(contents)
     assert len(page.encode()) < 8 * MEGABYTE
     assert page.count('<tr><th scope="row">') == 300 + 3  # and three methods
@@ -284,7 +286,7 @@ def test_a_page_of_ten_thousand_clients_shows_a_sample(contents, rng):
         clients=ClientTable(
             names, counts, counts, shares, shares, shares, ("G1·L1",) * many, shares, shares
         ),
-        rivals={"FedAvg": rng.random(many)},
+        baselines={"FedAvg": rng.random(many)},
         weights=shown,
         projection=plane,
     )

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 import fedgmm
-from fedgmm.experiments.comparison import compare
 from fedgmm.runs.comparing import data_to_compare, write_comparison
+from fedgmm.runs.comparison import compare
 from fedgmm.runs.run import open_run
 from small_runs import SITES, write_sites
 

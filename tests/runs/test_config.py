@@ -6,9 +6,9 @@ import tomllib
 
 import pytest
 
-from fedgmm.data.tabular.preprocessing import TableOptions
+from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.runs.config import RunConfig, config_from, read_config
-from fedgmm.training import TrainingOptions
+from fedgmm.training.local import TrainingOptions
 
 
 def sections(data=None, training=None, run=None):

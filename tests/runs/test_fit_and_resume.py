@@ -12,7 +12,7 @@ from sklearn.datasets import load_wine
 from sklearn.linear_model import LogisticRegression
 
 import fedgmm
-from fedgmm.data.tabular.files import TableError
+from fedgmm.data.tables.files import TableError
 from fedgmm.runs.config import config_from, read_config
 from fedgmm.runs.fitting import fit_config
 from fedgmm.runs.folder import RunError, read_history
@@ -100,7 +100,7 @@ def test_a_run_that_ended_while_sizes_were_chosen_goes_on(sites, tmp_path):
 
     whole = fedgmm.fit(sites, "state", tmp_path / "whole", rounds=5)
     with pytest.raises(KeyboardInterrupt):
-        fedgmm.fit(sites, "state", tmp_path / "ended", rounds=5, tell=end)
+        fedgmm.fit(sites, "state", tmp_path / "ended", rounds=5, notify=end)
     resumed = fedgmm.resume(tmp_path / "ended")
     assert resumed.metrics["selection"] == whole.metrics["selection"]
     assert bytes_of(tmp_path / "ended" / "model") == bytes_of(tmp_path / "whole" / "model")
@@ -111,7 +111,7 @@ def test_trials_are_not_counted_as_reading(sites, tmp_path):
     def slow(line):
         time.sleep(0.02 if line.startswith("trying") else 0.0)
 
-    run = fedgmm.fit(sites, "state", tmp_path / "run", rounds=1, tell=slow)
+    run = fedgmm.fit(sites, "state", tmp_path / "run", rounds=1, notify=slow)
     trials = len(run.metrics["selection"]["tried"])
     assert run.metrics["seconds"]["choosing"] >= 0.02 * trials
     given = fedgmm.fit(sites, "state", tmp_path / "given", **SMALL)

@@ -41,7 +41,7 @@ def test_the_page_is_about_the_run(finished, gathered):
     assert "narvik" in text
     assert str(finished) not in text  # no path of this machine
     assert [entry["round"] for entry in gathered["history"]] == [1, 2, 3, 4]
-    assert gathered["rivals"] == {"fedavg": comparison[0]["clients"]}
+    assert gathered["baselines"] == {"fedavg": comparison[0]["clients"]}
     assert gathered["configuration"]["data"]["files"] == 3
     joined = {one.client: one for one in gathered["adaptations"]}
     assert set(joined) == {"narvik", "alta"}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fedgmm
-from fedgmm.data.tabular.files import TableError
-from fedgmm.data.tabular.loading import read_rows
+from fedgmm.data.tables.files import TableError
+from fedgmm.data.tables.loading import read_rows
 from fedgmm.runs.folder import RunError
 from small_runs import SMALL, bytes_of, draw_rows, write_csv, write_sites
 
@@ -276,7 +276,7 @@ def test_a_crash_while_joining_can_be_mended(run, finished, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedgmm.inference.model.FederatedModel.save", crash)
+        patch.setattr("fedgmm.model.model.FederatedModel.save", crash)
         with pytest.raises(OSError, match="No space"):
             run.adapt("narvik", finished / "new.csv")
     again = fedgmm.open_run(finished / "run")

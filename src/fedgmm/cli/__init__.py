@@ -54,7 +54,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "There is not enough memory; use fewer columns, components or rows."
     if type(error).__name__ == "OutOfMemoryError" and str(error).startswith("CUDA"):  # torch's own
-        from fedgmm.core.devices import what_ran_out
+        from fedgmm.nets.devices import what_ran_out
 
         return (
             f"{what_ran_out(error)}. End other programs that use the card, or use another --device."

@@ -14,7 +14,7 @@ import typer
 from fedgmm.cli.output import escaped, sidelines
 
 if TYPE_CHECKING:
-    from fedgmm.flower.certificates import Tls
+    from fedgmm.federation.flower.certificates import Tls
 
 _HOST, _PORT = "0.0.0.0", 9092
 
@@ -73,8 +73,8 @@ def server(
     _need_flower()
     with _unbroken():
         from fedgmm.federation.coordinator import check_start
+        from fedgmm.federation.flower.server import Doors, read_doors, run_server
         from fedgmm.federation.settings import read_settings
-        from fedgmm.flower.server import Doors, read_doors, run_server
 
     settings = read_settings(
         config,
@@ -106,8 +106,8 @@ def server(
         told.get("keys"),
     )
     check_start(settings, out)
-    with _ended_politely(), _log_lines(out) as tell:
-        run_server(settings, out, doors, serve=serve, tell=tell)
+    with _ended_politely(), _log_lines(out) as notify:
+        run_server(settings, out, doors, serve=serve, notify=notify)
 
 
 def client(
@@ -153,11 +153,16 @@ def client(
     """
     _need_flower()
     with _unbroken():
-        from fedgmm.data.tabular.files import client_name
+        from fedgmm.data.tables.files import client_name
+        from fedgmm.federation.flower.client import (
+            Connection,
+            check_authority,
+            read_address,
+            take_part,
+        )
+        from fedgmm.federation.flower.keys import check_private_key
         from fedgmm.federation.site import Site, SiteSettings
         from fedgmm.federation.site_table import SiteTable
-        from fedgmm.flower.client import Connection, check_authority, read_address, take_part
-        from fedgmm.flower.keys import check_private_key
 
     host, port = read_address(server_address)
     if insecure and (ca is not None or key is not None):
@@ -176,10 +181,10 @@ def client(
     connection = Connection(
         host, port, ca.resolve() if ca else None, key.resolve() if key else None
     )
-    SiteTable.found(tuple(data), name, tell=lambda _: None)  # before anything is written
+    SiteTable.found(tuple(data), name, notify=lambda _: None)  # before anything is written
     settings = SiteSettings(tuple(data), out, name, share_metrics, adapt_only, min_rows)
-    with _ended_politely(), _log_lines(out) as tell:
-        take_part(Site(settings, tell=tell), connection, out, tell=tell)
+    with _ended_politely(), _log_lines(out) as notify:
+        take_part(Site(settings, notify=notify), connection, out, notify=notify)
 
 
 @keys.command("new")
@@ -192,7 +197,7 @@ def new_key(
     Example: fedgmm keys new oslo
     """
     _need_flower()
-    from fedgmm.flower.keys import check_private_key, new_pair
+    from fedgmm.federation.flower.keys import check_private_key, new_pair
 
     private, public = new_pair(name, out)
     typer.echo(f"{private}: keep it here, and show it to nobody.")
@@ -206,7 +211,7 @@ def list_keys(
 ) -> None:
     """Show the public keys of a folder, as the server would let them in."""
     _need_flower()
-    from fedgmm.flower.keys import read_public_keys
+    from fedgmm.federation.flower.keys import read_public_keys
 
     for key in read_public_keys(folder):
         typer.echo(f"{key.fingerprint}  {key.name}")
@@ -225,7 +230,7 @@ def certificate(
     Example: fedgmm keys certificate --host localhost --host 127.0.0.1 --out certificates
     """
     _need_flower()
-    from fedgmm.flower.certificates import try_out_certificates
+    from fedgmm.federation.flower.certificates import try_out_certificates
 
     files = try_out_certificates(host, out, days)
     typer.echo(f"{files.certificate}, {files.key}: for the server (--tls-cert, --tls-key).")
@@ -251,7 +256,7 @@ def _tls(
     keys_folder: Path | None,
     insecure: bool,
 ) -> Tls | None:
-    from fedgmm.flower.certificates import Tls
+    from fedgmm.federation.flower.certificates import Tls
 
     given = [one for one in (certificate, key, authority) if one is not None]
     if insecure:
@@ -316,7 +321,7 @@ def _log_lines(out: Path) -> Iterator[Callable[[str], None]]:
     out.mkdir(parents=True, exist_ok=True)
     with (out / "federation.log").open("a", encoding="utf-8") as file:
 
-        def tell(line: str) -> None:
+        def notify(line: str) -> None:
             now, line = datetime.now(), one_line(line)  # others choose some of the words
             console.print(
                 f"[dim]{now:%H:%M:%S}[/] {escaped(line)}", soft_wrap=True, highlight=False
@@ -324,4 +329,4 @@ def _log_lines(out: Path) -> Iterator[Callable[[str], None]]:
             file.write(f"{now:%Y-%m-%d %H:%M:%S} {line}\n")
             file.flush()
 
-        yield tell
+        yield notify

@@ -109,7 +109,7 @@ class RoundsBar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def tell(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         """Say what is going on before and after the rounds."""
         self._progress.update(self._task, description=escaped(line))
 

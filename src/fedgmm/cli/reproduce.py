@@ -163,7 +163,7 @@ def reproduce(
         "shift": shift,
         "fraction": fraction,
     }
-    with working() as tell:
+    with working() as notify:
         if experiment in _ON_IMAGES:
             from fedgmm.experiments.workplace import Workplace
 
@@ -173,16 +173,16 @@ def reproduce(
                 given["component_choices"] = ()  # nothing is left to choose
             study = make(**given)
             if download:
-                from fedgmm.data.images import load_images
+                from fedgmm.data.images.files import load_images
 
-                tell(f"looking for {study.dataset}")
+                notify(f"looking for {study.dataset}")
                 load_images(study.dataset, data_dir, download=True)
             if cache is None and study.encoder != "pixels":  # which are faster read than kept
                 cache = out / "encoded"
-            run(out, study, Workplace(data_dir, cache, tell))
+            run(out, study, Workplace(data_dir, cache, notify))
             table = out / f"{experiment.value}-{study.label}.md"
         else:
-            _without_images(experiment, out, _given({**common, "rows": rows}), tell)
+            _without_images(experiment, out, _given({**common, "rows": rows}), notify)
             table = out / f"{experiment.value}.md"
     console = screen()
     console.print(Markdown(table.read_text(encoding="utf-8")))
@@ -232,7 +232,7 @@ def _study(experiment: Experiment) -> tuple[Any, Any]:
             return SensitivityStudy, reproduce_sensitivity
 
 
-def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], tell: Any) -> None:
+def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], notify: Any) -> None:
     if experiment is Experiment.ILLUSTRATION:
         from fedgmm.experiments.illustration import reproduce_illustration
 
@@ -241,6 +241,6 @@ def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], te
     from fedgmm.experiments.synthetic import Size, reproduce_gaussian, reproduce_non_gaussian
 
     if experiment is Experiment.SYNTHETIC:
-        reproduce_gaussian(out, Size(**given), tell)
+        reproduce_gaussian(out, Size(**given), notify)
     else:
-        reproduce_non_gaussian(out, Size(**{"clients": 30, **given}), tell)
+        reproduce_non_gaussian(out, Size(**{"clients": 30, **given}), notify)

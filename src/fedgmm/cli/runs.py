@@ -53,14 +53,14 @@ def inspect(
 
     Example: fedgmm inspect site_*.csv --label diagnosis
     """
-    from fedgmm.data.tabular.inspection import inspect_tables
-    from fedgmm.data.tabular.loading import read_tables
-    from fedgmm.data.tabular.preprocessing import TableOptions
-    from fedgmm.report.run_tables import inspection_tables
+    from fedgmm.cli.run_tables import inspection_tables
+    from fedgmm.data.tables.inspection import inspect_tables
+    from fedgmm.data.tables.loading import read_tables
+    from fedgmm.data.tables.preprocessing import TableOptions
 
     options = TableOptions(label, client_column, tuple(categorical or ()), tuple(ignore or ()))
-    with working(as_json) as tell:
-        found = inspect_tables(read_tables(files, options, tell))
+    with working(as_json) as notify:
+        found = inspect_tables(read_tables(files, options, notify))
     if as_json:
         print_json(found.record())
         return
@@ -158,7 +158,7 @@ def fit(
             chosen,
             out,
             overwrite=overwrite,
-            tell=bar.tell,
+            notify=bar.notify,
             on_start=bar.begin,
             on_round=[bar.show],
         )
@@ -203,7 +203,7 @@ def _telling_how_to_go_on(home: Path) -> Iterator[None]:
 
 
 def _show_finished(run: Any, as_json: bool) -> None:
-    from fedgmm.report.run_tables import metrics_table
+    from fedgmm.cli.run_tables import metrics_table
 
     metrics = run.metrics
     if as_json:
@@ -230,7 +230,7 @@ def resume(
 
     with _telling_how_to_go_on(run), RoundsBar(as_json) as bar:
         found = resume_run(
-            run, rounds=rounds, tell=bar.tell, on_start=bar.begin, on_round=[bar.show]
+            run, rounds=rounds, notify=bar.notify, on_start=bar.begin, on_round=[bar.show]
         )
     _show_finished(found, as_json)
 
@@ -251,7 +251,7 @@ def evaluate(
 
     Example: fedgmm evaluate run/
     """
-    from fedgmm.report.run_tables import evaluation_table
+    from fedgmm.cli.run_tables import evaluation_table
     from fedgmm.runs.fitting import client_metrics
     from fedgmm.runs.run import open_run
 
@@ -259,8 +259,8 @@ def evaluate(
         raise typer.BadParameter(
             "--split is of the training's own rows; leave it out, or the files."
         )
-    with working(as_json) as tell:
-        found = open_run(run).evaluate(files or (), split=split or "test", tell=tell)
+    with working(as_json) as notify:
+        found = open_run(run).evaluate(files or (), split=split or "test", notify=notify)
     if as_json:
         print_json({"summary": found.summary(), "clients": client_metrics(found)})
         return
@@ -285,8 +285,8 @@ def predict(
     from fedgmm.runs.run import open_run
 
     check_output(out)
-    with working(as_json) as tell:
-        found = open_run(run).predict(file, client, tell=tell)
+    with working(as_json) as notify:
+        found = open_run(run).predict(file, client, notify=notify)
         if out is not None or not as_json:
             write_columns(found.columns(), out)
     print_notes(found.notes)
@@ -313,11 +313,11 @@ def adapt(
 
     Example: fedgmm adapt run/ --client bergen bergen.csv
     """
-    from fedgmm.report.run_tables import adaptation_table
+    from fedgmm.cli.run_tables import adaptation_table
     from fedgmm.runs.run import open_run
 
-    with working(as_json) as tell:
-        found = open_run(run).adapt(client, file, replace_known=replace, tell=tell)
+    with working(as_json) as notify:
+        found = open_run(run).adapt(client, file, replace_known=replace, notify=notify)
     print_notes(found.notes)
     if as_json:
         record = {
@@ -351,12 +351,12 @@ def detect(
     from fedgmm.runs.run import open_run
 
     check_output(out)
-    with working(as_json) as tell:
+    with working(as_json) as notify:
         found = open_run(run).detect(
             file,
             false_alarm_rate=false_alarm_rate,
             score=score,  # type: ignore[arg-type]
-            tell=tell,
+            notify=notify,
         )
         if out is not None or not as_json:
             write_columns(found.columns(), out)
@@ -393,8 +393,8 @@ def report(run: RunFolderArgument, as_json: JsonFlag = False) -> None:
     """
     from fedgmm.runs.run import open_run
 
-    with working(as_json) as tell:
-        path = open_run(run).report(tell=tell)
+    with working(as_json) as notify:
+        path = open_run(run).report(notify=notify)
     if as_json:
         print_json({"report": path})
         return

@@ -50,7 +50,7 @@ def demo(
     Example: fedgmm demo --write-files hospitals
     """
     if write_files is not None:
-        from fedgmm.experiments.hospitals import write_hospitals
+        from fedgmm.data.hospitals import write_hospitals
 
         for path in write_hospitals(write_files, seed):
             typer.echo(str(path))
@@ -70,8 +70,8 @@ def demo(
 
 def _run_story(seed: int, out: Path, console: Console) -> None:
     from fedgmm.experiments.story import tell_story
-    from fedgmm.report.story import plot_story
-    from fedgmm.report.tables import comparison_table
+    from fedgmm.experiments.story_figure import plot_story
+    from fedgmm.experiments.tables import comparison_table
 
     with console.status("two federations") as status:
         story = tell_story(seed, _teller(status))
@@ -134,10 +134,10 @@ def compare(
 
     Example: fedgmm compare digits
     """
-    from fedgmm.experiments.comparison import compare as compare_methods
-    from fedgmm.experiments.results import TITLES
-    from fedgmm.report.tables import comparison_table
+    from fedgmm.experiments.tables import comparison_table
+    from fedgmm.methods.base import TITLES
     from fedgmm.runs.comparing import data_to_compare, write_comparison
+    from fedgmm.runs.comparison import compare as compare_methods
 
     chosen = [name.strip() for name in methods.split(",")] if methods else list(TITLES)
     unknown = [name for name in chosen if name not in TITLES]
@@ -145,13 +145,13 @@ def compare(
         raise ValueError(f"Unknown method {unknown[0]!r}; choose among {', '.join(TITLES)}.")
     asked = {"components": components, "learners": learners}
     sizes = {name: size for name, size in asked.items() if size is not None}
-    with working(as_json) as tell:
+    with working(as_json) as notify:
         data = data_to_compare(
             sources or ["digits"],
             label,
             client_column,
             seed,
-            tell,
+            notify,
             sizes,
             categorical=categorical or (),
             ignore=ignore or (),
@@ -164,7 +164,7 @@ def compare(
             data.dataset,
             chosen,
             tuning_rounds=tuning_rounds,
-            tell=tell,
+            notify=notify,
             options=data.options,
             rounds=rounds,
             device=device,
@@ -196,15 +196,15 @@ def tune(
 
     Example: fedgmm tune digits --method fedprox
     """
-    from fedgmm.experiments.comparison import PAPER_GRID
-    from fedgmm.experiments.comparison import tune as tune_method
-    from fedgmm.report.tables import tuning_table
+    from fedgmm.experiments.tables import tuning_table
     from fedgmm.runs.comparing import built_in_data
+    from fedgmm.runs.comparison import PAPER_GRID
+    from fedgmm.runs.comparison import tune as tune_method
 
     rates = _rates(grid) if grid else PAPER_GRID
     dataset, _ = built_in_data(data.value, seed)
-    with working(as_json) as tell:
-        tell(f"{method}: {counted(len(rates), 'learning rate')}")
+    with working(as_json) as notify:
+        notify(f"{method}: {counted(len(rates), 'learning rate')}")
         found = tune_method(dataset, method, grid=rates, rounds=rounds, solver="sgd", seed=seed)
     if as_json:
         scores = {
@@ -243,8 +243,8 @@ def _run_demo_with_progress(clients: int, seed: int, console: Console) -> DemoRe
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("federated EM", total=None, log_likelihood="-")
 
-        from fedgmm.algorithms.base import RoundInfo
         from fedgmm.experiments.demo import MOST_ROUNDS, run_demo
+        from fedgmm.methods.base import RoundInfo
 
         progress.update(task, total=MOST_ROUNDS)
 
@@ -259,7 +259,7 @@ def _run_demo_with_progress(clients: int, seed: int, console: Console) -> DemoRe
 
 
 def _print_demo(result: DemoResult, picture: Path, console: Console) -> None:
-    from fedgmm.report.tables import demo_table
+    from fedgmm.experiments.tables import demo_table
 
     gain = result.log_likelihood - result.common_log_likelihood
     console.print(demo_table(result))

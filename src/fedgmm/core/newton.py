@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.linalg import matmul, solve
-from fedgmm.core.networks import Dense, Params
+from fedgmm.nets.networks import Dense, Params
 
 _SMALLEST_RIDGE = 1e-9
 

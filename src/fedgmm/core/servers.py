@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fedgmm.core.networks import Params, is_statistic
+from fedgmm.nets.networks import Params, is_statistic
 
 ServerKind = Literal["average", "momentum", "adam"]
 SERVER_KINDS: tuple[str, ...] = get_args(ServerKind)

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedgmm.core.backbones import ResNet18
 from fedgmm.core.checks import check_choice
-from fedgmm.data.encoder import Encoder, Features, Images, ResNet18Encoder, encode_images
+from fedgmm.data.embeddings import Encoder, Features, Images, ResNet18Encoder, encode_images
+from fedgmm.nets.backbones import ResNet18
 
 REPRESENTATIONS = ("plain", "direction", "direction and length", "stages", "deviations")
 """What becomes of an encoder's numbers: nothing; length one; length one, and the length's logarithm; the

@@ -15,7 +15,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from fedgmm.core.checks import array_of_names, check_choice, check_integer, check_non_negative
-from fedgmm.inference.model import FederatedModel
+from fedgmm.model.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
 
@@ -164,7 +164,7 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             One client id per row. ``None`` means one client.
         """
         from fedgmm.data.dataset import FederatedDataset
-        from fedgmm.training import ALGORITHMS, train
+        from fedgmm.training.local import ALGORITHMS, train
 
         X, y = validate_data(
             self,

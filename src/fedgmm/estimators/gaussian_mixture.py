@@ -15,8 +15,6 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from fedgmm.algorithms.base import RoundInfo
-from fedgmm.algorithms.mixture import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.core.aggregate import AGGREGATIONS
 from fedgmm.core.checks import (
     array_of_names,
@@ -27,7 +25,6 @@ from fedgmm.core.checks import (
     given_array,
     inverse_of_precisions,
 )
-from fedgmm.core.devices import resolve_device, resolve_dtype
 from fedgmm.core.estep import responsibilities
 from fedgmm.core.gaussians import (
     COVARIANCE_TYPES,
@@ -50,7 +47,10 @@ from fedgmm.data.inputs import (
     is_missing,
     matrices_of_pairs,
 )
-from fedgmm.federation.loop import OnRound, Run, run_rounds
+from fedgmm.methods.base import RoundInfo
+from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
+from fedgmm.nets.devices import resolve_device, resolve_dtype
+from fedgmm.training.loop import OnRound, Run, run_rounds
 from fedgmm.wording import counted
 
 Rows = ArrayLike | Mapping[Any, ArrayLike] | Iterable[tuple[Any, ArrayLike]]

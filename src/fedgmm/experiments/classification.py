@@ -17,14 +17,10 @@ from fedgmm.experiments.image_trials import (
     write_study,
 )
 from fedgmm.experiments.image_tuning import Federation
-from fedgmm.experiments.results import (
-    TITLES,
-    markdown_table,
-    mean_and_spread,
-    printed,
-)
+from fedgmm.experiments.results import markdown_table, mean_and_spread, printed
 from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.experiments.workplace import Workplace
+from fedgmm.methods.base import TITLES
 from fedgmm.wording import counted
 
 PAPER_ACCURACY = {

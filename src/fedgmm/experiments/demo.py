@@ -18,7 +18,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from fedgmm.estimators import FederatedGaussianMixture
-from fedgmm.federation.loop import OnRound
+from fedgmm.training.loop import OnRound
 
 FloatArray = NDArray[np.float64]
 

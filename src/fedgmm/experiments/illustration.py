@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.experiments.results import markdown_table, write_results
-from fedgmm.training import train
+from fedgmm.training.local import train
 
 FloatArray = NDArray[np.float64]
 
@@ -70,7 +70,7 @@ def _truth(x: FloatArray) -> FloatArray:
 
 def reproduce_illustration(folder: Path, seed: int = 0) -> Illustration:
     """The figure and its numbers."""
-    from fedgmm.report.story import plot_illustration
+    from fedgmm.experiments.story_figure import plot_illustration
 
     result = illustrate(seed=seed)
     names = {"fedem": "FedEM", "fedgmm": "FedGMM", "bayes": "Bayes, true parameters"}

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, Self, TypeVar, get_args
 
-from fedgmm.algorithms.base import SHARED_LEARNERS
 from fedgmm.core.checks import check_choice, check_integer
-from fedgmm.core.devices import resolve_device
 from fedgmm.core.gaussians import COVARIANCE_TYPES
-from fedgmm.core.networks import LEARNERS
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.encoder import (
+from fedgmm.data.embeddings import (
     ENCODERS,
     PRECISIONS,
     EncodedFederation,
     encode_federation,
     encoder,
 )
-from fedgmm.data.federated_images import FederatedImages, check_fraction, federated_images
-from fedgmm.experiments.comparison import PAPER_GRID
-from fedgmm.experiments.results import TITLES, check_methods_and_seeds
+from fedgmm.data.images.federated import FederatedImages, check_fraction, federated_images
+from fedgmm.experiments.results import check_methods_and_seeds
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.training import TrainingOptions, check_training
+from fedgmm.methods.base import SHARED_LEARNERS, TITLES
+from fedgmm.nets.devices import resolve_device
+from fedgmm.nets.networks import LEARNERS
+from fedgmm.runs.comparison import PAPER_GRID
+from fedgmm.training.local import TrainingOptions, check_training
 from fedgmm.wording import counted
 
 Track = Literal["paper", "tuned"]
@@ -253,7 +253,7 @@ def dealt(study: ImageStudy, seed: int, workplace: Workplace, *, shift: bool) ->
         fraction=study.fraction,
         seed=seed,
     )
-    workplace.tell(federation.description.splitlines()[0])
+    workplace.notify(federation.description.splitlines()[0])
     return federation
 
 

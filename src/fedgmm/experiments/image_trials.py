@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 import torch
 
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
-from fedgmm.data.encoder import Features
-from fedgmm.data.images import ImageData
-from fedgmm.experiments.comparison import Tell
+from fedgmm.data.embeddings import Features
+from fedgmm.data.images.files import ImageData
 from fedgmm.experiments.image_study import ImageStudy, StudyT
 from fedgmm.experiments.image_tuning import Federation, chosen_options, options_on_file
-from fedgmm.experiments.results import TITLES, environment, write_results
+from fedgmm.experiments.results import write_results
 from fedgmm.experiments.trial_files import (
     Trial,
     bind_trials,
@@ -31,7 +30,10 @@ from fedgmm.experiments.trial_files import (
     recorded,
 )
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.inference.model import FederatedModel
+from fedgmm.methods.base import TITLES
+from fedgmm.model.model import FederatedModel
+from fedgmm.nets.devices import environment
+from fedgmm.runs.comparison import Notify
 
 FederationT = TypeVar("FederationT", bound=Federation)
 Bind = Callable[[int, FederatedDataset], None]
@@ -82,7 +84,7 @@ def run_study(
         bind(seed, found.dataset)
         return found
 
-    return trials, run_trials(trials, settled, federation, run, workplace.tell)
+    return trials, run_trials(trials, settled, federation, run, workplace.notify)
 
 
 def run_trials(
@@ -90,7 +92,7 @@ def run_trials(
     study: StudyT,
     prepare: Callable[[int], FederationT],
     run: Callable[[Trial[StudyT], FederationT], dict[str, Any]],
-    tell: Tell,
+    notify: Notify,
 ) -> list[dict[str, Any]]:
     """Every variant of every method with every seed; what is in ``folder`` already is not run again.
 
@@ -99,7 +101,7 @@ def run_trials(
         study: what is run.
         prepare: makes the federation of a seed; called once a seed at the most, where it is needed.
         run: trains and tests, and returns what is written to the trial's file.
-        tell: called with a line before each step.
+        notify: called with a line before each step.
 
     Returns:
         What is in the files, seed by seed.
@@ -108,9 +110,9 @@ def run_trials(
     for seed in study.seeds:
         federation = once(partial(prepare, seed))
         for method in study.methods:
-            chosen = chosen_options(folder, study, method, federation, tell)
+            chosen = chosen_options(folder, study, method, federation, notify)
             for variant in study.variants(method):
-                tell(f"{variant.title}, seed {seed}")
+                notify(f"{variant.title}, seed {seed}")
                 name = f"{variant.name}-{seed}"
                 trial = Trial(folder, name, variant.study, method, seed, chosen)
                 record = recorded(folder, name, partial(_run, run, trial, federation))

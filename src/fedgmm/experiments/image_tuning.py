@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.experiments.comparison import Tell, validation_accuracy, validation_score
 from fedgmm.experiments.image_study import Choice, ImageStudy
-from fedgmm.experiments.results import TITLES
 from fedgmm.experiments.trial_files import (
     Trial,
     checkpoint_of,
@@ -33,9 +31,11 @@ from fedgmm.experiments.trial_files import (
     recorded,
     trained,
 )
-from fedgmm.federation.checkpoint import OtherTrainingError
-from fedgmm.inference.model import FederatedModel
-from fedgmm.training import DivergenceWarning
+from fedgmm.methods.base import TITLES
+from fedgmm.model.model import FederatedModel
+from fedgmm.runs.comparison import Notify, validation_accuracy, validation_score
+from fedgmm.training.checkpoint import OtherTrainingError
+from fedgmm.training.local import DivergenceWarning
 
 _SEARCH = "all for a few rounds, half of them for a quarter, two in full"
 _IN_FULL = 2
@@ -55,7 +55,7 @@ def chosen_options(
     study: ImageStudy,
     method: str,
     federation: Callable[[], Federation],
-    tell: Tell,
+    notify: Notify,
 ) -> dict[str, Any]:
     """The learning rate of a method, and whatever else :meth:`ImageStudy.choices` leaves open.
 
@@ -64,7 +64,7 @@ def chosen_options(
         study: its settings.
         method: what is tuned.
         federation: the clients of the first seed, asked for only where something has to be run.
-        tell: called with a line before each step.
+        notify: called with a line before each step.
 
     Raises:
         ValueError: everything diverged, or the folder holds choices or trainings of another search.
@@ -72,7 +72,7 @@ def chosen_options(
     record = recorded(
         trials,
         f"{method}-tuning",
-        lambda: _search(Trial(trials, "", study, method, study.seeds[0], {}), federation(), tell),
+        lambda: _search(Trial(trials, "", study, method, study.seeds[0], {}), federation(), notify),
         "chosen",
         "winner",
         "seed",
@@ -100,12 +100,12 @@ def _chosen(study: ImageStudy, method: str, record: dict[str, Any]) -> dict[str,
     return chosen if record.get("search") == _SEARCH and chosen.keys() == wanted else None
 
 
-def _search(trial: Trial[ImageStudy], federation: Federation, tell: Tell) -> dict[str, Any]:
+def _search(trial: Trial[ImageStudy], federation: Federation, notify: Notify) -> dict[str, Any]:
     """Choose one option after the other; returns what is written to the file."""
     best = trial
     stages: list[dict[str, Any]] = []
     for choices in trial.study.choices(trial.method):
-        search = _Search(best, federation.dataset, tell)
+        search = _Search(best, federation.dataset, notify)
         found = search.run(choices)
         finals = found["whole"]
         label = max(finals, key=lambda label: finals[label])
@@ -138,12 +138,12 @@ class _Search:
     Attributes:
         start: the training with what was chosen before; it has a name if something was.
         dataset: the clients.
-        tell: called with a line before each step.
+        notify: called with a line before each step.
     """
 
     start: Trial[ImageStudy]
     dataset: FederatedDataset
-    tell: Tell
+    notify: Notify
 
     def run(self, choices: Sequence[Choice]) -> dict[str, Scores]:
         """Scores after each stage."""
@@ -196,7 +196,7 @@ class _Search:
         trial = self.trial(choice)
 
         def run() -> dict[str, Any]:
-            self.tell(f"{TITLES[trial.method]}: {_label(choice)}, to round {until}")
+            self.notify(f"{TITLES[trial.method]}: {_label(choice)}, to round {until}")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DivergenceWarning)
                 return {"score": _plain(judge(_trained_until(trial, self.dataset, until)))}

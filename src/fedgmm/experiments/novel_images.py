@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.data.encoder import Images
-from fedgmm.data.images import WHITE
+from fedgmm.data.embeddings import Images
+from fedgmm.data.images.files import WHITE
 
 IntArray = NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.data.encoder import FeatureMap, Features, Images
+from fedgmm.data.embeddings import FeatureMap, Features, Images
 from fedgmm.experiments.image_trials import (
     facts_of,
     features_of,
@@ -46,8 +46,8 @@ from fedgmm.experiments.trial_files import (
     trained,
 )
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.inference.model import FederatedModel
-from fedgmm.inference.novelty import novelty_metrics
+from fedgmm.model.model import FederatedModel
+from fedgmm.model.novelty import novelty_metrics
 
 
 def reproduce_novelty(folder: Path, study: NoveltyStudy, workplace: Workplace) -> NoveltyOutcome:
@@ -73,7 +73,7 @@ def reproduce_novelty(folder: Path, study: NoveltyStudy, workplace: Workplace) -
     without = f"left-out-{first}"
     if "fedgmm" in study.methods:
         assert sized is not None
-        workplace.tell(f"class {study.left_out} left out")
+        workplace.notify(f"class {study.left_out} left out")
         chosen = chosen_of(of_method(details, "fedgmm")[0])
         trial = Trial(trials, without, sized, "fedgmm", first, chosen)
         same_images = replace(

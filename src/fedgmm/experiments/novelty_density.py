@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.encoder import Encoder, FeatureMap, Features, encode_splits, federated_pca
+from fedgmm.data.embeddings import Encoder, FeatureMap, Features, encode_splits, federated_pca
 from fedgmm.data.representations import layout_of, represented
 from fedgmm.experiments.image_study import check_rows
 from fedgmm.experiments.image_trials import Bind
@@ -26,7 +26,7 @@ from fedgmm.experiments.novel_images import IntArray
 from fedgmm.experiments.novelty_study import NoveltyStudy, deal_images, study_encoder
 from fedgmm.experiments.trial_files import on_file, recorded
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.inference.novelty import novelty_metrics
+from fedgmm.model.novelty import novelty_metrics
 
 DENSITY = "density"
 """Under this name the choice is on file."""
@@ -74,7 +74,7 @@ def choose_density(
             scores = []
             for choice in stage:
                 told = ", ".join(f"{key} {value}" for key, value in choice.items())
-                workplace.tell(f"density: {told}")
+                workplace.notify(f"density: {told}")
                 sized = replace(best, **choice)
                 name = "-".join([DENSITY, *map(str, sized.density.values()), str(study.seeds[0])])
                 tried.append(recorded(trials, name, partial(judged, sized), "auroc"))

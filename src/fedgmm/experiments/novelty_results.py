@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from fedgmm.experiments.image_trials import stopped_early
 from fedgmm.experiments.novelty_study import NoveltyStudy
-from fedgmm.experiments.results import TITLES, markdown_table, mean_and_spread, printed
+from fedgmm.experiments.results import markdown_table, mean_and_spread, printed
 from fedgmm.experiments.trial_files import DamagedRecordError
 from fedgmm.files import write_atomically
+from fedgmm.methods.base import TITLES
 from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]

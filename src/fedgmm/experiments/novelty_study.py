@@ -16,7 +16,7 @@ import torch
 
 from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.data.dataset import SPLITS, FederatedDataset
-from fedgmm.data.encoder import (
+from fedgmm.data.embeddings import (
     EncodedFederation,
     Encoder,
     FeatureMap,
@@ -25,8 +25,8 @@ from fedgmm.data.encoder import (
     encode_federation,
     encoder,
 )
-from fedgmm.data.federated_images import FederatedImages, federated_images
-from fedgmm.data.images import WHITE, ImageData
+from fedgmm.data.images.federated import FederatedImages, federated_images
+from fedgmm.data.images.files import WHITE, ImageData
 from fedgmm.data.partition import transform_images
 from fedgmm.data.representations import REPRESENTATIONS, Represented, StageEncoder
 from fedgmm.experiments.image_study import ImageStudy, check_rows, check_trainable, dealt

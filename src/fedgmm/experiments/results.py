@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,8 @@ from typing import Any
 import numpy as np
 
 from fedgmm.core.checks import check_choice, check_distinct
-
-TITLES = {
-    "local": "Local",
-    "fedavg": "FedAvg",
-    "fedprox": "FedProx",
-    "fedavg+": "FedAvg+",
-    "clustered": "Clustered FL",
-    "pfedme": "pFedMe",
-    "fedem": "FedEM",
-    "fedgmm": "FedGMM",
-}
-"""The methods in the order of the paper's tables."""
+from fedgmm.methods.base import TITLES
+from fedgmm.nets.devices import environment
 
 
 def check_methods_and_seeds(methods: Sequence[str], seeds: Sequence[int]) -> None:
@@ -34,27 +23,6 @@ def check_methods_and_seeds(methods: Sequence[str], seeds: Sequence[int]) -> Non
         check_distinct(name, values)
     for method in methods:
         check_choice("methods", method, tuple(TITLES))
-
-
-def environment() -> dict[str, Any]:
-    """What a figure depends on: versions and the processor."""
-    from importlib.metadata import version
-
-    import torch
-
-    from fedgmm import __version__
-
-    return {
-        "fedgmm": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "scipy": version("scipy"),
-        "scikit-learn": version("scikit-learn"),
-        "machine": platform.machine(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "threads": torch.get_num_threads(),
-    }
 
 
 def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgmm.data.digits import SIDE, WHITE, Digits, heterogeneous_digits
 from fedgmm.data.synthetic import synthetic
-from fedgmm.experiments.comparison import Comparison, Tell, compare
-from fedgmm.experiments.digits import SIDE, WHITE, Digits, heterogeneous_digits
-from fedgmm.experiments.results import TITLES
-from fedgmm.inference.model import FederatedModel
-from fedgmm.inference.novelty import NoveltyMetrics, novelty_metrics
+from fedgmm.methods.base import TITLES
+from fedgmm.model.model import FederatedModel
+from fedgmm.model.novelty import NoveltyMetrics, novelty_metrics
+from fedgmm.runs.comparison import Comparison, Notify, compare
 
 FloatArray = NDArray[np.float64]
 
@@ -77,9 +77,9 @@ class Story:
     novelty: Novelty
 
 
-def tell_story(seed: int = 0, tell: Tell = lambda _: None) -> Story:
+def tell_story(seed: int = 0, notify: Notify = lambda _: None) -> Story:
     """Run all acts."""
-    tell("synthetic clients")
+    notify("synthetic clients")
     federation = synthetic(40, 600, seed=seed)
     on_synthetic = compare(
         federation.dataset,
@@ -88,9 +88,9 @@ def tell_story(seed: int = 0, tell: Tell = lambda _: None) -> Story:
         tuning_rounds=5,
         rounds=40,
         seed=seed,
-        tell=lambda line: tell(f"synthetic clients, {line}"),
+        notify=lambda line: notify(f"synthetic clients, {line}"),
     )
-    tell("handwritten digits")
+    notify("handwritten digits")
     digits = heterogeneous_digits(seed=seed)
     on_digits = compare(
         digits.dataset,
@@ -102,7 +102,7 @@ def tell_story(seed: int = 0, tell: Tell = lambda _: None) -> Story:
         components=2,
         learners=2,
         reg_covar=0.1,  # 64 columns, a thousand rows: rare pixels need a wide berth
-        tell=lambda line: tell(f"handwritten digits, {line}"),
+        notify=lambda line: notify(f"handwritten digits, {line}"),
     )
     model = on_digits.contestants[-1].model
     return Story(

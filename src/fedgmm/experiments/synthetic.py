@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from fedgmm.data.synthetic import SyntheticFederation, synthetic
-from fedgmm.experiments.comparison import PAPER_GRID, Tell, compare
 from fedgmm.experiments.results import (
-    TITLES,
     check_methods_and_seeds,
     markdown_table,
     mean_and_spread,
     printed,
     write_results,
 )
+from fedgmm.methods.base import TITLES
+from fedgmm.runs.comparison import PAPER_GRID, Notify, compare
 from fedgmm.wording import counted
 
 PAPER_GAUSSIAN = {
@@ -93,7 +93,7 @@ def run_setting(
     setting: str,
     make: Callable[[int], SyntheticFederation],
     size: Size,
-    tell: Tell,
+    notify: Notify,
     **changes: Any,
 ) -> Outcome:
     """All methods on one federation a seed, tuned alike."""
@@ -106,7 +106,7 @@ def run_setting(
             size.methods,
             grid=size.grid,
             tuning_rounds=size.tuning_rounds,
-            tell=lambda line, seed=seed: tell(f"{setting}, seed {seed}: {line}"),  # type: ignore[misc]
+            notify=lambda line, seed=seed: notify(f"{setting}, seed {seed}: {line}"),  # type: ignore[misc]
             rounds=size.rounds,
             seed=seed,
             device=size.device,
@@ -119,12 +119,12 @@ def run_setting(
 
 
 def reproduce_gaussian(
-    folder: Path, size: Size | None = None, tell: Tell = lambda _: None
+    folder: Path, size: Size | None = None, notify: Notify = lambda _: None
 ) -> Outcome:
     """The synthetic row of Table 2."""
     size = size or Size()
     outcome = run_setting(
-        "gaussian", lambda seed: synthetic(size.clients, size.rows, seed=seed), size, tell
+        "gaussian", lambda seed: synthetic(size.clients, size.rows, seed=seed), size, notify
     )
     markdown = (
         f"# Synthetic mixture: test accuracy, mean over {counted(size.clients, 'client')}\n\n"
@@ -148,7 +148,7 @@ def reproduce_gaussian(
 
 
 def reproduce_non_gaussian(
-    folder: Path, size: Size | None = None, tell: Tell = lambda _: None
+    folder: Path, size: Size | None = None, notify: Notify = lambda _: None
 ) -> list[Outcome]:
     """Settings 1 and 2 of the appendix: other distributions, and some clients wholly different."""
     size = size or Size(clients=30)
@@ -162,7 +162,7 @@ def reproduce_non_gaussian(
                     size.clients, size.rows, distribution=kind, seed=seed
                 ),
                 size,
-                tell,
+                notify,
             )
         )
         outcomes.append(
@@ -172,7 +172,7 @@ def reproduce_non_gaussian(
                     size.clients, size.rows, other=kind, other_clients=others, seed=seed
                 ),
                 size,
-                tell,
+                notify,
                 # two families of three components each live side by side
                 components=6,
                 learners=6,

@@ -16,12 +16,12 @@ import numpy as np
 
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.partition import describe
-from fedgmm.experiments.comparison import pass_on_interrupt
 from fedgmm.experiments.image_study import ImageStudy, StudyT
-from fedgmm.federation.checkpoint import WEIGHTS, Checkpoint
 from fedgmm.files import sha256_of, write_atomically, write_once
-from fedgmm.inference.model import FederatedModel
-from fedgmm.training import TrainingOptions, train
+from fedgmm.model.model import FederatedModel
+from fedgmm.runs.comparison import pass_on_interrupt
+from fedgmm.training.checkpoint import WEIGHTS, Checkpoint
+from fedgmm.training.local import TrainingOptions, train
 
 _CHOSEN = ("lr", "server_momentum", "independence", "personal_labels")
 _SETTINGS = "study.json"

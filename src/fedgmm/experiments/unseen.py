@@ -16,12 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.algorithms.averaging import FedAvgPlus
-from fedgmm.algorithms.base import Prediction
-from fedgmm.algorithms.statistics import settled
 from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.labels import LabelFrequencies
-from fedgmm.core.learners import expand_clients
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
@@ -36,16 +32,15 @@ from fedgmm.experiments.image_trials import (
     tabulated,
     write_study,
 )
-from fedgmm.experiments.results import (
-    TITLES,
-    markdown_table,
-    mean_and_spread,
-    printed,
-)
+from fedgmm.experiments.results import markdown_table, mean_and_spread, printed
 from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.inference.model import FederatedModel
-from fedgmm.training import TrainingOptions, build
+from fedgmm.methods.averaging import FedAvgPlus
+from fedgmm.methods.base import TITLES, Prediction
+from fedgmm.methods.batch_statistics import settled
+from fedgmm.model.model import FederatedModel
+from fedgmm.nets.learners import expand_clients
+from fedgmm.training.local import TrainingOptions, build
 from fedgmm.wording import counted
 
 PAPER_ACCURACY = {

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedgmm.data.encoder import Progress
-from fedgmm.data.images import ImageData, load_images
-from fedgmm.experiments.comparison import Tell
+from fedgmm.data.embeddings import Progress
+from fedgmm.data.images.files import ImageData, load_images
+from fedgmm.runs.comparison import Notify
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Workplace:
     Attributes:
         data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
         cache: a folder for encoded images; ``None`` keeps nothing.
-        tell: called with a line before each step.
+        notify: called with a line before each step.
         on_images: called with images as they were loaded, before anything is made of them.
     """
 
     data_dir: Path | None = None
     cache: Path | None = None
-    tell: Tell = lambda _: None
+    notify: Notify = lambda _: None
     on_images: Callable[[ImageData], None] = lambda _: None
 
     def load(self, name: str) -> ImageData:
@@ -41,4 +41,4 @@ class Workplace:
         """
         if self.cache is None:
             return None
-        return lambda done, total: self.tell(f"{done:,} of {total:,} images are encoded")
+        return lambda done, total: self.notify(f"{done:,} of {total:,} images are encoded")

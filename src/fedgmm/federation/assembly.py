@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedgmm.data.tabular.summaries import ClientSummary
+from fedgmm.data.tables.summaries import ClientSummary
 from fedgmm.federation.jobs import PROTOCOL
 from fedgmm.federation.messages import Message, MessageError, check_message, one_line
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_record, table_record
 from fedgmm.federation.transport import Failure, Sites
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 _LONGEST_NAME = 200
 _FAREWELL = 5.0  # seconds for the sites to hear that there will be no training
@@ -103,7 +103,7 @@ class Assembly:
     Attributes:
         settings: of the federation.
         sites: the transport.
-        tell: called with a line about what happens.
+        notify: called with a line about what happens.
         run: which run it is.
         members: by name.
         traffic: of members since it was last read.
@@ -111,15 +111,15 @@ class Assembly:
 
     settings: FederationSettings
     sites: Sites
-    tell: Tell
+    notify: Notify
     run: str = ""
     members: dict[str, Member] = field(default_factory=dict)
     traffic: dict[str, Traffic] = field(default_factory=dict)
     _strangers: dict[str, _Stranger] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        told = self.tell
-        self.tell = lambda line: told(one_line(line))  # sites choose their names and their words
+        told = self.notify
+        self.notify = lambda line: told(one_line(line))  # sites choose their names and their words
 
     # ------------------------------------------------------------------ who is there
 
@@ -138,7 +138,7 @@ class Assembly:
             if stranger and member and not stranger.adapt_only and member.node not in here:
                 member.node, member.share_metrics = node, stranger.share_metrics
                 del self._strangers[node]
-                self.tell(f"{member.name} is back")
+                self.notify(f"{member.name} is back")
         return sorted(name for name, m in self.members.items() if m.node in here)
 
     def _here(self) -> set[str]:
@@ -300,7 +300,7 @@ class Assembly:
         while (missing := self.missing(self.names)) and time.monotonic() < deadline:
             line = f"waiting for {', '.join(missing)} to come back"
             if line != told:
-                self.tell(line)
+                self.notify(line)
                 told = line
             if self.greetings_due():
                 self.ask({}, greet=False)
@@ -329,20 +329,20 @@ class Assembly:
             if str(error) != stranger.reason:
                 stranger.reason = str(error)
                 known = answer.who if isinstance(answer, Failure) else None
-                self.tell(f"{known or 'a client'} cannot take part: {stranger.reason}")
+                self.notify(f"{known or 'a client'} cannot take part: {stranger.reason}")
             return
         stranger.name, stranger.reason = name, ""
         if stranger.adapt_only:
-            self.tell(f"{name} waits for the finished model")
+            self.notify(f"{name} waits for the finished model")
             return
         member = self.members.get(name)
         if member is not None and member.node in self.sites.nodes():
             stranger.reason = f"another client is called {name!r}; each needs a name of its own"
-            self.tell(f"a second client called {name!r} is refused")
+            self.notify(f"a second client called {name!r} is refused")
             return
         if member is None:
             member = self.members[name] = Member(name)
-        self.tell(f"{name} is {'here' if member.node is None else 'back'}")
+        self.notify(f"{name} is {'here' if member.node is None else 'back'}")
         member.node, member.share_metrics = node, stranger.share_metrics
         if told is not None:
             member.summary = told
@@ -357,7 +357,7 @@ class Assembly:
     def refuse(self, name: str, reason: str) -> None:
         """A member leaves the federation, and is told why."""
         member = self.members.pop(name)
-        self.tell(f"{name} is refused: {reason}")
+        self.notify(f"{name} is refused: {reason}")
         if member.node is not None:
             self._strangers[member.node] = _Stranger(name, reason)
 

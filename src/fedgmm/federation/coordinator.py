@@ -8,7 +8,7 @@ happened.
 question      what a site answers, and so all that the server learns of it
 ============  ================================================================================
 ``hello``     its name; once, while all agree: rows, and for each column counts of missing values
-              and categories, or mean and squares (:mod:`fedgmm.data.tabular.summaries`)
+              and categories, or mean and squares (:mod:`fedgmm.data.tables.summaries`)
 ``start``     overall means and variances, a few centroids with at least two rows each; FedGMM only
 ``assigned``  counts and moments of the rows nearest to each mean of the start; FedGMM only
 ``round``     ``γ_c`` (which is ``N_c π_c``), moments, log-likelihood, and gradient and Hessian sums
@@ -28,8 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedgmm.federation.assembly import Assembly, Tell
-from fedgmm.federation.checkpoint import CheckpointError
+from fedgmm.federation.assembly import Assembly, Notify
 from fedgmm.federation.messages import Message
 from fedgmm.federation.preparation import check_options, prepare
 from fedgmm.federation.rounds import FederatedTraining
@@ -38,6 +37,7 @@ from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.shared_model import shared_model
 from fedgmm.federation.transport import Failure, Sites
 from fedgmm.runs.folder import RunError, RunFolder
+from fedgmm.training.checkpoint import CheckpointError
 
 __all__ = [
     "Failure",
@@ -53,7 +53,7 @@ _POLL = 0.5  # seconds between two looks at who is there
 
 
 def run_federation(
-    settings: FederationSettings, sites: Sites, out: Path, *, tell: Tell = lambda _: None
+    settings: FederationSettings, sites: Sites, out: Path, *, notify: Notify = lambda _: None
 ) -> None:
     """Train with the sites and write the run folder; goes on with what an earlier attempt left.
 
@@ -61,7 +61,7 @@ def run_federation(
         settings: what decides the federation.
         sites: the transport.
         out: the run folder.
-        tell: called with a line about what happens.
+        notify: called with a line about what happens.
 
     Raises:
         FederationError: why it cannot start or go on, in plain words.
@@ -71,9 +71,9 @@ def run_federation(
         with folder.run.lock():
             check_home(folder.run)
             if folder.run.is_finished:
-                tell("the run is finished already")
+                notify("the run is finished already")
                 return
-            _Server(settings, sites, folder, tell).run_or_dismiss()
+            _Server(settings, sites, folder, notify).run_or_dismiss()
     except (RunError, CheckpointError) as error:
         raise FederationError(str(error)) from None
 
@@ -93,7 +93,7 @@ def serve_model(
     sites: Sites,
     out: Path,
     *,
-    tell: Tell = lambda _: None,
+    notify: Notify = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Hand the model of a finished run to sites that join later, or missed its end, until ``stop()``.
@@ -104,7 +104,7 @@ def serve_model(
     folder = ServerFolder(Path(out))
     if not folder.run.is_finished or folder.stored() is None:
         raise FederationError(f"{out} holds no finished federation.")
-    server = _Server(settings, sites, folder, tell)
+    server = _Server(settings, sites, folder, notify)
     training = server.resume()
     while not stop():
         if not server.hand_out(training):
@@ -118,12 +118,12 @@ class _Server:
     settings: FederationSettings
     sites: Sites
     folder: ServerFolder
-    tell: Tell
+    notify: Notify
     assembly: Assembly = field(init=False)
 
     def __post_init__(self) -> None:
-        self.assembly = Assembly(self.settings, self.sites, self.tell)
-        self.tell = self.assembly.tell
+        self.assembly = Assembly(self.settings, self.sites, self.notify)
+        self.notify = self.assembly.notify
 
     def run_or_dismiss(self) -> None:
         """Run; where that cannot be, the sites need not wait for ever: they are told why."""
@@ -140,7 +140,7 @@ class _Server:
             training = self._begin()
         else:
             training = self.resume()
-            self.tell(f"going on after round {training.run_state.round}")
+            self.notify(f"going on after round {training.run_state.round}")
             self.assembly.reunite(_POLL)
         training.run()
         self._finish(training)
@@ -163,7 +163,7 @@ class _Server:
 
     def _finish(self, training: FederatedTraining) -> None:
         """Hand out the model and write the run folder; sites that are away get theirs later."""
-        self.tell("handing out the model")
+        self.notify("handing out the model")
         deadline = time.monotonic() + self.settings.round_timeout
         while True:
             asked = self.hand_out(training)
@@ -177,7 +177,7 @@ class _Server:
             notes.append(
                 f"These clients have not fetched their model yet: {', '.join(sorted(left))}."
             )
-            self.tell(notes[-1])
+            self.notify(notes[-1])
         if training.stopped:
             notes.append(f"Training stopped early: {training.stopped}")
         names = self.assembly.names
@@ -196,7 +196,7 @@ class _Server:
         figures = {m.name: m.figures for m in self.assembly.members.values() if m.figures}
         outcome = Outcome(model, training.job, training.log.entries, figures, clients, facts)
         self.folder.finish(outcome)
-        self.tell(f"finished: {self.folder.run.home} holds the model and the report")
+        self.notify(f"finished: {self.folder.run.home} holds the model and the report")
 
     def hand_out(self, training: FederatedTraining) -> bool:
         """Give the model to members that have none and to those who only want to adapt.
@@ -217,13 +217,13 @@ class _Server:
         for who, answer in answers.items():
             name = who if who in questions else assembly.name_of(who)
             if isinstance(answer, Failure):
-                self.tell(f"{name} has not got the model: {answer.reason}")
+                self.notify(f"{name} has not got the model: {answer.reason}")
             elif who in questions:
                 self._note_finished(name, answer)
             if who in models:
                 assembly.served(who)
                 if isinstance(answer, Message):
-                    self.tell(f"{name} has the model and adapts")
+                    self.notify(f"{name} has the model and adapts")
         if any(not isinstance(answer, Failure) for answer in answers.values()) and questions:
             training.save()
         return True

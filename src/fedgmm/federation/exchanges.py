@@ -73,7 +73,7 @@ class Exchange:
                 return f"{self.what}: {self.diverged[0]}"
             line = self._waiting(chosen, quorum)
             if line != told or time.monotonic() - told_at > _TELL_AGAIN:
-                assembly.tell(line)
+                assembly.notify(line)
                 told, told_at = line, time.monotonic()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE) if names else self.poll
@@ -111,7 +111,7 @@ class Exchange:
     def _drop(self, name: str, told: str, reason: str) -> None:
         if self.dropped.get(name) != reason:
             self.dropped[name] = reason
-            self.assembly.tell(f"{self.what}: {told}{reason}")
+            self.assembly.notify(f"{self.what}: {told}{reason}")
 
 
 def declared_rows(member: Member, answer: Message) -> int:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from fedgmm.data.tabular.preprocessing import Preprocessing, TableOptions
-from fedgmm.federation.checkpoint import AnyMethod, Phase
+from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.federation.messages import MessageError
 from fedgmm.federation.settings import WIRE_PRECISIONS, WirePrecision
 from fedgmm.federation.summaries_on_wire import SummaryError, table_from_record, table_record
-from fedgmm.training import TrainingOptions, build
+from fedgmm.training.checkpoint import AnyMethod, Phase
+from fedgmm.training.local import TrainingOptions, build
 
 PROTOCOL = 1
 """Version of the questions and answers; both sides must have the same."""
@@ -58,7 +58,7 @@ class Job:
         return self.warm_up if phase == "warmup" else self.method
 
     def _build(self, options: TrainingOptions) -> AnyMethod:
-        from fedgmm.core.networks import network
+        from fedgmm.nets.networks import network
 
         classes = len(self.preprocessing.labels.classes)
         return build(options, network(options.learner, (self.columns,), classes, None))

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedgmm.data.tabular.agreement import DisagreementError, agree
-from fedgmm.data.tabular.first_pass import settle_kinds
-from fedgmm.data.tabular.summaries import ClientSummary
+from fedgmm.data.tables.agreement import DisagreementError, agree
+from fedgmm.data.tables.first_pass import settle_kinds
+from fedgmm.data.tables.summaries import ClientSummary
 from fedgmm.federation.assembly import Assembly
 from fedgmm.federation.jobs import Job, check_for_tables
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_record
 from fedgmm.federation.transport import Failure
-from fedgmm.selection import suitable_covariance
-from fedgmm.training import TrainingOptions
+from fedgmm.training.local import TrainingOptions
+from fedgmm.training.selection import suitable_covariance
 from fedgmm.wording import counted
 
 _TELL_AGAIN = 30.0  # seconds after which it is said again whom the server waits for
@@ -74,13 +74,13 @@ def prepare(assembly: Assembly, poll: float) -> Prepared:
     chosen, more = _chosen(assembly, rows, width)
     notes = [*notes, *more]
     for note in notes:
-        assembly.tell(note)
+        assembly.notify(note)
     job = Job(chosen, table, preprocessing, settings.precision, settings.min_rows)
     columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
     told = f"agreed on {columns} {width}"
     if table.label is not None:
         told += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
-    assembly.tell(told)
+    assembly.notify(told)
     return Prepared(job, notes)
 
 
@@ -98,7 +98,7 @@ def wait_for(assembly: Assembly, wanted: int, poll: float) -> None:
             f"; here are {', '.join(ready)}" if ready else ""
         )
         if line != told or now - told_at > _TELL_AGAIN:
-            assembly.tell(line)
+            assembly.notify(line)
             told, told_at = line, now
         if timeout is not None and now - started > timeout:
             raise FederationError(

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.algorithms.mixture import Assignment, FederatedGMM, MixtureUpdate
 from fedgmm.core.gaussians import CovarianceType, Gaussians, Moments
 from fedgmm.core.initialise import FEWEST_ROWS_SENT, Centroids
 from fedgmm.federation.messages import Message
 from fedgmm.federation.updates import Received, UpdateError, checked_counts, checked_moments
 from fedgmm.federation.wire import Arrays, as_array, as_tensor
+from fedgmm.methods.gmm import Assignment, FederatedGMM, MixtureUpdate
 from fedgmm.wording import counted
 
 _FARTHEST = 1e12  # deviations; preprocessing clips there

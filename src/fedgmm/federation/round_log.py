@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedgmm.algorithms.base import RoundInfo
 from fedgmm.federation.assembly import Traffic
+from fedgmm.methods.base import RoundInfo
 from fedgmm.wording import counted
 
 

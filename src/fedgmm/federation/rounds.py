@@ -9,19 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from fedgmm.algorithms.centroids import start_sample
-from fedgmm.algorithms.clustered import ClusteredShared, ClusteredUpdate
-from fedgmm.algorithms.fedgmm import FedGMM
-from fedgmm.algorithms.local import Local
-from fedgmm.algorithms.mixture import MixtureUpdate
-from fedgmm.core.networks import Params
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.federation.assembly import Assembly, Member
-from fedgmm.federation.checkpoint import AnyMethod, CheckpointError, Phase, Progress
 from fedgmm.federation.exchanges import Exchange, declared_rows, shared_validation
 from fedgmm.federation.jobs import PROTOCOL, Job
-from fedgmm.federation.loop import Participation, Run, settled
 from fedgmm.federation.messages import Message
 from fedgmm.federation.remote_start import (
     RemoteRows,
@@ -34,9 +26,17 @@ from fedgmm.federation.remote_start import (
 from fedgmm.federation.round_log import RoundLog
 from fedgmm.federation.server_folder import ServerFolder
 from fedgmm.federation.settings import FederationError
-from fedgmm.federation.state_arrays import all_finite
 from fedgmm.federation.updates import checked_update
 from fedgmm.federation.wire import Arrays, broadcast, frame_of, put_personal
+from fedgmm.methods.centroids import start_sample
+from fedgmm.methods.clustered import ClusteredShared, ClusteredUpdate
+from fedgmm.methods.fedgmm import FedGMM
+from fedgmm.methods.gmm import MixtureUpdate
+from fedgmm.methods.local import Local
+from fedgmm.nets.networks import Params
+from fedgmm.training.checkpoint import AnyMethod, CheckpointError, Phase, Progress
+from fedgmm.training.loop import Participation, Run, settled
+from fedgmm.training.state_arrays import all_finite
 
 
 @dataclass
@@ -197,11 +197,11 @@ class FederatedTraining:
             self.assembly.members[name].since = number
         traffic, seconds = self.assembly.take_traffic(), time.perf_counter() - started
         line = self.log.add(number, info, len(updates), exchange.dropped, traffic, seconds)
-        self.assembly.tell(line)
+        self.assembly.notify(line)
 
     def _stop(self, reason: str) -> None:
         self.stopped = self.job.options.after_divergence(reason)
-        self.assembly.tell(self.stopped)
+        self.assembly.notify(self.stopped)
 
     def _exchange(
         self,

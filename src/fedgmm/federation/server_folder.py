@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fedgmm.experiments.results import TITLES, environment
-from fedgmm.federation.checkpoint import Progress, StoredProgress, read_checkpoint, save_progress
 from fedgmm.federation.jobs import Job
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.files import write_atomically
-from fedgmm.inference.metrics import Evaluation
-from fedgmm.inference.model import FederatedModel
+from fedgmm.methods.base import TITLES
+from fedgmm.model.metrics import Evaluation
+from fedgmm.model.model import FederatedModel
+from fedgmm.nets.devices import environment
 from fedgmm.report.contents import ClientTable, ReportContents
 from fedgmm.report.gathering import convergence, flattened
 from fedgmm.report.page import write_report
 from fedgmm.runs.config import read_config
 from fedgmm.runs.folder import RunFolder, read_history, write_history, write_json
 from fedgmm.runs.run import has_common_model
+from fedgmm.training.checkpoint import Progress, StoredProgress, read_checkpoint, save_progress
 
 _LEFTOVERS = {".lock", "config.toml.part"}
 

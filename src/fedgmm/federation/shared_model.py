@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from fedgmm.algorithms.clustered import ClusteredFL
-from fedgmm.federation.checkpoint import AnyMethod
 from fedgmm.federation.jobs import Job
-from fedgmm.inference.model import FederatedModel
+from fedgmm.methods.clustered import ClusteredFL
+from fedgmm.model.model import FederatedModel
 from fedgmm.runs.folder import RunFolder, write_json
 from fedgmm.runs.run import has_common_model
+from fedgmm.training.checkpoint import AnyMethod
 
 
 def shared_model(

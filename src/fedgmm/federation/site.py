@@ -17,23 +17,17 @@ import numpy as np
 import torch
 
 from fedgmm import __version__
-from fedgmm.algorithms.base import DivergedError
-from fedgmm.algorithms.centroids import local_centroids
-from fedgmm.algorithms.mixture import FederatedGMM
-from fedgmm.core.devices import resolve_device
 from fedgmm.core.gaussians import gaussians
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
-from fedgmm.data.tabular.errors import TableError
-from fedgmm.data.tabular.summaries import look_like_names
-from fedgmm.federation.checkpoint import Phase, Progress
+from fedgmm.data.tables.errors import TableError
+from fedgmm.data.tables.summaries import look_like_names
 from fedgmm.federation.jobs import PROTOCOL, Job
 from fedgmm.federation.messages import Message, MessageError, check_message, one_line
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.shared_model import shared_model, write_shared_model
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder
 from fedgmm.federation.site_table import SiteTable, public_reason
-from fedgmm.federation.state_arrays import StateError
 from fedgmm.federation.summaries_on_wire import (
     SummaryError,
     summary_record,
@@ -51,10 +45,16 @@ from fedgmm.federation.wire import (
     training_of,
     update_arrays,
 )
-from fedgmm.inference.model import FederatedModel
+from fedgmm.methods.base import DivergedError
+from fedgmm.methods.centroids import local_centroids
+from fedgmm.methods.gmm import FederatedGMM
+from fedgmm.model.model import FederatedModel
+from fedgmm.nets.devices import resolve_device
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
-from fedgmm.training import DENSITY
+from fedgmm.training.checkpoint import Phase, Progress
+from fedgmm.training.local import DENSITY
+from fedgmm.training.state_arrays import StateError
 
 __all__ = ["Site", "SiteError", "SiteSettings"]
 
@@ -82,7 +82,7 @@ class Site:
     """
 
     def __init__(
-        self, settings: SiteSettings, *, tell: Callable[[str], None] = lambda _: None
+        self, settings: SiteSettings, *, notify: Callable[[str], None] = lambda _: None
     ) -> None:
         """Find the site's table.
 
@@ -90,8 +90,8 @@ class Site:
             ValueError: no table, or several, or one that cannot be read; a folder of another run.
         """
         self.settings = settings
-        self.tell = tell
-        self.table = SiteTable.found(settings.data, settings.name, tell)
+        self.notify = notify
+        self.table = SiteTable.found(settings.data, settings.name, notify)
         self.name = self.table.name
         self.finished = False
         self.refused: str | None = None
@@ -131,25 +131,25 @@ class Site:
             with self._folder.run.lock():
                 arrays, facts = answers[question.kind](question)
             if question.kind == "model":  # takes the lock itself
-                open_run(self.settings.out).adapt(self.name, self.table.path, tell=self.tell)
+                open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)
                 self.finished = True
-                self.tell(f"adapted: the model is in {self.settings.out}")
+                self.notify(f"adapted: the model is in {self.settings.out}")
         except DivergedError as error:
             arrays, facts = {}, {"diverged": str(error)}
         except (MessageError, SummaryError, WireError) as error:
             raise SiteError(str(error)) from None
         except (RunError, StateError, OSError) as error:  # whose texts name folders
-            self.tell(str(error))
+            self.notify(str(error))
             raise SiteError("its own folder or file cannot be used; its log says why") from None
         except (TableError, UnfitError) as error:
             self.unusable = str(error)
-            self.tell(self.unusable)
+            self.notify(self.unusable)
             raise SiteError(public_reason(error)) from None
         except ValueError as error:
-            self.tell(str(error))
+            self.notify(str(error))
             raise SiteError(public_reason(error)) from None
         except Exception as error:  # a site must outlive whatever a question brings
-            self.tell(f"{type(error).__name__}: {error}")
+            self.notify(f"{type(error).__name__}: {error}")
             raise SiteError(f"an error of kind {type(error).__name__}; its log says more") from None
         facts = {"name": self.name, "ticket": question.facts.get("ticket"), **facts}
         return Message("answer", arrays, facts)
@@ -179,7 +179,7 @@ class Site:
                 )
             facts["summary"] = summary_record(summary)
         if self.settings.adapt_only:
-            self.tell("waiting for the end of the training, and its model")
+            self.notify("waiting for the end of the training, and its model")
         return {}, facts
 
     def _start(self, question: Message) -> Answer:
@@ -251,7 +251,7 @@ class Site:
         arrays = update_arrays(method, update, job.precision, least)
         self._folder.keep(run, Progress(phase, number, shared, moved), since)
         self._folder.add_history(entry)
-        self.tell(f"round {number}: answered in {entry['seconds']:.1f} s")
+        self.notify(f"round {number}: answered in {entry['seconds']:.1f} s")
         return arrays, facts
 
     def _personal(self, question: Message, job: Job, phase: Phase, shared: Any) -> Any:
@@ -262,7 +262,7 @@ class Site:
         if found is not None:
             return found
         if since:
-            self.tell(f"nothing is left of round {since} here; starting as a newcomer")
+            self.notify(f"nothing is left of round {since} here; starting as a newcomer")
         newcomer = method.newcomer(shared)
         return take_personal(question.arrays, newcomer)
 
@@ -299,7 +299,7 @@ class Site:
             notes = [str(note) for note in question.facts.get("notes", [])]
             self._folder.write_model(model, tables, notes)
         self.finished = True
-        self.tell(f"finished: the model is in {self.settings.out}")
+        self.notify(f"finished: the model is in {self.settings.out}")
         metrics = self._folder.metrics()
         shared_metrics = {
             split: metrics[split] for split in ("train", "validation", "test") if split in metrics
@@ -327,7 +327,7 @@ class Site:
     def _refused(self, question: Message) -> Answer:
         """The server does not want this site, and says why."""
         self.refused = one_line(str(question.facts.get("reason", "no reason was given"))[:500])
-        self.tell(f"the server refused this site: {self.refused}")
+        self.notify(f"the server refused this site: {self.refused}")
         return {}, {}
 
     # ------------------------------------------------------------------ helpers

@@ -13,20 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.tabular.files import client_name
-from fedgmm.data.tabular.loading import Tables
-from fedgmm.experiments.results import environment
-from fedgmm.federation.checkpoint import (
-    AnyMethod,
-    CheckpointError,
-    Phase,
-    Progress,
-    load_progress,
-    save_progress,
-)
+from fedgmm.data.tables.files import client_name
+from fedgmm.data.tables.loading import Tables
 from fedgmm.federation.jobs import Job
 from fedgmm.files import write_atomically
-from fedgmm.inference.model import FederatedModel
+from fedgmm.model.model import FederatedModel
+from fedgmm.nets.devices import environment
 from fedgmm.runs.config import RunConfig
 from fedgmm.runs.fitting import finish_run
 from fedgmm.runs.folder import (
@@ -36,6 +28,14 @@ from fedgmm.runs.folder import (
     read_json,
     write_history,
     write_json,
+)
+from fedgmm.training.checkpoint import (
+    AnyMethod,
+    CheckpointError,
+    Phase,
+    Progress,
+    load_progress,
+    save_progress,
 )
 
 RUN_ID = re.compile(r"[0-9a-f]{8,64}", flags=re.ASCII)

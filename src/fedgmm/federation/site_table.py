@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.tabular.errors import ConversionError, TableError, quoted
-from fedgmm.data.tabular.files import Tell, client_name, find_tables, read_header
-from fedgmm.data.tabular.loading import ONE_CLIENT, Tables, read_tables
-from fedgmm.data.tabular.preprocessing import Preprocessing, TableOptions
-from fedgmm.data.tabular.summaries import ClientSummary
+from fedgmm.data.tables.errors import ConversionError, TableError, quoted
+from fedgmm.data.tables.files import Notify, client_name, find_tables, read_header
+from fedgmm.data.tables.loading import ONE_CLIENT, Tables, read_tables
+from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
+from fedgmm.data.tables.summaries import ClientSummary
 
 _EXAMPLE = re.compile(r" such as ('[^']*'|\"[^\"]*\"|\S+)")
 
@@ -23,18 +23,18 @@ class SiteTable:
     Attributes:
         path: the file.
         name: of the site.
-        tell: called with a line before each step.
+        notify: called with a line before each step.
     """
 
     path: Path
     name: str
-    tell: Tell
+    notify: Notify
     _known: tuple[TableOptions, Preprocessing, FederatedDataset, Tables] | None = field(
         default=None, repr=False
     )
 
     @classmethod
-    def found(cls, data: tuple[Path, ...], name: str | None, tell: Tell) -> SiteTable:
+    def found(cls, data: tuple[Path, ...], name: str | None, notify: Notify) -> SiteTable:
         """The one file that the settings lead to.
 
         Raises:
@@ -50,12 +50,12 @@ class SiteTable:
         if not own.strip() or not own.isprintable():
             raise ValueError("The site needs a name that can be read; say --name NAME.")
         read_header(paths[0])  # a file that nobody can read is told of at once
-        return cls(paths[0], own, tell)
+        return cls(paths[0], own, notify)
 
     def summary(self, options: TableOptions, as_categories: list[str]) -> ClientSummary:
         """What the site tells before training; some columns may be wanted as categories."""
         wanted = replace(options, categorical=(*options.categorical, *as_categories))
-        return read_tables([self.path], wanted, self.tell).summaries[self.name]
+        return read_tables([self.path], wanted, self.notify).summaries[self.name]
 
     def load(
         self, options: TableOptions, preprocessing: Preprocessing
@@ -69,7 +69,7 @@ class SiteTable:
         )
         as_text = [column.name for column in preprocessing.columns if column.role == "category"]
         wanted = replace(options, categorical=(*options.categorical, *as_text))
-        tables = read_tables([self.path], wanted, self.tell)
+        tables = read_tables([self.path], wanted, self.notify)
         summary = tables.summaries[self.name]
         strange = [text for text in summary.labels if not _is_class(text, preprocessing)]
         if strange:
@@ -79,7 +79,7 @@ class SiteTable:
             )
         if ONE_CLIENT in tables.notes:  # as it should be here
             tables.notes.remove(ONE_CLIENT)
-        dataset = tables.load(preprocessing, self.tell)
+        dataset = tables.load(preprocessing, self.notify)
         self._known = (options, preprocessing, dataset, tables)
         return dataset, tables
 

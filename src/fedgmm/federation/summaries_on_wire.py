@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, get_args
 
-from fedgmm.data.tabular.columns import Kind
-from fedgmm.data.tabular.preprocessing import TableOptions
-from fedgmm.data.tabular.summaries import ClientSummary, ColumnSummary
+from fedgmm.data.tables.columns import Kind
+from fedgmm.data.tables.preprocessing import TableOptions
+from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary
 
 _MOST_COLUMNS = 20_000
 _MOST_TEXTS = 4_000

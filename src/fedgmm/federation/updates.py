@@ -16,15 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.algorithms.clustered import ClusteredFL, ClusteredUpdate
-from fedgmm.algorithms.fedgmm import FedGMM, FedGMMUpdate
-from fedgmm.algorithms.local import Fit
-from fedgmm.algorithms.mixture import MixtureUpdate
-from fedgmm.algorithms.pfedme import PFedMe, PFedMeUpdate
 from fedgmm.core.gaussians import CovarianceType, Moments
-from fedgmm.core.networks import Dense, Params
 from fedgmm.core.newton import NewtonSums
-from fedgmm.federation.checkpoint import AnyMethod
 from fedgmm.federation.settings import WirePrecision
 from fedgmm.federation.wire import (
     as_tensor,
@@ -35,6 +28,13 @@ from fedgmm.federation.wire import (
     unfolded_second,
     wire_dtype,
 )
+from fedgmm.methods.clustered import ClusteredFL, ClusteredUpdate
+from fedgmm.methods.fedgmm import FedGMM, FedGMMUpdate
+from fedgmm.methods.gmm import MixtureUpdate
+from fedgmm.methods.local import Fit
+from fedgmm.methods.pfedme import PFedMe, PFedMeUpdate
+from fedgmm.nets.networks import Dense, Params
+from fedgmm.training.checkpoint import AnyMethod
 from fedgmm.wording import counted
 
 _LARGEST_WEIGHT = 1e8  # the bound of local training, beyond which float32 overflows

@@ -16,19 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.algorithms.averaging import FedAvgPlus
-from fedgmm.algorithms.clustered import ClusteredFL, ClusteredShared, ClusteredUpdate
-from fedgmm.algorithms.fedgmm import FedGMM, FedGMMShared, FedGMMUpdate
-from fedgmm.algorithms.local import Fit
-from fedgmm.algorithms.local_training import LocalTraining
-from fedgmm.algorithms.mixture import MixtureShared
-from fedgmm.algorithms.pfedme import PFedMe, PFedMeShared, PFedMeUpdate
 from fedgmm.core.gaussians import CovarianceType, gaussians
-from fedgmm.core.networks import Params
 from fedgmm.core.servers import ServerState
-from fedgmm.federation.checkpoint import AnyMethod
 from fedgmm.federation.messages import MessageError
 from fedgmm.federation.settings import WirePrecision
+from fedgmm.methods.averaging import FedAvgPlus
+from fedgmm.methods.clustered import ClusteredFL, ClusteredShared, ClusteredUpdate
+from fedgmm.methods.fedgmm import FedGMM, FedGMMShared, FedGMMUpdate
+from fedgmm.methods.gmm import MixtureShared
+from fedgmm.methods.local import Fit
+from fedgmm.methods.local_training import LocalTraining
+from fedgmm.methods.pfedme import PFedMe, PFedMeShared, PFedMeUpdate
+from fedgmm.nets.networks import Params
+from fedgmm.training.checkpoint import AnyMethod
 from fedgmm.wording import counted
 
 Arrays = dict[str, NDArray[Any]]

@@ -52,9 +52,9 @@ def component_colour(component: int) -> str:
     return _COMPONENTS[component % len(_COMPONENTS)]
 
 
-def rival_colour(rival: int) -> str:
+def rival_colour(baseline: int) -> str:
     """The colour of another method; colours repeat after the last."""
-    return _RIVALS[rival % len(_RIVALS)]
+    return _RIVALS[baseline % len(_RIVALS)]
 
 
 def safe_text(text: str, longest: int = _LONGEST_NAME) -> str:
@@ -134,7 +134,7 @@ def convergence(series: Sequence[Series]) -> Any:
 
 
 def accuracies(contents: ReportContents) -> Any:
-    """Clients from the least to the most accurate, and the rivals' accuracies above and below."""
+    """Clients from the least to the most accurate, and the baselines' accuracies above and below."""
     import plotly.graph_objects as go
 
     own = contents.clients.accuracy
@@ -144,7 +144,7 @@ def accuracies(contents: ReportContents) -> Any:
     few = len(order) <= _MOST_NAMED_CLIENTS
     figure = _figure(420)
     hover = "%{customdata}<br>%{fullData.name}: %{y:.1%}<extra></extra>"
-    for rival, (method, values) in enumerate(contents.rivals.items()):
+    for baseline, (method, values) in enumerate(contents.baselines.items()):
         figure.add_trace(
             go.Scatter(
                 x=np.arange(len(order)),
@@ -153,8 +153,8 @@ def accuracies(contents: ReportContents) -> Any:
                 name=safe_text(method),
                 mode="markers",
                 marker={
-                    "color": rival_colour(rival),
-                    "symbol": _RIVAL_SYMBOLS[rival % len(_RIVAL_SYMBOLS)],
+                    "color": rival_colour(baseline),
+                    "symbol": _RIVAL_SYMBOLS[baseline % len(_RIVAL_SYMBOLS)],
                     "size": 9 if few else 5,
                     "opacity": 0.9 if few else 0.55,
                 },

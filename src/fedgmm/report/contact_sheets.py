@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.data.federated_images import FederatedImages
-from fedgmm.data.images import WHITE, ImageData
+from fedgmm.data.images.federated import FederatedImages
+from fedgmm.data.images.files import WHITE, ImageData
 from fedgmm.data.partition import transform_images
 from fedgmm.wording import counted
 
@@ -51,8 +51,8 @@ def contact_sheet(source: FederatedImages | ImageData, path: Path, columns: int 
     that its client has; the steps between are made anew. A data set shows the steps alone.
 
     Args:
-        source: what :func:`fedgmm.data.federated_images.federated_images` or
-            :func:`fedgmm.data.images.load_images` returned.
+        source: what :func:`fedgmm.data.images.federated.federated_images` or
+            :func:`fedgmm.data.images.files.load_images` returned.
         path: where the PNG goes; its folder is made if it is missing.
         columns: one class each, spread over all of them.
 
@@ -71,7 +71,7 @@ def transform_sheet(
     """Draw images of several classes as they are, and below them what each transform makes of them.
 
     Args:
-        data: what :func:`fedgmm.data.images.load_images` returned.
+        data: what :func:`fedgmm.data.images.files.load_images` returned.
         transforms: by what they do; images ``(n, channels, height, width)`` in and out.
         path: where the PNG goes; its folder is made if it is missing.
         columns: one class each, spread over all of them.

@@ -150,7 +150,7 @@ class ReportContents:
         learners: ``M2``, or the number of assigned learners.
         clients: one entry each.
         convergence: one series a panel.
-        rivals: accuracy of the clients under other methods, ``(C,)`` each; NaN where unknown.
+        baselines: accuracy of the clients under other methods, ``(C,)`` each; NaN where unknown.
         weights: for the heat map.
         projection: Gaussians and clients in a plane; its clients are those of the table.
         reliability: of test rows.
@@ -170,7 +170,7 @@ class ReportContents:
     learners: int
     clients: ClientTable
     convergence: tuple[Series, ...] = ()
-    rivals: Mapping[str, FloatArray] = field(default_factory=dict)
+    baselines: Mapping[str, FloatArray] = field(default_factory=dict)
     weights: WeightMap | None = None
     projection: Projection | None = None
     reliability: Reliability | None = None
@@ -196,7 +196,7 @@ class ReportContents:
     @property
     def best_rival(self) -> str | None:
         """The other method with the highest mean accuracy."""
-        means = {name: mean_of(values) for name, values in self.rivals.items()}
+        means = {name: mean_of(values) for name, values in self.baselines.items()}
         known = [name for name, mean in means.items() if np.isfinite(mean)]
         return max(known, key=lambda name: means[name], default=None)
 

@@ -17,8 +17,8 @@ from fedgmm.report.weights import projection_of, weight_map
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
-    from fedgmm.inference.metrics import Evaluation
-    from fedgmm.inference.model import FederatedModel
+    from fedgmm.model.metrics import Evaluation
+    from fedgmm.model.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
 
@@ -38,7 +38,7 @@ def gather(
     history: list[dict[str, float]],
     configuration: Mapping[str, Any],
     feature_names: Sequence[str] | None = None,
-    rivals: Mapping[str, Evaluation | Mapping[Any, float]] | None = None,
+    baselines: Mapping[str, Evaluation | Mapping[Any, float]] | None = None,
     adaptations: Sequence[AdaptationRecord] = (),
     notes: Sequence[str] = (),
 ) -> ReportContents:
@@ -51,11 +51,12 @@ def gather(
         history: one dictionary a round, as training leaves it.
         configuration: what the run was asked for; nested settings are joined with dots.
         feature_names: of the columns the Gaussians see; the data set's own names if left out.
-        rivals: method -> its evaluation on the same clients, or client -> accuracy.
+        baselines: method -> its evaluation on the same clients, or client -> accuracy.
         adaptations: of unseen clients; without any, a known client is played again.
         notes: warnings and remarks for the reader.
     """
-    from fedgmm.experiments.results import TITLES, environment
+    from fedgmm.methods.base import TITLES
+    from fedgmm.nets.devices import environment
 
     absent: dict[str, str] = {}
     own = replace(model)  # calibration and adaptation below stay in this copy
@@ -82,9 +83,9 @@ def gather(
         learners=model.n_learners,
         clients=clients,
         convergence=convergence(history, absent),
-        rivals={
+        baselines={
             TITLES.get(name, name): _aligned(told, dataset.names)
-            for name, told in (rivals or {}).items()
+            for name, told in (baselines or {}).items()
         },
         weights=weights,
         projection=projection_of(own, dataset, feature_names, absent),

@@ -134,7 +134,7 @@ def _of_rows(table: ClientTable) -> str:
 
 def _header(contents: ReportContents) -> str:
     table = contents.clients
-    worst, rival = contents.worst_client, contents.best_rival
+    worst, baseline = contents.worst_client, contents.best_rival
     model = (
         f"{counted(contents.learners, 'learner')}, {counted(contents.classes, 'class', 'classes')}"
     )
@@ -150,9 +150,9 @@ def _header(contents: ReportContents) -> str:
             "" if worst is None else _text(table.names[worst]),
         ),
         (
-            "Best rival",
-            "–" if rival is None else percent(mean_of(contents.rivals[rival])),
-            "none was run" if rival is None else _text(rival),
+            "Best baseline",
+            "–" if baseline is None else percent(mean_of(contents.baselines[baseline])),
+            "none was run" if baseline is None else _text(baseline),
         ),
     ]
     cards = "".join(
@@ -187,7 +187,7 @@ def _section(part: Section, contents: ReportContents) -> str:
         body = f'<p class="absent">{_text(part.caption)}</p>'
     else:
         body = f'<p>{_text(part.caption)}</p><div class="chart" id="chart-{part.key}"></div>'
-        body += _method_table(contents) if part.key == "accuracy" and contents.rivals else ""
+        body += _method_table(contents) if part.key == "accuracy" and contents.baselines else ""
     width = " wide" if part.wide else ""
     return f'<section id="{part.key}" class="panel{width}"><h2>{_text(part.heading)}</h2>{body}</section>'
 
@@ -196,7 +196,7 @@ def _method_table(contents: ReportContents) -> str:
     """The methods side by side."""
     own = contents.clients.accuracy
     methods = [(contents.method, own, ACCENT)]
-    methods += [(n, v, rival_colour(k)) for k, (n, v) in enumerate(contents.rivals.items())]
+    methods += [(n, v, rival_colour(k)) for k, (n, v) in enumerate(contents.baselines.items())]
     rows = ""
     for name, values, colour in methods:
         known = values[np.isfinite(values)]

@@ -19,7 +19,7 @@ from fedgmm.report.contents import (
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset, LabelledRows
-    from fedgmm.inference.model import FederatedModel
+    from fedgmm.model.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

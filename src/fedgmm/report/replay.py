@@ -14,7 +14,7 @@ from fedgmm.report.weights import mixes_learners
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
-    from fedgmm.inference.model import FederatedModel
+    from fedgmm.model.model import FederatedModel
 
 _ROWS_OF_A_NEWCOMER = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 

@@ -123,31 +123,31 @@ def _section(
 
 def verdict(contents: ReportContents) -> str:
     """What the figures mean for somebody who has to decide."""
-    own, rival = contents.mean_accuracy, contents.best_rival
+    own, baseline = contents.mean_accuracy, contents.best_rival
     if not np.isfinite(own):
         return "There were no test rows, so this page cannot say how good the predictions are."
-    if rival is None:
+    if baseline is None:
         return (
             f"{contents.method} predicts {own:.1%} of an average client's test rows correctly. No "
             "other method was run, so this page cannot say whether a simpler one would do as well."
         )
-    values = contents.rivals[rival]
+    values = contents.baselines[baseline]
     both = np.isfinite(values) & np.isfinite(contents.clients.accuracy)
     mine, theirs = contents.clients.accuracy[both], values[both]
     points = 100.0 * (mean_of(mine) - mean_of(theirs))
     at_least = f"{int((mine >= theirs).sum()):,} of {counted(int(both.sum()), 'client')}"
     if abs(points) < 0.05:
         return (
-            f"{contents.method} and {rival} are equally good for an average client; {at_least} do "
+            f"{contents.method} and {baseline} are equally good for an average client; {at_least} do "
             f"at least as well with {contents.method}."
         )
     if points > 0:
         return (
-            f"An average client gains {points:.1f} percentage points over {rival}, the best of the "
+            f"An average client gains {points:.1f} percentage points over {baseline}, the best of the "
             f"other methods, and {at_least} do at least as well."
         )
     return (
-        f"{rival} is better here: an average client would gain {-points:.1f} percentage points with "
+        f"{baseline} is better here: an average client would gain {-points:.1f} percentage points with "
         f"it, though {at_least} do at least as well with {contents.method}."
     )
 
@@ -166,7 +166,7 @@ def _about_accuracy(contents: ReportContents) -> str:
         "Share of test rows that were predicted correctly, for every client, from the client that "
         f"fares worst with {contents.method} on the left to the one that fares best on the right."
     )
-    if contents.rivals:
+    if contents.baselines:
         text += " Marks below the line are clients that another method serves worse."
     else:
         text += " No other method was run to compare with."

@@ -15,7 +15,7 @@ from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
-    from fedgmm.inference.model import FederatedModel
+    from fedgmm.model.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedgmm.data.tabular.files import Tell
-from fedgmm.data.tabular.loading import load_federation
-from fedgmm.data.tabular.preprocessing import TableOptions
+from fedgmm.data.tables.files import Notify
+from fedgmm.data.tables.loading import load_federation
+from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.runs.folder import RunFolder, write_json
 from fedgmm.runs.run import open_run
-from fedgmm.selection import select_for_small_data, suitable_covariance
-from fedgmm.training import TrainingOptions
+from fedgmm.training.local import TrainingOptions
+from fedgmm.training.selection import select_for_small_data, suitable_covariance
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
-    from fedgmm.experiments.comparison import Comparison
+    from fedgmm.runs.comparison import Comparison
 
 BUILT_IN = ("digits", "synthetic")
 
@@ -48,7 +48,7 @@ def data_to_compare(
     label: str | None,
     client_column: str | None,
     seed: int | None = None,
-    tell: Tell = lambda _: None,
+    notify: Notify = lambda _: None,
     sizes: Mapping[str, Any] | None = None,
     *,
     categorical: Sequence[str] = (),
@@ -61,7 +61,7 @@ def data_to_compare(
         label: the column to predict, for files.
         client_column: the column that names the client, for files.
         seed: of the split and the training; a run's own, or 0, where it is ``None``.
-        tell: called with a line before each step.
+        notify: called with a line before each step.
         sizes: ``components`` and ``learners``, where they were given; where neither was, a run's own
             hold, and files choose as ``fit`` does.
         categorical: number columns whose values are names of groups, for files.
@@ -79,7 +79,7 @@ def data_to_compare(
         # methods differ; what they have in common is the size of the mixture and the seed
         options = replace(run.config.options(), algorithm="fedgmm", **sizes)
         options = options if seed is None else replace(options, seed=seed)
-        return DataToCompare(run.data(tell), sources[0], options, home=run.folder.home)
+        return DataToCompare(run.data(notify), sources[0], options, home=run.folder.home)
     if len(sources) == 1 and sources[0] in BUILT_IN and label is None:
         if client_column or categorical or ignore:
             raise ValueError(
@@ -91,11 +91,11 @@ def data_to_compare(
     if label is None:
         raise ValueError("No label column was given; say --label COLUMN.")
     table = TableOptions(label, client_column, tuple(categorical), tuple(ignore), seed=seed or 0)
-    dataset, _, tables = load_federation(sources, table, tell)
+    dataset, _, tables = load_federation(sources, table, notify)
     options = TrainingOptions(standardise=False, seed=seed or 0, **sizes)
     kind = suitable_covariance(len(dataset.train), dataset.input_shape[0], options.components)
     options = replace(options, covariance_type=kind)
-    found = None if sizes else select_for_small_data(dataset, options, tell)
+    found = None if sizes else select_for_small_data(dataset, options, notify)
     if found is not None:
         options = replace(options, components=found.components, learners=found.learners)
     return DataToCompare(dataset, "Files", options, notes=tables.notes)
@@ -104,7 +104,7 @@ def data_to_compare(
 def built_in_data(name: str, seed: int) -> tuple[FederatedDataset, float | None]:
     """The data set and the accuracy nobody can beat, where it is known."""
     if name == "digits":
-        from fedgmm.experiments.digits import heterogeneous_digits
+        from fedgmm.data.digits import heterogeneous_digits
 
         return heterogeneous_digits(seed=seed).dataset, None
     from fedgmm.data.synthetic import synthetic

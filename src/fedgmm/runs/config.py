@@ -11,8 +11,8 @@ from typing import Any, Literal
 import tomli_w
 
 from fedgmm.core.checks import check_choice, check_integer, check_non_negative
-from fedgmm.data.tabular.preprocessing import TableOptions
-from fedgmm.training import DENSITY, TrainingOptions
+from fedgmm.data.tables.preprocessing import TableOptions
+from fedgmm.training.local import DENSITY, TrainingOptions
 
 Auto = Literal["auto"]
 

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedgmm.core.devices import resolve_device
-from fedgmm.data.tabular.files import Tell, find_tables
-from fedgmm.data.tabular.loading import Tables, agreement, read_tables
-from fedgmm.data.tabular.preprocessing import TableOptions
-from fedgmm.experiments.results import environment
-from fedgmm.federation.checkpoint import Checkpoint, read_checkpoint
+from fedgmm.data.tables.files import Notify, find_tables
+from fedgmm.data.tables.loading import Tables, agreement, read_tables
+from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.files import write_atomically
+from fedgmm.nets.devices import environment, resolve_device
 from fedgmm.runs.config import RunConfig, config_from, read_config
 from fedgmm.runs.folder import (
     RunError,
@@ -33,15 +31,16 @@ from fedgmm.runs.folder import (
     write_json,
 )
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
-from fedgmm.selection import select_for_small_data, select_mixture, suitable_covariance
-from fedgmm.training import DENSITY, DivergenceWarning, OnTrainingRound, train
-from fedgmm.training_run import INTERRUPTED
+from fedgmm.training.checkpoint import Checkpoint, read_checkpoint
+from fedgmm.training.local import DENSITY, DivergenceWarning, OnTrainingRound, train
+from fedgmm.training.run import INTERRUPTED
+from fedgmm.training.selection import select_for_small_data, select_mixture, suitable_covariance
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
-    from fedgmm.inference.metrics import Evaluation
-    from fedgmm.inference.model import FederatedModel
+    from fedgmm.model.metrics import Evaluation
+    from fedgmm.model.model import FederatedModel
 
 _LEFTOVERS = (".lock", "config.toml.part")
 """What an attempt that ended before its first step may leave behind."""
@@ -62,7 +61,7 @@ def fit(
     ignore: Iterable[str] = (),
     checkpoint_every: int = 5,
     overwrite: bool = False,
-    tell: Tell = lambda _: None,
+    notify: Notify = lambda _: None,
     on_round: Iterable[OnTrainingRound] = (),
     **training: Any,
 ) -> FederatedRun:
@@ -77,7 +76,7 @@ def fit(
         ignore: columns to leave out.
         checkpoint_every: rounds between two checkpoints.
         overwrite: replace a run that is already there.
-        tell: called with a line before each step.
+        notify: called with a line before each step.
         on_round: called after every round with its entry of the history.
         **training: fields of :class:`fedgmm.TrainingOptions`; ``components`` and ``learners`` may be
             ``"auto"``, and small data choose them where neither is given.
@@ -94,7 +93,7 @@ def fit(
         seed=training.get("seed", 0),
     )
     config = RunConfig(tuple(map(str, files)), table, training, checkpoint_every)
-    return fit_config(config, out, overwrite=overwrite, tell=tell, on_round=on_round)
+    return fit_config(config, out, overwrite=overwrite, notify=notify, on_round=on_round)
 
 
 def fit_config(
@@ -102,7 +101,7 @@ def fit_config(
     out: str | Path,
     *,
     overwrite: bool = False,
-    tell: Tell = lambda _: None,
+    notify: Notify = lambda _: None,
     on_start: OnStart = lambda _: None,
     on_round: Iterable[OnTrainingRound] = (),
 ) -> FederatedRun:
@@ -122,21 +121,21 @@ def fit_config(
                     "folder, or say --overwrite."
                 )
             # files that cannot be used must not cost the run that is there
-            tables = read_tables(config.files, config.table, tell)
+            tables = read_tables(config.files, config.table, notify)
             agreement(tables)
         elif not folder.is_run and any(
             child.name not in _LEFTOVERS for child in folder.home.iterdir()
         ):
             raise RunError(f"{folder.home} is not empty and holds no run; choose another folder.")
         _clear(folder)
-        return _run(folder, config, tell, on_start, tuple(on_round), tables)
+        return _run(folder, config, notify, on_start, tuple(on_round), tables)
 
 
 def resume(
     home: str | Path,
     *,
     rounds: int | None = None,
-    tell: Tell = lambda _: None,
+    notify: Notify = lambda _: None,
     on_start: OnStart = lambda _: None,
     on_round: Iterable[OnTrainingRound] = (),
 ) -> FederatedRun:
@@ -145,7 +144,7 @@ def resume(
     Args:
         home: the run folder.
         rounds: train to this round instead, also where the run had come to its end.
-        tell: called with a line before each step.
+        notify: called with a line before each step.
         on_start: called with the number of rounds before training begins.
         on_round: called after every round with its entry of the history.
 
@@ -168,7 +167,7 @@ def resume(
         check_files_unchanged(folder)
         if folder.checkpoint.is_file():
             read_checkpoint(folder.checkpoint)  # a damaged one must not cost a model that is there
-        return _run(folder, config, tell, on_start, tuple(on_round))
+        return _run(folder, config, notify, on_start, tuple(on_round))
 
 
 def _check_name(path: Path) -> None:
@@ -198,7 +197,7 @@ def _clear(folder: RunFolder) -> None:
 def _run(
     folder: RunFolder,
     config: RunConfig,
-    tell: Tell,
+    notify: Notify,
     on_start: OnStart,
     on_round: tuple[OnTrainingRound, ...],
     tables: Tables | None = None,
@@ -208,13 +207,13 @@ def _run(
     folder.metrics.unlink(missing_ok=True)
     folder.report.unlink(missing_ok=True)
     write_atomically(folder.config, config.toml().encode())
-    tables = tables or read_tables(config.files, config.table, tell)
+    tables = tables or read_tables(config.files, config.table, notify)
     preprocessing = agreement(tables)
     write_json(folder.environment, {**environment(), "files": fingerprints(tables.paths)})
-    dataset = tables.load(preprocessing, tell)
+    dataset = tables.load(preprocessing, notify)
     write_json(folder.preprocessing, preprocessing.record())
     seconds_reading = time.perf_counter() - started
-    config, selection = _choose(config, dataset, tell)
+    config, selection = _choose(config, dataset, notify)
     seconds_choosing = time.perf_counter() - started - seconds_reading
     _check_size(config, dataset)
     if selection is not None:  # a run that is resumed does not choose again
@@ -235,7 +234,7 @@ def _run(
     history.replace(model.history)
     if model.stopped == INTERRUPTED:
         raise KeyboardInterrupt
-    tell("calibrating and evaluating")
+    notify("calibrating and evaluating")
     notes = [
         *tables.notes,
         *([f"Training stopped early: {model.stopped}"] if model.stopped else []),
@@ -255,7 +254,7 @@ def _run(
 
 
 def _choose(
-    config: RunConfig, dataset: FederatedDataset, tell: Tell
+    config: RunConfig, dataset: FederatedDataset, notify: Notify
 ) -> tuple[RunConfig, dict[str, Any] | None]:
     """Fill in what was left open, from training and validation rows."""
     choices = config.open_choices()
@@ -266,14 +265,14 @@ def _choose(
         config = config.with_training(covariance_type=kind)
     found = None
     if config.sizes_are_open and config.options().algorithm != DENSITY:
-        found = select_for_small_data(dataset, config.options(), tell)
+        found = select_for_small_data(dataset, config.options(), notify)
     elif {"components", "learners"} & set(choices):
         found = select_mixture(
             dataset,
             options=config.options(),
             components=None if "components" in choices else config.options().components,
             learners=None if "learners" in choices else config.options().learners,
-            tell=tell,
+            notify=notify,
         )
     if found is not None:
         config = config.with_training(components=found.components, learners=found.learners)

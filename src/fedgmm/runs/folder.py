@@ -30,7 +30,7 @@ class RunFolder:
     ``model/``           the model, safetensors and JSON
     ``clients/``         each client's weights, and the preprocessing of all
     ``metrics.json``     how good the model is; written last
-    ``comparison.json``  rivals on the same rows, where ``fedgmm compare`` was asked
+    ``comparison.json``  baselines on the same rows, where ``fedgmm compare`` was asked
     ``report.html``      the report
     ===================  ==========================================================
     """

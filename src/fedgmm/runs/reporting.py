@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedgmm.data.tabular.files import Tell
+from fedgmm.data.tables.files import Notify
 from fedgmm.report.contents import AdaptationRecord
 from fedgmm.report.gathering import gather
 from fedgmm.report.page import write_report
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from fedgmm.runs.run import FederatedRun
 
 
-def write_run_report(run: FederatedRun, tell: Tell = lambda _: None) -> Path:
+def write_run_report(run: FederatedRun, notify: Notify = lambda _: None) -> Path:
     """Write ``report.html`` into the run folder; the files of the training are read again."""
     folder = run.folder
-    dataset = run.data(tell)
-    tell("writing the report")
+    dataset = run.data(notify)
+    notify("writing the report")
     with folder.lock():
         contents = gather(
             run.model,
@@ -30,7 +30,7 @@ def write_run_report(run: FederatedRun, tell: Tell = lambda _: None) -> Path:
             history=read_history(folder.history),
             configuration=_configuration(folder),
             feature_names=run.preprocessing.feature_names,
-            rivals=_rivals(folder, run.model.algorithm),
+            baselines=_baselines(folder, run.model.algorithm),
             adaptations=_adaptations(folder, run.model.names),
             notes=run.metrics.get("notes", []),
         )
@@ -45,7 +45,7 @@ def _configuration(folder: RunFolder) -> dict[str, Any]:
     return sections
 
 
-def _rivals(folder: RunFolder, own: str) -> dict[str, Mapping[Any, float]]:
+def _baselines(folder: RunFolder, own: str) -> dict[str, Mapping[Any, float]]:
     if not folder.comparison.is_file():
         return {}
     return {

@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_choice
-from fedgmm.data.tabular.files import TableError, Tell, client_name, find_tables
-from fedgmm.data.tabular.labels import UNKNOWN
-from fedgmm.data.tabular.loading import Rows, read_rows
-from fedgmm.data.tabular.preprocessing import Preprocessing
-from fedgmm.inference.adaptation import Adaptation
-from fedgmm.inference.metrics import Evaluation, evaluate
-from fedgmm.inference.model import SCORES, FederatedModel, Score
-from fedgmm.inference.novelty import NoveltyResult
-from fedgmm.inference.saving import load
+from fedgmm.data.tables.files import Notify, TableError, client_name, find_tables
+from fedgmm.data.tables.labels import UNKNOWN
+from fedgmm.data.tables.loading import Rows, read_rows
+from fedgmm.data.tables.preprocessing import Preprocessing
+from fedgmm.model.adaptation import Adaptation
+from fedgmm.model.metrics import Evaluation, evaluate
+from fedgmm.model.model import SCORES, FederatedModel, Score
+from fedgmm.model.novelty import NoveltyResult
+from fedgmm.model.saving import load
 from fedgmm.runs.config import RunConfig, config_from, read_config
 from fedgmm.runs.folder import (
     RunError,
@@ -29,7 +29,7 @@ from fedgmm.runs.folder import (
     read_json,
     write_json,
 )
-from fedgmm.training import DENSITY
+from fedgmm.training.local import DENSITY
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
@@ -143,15 +143,15 @@ class FederatedRun:
         """``metrics.json``."""
         return dict(read_json(self.folder.metrics))
 
-    def data(self, tell: Tell = lambda _: None) -> FederatedDataset:
+    def data(self, notify: Notify = lambda _: None) -> FederatedDataset:
         """The rows of the training; their files are read again if they are not in memory."""
         if self.dataset is None:
-            from fedgmm.data.tabular.loading import read_tables
+            from fedgmm.data.tables.loading import read_tables
 
             check_files_unchanged(self.folder)
             config = self.config
-            tables = read_tables(config.files, config.table, tell)
-            self.dataset = tables.load(self.preprocessing, tell)
+            tables = read_tables(config.files, config.table, notify)
+            self.dataset = tables.load(self.preprocessing, notify)
             self.model.dataset = self.dataset
         return self.dataset
 
@@ -162,22 +162,22 @@ class FederatedRun:
         files: Sequence[str | Path] = (),
         *,
         split: str = "test",
-        tell: Tell = lambda _: None,
+        notify: Notify = lambda _: None,
     ) -> Evaluation:
         """Accuracy, log-loss and calibration of every client.
 
         Args:
             files: labelled files of known clients; none means the training's own files.
             split: of the training's own rows: ``"train"``, ``"validation"`` or ``"test"``.
-            tell: called with a line before each step.
+            notify: called with a line before each step.
         """
         self.need_labels()
         if not files:
-            return self.model.evaluate(split, self.data(tell))
+            return self.model.evaluate(split, self.data(notify))
         codes, log_proba, labels = [], [], []
         names: list[str] = []
         for path in find_tables(files):
-            rows = read_rows(path, self.preprocessing, label_needed=True, tell=tell)
+            rows = read_rows(path, self.preprocessing, label_needed=True, notify=notify)
             assert rows.labels is not None
             kept = self._labelled(rows, path)
             owners = self._full_names(self._owners(rows, path), path)
@@ -197,7 +197,7 @@ class FederatedRun:
         )
 
     def predict(
-        self, file: str | Path, client: str | None = None, *, tell: Tell = lambda _: None
+        self, file: str | Path, client: str | None = None, *, notify: Notify = lambda _: None
     ) -> Predictions:
         """Classes and their probabilities for the rows of a file.
 
@@ -205,10 +205,10 @@ class FederatedRun:
             file: a table with the columns of the training; labels are not needed.
             client: whose weights to use; ``None`` takes the client column of the file, if it has
                 one, or else the federation's weights.
-            tell: called with a line before each step.
+            notify: called with a line before each step.
         """
         self.need_labels()
-        rows = read_rows(Path(file), self.preprocessing, tell=tell)
+        rows = read_rows(Path(file), self.preprocessing, notify=notify)
         owner: Any = None
         if client is not None:
             owner = self.client_named(client)
@@ -224,7 +224,7 @@ class FederatedRun:
             notes.append(
                 f"The federation's weights were used; for those of {namesake} say --client {namesake}."
             )
-        tell("predicting")
+        notify("predicting")
         probabilities = self.model.predict_proba(rows.matrix, owner)
         density = None
         if self.model.prediction.gaussians is not None:
@@ -238,7 +238,7 @@ class FederatedRun:
         *,
         false_alarm_rate: float = 0.05,
         score: Score = "x",
-        tell: Tell = lambda _: None,
+        notify: Notify = lambda _: None,
     ) -> Detection:
         """Which rows of a file are unlike anything that the federation has seen.
 
@@ -247,7 +247,7 @@ class FederatedRun:
             false_alarm_rate: share of ordinary rows that may be flagged.
             score: ``"x"`` looks at the inputs, ``"y"`` at the labels given the inputs, ``"joint"`` at
                 both, ``"confidence"`` at the largest class probability.
-            tell: called with a line before each step.
+            notify: called with a line before each step.
         """
         check_choice("score", score, SCORES)
         if not has_common_model(self.model):
@@ -270,7 +270,7 @@ class FederatedRun:
             )
         needs_labels = score in ("y", "joint")
         path = Path(file)
-        rows = read_rows(path, self.preprocessing, label_needed=needs_labels, tell=tell)
+        rows = read_rows(path, self.preprocessing, label_needed=needs_labels, notify=notify)
         labels = None
         if needs_labels:
             assert rows.labels is not None
@@ -280,7 +280,7 @@ class FederatedRun:
                     path, f"row {missing[0] + 1} has no label or one that training never saw."
                 )
             labels = np.asarray(self.model.classes)[rows.labels]
-        tell("looking for novel rows")
+        notify("looking for novel rows")
         result = self.model.novelty(
             rows.matrix, labels, score=score, false_alarm_rate=false_alarm_rate
         )
@@ -302,7 +302,7 @@ class FederatedRun:
         file: str | Path,
         *,
         replace_known: bool = False,
-        tell: Tell = lambda _: None,
+        notify: Notify = lambda _: None,
     ) -> Adapted:
         """Bring in a new client by learning only its weights; nobody else changes.
 
@@ -310,7 +310,7 @@ class FederatedRun:
             client: its name.
             file: its rows, labelled or not.
             replace_known: give new weights to a client that took part in the training.
-            tell: called with a line before each step.
+            notify: called with a line before each step.
         """
         if not client.strip():
             raise ValueError("The client needs a name.")
@@ -327,7 +327,7 @@ class FederatedRun:
                     f"Client {client!r} took part in the training; say --replace to learn its weights "
                     "anew."
                 )
-            adapted = self._adapt(client, Path(file), tell)
+            adapted = self._adapt(client, Path(file), notify)
             # first the record: a client without one is taken for one that took part
             write_json(
                 record,
@@ -344,8 +344,8 @@ class FederatedRun:
             self.model.save(self.folder.model)
         return adapted
 
-    def _adapt(self, client: str, path: Path, tell: Tell) -> Adapted:
-        rows = _rows_of(client, read_rows(path, self.preprocessing, tell=tell), path)
+    def _adapt(self, client: str, path: Path, notify: Notify) -> Adapted:
+        rows = _rows_of(client, read_rows(path, self.preprocessing, notify=notify), path)
         notes = list(rows.notes)
         labelled = rows.labels is not None and bool((rows.labels != UNKNOWN).any())
         matrix, labels = rows.matrix, None
@@ -358,7 +358,7 @@ class FederatedRun:
                     "training knows."
                 )
             matrix, labels = matrix[kept], np.asarray(self.model.classes)[rows.labels[kept]]
-        tell("learning the client's weights")
+        notify("learning the client's weights")
         curve = self._curve(matrix, labels) if labels is not None else []
         adaptation = self.model.adapt(client, matrix, labels)
         return Adapted(adaptation, len(matrix), labelled, curve, notes)
@@ -381,12 +381,12 @@ class FederatedRun:
             curve.append({"rows": size, "accuracy": accuracy})
         return curve
 
-    def report(self, *, tell: Tell = lambda _: None) -> Path:
+    def report(self, *, notify: Notify = lambda _: None) -> Path:
         """Write ``report.html`` and return where it is."""
         self.need_labels()
         from fedgmm.runs.reporting import write_run_report
 
-        return write_run_report(self, tell)
+        return write_run_report(self, notify)
 
     # ------------------------------------------------------------------ helpers
 

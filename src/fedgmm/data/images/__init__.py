@@ -1,0 +1,1 @@
+"""Images of clients: files, downloads, and their division among clients."""

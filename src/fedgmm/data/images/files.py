@@ -1,0 +1,490 @@
+"""MNIST, CIFAR-10, CIFAR-100 and FEMNIST from their standard files: bytes, checked, never pickled.
+
+=========  ======================================================================  ================
+name       files in the data folder                                                255 is
+=========  ======================================================================  ================
+mnist      ``MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte``, or ``.gz``  ink
+cifar10    ``cifar-10-batches-bin/{data_batch_1 … data_batch_5, test_batch}.bin``  white
+cifar100   ``cifar-100-binary/{train,test}.bin`` and the names of the labels       white
+femnist    ``femnist/*.npz``, or LEAF's JSON files under ``femnist``               background
+=========  ======================================================================  ================
+
+Training and test files are pooled, as in the paper: every client splits its own rows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import operator
+import os
+import warnings
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgmm.data.images.download import SOURCES, DownloadError, Progress
+from fedgmm.data.images.download import download as fetch_files
+from fedgmm.wording import counted
+
+ImageName = Literal["mnist", "cifar10", "cifar100", "femnist"]
+IMAGE_NAMES: tuple[str, ...] = get_args(ImageName)
+DATA_VARIABLE = "FEDGMM_DATA"
+"""The environment variable that names the data folder."""
+
+WHITE = 255
+"""Largest value of a byte: what inversion subtracts from."""
+
+ByteArray = NDArray[np.uint8]
+IntArray = NDArray[np.int64]
+
+DIGITS = tuple("0123456789")
+CIFAR10_CLASSES = (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+)  # fmt: skip
+FEMNIST_CLASSES = (
+    *DIGITS,
+    *"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    *"abcdefghijklmnopqrstuvwxyz",
+)
+
+_MNIST_ROWS = {"train": 60_000, "t10k": 10_000}
+_CIFAR10_ROWS = {**{f"data_batch_{i}.bin": 10_000 for i in range(1, 6)}, "test_batch.bin": 10_000}
+_CIFAR100_ROWS = {"train.bin": 50_000, "test.bin": 10_000}
+_GREY_SIDE, _COLOUR_SIDE = 28, 32
+_MOST_BLANK = 0.01  # share of a file's images; a writer may have left a field empty
+_IDX_IMAGES, _IDX_LABELS = 0x803, 0x801  # bytes in three dimensions, bytes in one
+
+_FETCH = "load with download=True (--download on the command line)"
+_HOW_TO_GET = {
+    **{
+        name: (
+            f"unpack {sources[0].url} into the data folder, or {_FETCH}"
+            if sources[0].members
+            else f"get it from {sources[0].url.rpartition('/')[0]}/, or {_FETCH}"
+        )
+        for name, sources in SOURCES.items()
+    },
+    "femnist": (
+        "make it with LEAF's data/femnist/preprocess.sh -s niid --sf 0.15 -k 0 -t sample "
+        "(https://github.com/TalwalkarLab/leaf)"
+    ),
+}
+
+
+class ImageFileError(ValueError):
+    """A missing or damaged file of a data set: which one, and how to get it."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageData:
+    """All images of a data set, as bytes.
+
+    Attributes:
+        name: of the data set.
+        images: ``(N, channels, height, width)`` uint8, as the files have them: MNIST is white ink on
+            black (0), FEMNIST black ink on white (255).
+        labels: classes, ``(N,)`` int64.
+        class_names: ``(K,)``, in the order of the labels.
+        coarse: superclasses, ``(N,)`` int64, where there are any.
+        writers: who wrote each image, an index into ``writer_names``, ``(N,)`` int64, where known.
+        writer_names: the writers, where known.
+    """
+
+    name: str
+    images: ByteArray
+    labels: IntArray
+    class_names: tuple[str, ...]
+    coarse: IntArray | None = None
+    writers: IntArray | None = None
+    writer_names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != np.uint8 or self.images.ndim != 4 or not len(self.images):
+            raise ValueError(
+                f"images of {self.name} must be uint8 (N, channels, height, width), got "
+                f"{self.images.dtype} {self.images.shape}."
+            )
+        _check_codes(self.labels, len(self.images), len(self.class_names), f"labels of {self.name}")
+        if self.coarse is not None:
+            _check_codes(self.coarse, len(self.images), None, f"coarse labels of {self.name}")
+        if (self.writers is None) != (self.writer_names is None):
+            raise ValueError(f"{self.name} needs both writers and writer_names, or neither.")
+        if self.writers is not None and self.writer_names is not None:
+            names = len(self.writer_names)
+            _check_codes(self.writers, len(self.images), names, f"writers of {self.name}")
+
+    def __len__(self) -> int:
+        """How many images there are."""
+        return len(self.images)
+
+    @property
+    def fingerprint(self) -> str:
+        """A number that any other image, label or writer would change."""
+        digest = hashlib.sha256(repr((self.class_names, self.writer_names)).encode())
+        for array in (self.images, self.labels, self.coarse, self.writers):
+            digest.update(b"none" if array is None else np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def __repr__(self) -> str:
+        """One screen: how many images, of what size, in which classes."""
+        shape = "×".join(map(str, self.images.shape[1:]))
+        lines = [
+            f"ImageData {self.name}: {counted(len(self), 'image')} of {shape} bytes",
+            f"  classes  {len(self.class_names)}: {_few(self.class_names)}",
+        ]
+        if self.coarse is not None:
+            lines.append(
+                f"  coarse   {counted(len(np.unique(self.coarse)), 'superclass', 'superclasses')}"
+            )
+        if self.writer_names is not None:
+            lines.append(f"  writers  {len(self.writer_names)}: {_few(self.writer_names)}")
+        return "\n".join(lines)
+
+
+def load_images(
+    name: ImageName,
+    data_dir: Path | str | None = None,
+    *,
+    download: bool = False,
+    progress: Progress | None = None,
+) -> ImageData:
+    """Read a data set from its standard files.
+
+    Args:
+        name: ``"mnist"``, ``"cifar10"``, ``"cifar100"`` or ``"femnist"``.
+        data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
+        download: fetch missing files from their official places first.
+        progress: told a file's name, the bytes that have come, and all of them.
+
+    Raises:
+        ImageFileError: no data folder, or a missing or damaged file.
+    """
+    if name not in IMAGE_NAMES:
+        raise ValueError(f"name must be one of {list(IMAGE_NAMES)}, got {name!r}.")
+    folder = _data_folder(data_dir)
+    if download and name in SOURCES:
+        try:
+            fetch_files(name, folder, progress)
+        except DownloadError as error:
+            raise ImageFileError(str(error)) from None
+    readers = {
+        "mnist": _read_mnist,
+        "cifar10": _read_cifar10,
+        "cifar100": _read_cifar100,
+        "femnist": _read_femnist,
+    }
+    return readers[name](folder)
+
+
+def _data_folder(data_dir: Path | str | None) -> Path:
+    folder = data_dir if data_dir is not None else os.environ.get(DATA_VARIABLE)
+    if not folder:
+        raise ImageFileError(
+            f"There is no data folder: pass data_dir (--data-dir on the command line), or set "
+            f"{DATA_VARIABLE} to the folder that holds the data sets."
+        )
+    return Path(folder).expanduser()
+
+
+# ---------------------------------------------------------------------- MNIST
+
+
+def _read_mnist(folder: Path) -> ImageData:
+    raw = folder / "MNIST" / "raw"
+    images, labels = [], []
+    for part, rows in _MNIST_ROWS.items():
+        shape = (rows, _GREY_SIDE, _GREY_SIDE)
+        images_path = _idx_file(raw / f"{part}-images-idx3-ubyte")
+        images.append(_read_idx(images_path, _IDX_IMAGES, shape))
+        _check_pixels(images[-1], images_path, "mnist")
+        labels_path = _idx_file(raw / f"{part}-labels-idx1-ubyte")
+        labels.append(_read_idx(labels_path, _IDX_LABELS, (rows,)))
+        _check_labels(labels[-1], len(DIGITS), labels_path, "mnist")
+    return ImageData("mnist", np.concatenate(images)[:, None], _joined(labels), DIGITS)
+
+
+def _idx_file(path: Path) -> Path:
+    """The file itself or, where only that is there, the packed one."""
+    packed = path.with_name(path.name + ".gz")
+    if not path.exists() and not packed.exists():
+        raise _missing(packed, "mnist")
+    return path if path.exists() else packed
+
+
+def _read_idx(path: Path, magic: int, shape: tuple[int, ...]) -> ByteArray:
+    """An idx file of bytes, packed or not; its header must say what is expected."""
+    header = np.array([magic, *shape], dtype=">u4").tobytes()
+    size = math.prod(shape)
+    if path.suffix != ".gz":
+        _check_size(path, len(header) + size, "mnist")
+        content: ByteArray = np.memmap(path, dtype=np.uint8, mode="r")
+    else:
+        try:
+            with gzip.open(path) as file:  # one byte more than expected shows a longer file
+                content = np.frombuffer(file.read(len(header) + size + 1), dtype=np.uint8)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _damaged(path, f"it cannot be unpacked ({error})", "mnist") from None
+    found = content[: len(header)].tobytes()
+    if found != header:
+        expected = f"magic number {magic:#06x} and dimensions {' × '.join(map(str, shape))}"
+        raise _damaged(path, f"its header is {found.hex()}, not {expected}", "mnist")
+    if len(content) != len(header) + size:
+        problem = f"it does not hold the {size:,} bytes that its header tells"
+        raise _damaged(path, problem, "mnist")
+    return content[len(header) :].reshape(shape)
+
+
+# ---------------------------------------------------------------------- CIFAR
+
+
+def _read_cifar10(folder: Path) -> ImageData:
+    images, (labels,) = _read_cifar(
+        folder / "cifar-10-batches-bin", _CIFAR10_ROWS, (len(CIFAR10_CLASSES),), "cifar10"
+    )
+    return ImageData("cifar10", images, labels, CIFAR10_CLASSES)
+
+
+def _read_cifar100(folder: Path) -> ImageData:
+    own = folder / "cifar-100-binary"
+    images, (coarse, fine) = _read_cifar(own, _CIFAR100_ROWS, (20, 100), "cifar100")
+    superclasses_of = np.unique(np.stack([fine, coarse]), axis=1)[0]
+    if len(np.unique(superclasses_of)) < len(superclasses_of):
+        problem = "over train.bin and test.bin, a class has more than one superclass"
+        raise _damaged(own, problem, "cifar100")
+    return ImageData("cifar100", images, fine, _read_names(own / "fine_label_names.txt"), coarse)
+
+
+def _read_cifar(
+    folder: Path, rows_of: dict[str, int], classes: tuple[int, ...], name: str
+) -> tuple[ByteArray, list[IntArray]]:
+    """Images ``(N, 3, 32, 32)`` and, for each label byte of a record, labels ``(N,)``.
+
+    A record is its label bytes and 3072 bytes: the red plane, the green one, the blue one, by lines.
+    """
+    shape = (3, _COLOUR_SIDE, _COLOUR_SIDE)
+    width = len(classes) + math.prod(shape)
+    parts = []
+    for file, rows in rows_of.items():
+        path = folder / file
+        if not path.exists():
+            raise _missing(path, name)
+        _check_size(path, rows * width, name)
+        records = np.memmap(path, dtype=np.uint8, mode="r").reshape(rows, width)
+        for byte, count in enumerate(classes):
+            _check_labels(records[:, byte], count, path, name)
+        _check_pixels(records[:, len(classes) :], path, name)
+        parts.append(records)
+    images = np.concatenate([part[:, len(classes) :] for part in parts]).reshape(-1, *shape)
+    return images, [_joined([part[:, byte] for part in parts]) for byte in range(len(classes))]
+
+
+def _read_names(path: Path) -> tuple[str, ...]:
+    if not path.exists():
+        raise _missing(path, "cifar100")
+    names = tuple(path.read_text(encoding="utf-8", errors="replace").split())
+    if not len(names) == len(set(names)) == 100:
+        different = f"{len(set(names))} of them different"
+        problem = f"it holds {counted(len(names), 'name')} of classes, {different}, not 100"
+        raise _damaged(path, problem, "cifar100")
+    return names
+
+
+# ---------------------------------------------------------------------- FEMNIST
+
+
+def _read_femnist(folder: Path) -> ImageData:
+    own = folder / "femnist"
+    packed = sorted(own.glob("*.npz"))
+    if len(packed) > 1:
+        names = ", ".join(path.name for path in packed)
+        raise ImageFileError(f"{own} holds several data sets ({names}); keep one.")
+    if packed:
+        return _read_femnist_npz(packed[0])
+    files = _leaf_files(own)
+    if not files:
+        raise _missing(own / "femnist.npz or LEAF's *.json", "femnist")
+    return _read_leaf(files)
+
+
+def _read_femnist_npz(path: Path) -> ImageData:
+    """Arrays ``images (N, 28, 28)``, ``labels (N,)``, ``writers (N,)`` and ``writer_names (W,)``."""
+    try:
+        with np.load(path, allow_pickle=False) as packed:
+            images, labels, writers, names = (
+                packed[key] for key in ("images", "labels", "writers", "writer_names")
+            )
+    except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        raise _damaged(path, f"it cannot be read ({str(error).rstrip('.')})", "femnist") from None
+    except TypeError:  # a single array, which has no names
+        raise _damaged(path, "it is no archive of named arrays", "femnist") from None
+    if images.dtype != np.uint8 or images.shape[1:] != (_GREY_SIDE, _GREY_SIDE):
+        problem = f"its images are {images.dtype} {images.shape}, not uint8 (N, 28, 28)"
+        raise _damaged(path, problem, "femnist")
+    _check_pixels(images, path, "femnist")
+    for key, codes in (("labels", labels), ("writers", writers)):
+        if codes.dtype.kind not in "iu" or codes.shape != (len(images),):
+            problem = f"its {key} are not one whole number for each of the {counted(len(images), 'image')}"
+            raise _damaged(path, problem, "femnist")
+    if names.ndim != 1 or len(np.unique(names)) != len(names):
+        raise _damaged(path, "its writer_names are not a different name a writer", "femnist")
+    _check_labels(labels, len(FEMNIST_CLASSES), path, "femnist")
+    _check_labels(writers, len(names), path, "femnist", "writer")
+    return ImageData(
+        "femnist",
+        images[:, None],
+        labels.astype(np.int64),
+        FEMNIST_CLASSES,
+        writers=writers.astype(np.int64),
+        writer_names=tuple(map(str, names)),
+    )
+
+
+def _leaf_files(folder: Path) -> list[Path]:
+    """LEAF's files: the split ones if there are any, else the sample, else all data."""
+    for root in (folder, folder / "data"):
+        for parts in (("train", "test"), ("sampled_data",), ("all_data",), ("",)):
+            found = {part: sorted((root / part).glob("*.json")) for part in parts}
+            if any(found.values()):
+                for part, files in found.items():
+                    if not files:  # the other half alone would look like all
+                        raise _missing(root / part / "*.json", "femnist")
+                return [path for files in found.values() for path in files]
+    return []
+
+
+def _read_leaf(files: Sequence[Path]) -> ImageData:
+    """LEAF's JSON: ``users``, and for each of them ``x`` in [0, 1] and ``y``; 1.0 is background."""
+    images: list[ByteArray] = []
+    labels: list[IntArray] = []
+    owners: list[str] = []
+    for path in files:
+        try:
+            with path.open(encoding="utf-8") as file:
+                # the hook sees the innermost objects first: one user's floats at a time are in memory
+                content = json.load(file, object_hook=_user_as_bytes)
+            rows_of = content["user_data"]
+            users = list(map(str, content["users"]))
+            told = list(map(operator.index, content["num_samples"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise _damaged(path, f"it is not LEAF's JSON ({error})", "femnist") from None
+        agree = isinstance(rows_of, dict) and sorted(users) == sorted(rows_of)
+        if not agree or len(told) != len(users):
+            problem = "its users, num_samples and user_data do not agree"
+            raise _damaged(path, problem, "femnist")
+        for user, count in zip(users, told, strict=True):
+            if not isinstance(rows_of[user], tuple) or len(rows_of[user][0]) != count:
+                problem = f"user {user} does not have {counted(count, 'image')} with labels"
+                raise _damaged(path, problem, "femnist")
+            own_images, own_labels = rows_of[user]
+            if not len(own_labels):
+                continue  # whoever wrote nothing is no client
+            _check_labels(own_labels, len(FEMNIST_CLASSES), path, "femnist")
+            images.append(own_images)
+            labels.append(own_labels)
+            owners += [user] * len(own_images)
+    if not images:
+        raise _damaged(files[0], "it has no users with images", "femnist")
+    names, writers = np.unique(np.array(owners), return_inverse=True)
+    return ImageData(
+        "femnist",
+        np.concatenate(images),
+        np.concatenate(labels),
+        FEMNIST_CLASSES,
+        writers=writers.astype(np.int64),
+        writer_names=tuple(names.tolist()),
+    )
+
+
+def _user_as_bytes(content: dict[str, Any]) -> Any:
+    """Images ``(n, 1, 28, 28)`` and labels ``(n,)`` of a user; other objects as they are."""
+    if content.keys() != {"x", "y"}:
+        return content
+    pixels = np.array(content["x"])
+    if pixels.size and pixels.dtype.kind not in "fi":
+        raise ValueError("a pixel is no number")
+    pixels = pixels.astype(np.float32)
+    if len(pixels) and pixels.shape[1:] != (_GREY_SIDE**2,):
+        raise ValueError(f"images have shape {pixels.shape[1:]}, not {_GREY_SIDE**2} pixels")
+    if not ((pixels >= 0) & (pixels <= 1)).all():
+        raise ValueError("a pixel lies outside [0, 1]")
+    labels = np.array(content["y"])
+    if labels.shape != (len(pixels),):
+        raise ValueError(
+            f"a user has {counted(len(pixels), 'image')} but {counted(labels.size, 'label')}"
+        )
+    if len(labels) and labels.dtype.kind != "i":
+        raise ValueError("a label is no whole number")
+    square = (len(pixels), 1, _GREY_SIDE, _GREY_SIDE)
+    return np.rint(pixels * WHITE).astype(np.uint8).reshape(square), labels.astype(np.int64)
+
+
+# ---------------------------------------------------------------------- checks and errors
+
+
+def _joined(parts: Sequence[NDArray[np.integer]]) -> IntArray:
+    return np.concatenate(parts).astype(np.int64)
+
+
+def _check_codes(codes: IntArray, rows: int, kinds: int | None, what: str) -> None:
+    if codes.dtype != np.int64 or codes.shape != (rows,):
+        raise ValueError(f"{what} must be int64 ({rows},), got {codes.dtype} {codes.shape}.")
+    if codes.min() < 0 or (kinds is not None and codes.max() >= kinds):
+        raise ValueError(f"{what} must be at least 0 and below the number of names, {kinds}.")
+
+
+def _check_labels(
+    labels: NDArray[np.integer], classes: int, path: Path, name: str, what: str = "label"
+) -> None:
+    if not len(labels) or labels.min() < 0 or labels.max() >= classes:
+        found = f"{what}s {labels.min()} to {labels.max()}" if len(labels) else f"no {what}s"
+        raise _damaged(path, f"it holds {found}, not 0 to {classes - 1}", name)
+
+
+def _check_pixels(images: NDArray[np.uint8], path: Path, name: str) -> None:
+    """Raise where bytes cannot be pictures, and warn where they hardly can: none has a single colour."""
+    rows = images.reshape(len(images), -1)
+    if not len(rows):
+        raise _damaged(path, "it holds no images", name)
+    lowest, highest = rows.min(1), rows.max(1)
+    if highest.max() == 1:
+        raise _damaged(path, f"its pixels are 0 or 1, not 0 to {WHITE}", name)
+    written = np.flatnonzero(highest)
+    empty = len(rows) - (int(written[-1]) + 1 if len(written) else 0)
+    if empty:  # what a full disk leaves
+        zeros = counted(empty, "image is", "images are")
+        raise _damaged(path, f"its last {zeros} nothing but zeros", name)
+    blank = lowest == highest
+    if blank.sum() <= _MOST_BLANK * len(rows):
+        return
+    warnings.warn(
+        f"{int(blank.sum()):,} of the {counted(len(rows), 'image')} in {path} have a single colour; if "
+        f"they should not, {_HOW_TO_GET[name]}.",
+        stacklevel=2,
+    )
+
+
+def _check_size(path: Path, size: int, name: str) -> None:
+    found = path.stat().st_size
+    if found != size:
+        raise _damaged(path, f"it has {found:,} bytes, not {size:,}", name)
+
+
+def _missing(path: Path, name: str) -> ImageFileError:
+    return ImageFileError(f"{path} is missing; {_HOW_TO_GET[name]}.")
+
+
+def _damaged(path: Path, problem: str, name: str) -> ImageFileError:
+    return ImageFileError(f"{path} is damaged: {problem}; delete it and {_HOW_TO_GET[name]}.")
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "")

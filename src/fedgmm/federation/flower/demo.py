@@ -1,0 +1,195 @@
+"""A federation on this machine: one server and four hospitals, each a process of its own.
+
+Everything is as it would be on five machines: TLS, a key for each hospital, a file for each hospital.
+Run it with ``make federation-demo``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedgmm.data.hospitals import LABEL, NEWCOMER, SITES, write_hospitals
+from fedgmm.federation.flower.processes import free_port
+from fedgmm.runs.folder import read_json
+
+_MOST_SECONDS = 600.0
+_PHASES = {
+    "Listening on": "server started",
+    "agreed on": "hospitals connected, columns agreed on",
+    "round 1:": "started and first round done",
+    "handing out the model": "all rounds done",
+    "finished:": "models handed out, report written",
+}
+"""What the server says, and which phase is over then."""
+
+
+@dataclass
+class FederationDemo:
+    """Folders, commands and times of the demonstration.
+
+    Attributes:
+        out: where everything goes; what an earlier demonstration left there is replaced.
+        sites: how many of the hospitals take part.
+        rounds: of the training.
+        seconds: how long each phase took.
+    """
+
+    out: Path
+    sites: int = 4
+    rounds: int = 15
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The hospitals that take part."""
+        return list(SITES)[: self.sites]
+
+    def run(self) -> dict[str, Any]:
+        """Do it all; returns the metrics of every hospital, by its name."""
+        started = time.perf_counter()
+        self._prepare()
+        self.seconds["files, certificate and keys made"] = time.perf_counter() - started
+        port = free_port()
+        with ExitStack() as stack:
+            server = self._start(stack, "server", *self._server_arguments(port))
+            clients = {
+                name: self._start(stack, name, *self._client_arguments(name, port))
+                for name in self.names
+            }
+            self._watch(server)
+            for name, process in {"server": server, **clients}.items():
+                if process.wait(60):
+                    raise RuntimeError(f"{name} failed:\n{self._said(name)}")
+        self._join_later(port)
+        found = {name: read_json(self.out / name / "metrics.json") for name in self.names}
+        self.seconds["in all"] = time.perf_counter() - started
+        return found
+
+    # ------------------------------------------------------------------ commands
+
+    def _prepare(self) -> None:
+        shutil.rmtree(self.out, ignore_errors=True)
+        write_hospitals(self.out / "data")
+        self._do("keys", "certificate", "--host", "127.0.0.1", "--out", "certificates")
+        for name in [*self.names, NEWCOMER]:
+            self._do("keys", "new", name, "--out", name)
+            # what a hospital sends to the server's administrator
+            (self.out / "keys").mkdir(exist_ok=True)
+            shutil.copy(self.out / name / f"{name}.pub", self.out / "keys")
+        (self.out / "federation.toml").write_text(
+            f'[data]\nlabel = "{LABEL}"\n\n[training]\nalgorithm = "fedgmm"\ncomponents = 3\n'
+            f"learners = 3\nrounds = {self.rounds}\n\n[federation]\nclients = {self.sites}\n",
+            encoding="utf-8",
+        )
+
+    def _server_arguments(self, port: int) -> list[str]:
+        place = "certificates"
+        files = ["--tls-cert", f"{place}/server.crt", "--tls-key", f"{place}/server.key"]
+        files += ["--tls-ca", f"{place}/ca.crt", "--keys", "keys"]
+        where = ["--host", "127.0.0.1", "--port", str(port)]
+        return ["server", "--config", "federation.toml", "--out", "run", *where, *files]
+
+    def _client_arguments(self, name: str, port: int) -> list[str]:
+        data = f"data/{name}.csv" if name == NEWCOMER else f"data/site_{name}.csv"
+        who = ["--key", f"{name}/{name}.key", "--ca", "certificates/ca.crt"]
+        return ["client", "--server", f"127.0.0.1:{port}", "--data", data, "--out", name, *who]
+
+    def _join_later(self, port: int) -> None:
+        """A hospital that was not there takes the finished model and learns its own weights."""
+        started = time.perf_counter()
+        with ExitStack() as stack:
+            self._start(stack, "server_again", *self._server_arguments(port))
+            arguments = [*self._client_arguments(NEWCOMER, port), "--adapt-only"]
+            newcomer = self._start(stack, NEWCOMER, *arguments)
+            if newcomer.wait(_MOST_SECONDS):
+                raise RuntimeError(f"{NEWCOMER} failed:\n{self._said(NEWCOMER)}")
+        self.seconds[f"{NEWCOMER} joined the finished federation"] = time.perf_counter() - started
+
+    # ------------------------------------------------------------------ processes
+
+    def _do(self, *arguments: str) -> None:
+        done = subprocess.run(
+            _command(arguments), cwd=self.out, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{shlex.join(arguments)} failed:\n{done.stderr}")
+
+    def _start(self, stack: ExitStack, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a command; it is ended with the stack, if it has not ended before."""
+        print("$ fedgmm", shlex.join(arguments), flush=True)
+        log = stack.enter_context((self.out / f"{name}.txt").open("wb"))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # six processes share this machine
+        process = subprocess.Popen(
+            _command(arguments), cwd=self.out, stdout=log, stderr=log, env=environment
+        )
+        stack.callback(_end, process)
+        return process
+
+    def _watch(self, server: subprocess.Popen[bytes]) -> None:
+        """Show what the server says, and time its phases."""
+        shown, since = 0, time.perf_counter()
+        deadline = time.monotonic() + _MOST_SECONDS
+        while True:
+            ended = server.poll() is not None
+            text = self._said("server")
+            for line in text[shown : text.rfind("\n") + 1].splitlines():
+                print("  ", line, flush=True)
+                for words, phase in _PHASES.items():
+                    if words in line and phase not in self.seconds:
+                        now = time.perf_counter()
+                        self.seconds[phase], since = now - since, now
+            shown = text.rfind("\n") + 1
+            if ended:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"The federation does not end; see {self.out}/*.txt.")
+            time.sleep(0.1)
+
+    def _said(self, name: str) -> str:
+        return (self.out / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-c", "from fedgmm.cli import main; main()", *arguments]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def main() -> None:
+    """Run the demonstration and print its times."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("federation-demo"))
+    parser.add_argument("--sites", type=int, default=4, choices=range(2, len(SITES) + 1))
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    demo = FederationDemo(options.out, options.sites, options.rounds)
+    found = demo.run()
+    print("\nAccuracy on test rows, each hospital with its own model:")
+    for name, metrics in found.items():
+        print(f"  {name:<12} {100 * metrics['test']['mean_accuracy']:5.1f} %")
+    print("\nSeconds:")
+    for phase, seconds in demo.seconds.items():
+        print(f"  {seconds:6.1f}  {phase}")
+    print(f"\nThe server's report: {options.out / 'run' / 'report.html'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The Flower app at the server, for people who run their own SuperLink with ``flwr run``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Train with the nodes of the grid, or hand a finished model to them."""
+    from fedgmm.federation.flower.server import run_or_serve
+    from fedgmm.federation.flower.sites import FlowerSites
+    from fedgmm.federation.settings import read_settings
+
+    def notify(line: str) -> None:
+        print(line, flush=True)
+
+    config = context.run_config
+    if not config.get("config") or not config.get("out"):
+        raise ValueError(
+            'Say which settings: flwr run … -c \'config="federation.toml" out="run"\'.'
+        )
+    settings = read_settings(Path(str(config["config"])))
+    sites = FlowerSites(grid, limit_bytes=settings.largest_message, notify=notify)
+    run_or_serve(
+        settings, sites, Path(str(config["out"])), bool(config.get("serve")), notify=notify
+    )

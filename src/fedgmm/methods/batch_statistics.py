@@ -1,0 +1,109 @@
+"""Statistics of batch normalisation that belong to the learners as they are.
+
+Clients train with the statistics of their own batches, while their weights move; then a server averages
+both. The average of weights is another network than those that the statistics are of, and with momentum at
+the server it is far from them. So whoever wants to predict asks the clients once more: what are your
+statistics with these very weights? Nothing is trained, and only sums leave the clients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedgmm.data.dataset import LabelledRows
+from fedgmm.methods.base import Prediction, count_learners
+from fedgmm.nets.networks import Params, is_statistic
+from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.sgd import Step, plan_batches
+from fedgmm.nets.stacked import Stacked
+
+_ROWS_AT_ONCE = 512
+_IMAGES_AT_ONCE = 4096
+_BYTES_AT_ONCE = 512 * 1024 * 1024  # of the learners' copies, one for each client
+
+
+def settled(prediction: Prediction, rows: LabelledRows) -> Prediction:
+    """The prediction with running statistics that its own learners have on the clients' rows.
+
+    Those of a learner are the mean over its clients, weighted by their rows and by how much of them is
+    the learner's. Networks without batch normalisation stay as they are, and so do learners that no
+    client has.
+
+    Args:
+        prediction: what training made, for the clients of ``rows``.
+        rows: their training rows.
+    """
+    net, learners = prediction.net, prediction.learners
+    if not isinstance(net, Stacked) or not any(map(is_statistic, learners)):
+        return prediction
+    counts = rows.offsets.diff()
+    own, shares = _learners_of_clients(prediction, counts)
+    totals = {
+        name: torch.zeros_like(value, dtype=torch.float64)
+        for name, value in learners.items()
+        if is_statistic(name)
+    }
+    asked = torch.zeros(count_learners(prediction), 1, dtype=torch.float64, device=own.device)
+    there = counts.nonzero().flatten()
+    everything = torch.arange(len(rows.inputs), device=rows.device)
+    plan = plan_batches(rows.offsets, there, [everything], _ROWS_AT_ONCE, even=True)
+    learner_bytes = sum(value[0].numel() * value.element_size() for value in learners.values())
+    for step in plan.steps:
+        for some in _blocks(step, own.shape[1], learner_bytes):
+            codes = plan.clients[some]
+            seen = step.mask[some].sum(1)
+            weights = (shares[codes] * (seen / counts[codes])[:, None]).flatten()[:, None]
+            which = own[codes].flatten()
+            params = {name: value[own[codes]] for name, value in learners.items()}
+            images = rows.inputs[step.rows[some]]
+            for name, value in _statistics(net, params, images, seen).items():
+                totals[name].index_add_(0, which, weights * value.flatten(0, 1))
+            asked.index_add_(0, which, weights)
+    means = {
+        name: torch.where(asked > 0, total / asked, learners[name]).to(learners[name].dtype)
+        for name, total in totals.items()
+    }
+    return replace(prediction, learners={**learners, **means})
+
+
+def _learners_of_clients(prediction: Prediction, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Each client's learners, ``(C, k)``, and how many of its rows are theirs, ``(C, k)`` float64."""
+    learners, rows = count_learners(prediction), counts.double()[:, None]
+    if prediction.assignment is None:
+        assert prediction.client_weights is not None
+        table = prediction.client_weights.to(rows)
+        weights = table.reshape(len(rows), -1, learners).sum(1)
+        return torch.arange(learners, device=rows.device).expand(len(rows), -1), rows * weights
+    own = prediction.assignment.to(rows.device)[:, None]
+    default = prediction.default_learner
+    if default is not None and not (own == default).any():
+        # the one for rows without a client is everybody's
+        own = torch.cat([own, torch.full_like(own, default)], 1)
+    return own, rows.expand(own.shape)
+
+
+def _blocks(step: Step, learners: int, learner_bytes: int) -> list[slice]:
+    """The clients of a step, as many at a time as memory should hold.
+
+    Many images need room, and so do many clients with few images: each has copies of its learners.
+    """
+    clients, width = step.rows.shape
+    images, copies = _IMAGES_AT_ONCE // width, _BYTES_AT_ONCE // learner_bytes
+    most = max(1, min(images, copies) // learners)
+    return [slice(first, min(first + most, clients)) for first in range(0, clients, most)]
+
+
+def _statistics(net: Stacked, learners: Params, images: Tensor, counts: Tensor) -> Params:
+    """Means and variances of the learners' channels over each client's images, ``(A, k, c)`` float64.
+
+    ``learners`` are ``(A, k, ...)``, ``images`` ``(A, n, ...)``, of which the first ``counts`` count.
+    """
+    cards = [images.device] if images.device.type != "cpu" else []
+    # dropout draws from the program's generator, which gets its own state back
+    with torch.no_grad(), torch.random.fork_rng(cards):
+        inputs = as_numbers(images, next(iter(learners.values())).dtype)
+        _, found = net.walk(learners, inputs, training=True, counts=counts)
+    return {name: value.double() for name, value in found.items()}

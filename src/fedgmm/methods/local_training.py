@@ -1,0 +1,269 @@
+"""Local training of stacked learners, as every method with gradient steps uses it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.streaming import accumulate
+from fedgmm.data.dataset import LabelledRows
+from fedgmm.methods.base import DivergedError
+from fedgmm.nets.devices import accelerator_memory, use_less_memory, what_ran_out
+from fedgmm.nets.kernels.recording import forget_recordings
+from fedgmm.nets.learners import (
+    add_params,
+    expand_clients,
+    stack,
+    take_clients,
+    weighted_sum,
+)
+from fedgmm.nets.networks import Network, Params
+from fedgmm.nets.sgd import SGD, BatchPlan, padded_rows, plan_batches, train_local
+from fedgmm.wording import counted
+
+Schedule = Literal["constant", "cooldown", "cosine", "sqrt"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+Result = TypeVar("Result")
+
+_ROUND_STRIDE = 1_000_003  # between the seeds of rounds
+_LARGEST = 1e8  # a few layers of numbers beyond it overflow in float32
+_ROWS_OF_A_PRODUCT = 8  # cards multiply matrices of other sizes several times as slowly
+_STEP_NUMBERS = 512 * 1024  # inputs of one step of a group: they stay in a core's cache
+_COOLING_SHARE = 1 / 5  # of the rounds, at the end
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How clients train their copies of the learners.
+
+    Attributes:
+        net: the network.
+        sgd: the optimiser.
+        schedule: of the learning rate over rounds; ``"cooldown"`` falls towards zero in the last fifth.
+        rounds: length of the run, for schedules that know its end.
+        seed: of shuffles and random starts.
+        dtype: of the parameters.
+        memory: most bytes for the copies of the learners that clients hold at once, on a CPU.
+    """
+
+    net: Network
+    sgd: SGD = field(default_factory=SGD)
+    schedule: Schedule = "constant"
+    rounds: int = 100
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    memory: int = 512 * 1024 * 1024
+
+    def options(self, round_number: int) -> SGD:
+        """The optimiser of one round, counted from one."""
+        return replace(self.sgd, lr=self.sgd.lr * self.rate_share(round_number))
+
+    def rate_share(self, round_number: int) -> float:
+        """The learning rate of a round, counted from one, as a share of the full one."""
+        match self.schedule:
+            case "constant":
+                return 1.0
+            case "cooldown":
+                falling = max(1, round(self.rounds * _COOLING_SHARE))
+                left = max(1, self.rounds + 1 - round_number)  # this round among them
+                return min(1.0, left / (falling + 1))
+            case "cosine":
+                done = min(round_number, self.rounds) - 1  # beyond the end the last rate stays
+                return 0.5 * (1.0 + math.cos(math.pi * done / self.rounds))
+            case _:
+                return 1.0 / math.sqrt(round_number)
+
+    def initial(self, learners: int, device: torch.device, given: Params | None = None) -> Params:
+        """Start of ``learners`` learners, ``(M, ...)``: independent draws, or copies of a given one."""
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = [self.net.initial(generator) for _ in range(learners)] if given is None else []
+        params = stack(drawn or [given or {}] * learners)
+        return {name: value.to(device, self.dtype) for name, value in params.items()}
+
+    def orders(self, rows: LabelledRows, round_number: int, options: SGD) -> list[Tensor]:
+        """One shuffle of every client's rows an epoch, ``(N,)`` each."""
+        return [rows.shuffled(self.seed, round_number, epoch) for epoch in range(options.epochs)]
+
+    def groups(self, rows: LabelledRows, params: Params) -> list[Tensor]:
+        """Codes of clients that have rows, in groups that train side by side.
+
+        Those with the most rows come first: the fewer rows a group's clients differ by, the less is
+        padded. Copies of ``params`` fit the memory; on a CPU a step of the group fits the cache.
+        """
+        one = sum(value.numel() * value.element_size() for value in params.values())
+        copies = 4 * one  # parameters, gradients, momentum, a temporary
+        if rows.device.type == "cpu":
+            size = max(1, self.memory // copies)
+        else:
+            learners = len(next(iter(params.values())))
+            padded = padded_rows(self.sgd.batch_size, _ROWS_OF_A_PRODUCT)
+            batch = padded * learners * self.net.row_numbers * self.dtype.itemsize
+            size = max(1, accelerator_memory(rows.device) // (copies + batch))
+            size = min(size, self.net.handling.most_clients or size)
+        if self._in_lanes(rows):
+            numbers = self.sgd.batch_size * math.prod(rows.inputs.shape[1:])
+            size = min(size, max(1, _STEP_NUMBERS // numbers))
+        counts = rows.features.rows_per_client
+        present = torch.argsort(counts, descending=True, stable=True)[: int((counts > 0).sum())]
+        return [present[first : first + size] for first in range(0, len(present), size)]
+
+    def plan(
+        self, rows: LabelledRows, clients: Tensor, orders: list[Tensor], options: SGD
+    ) -> BatchPlan:
+        """The batches of some clients: even ones where a batch's own statistics matter."""
+        even = self.net.handling.even_batches
+        return plan_batches(
+            rows.offsets,
+            clients,
+            orders,
+            options.batch_size,
+            even,
+            options.augment,
+            _ROWS_OF_A_PRODUCT if even and rows.device.type == "cuda" else 1,
+        )
+
+    def _in_lanes(self, rows: LabelledRows) -> bool:
+        """Small networks train group by group, one thread each; large ones use all threads at once."""
+        return rows.device.type == "cpu" and self.net.handling.in_lanes
+
+    def over_groups(
+        self,
+        rows: LabelledRows,
+        params: Params,
+        round_number: int,
+        visit: Callable[[list[Result], Tensor], None],
+    ) -> list[Result]:
+        """Call ``visit`` with a list to append to and each group's codes; all that was appended.
+
+        A card may be too full for the groups, since others use it too. Then all begins anew with smaller
+        ones, so ``visit`` changes nothing that it will need.
+        """
+        groups = self.groups(rows, params)
+        if self._in_lanes(rows):
+            lanes = accumulate(
+                groups, list[Result], visit, rows.device, gradients=True, in_turn=True
+            )
+            return [result for lane in lanes for result in lane]
+        while True:
+            try:
+                return self._one_by_one(groups, round_number, visit)
+            except torch.cuda.OutOfMemoryError as error:
+                reason = what_ran_out(error)
+            # not in the handler: what did not fit is held until that ends
+            if len(groups[0]) == 1:
+                raise torch.cuda.OutOfMemoryError(
+                    f"The memory of {rows.device} does not suffice to train one client ({reason}); end "
+                    "other programs that use it, or choose a smaller batch_size or device='cpu'."
+                )
+            groups = self._smaller_groups(rows, params, len(groups[0]))
+            warnings.warn(
+                f"The memory of {rows.device} ran out ({reason}); this training goes on with at most "
+                f"{counted(len(groups[0]), 'client')} at a time.",
+                stacklevel=2,
+            )
+
+    def _one_by_one(
+        self,
+        groups: list[Tensor],
+        round_number: int,
+        visit: Callable[[list[Result], Tensor], None],
+    ) -> list[Result]:
+        results: list[Result] = []
+        # dropout draws from the program's generator: it gets this round's seed, then its own back
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed + _ROUND_STRIDE * round_number)
+            for group in groups:
+                visit(results, group)
+        return results
+
+    def _smaller_groups(self, rows: LabelledRows, params: Params, too_large: int) -> list[Tensor]:
+        """Groups with fewer clients than did not fit, and all memory that can be given back."""
+        forget_recordings(self.net)
+        torch.cuda.empty_cache()
+        while len((groups := self.groups(rows, params))[0]) >= too_large:
+            use_less_memory(rows.device)
+        return groups
+
+    def train_shared(
+        self,
+        shared: Params,
+        rows: LabelledRows,
+        weights: Tensor | None,
+        counts: Tensor,
+        round_number: int,
+    ) -> Params:
+        """Every client trains its copies of shared learners; the server needs only their sum.
+
+        Args:
+            shared: ``θ_m``, ``(M, ...)``.
+            rows: the clients' rows.
+            weights: responsibilities of the learners, ``(N, M)``; ``None`` means one.
+            counts: ``γ_c(m)``, ``(C, M)``.
+            round_number: for the shuffle and the schedule.
+
+        Returns:
+            ``Σ_c γ_c(m) θ_mc``, ``(M, ...)`` float64.
+        """
+        options = self.options(round_number)
+        orders = self.orders(rows, round_number, options)
+
+        def visit(sums: list[Params], clients: Tensor) -> None:
+            start = expand_clients(shared, len(clients))
+            plan = self.plan(rows, clients, orders, options)
+            anchor = start if options.proximal else None
+            trained = self.train(start, rows, weights, plan, options, anchor)
+            sums.append(weighted_sum(trained, counts[plan.clients]))
+
+        return add_params(self.over_groups(rows, shared, round_number, visit))
+
+    def train_personal(
+        self, personal: Params, rows: LabelledRows, round_number: int, sgd: SGD | None = None
+    ) -> Params:
+        """Every client trains learners of its own, ``(C, M, ...)``."""
+        options = sgd or self.options(round_number)
+        orders = self.orders(rows, round_number, options)
+        result = {name: value.clone() for name, value in personal.items()}
+
+        def visit(_: list[None], clients: Tensor) -> None:
+            plan = self.plan(rows, clients, orders, options)
+            trained = self.train(take_clients(personal, plan.clients), rows, None, plan, options)
+            for name, value in trained.items():
+                result[name][plan.clients] = value  # groups do not overlap
+
+        one = {name: value[0] for name, value in personal.items()}
+        self.over_groups(rows, one, round_number, visit)
+        return result
+
+    def train(
+        self,
+        start: Params,
+        rows: LabelledRows,
+        weights: Tensor | None,
+        plan: BatchPlan,
+        options: SGD,
+        anchor: Params | None = None,
+    ) -> Params:
+        """Run a plan and see to it that the outcome is finite."""
+        trained = train_local(
+            self.net, start, rows.inputs, rows.labels, weights, plan, options, anchor
+        )
+        check_finite(trained, plan.clients, rows)
+        return trained
+
+
+def check_finite(params: Params, clients: Tensor, rows: LabelledRows) -> None:
+    """Raise :class:`DivergedError` for the first client whose ``(A, M, ...)`` are lost."""
+    largest = [
+        torch.linalg.vector_norm(value.flatten(1), math.inf, -1)
+        for value in params.values()
+        if value.numel()
+    ]
+    good = (torch.stack(largest) < _LARGEST).all(0)  # NaN is not less than anything
+    if not bool(good.all()):
+        raise DivergedError(rows.names[int(clients[int(torch.nonzero(~good)[0])])])

@@ -1,0 +1,1 @@
+"""Learners and how they train, on a CPU or an accelerator."""

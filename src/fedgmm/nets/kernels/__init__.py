@@ -1,0 +1,1 @@
+"""Fused operations and recorded steps for GPUs."""

@@ -1,0 +1,368 @@
+"""Fast layers for stacked networks on NVIDIA cards, as differentiable functions.
+
+Each does what a few calls of torch do, with a fraction of the memory traffic. :func:`usable` says whether
+they can serve a tensor; callers have the plain way beside it, and that way is the one that is tested
+against everything else. Tests hold the two together, on a card or in Triton's interpreter. The kernels
+themselves are in ``triton_layers`` and ``triton_blocks``, imported where they are called: Triton may not
+be there.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDTHS = (16, 32, 64)  # channels that fit a tile of a product
+_MOST_COLOURS = 4
+_TILE = 1024
+_TILE_OF_TAPS = 512  # four pixels a thread: more would spread a warp's single reads over more lines
+_BLOCK_DTYPES = (torch.bfloat16, torch.float16)  # in float32 the sums do not fit the registers
+_PIXELS_AT_ONCE, _PIXELS_A_SUM = 128, 64  # places of a program
+_CHANNELS_AT_ONCE, _CHANNELS_A_SUM = 64, 32  # on an H200 faster than twice as many
+NO_ACTIVATION, RELU, RELU6 = -1.0, 0.0, 6.0
+"""What follows a normalisation, named by its ceiling."""
+
+
+@cache
+def _triton_is_there() -> bool:
+    return find_spec("triton") is not None
+
+
+def usable(values: Tensor) -> bool:
+    """Whether the kernels can read this tensor."""
+    return values.is_cuda and values.dtype in _DTYPES and _triton_is_there()
+
+
+def _tile(pixels: int, most: int = _TILE) -> int:
+    """A power of two that holds the pixels, up to ``most``."""
+    return min(most, max(32, 1 << (pixels - 1).bit_length()))
+
+
+# ---------------------------------------------------------------------- one filter a channel
+
+
+class _Depthwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, stride: int) -> Tensor:
+        from fedgmm.nets.kernels import triton_layers as kernels
+
+        images, weight = images.contiguous(), weight.contiguous()
+        groups, channels, rows, height, width = images.shape
+        shape = ((height - 1) // stride + 1, (width - 1) // stride + 1)
+        out = images.new_empty(groups, channels, rows, *shape)
+        pixels = rows * shape[0] * shape[1]
+        tile = _tile(pixels, _TILE_OF_TAPS)
+        kernels.depthwise[(groups * channels, -(-pixels // tile))](
+            images, weight, out, pixels, height, width, *shape, stride, tile
+        )
+        ctx.save_for_backward(images, weight)
+        ctx.stride = stride
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        from fedgmm.nets.kernels import triton_layers as kernels
+
+        images, weight = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        groups, channels, rows, height, width = images.shape
+        sizes = (height, width, *gradient.shape[-2:], ctx.stride)
+        own_images = own_weight = None
+        if ctx.needs_input_grad[0]:
+            own_images = torch.empty_like(images)
+            pixels = rows * height * width
+            tile = _tile(pixels, _TILE_OF_TAPS)
+            kernels.depthwise_images[(groups * channels, -(-pixels // tile))](
+                gradient, weight, own_images, pixels, *sizes, tile
+            )
+        if ctx.needs_input_grad[1]:
+            own_weight = torch.empty_like(weight)
+            pixels = rows * gradient.shape[-2] * gradient.shape[-1]
+            kernels.depthwise_weights[(groups * channels,)](
+                images, gradient, own_weight, pixels, *sizes, _tile(pixels, _TILE_OF_TAPS)
+            )
+        return own_images, own_weight, None
+
+
+def depthwise(images: Tensor, weight: Tensor, stride: int) -> Tensor:
+    """Each channel by its own 3×3 filter, padded by one.
+
+    Args:
+        images: ``(G, c, n, h, w)``.
+        weight: ``(G, c, 1, 3, 3)``.
+        stride: down and right.
+
+    Returns:
+        ``(G, c, n, h', w')``.
+    """
+    out: Tensor = _Depthwise.apply(images, weight, stride)  # type: ignore[no-untyped-call]
+    return out
+
+
+# ---------------------------------------------------------------------- batch normalisation
+
+
+class BatchStatistics(NamedTuple):
+    """Mean and variance of every channel, of a batch or running over many, ``(G, c)`` each."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+class _Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        images: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        counts: Tensor | None,
+        running: BatchStatistics,
+        momentum: float,
+        eps: float,
+        ceiling: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from fedgmm.nets.kernels import triton_layers as kernels
+
+        images, weight, bias = images.contiguous(), weight.contiguous(), bias.contiguous()
+        groups, channels, rows = images.shape[:3]
+        place = images.shape[3] * images.shape[4]
+        out = torch.empty_like(images)
+        old = [value.float().contiguous() for value in running]
+        mean, variance, new_mean, new_variance = (torch.empty_like(old[0]) for _ in range(4))
+        there = weight if counts is None else counts.to(torch.int32).contiguous()
+        pixels = rows * place
+        options = (counts is not None, ceiling, place, _tile(pixels))
+        sizes = (pixels, channels, eps)
+        kernels.normalise[(groups * channels,)](
+            images, there, weight, bias, *old,
+            out, mean, variance, new_mean, new_variance, *sizes, momentum, *options,
+        )  # fmt: skip
+        ctx.save_for_backward(images, there, weight, bias, mean, variance)
+        ctx.sizes, ctx.options = sizes, options
+        ctx.mark_non_differentiable(new_mean, new_variance)
+        ctx.set_materialize_grads(False)  # no zeros for what has no gradient
+        return out, new_mean, new_variance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from fedgmm.nets.kernels import triton_layers as kernels
+
+        images, there, weight, bias, mean, variance = ctx.saved_tensors
+        own = torch.empty_like(images)
+        own_weight, own_bias = torch.empty_like(mean), torch.empty_like(mean)
+        kernels.normalise_backward[(mean.numel(),)](
+            images, there, weight, bias, mean, variance, gradients[0].contiguous(),
+            own, own_weight, own_bias, *ctx.sizes, *ctx.options,
+        )  # fmt: skip
+        scales = own_weight.to(weight.dtype), own_bias.to(bias.dtype)
+        return own, *scales, None, None, None, None, None
+
+
+def normalised(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    counts: Tensor | None,
+    running: BatchStatistics,
+    momentum: float,
+    eps: float,
+    ceiling: float = NO_ACTIVATION,
+) -> tuple[Tensor, BatchStatistics]:
+    """Batch normalisation by the rows that are there, then ReLU or nothing.
+
+    Args:
+        images: ``(G, c, n, h, w)``.
+        weight: ``(G, c)``.
+        bias: ``(G, c)``.
+        counts: how many rows are there, ``(G,)``, and they come first; ``None`` means all.
+        running: statistics of earlier batches.
+        momentum: how far they move towards those of this one.
+        eps: added to variances.
+        ceiling: ``NO_ACTIVATION``, ``RELU`` or ``RELU6``.
+
+    Returns:
+        The images, and the running statistics after them, in float32.
+    """
+    out, mean, variance = _Normalised.apply(  # type: ignore[no-untyped-call]
+        images, weight, bias, counts, running, momentum, eps, ceiling
+    )
+    return out, BatchStatistics(mean, variance)
+
+
+def scaled(images: Tensor, scale: Tensor, shift: Tensor, ceiling: float = NO_ACTIVATION) -> Tensor:
+    """``images · scale + shift`` and ReLU or nothing, without gradients; scales are ``(G, c)``."""
+    from fedgmm.nets.kernels import triton_layers as kernels
+
+    images = images.contiguous()
+    out = torch.empty_like(images)
+    pixels = images.shape[2] * images.shape[3] * images.shape[4]
+    tile = _tile(pixels)
+    kernels.scale_and_shift[(scale.numel(), -(-pixels // tile))](
+        images, scale.float().contiguous(), shift.float().contiguous(), out, pixels, ceiling, tile
+    )
+    return out
+
+
+# ---------------------------------------------------------------------- the small network
+
+
+def usable_blocks(images: Tensor, weight: Tensor, next_weight: Tensor) -> bool:
+    """Whether :func:`pixel_block` and then :func:`channel_block` can serve images ``(A, n, c, h, w)``.
+
+    They want 16 bits a number, few colours, round numbers of channels, 3×3 filters and at least 4×4
+    pixels, and give no gradient of the images.
+    """
+    fit = (
+        images.dtype in _BLOCK_DTYPES
+        and images.shape[2] <= _MOST_COLOURS
+        and weight.shape[1] in _WIDTHS
+        and next_weight.shape[1] in _WIDTHS
+        and weight.shape[-2:] == next_weight.shape[-2:] == (3, 3)
+        and min(images.shape[-2:]) >= 4
+    )
+    return usable(images) and fit and not images.requires_grad
+
+
+class _PixelBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        from fedgmm.nets.kernels import triton_blocks as kernels
+
+        images, weight, bias = images.contiguous(), weight.contiguous(), bias.contiguous()
+        rows, colours, height, width = images.shape[1:]
+        groups, targets = weight.shape[:2]
+        out, corners = _pooled_results(images, groups, rows, height, width, targets)
+        places = rows * out.shape[2] * out.shape[3]
+        ctx.places = places
+        window = 16 if colours == 1 else 64  # 4×4 pixels, up to a power of two
+        learners = groups // len(images)
+        ctx.sizes = learners, colours, targets, height, width, window, _precision()
+        kernels.pixel_block[(-(-places // _PIXELS_AT_ONCE), groups)](
+            images, weight, bias, out, corners, places, *ctx.sizes, _PIXELS_AT_ONCE
+        )
+        ctx.save_for_backward(images, corners)
+        ctx.dtype = weight.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
+        from fedgmm.nets.kernels import triton_blocks as kernels
+
+        images, corners = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        colours, targets, window = ctx.sizes[1], ctx.sizes[2], ctx.sizes[5]
+        groups = len(gradient)
+        seen = gradient.new_empty(groups, 4, window, targets, dtype=torch.float32)
+        own_bias = gradient.new_empty(groups, targets, dtype=torch.float32)
+        kernels.pixel_block_weights[(groups,)](
+            images, gradient, corners, seen, own_bias, ctx.places, *ctx.sizes, _PIXELS_A_SUM,
+            num_stages=2,
+        )  # fmt: skip
+        corner = seen[:, :, : 16 * colours].reshape(groups, 2, 2, colours, 4, 4, targets)
+        # the filter at a corner is at its place in the window
+        own = sum(
+            corner[:, down, right, :, down : down + 3, right : right + 3]
+            for down in range(2)
+            for right in range(2)
+        )
+        assert isinstance(own, Tensor)
+        return None, own.permute(0, 4, 1, 2, 3).to(ctx.dtype), own_bias.to(ctx.dtype)
+
+
+def pixel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """3×3 convolutions of pixels, padded by one, then the largest of every 2×2 and of zero.
+
+    Args:
+        images: ``(A, n, c, h, w)``; groups that follow each other share them.
+        weight: ``(G, c', c, 3, 3)``, ``G`` a multiple of ``A``.
+        bias: ``(G, c')``.
+
+    Returns:
+        ``(G, n, h/2, w/2, c')``, channels last.
+    """
+    out: Tensor = _PixelBlock.apply(images, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ChannelBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        from fedgmm.nets.kernels import triton_blocks as kernels
+
+        images, bias = images.contiguous(), bias.contiguous()
+        groups, rows, height, width, sources = images.shape
+        targets = weight.shape[1]
+        taps = weight.permute(0, 3, 4, 2, 1).contiguous()  # (G, 3, 3, c, c')
+        out, corners = _pooled_results(images, groups, rows, height, width, targets)
+        places = rows * out.shape[2] * out.shape[3]
+        ctx.sizes = sources, targets, height, width, _precision()
+        kernels.channel_block[(-(-places // _CHANNELS_AT_ONCE), groups)](
+            images, taps, bias, out, corners, places, *ctx.sizes, _CHANNELS_AT_ONCE
+        )
+        ctx.save_for_backward(images, weight, corners)
+        ctx.places = places
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        from fedgmm.nets.kernels import triton_blocks as kernels
+
+        images, weight, corners = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        groups, rows, height, width, sources = images.shape
+        targets = weight.shape[1]
+        own_images = None
+        if ctx.needs_input_grad[0]:
+            own_images = torch.empty_like(images)
+            blocks = rows * -(-height // 2) * -(-width // 2)
+            taps = weight.permute(0, 3, 4, 1, 2).contiguous()  # (G, 3, 3, c', c)
+            kernels.channel_block_images[(-(-blocks // _CHANNELS_AT_ONCE), groups)](
+                gradient, corners, taps, own_images, rows, *ctx.sizes, _CHANNELS_AT_ONCE
+            )
+        own = weight.new_empty(groups, 3, 3, sources, targets)
+        own_bias = gradient.new_empty(groups, targets, dtype=torch.float32)
+        kernels.channel_block_weights[(3, groups)](
+            images,
+            gradient,
+            corners,
+            own,
+            own_bias,
+            ctx.places,
+            *ctx.sizes,
+            _CHANNELS_A_SUM,
+        )
+        return own_images, own.permute(0, 4, 3, 1, 2), own_bias.to(weight.dtype)
+
+
+def channel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The same for many channels.
+
+    Args:
+        images: ``(G, n, h, w, c)``, channels last.
+        weight: ``(G, c', c, 3, 3)``.
+        bias: ``(G, c')``.
+
+    Returns:
+        ``(G, n, h/2, w/2, c')``.
+    """
+    out: Tensor = _ChannelBlock.apply(images, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _pooled_results(
+    images: Tensor, groups: int, rows: int, height: int, width: int, targets: int
+) -> tuple[Tensor, Tensor]:
+    """Room for what a block gives, and for which corners it took it from."""
+    out = images.new_empty(groups, rows, height // 2, width // 2, targets)
+    return out, torch.empty(out.shape, dtype=torch.uint8, device=out.device)
+
+
+def _precision() -> str:
+    """All of float32, unless the user has allowed TF32."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

@@ -1,0 +1,109 @@
+"""Learners ``P_θ(y|x)``: their likelihood, and their parameters as vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from fedgmm.core.linalg import matmul
+from fedgmm.nets.networks import Dense, Network, Params, is_statistic
+
+_NUMBERS_AT_ONCE = 512 * 1024 * 1024  # activations of rows that shared learners look at
+_LARGER_ON_ACCELERATORS = 4
+_KEPT_FOR_THE_WAY_BACK = 8  # times as many numbers in training, about
+
+
+def log_likelihoods(
+    net: Network, params: Params, inputs: Tensor, labels: Tensor, training: bool = False
+) -> Tensor:
+    """``log P_θm(y_i|x_i)`` of every learner.
+
+    Args:
+        net: the network.
+        params: stacked parameters, ``(*C, M, ...)``.
+        inputs: ``(*C, n, *shape)``.
+        labels: class indices, ``(*C, n)``.
+        training: switches dropout on.
+
+    Returns:
+        ``(*C, n, M)``.
+    """
+    learners = len(next(iter(params.values())))
+    most = _NUMBERS_AT_ONCE * _KEPT_FOR_THE_WAY_BACK // (learners * net.row_numbers)
+    most *= 1 if inputs.device.type == "cpu" else _LARGER_ON_ACCELERATORS
+    if inputs.dim() == len(net.input_shape) + 1 and len(inputs) > most and not training:
+        size = max(1, most)
+        parts = [slice(first, first + size) for first in range(0, len(inputs), size)]
+        return torch.cat([log_likelihoods(net, params, inputs[p], labels[p]) for p in parts])
+    if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)): a softmax over two numbers is slow
+        margins = class_margins(net, params, inputs, training)
+        return logsigmoid((margins * label_signs(labels, margins.dtype)).mT).mT
+    return at_labels(torch.log_softmax(net.logits(params, inputs, training), dim=-1), labels)
+
+
+def at_labels(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    """``(*C, n, M, K)`` at the labels ``(*C, n)``: ``(*C, n, M)``."""
+    index = labels[..., None, None].expand(*log_probabilities.shape[:-1], 1)
+    return log_probabilities.gather(-1, index).squeeze(-1)
+
+
+def class_margins(net: Network, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+    """``z₁ - z₀`` of two classes, ``(*C, n, M)``; linear learners need only the difference."""
+    if isinstance(net, Dense) and not net.hidden:
+        weight, bias = params["0.weight"], params["0.bias"]
+        x = inputs.flatten(weight.dim() - 2)
+        difference = weight[..., 1, :] - weight[..., 0, :]
+        # rows last in memory: what follows then runs along many rows, not along a few learners
+        products = matmul(difference, x.mT) if x.dim() > 2 else difference @ x.mT
+        return (products + (bias[..., 1] - bias[..., 0]).unsqueeze(-1)).mT
+    logits = net.logits(params, inputs, training)
+    return logits[..., 1] - logits[..., 0]
+
+
+def label_signs(labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two classes as ``±1``, ``(*C, n, 1)``."""
+    return (2 * labels - 1).to(dtype).unsqueeze(-1)
+
+
+# ---------------------------------------------------------------------- parameters as vectors
+
+
+def stack(params: list[Params]) -> Params:
+    """Parameters of several learners along a new first axis."""
+    return {name: torch.stack([own[name] for own in params]) for name in params[0]}
+
+
+def expand_clients(params: Params, clients: int) -> Params:
+    """The same parameters for every client: ``(M, ...)`` to ``(C, M, ...)``, copied."""
+    return {name: value.expand(clients, *value.shape).clone() for name, value in params.items()}
+
+
+def take_clients(params: Params, index: Tensor | slice) -> Params:
+    """Parameters of some clients, along the first axis."""
+    return {name: value[index] for name, value in params.items()}
+
+
+def weighted_sum(params: Params, weights: Tensor) -> Params:
+    """``Σ_c w_c(m) θ_mc`` in float64: ``(C, M, ...)`` and ``(C, M)`` to ``(M, ...)``."""
+    sums = {}
+    for name, value in params.items():
+        total = torch.einsum("cm,cmp->mp", weights.double(), _vectors(value).double())
+        sums[name] = total.reshape(value.shape[1:])
+    return sums
+
+
+def add_params(sums: list[Params]) -> Params:
+    """The sum of several sets of parameters, in their order."""
+    return {name: torch.stack([own[name] for own in sums]).sum(0) for name in sums[0]}
+
+
+def flatten(params: Params) -> Tensor:
+    """All that is trained of each client and learner as one vector: ``(C, M, P)``, float64."""
+    trained = [value for name, value in params.items() if not is_statistic(name)]
+    return torch.cat([_vectors(value).double() for value in trained], dim=-1)
+
+
+def _vectors(value: Tensor) -> Tensor:
+    """``(C, M, ...)`` as ``(C, M, p)``; a parameter may be a single number."""
+    return value.reshape(*value.shape[:2], -1)

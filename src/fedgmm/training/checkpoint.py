@@ -1,0 +1,439 @@
+"""Where a training stands, on disk: written in one step, read without running anything.
+
+A checkpoint is one safetensors file. Its tensors have names like paths
+(``shared/mixture/gaussians/means``); everything else is JSON in the file's metadata, with a format
+number and checksums. There are no class names: the type hints of a method's ``init`` say how tensors
+and values become its state again. A training that goes on from the file ends with the same bits as one
+that was never interrupted, so floats are written in hexadecimal and a tensor that does not lie in
+memory row by row is laid out again as it was (products of matrices may round differently).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.checks import check_integer
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.files import write_atomically
+from fedgmm.methods.base import RoundInfo, SupervisedMethod
+from fedgmm.methods.fedgmm import FedGMM
+from fedgmm.training.loop import Run
+from fedgmm.training.state_arrays import StateDecoder, StateError, laid_out, take_apart
+
+FORMAT = 1
+"""Version of the layout; a newer one is refused."""
+
+FREE_OPTIONS = ("rounds", "device", "personal_labels")
+"""Options that may differ when a training goes on: they do not change rounds that are done."""
+
+DENSITY_OPTIONS = ("components", "covariance_type", "reg_covar")
+"""Options that change nothing where a method has no Gaussians."""
+
+WEIGHTS = "pretrained_sha256"
+"""Beside the options: the checksum of the file that ``pretrained`` names, or ``None``."""
+
+Phase = Literal["warmup", "main"]
+AnyMethod = SupervisedMethod[Any, Any, Any]
+
+_FACTS = "fedgmm checkpoint"
+_LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
+_SAMPLED_ROWS = 4096
+_LOWER_LAYERS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class CheckpointError(StateError):
+    """A checkpoint that cannot be written, read or gone on from, with the file and the reason."""
+
+
+class OtherTrainingError(CheckpointError):
+    """A checkpoint of a training with other options, other data or more rounds."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often a training writes down its progress.
+
+    Attributes:
+        path: the file; a training that finds it goes on from there.
+        every: rounds from one writing to the next.
+    """
+
+    path: Path
+    every: int = 5
+
+    def __post_init__(self) -> None:
+        """Check the values; a path may be given as a string."""
+        object.__setattr__(self, "path", Path(self.path))
+        check_integer("every", self.every, 1)
+
+
+class Best(NamedTuple):
+    """The best round so far, by its score on the validation rows."""
+
+    score: float
+    round: int
+    shared: Any
+    personal: Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training stands after a round: all that is needed to go on exactly.
+
+    Attributes:
+        phase: ``"warmup"`` or ``"main"``.
+        round: number of the last finished round; before the first round of a phase, one less.
+        shared: what the server broadcasts.
+        personal: what clients keep, along a leading axis.
+        history: one dictionary a round, of both phases.
+        best: the best round, where training watches the validation rows.
+        first_round: number of the phase's first round.
+        judged: the stopping rules have looked at the last round.
+        converged: a stopping rule has ended the training.
+        options: what the training was started with, as plain values.
+        data: the data's fingerprint.
+    """
+
+    phase: Phase
+    round: int
+    shared: Any
+    personal: Any
+    history: list[dict[str, float]] = field(default_factory=list)
+    best: Best | None = None
+    first_round: int = 1
+    judged: bool = True
+    converged: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    data: str = ""
+
+    @property
+    def run(self) -> Run[Any, Any]:
+        """The phase's rounds, to go on with."""
+        infos = [
+            RoundInfo(entry["log_likelihood"])
+            for entry in self.history
+            if entry["round"] >= self.first_round
+        ]
+        return Run(self.shared, self.personal, infos, self.round, self.judged, self.converged)
+
+
+def fingerprint(dataset: FederatedDataset, features: bool = True) -> str:
+    """A number that other clients, classes, labels or rows would change.
+
+    Of the training and validation rows; of their inputs only a sample, so that it costs little.
+
+    Args:
+        dataset: the clients.
+        features: whether what the Gaussians see counts, if that is not the inputs.
+    """
+    names = [str(name) for name in dataset.names]
+    known = repr((names, dataset.classes.tolist(), dataset.input_shape))
+    digest = hashlib.sha256(known.encode())
+    for rows in (dataset.train, dataset.validation):
+        _add_to(digest, rows.codes)
+        _add_to(digest, rows.labels)
+        step = 1 + len(rows) // _SAMPLED_ROWS
+        _add_to(digest, rows.inputs[::step])
+        if features and not rows.features_are_inputs:
+            for chunk in rows.features.chunks:
+                _add_to(digest, chunk[::step])
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def save_progress(path: str | Path, progress: Progress) -> None:
+    """Write progress to a file, in one step: a crash leaves the old file or the new one."""
+    from safetensors.torch import save as to_bytes
+
+    path, best = Path(path), progress.best
+    state = {"shared": progress.shared, "personal": progress.personal}
+    if best is not None:
+        state |= {"best/shared": best.shared, "best/personal": best.personal}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, value in state.items():
+        take_apart(name, value, tensors, values)
+    dense = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in tensors.items()
+    }
+    facts = {
+        "format": FORMAT,
+        "phase": progress.phase,
+        "round": progress.round,
+        "first_round": progress.first_round,
+        "judged": progress.judged,
+        "converged": progress.converged,
+        "history": [
+            {name: float(value).hex() for name, value in entry.items()}
+            for entry in progress.history
+        ],
+        "best": None if best is None else {"score": best.score.hex(), "round": best.round},
+        "options": dict(progress.options),
+        "data": progress.data,
+        "values": values,
+        "strides": {
+            name: value.stride() for name, value in tensors.items() if not value.is_contiguous()
+        },
+        "numbers": _digest_of(dense),
+    }
+    facts["checksum"] = _checksum(facts)
+    data = to_bytes(dense, metadata={_FACTS: json.dumps(facts)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, data)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(
+            f"Cannot write the checkpoint {path} ({reason}); make room or choose another file."
+        ) from None
+
+
+def _digest_of(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(repr((name, str(value.dtype), tuple(value.shape))).encode())
+        _add_to(digest, value)
+    return digest.hexdigest()
+
+
+def _add_to(digest: Any, value: Tensor) -> None:
+    digest.update(value.detach().cpu().contiguous().numpy())
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    """Of all facts but the checksum itself."""
+    rest = {name: value for name, value in facts.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def load_progress(
+    path: str | Path, method: AnyMethod, device: torch.device | str = "cpu"
+) -> Progress:
+    """Read what :func:`save_progress` wrote.
+
+    Args:
+        path: the file.
+        method: whose state it is.
+        device: where the tensors go.
+
+    Raises:
+        CheckpointError: a missing, damaged, foreign or newer file, or the state of another method.
+    """
+    return read_checkpoint(path).progress(method, device)
+
+
+def read_checkpoint(path: str | Path) -> StoredProgress:
+    """Read and check a file without knowing yet whose state it holds."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load as from_bytes
+
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"Cannot read the checkpoint {path} ({reason}).") from None
+    facts = _read_facts(path, data)
+    try:
+        tensors = from_bytes(data)
+        whole = facts["numbers"] == _digest_of(tensors)
+    except (SafetensorError, *_LOWER_LAYERS) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; {_START_AGAIN}.") from None
+    if not whole:
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of its numbers does not fit; {_START_AGAIN}."
+        )
+    return StoredProgress(path, facts, tensors)
+
+
+_START_AGAIN = "remove it to start again, or give another file"
+
+
+def _read_facts(path: Path, data: bytes) -> dict[str, Any]:
+    """The JSON in a file's metadata, checked."""
+    length = int.from_bytes(data[:8], "little")
+    if not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
+        raise CheckpointError(f"{path} is damaged or not a checkpoint; {_START_AGAIN}.")
+    try:
+        facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_FACTS])
+        number = facts["format"]
+        fits = facts["checksum"] == _checksum(facts)
+    except _LOWER_LAYERS:
+        raise CheckpointError(f"{path} is damaged or not a checkpoint; {_START_AGAIN}.") from None
+    if type(number) is int and number > FORMAT:
+        raise CheckpointError(
+            f"{path} was written by a newer fedgmm (format {number}, this one reads up to "
+            f"{FORMAT}); upgrade fedgmm to go on from it."
+        )
+    if number != FORMAT or not fits:
+        raise CheckpointError(
+            f"{path} is damaged or was changed: its checksum does not fit; {_START_AGAIN}."
+        )
+    return dict(facts)
+
+
+@dataclass(frozen=True)
+class StoredProgress:
+    """A file that is whole, not yet turned into a method's state.
+
+    Attributes:
+        path: the file.
+        facts: its JSON.
+        tensors: by their names.
+    """
+
+    path: Path
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def phase(self) -> Phase:
+        """Whose state it is: the warm-up's or the method's own."""
+        return "warmup" if self.facts.get("phase") == "warmup" else "main"
+
+    def check_settings(
+        self, options: Mapping[str, Any], *data: str, free: Iterable[str] = ()
+    ) -> None:
+        """Make sure that the training that goes on has the same options and data as this one.
+
+        Args:
+            options: as plain values; ``FREE_OPTIONS`` may differ, but rounds that are done stay.
+                Pretrained weights are compared by ``WEIGHTS``, wherever the file lies.
+            *data: fingerprints, any of which will do.
+            free: further options that may differ.
+
+        Raises:
+            OtherTrainingError: it has not.
+        """
+        stored = self.facts.get("options")
+        stored = stored if isinstance(stored, dict) else {}
+        # older checkpoints tell only where the file was
+        if WEIGHTS in stored and WEIGHTS in options:
+            stored, options = _by_content(stored), _by_content(options)
+        for name in sorted({*stored, *options} - {*FREE_OPTIONS, *free, WEIGHTS}):
+            then, now = stored.get(name), options.get(name)
+            if then != now:
+                raise OtherTrainingError(
+                    f"{self.path} is of a training with {name}={then!r}, not {now!r}; give the same "
+                    f"{name} to go on, or another file to start again."
+                )
+        if self.facts.get("data") not in data:
+            raise OtherTrainingError(
+                f"{self.path} is of a training on other data; give the same data set to go on, or "
+                "another file to start again."
+            )
+        done, rounds = self.facts.get("round"), options.get("rounds")
+        if isinstance(done, int) and isinstance(rounds, int) and done > rounds:
+            raise OtherTrainingError(
+                f"{self.path} already holds round {done}, but rounds={rounds}; raise rounds, or give "
+                "another file."
+            )
+
+    def progress(self, method: AnyMethod, device: torch.device | str = "cpu") -> Progress:
+        """The state of ``method``, on ``device``."""
+        try:
+            return self._assemble(method, device)
+        except StateError as error:
+            raise CheckpointError(f"{self.path} does not fit the method: {error}") from None
+        except _LOWER_LAYERS as error:
+            raise CheckpointError(f"{self.path} does not fit the method: {error!r}.") from None
+
+    def _assemble(self, method: AnyMethod, device: torch.device | str) -> Progress:
+        facts = self.facts
+        strides = facts["strides"]
+        tensors = {
+            name: laid_out(value.to(device), strides.get(name))
+            for name, value in self.tensors.items()
+        }
+        hints = get_args(get_type_hints(type(method).init)["return"])
+        decoder = StateDecoder(
+            tensors, facts["values"], frame_of(method).training.net.parameter_shapes
+        )
+
+        def state(prefix: str) -> tuple[Any, Any]:
+            shared, personal = (
+                decoder.decode(hint, prefix + part)
+                for hint, part in zip(hints, ("shared", "personal"), strict=True)
+            )
+            _check_sizes(method, shared, personal)
+            return shared, personal
+
+        best = facts["best"]
+        return Progress(
+            self.phase,
+            int(facts["round"]),
+            *state(""),
+            [
+                {str(name): float.fromhex(value) for name, value in entry.items()}
+                for entry in facts["history"]
+            ],
+            None
+            if best is None
+            else Best(float.fromhex(best["score"]), int(best["round"]), *state("best/")),
+            int(facts["first_round"]),
+            bool(facts["judged"]),
+            bool(facts["converged"]),
+            dict(facts["options"]),
+            str(facts["data"]),
+        )
+
+
+def _by_content(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with what the file of weights holds in the place of its name."""
+    checksum = options[WEIGHTS]
+    return {**options, "pretrained": None if checksum is None else f"sha256 {checksum}"}
+
+
+def frame_of(method: AnyMethod) -> Any:
+    """The method that trains: FedAvg+ is FedAvg until the last round."""
+    return getattr(method, "average", method)
+
+
+def _check_sizes(method: AnyMethod, shared: Any, personal: Any) -> None:
+    """Raise unless the state has as many Gaussians and learners as the method."""
+    frame = frame_of(method)
+    prediction = method.prediction(shared, personal)
+    for name, value in prediction.learners.items():
+        if value.dtype != frame.training.dtype:
+            raise CheckpointError(f"{name} is {value.dtype}, not {frame.training.dtype}.")
+    if not isinstance(frame, FedGMM) or prediction.client_weights is None:
+        return
+    current = shared.mixture.gaussians
+    if current.covariance_type != frame.gaussians.covariance_type:
+        raise CheckpointError(
+            f"its covariance_type is {current.covariance_type!r}, not "
+            f"{frame.gaussians.covariance_type!r}."
+        )
+    m1, m2 = frame.gaussians.components, frame.learners
+    sizes = {
+        "components": (len(current.means), m1),
+        "learners": (len(next(iter(shared.learners.values()))), m2),
+        "weights": (shared.mixture.weights.numel(), m1 * m2),
+        "weights of a client": (prediction.client_weights.shape[-1], m1 * m2),
+    }
+    for what, (here, wanted) in sizes.items():
+        if here != wanted:
+            raise CheckpointError(f"its {what} are {here}, not {wanted}.")

@@ -1,0 +1,143 @@
+"""States and updates of methods as named arrays and plain values, and back.
+
+There are no class names: type hints say how arrays and values become a state again. Names are paths,
+such as ``shared/mixture/gaussians/means``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.servers import ServerState
+from fedgmm.nets.networks import is_statistic
+
+
+class StateError(ValueError):
+    """Arrays and values that do not make the state that was asked for."""
+
+
+def take_apart(path: str, value: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    """Name every tensor and every plain value of a state by where it is."""
+    if isinstance(value, Tensor):
+        tensors[path] = value
+    elif isinstance(value, dict):
+        values[path] = list(value)  # an empty one is one, too; and the order of names is kept
+        for name, item in value.items():
+            tensors[f"{path}/{name}"] = item
+    elif is_dataclass(value):
+        for part in fields(value):
+            take_apart(f"{path}/{part.name}", getattr(value, part.name), tensors, values)
+    elif isinstance(value, float):
+        values[path] = {"float": value.hex()}
+    elif value is None or isinstance(value, (bool, int, str)):
+        values[path] = value
+    else:
+        raise TypeError(
+            f"{path} is a {type(value).__name__}, which no checkpoint or message can hold."
+        )
+
+
+def laid_out(value: Tensor, strides: list[int] | None) -> Tensor:
+    """A tensor with its axes in the order in memory that they had; repeated ones are held once."""
+    if strides is None:
+        return value
+    once = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+    order = sorted(range(value.dim()), key=lambda axis: -strides[axis])
+    back = sorted(range(value.dim()), key=lambda place: order[place])
+    return once.permute(order).contiguous().permute(back).expand(value.shape)
+
+
+@dataclass(frozen=True)
+class StateDecoder:
+    """State from tensors and values, as type hints say.
+
+    Attributes:
+        tensors: by path.
+        values: everything else, by path.
+        shapes: of a learner's parameters, which is what dictionaries in a state hold.
+    """
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def decode(self, hint: Any, path: str) -> Any:
+        """The value at ``path``, which must be of the kind that ``hint`` names."""
+        kind = get_origin(hint) or hint
+        if kind in (Union, UnionType):
+            return self._first_that_fits(get_args(hint), path)
+        if kind is Tensor:
+            if path not in self.tensors:
+                raise StateError(f"it has no numbers called {path}.")
+            return self.tensors[path]
+        if kind is dict:
+            return self._parameters(path)
+        if is_dataclass(kind) and isinstance(kind, type):
+            hints = get_type_hints(kind)
+            own = self._of_what_is_trained() if kind is ServerState else self
+            return kind(
+                **{
+                    part.name: own.decode(hints[part.name], f"{path}/{part.name}")
+                    for part in fields(kind)
+                }
+            )
+        return self._plain(hint, path)
+
+    def _of_what_is_trained(self) -> StateDecoder:
+        """The server averages gradients, and running statistics have none."""
+        shapes = {name: shape for name, shape in self.shapes.items() if not is_statistic(name)}
+        return replace(self, shapes=shapes)
+
+    def _first_that_fits(self, hints: tuple[Any, ...], path: str) -> Any:
+        for hint in hints:
+            try:
+                return self.decode(hint, path)
+            except StateError:
+                continue
+        raise StateError(f"{path} is of another kind.")
+
+    def _parameters(self, path: str) -> dict[str, Tensor]:
+        """Stacked parameters of learners, or none at all."""
+        names = self.values.get(path)
+        if not isinstance(names, list) or (names and set(names) != set(self.shapes)):
+            raise StateError(f"{path} does not hold the parameters of this learner.")
+        params = {name: self.decode(Tensor, f"{path}/{name}") for name in names}
+        for name, value in params.items():
+            own = self.shapes[name]
+            stacked = value.shape[: value.dim() - len(own)]
+            if not stacked or tuple(value.shape) != (*stacked, *own):
+                raise StateError(
+                    f"{path}/{name} has shape {tuple(value.shape)}, which does not end in {own}."
+                )
+        return params
+
+    def _plain(self, hint: Any, path: str) -> Any:
+        if path not in self.values:
+            raise StateError(f"it has no value called {path}.")
+        value = self.values[path]
+        if hint is float and isinstance(value, dict):
+            return float.fromhex(value["float"])
+        if get_origin(hint) is Literal:
+            fits = value in get_args(hint)
+        else:
+            fits = hint in (NoneType, None, bool, int, str) and type(value) is (hint or NoneType)
+        if not fits:
+            raise StateError(f"{path} is of another kind.")
+        return value
+
+
+def all_finite(value: Any) -> bool:
+    """Whether all numbers of a state are finite."""
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    if isinstance(value, dict):
+        return all(map(all_finite, value.values()))
+    if is_dataclass(value):
+        return all(all_finite(getattr(value, part.name)) for part in fields(value))
+    return True

@@ -1,0 +1,144 @@
+"""What all clients agree on, from their summaries."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from fedgmm.data.tables.agreement import agree_on_columns, needs_text
+from fedgmm.data.tables.labels import Labels
+from fedgmm.data.tables.preprocessing import OTHER, Preprocessing, TableOptions
+from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary
+
+
+def clients(**columns):
+    """A summary for each client from one summary of column ``a`` each."""
+    return {
+        name: ClientSummary(_rows(told), 0, {"a": told}, {"x": 1}) for name, told in columns.items()
+    }
+
+
+def _rows(told):
+    return told.missing + (told.count or sum((told.categories or {"": 0}).values()))
+
+
+def number(mean, squares, count, missing=0, kind="number"):
+    return ColumnSummary(kind, missing, count, mean, squares)
+
+
+def text(missing=0, kind="text", **counts):
+    return ColumnSummary(kind, missing, categories=counts)
+
+
+def agreed(summaries, **options):
+    (column,), notes = agree_on_columns(summaries, TableOptions("y", **options))
+    return column, notes
+
+
+def transformed(column, values):
+    own = Preprocessing((column,), Labels("y", (0, 1)))
+    return own.transform("site.csv", pa.record_batch({"a": values})).T.tolist(), own
+
+
+def test_truth_values_beside_zeros_and_ones_are_numbers():
+    column, _ = agreed(clients(p=text(kind="boolean", true=3, false=1), q=number(0.5, 1.0, 4)))
+    assert column.role == "number"
+    assert column.mean == pytest.approx(5 / 8)
+    assert column.scale == pytest.approx(math.sqrt(15 / 64))
+    (values,), _ = transformed(column, ["True", "false"])
+    assert values == pytest.approx([(1 - 5 / 8) / column.scale, -5 / 8 / column.scale])
+
+
+def test_constant_columns():
+    column, notes = agreed(clients(p=number(5.0, 0.0, 4), q=number(5.0, 0.0, 2)))
+    assert (column.role, len(notes)) == ("ignored", 1)
+    column, _ = agreed(clients(p=number(5.0, 0.0, 4, missing=4)))
+    assert transformed(column, pa.array([5.0, None]))[0] == [[0, 0], [0, 1]]
+    assert agreed(clients(p=text(a=4)))[0].role == "ignored"
+    assert agreed(clients(p=text(kind="boolean", true=4)))[0].role == "ignored"
+    assert agreed(clients(p=text(missing=4)))[0].role == "ignored"
+
+
+def test_small_numbers_are_no_constant():
+    column, _ = agreed(clients(p=number(1e-14, 4e-28, 4)))
+    assert (column.role, column.scale) == ("number", pytest.approx(1e-14))
+    assert agreed(clients(p=number(1e-308, 0.0, 4)))[0].role == "ignored"
+
+
+@pytest.mark.parametrize("mean", [math.inf, math.nan, 1e200])
+def test_numbers_too_large(mean):
+    column, notes = agreed(clients(p=number(mean, 1.0, 4), q=number(1.0, 1.0, 4)))
+    assert column.role == "ignored"
+    assert "too large" in notes[0]
+
+
+def test_the_rarest_categories_are_joined():
+    counts = {f"c{i:02}": 100 - i for i in range(60)}
+    counts[OTHER] = 200
+    column, notes = agreed(clients(p=ColumnSummary("text", 0, categories=counts)))
+    assert len(column.categories) == 50
+    assert column.categories == (*(f"c{i:02}" for i in range(49)), OTHER)
+    assert "49 most frequent" in notes[0]
+    values, own = transformed(column, ["c00", "c59", "never seen", None])
+    assert [row.index(1.0) for row in np.array(values).T.tolist()[:3]] == [0, 49, 49]
+    assert sum(np.array(values).T[3]) == 0
+    assert not own.unknown_categories()
+
+
+def test_names_at_any_client_are_not_used():
+    column, notes = agreed(clients(p=text(a=3, b=2), q=ColumnSummary("text", 0, categories=None)))
+    assert column.role == "ignored"
+    assert "look like names" in notes[0]
+
+
+def test_names_that_are_seen_only_together():
+    """Few at every client, but hardly one occurs twice."""
+    summaries = clients(
+        **{f"c{k}": text(**{f"n{k}_{i}": 1 for i in range(5)}) for k in range(10)},
+    )
+    assert agreed(summaries)[0].role == "ignored"
+
+
+def test_whom_a_disagreement_blames(fails):
+    summaries = clients(
+        p=number(1.0, 1.0, 3),
+        q=ColumnSummary("text", 0, categories={"12": 1, "x": 1}),
+        r=number(1, 1, 3),
+    )
+    message = fails(agree_on_columns, summaries, TableOptions("y"), error="DisagreementError")
+    assert message.startswith("Client 'q'")
+    assert "'a' holds text such as 'x', where 'p' has numbers" in message
+
+
+def test_who_reads_again_as_text():
+    options = TableOptions("y", max_categories=3)
+    few, many = text(a=1, b=1), text(a=1, b=1, c=1, d=1)
+    truth, numeric = text(kind="boolean", true=1), number(1, 1, 3)
+    assert needs_text(clients(p=few, q=truth, r=numeric), options) == {"q": {"a"}, "r": {"a"}}
+    assert needs_text(clients(p=many, q=truth, r=numeric), options) == {"q": {"a"}}
+    assert needs_text(clients(q=truth, r=numeric), options) == {}
+
+
+def test_options_that_name_no_column(fails):
+    unknown = TableOptions("y", ignore=("zz",))
+    assert "'zz'" in fails(agree_on_columns, clients(p=number(1, 1, 3)), unknown)
+
+
+@pytest.mark.parametrize(
+    "dates", ["31.01.2024 01.02.2024", "1/31/24 12/1/24", "31-01-2024 1-2-2024"]
+)
+def test_dates_that_are_not_read_as_dates_are_told(dates):
+    counts = dict.fromkeys(dates.split(), 5)
+    _, notes = agreed(clients(oslo=text(**counts)))
+    assert len(notes) == 1
+    assert "looks like dates" in notes[0]
+    assert "2024-12-31" in notes[0]
+
+
+@pytest.mark.parametrize("texts", ["1.2.3 31.01.2024x", "31.01.2024 north", "a b", "1.1-2024 b"])
+def test_texts_that_are_not_all_dates_are_not_told(texts):
+    _, notes = agreed(clients(oslo=text(**dict.fromkeys(texts.split(), 5))))
+    assert notes == []

@@ -1,0 +1,36 @@
+"""What is imported when: the core without Flower, and Flower's side without torch."""
+
+import subprocess
+import sys
+
+CORE = (
+    "import fedgmm.cli",
+    "import fedgmm.federation.coordinator, fedgmm.federation.site",
+    "from fedgmm import fit, train, FedGMMClassifier",
+)
+
+
+def imported(*statements):
+    """The names of all modules after each statement, in one process."""
+    code = "import sys\n" + "".join(
+        f"{one}\nprint(' '.join(sorted(sys.modules)))\n" for one in statements
+    )
+    told = subprocess.check_output([sys.executable, "-c", code], text=True)
+    return [set(line.split()) for line in told.splitlines()]
+
+
+def test_the_core_never_imports_flower():
+    for statement, modules in zip(CORE, imported(*CORE), strict=True):
+        assert "fedgmm" in modules, statement
+        assert "flwr" not in modules, statement
+        assert "fedgmm.federation.flower.inner" not in modules, statement
+
+
+def test_the_app_of_a_node_and_its_programs_are_light():
+    (modules,) = imported(
+        "import fedgmm.federation.flower.client_app, fedgmm.federation.flower.client, "
+        "fedgmm.federation.flower.supernode, "
+        "fedgmm.federation.flower.superlink"
+    )
+
+    assert not {"torch", "pandas", "sklearn", "scipy", "pyarrow"} & modules

@@ -1,0 +1,265 @@
+"""Promises of a federation, with real processes: TLS, keys, folders, equal results, later sites."""
+
+import http.client
+import json
+import socket
+import ssl
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from fedgmm.federation.flower.certificates import try_out_certificates
+from fedgmm.federation.flower.keys import new_pair
+from loopback import Federation, all_gone, parameters
+from small_runs import works
+
+FLOWER_FILES = {"home", "lock", "log.txt", "secret"}
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory):
+    """A server that waits for the last of three sites."""
+    federation = Federation(tmp_path_factory.mktemp("loopback"))
+    federation.configure(clients=3, rounds=3, training='dtype = "float64"')
+    federation.server("--serve")
+    federation.client("bergen", "--share-metrics")
+    federation.client("oslo")
+    federation.wait_for("server", "bergen is here")
+    federation.wait_for("server", "oslo is here")
+    yield federation
+    federation.clean_up()
+
+
+@pytest.fixture(scope="module")
+def finished(federation):
+    """The same when the last site has come and the training is over."""
+    federation.family = [
+        child
+        for process in list(federation.processes.values())
+        if process.poll() is None
+        for child in psutil.Process(process.pid).children(recursive=True)
+    ]
+    federation.client("tromso")
+    federation.wait_for("server", "handing its model to sites")
+    return federation
+
+
+def secure_line(federation):
+    context = ssl.create_default_context(cafile=federation.tls.authority)
+    line = socket.create_connection(("127.0.0.1", federation.port), 5)
+    return context.wrap_socket(line, server_hostname="127.0.0.1")
+
+
+# ---------------------------------------------------------------------- who is let in
+
+
+def test_a_client_with_an_unknown_key_is_refused(federation):
+    new_pair("stranger", federation.home / "private")
+    (federation.home / "stranger.csv").write_bytes((federation.home / "oslo.csv").read_bytes())
+
+    federation.client("stranger")
+
+    assert federation.ends("stranger") == 1
+    assert "does not know our key" in federation.said("stranger")
+    assert "stranger.pub" in federation.said("stranger")
+    assert "stranger" not in federation.said("server")
+
+
+def test_a_client_refuses_a_server_that_another_authority_signed(federation):
+    other = try_out_certificates(["127.0.0.1"], federation.home / "other")
+
+    federation.start(
+        "careful", "client", "--server", f"127.0.0.1:{federation.port}", "--data", "oslo.csv",
+        "--out", "careful", "--key", "private/oslo.key", "--ca", other.authority,
+    )  # fmt: skip
+
+    assert federation.ends("careful") == 1
+    assert "cannot be trusted" in federation.said("careful")
+
+
+def test_a_client_refuses_a_server_under_another_name(federation):
+    federation.start(
+        "elsewhere", "client", "--server", f"localhost:{federation.port}", "--data", "oslo.csv",
+        "--out", "elsewhere", "--key", "private/oslo.key", "--ca", federation.tls.authority,
+    )  # fmt: skip
+
+    assert federation.ends("elsewhere") == 1
+    assert "cannot be trusted" in federation.said("elsewhere")
+
+
+def test_a_client_that_speaks_plain_text_is_refused(federation):
+    federation.start(
+        "open", "client", "--server", f"127.0.0.1:{federation.port}", "--data", "oslo.csv",
+        "--out", "open", "--insecure",
+    )  # fmt: skip
+
+    assert federation.ends("open") == 1
+    assert "does not answer to plain text" in federation.said("open")
+
+
+def test_the_server_says_nothing_to_plain_text(federation):
+    with socket.create_connection(("127.0.0.1", federation.port), 5) as line:
+        line.sendall(b"POST /v1/fleet/activate-node HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert not line.recv(100).startswith(b"HTTP")
+
+
+@pytest.mark.parametrize("path", ["/v1/control/start-run", "/v1/runtime/acquire-task", "/docs"])
+def test_nobody_can_start_programs_through_the_public_port(federation, path):
+    with secure_line(federation) as line:
+        line.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        assert line.recv(100).startswith(b"HTTP/1.1 404")
+
+
+def test_nobody_on_this_machine_can_start_programs_through_the_private_port(federation):
+    server = psutil.Process(federation.processes["server"].pid)
+    (link,) = server.children()
+    ports = {one.laddr.port for one in link.net_connections() if one.status == psutil.CONN_LISTEN}
+    (private,) = ports - {federation.port}
+
+    line = http.client.HTTPConnection("127.0.0.1", private, timeout=5)
+    line.request("POST", "/v1/control/start-run", b"", {"content-type": "application/x-protobuf"})
+    assert line.getresponse().status == 403
+    line = http.client.HTTPConnection("127.0.0.1", private, timeout=5)
+    line.request(
+        "POST", "/v1/runtime/acquire-task", b"", {"content-type": "application/x-protobuf"}
+    )
+    assert line.getresponse().status in (401, 403, 415)
+
+
+def test_nobody_calls_out(federation):
+    """All connections of all processes are on the loopback address."""
+    for process in federation.processes.values():
+        if process.poll() is None:
+            top = psutil.Process(process.pid)
+            for one in [top, *top.children(recursive=True)]:
+                for line in one.net_connections():
+                    assert line.laddr.ip == "127.0.0.1"
+                    assert not line.raddr or line.raddr.ip == "127.0.0.1"
+
+
+def test_a_second_process_in_the_same_folder_is_refused(federation):
+    twin = federation.start(
+        "twin", "client", "--server", f"127.0.0.1:{federation.port}", "--data", "oslo.csv",
+        "--out", "oslo", "--key", "private/oslo.key", "--ca", federation.tls.authority,
+    )  # fmt: skip
+
+    assert twin.wait(60) == 1
+    assert "Another client is working" in federation.said("twin")
+    second = federation.server(name="second")
+    assert second.wait(60) == 1
+    assert "Another server is working" in federation.said("second")
+
+
+def test_a_port_that_is_taken_is_told(federation):
+    federation.start(
+        "late", "server", "--config", "federation.toml", "--out", "other_run", "--host",
+        "127.0.0.1", "--port", federation.port, "--insecure",
+    )  # fmt: skip
+
+    assert federation.ends("late") == 1
+    assert "choose another --port" in federation.said("late")
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def test_all_clients_end_by_themselves_and_leave_nothing_behind(finished):
+    for name in ("bergen", "oslo", "tromso"):
+        assert finished.ends(name) == 0, finished.said(name)
+    link = psutil.Process(finished.processes["server"].pid).children()
+    assert all_gone([one for one in finished.family if one not in link])
+
+
+def test_the_model_equals_that_of_the_run_in_one_process(finished, tmp_path):
+    sites = ("bergen", "oslo", "tromso")
+    files = [finished.home / f"{name}.csv" for name in sites]
+    options = ["--components", 2, "--learners", 2, "--rounds", 3, "--set", "dtype=float64"]
+    works("fit", *files, "--label", "state", "--out", tmp_path / "here", *options)
+
+    here, there = parameters(tmp_path / "here"), parameters(finished.home / "run")
+    for name in (
+        "gaussians/means",
+        "gaussians/covariances",
+        "learners/0.weight",
+        "learners/0.bias",
+    ):
+        np.testing.assert_allclose(there[name], here[name], rtol=1e-10, atol=1e-10)
+    for place, site in enumerate(sites):
+        mine = parameters(finished.home / site)["client_weights"][0]
+        np.testing.assert_allclose(mine, here["client_weights"][place], rtol=1e-10, atol=1e-10)
+
+
+def test_every_site_has_its_own_model_ready_for_predictions(finished, tmp_path):
+    for name in ("bergen", "oslo", "tromso"):
+        out = tmp_path / f"{name}.csv"
+        works("predict", finished.home / name, finished.home / f"{name}.csv", "--out", out)
+        assert len(out.read_text().splitlines()) > 30
+
+
+def test_the_server_knows_figures_only_of_the_site_that_shares_them(finished):
+    metrics = json.loads((finished.home / "run" / "metrics.json").read_text())
+
+    assert set(metrics["clients"]) == {"bergen"}
+    assert (finished.home / "run" / "report.html").stat().st_size > 10_000
+
+
+def test_no_row_and_no_program_lies_at_the_server(finished):
+    """The texts of the tables are nowhere in the server's folder, and nothing there is a program."""
+    ages = [
+        line.split(",")[0] for line in (finished.home / "oslo.csv").read_text().splitlines()[1:9]
+    ]
+    for path in (finished.home / "run").rglob("*"):
+        if path.is_file():
+            assert path.suffix not in (".pkl", ".pickle", ".pt", ".py", ".joblib"), path
+            content = path.read_bytes()
+            assert sum(age.encode() in content for age in ages) < 4, path
+    for site in ("oslo", "bergen", "tromso"):
+        assert not list((finished.home / site).rglob("*.py"))
+
+
+def test_nothing_is_written_elsewhere(finished):
+    assert not (finished.home / "nobody").exists()  # their home
+    assert {path.name for path in (finished.home / "run" / "flower").iterdir()} == FLOWER_FILES
+    assert {path.name for path in (finished.home / "oslo" / "flower").iterdir()} == FLOWER_FILES
+
+
+def test_a_new_site_takes_the_finished_model_and_learns_its_weights(finished):
+    """Its key is put into the folder of a server that runs."""
+    finished.add_site("bodo", 7)
+    finished.wait_for("server", "The key of bodo is let in")
+
+    finished.client("bodo", "--adapt-only")
+
+    assert finished.ends("bodo") == 0, finished.all_said()
+    assert "bodo has the model and adapts" in finished.said("server")
+    out = finished.home / "bodo_answers.csv"
+    works("predict", finished.home / "bodo", finished.home / "bodo.csv", "--out", out)
+    assert len(out.read_text().splitlines()) > 30
+
+
+@pytest.mark.slow
+def test_a_key_that_is_taken_away_is_refused_at_once(finished):
+    finished.add_site("hamar", 8)
+    finished.wait_for("server", "The key of hamar is let in")
+    (finished.home / "keys" / "hamar.pub").unlink()
+    finished.wait_for("server", "The key of hamar is not let in any more")
+
+    finished.client("hamar", "--adapt-only")
+
+    assert finished.ends("hamar") == 1
+    assert "does not know our key" in finished.said("hamar")
+
+
+def test_an_end_on_request_leaves_no_process_behind(finished):
+    server = psutil.Process(finished.processes["server"].pid)
+    family = server.children(recursive=True)
+    assert family
+
+    started = time.monotonic()
+    finished.processes["server"].terminate()
+
+    assert finished.ends("server") == 130
+    assert all_gone(family)
+    assert time.monotonic() - started < 15

@@ -1,0 +1,84 @@
+"""The app on a SuperLink and SuperNodes that people run themselves, with ``flwr run``."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedgmm.federation.flower.inner import APP_FOLDER
+from fedgmm.federation.flower.processes import QUIET, free_port
+from loopback import Federation
+
+
+def command(name):
+    return str(Path(sys.executable).with_name(name))
+
+
+@pytest.fixture
+def flower(tmp_path):
+    """A way to start Flower's own programs; all of them end with the test."""
+    federation = Federation(tmp_path, sites=("bergen", "oslo"))
+    federation.configure(clients=2, rounds=2)
+    home = tmp_path / "flower_home"
+    home.mkdir()
+    started = []
+
+    def start(name, *arguments):
+        process = subprocess.Popen(
+            [command(name), *map(str, arguments)],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                **QUIET,
+                "FLWR_HOME": str(home),
+                "OMP_NUM_THREADS": "1",
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            },
+            stdout=(tmp_path / f"{name}.txt").open("ab"),
+            stderr=subprocess.STDOUT,
+        )
+        started.append(process)
+        return process
+
+    yield tmp_path, home, start
+    for process in reversed(started):
+        process.terminate()
+    for process in started:
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_flwr_run_trains_with_nodes_that_hold_only_their_settings(flower):
+    folder, home, start = flower
+    port = free_port()
+    start("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", port)
+    for name in ("bergen", "oslo"):
+        settings = f'data="{folder / name}.csv" out="{folder / name}"'
+        start(
+            "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}", "--host",
+            "127.0.0.1", "--port", free_port(), "--node-config", settings,
+        )  # fmt: skip
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "mine"\n[superlink.mine]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    time.sleep(4.0)
+    run = f'config="{folder / "federation.toml"}" out="{folder / "run"}"'
+    asked = start("flwr", "run", APP_FOLDER, "mine", "-c", run)
+
+    assert asked.wait(60) == 0, (folder / "flwr.txt").read_text()
+    deadline = time.monotonic() + 150
+    while not (folder / "run" / "metrics.json").is_file():
+        assert time.monotonic() < deadline, [
+            path.read_text(errors="replace")[-3000:] for path in folder.glob("fl*.txt")
+        ]
+        time.sleep(0.5)
+    assert json.loads((folder / "run" / "metrics.json").read_text())["rounds"] == 2
+    for name in ("bergen", "oslo"):
+        assert (folder / name / "metrics.json").is_file()

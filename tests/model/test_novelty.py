@@ -1,0 +1,279 @@
+"""Novel samples: p-values that hold, and scores against scikit-learn and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import f1_score
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.synthetic import synthetic
+from fedgmm.model.novelty import conformal_p_values, detect, novelty_metrics
+from fedgmm.training.local import train
+from supervised import federation, tiny
+
+# ---------------------------------------------------------------------- p-values
+
+
+@given(
+    calibration=st.lists(st.integers(-5, 5), min_size=1, max_size=20),
+    scores=st.lists(st.integers(-6, 6), min_size=1, max_size=5),
+)
+def test_p_values_count_what_is_no_more_familiar(calibration, scores):
+    expected = [(1 + sum(c <= s for c in calibration)) / (1 + len(calibration)) for s in scores]
+    np.testing.assert_allclose(conformal_p_values(calibration, scores), expected)
+
+
+def test_p_values_of_known_rows_are_valid_whatever_the_scores():
+    """``P(p ≤ α) ≤ α``, over draws of both the held-out and the new rows."""
+    rng = np.random.default_rng(0)
+    p = np.array(
+        [
+            conformal_p_values(scores[:-1], scores[-1:])[0]
+            for scores in np.round(rng.standard_cauchy((4000, 40)), 1)
+        ]
+    )
+    for alpha in (0.025, 0.05, 0.1, 0.5):
+        assert (p <= alpha).mean() <= alpha + 3 * np.sqrt(alpha * (1 - alpha) / 4000)
+    assert (p <= 0.1).mean() > 0.06  # and not for lack of trying
+
+
+def test_rows_are_flagged_at_the_asked_rate():
+    result = detect(np.arange(99.0), [-1.0, 4.0, 3.0, 50.0], 0.05)
+    np.testing.assert_allclose(result.p_values, [0.01, 0.06, 0.05, 0.52])
+    assert result.novel.tolist() == [True, False, True, False]
+    assert result.false_alarm_rate == 0.05
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, np.nan])
+def test_a_rate_lies_between_zero_and_one(rate):
+    with pytest.raises(ValueError, match="false_alarm_rate"):
+        detect([1.0], [1.0], rate)
+
+
+def test_a_rate_that_few_rows_cannot_give_is_told(recwarn):
+    detect(np.arange(19.0), [-1e9], 0.05)  # the smallest p-value is 1 / 20
+    assert detect(np.arange(48.0), [-1e9], 1 / 49).novel.all()  # though (1 / 49) · 49 is below one
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"with 18 held-out rows no p-value is below 0\.0526"):
+        assert not detect(np.arange(18.0), [-1e9], 0.05).novel.any()
+
+
+def test_without_held_out_rows_there_is_no_p_value():
+    with pytest.raises(ValueError, match="no calibration scores"):
+        conformal_p_values([], [1.0])
+
+
+# ---------------------------------------------------------------------- how well scores tell
+
+
+def test_metrics_by_hand(rng):
+    known, novel = rng.normal(1, 1, size=30), rng.normal(0, 1, size=20)
+    result = novelty_metrics(known, novel)
+    # AUROC: how often a novel row looks stranger than a known one
+    assert result.auroc == pytest.approx(np.mean(novel[:, None] < known))
+    truth = np.concatenate([np.zeros(30), np.ones(20)])
+    strange = -np.concatenate([known, novel])
+    best, precisions = 0.0, []
+    for threshold in strange:
+        best = max(best, f1_score(truth, strange >= threshold))
+    assert result.max_f1 == pytest.approx(best)
+    for threshold in np.sort(-novel)[::-1]:
+        flagged = strange >= threshold
+        precisions.append(truth[flagged].mean())
+    assert result.average_precision == pytest.approx(np.mean(precisions))
+
+
+def test_metrics_at_the_ends():
+    perfect = novelty_metrics([2.0, 3.0], [0.0, 1.0])
+    assert (perfect.auroc, perfect.average_precision, perfect.max_f1) == (1.0, 1.0, 1.0)
+    assert novelty_metrics([0.0, 1.0], [2.0, 3.0]).auroc == 0.0
+
+
+# ---------------------------------------------------------------------- the fitted model
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    data = tiny(10, 200, columns=4, separation=2.0)
+    return data, train(data, rounds=15)
+
+
+def test_rows_from_elsewhere_are_flagged_and_known_ones_mostly_not(fitted, rng):
+    data, model = fitted
+    far = rng.normal(size=(50, 4)) + 12.0
+    assert model.novelty(far).novel.all()
+    known = model.novelty(data.test.inputs.numpy())
+    assert known.novel.mean() < 0.12
+    metrics = novelty_metrics(known.scores, model.novelty(far).scores)
+    assert metrics.auroc == 1.0
+
+
+def test_wrong_labels_are_seen_by_the_conditional_and_the_joint_score(fitted):
+    data, model = fitted
+    x, y = data.test.inputs.numpy(), data.classes[data.test.labels.numpy()]
+    codes = data.test.codes.numpy()
+    for score in ("y", "joint"):
+        right = model.novelty_scores(x, y, codes, score=score)
+        wrong = model.novelty_scores(x, 1 - y, codes, score=score)
+        assert novelty_metrics(right, wrong).auroc > 0.8
+    inputs = novelty_metrics(*(model.novelty_scores(x, v, codes, score="x") for v in (y, 1 - y)))
+    assert inputs.auroc == 0.5  # the inputs themselves are not novel
+
+
+def test_scores_are_what_they_are_called(fitted):
+    data, model = fitted
+    x, y = data.test.inputs.numpy(), data.classes[data.test.labels.numpy()]
+    codes = data.test.codes.numpy()
+    np.testing.assert_array_equal(
+        model.novelty_scores(x, client=codes), model.score_samples(x, codes)
+    )
+    np.testing.assert_array_equal(
+        model.novelty_scores(x, y, codes, score="y"), model.log_conditional(x, y, codes)
+    )
+    np.testing.assert_array_equal(model.novelty_scores(x, y, score="joint"), model.log_joint(x, y))
+    np.testing.assert_allclose(
+        np.exp(model.novelty_scores(x, score="confidence")), model.predict_proba(x).max(1)
+    )
+
+
+def test_a_score_does_not_depend_on_the_other_rows(fitted):
+    data, model = fitted
+    x = data.test.inputs.numpy()
+    together = model.novelty(x)
+    alone = [model.novelty(x[i : i + 1]) for i in range(5)]
+    np.testing.assert_allclose([a.scores[0] for a in alone], together.scores[:5], rtol=1e-9)
+    np.testing.assert_allclose([a.p_values[0] for a in alone], together.p_values[:5])
+
+
+def test_calibration_uses_the_validation_rows(fitted):
+    data, model = fitted
+    model.calibrate()
+    rows = data.validation
+    x, y = rows.inputs.numpy(), data.classes[rows.labels.numpy()]
+    np.testing.assert_allclose(model.calibration["x"], model.score_samples(x))
+    np.testing.assert_allclose(model.calibration["y"], model.log_conditional(x, y))
+    np.testing.assert_allclose(model.calibration["joint"], model.log_joint(x, y))
+    at_home = model.score_samples(x, rows.codes.numpy())
+    means = [at_home[rows.codes == c].mean() for c in range(len(data.names))]
+    np.testing.assert_allclose(model.calibration["clients"], means)
+
+
+def test_calibration_on_other_data_finds_the_clients_and_classes_by_name(fitted):
+    """A data set with fewer clients and fewer classes has other codes for the same things."""
+    data, model = fitted
+    some = data.select(list(data.names[4:]))
+    model.calibrate(some)
+    fewer = {kind: scores.copy() for kind, scores in model.calibration.items()}
+    model.calibrate()
+    here = data.validation.codes.numpy() >= 4
+    for kind in ("x", "y", "joint", "confidence"):
+        np.testing.assert_allclose(fewer[kind], model.calibration[kind][here])
+    np.testing.assert_allclose(fewer["clients"], model.calibration["clients"][4:])
+    ones = {
+        name: (x[y == 1], y[y == 1])
+        for name, (x, y) in (
+            (n, (np.random.default_rng(c).normal(size=(20, 4)), np.arange(20) % 2))
+            for c, n in enumerate(data.names)
+        )
+    }
+    single = FederatedDataset.from_clients(ones)
+    model.calibrate(single)
+    x = single.validation.inputs.numpy()
+    np.testing.assert_allclose(
+        model.calibration["y"], model.log_conditional(x, np.ones(len(x), dtype=int))
+    )
+    model.calibrate()
+
+
+def test_methods_without_a_density_say_so(rng):
+    data = federation(rng)
+    x = data.test.inputs.numpy()
+    for algorithm in ("fedem", "fedavg", "fedavg+", "clustered", "pfedme", "local"):
+        model = train(data, algorithm, rounds=1)
+        for call in (model.score_samples, model.novelty_scores):
+            with pytest.raises(ValueError, match=f"{algorithm}.*no density".replace("+", r"\+")):
+                call(x)
+        with pytest.raises(ValueError, match="no density"):
+            model.log_joint(x, data.test.labels.numpy(), "oslo")
+
+
+@pytest.mark.parametrize("algorithm", ["fedem", "fedavg", "fedavg+", "clustered", "pfedme"])
+def test_the_baselines_have_their_confidence(rng, algorithm):
+    data = federation(rng, sizes=(40, 60, 50))
+    model = train(data, algorithm, rounds=3)
+    x = data.test.inputs.numpy()
+    result = model.novelty(x, score="confidence", false_alarm_rate=0.1)
+    assert result.novel.mean() < 0.4
+    with pytest.raises(ValueError, match="no density"):
+        model.novelty(x)
+    with pytest.raises(ValueError, match="no density"):
+        model.client_novelty(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score": "z"}, "score must be one of.*'z'"),
+        ({"score": "clients"}, "score must be one of"),
+        ({"score": "y"}, "needs labels"),
+        ({"score": "joint"}, "needs labels"),
+    ],
+)
+def test_scores_that_are_refused(fitted, options, message):
+    data, model = fitted
+    with pytest.raises(ValueError, match=message):
+        model.novelty(data.test.inputs.numpy(), **options)
+
+
+# ---------------------------------------------------------------------- the promised rate
+
+
+def test_the_false_alarm_rate_holds_on_fresh_rows():
+    """5 % asked: 4 to 6 % seen on fresh rows of the same clients, over 20 seeds."""
+    rates = {"x": [], "y": [], "joint": [], "confidence": []}
+    for seed in range(20):
+        truth = synthetic(8, 400, dimensions=3, seed=seed)
+        model = train(truth.dataset, rounds=3, components=3)
+        rng = np.random.default_rng(1000 + seed)
+        clients = rng.integers(8, size=3000)
+        z = np.array([rng.choice(3, p=truth.client_weights[c]) for c in clients])
+        (components,) = truth.components
+        x = components.draw(z, rng)
+        y = components.labels(x)[np.arange(len(z)), z]
+        for score, seen in rates.items():
+            seen.append(model.novelty(x, y, score=score, false_alarm_rate=0.05).novel.mean())
+    for score, seen in rates.items():
+        assert 0.04 <= np.mean(seen) <= 0.06, score
+
+
+# ---------------------------------------------------------------------- strange clients
+
+
+def test_a_strange_client_is_told_from_an_ordinary_one():
+    truth = synthetic(25, 300, dimensions=4, separation=2.0, seed=3)
+    known = truth.dataset.select(list(range(20)))
+    model = train(known, rounds=15)
+    (components,) = truth.components
+    names, weights = list(model.names), model.client_weights
+    ordinary = []
+    for client in range(20, 25):
+        rows = truth.dataset.select([client])
+        x = np.concatenate([rows.split(s).inputs.numpy() for s in ("train", "validation", "test")])
+        ordinary.append(model.client_novelty(x))
+    assert np.mean(ordinary) > 0.2
+    assert min(ordinary) > 1 / 21
+    rng = np.random.default_rng(0)
+    for shift in (1.5, 4.0):
+        strange = components.draw(rng.integers(3, size=300), rng) + shift
+        assert model.client_novelty(strange) == pytest.approx(1 / 21)
+    assert model.names == names  # a look changes nothing
+    assert np.array_equal(model.client_weights, weights)
+
+
+def test_a_client_is_judged_by_two_rows_at_least(fitted):
+    data, model = fitted
+    with pytest.raises(ValueError, match="at least two rows"):
+        model.client_novelty(data.test.inputs[:1].numpy())

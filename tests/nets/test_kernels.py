@@ -1,0 +1,271 @@
+"""Kernels for graphics cards against plain torch: on a card, or else in Triton's interpreter.
+
+The interpreter runs each program of a kernel in NumPy: slow, but the same code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fedgmm.nets import stacked
+from fedgmm.nets.convolutions import Convolutional
+from fedgmm.nets.kernels import fused as kernels
+from fedgmm.nets.networks import is_statistic
+from fedgmm.nets.sgd import SGD, plan_batches, train_local
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def far(found, expected):
+    """Relative distance in the norm."""
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# the interpreter multiplies in NumPy, which has no bfloat16
+OF_PRODUCTS = BOUNDS if DEVICE.type == "cuda" else {torch.float32: 1e-5, torch.float16: 5e-3}
+
+
+def gradients(function, *given):
+    own = [value.detach().clone().requires_grad_() for value in given]
+    out = function(*own)
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [out.detach(), *torch.autograd.grad(out, own, slope.to(out))]
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        ((2, 3, 5, 7, 7), 1),
+        ((2, 3, 5, 8, 8), 2),
+        ((3, 2, 4, 2, 2), 2),
+        ((2, 2, 5, 1, 1), 1),
+        ((1, 2, 30, 5, 6), 1),  # several tiles, not square
+        ((1, 2, 40, 5, 6), 2),
+        ((1, 1, 1, 1, 1), 2),
+    ],
+)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_kernel_of_filters_of_single_channels(shape, stride, dtype):
+    groups, channels, rows, height, width = shape
+
+    def plain(images, weight):
+        flat = images.permute(2, 0, 1, 3, 4).reshape(rows, groups * channels, height, width)
+        out = functional.conv2d(
+            flat, weight.flatten(0, 1), stride=stride, padding=1, groups=groups * channels
+        )
+        return out.reshape(rows, groups, channels, *out.shape[-2:]).permute(1, 2, 0, 3, 4)
+
+    given = normal(*shape).to(dtype), normal(groups, channels, 1, 3, 3).to(dtype)
+    found = gradients(lambda x, w: kernels.depthwise(x, w, stride), *given)
+    expected = gradients(plain, *(value.double() for value in given))
+    assert max(map(far, found, expected)) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("ceiling", [kernels.NO_ACTIVATION, kernels.RELU, kernels.RELU6])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_kernel_of_normalisation(ceiling, padded, dtype):
+    counts = torch.tensor([1, 6, 4], device=DEVICE) if padded else None
+    there = 1.0
+    if counts is not None:
+        there = (torch.arange(6, device=DEVICE) < counts[:, None])[:, None, :, None, None]
+    images = (3 * normal(3, 2, 6, 5, 5) + 1).to(dtype)
+    given = images, normal(3, 2).abs() * 3, normal(3, 2)
+    chosen = None if ceiling < 0 else ceiling
+
+    def plain(images, weight, bias):
+        out, _ = stacked._by_own_statistics(images, counts, weight, bias, 1e-5)
+        return stacked._activated(out, chosen) * there
+
+    running = kernels.BatchStatistics(normal(3, 2), normal(3, 2).abs())
+    found = gradients(
+        lambda x, w, b: kernels.normalised(x, w, b, counts, running, 0.1, 1e-5, ceiling)[0],
+        *given,
+    )
+    expected = gradients(plain, *(value.double() for value in given))
+    assert max(map(far, found, expected)) < BOUNDS[dtype]
+    _, moved = kernels.normalised(*given, counts, running, 0.1, 1e-5, ceiling)
+    _, own = stacked._by_own_statistics(given[0], counts, *given[1:], 1e-5)
+    after = stacked._moved(running, own, stacked._unbiased(given[0], counts), 0.1)
+    assert max(map(far, moved, after)) < 1e-5
+
+
+def block(images, weight, bias):
+    """Convolution, pooling and ReLU, one group after the other: channels first."""
+    return torch.stack(
+        [
+            functional.max_pool2d(functional.conv2d(x, w, b, padding=1), 2).relu()
+            for x, w, b in zip(images, weight, bias, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("colours", "height", "width"), [(1, 8, 8), (2, 5, 5), (3, 6, 9), (4, 4, 4), (1, 7, 4)]
+)
+@pytest.mark.parametrize("dtype", OF_PRODUCTS, ids=str)
+def test_kernel_of_blocks_on_pixels(colours, height, width, dtype):
+    """Two clients with three learners each, which share their client's images; two tiles."""
+    images = normal(2, 9, colours, height, width).to(dtype)
+    given = normal(6, 16, colours, 3, 3).to(dtype), normal(6, 16).to(dtype)
+    found = gradients(lambda w, b: kernels.pixel_block(images, w, b), *given)
+    shared = images.double().repeat_interleave(3, 0)
+    expected = gradients(
+        lambda w, b: block(shared, w, b).permute(0, 1, 3, 4, 2), *(v.double() for v in given)
+    )
+    assert max(map(far, found, expected)) < OF_PRODUCTS[dtype]
+
+
+@pytest.mark.parametrize(("rows", "height", "width"), [(5, 8, 8), (5, 5, 6), (8, 6, 7), (3, 2, 2)])
+@pytest.mark.parametrize("dtype", OF_PRODUCTS, ids=str)
+def test_kernel_of_blocks_on_channels(rows, height, width, dtype):
+    """The first and the third fill more than a tile, even and odd."""
+    given = [
+        value.to(dtype)
+        for value in (normal(2, rows, height, width, 16), normal(2, 32, 16, 3, 3), normal(2, 32))
+    ]
+    found = gradients(kernels.channel_block, *given)
+    expected = gradients(
+        lambda x, w, b: block(x.permute(0, 1, 4, 2, 3), w, b).permute(0, 1, 3, 4, 2),
+        *(value.double() for value in given),
+    )
+    assert max(map(far, found, expected)) < OF_PRODUCTS[dtype]
+
+
+def test_blocks_keep_what_is_not_a_number():
+    """Or a learner that is lost would predict as if nothing had happened."""
+    images, weight, bias = normal(1, 2, 1, 4, 4), normal(1, 16, 1, 3, 3), normal(1, 16)
+    weight[0, 3, 0, 1, 1] = torch.nan
+    out = kernels.pixel_block(images, weight, bias)
+    assert out[..., 3].isnan().all()
+    assert not out[..., :3].isnan().any()
+
+
+def test_blocks_give_a_tie_to_the_first_corner_and_nothing_to_zeros():
+    """As torch's pooling does."""
+    images = torch.ones(1, 1, 4, 4, 16, device=DEVICE)
+    weight = torch.zeros(1, 16, 16, 3, 3, device=DEVICE)
+    weight[:, :, :, 1, 1] = 1.0  # every pixel sees itself: four alike
+    for bias in (0.0, -16.0):
+        given = images, weight, torch.full((1, 16), bias, device=DEVICE)
+        found = gradients(kernels.channel_block, *given)
+        expected = gradients(
+            lambda x, w, b: block(x.permute(0, 1, 4, 2, 3), w, b).permute(0, 1, 3, 4, 2),
+            *(value.double() for value in given),
+        )
+        for own, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(own.double(), right)
+
+
+@pytest.mark.parametrize("colours", [1, 3])
+def test_the_small_network_by_kernels_is_the_one_without(colours, monkeypatch):
+    half = next(dtype for dtype in OF_PRODUCTS if dtype.itemsize == 2)
+    net = Convolutional(colours, 9, 5, compute=half)
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        name: torch.randn((2, 3, *shape), generator=generator).to(DEVICE) * 0.2
+        for name, shape in net.parameter_shapes.items()
+    }
+    images = torch.rand(2, 7, colours, 9, 9, generator=generator).to(DEVICE)
+    exact = replace(net, compute=torch.float64)
+
+    def logits(own_net, *own):
+        return own_net.stacked_logits(dict(zip(params, own, strict=True)), images)
+
+    expected = gradients(partial(logits, exact), *params.values())
+    monkeypatch.setattr(kernels, "usable", lambda _: False)
+    plain = gradients(partial(logits, net), *params.values())
+    monkeypatch.setattr(kernels, "usable", lambda _: True)
+    found = gradients(partial(logits, net), *params.values())
+    # sixteen bits decide differently which of two like pixels is pooled: the plain way sets the measure
+    rounding = max(map(far, plain, expected))
+    assert 0 < rounding < 0.2
+    assert max(map(far, found, expected)) < 1.5 * rounding
+    filters = params["features.0.weight"][0], params["features.3.weight"][0]
+    assert kernels.usable_blocks(images.to(half), *filters)
+    # float32, and who asks for gradients of the images, get the plain way
+    assert not kernels.usable_blocks(images, *filters)
+    assert not kernels.usable_blocks(images.to(half).requires_grad_(), *filters)
+
+
+def test_kernel_of_fixed_statistics():
+    images, scale, shift = normal(2, 3, 4, 5, 5), normal(2, 3), normal(2, 3).abs()
+    expected = images * scale[..., None, None, None] + shift[..., None, None, None]
+    found = kernels.scaled(images, scale, shift, kernels.RELU6)
+    torch.testing.assert_close(found, expected.clamp(0, 6))
+    torch.testing.assert_close(kernels.scaled(images, scale, shift), expected)
+
+
+class Bottleneck(nn.Module):
+    """The layers of MobileNet-V2, a few of each."""
+
+    def __init__(self):
+        super().__init__()
+
+        def block(wide, out, stride):
+            return [
+                nn.Conv2d(4, wide, 1, bias=False),
+                nn.BatchNorm2d(wide),
+                nn.ReLU6(),
+                nn.Conv2d(wide, wide, 3, stride=stride, padding=1, groups=wide, bias=False),
+                nn.BatchNorm2d(wide),
+                nn.ReLU6(),
+                nn.Conv2d(wide, out, 1, bias=False),
+                nn.BatchNorm2d(out),
+            ]
+
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU6(),
+            *block(5, 4, 1),
+            *block(5, 6, 2),
+        )
+        self.classifier = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+def test_training_by_kernels_is_training_without(monkeypatch):
+    """Clients of several sizes, so that batches are padded; then what the trained networks say."""
+    net, generator = stacked.Stacked(Bottleneck, (3, 8, 8), 3), torch.Generator().manual_seed(1)
+    start = {
+        name: value.expand(3, 2, *value.shape).clone()
+        for name, value in net.initial(generator).items()
+    }
+    for name, value in start.items():
+        if not is_statistic(name):
+            value += 0.1 * torch.randn(value.shape, generator=generator)
+    inputs = torch.randn(18, 3, 8, 8, generator=generator).to(DEVICE)
+    labels = torch.randint(3, (18,), generator=generator).to(DEVICE)
+    weights = torch.rand(18, 2, generator=generator).to(DEVICE)
+    offsets, order = torch.tensor([0, 9, 15, 18]).to(DEVICE), torch.arange(18).to(DEVICE)
+    plan = plan_batches(offsets, torch.arange(3).to(DEVICE), [order], 5, even=True)
+    assert not all(step.full for step in plan.steps)
+    start = {name: value.to(DEVICE) for name, value in start.items()}
+    outcome = []
+    for fast in (False, True):
+        monkeypatch.setattr(kernels, "usable", lambda _, fast=fast: fast)
+        after = train_local(net, start, inputs, labels, weights, plan, SGD(lr=0.05, momentum=0.9))
+        logits = net.logits({name: value[0] for name, value in after.items()}, inputs)
+        outcome.append(([after[name] - start[name] for name in start], logits))
+    (plain, said), (fast, said_fast) = outcome
+    assert (
+        far(torch.cat([v.flatten() for v in fast]), torch.cat([v.flatten() for v in plain])) < 1e-4
+    )
+    torch.testing.assert_close(said_fast, said, rtol=1e-4, atol=1e-5)

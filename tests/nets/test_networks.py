@@ -1,0 +1,198 @@
+"""Stacked networks against a loop over clients and learners with plain modules."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedgmm.nets.learners import stack
+from fedgmm.nets.networks import ConvNet, Dense, Vectorised, network
+from supervised import load_dense, module_of
+
+CLASSES, LEARNERS = 4, 3
+
+
+class Gated(nn.Module):
+    """A module of one's own: a scalar parameter, normalisation, and a layer that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.layer = nn.Linear(5, 5)
+        self.norm = nn.LayerNorm(5)
+        self.out = nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        return self.out(self.norm(torch.tanh(self.layer(self.layer(x)) * self.scale)))
+
+
+KINDS = {
+    "linear": ("linear", (5,), lambda: module_of((5, CLASSES)).float()),
+    "linear on images": ("linear", (1, 2, 3), lambda: module_of((6, CLASSES)).float()),
+    "mlp": ("mlp", (5,), lambda: module_of((5, 64, CLASSES)).float()),
+    "cnn": ("cnn", (2, 8, 8), lambda: ConvNet(2, 8, CLASSES)),
+    "custom": (Gated, (5,), Gated),
+}
+
+
+def plain(net, build, params, index):
+    module = build().eval()
+    if isinstance(net, Dense):
+        return load_dense(module, params, *index)
+    module.load_state_dict({name: value[index] for name, value in params.items()})
+    return module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clients", [(), (2,), (2, 3)])
+def test_logits_are_those_of_a_loop_over_modules(kind, clients):
+    learner, shape, build = KINDS[kind]
+    net = network(learner, shape, CLASSES)
+    generator = torch.Generator().manual_seed(1)
+    drawn = stack([net.initial(generator) for _ in range(math.prod(clients) * LEARNERS)])
+    params = {n: v.reshape(*clients, LEARNERS, *v.shape[1:]) for n, v in drawn.items()}
+    inputs = torch.randn(*clients, 7, *shape, generator=generator)
+
+    actual = net.logits(params, inputs)
+
+    assert actual.shape == (*clients, 7, LEARNERS, CLASSES)
+    for own in np.ndindex(*clients):
+        for m in range(LEARNERS):
+            module = plain(net, build, params, (*own, m))
+            x = inputs[own].flatten(1) if isinstance(net, Dense) else inputs[own]
+            with torch.no_grad():
+                torch.testing.assert_close(
+                    actual[(*own, slice(None), m)], module(x), atol=2e-6, rtol=1e-5
+                )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parameters_of_a_learner_have_the_declared_shapes(kind):
+    learner, shape, _ = KINDS[kind]
+    net = network(learner, shape, CLASSES)
+    drawn = net.initial(torch.Generator().manual_seed(0))
+    assert {name: tuple(value.shape) for name, value in drawn.items()} == net.parameter_shapes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_random_start_belongs_to_its_generator_alone(kind):
+    learner, shape, _ = KINDS[kind]
+    net = network(learner, shape, CLASSES)
+    before = torch.random.get_rng_state()
+    generator = torch.Generator().manual_seed(3)
+    first, second = net.initial(generator), net.initial(generator)
+    again = net.initial(torch.Generator().manual_seed(3))
+    assert torch.equal(before, torch.random.get_rng_state())
+    for name, value in first.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, again[name])
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_linear_layers_start_as_torch_starts_them():
+    params = Dense(400, 3, hidden=(50,)).initial(torch.Generator().manual_seed(0))
+    for name, fan_in in (("0.weight", 400), ("0.bias", 400), ("1.weight", 50)):
+        bound = fan_in**-0.5
+        assert params[name].abs().max() <= bound
+        assert params[name].abs().max() > 0.8 * bound  # uniform up to the bound
+        if params[name].numel() > 100:
+            assert abs(float(params[name].mean())) < 0.1 * bound
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 40)
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Linear(40, 2)
+
+    def forward(self, x):
+        return self.out(self.drop(torch.relu(self.layer(x))))
+
+
+def test_dropout_acts_in_training_only():
+    net = network(Dropping, (5,), 2)
+    params = stack([net.initial(torch.Generator().manual_seed(0))])
+    x = torch.randn(6, 5)
+    module = Dropping().eval()
+    module.load_state_dict({name: value[0] for name, value in params.items()})
+    with torch.no_grad():
+        torch.testing.assert_close(net.logits(params, x)[:, 0], module(x))
+    assert torch.equal(net.logits(params, x), net.logits(params, x))
+    noisy = net.logits(params, x, training=True)
+    assert not torch.equal(noisy, net.logits(params, x, training=True))
+
+
+def test_learners_drop_different_units():
+    net = network(Dropping, (5,), 2)
+    one = net.initial(torch.Generator().manual_seed(0))
+    out = net.logits(stack([one, one]), torch.ones(4, 5), training=True)
+    assert not torch.equal(out[:, 0], out[:, 1])
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "cnn"])
+def test_networks_by_name_can_be_copied_and_pickled(kind):
+    learner, shape, _ = KINDS[kind]
+    net = network(learner, shape, CLASSES)
+    params = stack([net.initial(torch.Generator().manual_seed(0))])
+    x = torch.randn(2, *shape)
+    expected = net.logits(params, x)
+    for twin in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert torch.equal(twin.logits(params, x), expected)
+
+
+# ---------------------------------------------------------------------- bad modules
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)), "buffers"),
+        (nn.Flatten, "no parameters"),
+        (lambda: nn.Linear(5, 7), r"logits of shape \(2, 2\).*gave \(2, 7\)"),
+        (lambda: nn.Linear(6, 2), r"cannot read rows of shape \(5,\)"),
+    ],
+)
+def test_a_module_that_cannot_be_stacked_is_refused(factory, message):
+    with pytest.raises(ValueError, match=message):
+        network(factory, (5,), 2).initial(torch.Generator())
+
+
+def test_a_factory_must_make_a_module():
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        Vectorised(lambda: 3, (5,), 2).initial(torch.Generator())
+
+
+class Looking(nn.Module):
+    """Looks at its own numbers while it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(5, 2)
+        self.size = float(self.out.weight.detach().abs().max())
+
+    def forward(self, x):
+        return self.out(x) / self.size
+
+
+def test_a_module_that_looks_at_its_numbers_has_shapes_too():
+    net = network(Looking, (5,), 2)
+    assert net.parameter_shapes == {"out.weight": (2, 5), "out.bias": (2,)}
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 8, 9), (1, 3, 3), (8, 8)])
+def test_a_cnn_needs_square_images(shape):
+    with pytest.raises(ValueError, match="square images"):
+        network("cnn", shape, 2)
+
+
+@pytest.mark.parametrize("learner", ["forest", 3, None])
+def test_an_unknown_learner_is_named(learner):
+    with pytest.raises(ValueError, match=f"got {learner!r}"):
+        network(learner, (5,), 2)

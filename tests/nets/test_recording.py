@@ -1,0 +1,178 @@
+"""When work is done as it is, recorded, and replayed; the recording itself needs a card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytest
+import torch
+from small_learners import SIZES, drawn, rows, shuffles
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedgmm.nets import sgd
+from fedgmm.nets.kernels import recording
+from fedgmm.nets.kernels.recording import Recorder, _Recording, forget_recordings, recorder_of
+from fedgmm.nets.learners import expand_clients
+from fedgmm.nets.networks import Dense
+from fedgmm.nets.sgd import SGD, plan_batches, train_local, train_moreau
+
+
+class Graph:
+    """Stands for CUDA's: a replay does the work on the tensors that were there when it was recorded."""
+
+    def __init__(self, work, given, found):
+        self.replay = lambda: [out.copy_(new) for out, new in zip(found, work(given), strict=True)]
+
+
+class NoWaiting(TorchDispatchMode):
+    """As CUDA while it records: a tensor's number cannot be asked for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def log(monkeypatch):
+    made = []
+
+    def record(self, work, given, kept):
+        own = [value.clone() for value in given]
+        with NoWaiting():
+            found = work(own)
+        made.append(kept)
+        return _Recording(Graph(work, own, found), own, found, kept)
+
+    monkeypatch.setattr(Recorder, "_record", record)
+    monkeypatch.setattr(recording, "_RECORDERS", WeakKeyDictionary())  # equal networks share one
+    return made
+
+
+def double(values):
+    return [2 * value for value in values]
+
+
+def test_the_second_time_is_recorded_and_every_time_is_right(log):
+    recorder = Recorder()
+    for number in range(4):
+        (found,) = recorder.run("a", double, [torch.full((3,), float(number))], kept="kept")
+        assert found.tolist() == [2.0 * number] * 3
+        assert log == (["kept"] if number else [])
+
+
+def test_other_keys_shapes_and_dtypes_are_other_work(log):
+    recorder = Recorder()
+    for key, value in (
+        ("a", torch.ones(3)),
+        ("b", torch.ones(3)),
+        ("a", torch.ones(4)),
+        ("a", torch.ones(3).double()),
+    ):
+        recorder.run(key, double, [value], kept=None)
+    assert log == []
+    recorder.run("a", double, [torch.ones(4)], kept=None)
+    assert len(log) == 1
+
+
+def test_recordings_are_bounded(log, monkeypatch):
+    monkeypatch.setattr(recording, "_MOST_RECORDINGS", 2)
+    recorder = Recorder()
+    for _ in range(3):
+        for key in range(5):
+            (found,) = recorder.run(key, double, [torch.ones(1) * key], kept=None)
+            assert found.item() == 2.0 * key
+    assert len(log) == 2
+
+
+def test_a_network_has_one_recorder_and_takes_it_along():
+    class Network:
+        pass
+
+    first, second = Network(), Network()
+    assert recorder_of(first) is recorder_of(first)
+    assert recorder_of(first) is not recorder_of(second)
+    before = len(recording._RECORDERS)
+    del first
+    assert len(recording._RECORDERS) == before - 1
+
+
+def test_recordings_can_go_before_their_network():
+    class Network:
+        pass
+
+    network = Network()
+    before = recorder_of(network)
+    forget_recordings(network)
+    forget_recordings(network)  # nothing is left to forget
+    assert recorder_of(network) is not before
+
+
+# ---------------------------------------------------------------------- rounds of training
+
+
+def local_rounds(net, rng, **options):
+    """A function that trains with a rate, from the same start with the same batches."""
+    x, y, w, offsets = rows(rng)
+    plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 2), 4)
+    start = expand_clients(drawn(net, 2), 4)
+    anchor = {name: value + 0.1 for name, value in start.items()}
+    common = SGD(batch_size=4, **options)
+    return lambda rate: [train_local(net, start, x, y, w, plan, replace(common, lr=rate), anchor)]
+
+
+def moreau_rounds(net, rng, **options):
+    """The same for pFedMe, with another rate within."""
+    x, y, _, offsets = rows(rng)
+    plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 1), 4)
+    start = expand_clients(drawn(net, 1), 4)
+    common = SGD(**options)
+    return lambda rate: train_moreau(
+        net, start, x, y, plan, replace(common, lr=rate), 2.0, 3, rate / 2
+    )
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        local_rounds,
+        lambda net, rng: local_rounds(net, rng, momentum=0.9),
+        lambda net, rng: local_rounds(net, rng, proximal=0.5, weight_decay=0.1, momentum=0.5),
+        lambda net, rng: local_rounds(net, rng, clip_norm=0.1),
+        moreau_rounds,
+        lambda net, rng: moreau_rounds(net, rng, clip_norm=0.1),
+    ],
+)
+def test_one_recording_serves_every_rate(log, rng, monkeypatch, rounds):
+    net = Dense(3, 2, (4,))
+    train = rounds(net, rng)
+    rates = (0.3, 0.3, 0.2, 0.1, 0.05)
+    expected = [train(rate) for rate in rates]
+    monkeypatch.setattr(sgd, "_recorded", lambda *_: True)  # as if on a card
+    for rate, plain in zip(rates, expected, strict=True):
+        for found, wanted in zip(train(rate), plain, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize(
+    ("rounds", "change"),
+    [
+        (local_rounds, {"momentum": 0.5}),
+        (local_rounds, {"weight_decay": 0.1}),
+        (local_rounds, {"proximal": 0.5}),
+        (local_rounds, {"clip_norm": 0.01}),
+        (moreau_rounds, {"clip_norm": 0.01}),
+    ],
+)
+def test_other_options_are_other_recordings(log, rng, monkeypatch, rounds, change):
+    net, seed = Dense(3, 2, (4,)), rng.integers(1000)
+    plain, other = (rounds(net, np.random.default_rng(seed), **o) for o in ({}, change))
+    expected = other(0.3)
+    monkeypatch.setattr(sgd, "_recorded", lambda *_: True)
+    for _ in range(3):
+        plain(0.3)
+        for found, wanted in zip(other(0.3), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert len(log) == 2

@@ -1,0 +1,295 @@
+"""Stacked modules give the numbers of one module after the other, statistics of batches included."""
+
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fedgmm.nets.backbones import IMAGENET_DEVIATION, IMAGENET_MEAN, MobileNetV2, ResNet18
+from fedgmm.nets.learners import stack
+from fedgmm.nets.networks import ConvNet, is_statistic, network
+from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.sgd import SGD, plan_batches, train_local
+from fedgmm.nets.stacked import Stacked
+
+CLIENTS, LEARNERS, ROWS = 2, 2, 6
+
+
+class Small(nn.Module):
+    """Every kind of layer, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU6(),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 4, 1),
+            nn.MaxPool2d(2),
+            nn.Identity(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Dropout(0.0),
+        )
+        self.head = nn.Linear(4, 5, bias=False)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+MODULES = {
+    "small": (Small, (3, 8, 8)),
+    "mobilenet": (partial(MobileNetV2, 5, width=0.25, dropout=0.0, stem_stride=1), (3, 32, 32)),
+    "resnet": (partial(ResNet18, 5), (3, 16, 16)),
+    "cnn": (partial(ConvNet, 1, 8, 5), (1, 8, 8)),
+}
+
+
+@pytest.fixture(scope="module", params=MODULES, ids=str)
+def case(request):
+    factory, shape = MODULES[request.param]
+    net = Stacked(factory, shape, 5)
+    generator = torch.Generator().manual_seed(0)
+    own = [stack([net.initial(generator) for _ in range(LEARNERS)]) for _ in range(CLIENTS)]
+    params = {name: torch.stack([one[name] for one in own]).double() for name in own[0]}
+    torch.manual_seed(1)
+    for name, value in params.items():
+        if is_statistic(name):  # not those of a new module
+            value.uniform_(0.5, 1.5)
+    images = torch.randn(CLIENTS, ROWS, *shape, dtype=torch.float64)
+    return net, params, images
+
+
+def renew(module, number):
+    """Let running statistics move as in the so-manieth batch of a round."""
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = max(0.1, 1 / number)
+    return module
+
+
+def module_of(net, params, client, learner, training, number=1):
+    module = renew(net.factory().double(), number)
+    own = {name: value[client, learner] for name, value in params.items()}
+    module.load_state_dict(own, strict=False)
+    return module.train(training)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize(
+    ("there", "number"), [(None, 1), ([6, 4], 3), ([6, 4], 30)], ids=["all rows", "padding", "late"]
+)
+def test_logits_gradients_and_statistics_are_the_modules_own(case, training, there, number):
+    net, params, images = case
+    params = {n: v if is_statistic(n) else v.detach().requires_grad_() for n, v in params.items()}
+    mask = None
+    if there is not None:
+        mask = torch.arange(ROWS) < torch.tensor(there)[:, None]
+    counts = None if mask is None else mask.sum(1)
+    logits, statistics = net.walk(params, images, training, counts, number)
+    keep = torch.ones(CLIENTS, ROWS, dtype=torch.bool) if mask is None else mask
+    trained = [name for name in params if not is_statistic(name)]
+    loss = (logits.square() * keep[..., None, None]).sum()
+    gradients = torch.autograd.grad(loss, [params[n] for n in trained], materialize_grads=True)
+    scale = max(float(gradient.abs().max()) for gradient in gradients)
+    for client in range(CLIENTS):
+        for learner in range(LEARNERS):
+            module = module_of(net, params, client, learner, training, number)
+            expected = module(images[client][keep[client]])
+            found = logits[client, :, learner][keep[client]]
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+            own = torch.autograd.grad(expected.square().sum(), list(module.parameters()))
+            names = [name for name, _ in module.named_parameters()]
+            for name, gradient in zip(names, own, strict=True):
+                ours = gradients[trained.index(name)][client, learner]
+                assert float((ours - gradient).abs().max()) < 1e-7 * scale, name
+            for name, value in statistics.items():
+                torch.testing.assert_close(value[client, learner], module.state_dict()[name])
+    has_statistics = any(is_statistic(name) for name in params)
+    assert bool(statistics) == (training and has_statistics)
+
+
+def test_shared_learners_have_no_client_axis(case):
+    net, params, images = case
+    shared = {name: value[0] for name, value in params.items()}
+    torch.testing.assert_close(net.logits(shared, images[0]), net.logits(params, images)[0])
+
+
+def test_local_training_is_that_of_a_plain_loop():
+    """Unequal clients: padding must touch neither gradients nor statistics."""
+    net = Stacked(Small, (3, 8, 8), 5)
+    generator = torch.Generator().manual_seed(0)
+    first = {name: value.double() for name, value in net.initial(generator).items()}
+    torch.manual_seed(0)
+    sizes = [7, 4]
+    inputs = torch.randn(sum(sizes), 3, 8, 8, dtype=torch.float64)
+    labels = torch.randint(5, (sum(sizes),))
+    weights = torch.rand(sum(sizes), 1, dtype=torch.float64)
+    offsets = torch.tensor([0, 7, 11])
+    order = torch.arange(sum(sizes))
+    plan = plan_batches(offsets, torch.arange(2), [order, order], 3)
+    start = {name: value.expand(2, 1, *value.shape).clone() for name, value in first.items()}
+    options = SGD(lr=0.1, momentum=0.9, batch_size=3)
+    found = train_local(net, start, inputs, labels, weights, plan, options)
+    for client, (begin, end) in enumerate([(0, 7), (7, 11)]):
+        module = Small().double().train()
+        module.load_state_dict(first, strict=False)
+        optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for epoch in range(2):
+            for number, start_row in enumerate(range(begin, end, 3), 3 * epoch + 1):
+                renew(module, number)
+                rows = slice(start_row, min(start_row + 3, end))
+                loss = nn.functional.cross_entropy(
+                    module(inputs[rows]), labels[rows], reduction="none"
+                )
+                share = weights[rows, 0] / weights[rows, 0].sum()
+                optimiser.zero_grad()
+                (share * loss).sum().backward()
+                optimiser.step()
+        for name, value in found.items():
+            torch.testing.assert_close(value[client, 0], module.state_dict()[name])
+
+
+class Strange(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 5, 3)
+
+    def forward(self, x):
+        return torch.sin(self.layer(x)).mean((2, 3))
+
+
+def test_an_unknown_operation_is_told_before_training():
+    net = Stacked(Strange, (3, 8, 8), 5)
+    with pytest.raises(ValueError, match="does not know the operation"):
+        net.initial(torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.Conv2d(4, 8, 3, groups=2), "2 groups"),
+        (nn.Conv2d(4, 4, 3, dilation=2), "padding"),
+        (nn.Tanh(), "Tanh"),
+    ],
+    ids=str,
+)
+def test_an_unknown_layer_is_told_by_name(layer, words):
+    net = Stacked(lambda: nn.Sequential(layer), (4, 8, 8), 5)
+    with pytest.raises(ValueError, match=words):
+        net.initial(torch.Generator())
+
+
+def test_mobilenet_by_name():
+    assert isinstance(network("mobilenet", (3, 32, 32), 10), Stacked)
+    with pytest.raises(ValueError, match="colour images"):
+        network("mobilenet", (1, 28, 28), 10)
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("sizes", [[7, 4, 3], [6, 6], [2, 1], [9, 3, 3, 1]], ids=str)
+def test_every_row_is_seen_once_and_even_batches_differ_by_one_row(sizes, even):
+    offsets = torch.tensor([0, *sizes]).cumsum(0)
+    order = torch.arange(sum(sizes))
+    plan = plan_batches(offsets, torch.arange(len(sizes)), [order], 3, even)
+    assert len(plan.steps) == -(-max(sizes) // 3)
+    seen, batches = [], {}
+    for step in plan.steps:
+        assert step.full == bool(step.mask.all())
+        codes = plan.clients[step.clients]
+        for client, rows, mask in zip(codes.tolist(), step.rows, step.mask, strict=True):
+            own = rows[mask].tolist()
+            assert all(offsets[client] <= row < offsets[client + 1] for row in own)
+            batches.setdefault(client, []).append(len(own))
+            seen += own
+    assert sorted(seen) == order.tolist()
+    assert all(max(own) <= 3 for own in batches.values())
+    if even:
+        assert all(max(own) - min(own) <= 1 for own in batches.values())
+    else:
+        assert all(set(own[:-1]) <= {3} for own in batches.values())
+
+
+class Deep(nn.Module):
+    """Normalisation upon normalisation, without a ceiling between."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4)]
+        for _ in range(19):
+            layers += [nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def test_padding_beside_a_single_row_stays_finite():
+    """A single pixel of a single row has no spread: whatever lies beside it is blown up."""
+    net = Stacked(Deep, (3, 1, 1), 2)
+    params = {n: v.expand(2, 1, *v.shape) for n, v in net.initial(torch.Generator()).items()}
+    inputs = torch.randn(6, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    plan = plan_batches(torch.tensor([0, 5, 6]), torch.arange(2), [torch.arange(6)], 8)
+    found = train_local(net, params, inputs, torch.zeros(6).long(), None, plan, SGD(lr=0.1))
+    assert all(bool(torch.isfinite(value).all()) for value in found.values())
+
+
+def test_single_rows_train_whether_or_not_others_are_beside_them():
+    """The last layers see one number a channel there, which torch's own normalisation refuses."""
+    net = Stacked(partial(MobileNetV2, 5, width=0.25, dropout=0.0), (3, 32, 32), 5)
+    one = net.initial(torch.Generator().manual_seed(0))
+    params = {name: value.expand(2, 1, *value.shape).double() for name, value in one.items()}
+    images = torch.randn(2, 1, 3, 32, 32, dtype=torch.float64)
+    alone, statistics = net.walk(params, images, True, None)
+    beside = torch.cat([images, torch.zeros_like(images)], dim=1)
+    padded, expected = net.walk(params, beside, True, torch.tensor([1, 1]))
+    torch.testing.assert_close(alone, padded[:, :1])
+    for name, value in statistics.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("counts", [None, [1, 3]], ids=["alone", "beside others"])
+def test_a_single_number_has_no_variance_to_put_in_the_place_of_the_old(counts):
+    """A variance of zero would blow up whatever the client's learner is asked about later."""
+    net = Stacked(partial(MobileNetV2, 5, width=0.25, dropout=0.0), (3, 32, 32), 5)
+    one = net.initial(torch.Generator().manual_seed(0))
+    params = {name: value.expand(2, 1, *value.shape).double() for name, value in one.items()}
+    images = torch.randn(2, 1 if counts is None else 3, 3, 32, 32, dtype=torch.float64)
+    there = None if counts is None else torch.tensor(counts)
+    _, statistics = net.walk(params, images, True, there)
+    last = [name for name in statistics if name.endswith("running_var")][-1]
+    torch.testing.assert_close(statistics[last][0], params[last][0])  # one pixel is left there
+    assert counts is None or not torch.allclose(statistics[last][1], params[last][1])
+    assert all(bool((v > 0).all()) for n, v in statistics.items() if n.endswith("running_var"))
+
+
+def test_pretrained_weights_read_plain_pixels(tmp_path):
+    """The file's network on scaled pictures, and ours on pixels in [-1, 1], say the same."""
+    torch.manual_seed(0)
+    module = MobileNetV2(7).eval()
+    for name, value in module.named_buffers():
+        if name.endswith("running_mean"):
+            value.copy_(0.1 * torch.randn_like(value))
+    save_file(module.state_dict(), tmp_path / "weights.safetensors")
+    net = Stacked(partial(MobileNetV2, 7), (3, 64, 64), 7)
+    own = net.pretrained(tmp_path / "weights.safetensors", torch.Generator())
+    bytes_ = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8)
+    mean, deviation = (torch.tensor(v)[:, None, None] for v in (IMAGENET_MEAN, IMAGENET_DEVIATION))
+    params = {name: value[None] for name, value in own.items()}
+    ours = MobileNetV2(7).eval()
+    ours.load_state_dict({n: v[0] for n, v in params.items()}, strict=False)
+    scaled = (bytes_ / 255 - mean) / deviation
+    first, theirs = ours.features[0], module.features[0]
+    # all but the border, where the one sees mid-grey and the other ImageNet's mean
+    inner = (slice(None), slice(None), slice(2, -2), slice(2, -2))
+    plain = as_numbers(bytes_, torch.float32)
+    torch.testing.assert_close(first(plain)[inner], theirs(scaled)[inner], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(own["classifier.1.weight"], module.classifier[1].weight)
+    with pytest.raises(ValueError, match="no pretrained weights for Small"):
+        Stacked(Small, (3, 8, 8), 5).pretrained(tmp_path / "weights.safetensors", torch.Generator())

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fedgmm import ComponentSelection, FederatedGaussianMixture, select_components
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.synthetic import synthetic
+from fedgmm.training.local import TrainingOptions
+from fedgmm.training.selection import (
+    MixtureSelection,
+    select_for_small_data,
+    select_mixture,
+    suitable_covariance,
+)
+from oracles import as_dict, ragged_ids
+
+
+@pytest.fixture
+def planted(rng):
+    """Three far-apart heaps over five clients that see them in different shares."""
+    places = np.array([[0.0, 0.0], [30.0, 0.0], [0.0, 30.0]])
+    X = np.repeat(places, 60, axis=0) + rng.normal(size=(180, 2))
+    return X, ragged_ids(rng, 180, 5)
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # 5 for 3 heaps
+@pytest.mark.parametrize("criterion", ["bic", "aic"])
+@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical"])
+def test_the_planted_number_is_chosen(planted, kind, criterion):
+    X, ids = planted
+    chosen = select_components(
+        X,
+        clients=ids,
+        candidates=range(1, 6),
+        criterion=criterion,
+        covariance_type=kind,
+        shared_weights=True,
+        random_state=0,
+        max_iter=300,
+    )
+    assert isinstance(chosen, ComponentSelection)
+    if criterion == "bic":
+        assert chosen.n_components == 3
+    assert chosen.criterion == criterion
+    assert sorted(chosen.scores) == [1, 2, 3, 4, 5]
+    assert chosen.scores[chosen.n_components] == min(chosen.scores.values())
+    # The winner is fitted, and its score is its own.
+    assert chosen.best.n_components == chosen.n_components
+    own = getattr(chosen.best, criterion)(X, clients=ids)
+    assert own == chosen.scores[chosen.n_components]
+    assert chosen.best.get_params()["covariance_type"] == kind
+
+
+def test_private_weights(planted):
+    X, ids = planted
+    chosen = select_components(X, clients=ids, candidates=(5, 1, 3), random_state=0, max_iter=300)
+    assert chosen.n_components == 3
+    assert chosen.best.client_weights_.shape == (5, 3)
+    refit = FederatedGaussianMixture(1, random_state=0).fit(X, clients=ids)
+    assert chosen.scores[1] == pytest.approx(refit.bic(X, clients=ids), rel=1e-12)
+
+
+def test_dictionaries_and_generators(planted):
+    X, ids = planted
+    clients = as_dict(X, ids)
+    options = {"candidates": (1, 3), "random_state": 0}
+    direct = select_components(X, clients=ids, **options)
+    for form in (clients, iter(clients.items()), list(clients.items())):
+        chosen = select_components(form, **options)
+        assert chosen.n_components == direct.n_components
+        assert chosen.scores == pytest.approx(direct.scores, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"candidates": []}, ValueError, "candidates is empty"),
+        ({"candidates": [0, 2]}, ValueError, "candidates must be at least 1, got 0"),
+        ({"candidates": [2.5]}, TypeError, r"candidates must be an integer, got 2\.5"),
+        ({"candidates": ["3"]}, TypeError, "candidates must be an integer, got '3'"),
+        ({"criterion": "mdl"}, ValueError, r"criterion must be one of \['bic', 'aic'\], got 'mdl'"),
+        ({"n_components": 3}, ValueError, "pass candidates instead"),
+    ],
+)
+def test_errors_come_before_any_fit(planted, monkeypatch, options, error, message):
+    monkeypatch.setattr(
+        FederatedGaussianMixture, "fit", lambda *_, **__: pytest.fail("a model was fitted")
+    )
+    with pytest.raises(error, match=message):
+        select_components(planted[0], **options)
+
+
+def test_candidates_must_be_numbers_that_can_be_tried(planted):
+    X, _ = planted
+    with pytest.raises(ValueError, match="n_components=181 rows"):
+        select_components(X, candidates=[181])
+    with pytest.raises(TypeError, match="candidates"):
+        select_components(X, candidates=3)
+    with pytest.raises(TypeError, match="candidates"):
+        select_components(X, candidates=[1, "3"])
+
+
+# ---------------------------------------------------------------------- Gaussians and learners
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_planted_mixture_is_found(size, seed):
+    data = synthetic(12, 300, components=size, dimensions=6, seed=seed).dataset
+    found = select_mixture(data, candidates=(1, 2, 3, 4, 5))
+    assert (found.components, found.learners) == (size, size)
+    assert found.scores[size, size] >= max(found.scores.values()) - 2e-3
+
+
+def test_a_number_that_is_given_is_kept():
+    data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
+    told = []
+    found = select_mixture(data, components=2, candidates=(1, 2, 3), notify=told.append)
+    assert (found.components, found.learners) == (2, 2)
+    assert {m1 for m1, _ in found.scores} == {2}
+    learners = {1: "1 learner", 2: "2 learners", 3: "3 learners"}
+    assert told == [f"trying 2 Gaussians and {learners[m2]}" for _, m2 in found.scores]
+    found = select_mixture(data, learners=2, candidates=(1, 2, 3))
+    assert {m2 for _, m2 in found.scores} == {2}
+    assert found.components == 2
+    # one learner: labels say nothing about the Gaussians, the inputs do
+    assert select_mixture(data, learners=1, candidates=(1, 2, 3)).components == 2
+    found = select_mixture(data, components=1, learners=3)
+    assert (found.components, found.learners, list(found.scores)) == (1, 3, [(1, 3)])
+
+
+def test_small_data_choose_where_nobody_did(monkeypatch):
+    data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
+    options = TrainingOptions(rounds=20)
+    found = select_for_small_data(data, options)
+    assert found is not None
+    assert (found.components, found.learners) == (2, 2)
+    assert select_for_small_data(data, TrainingOptions(algorithm="fedavg")) is None
+    monkeypatch.setattr("fedgmm.training.selection._SMALL", len(data.train) * 4 - 1)
+    assert select_for_small_data(data, options) is None
+
+
+def test_one_learner_does_not_make_the_density_coarse():
+    data = synthetic(8, 200, components=1, dimensions=4, seed=0).dataset
+    found = select_for_small_data(data, TrainingOptions(rounds=20))
+    assert found is not None
+    assert (found.components, found.learners) == (3, 1)
+
+
+def test_without_validation_rows_the_defaults_will_do():
+    rows = {"a": (np.arange(20.0)[:, None], np.arange(20) % 2)}
+    data = FederatedDataset.from_clients(rows, split=(0.8, 0.0, 0.2))
+    assert select_for_small_data(data, TrainingOptions()) is None
+
+
+def test_test_rows_play_no_part_in_the_choice():
+    data = synthetic(6, 100, components=2, dimensions=3, seed=0).dataset
+    first = select_mixture(data, candidates=(1, 2), rounds=3)
+    data.test.inputs.fill_(1e6)
+    data.test.labels.copy_(1 - data.test.labels)
+    assert select_mixture(data, candidates=(1, 2), rounds=3).scores == first.scores
+
+
+def test_the_record_is_strict_json():
+    record = MixtureSelection(1, 2, {(1, 1): -float("inf"), (1, 2): -0.5}).record()
+    read = json.loads(json.dumps(record, allow_nan=False))
+    assert read["tried"][0]["validation_log_likelihood"] is None
+    assert read["tried"][1] == {"components": 1, "learners": 2, "validation_log_likelihood": -0.5}
+
+
+def test_nothing_to_choose_from_or_by():
+    data = synthetic(4, 40, dimensions=3, seed=0).dataset
+    with pytest.raises(ValueError, match="candidates is empty"):
+        select_mixture(data, candidates=())
+    rows = {"a": (np.arange(20.0)[:, None], np.arange(20) % 2)}
+    data = FederatedDataset.from_clients(rows, split=(0.8, 0.0, 0.2))
+    with pytest.raises(ValueError, match="no validation rows"):
+        select_mixture(data)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "components", "kind"),
+    [
+        (5 * 3 * 10, 4, 3, "full"),  # five rows for each of 3 times 10 parameters
+        (5 * 3 * 10 - 1, 4, 3, "diag"),
+        (10**9, 200, 1, "full"),
+        (10**9, 201, 1, "diag"),
+    ],
+)
+def test_covariances_follow_the_rows(rows, columns, components, kind):
+    assert suitable_covariance(rows, columns, components) == kind

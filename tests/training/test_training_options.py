@@ -1,0 +1,212 @@
+"""What training can be told: bad values, solvers, schedules, and the pull towards independence."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from fedgmm.core.servers import ServerOptimiser
+from fedgmm.nets.networks import network
+from fedgmm.training.local import TrainingOptions, _solver, build, train
+from supervised import FAST, federation, predictions, two_groups
+
+# ---------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_type_of_numbers(rng, dtype):
+    model = train(federation(rng), dtype=dtype, **FAST)
+    assert next(iter(model.prediction.learners.values())).dtype == getattr(torch, dtype)
+    assert model.prediction.gaussians.means.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("algorithm", "FedGMM", ValueError),
+        ("rounds", 0, ValueError),
+        ("rounds", 2.5, TypeError),
+        ("components", 0, ValueError),
+        ("learners", -1, ValueError),
+        ("learner", "forest", ValueError),
+        ("learner", 3, ValueError),
+        ("solver", "lbfgs", ValueError),
+        ("start", "warm", ValueError),
+        ("warmup", -1, ValueError),
+        ("lr", 0.0, ValueError),
+        ("lr", -0.1, ValueError),
+        ("lr", "fast", TypeError),
+        ("lr", float("nan"), ValueError),
+        ("momentum", 1.0, ValueError),
+        ("weight_decay", -1.0, ValueError),
+        ("clip_norm", 0.0, ValueError),
+        ("clip_norm", -1.0, ValueError),
+        ("clip_norm", "small", TypeError),
+        ("schedule", "step", ValueError),
+        ("local_epochs", 0, ValueError),
+        ("batch_size", 0, ValueError),
+        ("covariance_type", "round", ValueError),
+        ("aggregation", "median", ValueError),
+        ("reg_covar", -1e-3, ValueError),
+        ("ridge", -1.0, ValueError),
+        ("server", "sgd", ValueError),
+        ("server_lr", 0.0, ValueError),
+        ("server_momentum", 1.5, ValueError),
+        ("participation", 0.0, ValueError),
+        ("participation", 1.5, ValueError),
+        ("participation", "all", TypeError),
+        ("patience", 0, ValueError),
+        ("tol", -1.0, ValueError),
+        ("tol", "small", TypeError),
+        ("proximal", -1.0, ValueError),
+        ("finetune_epochs", -1, ValueError),
+        ("penalty", 0.0, ValueError),
+        ("inner_steps", 0, ValueError),
+        ("mixing", -1.0, ValueError),
+        ("standardise", "yes", TypeError),
+        ("seed", -1, ValueError),
+        ("seed", 2**40, ValueError),
+        ("device", "gpu", ValueError),
+        ("dtype", "float16", ValueError),
+    ],
+)
+def test_a_bad_option_is_named_with_its_value(rng, option, value, error):
+    with pytest.raises(error, match=f"{option}.*{re.escape(repr(value))}"):
+        train(federation(rng), **{option: value})
+
+
+def test_an_unknown_option_is_named(rng):
+    with pytest.raises(TypeError, match="no option 'epochs'"):
+        train(federation(rng), epochs=3)
+
+
+def test_options_changes_and_the_algorithm_are_laid_over_each_other(rng):
+    data = federation(rng)
+    options = TrainingOptions(algorithm="fedavg", rounds=2, lr=0.3)
+    model = train(data, options=options)
+    assert model.algorithm == "fedavg"  # the options' own
+    assert len(model.history) == 2
+    model = train(data, "local", options=options, rounds=3)
+    assert model.algorithm == "local"
+    assert (model.options["rounds"], model.options["lr"]) == (3, 0.3)
+    assert options.algorithm == "fedavg"
+    assert train(data, rounds=1).algorithm == "fedgmm"
+
+
+# ---------------------------------------------------------------------- solvers
+
+
+def test_newton_is_for_linear_learners(rng):
+    with pytest.raises(ValueError, match="linear learners only"):
+        train(federation(rng), solver="newton", learner="mlp")
+
+
+@pytest.mark.parametrize(
+    ("options", "columns", "expected"),
+    [
+        ({"algorithm": "fedgmm"}, 32, "newton"),
+        ({"algorithm": "fedem"}, 32, "newton"),
+        ({"algorithm": "fedgmm"}, 5000, "sgd"),  # a system too large to solve
+        ({"algorithm": "fedgmm", "learner": "mlp"}, 32, "sgd"),
+        ({"algorithm": "fedavg"}, 32, "sgd"),
+        ({"algorithm": "fedavg", "solver": "newton"}, 32, "newton"),
+        ({"algorithm": "fedprox", "solver": "newton"}, 32, "sgd"),  # or its penalty would be lost
+        ({"algorithm": "local", "solver": "newton"}, 32, "sgd"),
+        ({"algorithm": "fedgmm", "solver": "sgd"}, 32, "sgd"),
+    ],
+)
+def test_who_takes_exact_steps(options, columns, expected):
+    chosen = TrainingOptions(**options)
+    assert _solver(chosen, network(chosen.learner, (columns,), 2)) == expected
+
+
+# ---------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("constant", [1, 1, 1, 1]),
+        ("sqrt", [1, 2**-0.5, 3**-0.5, 0.5]),
+        ("cosine", [1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]),
+        ("cooldown", [1, 1, 1, 1 / 2]),  # of four rounds the last alone is a fifth
+    ],
+)
+def test_schedules_of_the_learning_rate(schedule, factors):
+    options = TrainingOptions(algorithm="local", rounds=4, lr=0.3, schedule=schedule)
+    training = build(options, network("linear", (3,), 2)).training
+    rates = [training.options(number).lr for number in (1, 2, 3, 4)]
+    np.testing.assert_allclose(rates, 0.3 * np.array(factors))
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["fedgmm", "fedem", "fedavg", "fedprox", "fedavg+", "clustered", "pfedme"]
+)
+def test_every_server_is_told_how_far_the_rate_has_fallen(rng, monkeypatch, algorithm):
+    """In every round of a run, by the loop and through the method."""
+    shares = []
+    step = ServerOptimiser.step
+
+    def look(self, current, average, state, share):
+        shares.append(share)
+        return step(self, current, average, state, share)
+
+    monkeypatch.setattr(ServerOptimiser, "step", look)
+    options = {"schedule": "cooldown", "server": "momentum", "solver": "sgd", "rounds": 4}
+    train(two_groups(rng), algorithm, components=2, learners=2, tol=None, **options)
+    assert shares == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_a_cosine_stays_at_its_last_rate_beyond_the_end():
+    options = TrainingOptions(algorithm="local", rounds=4, lr=0.3, schedule="cosine")
+    training = build(options, network("linear", (3,), 2)).training
+    assert training.rate_share(4) == training.rate_share(5) == training.rate_share(9) > 0.0
+
+
+def test_a_rate_that_cools_down_falls_in_the_last_fifth():
+    options = TrainingOptions(algorithm="local", rounds=15, lr=0.3, schedule="cooldown")
+    training = build(options, network("linear", (3,), 2)).training
+    rates = [training.options(number).lr for number in range(1, 17)]
+    np.testing.assert_allclose(rates, 0.3 * np.array([1] * 12 + [3 / 4, 1 / 2, 1 / 4, 1 / 4]))
+
+
+def test_a_schedule_reaches_the_clients(rng):
+    """With a decaying rate, a round moves the learner less than with a constant one."""
+    data = federation(rng, sizes=(40, 40))
+    steps = {}
+    for schedule in ("constant", "sqrt"):
+        early, late = (
+            train(data, "fedavg", rounds=n, schedule=schedule, tol=None, dtype="float64")
+            for n in (8, 9)
+        )
+        gap = early.prediction.learners["0.weight"] - late.prediction.learners["0.weight"]
+        steps[schedule] = float(gap.abs().sum())
+    assert steps["sqrt"] < 0.8 * steps["constant"]
+
+
+# ---------------------------------------------------------------------- independence
+
+
+def test_independent_learners_predict_as_without_a_density(rng):
+    """With an infinite pull FedGMM's labels are FedEM's, whatever its Gaussians do."""
+    data = two_groups(rng)
+    options = {**FAST, "rounds": 6, "start": "split", "solver": "sgd", "dtype": "float64"}
+    with_density = train(data, "fedgmm", independence=1e12, **options)
+    without = train(data, "fedem", **options)
+    x = data.test.inputs.numpy()
+    for name in data.names:
+        np.testing.assert_allclose(
+            with_density.predict_proba(x, name), without.predict_proba(x, name), atol=1e-7
+        )
+    assert not np.allclose(predictions(train(data, **options), data), predictions(without, data))
+
+
+def test_a_newcomer_is_adapted_with_the_same_pull(rng):
+    data = two_groups(rng)
+    model = train(data, independence=1e12, **{**FAST, "rounds": 4})
+    rows = data.test
+    found = model.adapt("new", rows.inputs.numpy(), data.classes[rows.labels.numpy()]).weights
+    np.testing.assert_allclose(found, np.outer(found.sum(1), found.sum(0)), atol=1e-9)
