@@ -102,7 +102,7 @@ def test_with_the_true_parameters_a_client_predicts_by_bayes_rule(standardised):
     }
     scaling, means, covariances = None, components.means, np.stack([np.eye(4)] * 3)
     if standardised:  # the same densities in other coordinates
-        from fedgmm.core.scaling import Scaling
+        from fedgmm.core.moments import Scaling
 
         scale, centre = np.array([0.5, 2.0, 1.0, 3.0]), np.array([1.0, -1.0, 0.0, 0.5])
         scaling = Scaling(torch.from_numpy(centre), torch.from_numpy(scale))

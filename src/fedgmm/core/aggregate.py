@@ -8,7 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedgmm.core.gaussians import CovarianceType, Gaussians, Moments, maximise, outer
+from fedgmm.core.gaussians import CovarianceType, Gaussians, Moments, maximise
+from fedgmm.core.moments import outer
 
 Aggregation = Literal["exact", "paper"]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)

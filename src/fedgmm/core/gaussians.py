@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.linalg import cholesky_or_repair, matmul_upper, weighted_gram
+from fedgmm.core.moments import outer
 
 CovarianceType = Literal["full", "tied", "diag", "spherical", "identity"]
 COVARIANCE_TYPES: tuple[str, ...] = get_args(CovarianceType)
@@ -206,20 +207,6 @@ def weighted_moments(
         second=second.to(torch.float64),
     )
     return moments, weighted
-
-
-def outer(vectors: Tensor, weights: Tensor, covariance_type: CovarianceType) -> Tensor:
-    """``w_m v_m v_mᵀ`` shaped like a second moment; vectors ``(..., M, d)``, weights ``(..., M)``."""
-    weighted = vectors * weights.unsqueeze(-1)
-    match covariance_type:
-        case "full":
-            return weighted.unsqueeze(-1) * vectors.unsqueeze(-2)
-        case "tied":
-            return weighted.mT @ vectors
-        case "diag":
-            return weighted * vectors
-        case _:
-            return (weighted * vectors).sum(-1)
 
 
 def occupied(counts: Tensor) -> Tensor:

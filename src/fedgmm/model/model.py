@@ -12,8 +12,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from fedgmm.core.moments import Scaling
 from fedgmm.core.predictive import adapt_weights
-from fedgmm.core.scaling import Scaling
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction, count_learners

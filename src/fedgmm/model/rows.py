@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedgmm.core.scaling import Scaling
+from fedgmm.core.moments import Scaling
 from fedgmm.data.dataset import LabelledRows, numeric
 from fedgmm.methods.base import Prediction
 from fedgmm.wording import counted

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians
 from fedgmm.core.labels import LabelFrequencies
-from fedgmm.core.scaling import Scaling
+from fedgmm.core.moments import Scaling
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import Prediction
 from fedgmm.model.likelihoods import log_weights

@@ -14,7 +14,7 @@ import torch
 from fedgmm.core.aggregate import AGGREGATIONS
 from fedgmm.core.checks import check_choice, check_flag, check_integer, check_non_negative
 from fedgmm.core.gaussians import COVARIANCE_TYPES
-from fedgmm.core.scaling import Scaling, scaling_of
+from fedgmm.core.moments import Scaling, scaling_of
 from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset

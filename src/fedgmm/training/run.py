@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedgmm.core.scaling import Scaling
+from fedgmm.core.moments import Scaling
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.files import sha256_of
 from fedgmm.methods.base import DivergedError, Prediction, RoundInfo
