@@ -44,7 +44,8 @@ from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.backbones import MobileNetV2
 from fedgmm.nets.learners import log_likelihoods
-from fedgmm.nets.networks import is_statistic, network
+from fedgmm.core.params import is_statistic
+from fedgmm.nets.networks import network
 from fedgmm.nets.pixels import as_numbers
 from fedgmm.nets.sgd import SGD
 from fedgmm.nets.stacked import Stacked

@@ -120,7 +120,7 @@ def _stacked(setting: Setting, rows: Any, start: Any) -> Any:
     from fedgmm.methods.fedgmm import FedGMM, FedGMMShared
     from fedgmm.methods.gmm import FederatedGMM, MixtureShared
     from fedgmm.methods.local_training import LocalTraining
-    from fedgmm.nets.learners import stack
+    from fedgmm.core.params import stack
     from fedgmm.nets.sgd import SGD
 
     net, learners, shared = start

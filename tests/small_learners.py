@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedgmm.nets.learners import stack
+from fedgmm.core.params import stack
 
 SIZES = (5, 23, 1, 12)
 

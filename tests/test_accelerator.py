@@ -19,7 +19,7 @@ from fedgmm.model.saving import load
 from fedgmm.nets import devices, sgd, stacked
 from fedgmm.nets.backbones import MobileNetV2
 from fedgmm.nets.learners import log_likelihoods
-from fedgmm.nets.networks import is_statistic
+from fedgmm.core.params import is_statistic
 from fedgmm.nets.pixels import as_numbers
 from fedgmm.nets.sgd import SGD
 from fedgmm.training.local import ALGORITHMS, train

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.core.aggregate import aggregate_gaussians, aggregate_weights, within_client_moments
+from fedgmm.core.em import aggregate_gaussians, aggregate_weights, within_client_moments
 from fedgmm.core.gaussians import Moments, gaussians, residuals, weighted_moments
 from oracles import ALL_KINDS, KINDS, assert_close, random_covariances, reduce_covariances
 

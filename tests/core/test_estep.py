@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from fedgmm.core.estep import add_likelihoods, responsibilities
+from fedgmm.core.em import add_likelihoods, responsibilities
 from oracles import assert_close
 
 mpmath.mp.dps = 60

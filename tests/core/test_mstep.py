@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedgmm.core.mstep import client_weights, towards_independence
+from fedgmm.core.em import client_weights, towards_independence
 from oracles import assert_close
 
 

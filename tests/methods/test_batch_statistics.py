@@ -15,7 +15,8 @@ from fedgmm.methods import batch_statistics as statistics
 from fedgmm.methods.base import Prediction
 from fedgmm.methods.batch_statistics import settled
 from fedgmm.model.model import FederatedModel
-from fedgmm.nets.networks import Dense, is_statistic
+from fedgmm.core.params import is_statistic
+from fedgmm.nets.networks import Dense
 from fedgmm.nets.stacked import Stacked
 
 

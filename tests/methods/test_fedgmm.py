@@ -21,7 +21,7 @@ from fedgmm.methods.base import DivergedError
 from fedgmm.methods.fedgmm import LEARNER_STARTS, FedGMM, FedGMMShared
 from fedgmm.methods.gmm import FederatedGMM, MixtureShared
 from fedgmm.methods.local_training import LocalTraining
-from fedgmm.nets.learners import stack
+from fedgmm.core.params import stack
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD
 from fedgmm.training.local import ALGORITHMS, train

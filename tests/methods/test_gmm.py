@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from fedgmm.core.aggregate import within_client_moments
+from fedgmm.core.em import within_client_moments
 from fedgmm.core.gaussians import Moments, gaussians
 from fedgmm.data.federated import client_rows
 from fedgmm.methods.centroids import local_centroids

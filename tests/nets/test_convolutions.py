@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedgmm.nets.convolutions import Convolutional, convolve, patches
-from fedgmm.nets.learners import stack
+from fedgmm.core.params import stack
 from fedgmm.nets.networks import network
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from fedgmm.nets import stacked
 from fedgmm.nets.convolutions import Convolutional
 from fedgmm.nets.kernels import fused as kernels
-from fedgmm.nets.networks import is_statistic
+from fedgmm.core.params import is_statistic
 from fedgmm.nets.sgd import SGD, plan_batches, train_local
 
 pytest.importorskip("triton")

@@ -8,14 +8,8 @@ import torch
 from small_learners import drawn
 from torch.nn.functional import cross_entropy
 
-from fedgmm.nets.learners import (
-    add_params,
-    expand_clients,
-    flatten,
-    log_likelihoods,
-    take_clients,
-    weighted_sum,
-)
+from fedgmm.core.params import add_params, expand_clients, flatten, take_clients, weighted_sum
+from fedgmm.nets.learners import log_likelihoods
 from fedgmm.nets.networks import Dense
 
 # ---------------------------------------------------------------------- likelihoods

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedgmm.nets.learners import stack
+from fedgmm.core.params import stack
 from fedgmm.nets.networks import ConvNet, Dense, Vectorised, network
 from supervised import load_dense, module_of
 

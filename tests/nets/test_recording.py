@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedgmm.nets import sgd
 from fedgmm.nets.kernels import recording
 from fedgmm.nets.kernels.recording import Recorder, _Recording, forget_recordings, recorder_of
-from fedgmm.nets.learners import expand_clients
+from fedgmm.core.params import expand_clients
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD, plan_batches, train_local, train_moreau
 

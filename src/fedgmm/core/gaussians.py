@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.linalg import cholesky_or_repair, matmul_upper, weighted_gram
-from fedgmm.core.moments import outer
 
 CovarianceType = Literal["full", "tied", "diag", "spherical", "identity"]
 COVARIANCE_TYPES: tuple[str, ...] = get_args(CovarianceType)
@@ -212,44 +211,6 @@ def weighted_moments(
 def occupied(counts: Tensor) -> Tensor:
     """Which components have rows, ``(M,)``: more than rounding could leave behind."""
     return counts > counts.sum() * torch.finfo(torch.float64).eps
-
-
-def maximise(moments: Moments, shared: Gaussians, reg_covar: float) -> Gaussians:
-    """The Gaussians that maximise the expected log-likelihood, given moments around ``shared.means``.
-
-    With ``n = Σ q``, ``δ = Σ q (x - μ) / n``::
-
-        μ' = μ + δ        Σ' = Σ q (x - μ)(x - μ)ᵀ / n - δ δᵀ + reg_covar · I
-
-    A component without rows keeps its parameters.
-    """
-    kind = shared.covariance_type
-    total = moments.counts.sum()
-    alive = occupied(moments.counts)
-    counts = torch.where(alive, moments.counts, 1.0)
-    shift = torch.where(alive[:, None], moments.first / counts[:, None], 0.0)
-    means = shared.means + shift
-    if kind == "identity":
-        return Gaussians(means, shared.covariances, shared.precisions_cholesky, kind)
-
-    centred = moments.second - outer(shift, torch.where(alive, counts, 0.0), kind)
-    match kind:
-        case "full":
-            covariances = centred / counts[:, None, None]
-            covariances = (covariances + covariances.mT) / 2
-            covariances.diagonal(dim1=-2, dim2=-1).add_(reg_covar)
-            covariances = torch.where(alive[:, None, None], covariances, shared.covariances)
-        case "tied":
-            covariances = (centred + centred.mT) / 2 / total
-            covariances.diagonal().add_(reg_covar)
-        case "diag":
-            covariances = centred.clamp_min(0.0) / counts[:, None] + reg_covar
-            covariances = torch.where(alive[:, None], covariances, shared.covariances)
-        case _:
-            d = shared.means.shape[-1]
-            covariances = centred.clamp_min(0.0) / (d * counts) + reg_covar
-            covariances = torch.where(alive, covariances, shared.covariances)
-    return gaussians(means, covariances, kind)
 
 
 def covariance_parameters(covariance_type: CovarianceType, components: int, columns: int) -> int:

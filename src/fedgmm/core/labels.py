@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedgmm.core.estep import responsibilities
+from fedgmm.core.em import responsibilities
 from fedgmm.core.predictive import log_class_probabilities
 
 PRIORS: tuple[float, ...] = tuple(10.0 ** (power / 2) for power in range(10, -2, -1))

@@ -1,4 +1,4 @@
-"""Exact steps of linear learners: Newton's, from sums over rows and over clients."""
+"""Newton steps of linear learners, from sums over rows and over clients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.linalg import matmul, solve
-from fedgmm.nets.networks import Dense, Params
+from fedgmm.core.params import Params
 
 _SMALLEST_RIDGE = 1e-9
 
@@ -18,12 +18,12 @@ class NewtonSums:
     """Gradient and Hessian of the weighted cross-entropy of ``M`` linear learners.
 
     Both are sums over rows and over clients. Coordinates are contrasts of the classes: logits are
-    ``contrasts(K) @ β``, so two classes need one coordinate and none is redundant.
+    ``contrasts(K) @ β``, so two classes need one coordinate, and no coordinate is redundant.
 
     Attributes:
         gradient: ``(M, (K-1)·p)`` with ``p = columns + 1``.
         hessian: ``(M, (K-1)·p, (K-1)·p)``.
-        second: ``Σ_i w_i(m) x_i x_iᵀ``, ``(M, p, p)``; tells how far a step moves the logits.
+        second: ``Σ_i w_i(m) x_i x_iᵀ``, ``(M, p, p)``; bounds how far a step moves the logits.
         weight: ``Σ_i w_i(m)``, ``(M,)``.
     """
 
@@ -34,7 +34,7 @@ class NewtonSums:
 
 
 def contrasts(classes: int) -> Tensor:
-    """An orthonormal basis ``(K, K-1)`` of the logits that sum to zero."""
+    """Return an orthonormal basis ``(K, K-1)`` of the logits that sum to zero."""
     helmert: Tensor = torch.zeros(classes, classes - 1, dtype=torch.float64)
     for k in range(1, classes):
         helmert[:k, k - 1] = 1.0
@@ -43,23 +43,21 @@ def contrasts(classes: int) -> Tensor:
     return helmert / lengths
 
 
-def newton_sums(
-    net: Dense, params: Params, inputs: Tensor, labels: Tensor, weights: Tensor
-) -> NewtonSums:
-    """Gradient and Hessian of ``Σ_i w_i(m) CE_i(θ_m)`` on a block of rows.
+def newton_sums(logits: Tensor, inputs: Tensor, labels: Tensor, weights: Tensor) -> NewtonSums:
+    """Return gradient and Hessian of ``Σ_i w_i(m) CE_i(θ_m)`` on a block of rows.
 
     Args:
-        net: a linear network.
-        params: ``(M, ...)``.
+        logits: of the learners as they are, ``(n, M, K)``.
         inputs: ``(n, d)``.
         labels: ``(n,)``.
         weights: ``w_i(m)``, ``(n, M)``.
     """
+    classes = logits.shape[-1]
     x = inputs.flatten(1).double()
     x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype, device=x.device)], dim=1)
-    basis = contrasts(net.classes).to(x.device)
-    probabilities = torch.softmax(net.logits(params, inputs).double(), dim=-1)
-    truth = torch.nn.functional.one_hot(labels, net.classes).double()
+    basis = contrasts(classes).to(x.device)
+    probabilities = torch.softmax(logits.double(), dim=-1)
+    truth = torch.nn.functional.one_hot(labels, classes).double()
     w = weights.double()
     # ∂CE/∂β = Bᵀ (p - y) xᵀ
     error = (probabilities - truth[:, None]) @ basis * w[..., None]
@@ -72,7 +70,7 @@ def newton_sums(
     p = x.shape[1]
 
     def gram(row_weights: Tensor) -> Tensor:
-        """``Σ_i v_i(m) x_i x_iᵀ``, ``(M, p, p)``, as one product for all learners."""
+        """Return ``Σ_i v_i(m) x_i x_iᵀ``, ``(M, p, p)``, as one product for all learners."""
         scaled = (row_weights.mT[:, None] * x.mT).reshape(m * p, n)
         return matmul(scaled, x).reshape(m, p, p)
 
@@ -86,15 +84,20 @@ def newton_sums(
     return NewtonSums(gradient.reshape(flat[:2]), hessian.reshape(flat), gram(w), w.sum(0))
 
 
-def newton_step(net: Dense, params: Params, sums: NewtonSums, ridge: float) -> Params:
-    """A damped Newton step, ``β ← β - τ (H + ridge·I)⁻¹ (g + ridge·β)``, for every learner with weight.
+def newton_step(params: Params, sums: NewtonSums, ridge: float) -> Params:
+    """Return the learners after a damped step, ``β ← β - τ (H + ridge·I)⁻¹ (g + ridge·β)``.
 
-    Logistic loss is self-concordant in the logits: with ``δ`` the root mean square change of the
-    logits that a full step would make, ``τ = log(1 + δ) / δ`` keeps it from overshooting where the
-    curvature has died away, and tends to one as the steps get small.
+    Logistic loss is self-concordant in the logits. With ``δ`` the root mean square change of the
+    logits that a full step would make, ``τ = log(1 + δ) / δ`` keeps the step from overshooting where
+    the curvature has died away, and tends to one as the steps get small.
 
-    The bias is not penalised beyond what keeps the system solvable: a column without spread, or a
-    learner that no row belongs to, has no curvature of its own.
+    The bias is penalised just enough to keep the system solvable, because a column without spread, or
+    a learner without rows, has no curvature of its own. A learner without rows keeps its parameters.
+
+    Args:
+        params: ``0.weight`` ``(M, K, d)`` and ``0.bias`` ``(M, K)``.
+        sums: over the rows of all clients.
+        ridge: penalty of the weights.
     """
     weight, bias = params["0.weight"].double(), params["0.bias"].double()
     m, k, d = weight.shape

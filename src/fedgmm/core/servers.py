@@ -1,10 +1,10 @@
-"""Server optimisers: what the server does with the clients' average.
+"""Server optimisers: the server's step towards the clients' average.
 
 The average minus the current parameters is a pseudo-gradient; the optimiser decides the step. While the
-clients' learning rate falls they move less and less, but what the server remembers was made at higher
-rates, and would go on for ten rounds at a momentum of 0.9. So the server remembers what every round would
-have done at the full rate, and of its step it takes the share that the rate has now, as optimisers do that
-multiply their momentum by the rate.
+clients' learning rate falls, their moves get smaller, but the server's moving averages were made at
+higher rates, and at a momentum of 0.9 they would carry on for ten rounds. So the server remembers the
+step of every round at the full rate and scales its own step by the present share of the rate, as
+optimisers do that multiply their momentum by the rate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fedgmm.nets.networks import Params, is_statistic
+from fedgmm.core.params import Params, is_statistic
 
 ServerKind = Literal["average", "momentum", "adam"]
 SERVER_KINDS: tuple[str, ...] = get_args(ServerKind)
@@ -31,7 +31,7 @@ class ServerState:
 
 @dataclass(frozen=True)
 class ServerOptimiser:
-    """How the server moves.
+    """Settings of the server's step.
 
     Attributes:
         kind: ``"average"`` takes the average as it is; ``"momentum"`` and ``"adam"`` treat the
@@ -51,21 +51,21 @@ class ServerOptimiser:
     def step(
         self, current: Params, average: Params, state: ServerState, share: float = 1.0
     ) -> tuple[Params, ServerState]:
-        """New parameters from the clients' average.
+        """Return new parameters and the new state, given the clients' average.
 
         Args:
             current: the parameters that clients started from, ``(M, ...)``.
-            average: what they have become, ``(M, ...)``.
-            state: what the server remembers.
+            average: their average after local training, ``(M, ...)``.
+            state: moving averages of earlier rounds.
             share: the clients' learning rate in this round, as a share of the full one.
         """
         if self.kind == "average":
             if self.lr == 1.0:
                 return {name: average[name].to(old.dtype) for name, old in current.items()}, state
-            share = 1.0  # nothing is remembered that could be of another rate
+            share = 1.0  # without moving averages no older rate plays a part
         moved, first, second = {}, {}, {}
         for name, value in current.items():
-            if is_statistic(name):  # a variance that overshoots is none
+            if is_statistic(name):  # a step could overshoot a variance below zero
                 moved[name] = average[name].to(value.dtype)
                 continue
             delta = (average[name].double() - value.double()) / share

@@ -15,7 +15,6 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from fedgmm.core.aggregate import AGGREGATIONS
 from fedgmm.core.checks import (
     array_of_names,
     check_choice,
@@ -25,7 +24,7 @@ from fedgmm.core.checks import (
     given_array,
     inverse_of_precisions,
 )
-from fedgmm.core.estep import responsibilities
+from fedgmm.core.em import AGGREGATIONS, responsibilities
 from fedgmm.core.gaussians import (
     COVARIANCE_TYPES,
     CovarianceType,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.labels import LabelFrequencies
+from fedgmm.core.params import expand_clients
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
@@ -39,7 +40,6 @@ from fedgmm.methods.averaging import FedAvgPlus
 from fedgmm.methods.base import TITLES, Prediction
 from fedgmm.methods.batch_statistics import settled
 from fedgmm.model.model import FederatedModel
-from fedgmm.nets.learners import expand_clients
 from fedgmm.training.local import TrainingOptions, build
 from fedgmm.wording import counted
 

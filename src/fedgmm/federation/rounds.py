@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from fedgmm.core.params import Params
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.federation.assembly import Assembly, Member
@@ -33,7 +34,6 @@ from fedgmm.methods.clustered import ClusteredShared, ClusteredUpdate
 from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.methods.gmm import MixtureUpdate
 from fedgmm.methods.local import Local
-from fedgmm.nets.networks import Params
 from fedgmm.training.checkpoint import AnyMethod, CheckpointError, Phase, Progress
 from fedgmm.training.loop import Participation, Run, settled
 from fedgmm.training.state_arrays import all_finite

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import CovarianceType, Moments
 from fedgmm.core.newton import NewtonSums
+from fedgmm.core.params import Params
 from fedgmm.federation.settings import WirePrecision
 from fedgmm.federation.wire import (
     as_tensor,
@@ -33,7 +34,7 @@ from fedgmm.methods.fedgmm import FedGMM, FedGMMUpdate
 from fedgmm.methods.gmm import MixtureUpdate
 from fedgmm.methods.local import Fit
 from fedgmm.methods.pfedme import PFedMe, PFedMeUpdate
-from fedgmm.nets.networks import Dense, Params
+from fedgmm.nets.networks import Dense
 from fedgmm.training.checkpoint import AnyMethod
 from fedgmm.wording import counted
 

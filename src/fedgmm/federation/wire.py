@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.gaussians import CovarianceType, gaussians
+from fedgmm.core.params import Params
 from fedgmm.core.servers import ServerState
 from fedgmm.federation.messages import MessageError
 from fedgmm.federation.settings import WirePrecision
@@ -27,7 +28,6 @@ from fedgmm.methods.gmm import MixtureShared
 from fedgmm.methods.local import Fit
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.methods.pfedme import PFedMe, PFedMeShared, PFedMeUpdate
-from fedgmm.nets.networks import Params
 from fedgmm.training.checkpoint import AnyMethod
 from fedgmm.wording import counted
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fedgmm.core.params import Params, expand_clients
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction, RoundInfo
 from fedgmm.methods.fedgmm import FedGMM, FedGMMShared, FedGMMUpdate
 from fedgmm.methods.gmm import FederatedGMM
-from fedgmm.nets.learners import expand_clients
-from fedgmm.nets.networks import Params
 
 NO_GAUSSIANS = FederatedGMM(1, "identity")
 """A single component says nothing about rows: responsibilities do not depend on it."""

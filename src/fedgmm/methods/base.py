@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import Gaussians
 from fedgmm.core.labels import LabelFrequencies
+from fedgmm.core.params import Params
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.nets.networks import Network, Params
+from fedgmm.nets.networks import Network
 
 SHARED_LEARNERS = ("fedgmm", "fedem", "fedavg", "fedprox", "clustered")
 """Methods whose learners serve several clients, and know nothing of which labels a client has."""

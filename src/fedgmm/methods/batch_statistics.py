@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedgmm.core.params import Params, is_statistic
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction, count_learners
-from fedgmm.nets.networks import Params, is_statistic
 from fedgmm.nets.pixels import as_numbers
 from fedgmm.nets.sgd import Step, plan_batches
 from fedgmm.nets.stacked import Stacked

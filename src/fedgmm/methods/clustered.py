@@ -10,13 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedgmm.core.params import Params, flatten, take_clients, weighted_sum
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction, RoundInfo
 from fedgmm.methods.local import Fit, combined_fit, fit_of_own_learners
 from fedgmm.methods.local_training import LocalTraining
-from fedgmm.nets.learners import flatten, take_clients, weighted_sum
-from fedgmm.nets.networks import Params
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,25 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedgmm.core.aggregate import aggregate_weights
-from fedgmm.core.estep import add_likelihoods, responsibilities
+from fedgmm.core.em import (
+    add_likelihoods,
+    aggregate_weights,
+    client_weights,
+    responsibilities,
+    towards_independence,
+)
 from fedgmm.core.gaussians import log_densities
 from fedgmm.core.linalg import take
-from fedgmm.core.mstep import client_weights, towards_independence
 from fedgmm.core.newton import NewtonSums, newton_step, newton_sums
+from fedgmm.core.params import Params, add_params, is_statistic
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import DivergedError, Prediction, RoundInfo
 from fedgmm.methods.gmm import FederatedGMM, MixtureShared, MixtureUpdate
 from fedgmm.methods.local_training import LocalTraining
-from fedgmm.nets.learners import add_params, log_likelihoods
-from fedgmm.nets.networks import Dense, Params, is_statistic
+from fedgmm.nets.learners import log_likelihoods
+from fedgmm.nets.networks import Dense
 from fedgmm.nets.pixels import as_numbers
 
 LearnerStart = Literal["tied", "split", "random"]
@@ -89,7 +94,7 @@ class FedGMM:
         ridge: penalty of the exact steps.
         perturbation: size of the split, relative to each parameter tensor's spread.
         independence: how many rows a client's own shares of the learners count for within each
-            Gaussian, see :func:`fedgmm.core.mstep.towards_independence`.
+            Gaussian, see :func:`fedgmm.core.em.towards_independence`.
         server: the server's optimiser for the learners.
     """
 

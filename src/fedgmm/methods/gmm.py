@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fedgmm.core.aggregate import (
+from fedgmm.core.em import (
     Aggregation,
     aggregate_gaussians,
     aggregate_weights,
+    client_weights,
+    responsibilities,
     within_client_moments,
 )
-from fedgmm.core.estep import responsibilities
 from fedgmm.core.gaussians import (
     CovarianceType,
     Gaussians,
@@ -29,7 +30,6 @@ from fedgmm.core.gaussians import (
     weighted_moments,
 )
 from fedgmm.core.initialise import Centroids, Start, server_means
-from fedgmm.core.mstep import client_weights
 from fedgmm.core.randomness import row_uniforms
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.data.federated import ClientRows

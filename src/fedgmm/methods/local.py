@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedgmm.core.params import Params, expand_clients, take_clients
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction, RoundInfo
 from fedgmm.methods.local_training import LocalTraining
-from fedgmm.nets.learners import expand_clients, log_likelihoods, take_clients
-from fedgmm.nets.networks import Params
+from fedgmm.nets.learners import log_likelihoods
 from fedgmm.nets.pixels import as_numbers
 from fedgmm.nets.sgd import plan_batches
 

@@ -11,19 +11,13 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from fedgmm.core.params import Params, add_params, expand_clients, stack, take_clients, weighted_sum
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import DivergedError
 from fedgmm.nets.devices import accelerator_memory, use_less_memory, what_ran_out
 from fedgmm.nets.kernels.recording import forget_recordings
-from fedgmm.nets.learners import (
-    add_params,
-    expand_clients,
-    stack,
-    take_clients,
-    weighted_sum,
-)
-from fedgmm.nets.networks import Network, Params
+from fedgmm.nets.networks import Network
 from fedgmm.nets.sgd import SGD, BatchPlan, padded_rows, plan_batches, train_local
 from fedgmm.wording import counted
 

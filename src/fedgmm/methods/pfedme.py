@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fedgmm.core.params import Params, add_params, expand_clients, weighted_sum
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction, RoundInfo
 from fedgmm.methods.local import Fit, combined_fit, fit_of_own_learners
 from fedgmm.methods.local_training import LocalTraining, check_finite
-from fedgmm.nets.learners import add_params, expand_clients, weighted_sum
-from fedgmm.nets.networks import Params
 from fedgmm.nets.sgd import train_moreau
 
 

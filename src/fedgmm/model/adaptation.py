@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.estep import add_likelihoods, responsibilities
+from fedgmm.core.em import add_likelihoods, responsibilities, towards_independence
 from fedgmm.core.labels import guessed_labels, label_counts
-from fedgmm.core.mstep import towards_independence
 from fedgmm.core.predictive import adapt_weights
 from fedgmm.methods.base import Prediction, count_learners
 from fedgmm.model.likelihoods import log_gaussians, log_learners
@@ -113,7 +112,7 @@ def learn_from_labels(
         labels: their classes, ``(n,)``.
         max_rounds: most iterations.
         independence: the prior that clients' weights were trained with, see
-            :func:`fedgmm.core.mstep.towards_independence`.
+            :func:`fedgmm.core.em.towards_independence`.
     """
     weights = _start(prediction)
     log_x = log_gaussians(prediction, seen)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedgmm.core.estep import add_likelihoods, responsibilities
+from fedgmm.core.em import add_likelihoods, responsibilities
 from fedgmm.core.labels import (
     PRIORS,
     LabelFrequencies,

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.params import Params
 from fedgmm.core.predictive import log_class_probabilities, log_marginal
 from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.methods.base import Prediction, count_learners
-from fedgmm.nets.networks import Params
 from fedgmm.nets.pixels import as_numbers
 
 FloatArray = NDArray[np.float64]

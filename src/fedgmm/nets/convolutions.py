@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, max_pool2d, pad, relu
 
+from fedgmm.core.params import Params
 from fedgmm.nets.kernels import fused as kernels
-from fedgmm.nets.networks import ConvNet, Handling, Params, Vectorised
+from fedgmm.nets.networks import ConvNet, Handling, Vectorised
 
 Pair = tuple[int, int]
 """Down and right."""

@@ -1,4 +1,4 @@
-"""Learners ``P_θ(y|x)``: their likelihood, and their parameters as vectors."""
+"""The likelihood ``P_θ(y|x)`` of learners."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from fedgmm.core.linalg import matmul
-from fedgmm.nets.networks import Dense, Network, Params, is_statistic
+from fedgmm.core.params import Params
+from fedgmm.nets.networks import Dense, Network
 
 _NUMBERS_AT_ONCE = 512 * 1024 * 1024  # activations of rows that shared learners look at
 _LARGER_ON_ACCELERATORS = 4
@@ -64,46 +65,3 @@ def class_margins(net: Network, params: Params, inputs: Tensor, training: bool =
 def label_signs(labels: Tensor, dtype: torch.dtype) -> Tensor:
     """Two classes as ``±1``, ``(*C, n, 1)``."""
     return (2 * labels - 1).to(dtype).unsqueeze(-1)
-
-
-# ---------------------------------------------------------------------- parameters as vectors
-
-
-def stack(params: list[Params]) -> Params:
-    """Parameters of several learners along a new first axis."""
-    return {name: torch.stack([own[name] for own in params]) for name in params[0]}
-
-
-def expand_clients(params: Params, clients: int) -> Params:
-    """The same parameters for every client: ``(M, ...)`` to ``(C, M, ...)``, copied."""
-    return {name: value.expand(clients, *value.shape).clone() for name, value in params.items()}
-
-
-def take_clients(params: Params, index: Tensor | slice) -> Params:
-    """Parameters of some clients, along the first axis."""
-    return {name: value[index] for name, value in params.items()}
-
-
-def weighted_sum(params: Params, weights: Tensor) -> Params:
-    """``Σ_c w_c(m) θ_mc`` in float64: ``(C, M, ...)`` and ``(C, M)`` to ``(M, ...)``."""
-    sums = {}
-    for name, value in params.items():
-        total = torch.einsum("cm,cmp->mp", weights.double(), _vectors(value).double())
-        sums[name] = total.reshape(value.shape[1:])
-    return sums
-
-
-def add_params(sums: list[Params]) -> Params:
-    """The sum of several sets of parameters, in their order."""
-    return {name: torch.stack([own[name] for own in sums]).sum(0) for name in sums[0]}
-
-
-def flatten(params: Params) -> Tensor:
-    """All that is trained of each client and learner as one vector: ``(C, M, P)``, float64."""
-    trained = [value for name, value in params.items() if not is_statistic(name)]
-    return torch.cat([_vectors(value).double() for value in trained], dim=-1)
-
-
-def _vectors(value: Tensor) -> Tensor:
-    """``(C, M, ...)`` as ``(C, M, p)``; a parameter may be a single number."""
-    return value.reshape(*value.shape[:2], -1)

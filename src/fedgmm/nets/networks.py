@@ -23,15 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-Params = dict[str, Tensor]
+from fedgmm.core.params import Params
+
 ModuleFactory = Callable[[], nn.Module]
 
 _MAKING_MODULES = threading.Lock()
-
-
-def is_statistic(name: str) -> bool:
-    """Whether a parameter is a running statistic of batch normalisation: averaged, never trained."""
-    return name.endswith((".running_mean", ".running_var"))
 
 
 @dataclass(frozen=True)

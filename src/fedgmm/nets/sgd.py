@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.linalg import matmul, take
+from fedgmm.core.params import Params, is_statistic, take_clients
 from fedgmm.nets.kernels.recording import recorder_of
-from fedgmm.nets.learners import (
-    at_labels,
-    class_margins,
-    label_signs,
-    log_likelihoods,
-    take_clients,
-)
-from fedgmm.nets.networks import Dense, Network, Params, is_statistic
+from fedgmm.nets.learners import at_labels, class_margins, label_signs, log_likelihoods
+from fedgmm.nets.networks import Dense, Network
 from fedgmm.nets.pixels import as_numbers, crop_and_flip
 from fedgmm.nets.stacked import Stacked
 

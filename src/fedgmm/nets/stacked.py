@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedgmm.core.params import Params, is_statistic
 from fedgmm.nets.backbones import MobileNetV2, ResNet18, load_weights, read_plain_pixels
 from fedgmm.nets.convolutions import convolve
 from fedgmm.nets.kernels import fused as kernels
-from fedgmm.nets.networks import Handling, ModuleFactory, Params, Vectorised, is_statistic
+from fedgmm.nets.networks import Handling, ModuleFactory, Vectorised
 
 
 class Pass(NamedTuple):

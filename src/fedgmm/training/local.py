@@ -11,10 +11,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from fedgmm.core.aggregate import AGGREGATIONS
 from fedgmm.core.checks import check_choice, check_flag, check_integer, check_non_negative
+from fedgmm.core.em import AGGREGATIONS
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.moments import Scaling, scaling_of
+from fedgmm.core.params import Params
 from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset
@@ -30,7 +31,7 @@ from fedgmm.methods.pfedme import PFedMe
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import forget_smaller_shares, resolve_device, resolve_dtype
 from fedgmm.nets.kernels.recording import forget_recordings
-from fedgmm.nets.networks import Dense, ModuleFactory, Network, Params, network
+from fedgmm.nets.networks import Dense, ModuleFactory, Network, network
 from fedgmm.nets.sgd import SGD
 from fedgmm.nets.stacked import Stacked
 from fedgmm.training.checkpoint import Checkpoint

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from fedgmm.core.moments import Scaling
+from fedgmm.core.params import Params
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.files import sha256_of
 from fedgmm.methods.base import DivergedError, Prediction, RoundInfo
 from fedgmm.methods.batch_statistics import settled
 from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.model.model import FederatedModel
-from fedgmm.nets.networks import Params
 from fedgmm.training.checkpoint import (
     DENSITY_OPTIONS,
     WEIGHTS,

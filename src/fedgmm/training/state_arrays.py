@@ -14,8 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from fedgmm.core.params import is_statistic
 from fedgmm.core.servers import ServerState
-from fedgmm.nets.networks import is_statistic
 
 
 class StateError(ValueError):

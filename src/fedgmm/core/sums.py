@@ -1,0 +1,217 @@
+"""``Sums``, the one currency: named sums over rows that clients send and the server adds.
+
+A method declares each of its sums once, with :class:`Sum`: the shape, what rows can make of it, how
+much one row can change it, and how it travels. The wire format, the checks of received updates, masks
+and noise are written against this declaration and not against a method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.params import Params, per_entry
+
+
+class SumsError(ValueError):
+    """Sums that no rows could have made, with the reason."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The declaration of one sum.
+
+    Attributes:
+        shape: of the whole sum.
+        rows: name of the sum that counts the rows behind each entry of the first axis; ``None`` if
+            all rows of a client stand behind all entries. Entries without rows are zero.
+        lowest: smallest value that an entry can have.
+        largest: largest absolute value that one row can add to an entry. The range of a fixed-point
+            number follows from it.
+        semidefinite: the last two axes are a symmetric positive semidefinite matrix, so a triangle
+            travels.
+        as_mean: the sum travels as its mean over ``rows``, in the precision of the learners. This
+            loses nothing, because the client computed the mean in that precision.
+        sensitivity: maps a bound on ``‖x - μ‖`` to the largest Euclidean norm of one row's
+            contribution; ``None`` if no bound on rows bounds it.
+        gathered: not a sum: entries of different clients are kept apart along the first axis. The
+            server's memory then grows with the number of clients, and masks cannot hide the entries.
+    """
+
+    shape: tuple[int, ...]
+    rows: str | None = None
+    lowest: float = -math.inf
+    largest: float = math.inf
+    semidefinite: bool = False
+    as_mean: bool = False
+    sensitivity: Callable[[float], float] | None = None
+    gathered: bool = False
+
+    def fraction_bits(self, rows: int, word: int = 64) -> int:
+        """Return the bits left for fractions when ``rows`` rows are added in a signed word."""
+        if not math.isfinite(self.largest):
+            return 0
+        return max(0, word - 2 - math.ceil(math.log2(max(rows * self.largest, 1.0))))
+
+
+Declaration = Mapping[str, Sum]
+"""All sums of a method by name."""
+
+
+class Sums(Mapping[str, Tensor]):
+    """Named sums over the rows of one or several clients.
+
+    Attributes:
+        gathered: names of the entries that are kept apart per client, see :class:`Sum`.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], gathered: Iterable[str] = ()) -> None:
+        self._values = dict(values)
+        self.gathered = frozenset(gathered)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one sum."""
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """Return the number of sums."""
+        return len(self._values)
+
+    def __add__(self, other: Sums) -> Sums:
+        """Return the sums over the rows of both."""
+        added = {
+            name: torch.cat([value, other[name]]) if name in self.gathered else value + other[name]
+            for name, value in self.items()
+        }
+        return Sums(added, self.gathered)
+
+    def below(self, prefix: str) -> Params:
+        """Return the sums whose names start with ``prefix``, without it."""
+        return {n.removeprefix(prefix): v for n, v in self.items() if n.startswith(prefix)}
+
+
+class Total:
+    """Sums of many clients, added as they arrive.
+
+    The memory does not grow with the number of clients, except for entries that are gathered.
+    Rounding errors are added up beside the sums (two-sum of Knuth), so the order of arrival changes
+    the result by less than one unit in the last place, and almost never at all.
+    """
+
+    def __init__(self) -> None:
+        self.clients = 0
+        self._total: Sums | None = None
+        self._rests: dict[str, Tensor] = {}
+
+    def add(self, sums: Sums) -> None:
+        """Add the sums of one more client."""
+        self.clients += 1
+        if self._total is None:
+            self._total = Sums({n: v.clone() for n, v in sums.items()}, sums.gathered)
+            self._rests = {
+                name: torch.zeros_like(value)
+                for name, value in sums.items()
+                if name not in sums.gathered
+            }
+            return
+        before, self._total = self._total, self._total + sums
+        for name, rest in self._rests.items():
+            a, b, total = before[name], sums[name], self._total[name]
+            taken = total - a
+            rest += (a - (total - taken)) + (b - taken)
+
+    def result(self) -> Sums:
+        """Return the sums over all clients that were added; there must be at least one."""
+        assert self._total is not None
+        values = {n: v + self._rests[n] if n in self._rests else v for n, v in self._total.items()}
+        return Sums(values, self._total.gathered)
+
+
+def withhold(sums: Sums, declaration: Declaration, min_rows: float, alive: float = 0.0) -> Sums:
+    """Set entries to zero that stand for too few rows, and their counts, too.
+
+    The ratio of the sums over clients then stays right. A sum without an entry per component (tied
+    covariances) is kept whole or not at all, and its group with it.
+
+    Args:
+        sums: of one client.
+        declaration: of the method.
+        min_rows: entries with fewer expected rows are withheld.
+        alive: entries with at most this many expected rows are withheld, too.
+    """
+    values = dict(sums)
+    groups: dict[str, list[str]] = {}
+    for name, one in declaration.items():
+        if one.rows is not None:
+            groups.setdefault(one.rows, []).append(name)
+    for counts_name, names in groups.items():
+        counts = sums[counts_name]
+        kept = (counts >= min_rows) & (counts > alive)
+        if any(declaration[name].shape[:1] != counts.shape for name in names):
+            kept = kept.all().expand_as(kept)
+        for name in names:
+            value = sums[name]
+            mask = per_entry(kept, value) if value.shape[:1] == kept.shape else kept.all()
+            values[name] = torch.where(mask, value, 0.0)
+        values[counts_name] = torch.where(kept, counts, 0.0)
+    return Sums(values, sums.gathered)
+
+
+def check_sums(sums: Sums, declaration: Declaration, rows: int) -> None:
+    """Raise unless the sums of one client keep to what rows can make of each by itself.
+
+    A method checks in addition how its sums must agree with each other.
+
+    Args:
+        sums: of one client, with the declared shapes.
+        declaration: of the method.
+        rows: how many rows the client has.
+
+    Raises:
+        SumsError: a sum that no rows could have made.
+    """
+    for name, one in declaration.items():
+        value = sums[name]
+        if not bool(torch.isfinite(value).all()):
+            raise SumsError(f"{name} is not finite")
+        if bool((value < one.lowest).any()):
+            raise SumsError(f"{name} is less than {one.lowest:g} ({float(value.min()):.3g})")
+        behind = torch.tensor(float(rows), dtype=torch.float64) if not one.gathered else None
+        if one.rows is not None:
+            counts = sums[one.rows]
+            behind = counts.sum()
+            if value.shape[:1] == counts.shape:
+                behind = per_entry(counts, value)
+                if bool((value[counts == 0] != 0).any()):
+                    raise SumsError(f"{name} has entries without rows")
+            elif not bool(counts.any()) and bool(value.any()):
+                raise SumsError(f"{name} has entries without rows")
+        if behind is not None and math.isfinite(one.largest):
+            slack = 1e-4 * rows + 1e-6
+            if bool((value.abs() > one.largest * (behind + slack)).any()):
+                raise SumsError(f"{name} exceeds what {rows} rows can add up to")
+        if one.semidefinite:
+            check_semidefinite(name, value, value, 1e-8)
+
+
+def check_semidefinite(what: str, whole: Tensor, matrix: Tensor, slack: float) -> None:
+    """Raise :class:`SumsError` if a symmetric matrix has a negative eigenvalue.
+
+    Args:
+        what: named in the error.
+        whole: sums whose largest entry gives the size of rounding errors, ``(..., n, n)``.
+        matrix: ``(..., n, n)``.
+        slack: rounding errors relative to that size.
+    """
+    size = whole.abs().amax((-2, -1)) + 1e-12
+    lowest = torch.linalg.eigvalsh(matrix / size[..., None, None])[..., 0]
+    if bool((lowest < -slack * matrix.shape[-1]).any()):
+        raise SumsError(f"{what} is not positive semidefinite")
