@@ -16,7 +16,7 @@ from fedgmm.core.gaussians import gaussians
 from fedgmm.core.newton import newton_step, newton_sums
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.methods.averaging import without_density
+from fedgmm.methods.fedavg import without_density
 from fedgmm.methods.base import DivergedError
 from fedgmm.methods.fedgmm import LEARNER_STARTS, FedGMM, FedGMMShared
 from fedgmm.methods.gmm import FederatedGMM, MixtureShared

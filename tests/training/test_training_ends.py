@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.methods.averaging import FedAvgPlus
+from fedgmm.methods.fedavg import FedAvgPlus
 from fedgmm.training.local import ALGORITHMS, DivergenceWarning, train
 from supervised import FAST, federation, predictions
 

@@ -28,13 +28,10 @@ from fedgmm.core.gaussians import CovarianceType, Gaussians, Moments, gaussians,
 from fedgmm.core.linalg import exp
 from fedgmm.core.moments import inverse_counts, outer
 from fedgmm.core.params import Params, per_entry
+from fedgmm.core.sums import ALIVE
 
 Aggregation = Literal["exact", "paper"]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
-
-ALIVE = 1e-9
-"""A learner with fewer expected rows than this is not trained and keeps its parameters."""
-
 
 # ---------------------------------------------------------------------- (E): responsibilities
 

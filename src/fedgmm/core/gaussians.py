@@ -213,6 +213,12 @@ def occupied(counts: Tensor) -> Tensor:
     return counts > counts.sum() * torch.finfo(torch.float64).eps
 
 
+def covariance_shape(kind: CovarianceType, components: int, columns: int) -> tuple[int, ...]:
+    """Return the shape of covariances and of second moments, see the module's table."""
+    m, d = components, columns
+    return {"full": (m, d, d), "tied": (d, d), "diag": (m, d)}.get(kind, (m,))
+
+
 def covariance_parameters(covariance_type: CovarianceType, components: int, columns: int) -> int:
     """How many free numbers the covariances hold."""
     match covariance_type:

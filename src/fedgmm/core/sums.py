@@ -16,6 +16,9 @@ from torch import Tensor
 
 from fedgmm.core.params import Params, per_entry
 
+ALIVE = 1e-9
+"""A mean over at most this many expected rows is not a mean of anything, so it is not sent."""
+
 
 class SumsError(ValueError):
     """Sums that no rows could have made, with the reason."""
@@ -32,6 +35,7 @@ class Sum:
         lowest: smallest value that an entry can have.
         largest: largest absolute value that one row can add to an entry. The range of a fixed-point
             number follows from it.
+        rounding: relative error that the client's arithmetic may leave, in units of the largest entry.
         semidefinite: the last two axes are a symmetric positive semidefinite matrix, so a triangle
             travels.
         as_mean: the sum travels as its mean over ``rows``, in the precision of the learners. This
@@ -46,6 +50,7 @@ class Sum:
     rows: str | None = None
     lowest: float = -math.inf
     largest: float = math.inf
+    rounding: float = 0.0
     semidefinite: bool = False
     as_mean: bool = False
     sensitivity: Callable[[float], float] | None = None
@@ -56,6 +61,11 @@ class Sum:
         if not math.isfinite(self.largest):
             return 0
         return max(0, word - 2 - math.ceil(math.log2(max(rows * self.largest, 1.0))))
+
+
+def row_counts(*shape: int) -> Sum:
+    """Declare expected numbers of rows: one row adds numbers from zero to one that sum to one."""
+    return Sum(shape, lowest=0.0, largest=1.0, sensitivity=lambda clip: 1.0)
 
 
 Declaration = Mapping[str, Sum]
@@ -135,7 +145,7 @@ class Total:
         return Sums(values, self._total.gathered)
 
 
-def withhold(sums: Sums, declaration: Declaration, min_rows: float, alive: float = 0.0) -> Sums:
+def withhold(sums: Sums, declaration: Declaration, min_rows: float) -> Sums:
     """Set entries to zero that stand for too few rows, and their counts, too.
 
     The ratio of the sums over clients then stays right. A sum without an entry per component (tied
@@ -145,7 +155,6 @@ def withhold(sums: Sums, declaration: Declaration, min_rows: float, alive: float
         sums: of one client.
         declaration: of the method.
         min_rows: entries with fewer expected rows are withheld.
-        alive: entries with at most this many expected rows are withheld, too.
     """
     values = dict(sums)
     groups: dict[str, list[str]] = {}
@@ -154,7 +163,9 @@ def withhold(sums: Sums, declaration: Declaration, min_rows: float, alive: float
             groups.setdefault(one.rows, []).append(name)
     for counts_name, names in groups.items():
         counts = sums[counts_name]
-        kept = (counts >= min_rows) & (counts > alive)
+        kept = counts >= min_rows
+        if any(declaration[name].as_mean for name in names):
+            kept &= counts > ALIVE
         if any(declaration[name].shape[:1] != counts.shape for name in names):
             kept = kept.all().expand_as(kept)
         for name in names:
@@ -182,7 +193,7 @@ def check_sums(sums: Sums, declaration: Declaration, rows: int) -> None:
         value = sums[name]
         if not bool(torch.isfinite(value).all()):
             raise SumsError(f"{name} is not finite")
-        if bool((value < one.lowest).any()):
+        if bool((value < one.lowest - one.rounding * float(value.abs().max())).any()):
             raise SumsError(f"{name} is less than {one.lowest:g} ({float(value.min()):.3g})")
         behind = torch.tensor(float(rows), dtype=torch.float64) if not one.gathered else None
         if one.rows is not None:
@@ -199,7 +210,7 @@ def check_sums(sums: Sums, declaration: Declaration, rows: int) -> None:
             if bool((value.abs() > one.largest * (behind + slack)).any()):
                 raise SumsError(f"{name} exceeds what {rows} rows can add up to")
         if one.semidefinite:
-            check_semidefinite(name, value, value, 1e-8)
+            check_semidefinite(name, value, value, one.rounding)
 
 
 def check_semidefinite(what: str, whole: Tensor, matrix: Tensor, slack: float) -> None:

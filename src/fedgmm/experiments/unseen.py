@@ -36,7 +36,7 @@ from fedgmm.experiments.image_trials import (
 from fedgmm.experiments.results import markdown_table, mean_and_spread, printed
 from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.methods.averaging import FedAvgPlus
+from fedgmm.methods.fedavg import FedAvgPlus
 from fedgmm.methods.base import TITLES, Prediction
 from fedgmm.methods.batch_statistics import settled
 from fedgmm.model.model import FederatedModel

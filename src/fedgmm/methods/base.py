@@ -1,26 +1,32 @@
-"""What a method is: a client's step, a server's step, and the types they exchange.
+"""The interface of a method: a client's step, a server's step, and the sums between them.
 
-``Shared`` is what the server broadcasts, ``Personal`` is what a client keeps to itself, ``Update`` is
-what clients send. In one process ``Personal`` and ``Update`` hold many clients along a leading axis;
-on a client's own machine the same functions see one client.
+``Shared`` is the server's broadcast, ``Personal`` stays with a client, and :class:`Sums` is what clients
+send. In one process ``Personal`` holds many clients along a leading axis; on a client's own machine
+the same functions see one client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedgmm.core.gaussians import Gaussians
 from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.params import Params
+from fedgmm.core.sums import Declaration, Sum, Sums, check_sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.nets.networks import Network
 
+if TYPE_CHECKING:
+    from fedgmm.methods.local_training import LocalTraining
+
 SHARED_LEARNERS = ("fedgmm", "fedem", "fedavg", "fedprox", "clustered")
-"""Methods whose learners serve several clients, and know nothing of which labels a client has."""
+"""Methods whose learners serve several clients, so they do not know which labels a client has."""
 
 TITLES = {
     "local": "Local",
@@ -39,12 +45,17 @@ DENSITY = "gmm"
 
 Shared = TypeVar("Shared")
 Personal = TypeVar("Personal")
-Update = TypeVar("Update")
 Data = TypeVar("Data", bound="Clients", contravariant=True)
+
+LARGEST_WEIGHT = 1e8
+"""Largest absolute value of a learner's parameter; a few layers of larger ones overflow in float32."""
+
+LEARNERS = "learners/"
+"""The names of learners' parameters start with this among sums and in a broadcast."""
 
 
 class Clients(Protocol):
-    """Rows of named clients, some of which can be picked."""
+    """Rows of named clients."""
 
     @property
     def names(self) -> tuple[Hashable, ...]:
@@ -52,17 +63,17 @@ class Clients(Protocol):
         ...
 
     def select(self, clients: Tensor) -> Self:
-        """Only some clients, given as sorted codes."""
+        """Return the rows of some clients, given as sorted codes."""
         ...
 
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """What one round tells about itself; nothing in training depends on it but the stopping rule.
+    """Diagnostics of a round; only the stopping rule uses them.
 
     Attributes:
         log_likelihood: mean over rows under the parameters that entered the round.
-        empty_components: components that no row belongs to any more.
+        empty_components: components without rows.
     """
 
     log_likelihood: float
@@ -70,32 +81,37 @@ class RoundInfo:
 
 
 class DivergedError(ArithmeticError):
-    """Training produced numbers that are not finite; says on which client."""
+    """Training produced numbers that are not finite.
 
-    def __init__(self, client: Hashable) -> None:
-        super().__init__(f"training diverged on client {client!r}")
+    Attributes:
+        client: the first client with such numbers; ``None`` if the shared model has them.
+    """
+
+    def __init__(self, client: Hashable | None = None) -> None:
+        where = "in the shared model" if client is None else f"on client {client!r}"
+        super().__init__(f"training diverged {where}")
         self.client = client
 
 
-class Method(Protocol[Shared, Personal, Update, Data]):
-    """One federated method."""
+class Method(Protocol[Shared, Personal, Data]):
+    """The two steps of a round."""
 
     def client_step(
         self, shared: Shared, personal: Personal, rows: Data, round_number: int = 1
-    ) -> tuple[Personal, Update]:
-        """What the clients in ``rows`` do with the broadcast parameters."""
+    ) -> tuple[Personal, Sums]:
+        """Run a round on the clients in ``rows``; return their personal parts and their sums."""
         ...
 
     def server_step(
-        self, shared: Shared, update: Update, round_number: int = 1
+        self, shared: Shared, sums: Sums, round_number: int = 1
     ) -> tuple[Shared, RoundInfo]:
-        """What the server makes of the clients' sums."""
+        """Return the new shared part from the sums over clients."""
         ...
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """All that prediction needs, the same for every method.
+    """All parameters that prediction needs, in the same form for every method.
 
     With Gaussians or several learners, a row's learners are mixed by the client's weights. Otherwise
     every client has one learner of its own, or shares one.
@@ -107,8 +123,8 @@ class Prediction:
         client_weights: ``π_c(m1, m2)`` flattened, ``(C, M1 · G)``; ``None`` if clients are assigned.
         weights: the federation's own weights, ``(M1 · G,)``; ``None`` if clients are assigned.
         assignment: the learner of each client, ``(C,)``; ``None`` if learners are mixed.
-        default_learner: whom to ask for a row without a client; ``None`` if there is nobody.
-        labels: how frequent labels are at the clients, ``M = M1 · G``, where that is to count.
+        default_learner: the learner for rows without a client; ``None`` if there is no such learner.
+        labels: label frequencies of the clients, ``M = M1 · G``, if they are used.
     """
 
     net: Network
@@ -122,32 +138,126 @@ class Prediction:
 
 
 def count_learners(prediction: Prediction) -> int:
-    """``M2``, or the number of assigned learners."""
+    """Return ``M2``, or the number of assigned learners."""
     return len(next(iter(prediction.learners.values())))
 
 
-class SupervisedMethod(Method[Shared, Personal, Update, LabelledRows], Protocol):
-    """A method that learns labels."""
+class SupervisedMethod(ABC, Generic[Shared, Personal]):
+    """A method that learns labels.
 
+    Attributes:
+        training: local training of the learners.
+        has_density: the method models inputs by Gaussians, so it needs a start from the clients' rows.
+        shares_start: a client can make its first personal part from the broadcast alone.
+    """
+
+    training: LocalTraining
+    has_density: bool = False
+    shares_start: bool = True
+
+    # ------------------------------------------------------------------ training
+
+    @abstractmethod
     def init(self, rows: LabelledRows, learner: Params | None = None) -> tuple[Shared, Personal]:
-        """The start; ``learner`` is a trained one to start from, ``(...)`` without a learner axis."""
-        ...
+        """Return the start; ``learner`` is a trained one to start from, ``(...)``."""
 
-    def combine(self, updates: Sequence[Update]) -> Update:
-        """One update from those of single clients, in the order of their names."""
-        ...
+    @abstractmethod
+    def client_step(
+        self, shared: Shared, personal: Personal, rows: LabelledRows, round_number: int = 1
+    ) -> tuple[Personal, Sums]:
+        """Run a round on the clients in ``rows``; return their personal parts and their sums."""
 
+    @abstractmethod
+    def server_step(
+        self, shared: Shared, sums: Sums, round_number: int = 1
+    ) -> tuple[Shared, RoundInfo]:
+        """Return the new shared part from the sums over clients."""
+
+    @abstractmethod
     def newcomer(self, shared: Shared, learner: Params | None = None) -> Personal:
-        """What a client keeps before its first round, with a client axis of one.
+        """Return a client's personal part before its first round, with a client axis of one.
 
-        ``learner`` is what ``init`` was given, for methods that share nothing.
+        ``learner`` is the one that ``init`` was given, for methods without a shared part.
         """
-        ...
 
     def finish(self, shared: Shared, personal: Personal, rows: LabelledRows) -> Personal:
-        """What clients do once after the last round."""
-        ...
+        """Return the personal parts after the work that clients do once, after the last round."""
+        return personal
 
+    @abstractmethod
     def prediction(self, shared: Shared, personal: Personal) -> Prediction:
-        """The fitted model."""
-        ...
+        """Return the fitted parameters."""
+
+    # ------------------------------------------------------------------ sums and broadcasts
+
+    @abstractmethod
+    def declare(self, columns: int) -> dict[str, Sum]:
+        """Declare the sums that a client sends in a round; ``columns`` is ``d`` of the Gaussians."""
+
+    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
+        """Raise ``SumsError`` for sums of one client that ``rows`` rows could not have made."""
+        check_sums(sums, declaration, rows)
+
+    def of_client(self, sums: Sums, client: int) -> Sums:
+        """Return sums that one client sent, with its code where the method keeps clients apart."""
+        return sums
+
+    @property
+    def is_additive(self) -> bool:
+        """Whether the server needs nothing but sums over clients."""
+        return not any(one.gathered for one in self.declare(1).values())
+
+    def declare_broadcast(self, columns: int) -> dict[str, Sum]:
+        """Declare the arrays that the server sends, in the same terms as the sums."""
+        return self.declare_learners(1)
+
+    def broadcast(self, shared: Shared, client: int | None = None) -> dict[str, Tensor]:
+        """Return the arrays that the server sends to a client.
+
+        Args:
+            shared: the shared part.
+            client: code of the client; ``None`` stands for a client that does not take part.
+        """
+        learners: Params = getattr(shared, "learners", {})
+        return {LEARNERS + name: value for name, value in learners.items()}
+
+    @abstractmethod
+    def received(self, arrays: Mapping[str, Tensor], columns: int) -> Shared:
+        """Return the shared part from the arrays of :meth:`broadcast`, as a client sees it."""
+
+    def admit(self, shared: Shared, clients: int) -> Shared:
+        """Return a shared part that knows ``clients`` clients; new ones have the last codes."""
+        return shared
+
+    def cluster_of(self, shared: Shared, client: int | None) -> int:
+        """Return a number that is equal for clients with the same broadcast."""
+        return 0
+
+    def declare_learners(self, count: int, rows: str | None = None) -> dict[str, Sum]:
+        """Declare ``count`` stacked learners, or sums of them over the rows that ``rows`` counts."""
+        return {
+            LEARNERS + name: Sum((count, *shape), rows=rows, largest=LARGEST_WEIGHT, as_mean=True)
+            for name, shape in self.training.net.parameter_shapes.items()
+        }
+
+
+AnyMethod = SupervisedMethod[Any, Any]
+
+
+def learners_in(arrays: Mapping[str, Tensor]) -> Params:
+    """Return the learners' parameters among named arrays."""
+    return {n.removeprefix(LEARNERS): v for n, v in arrays.items() if n.startswith(LEARNERS)}
+
+
+def with_global_learner(net: Network, personal: Params, shared: Params) -> Prediction:
+    """Return each client's own learner, and the global one for rows without a client.
+
+    Args:
+        net: the network.
+        personal: ``(C, 1, ...)``.
+        shared: ``(1, ...)``.
+    """
+    clients = len(next(iter(personal.values())))
+    learners = {name: torch.cat([value[:, 0], shared[name]]) for name, value in personal.items()}
+    assignment: Tensor = torch.arange(clients)
+    return Prediction(net, learners, assignment=assignment, default_learner=clients)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.params import Params, flatten, take_clients, weighted_sum
+from fedgmm.core.params import Params, count_learners, flatten, take_clients, weighted_sum
 from fedgmm.core.servers import ServerOptimiser, ServerState
+from fedgmm.core.sums import Declaration, Sum, Sums
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import Prediction, RoundInfo
-from fedgmm.methods.local import Fit, combined_fit, fit_of_own_learners
+from fedgmm.methods.base import LEARNERS, Prediction, RoundInfo, SupervisedMethod, learners_in
+from fedgmm.methods.local import FIT, check_fit, fit_info, fit_of_own_learners
 from fedgmm.methods.local_training import LocalTraining
+
+CLIENTS = "clients"
+"""The codes of the clients among the entries of an update."""
 
 
 @dataclass(frozen=True)
 class ClusteredShared:
-    """One learner a cluster, ``(G, ...)``; the cluster of each client by name order is personal.
+    """One learner per cluster.
 
     Attributes:
         learners: ``(G, ...)``.
@@ -36,24 +40,17 @@ class ClusteredShared:
 
 
 @dataclass(frozen=True)
-class ClusteredUpdate:
-    """What the server needs of every client: codes ``(A,)``, learners ``(A, 1, ...)``, rows ``(A,)``."""
-
-    clients: Tensor
-    learners: Params
-    rows: Tensor
-    fit: Fit
-
-
-@dataclass(frozen=True)
-class ClusteredFL:
+class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
     """FedAvg within clusters that are split in two by the cosine similarity of updates.
+
+    The server needs the update of every single client, so this method works on more than sums: its
+    declaration says ``gathered``, and secure aggregation cannot protect it.
 
     A cluster is split when its average update has become small although some client still moves:
     ``‖Σ_c w_c Δ_c‖ < eps1`` and ``max_c ‖Δ_c‖ > eps2``. Both thresholds are in units of the mean norm
     of the clients' updates in the first round, so they do not depend on the learning rate. The noise
-    of small clients meets both, too, but points everywhere: a split must also leave nobody whose
-    update is like one on the other side.
+    of small clients meets both, too, but points in all directions. So a split also requires that no
+    update resembles one on the other side.
 
     Attributes:
         training: local training.
@@ -74,67 +71,66 @@ class ClusteredFL:
     def init(
         self, rows: LabelledRows, learner: Params | None = None
     ) -> tuple[ClusteredShared, Tensor]:
-        """One cluster with everybody in it; ``personal`` is each client's own code, ``(C,)``."""
+        """Start with one cluster of all clients; ``personal`` is each client's own code, ``(C,)``."""
         codes = torch.arange(len(rows.names), device=rows.device)
         learners = self.training.initial(1, rows.device, learner)
         return ClusteredShared(learners, torch.zeros_like(codes), 0.0, ServerState()), codes
 
     def client_step(
         self, shared: ClusteredShared, personal: Tensor, rows: LabelledRows, round_number: int = 1
-    ) -> tuple[Tensor, ClusteredUpdate]:
-        """Every client trains the learner of its cluster."""
-        start = {
-            name: value[:, None]
-            for name, value in take_clients(shared.learners, shared.clusters[personal]).items()
-        }
+    ) -> tuple[Tensor, Sums]:
+        """Train the learner of its cluster on every client."""
+        start = self._learners_of(shared, personal)
         fit = fit_of_own_learners(self.training, start, rows)
         trained = self.training.train_personal(start, rows, round_number)
         present = torch.nonzero(rows.features.rows_per_client > 0).flatten()
-        return personal, ClusteredUpdate(
-            personal[present],
-            take_clients(trained, present),
-            rows.features.rows_per_client[present].double(),
-            fit,
-        )
+        entries = {
+            CLIENTS: personal[present],
+            "rows": rows.features.rows_per_client[present].double(),
+            **{LEARNERS + n: v[present, 0] for n, v in trained.items()},
+        }
+        return personal, Sums({**fit, **entries}, gathered=entries)
+
+    @staticmethod
+    def _learners_of(shared: ClusteredShared, clients: Tensor) -> Params:
+        """Return the learners of the clients' clusters, ``(A, 1, ...)``."""
+        own = take_clients(shared.learners, shared.clusters[clients])
+        return {name: value[:, None] for name, value in own.items()}
 
     def server_step(
-        self, shared: ClusteredShared, update: ClusteredUpdate, round_number: int = 1
+        self, shared: ClusteredShared, sums: Sums, round_number: int = 1
     ) -> tuple[ClusteredShared, RoundInfo]:
-        """Average within clusters, then split those that are stationary but not of one mind."""
-        before = {
-            name: value[:, None]
-            for name, value in take_clients(
-                shared.learners, shared.clusters[update.clients]
-            ).items()
-        }
-        moves = (flatten(update.learners) - flatten(before))[:, 0]
+        """Average within clusters, then split those that are stationary but disagree."""
+        clients, rows = sums[CLIENTS], sums["rows"]
+        trained = {name: value[:, None] for name, value in sums.below(LEARNERS).items()}
+        moves = (flatten(trained) - flatten(self._learners_of(shared, clients)))[:, 0]
         scale = shared.scale or float(torch.linalg.vector_norm(moves, dim=-1).mean())
         clusters = shared.clusters.clone()
-        count = len(next(iter(shared.learners.values())))
+        count = count_learners(shared.learners)
         average = {name: value.double().clone() for name, value in shared.learners.items()}
         parents = list(range(count))
         for cluster in range(count):
-            members = torch.nonzero(shared.clusters[update.clients] == cluster).flatten()
+            members = torch.nonzero(shared.clusters[clients] == cluster).flatten()
             if not len(members):
                 continue
-            weights = update.rows[members] / update.rows[members].sum()
-            own = take_clients(update.learners, members)
+            weights = rows[members] / rows[members].sum()
+            own = take_clients(trained, members)
             for name, value in weighted_sum(own, weights[:, None]).items():
                 average[name][cluster] = value[0]
             halves = self._split(moves[members], weights, scale)
             if halves is not None:
                 # positions within the cluster become codes of clients before they are used
-                clusters[update.clients[members[halves]]] = len(parents)
+                clusters[clients[members[halves]]] = len(parents)
                 parents.append(cluster)
         share = self.training.rate_share(round_number)
         learners, server = self.server.step(shared.learners, average, shared.server, share)
         grown = {name: value[parents] for name, value in learners.items()}
         if len(parents) > count:
             server = ServerState()  # the averages of old clusters do not fit the new ones
-        return ClusteredShared(grown, clusters, scale, server), update.fit.info()
+        return ClusteredShared(grown, clusters, scale, server), fit_info(sums)
 
     def _split(self, moves: Tensor, weights: Tensor, scale: float) -> Tensor | None:
-        """Which members leave for a new cluster, as a mask ``(A,)``; ``None`` if nobody does."""
+        """Return which members move to a new cluster, as a mask ``(A,)``; ``None`` without a split."""
         if len(moves) < self.smallest:
             return None
         norms = torch.linalg.vector_norm(moves, dim=-1)
@@ -148,41 +144,71 @@ class ClusteredFL:
             return None
         return torch.from_numpy(leaves).to(moves.device)
 
-    def combine(self, updates: Sequence[ClusteredUpdate]) -> ClusteredUpdate:
-        """The learners of all clients beside each other."""
-        learners = {
-            name: torch.cat([update.learners[name] for update in updates])
-            for name in updates[0].learners
-        }
-        return ClusteredUpdate(
-            torch.cat([update.clients for update in updates]),
-            learners,
-            torch.cat([update.rows for update in updates]),
-            combined_fit([update.fit for update in updates]),
-        )
-
     def newcomer(self, shared: ClusteredShared, learner: Params | None = None) -> Tensor:
-        """The first code; a client that is told of its own cluster only knows no other."""
+        """Return the first code, because a broadcast holds the client's own cluster only."""
         return torch.zeros(1, dtype=torch.int64)
 
-    def finish(self, shared: ClusteredShared, personal: Tensor, rows: LabelledRows) -> Tensor:
-        """Nothing is left to do."""
-        return personal
-
     def prediction(self, shared: ClusteredShared, personal: Tensor) -> Prediction:
-        """The learner of the client's cluster; the largest cluster's for everybody else."""
-        count = len(next(iter(shared.learners.values())))
-        largest = int(torch.bincount(shared.clusters, minlength=count).argmax())
+        """Return the learner of each client's cluster; the largest cluster's is the default."""
         return Prediction(
             self.training.net,
             shared.learners,
             assignment=shared.clusters[personal],
-            default_learner=largest,
+            default_learner=self.cluster_of(shared, None),
         )
+
+    # ------------------------------------------------------------------ sums and broadcasts
+
+    def declare(self, columns: int) -> dict[str, Sum]:
+        """Declare the learners of single clients, which are not sums, and the fit."""
+        entries = {
+            "rows": Sum((1,), lowest=0.0, gathered=True),
+            **{
+                name: replace(one, gathered=True)
+                for name, one in self.declare_learners(1, rows="rows").items()
+            },
+        }
+        return {**FIT, **entries}
+
+    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
+        """Check each entry by itself, and the fit."""
+        super().check(sums, rows, declaration)
+        check_fit(sums, rows)
+
+    def of_client(self, sums: Sums, client: int) -> Sums:
+        """Add the client's code to its entries."""
+        code = torch.tensor([client])
+        return Sums({**sums, CLIENTS: code}, gathered=[*sums.gathered, CLIENTS])
+
+    def cluster_of(self, shared: ClusteredShared, client: int | None) -> int:
+        """Return the cluster of a client; the largest one for a client that does not take part."""
+        if client is not None:
+            return int(shared.clusters[client])
+        counts = torch.bincount(shared.clusters, minlength=count_learners(shared.learners))
+        return int(counts.argmax())
+
+    def broadcast(self, shared: ClusteredShared, client: int | None = None) -> dict[str, Tensor]:
+        """Return the learner of the client's cluster."""
+        own = self.cluster_of(shared, client)
+        return {LEARNERS + name: value[own : own + 1] for name, value in shared.learners.items()}
+
+    def received(self, arrays: Mapping[str, Tensor], columns: int) -> ClusteredShared:
+        """Return one cluster with the client in it."""
+        return ClusteredShared(
+            learners_in(arrays), torch.zeros(1, dtype=torch.int64), 0.0, ServerState()
+        )
+
+    def admit(self, shared: ClusteredShared, clients: int) -> ClusteredShared:
+        """Put new clients, which have the last codes, into the largest cluster."""
+        new = clients - len(shared.clusters)
+        if new <= 0:
+            return shared
+        largest = self.cluster_of(shared, None)
+        return replace(shared, clusters=torch.cat([shared.clusters, torch.full((new,), largest)]))
 
 
 def bipartition(similarity: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """The two groups with the smallest largest similarity across them, as a mask ``(A,)``.
+    """Return the two groups with the smallest largest similarity across them, as a mask ``(A,)``.
 
     Joining the most similar until two groups are left, which is single linkage, finds them (Sattler
     et al., algorithm 1).
@@ -192,5 +218,5 @@ def bipartition(similarity: NDArray[np.float64]) -> NDArray[np.bool_]:
     distance = np.clip(1.0 - similarity, 0.0, 2.0)
     clustering = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage="single")
     labels = clustering.fit_predict(distance)
-    # the first client stays, so that the order of labels means nothing
+    # the first client stays, so that the order of labels does not matter
     return np.asarray(labels != labels[0])

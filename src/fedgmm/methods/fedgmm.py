@@ -12,7 +12,8 @@ FedProx               none       1         proximal term in local training
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -21,20 +22,29 @@ from torch import Tensor
 
 from fedgmm.core.em import (
     add_likelihoods,
-    aggregate_weights,
+    average_learners,
     client_weights,
+    federation_weights,
     responsibilities,
     towards_independence,
 )
-from fedgmm.core.gaussians import log_densities
+from fedgmm.core.gaussians import Gaussians, covariance_shape, gaussians, log_densities
 from fedgmm.core.linalg import take
 from fedgmm.core.newton import NewtonSums, newton_step, newton_sums
-from fedgmm.core.params import Params, add_params, is_statistic
+from fedgmm.core.params import Params, is_statistic
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
+from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums, row_counts
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import DivergedError, Prediction, RoundInfo
-from fedgmm.methods.gmm import FederatedGMM, MixtureShared, MixtureUpdate
+from fedgmm.methods.base import (
+    LEARNERS,
+    DivergedError,
+    Prediction,
+    RoundInfo,
+    SupervisedMethod,
+    learners_in,
+)
+from fedgmm.methods.gmm import FARTHEST, FederatedGMM, MixtureShared, check_counts
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.learners import log_likelihoods
 from fedgmm.nets.networks import Dense
@@ -45,16 +55,18 @@ LEARNER_STARTS: tuple[str, ...] = get_args(LearnerStart)
 Solver = Literal["sgd", "newton"]
 
 _TIE = 0.9  # share of a Gaussian's weight that a tied start gives to its own learner
+_NEWTON = ("gradient", "hessian", "second", "weight")
+_COUNTS = "learner_counts"
 
 
 @dataclass(frozen=True)
 class FedGMMShared:
-    """What the server broadcasts.
+    """The server's broadcast and the state of its optimiser.
 
     Attributes:
         mixture: the Gaussians, and the federation's weights ``π(m1, m2)`` flattened, ``(M1 · M2,)``.
         learners: ``θ_m2``, ``(M2, ...)``.
-        server: state of the server's optimiser.
+        server: state of the server's optimiser; it is not sent.
     """
 
     mixture: MixtureShared
@@ -63,37 +75,20 @@ class FedGMMShared:
 
 
 @dataclass(frozen=True)
-class FedGMMUpdate:
-    """What clients send, as sums over clients.
-
-    Attributes:
-        mixture: counts ``γ_c(m1, m2)``, moments and log-likelihood.
-        learner_counts: ``Σ_c Σ_m1 γ_c(m1, m2)``, ``(M2,)``.
-        learners: ``Σ_c γ_c(m2) θ_m2,c``, ``(M2, ...)``, from gradient steps.
-        newton: gradient and Hessian sums, from exact steps.
-    """
-
-    mixture: MixtureUpdate
-    learner_counts: Tensor
-    learners: Params | None = None
-    newton: NewtonSums | None = None
-
-
-@dataclass(frozen=True)
-class FedGMM:
+class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
     """``M1`` Gaussians and ``M2`` learners, shared; weights ``π_c(m1, m2)``, private.
 
     Attributes:
         training: local training of the learners.
         learners: ``M2``.
-        gaussians: how the Gaussians are fitted; one component without ``density`` switches them off.
+        gaussians: settings of the Gaussians; without ``density`` they have one component.
         density: whether the Gaussians take part in responsibilities and prediction.
-        start: how the learners start: ``"tied"`` gives each Gaussian a learner of its own,
+        start: start of the learners: ``"tied"`` gives each Gaussian a learner of its own,
             ``"split"`` perturbs copies of one learner, ``"random"`` draws independent ones.
-        solver: gradient steps, or one exact Newton step a round (linear learners).
+        solver: gradient steps, or one exact Newton step per round (linear learners).
         ridge: penalty of the exact steps.
         perturbation: size of the split, relative to each parameter tensor's spread.
-        independence: how many rows a client's own shares of the learners count for within each
+        independence: number of rows that a client's own shares of the learners count for within each
             Gaussian, see :func:`fedgmm.core.em.towards_independence`.
         server: the server's optimiser for the learners.
     """
@@ -109,13 +104,20 @@ class FedGMM:
     independence: float = 0.0
     server: ServerOptimiser = field(default_factory=ServerOptimiser)
 
+    @property
+    def has_density(self) -> bool:  # type: ignore[override]
+        """Whether the method models inputs by Gaussians."""
+        return self.density
+
     def init(
         self, rows: LabelledRows, learner: Params | None = None
     ) -> tuple[FedGMMShared, Tensor]:
-        """Gaussians from local centroids, learners as ``start`` says, the same weights everywhere."""
-        seed = self.training.seed
-        mixture = self.gaussians.start(rows.features, "kmeans", seed)
+        """Start Gaussians from local centroids and learners by ``start``, with equal weights."""
         m1, m2 = self.gaussians.components, self.learners
+        if self.density:
+            mixture = self.gaussians.start(rows.features, "kmeans", self.training.seed)
+        else:
+            mixture = self._without_density(rows.device, rows.features.columns)
         weights = mixture.weights[:, None].expand(m1, m2) / m2
         if self.start == "tied" and m2 > 1:
             own = torch.arange(m1, device=rows.device)[:, None] % m2 == torch.arange(
@@ -127,6 +129,12 @@ class FedGMM:
         mixture = replace(mixture, weights=weights.reshape(-1))
         personal = mixture.weights.expand(len(rows.names), -1)
         return FedGMMShared(mixture, learners, ServerState()), personal
+
+    def _without_density(self, device: torch.device, columns: int) -> MixtureShared:
+        """Return placeholder Gaussians, which no equation uses."""
+        ones = torch.ones(self.gaussians.components, dtype=torch.float64, device=device)
+        means = ones.new_zeros(len(ones), columns)
+        return MixtureShared(Gaussians(means, ones, ones, "identity"), ones / len(ones))
 
     def _initial_learners(self, device: torch.device, learner: Params | None) -> Params:
         if self.start == "random" and learner is None:
@@ -149,117 +157,105 @@ class FedGMM:
 
     def client_step(
         self, shared: FedGMMShared, personal: Tensor, rows: LabelledRows, round_number: int = 1
-    ) -> tuple[Tensor, FedGMMUpdate]:
-        """E-step, closed-form M-step of the Gaussians and ``π_c``, training of the learners."""
+    ) -> tuple[Tensor, Sums]:
+        """Run the E-step, the M-step of the Gaussians and ``π_c``, and train the learners."""
         m2, net, dtype = self.learners, self.training.net, self.training.dtype
-        current = shared.mixture.gaussians
+        current = shared.mixture.gaussians if self.density else None
         log_pi = torch.log(personal).mT.contiguous()
         learner_weights = torch.empty(m2, len(rows), dtype=dtype, device=rows.device).mT
 
-        def e_step(difference: Tensor, codes: Tensor, place: slice) -> tuple[Tensor, Tensor]:
-            # (n, M1, M2), in memory (M1, M2, n): sums over a few components run along many rows
+        def e_step(difference: Tensor | None, codes: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+            # (n, M1, M2), in memory (M1, M2, n), so that sums over components run along many rows
             own = take(log_pi, codes, axis=1).reshape(-1, m2, len(codes)).permute(2, 0, 1)
-            log_x = log_densities(difference, current) if self.density else None
+            log_x = None
+            if current is not None and difference is not None:
+                log_x = log_densities(difference, current)
             inputs, labels = as_numbers(rows.inputs[place], dtype), rows.labels[place]
             log_y = log_likelihoods(net, shared.learners, inputs, labels)
             q, log_evidence = responsibilities(add_likelihoods(own, log_x, log_y).flatten(1))
             learner_weights[place] = q.mT.reshape(-1, m2, len(codes)).sum(0).mT.to(dtype)
             return q, log_evidence
 
-        mixture = self.gaussians._sum_over_rows(rows.features, current, e_step, learners=m2)
-        lost = torch.nonzero(~torch.isfinite(mixture.counts).all(-1)).flatten()
+        counts, sums = self.gaussians.sum_over_rows(rows.features, current, e_step, learners=m2)
+        lost = torch.nonzero(~torch.isfinite(counts).all(-1)).flatten()
         if len(lost):  # learners so large that their logits overflow
             raise DivergedError(rows.names[int(lost[0])])
-        counts = mixture.counts.reshape(len(mixture.counts), -1, m2).sum(1)
-        update = FedGMMUpdate(mixture, counts.sum(0))
+        of_learners = counts.reshape(len(counts), -1, m2).sum(1)
         if self.solver == "newton":
-            newton = self._newton_over_rows(shared.learners, rows, learner_weights)
-            update = replace(update, newton=newton)
+            trained = self._newton_over_rows(shared.learners, rows, learner_weights)
         else:
-            sums = self.training.train_shared(
-                shared.learners, rows, learner_weights if m2 > 1 else None, counts, round_number
+            trained = self.training.train_shared(
+                shared.learners,
+                rows,
+                learner_weights if m2 > 1 else None,
+                of_learners,
+                round_number,
             )
-            update = replace(update, learners=sums)
-        own = mixture.counts
+        sums = Sums(
+            {
+                **sums,
+                _COUNTS: of_learners.sum(0),
+                **{LEARNERS + name: value for name, value in trained.items()},
+            }
+        )
         if self.independence:
-            own = towards_independence(own, m2, self.independence)
-        weights = client_weights(own, rows.features.rows_per_client.clamp_min(1))
-        present = rows.features.rows_per_client[:, None] > 0
-        return torch.where(present, weights, personal), update
+            counts = towards_independence(counts, m2, self.independence)
+        present = rows.features.rows_per_client
+        weights = client_weights(counts, present.clamp_min(1))
+        return torch.where(present[:, None] > 0, weights, personal), sums
 
-    def _newton_over_rows(
-        self, learners: Params, rows: LabelledRows, weights: Tensor
-    ) -> NewtonSums:
-        """Gradient and Hessian of every learner, summed over all rows."""
+    def _newton_over_rows(self, learners: Params, rows: LabelledRows, weights: Tensor) -> Params:
+        """Return gradient and Hessian of every learner, summed over all rows."""
+        net = self._linear_net
+
+        def add_block(total: dict[str, Tensor], block: Block) -> None:
+            _, _, place = rows.features.read(block)
+            inputs = as_numbers(rows.inputs[place], self.training.dtype)
+            logits = net.logits(learners, inputs)
+            sums = vars(newton_sums(logits, inputs, rows.labels[place], weights[place]))
+            for name, value in sums.items():
+                if name in total:
+                    total[name].add_(value)
+                else:
+                    total[name] = value
+
+        blocks = rows.features.blocks(self.learners * (net.classes - 1))
+        lanes = accumulate(blocks, dict[str, Tensor], add_block, rows.device)
+        return {n: torch.stack([lane[n] for lane in lanes if lane]).sum(0) for n in _NEWTON}
+
+    @property
+    def _linear_net(self) -> Dense:
         net = self.training.net
         assert isinstance(net, Dense)
         assert not net.hidden
-
-        def start() -> list[NewtonSums]:
-            return []
-
-        def add_block(total: list[NewtonSums], block: Block) -> None:
-            _, _, place = rows.features.read(block)
-            inputs = as_numbers(rows.inputs[place], self.training.dtype)
-            sums = newton_sums(net, learners, inputs, rows.labels[place], weights[place])
-            if not total:
-                total.append(sums)
-                return
-            total[0].gradient.add_(sums.gradient)
-            total[0].hessian.add_(sums.hessian)
-            total[0].second.add_(sums.second)
-            total[0].weight.add_(sums.weight)
-
-        blocks = rows.features.blocks(self.learners * (net.classes - 1))
-        lanes = [lane[0] for lane in accumulate(blocks, start, add_block, rows.device) if lane]
-        return _newton_total(lanes)
+        return net
 
     def server_step(
-        self, shared: FedGMMShared, update: FedGMMUpdate, round_number: int = 1
+        self, shared: FedGMMShared, sums: Sums, round_number: int = 1
     ) -> tuple[FedGMMShared, RoundInfo]:
-        """Gaussians from moments, learners from weighted averages or from summed curvature."""
-        mixture, info = self.gaussians.server_step(shared.mixture, update.mixture)
-        mixture = replace(mixture, weights=aggregate_weights(update.mixture.counts))
-        if update.newton is not None:
-            net, share = self.training.net, 1.0  # exact steps have no rate
-            assert isinstance(net, Dense)
-            average = newton_step(net, shared.learners, update.newton, self.ridge)
+        """Update Gaussians from moments, and learners from averages or from summed curvature."""
+        if self.density:
+            mixture, info = self.gaussians.server_step(shared.mixture, sums)
         else:
-            assert update.learners is not None
+            weights = federation_weights(sums["counts"])
+            mixture = replace(shared.mixture, weights=weights)
+            info = RoundInfo(float(sums["log_likelihood"] / sums["counts"].sum()))
+        trained = sums.below(LEARNERS)
+        if self.solver == "newton":
+            share = 1.0  # exact steps have no learning rate
+            average = newton_step(shared.learners, NewtonSums(**trained), self.ridge)
+        else:
             share = self.training.rate_share(round_number)
-            alive = update.learner_counts > 1e-9
-            average = {}
-            for name, value in update.learners.items():
-                # θ_m2 = Σ_c γ_c(m2) θ_m2,c / Σ_c γ_c(m2); a learner without weight stays
-                shape = (-1,) + (1,) * (value.dim() - 1)
-                mean = value / update.learner_counts.clamp_min(1e-300).reshape(shape)
-                average[name] = torch.where(
-                    alive.reshape(shape), mean, shared.learners[name].double()
-                )
+            average = average_learners(trained, sums[_COUNTS], shared.learners)
         learners, server = self.server.step(shared.learners, average, shared.server, share)
         return FedGMMShared(mixture, learners, server), info
 
-    def combine(self, updates: Sequence[FedGMMUpdate]) -> FedGMMUpdate:
-        """Sums over clients that each sent their own."""
-        learners = [update.learners for update in updates if update.learners is not None]
-        newton = [update.newton for update in updates if update.newton is not None]
-        return FedGMMUpdate(
-            self.gaussians.combine([update.mixture for update in updates]),
-            torch.stack([update.learner_counts for update in updates]).sum(0),
-            add_params(learners) if learners else None,
-            _newton_total(newton) if newton else None,
-        )
-
     def newcomer(self, shared: FedGMMShared, learner: Params | None = None) -> Tensor:
-        """The federation's own weights, ``(1, M1 · M2)``."""
+        """Return the federation's own weights, ``(1, M1 · M2)``."""
         return shared.mixture.weights[None]
 
-    def finish(self, shared: FedGMMShared, personal: Tensor, rows: LabelledRows) -> Tensor:
-        """Nothing is left to do."""
-        return personal
-
     def prediction(self, shared: FedGMMShared, personal: Tensor) -> Prediction:
-        """Equation (3) with the clients' weights."""
+        """Return the parameters of equation (3) with the clients' weights."""
         return Prediction(
             self.training.net,
             shared.learners,
@@ -268,12 +264,106 @@ class FedGMM:
             shared.mixture.weights,
         )
 
+    # ------------------------------------------------------------------ sums and broadcasts
 
-def _newton_total(parts: Sequence[NewtonSums]) -> NewtonSums:
-    """The sums of lanes or of clients."""
-    return NewtonSums(
-        torch.stack([part.gradient for part in parts]).sum(0),
-        torch.stack([part.hessian for part in parts]).sum(0),
-        torch.stack([part.second for part in parts]).sum(0),
-        torch.stack([part.weight for part in parts]).sum(0),
-    )
+    def declare(self, columns: int) -> dict[str, Sum]:
+        """Declare counts, moments of the Gaussians, and learners or their Newton sums."""
+        m1, m2 = self.gaussians.components, self.learners
+        found = self.gaussians.declare(columns, m1 * m2)
+        if not self.density:
+            found = {name: found[name] for name in ("counts", "log_likelihood")}
+        found[_COUNTS] = row_counts(m2)
+        if self.solver != "newton":
+            return {**found, **self.declare_learners(m2, rows=_COUNTS)}
+        net = self._linear_net
+        r, p = net.classes - 1, net.columns + 1
+
+        def squared_length(clip: float) -> float:
+            return clip**2 + 1.0  # of an input with the constant one behind it
+
+        def matrices(size: int, sensitivity: Callable[[float], float]) -> Sum:
+            return Sum(
+                (m2, size, size),
+                rows=_COUNTS,
+                largest=FARTHEST**2,
+                rounding=1e-8,
+                semidefinite=True,
+                sensitivity=sensitivity,
+            )
+
+        # |p - y| ≤ √2 and ‖diag p - p pᵀ‖ ≤ √½, times the inputs
+        newton = {
+            "gradient": Sum(
+                (m2, r * p),
+                rows=_COUNTS,
+                largest=2.0 * FARTHEST,
+                sensitivity=lambda clip: math.sqrt(2.0 * squared_length(clip)),
+            ),
+            "hessian": matrices(r * p, lambda clip: math.sqrt(0.5) * squared_length(clip)),
+            "second": matrices(p, squared_length),
+            "weight": found[_COUNTS],
+        }
+        return {**found, **{LEARNERS + name: one for name, one in newton.items()}}
+
+    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
+        """Check each sum by itself, and that counts, moments and learners agree with each other."""
+        counts = sums["counts"].reshape(-1, self.learners)
+        if self.density:
+            self.gaussians.check(sums, rows, declaration)
+        else:
+            check_sums(sums, declaration, rows)
+            check_counts(sums["counts"], rows)
+            if float(sums["log_likelihood"]) > 1e-3 * rows:
+                raise SumsError("the log-likelihood of its labels is positive")
+        sent, own = sums[_COUNTS], counts.sum(0)
+        if bool(((sent - own).abs()[sent != 0] > 1e-3 * (1.0 + own.max())).any()):
+            raise SumsError("the counts of its learners differ from those of its responsibilities")
+        if self.solver == "newton":
+            _check_newton(NewtonSums(**sums.below(LEARNERS)), sent)
+
+    def declare_broadcast(self, columns: int) -> dict[str, Sum]:
+        """Declare learners, weights, and the Gaussians if there are any."""
+        m1, m2, kind = self.gaussians.components, self.learners, self.gaussians.covariance_type
+        found = {**self.declare_learners(m2), "weights": Sum((m1 * m2,), lowest=0.0)}
+        if self.density:
+            found["means"] = Sum((m1, columns))
+            found["covariances"] = Sum(
+                covariance_shape(kind, m1, columns), semidefinite=kind in ("full", "tied")
+            )
+        return found
+
+    def broadcast(self, shared: FedGMMShared, client: int | None = None) -> dict[str, Tensor]:
+        """Return learners, weights, and the Gaussians if there are any."""
+        arrays = super().broadcast(shared)
+        arrays["weights"] = shared.mixture.weights
+        if self.density:
+            arrays["means"] = shared.mixture.gaussians.means
+            arrays["covariances"] = shared.mixture.gaussians.covariances
+        return arrays
+
+    def received(self, arrays: Mapping[str, Tensor], columns: int) -> FedGMMShared:
+        """Return the shared part from a broadcast, with a fresh state of the optimiser."""
+        if self.density:
+            kind = self.gaussians.covariance_type
+            own = gaussians(arrays["means"], arrays["covariances"], kind)
+        else:
+            own = self._without_density(torch.device("cpu"), columns).gaussians
+        mixture = MixtureShared(own, arrays["weights"])
+        return FedGMMShared(mixture, learners_in(arrays), ServerState())
+
+
+def _check_newton(sums: NewtonSums, counts: Tensor) -> None:
+    """Raise unless gradient and Hessian are bounded by the second moments of the inputs."""
+    weight, second = sums.weight, sums.second
+    if bool(((weight - counts).abs() > 1e-3 * (1.0 + counts.max())).any()):
+        raise SumsError("the weights of its learners differ from their counts")
+    if bool(((second[:, -1, -1] - weight).abs() > 1e-6 * (1.0 + weight)).any()):
+        raise SumsError("learners/second does not count the rows")
+    # |p - y| ≤ √2 and curvature ≤ 1/2, so Cauchy and Schwarz bound both by the inputs
+    classes = sums.gradient.shape[-1] // second.shape[-1]
+    squares = second.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).repeat(1, classes)
+    slack = 1e-3 * squares + 1e-6
+    if bool((sums.gradient.abs() > 1.5 * (weight[:, None] * squares).sqrt() + slack).any()):
+        raise SumsError("learners/gradient is larger than its inputs allow")
+    if bool((sums.hessian.diagonal(dim1=-2, dim2=-1) > 0.5 * squares + slack).any()):
+        raise SumsError("learners/hessian is larger than its inputs allow")

@@ -1,8 +1,8 @@
-"""Federated mixtures. Here: the federated Gaussian mixture, the paper's unsupervised algorithm."""
+"""The federated Gaussian mixture: shared Gaussians, weights ``π_c`` that stay with the clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -13,16 +13,19 @@ from torch.nn.functional import one_hot
 
 from fedgmm.core.em import (
     Aggregation,
-    aggregate_gaussians,
-    aggregate_weights,
     client_weights,
+    federation_weights,
+    over_learners,
+    paper_moments,
     responsibilities,
-    within_client_moments,
+    update_gaussians,
+    within_clients,
 )
 from fedgmm.core.gaussians import (
     CovarianceType,
     Gaussians,
     Moments,
+    covariance_shape,
     gaussians,
     log_densities,
     occupied,
@@ -30,23 +33,38 @@ from fedgmm.core.gaussians import (
     weighted_moments,
 )
 from fedgmm.core.initialise import Centroids, Start, server_means
+from fedgmm.core.moments import scatter_around_means
 from fedgmm.core.randomness import row_uniforms
 from fedgmm.core.streaming import Block, accumulate
+from fedgmm.core.sums import (
+    Declaration,
+    Sum,
+    Sums,
+    SumsError,
+    check_semidefinite,
+    check_sums,
+    row_counts,
+)
 from fedgmm.data.federated import ClientRows
 from fedgmm.methods.base import RoundInfo
 from fedgmm.methods.centroids import local_centroids
 
-Assign = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor]]
-"""Responsibilities ``(n, M)`` and log-evidence ``(n,)`` of a block from its residuals ``(M, n, d)``,
-client codes ``(n,)`` and place among all rows."""
+Assign = Callable[[Tensor | None, Tensor, slice], tuple[Tensor, Tensor]]
+"""Return responsibilities ``(n, M)`` and log-evidence ``(n,)`` of a block, given its residuals
+``(M, n, d)`` (``None`` without Gaussians), client codes ``(n,)`` and place among all rows."""
 
 Assignment = Literal["nearest", "random"]
-"""How a start assigns rows: to the nearest mean, or by lot."""
+"""Responsibilities of a start: each row belongs to its nearest mean, or to all means at random."""
+
+FARTHEST = 1e12
+"""Most deviations between a row and a mean; preprocessing clips rows there."""
+
+_LARGEST_LOG_LIKELIHOOD = 1e27  # of one row, in absolute value; follows from FARTHEST
 
 
 @dataclass(frozen=True)
 class MixtureShared:
-    """What the server broadcasts: the Gaussians and the federation's weights ``(M,)``."""
+    """The server's broadcast: the Gaussians and the federation's weights ``(M,)``."""
 
     gaussians: Gaussians
     weights: Tensor
@@ -61,23 +79,8 @@ class GivenStart:
     covariances: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class MixtureUpdate:
-    """What clients send, as sums; stacked clients share one sum of moments.
-
-    Attributes:
-        counts: ``γ_c(m)``, ``(C, M)``.
-        moments: around the current means, summed over the clients.
-        log_likelihood: summed over rows, a scalar.
-    """
-
-    counts: Tensor
-    moments: Moments
-    log_likelihood: Tensor
-
-
 class StartRows(Protocol):
-    """What a start needs of the clients' rows, wherever they are: sums and centroids, never a row."""
+    """The sums and centroids that a start needs of the clients' rows, wherever the rows are."""
 
     @property
     def columns(self) -> int:
@@ -86,27 +89,27 @@ class StartRows(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the start is computed."""
+        """The device on which the start is computed."""
         ...
 
     def overall(self) -> Gaussians:
-        """One diagonal Gaussian over all rows."""
+        """Return one diagonal Gaussian over all rows."""
         ...
 
     def centroids(self, clusters: int, seed: int) -> Centroids:
-        """At most ``clusters`` centroids of every client."""
+        """Return at most ``clusters`` centroids of every client."""
         ...
 
     def assigned(
         self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
-    ) -> MixtureUpdate:
-        """:meth:`FederatedGMM.sums_of_assigned`, summed over clients."""
+    ) -> Sums:
+        """Return :meth:`FederatedGMM.sums_of_assigned`, summed over clients."""
         ...
 
 
 @dataclass(frozen=True)
-class RowsAtHand:
-    """Rows of clients that are all in this process."""
+class RowsInProcess:
+    """Rows of clients that are all in this process, as a :class:`StartRows`."""
 
     rows: ClientRows
 
@@ -117,33 +120,22 @@ class RowsAtHand:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """The device of the rows."""
         return self.rows.device
 
     def overall(self) -> Gaussians:
-        """One diagonal Gaussian over all rows."""
-        return FederatedGMM(1).overall(self.rows)
+        """Return one diagonal Gaussian over all rows."""
+        return overall_gaussian(self.rows)
 
     def centroids(self, clusters: int, seed: int) -> Centroids:
-        """At most ``clusters`` centroids of every client."""
+        """Return at most ``clusters`` centroids of every client."""
         return local_centroids(self.rows, clusters, seed)
 
     def assigned(
         self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
-    ) -> MixtureUpdate:
-        """Sums over the rows."""
+    ) -> Sums:
+        """Return sums over the rows."""
         return method.sums_of_assigned(self.rows, current, assignment, seed)
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """Accumulator of one lane; tensors are added to in place."""
-
-    counts: Tensor
-    first: Tensor
-    second: Tensor
-    log_likelihood: Tensor
-    client_first: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -170,103 +162,156 @@ class FederatedGMM:
 
     def client_step(
         self, shared: MixtureShared, personal: Tensor, rows: ClientRows, round_number: int = 1
-    ) -> tuple[Tensor, MixtureUpdate]:
-        """E-step and M-step on every client in ``rows``; ``personal`` is ``π_c``, ``(C, M)``."""
+    ) -> tuple[Tensor, Sums]:
+        """Run the E-step and the M-step on every client; ``personal`` is ``π_c``, ``(C, M)``."""
         log_pi = torch.log(shared.weights.expand_as(personal) if self.shared_weights else personal)
 
-        def e_step(difference: Tensor, codes: Tensor, _: slice) -> tuple[Tensor, Tensor]:
+        def e_step(difference: Tensor | None, codes: Tensor, _: slice) -> tuple[Tensor, Tensor]:
+            assert difference is not None
             densities = log_densities(difference, shared.gaussians)
             return responsibilities(densities.add_(log_pi.index_select(0, codes)))
 
-        update = self._sum_over_rows(rows, shared.gaussians, e_step)
-        return client_weights(update.counts, rows.rows_per_client), update
+        counts, sums = self.sum_over_rows(rows, shared.gaussians, e_step)
+        return client_weights(counts, rows.rows_per_client), sums
 
     def server_step(
-        self, shared: MixtureShared, update: MixtureUpdate, round_number: int = 1
+        self, shared: MixtureShared, sums: Sums, round_number: int = 1
     ) -> tuple[MixtureShared, RoundInfo]:
-        """New Gaussians and the federation's weights from the clients' sums."""
-        moments = update.moments
-        mean_log_likelihood = float(update.log_likelihood / update.counts.sum())
+        """Return new Gaussians and the federation's weights from the clients' sums."""
+        moments = moments_in(sums)
         empty = torch.nonzero(~occupied(moments.counts)).flatten().tolist()
         current = shared.gaussians
-        if len(empty) < len(moments.counts):  # else clients withheld all their moments
-            current = aggregate_gaussians(moments, current, self.reg_covar)
-        new = MixtureShared(current, aggregate_weights(update.counts))
-        return new, RoundInfo(mean_log_likelihood, tuple(empty))
+        if len(empty) < len(moments.counts):  # otherwise the clients withheld all their moments
+            if self.aggregation == "paper":
+                moments = paper_moments(moments, self.covariance_type)
+            current = update_gaussians(moments, current, self.reg_covar)
+        new = MixtureShared(current, federation_weights(sums["counts"]))
+        log_likelihood = float(sums["log_likelihood"] / sums["counts"].sum())
+        return new, RoundInfo(log_likelihood, tuple(empty))
 
-    def _sum_over_rows(
-        self, rows: ClientRows, current: Gaussians, assign: Assign, learners: int = 1
-    ) -> MixtureUpdate:
-        """One pass over all rows: responsibilities, counts and moments around ``current.means``.
+    def sum_over_rows(
+        self, rows: ClientRows, current: Gaussians | None, assign: Assign, learners: int = 1
+    ) -> tuple[Tensor, Sums]:
+        """Pass once over all rows: responsibilities, counts and moments around ``current.means``.
 
-        With ``learners`` the responsibilities are ``q(m1, m2)``, flattened; the Gaussians see
-        ``Σ_m2 q(m1, m2)``.
+        Args:
+            rows: the clients' rows.
+            current: the Gaussians; ``None`` leaves their moments out.
+            assign: gives the responsibilities of a block.
+            learners: ``M2``. Responsibilities are then ``q(m1, m2)``, flattened, and the Gaussians
+                see ``Σ_m2 q(m1, m2)``.
+
+        Returns:
+            ``γ_c(m1, m2)`` of each client, ``(C, M1 · M2)``, and the sums over all clients.
         """
-        kind, device = current.covariance_type, rows.device
-        clients, (m, d) = len(rows.names), current.means.shape
-        second_shape = {"full": (m, d, d), "tied": (d, d), "diag": (m, d)}.get(kind, (m,))
+        device, clients = rows.device, len(rows.names)
+        pairs = self.components * learners
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        def start() -> _Sums:
-            own = zeros(m, clients, d) if self.aggregation == "paper" else None
-            return _Sums(
-                zeros(clients, m * learners), zeros(m, d), zeros(*second_shape), zeros(), own
-            )
+        def start() -> dict[str, Tensor]:
+            lane = {"counts": zeros(clients, pairs), "log_likelihood": zeros()}
+            if current is not None:
+                m, d = current.means.shape
+                lane["first"] = zeros(m, d)
+                lane["second"] = zeros(*covariance_shape(current.covariance_type, m, d))
+                if self.aggregation == "paper":
+                    lane["client_first"] = zeros(m, clients, d)
+            return lane
 
-        def add_block(sums: _Sums, block: Block) -> None:
+        def add_block(lane: dict[str, Tensor], block: Block) -> None:
             x, codes, place = rows.read(block)
-            difference = residuals(x, current.means, self.dtype)
+            difference = None if current is None else residuals(x, current.means, self.dtype)
             q, log_evidence = assign(difference, codes, place)
-            moments, weighted = weighted_moments(difference, _over_learners(q, learners), kind)
-            rows.add_by_client(sums.counts, q, place)
-            sums.first.add_(moments.first)
-            sums.second.add_(moments.second)
-            sums.log_likelihood.add_(log_evidence.sum())
-            if sums.client_first is not None:
-                sums.client_first.index_add_(1, codes, weighted.double())
+            rows.add_by_client(lane["counts"], q, place)
+            lane["log_likelihood"].add_(log_evidence.sum())
+            if current is None or difference is None:
+                return
+            moments, weighted = weighted_moments(
+                difference, over_learners(q, learners), current.covariance_type
+            )
+            lane["first"].add_(moments.first)
+            lane["second"].add_(moments.second)
+            if "client_first" in lane:
+                lane["client_first"].index_add_(1, codes, weighted.double())
 
-        total, *others = accumulate(rows.blocks(m), start, add_block, device)
+        total, *others = accumulate(rows.blocks(self.components), start, add_block, device)
         for lane in others:
-            total.counts.add_(lane.counts)
-            total.first.add_(lane.first)
-            total.second.add_(lane.second)
-            total.log_likelihood.add_(lane.log_likelihood)
-            if total.client_first is not None and lane.client_first is not None:
-                total.client_first.add_(lane.client_first)
-        own_counts = _over_learners(total.counts, learners)
-        moments = Moments(own_counts.sum(0), total.first, total.second)
-        if total.client_first is not None:
-            own_first = total.client_first.transpose(0, 1)
-            moments = within_client_moments(moments, own_counts, own_first, kind)
-        return MixtureUpdate(total.counts, moments, total.log_likelihood)
+            for name, value in lane.items():
+                total[name].add_(value)
+        counts = total["counts"]
+        sums = {"counts": counts.sum(0), "log_likelihood": total["log_likelihood"]}
+        if current is not None:
+            own = over_learners(counts, learners)
+            second = total["second"]
+            if "client_first" in total:
+                first = total["client_first"].transpose(0, 1)
+                second = within_clients(second, own, first, current.covariance_type)
+            sums["gaussians/counts"] = own.sum(0)
+            sums["gaussians/first"] = total["first"]
+            sums["gaussians/second"] = second
+        return counts, Sums(sums)
 
-    def combine(self, updates: Sequence[MixtureUpdate]) -> MixtureUpdate:
-        """One update from those of single clients, in the order of their names."""
-        own_counts = torch.stack([update.moments.counts for update in updates])
-        own_first = torch.stack([update.moments.first for update in updates])
-        second = torch.zeros_like(updates[0].moments.second)
-        for update in updates:
-            second += update.moments.second
-        moments = Moments(own_counts.sum(0), own_first.sum(0), second)
-        if self.aggregation == "paper":
-            moments = within_client_moments(moments, own_counts, own_first, self.covariance_type)
-        fit = torch.stack([update.log_likelihood for update in updates]).sum()
-        return MixtureUpdate(torch.cat([update.counts for update in updates]), moments, fit)
+    # ------------------------------------------------------------------ the declaration of the sums
+
+    def declare(self, columns: int, pairs: int | None = None) -> dict[str, Sum]:
+        """Declare the sums that clients send, see :mod:`fedgmm.core.sums`.
+
+        Args:
+            columns: ``d``.
+            pairs: ``M1 · M2`` with learners; ``None`` means ``M``.
+        """
+        m, kind = self.components, self.covariance_type
+        return {
+            "counts": row_counts(pairs or m),
+            "log_likelihood": Sum((), largest=_LARGEST_LOG_LIKELIHOOD),
+            "gaussians/counts": row_counts(m),
+            "gaussians/first": Sum(
+                (m, columns),
+                rows="gaussians/counts",
+                largest=2 * FARTHEST,
+                sensitivity=lambda clip: clip,
+            ),
+            "gaussians/second": Sum(
+                covariance_shape(kind, m, columns),
+                rows="gaussians/counts",
+                lowest=-torch.inf if kind in ("full", "tied") else 0.0,
+                largest=(2 * FARTHEST) ** 2 * columns,
+                rounding=self._rounding,
+                semidefinite=kind in ("full", "tied"),
+                sensitivity=lambda clip: clip**2,
+            ),
+        }
+
+    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
+        """Raise :class:`SumsError` for sums of one client that ``rows`` rows could not have made."""
+        check_sums(sums, declaration, rows)
+        check_counts(sums["counts"], rows)
+        check_moments(
+            sums,
+            sums["counts"].reshape(self.components, -1).sum(-1),
+            "identity" if self.aggregation == "paper" else self.covariance_type,
+            self._rounding,
+        )
+
+    @property
+    def _rounding(self) -> float:
+        """Relative error of second moments."""
+        return 1e-8 if self.dtype == torch.float64 else 1e-4
 
     # ------------------------------------------------------------------ the start
 
     def start(
         self, rows: ClientRows | StartRows, start: Start, seed: int, given: GivenStart | None = None
     ) -> MixtureShared:
-        """Shared Gaussians and weights from sums and local centroids; no raw row is sent.
+        """Return the first Gaussians and weights, from sums and local centroids; no row is sent.
 
-        What is ``given`` is kept; with means given, every row counts for its nearest mean.
+        Parts that are ``given`` are kept; with means given, every row counts for its nearest mean.
         """
         given = given or GivenStart()
         if isinstance(rows, ClientRows):
-            rows = RowsAtHand(rows)
+            rows = RowsInProcess(rows)
         weights, means, covariances = given.weights, given.means, given.covariances
         if self.covariance_type == "identity":
             covariances = torch.ones(self.components, dtype=torch.float64, device=rows.device)
@@ -294,44 +339,34 @@ class FederatedGMM:
         assignment: Assignment,
         seed: int,
     ) -> MixtureShared:
-        """One M-step from given responsibilities; an empty component gets the overall spread."""
+        """Run one M-step from given responsibilities; an empty component gets the overall spread."""
+        variances = torch.where(whole.covariances[0] > 0, whole.covariances[0], 1.0)
         current = gaussians(
-            centres, _spread(whole, self.components, self.covariance_type), self.covariance_type
+            centres,
+            equal_covariances(variances, self.components, self.covariance_type),
+            self.covariance_type,
         )
         exact = replace(self, aggregation="exact")
-        update = rows.assigned(exact, current, assignment, seed)
-        shared, _ = exact.server_step(MixtureShared(current, whole.means.new_empty(0)), update)
+        sums = rows.assigned(exact, current, assignment, seed)
+        shared, _ = exact.server_step(MixtureShared(current, whole.means.new_empty(0)), sums)
         # A weight of zero could never grow again.
-        weights = (update.counts.sum(0) + 1e-3).clamp_min(0)
+        weights = (sums["counts"] + 1e-3).clamp_min(0)
         return replace(shared, weights=weights / weights.sum())
-
-    def overall(self, rows: ClientRows) -> Gaussians:
-        """One diagonal Gaussian over all rows: its mean, then its variances around that mean."""
-        one = FederatedGMM(1, "diag")
-        ones = torch.ones(1, rows.columns, dtype=torch.float64, device=rows.device)
-        current = Gaussians(torch.zeros_like(ones), ones, ones, "diag")
-        for _ in range(2):  # the second pass takes the variances around the mean of the first
-            moments = one._sum_over_rows(rows, current, _everything_to_one).moments
-            shift = moments.first / moments.counts[:, None]
-            variances = moments.second / moments.counts[:, None] - shift.square()
-            current = Gaussians(current.means + shift, variances.clamp_min(0.0), ones, "diag")
-        return current
 
     def sums_of_assigned(
         self, rows: ClientRows, current: Gaussians, assignment: Assignment, seed: int
-    ) -> MixtureUpdate:
-        """Counts and moments where each row belongs to its nearest mean, or by lot to all of them."""
-        nearest = assignment == "nearest"
-        assign = _nearest_component if nearest else self._random_assignment(rows, seed)
-        return self._sum_over_rows(rows, current, assign)
+    ) -> Sums:
+        """Return the sums of rows that belong to their nearest mean, or to all means at random."""
+        assign = _nearest if assignment == "nearest" else self._random_assignment(rows, seed)
+        return self.sum_over_rows(rows, current, assign)[1]
 
     def _random_assignment(self, rows: ClientRows, seed: int) -> Assign:
         codes_of_rows = rows.codes.cpu().numpy()
 
-        def assign(difference: Tensor, codes: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+        def assign(difference: Tensor | None, _: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             keys, positions = rows.keys[codes_of_rows[place]], rows.positions_at(place)
             draws = [row_uniforms(seed, m, keys, positions) for m in range(self.components)]
-            q = torch.from_numpy(np.stack(draws, axis=-1)).to(difference.device)
+            q = torch.from_numpy(np.stack(draws, axis=-1)).to(rows.device)
             return q / q.sum(-1, keepdim=True), q.new_zeros(len(q))
 
         return assign
@@ -352,29 +387,27 @@ class FederatedGMM:
         return means
 
 
-def _over_learners(joint: Tensor, learners: int) -> Tensor:
-    """``Σ_m2 q(m1, m2)``: ``(..., M1 · M2)`` to ``(..., M1)``."""
-    if learners == 1:
-        return joint
-    rows_last = joint.mT  # responsibilities lie in memory this way: sums then run along many rows
-    return rows_last.reshape(-1, learners, rows_last.shape[-1]).sum(1).mT
+def overall_gaussian(rows: ClientRows) -> Gaussians:
+    """Return one diagonal Gaussian over all rows: its mean, then its variances around that mean."""
+    one = FederatedGMM(1, "diag", reg_covar=0.0)
+    ones = torch.ones(1, rows.columns, dtype=torch.float64, device=rows.device)
+    current = Gaussians(torch.zeros_like(ones), ones, ones, "diag")
+    for _ in range(2):  # the second pass takes the variances around the mean of the first
+        moments = moments_in(one.sum_over_rows(rows, current, _all_to_one)[1])
+        scatter = scatter_around_means(moments.counts, moments.first, moments.second, "diag")
+        n = moments.counts[:, None]
+        variances = (scatter / n).clamp_min(0.0)
+        current = Gaussians(current.means + moments.first / n, variances, ones, "diag")
+    return current
 
 
-def _everything_to_one(difference: Tensor, _: Tensor, __: slice) -> tuple[Tensor, Tensor]:
-    q = torch.ones(difference.shape[-2], 1, dtype=torch.float64, device=difference.device)
-    return q, q.new_zeros(len(q))
+def moments_in(sums: Sums) -> Moments:
+    """Return the moments of the Gaussians among the sums."""
+    return Moments(sums["gaussians/counts"], sums["gaussians/first"], sums["gaussians/second"])
 
 
-def _nearest_component(difference: Tensor, _: Tensor, __: slice) -> tuple[Tensor, Tensor]:
-    distances = torch.linalg.vector_norm(difference, dim=-1)
-    q = one_hot(distances.argmin(0), len(distances)).double()
-    return q, q.new_zeros(len(q))
-
-
-def _spread(whole: Gaussians, components: int, kind: CovarianceType) -> Tensor:
-    """The overall variances as covariances of ``components`` Gaussians."""
-    variances = whole.covariances[0]
-    variances = torch.where(variances > 0, variances, 1.0)
+def equal_covariances(variances: Tensor, components: int, kind: CovarianceType) -> Tensor:
+    """Return the same variances ``(d,)`` as covariances of ``components`` Gaussians."""
     match kind:
         case "full":
             return torch.diag(variances).expand(components, -1, -1)
@@ -386,3 +419,49 @@ def _spread(whole: Gaussians, components: int, kind: CovarianceType) -> Tensor:
             return variances.mean().expand(components)
         case _:
             return torch.ones(components, dtype=variances.dtype, device=variances.device)
+
+
+# ---------------------------------------------------------------------- what rows can make of sums
+
+
+def check_counts(counts: Tensor, rows: int) -> None:
+    """Raise :class:`SumsError` unless ``γ_c``, ``(M,)``, adds up to the client's rows."""
+    if abs(float(counts.sum()) - rows) > 1e-4 * rows + 1e-6:
+        raise SumsError(f"its counts add up to {float(counts.sum()):.6g}, not to {rows} rows")
+
+
+def check_moments(sums: Sums, counts: Tensor, kind: CovarianceType, slack: float) -> None:
+    """Raise :class:`SumsError` unless the moments of a client's Gaussians agree with each other.
+
+    Args:
+        sums: of one client.
+        counts: ``γ_c(m1)``, ``(M1,)``, as the client's responsibilities have it.
+        kind: of the covariances; ``"identity"`` where second moments are around the client's means.
+        slack: relative rounding error of the moments.
+    """
+    moments = moments_in(sums)
+    withheld = moments.counts == 0
+    agree = withheld | ((moments.counts - counts).abs() <= 1e-6 * (1.0 + counts))
+    if not bool(agree.all()):
+        raise SumsError("the counts of its moments differ from those of its responsibilities")
+    if kind == "identity":
+        return
+    # Σ q (x - μ_mc)(x - μ_mc)ᵀ around the client's own means is positive semidefinite.
+    second = moments.second
+    scatter = scatter_around_means(moments.counts, moments.first, second, kind)
+    if kind in ("full", "tied"):
+        check_semidefinite("gaussians/second", second, scatter, slack)
+    elif bool((scatter < -slack * (second.abs() + 1e-12)).any()):
+        raise SumsError("gaussians/second is not positive semidefinite around its mean")
+
+
+def _all_to_one(_: Tensor | None, codes: Tensor, __: slice) -> tuple[Tensor, Tensor]:
+    q = torch.ones(len(codes), 1, dtype=torch.float64, device=codes.device)
+    return q, q.new_zeros(len(q))
+
+
+def _nearest(difference: Tensor | None, _: Tensor, __: slice) -> tuple[Tensor, Tensor]:
+    assert difference is not None
+    distances = torch.linalg.vector_norm(difference, dim=-1)
+    q = one_hot(distances.argmin(0), len(distances)).double()
+    return q, q.new_zeros(len(q))

@@ -1,44 +1,42 @@
-"""Local: every client trains alone. The frame for methods whose clients have learners of their own."""
+"""Local: every client trains alone. Also helpers of methods whose clients have own learners."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedgmm.core.params import Params, expand_clients, take_clients
+from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, row_counts
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import Prediction, RoundInfo
+from fedgmm.methods.base import Prediction, RoundInfo, SupervisedMethod
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.learners import log_likelihoods
 from fedgmm.nets.pixels import as_numbers
 from fedgmm.nets.sgd import plan_batches
 
 _ROWS_AT_ONCE = 512
+_LARGEST_LOG_LIKELIHOOD = 1e18  # of one row's label, in absolute value
+
+FIT: dict[str, Sum] = {
+    "rows": row_counts(),
+    "log_likelihood": Sum((), largest=_LARGEST_LOG_LIKELIHOOD),
+}
+"""The sums that say how well the clients' own learners fit."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """How well the clients' learners fit, as sums: log-likelihood and rows."""
+def fit_of_own_learners(
+    training: LocalTraining, personal: Params, rows: LabelledRows
+) -> dict[str, Tensor]:
+    """Return the sums of ``FIT``: rows, and their log-likelihood under each client's own learner.
 
-    log_likelihood: Tensor
-    rows: int
-
-    def info(self) -> RoundInfo:
-        """The mean over rows."""
-        return RoundInfo(float(self.log_likelihood) / max(self.rows, 1))
-
-
-def combined_fit(fits: Sequence[Fit]) -> Fit:
-    """The fit of several clients from their own."""
-    total = torch.stack([fit.log_likelihood for fit in fits]).sum()
-    return Fit(total, sum(fit.rows for fit in fits))
-
-
-def fit_of_own_learners(training: LocalTraining, personal: Params, rows: LabelledRows) -> Fit:
-    """Log-likelihood of the rows under each client's own learner, ``(C, 1, ...)``."""
+    Args:
+        training: local training.
+        personal: learners, ``(C, 1, ...)``.
+        rows: of the clients.
+    """
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
     one = {name: value[0] for name, value in personal.items()}
     order = torch.arange(len(rows), device=rows.device)
@@ -51,47 +49,73 @@ def fit_of_own_learners(training: LocalTraining, personal: Params, rows: Labelle
                 inputs = as_numbers(rows.inputs[step.rows], training.dtype)
                 fit = log_likelihoods(training.net, active, inputs, rows.labels[step.rows])
                 total += (fit[..., 0] * step.mask).sum()
-    return Fit(total, len(rows))
+    # cloned, because tensors of inference mode cannot be added to in place later
+    return {
+        "rows": torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device),
+        "log_likelihood": total.clone(),
+    }
+
+
+def fit_info(sums: Sums) -> RoundInfo:
+    """Return the mean log-likelihood over rows."""
+    return RoundInfo(float(sums["log_likelihood"]) / max(float(sums["rows"].sum()), 1.0))
+
+
+def check_fit(sums: Sums, rows: int) -> None:
+    """Raise :class:`SumsError` unless the log-likelihood of labels is at most zero."""
+    if float(sums["log_likelihood"]) > 1e-3 * rows:
+        raise SumsError("the log-likelihood of its labels is positive")
+    if abs(float(sums["rows"].sum()) - rows) > 1e-6:
+        raise SumsError(f"it counts {float(sums['rows'].sum()):g} rows, not {rows}")
 
 
 @dataclass(frozen=True)
-class Local:
-    """No federation: the client's own rows and nothing else."""
+class Local(SupervisedMethod[None, Params]):
+    """No federation: a client's learner sees the client's own rows only."""
 
     training: LocalTraining
+    shares_start = False
 
     def init(self, rows: LabelledRows, learner: Params | None = None) -> tuple[None, Params]:
-        """The same start for every client."""
+        """Return the same start for every client."""
         start = self.training.initial(1, rows.device, learner)
         return None, expand_clients(start, len(rows.names))
 
     def client_step(
         self, shared: None, personal: Params, rows: LabelledRows, round_number: int = 1
-    ) -> tuple[Params, Fit]:
-        """Another round of training at home."""
+    ) -> tuple[Params, Sums]:
+        """Train every client's learner for one more round."""
         fit = fit_of_own_learners(self.training, personal, rows)
-        return self.training.train_personal(personal, rows, round_number), fit
+        return self.training.train_personal(personal, rows, round_number), Sums(fit)
 
     def server_step(
-        self, shared: None, update: Fit, round_number: int = 1
+        self, shared: None, sums: Sums, round_number: int = 1
     ) -> tuple[None, RoundInfo]:
-        """There is no server."""
-        return None, update.info()
-
-    def combine(self, updates: Sequence[Fit]) -> Fit:
-        """The fit of all clients."""
-        return combined_fit(updates)
+        """Return the fit; the server has no model."""
+        return None, fit_info(sums)
 
     def newcomer(self, shared: None, learner: Params | None = None) -> Params:
-        """The start that every client has, ``(1, 1, ...)``."""
+        """Return the start that every client has, ``(1, 1, ...)``."""
         return expand_clients(self.training.initial(1, torch.device("cpu"), learner), 1)
 
-    def finish(self, shared: None, personal: Params, rows: LabelledRows) -> Params:
-        """Nothing is left to do."""
-        return personal
-
     def prediction(self, shared: None, personal: Params) -> Prediction:
-        """Each client's own learner."""
+        """Return each client's own learner."""
         learners = {name: value[:, 0] for name, value in personal.items()}
         clients = len(next(iter(learners.values())))
         return Prediction(self.training.net, learners, assignment=torch.arange(clients))
+
+    def declare(self, columns: int) -> dict[str, Sum]:
+        """Declare the fit; no learner leaves its client."""
+        return FIT
+
+    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
+        """Check the fit."""
+        super().check(sums, rows, declaration)
+        check_fit(sums, rows)
+
+    def declare_broadcast(self, columns: int) -> dict[str, Sum]:
+        """Declare an empty broadcast."""
+        return {}
+
+    def received(self, arrays: Mapping[str, Tensor], columns: int) -> None:
+        """Return nothing, because nothing is shared."""

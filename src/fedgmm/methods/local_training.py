@@ -1,4 +1,4 @@
-"""Local training of stacked learners, as every method with gradient steps uses it."""
+"""Local training of stacked learners by gradient steps, shared by all methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fedgmm.core.params import Params, add_params, expand_clients, stack, take_clients, weighted_sum
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import DivergedError
+from fedgmm.methods.base import LARGEST_WEIGHT, DivergedError
 from fedgmm.nets.devices import accelerator_memory, use_less_memory, what_ran_out
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.networks import Network
@@ -26,15 +26,14 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 Result = TypeVar("Result")
 
 _ROUND_STRIDE = 1_000_003  # between the seeds of rounds
-_LARGEST = 1e8  # a few layers of numbers beyond it overflow in float32
-_ROWS_OF_A_PRODUCT = 8  # cards multiply matrices of other sizes several times as slowly
+_ROWS_OF_A_PRODUCT = 8  # GPUs multiply matrices of other sizes several times as slowly
 _STEP_NUMBERS = 512 * 1024  # inputs of one step of a group: they stay in a core's cache
 _COOLING_SHARE = 1 / 5  # of the rounds, at the end
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How clients train their copies of the learners.
+    """Settings of local training, and the passes over clients.
 
     Attributes:
         net: the network.
@@ -55,17 +54,17 @@ class LocalTraining:
     memory: int = 512 * 1024 * 1024
 
     def options(self, round_number: int) -> SGD:
-        """The optimiser of one round, counted from one."""
+        """Return the optimiser of one round, counted from one."""
         return replace(self.sgd, lr=self.sgd.lr * self.rate_share(round_number))
 
     def rate_share(self, round_number: int) -> float:
-        """The learning rate of a round, counted from one, as a share of the full one."""
+        """Return the learning rate of a round, counted from one, as a share of the full one."""
         match self.schedule:
             case "constant":
                 return 1.0
             case "cooldown":
                 falling = max(1, round(self.rounds * _COOLING_SHARE))
-                left = max(1, self.rounds + 1 - round_number)  # this round among them
+                left = max(1, self.rounds + 1 - round_number)  # including this round
                 return min(1.0, left / (falling + 1))
             case "cosine":
                 done = min(round_number, self.rounds) - 1  # beyond the end the last rate stays
@@ -74,21 +73,21 @@ class LocalTraining:
                 return 1.0 / math.sqrt(round_number)
 
     def initial(self, learners: int, device: torch.device, given: Params | None = None) -> Params:
-        """Start of ``learners`` learners, ``(M, ...)``: independent draws, or copies of a given one."""
+        """Return ``(M, ...)`` learners to start from: independent draws, or copies of a given one."""
         generator = torch.Generator().manual_seed(self.seed)
         drawn = [self.net.initial(generator) for _ in range(learners)] if given is None else []
         params = stack(drawn or [given or {}] * learners)
         return {name: value.to(device, self.dtype) for name, value in params.items()}
 
     def orders(self, rows: LabelledRows, round_number: int, options: SGD) -> list[Tensor]:
-        """One shuffle of every client's rows an epoch, ``(N,)`` each."""
+        """Return one shuffle of every client's rows per epoch, ``(N,)`` each."""
         return [rows.shuffled(self.seed, round_number, epoch) for epoch in range(options.epochs)]
 
     def groups(self, rows: LabelledRows, params: Params) -> list[Tensor]:
-        """Codes of clients that have rows, in groups that train side by side.
+        """Return codes of clients that have rows, in groups that train side by side.
 
-        Those with the most rows come first: the fewer rows a group's clients differ by, the less is
-        padded. Copies of ``params`` fit the memory; on a CPU a step of the group fits the cache.
+        Clients with the most rows come first, because clients of similar sizes need less padding.
+        Copies of ``params`` fit the memory; on a CPU a step of the group fits the cache.
         """
         one = sum(value.numel() * value.element_size() for value in params.values())
         copies = 4 * one  # parameters, gradients, momentum, a temporary
@@ -110,7 +109,7 @@ class LocalTraining:
     def plan(
         self, rows: LabelledRows, clients: Tensor, orders: list[Tensor], options: SGD
     ) -> BatchPlan:
-        """The batches of some clients: even ones where a batch's own statistics matter."""
+        """Return the batches of some clients; batches are even where their statistics matter."""
         even = self.net.handling.even_batches
         return plan_batches(
             rows.offsets,
@@ -123,7 +122,7 @@ class LocalTraining:
         )
 
     def _in_lanes(self, rows: LabelledRows) -> bool:
-        """Small networks train group by group, one thread each; large ones use all threads at once."""
+        """Return whether groups train on one thread each; large networks use all threads at once."""
         return rows.device.type == "cpu" and self.net.handling.in_lanes
 
     def over_groups(
@@ -133,10 +132,10 @@ class LocalTraining:
         round_number: int,
         visit: Callable[[list[Result], Tensor], None],
     ) -> list[Result]:
-        """Call ``visit`` with a list to append to and each group's codes; all that was appended.
+        """Call ``visit`` with a list to append to and each group's codes; return all results.
 
-        A card may be too full for the groups, since others use it too. Then all begins anew with smaller
-        ones, so ``visit`` changes nothing that it will need.
+        If the memory of a GPU runs out, all groups start again in smaller ones. So ``visit`` must not
+        change anything that it will need again.
         """
         groups = self.groups(rows, params)
         if self._in_lanes(rows):
@@ -149,15 +148,15 @@ class LocalTraining:
                 return self._one_by_one(groups, round_number, visit)
             except torch.cuda.OutOfMemoryError as error:
                 reason = what_ran_out(error)
-            # not in the handler: what did not fit is held until that ends
+            # outside the handler, which would keep the tensors that did not fit
             if len(groups[0]) == 1:
                 raise torch.cuda.OutOfMemoryError(
-                    f"The memory of {rows.device} does not suffice to train one client ({reason}); end "
+                    f"The memory of {rows.device} is too small to train one client ({reason}); close "
                     "other programs that use it, or choose a smaller batch_size or device='cpu'."
                 )
             groups = self._smaller_groups(rows, params, len(groups[0]))
             warnings.warn(
-                f"The memory of {rows.device} ran out ({reason}); this training goes on with at most "
+                f"The memory of {rows.device} ran out ({reason}); training continues with at most "
                 f"{counted(len(groups[0]), 'client')} at a time.",
                 stacklevel=2,
             )
@@ -169,7 +168,7 @@ class LocalTraining:
         visit: Callable[[list[Result], Tensor], None],
     ) -> list[Result]:
         results: list[Result] = []
-        # dropout draws from the program's generator: it gets this round's seed, then its own back
+        # dropout draws from the global generator, which gets its own state back afterwards
         with torch.random.fork_rng():
             torch.manual_seed(self.seed + _ROUND_STRIDE * round_number)
             for group in groups:
@@ -177,7 +176,7 @@ class LocalTraining:
         return results
 
     def _smaller_groups(self, rows: LabelledRows, params: Params, too_large: int) -> list[Tensor]:
-        """Groups with fewer clients than did not fit, and all memory that can be given back."""
+        """Return smaller groups than those that did not fit, and free the memory of the GPU."""
         forget_recordings(self.net)
         torch.cuda.empty_cache()
         while len((groups := self.groups(rows, params))[0]) >= too_large:
@@ -192,7 +191,7 @@ class LocalTraining:
         counts: Tensor,
         round_number: int,
     ) -> Params:
-        """Every client trains its copies of shared learners; the server needs only their sum.
+        """Train copies of shared learners on every client; return their weighted sum.
 
         Args:
             shared: ``θ_m``, ``(M, ...)``.
@@ -219,7 +218,7 @@ class LocalTraining:
     def train_personal(
         self, personal: Params, rows: LabelledRows, round_number: int, sgd: SGD | None = None
     ) -> Params:
-        """Every client trains learners of its own, ``(C, M, ...)``."""
+        """Train every client's own learners, ``(C, M, ...)``."""
         options = sgd or self.options(round_number)
         orders = self.orders(rows, round_number, options)
         result = {name: value.clone() for name, value in personal.items()}
@@ -243,7 +242,7 @@ class LocalTraining:
         options: SGD,
         anchor: Params | None = None,
     ) -> Params:
-        """Run a plan and see to it that the outcome is finite."""
+        """Train by a plan of batches, and raise if the result is not finite."""
         trained = train_local(
             self.net, start, rows.inputs, rows.labels, weights, plan, options, anchor
         )
@@ -252,12 +251,12 @@ class LocalTraining:
 
 
 def check_finite(params: Params, clients: Tensor, rows: LabelledRows) -> None:
-    """Raise :class:`DivergedError` for the first client whose ``(A, M, ...)`` are lost."""
+    """Raise :class:`DivergedError` for the first client whose parameters are not finite."""
     largest = [
         torch.linalg.vector_norm(value.flatten(1), math.inf, -1)
         for value in params.values()
         if value.numel()
     ]
-    good = (torch.stack(largest) < _LARGEST).all(0)  # NaN is not less than anything
+    good = (torch.stack(largest) < LARGEST_WEIGHT).all(0)  # NaN is not less than anything
     if not bool(good.all()):
         raise DivergedError(rows.names[int(clients[int(torch.nonzero(~good)[0])])])

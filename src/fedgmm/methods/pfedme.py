@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from fedgmm.core.params import Params, add_params, expand_clients, weighted_sum
 from fedgmm.core.servers import ServerOptimiser, ServerState
+from fedgmm.core.sums import Declaration, Sum, Sums, row_counts
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import Prediction, RoundInfo
-from fedgmm.methods.local import Fit, combined_fit, fit_of_own_learners
+from fedgmm.methods.base import (
+    LEARNERS,
+    Prediction,
+    RoundInfo,
+    SupervisedMethod,
+    learners_in,
+    with_global_learner,
+)
+from fedgmm.methods.local import FIT, check_fit, fit_info, fit_of_own_learners
 from fedgmm.methods.local_training import LocalTraining, check_finite
 from fedgmm.nets.sgd import train_moreau
+
+_COUNTS = "learner_counts"
 
 
 @dataclass(frozen=True)
 class PFedMeShared:
-    """The global learner ``w``, ``(1, ...)``, and the server optimiser's state."""
+    """The global learner ``w``, ``(1, ...)``, and the state of the server's optimiser."""
 
     learners: Params
     server: ServerState
 
 
 @dataclass(frozen=True)
-class PFedMeUpdate:
-    """``Σ_c N_c w_c``, ``(1, ...)``, ``Σ_c N_c``, and the fit of the personal learners."""
-
-    learners: Params
-    rows: Tensor
-    fit: Fit
-
-
-@dataclass(frozen=True)
-class PFedMe:
+class PFedMe(SupervisedMethod[PFedMeShared, Params]):
     """Bi-level personalisation.
 
     Attributes:
-        training: ``lr`` is ``η`` of the local learners.
-        penalty: ``λ``, how strongly a personal learner is held to the local one.
+        training: local training; its ``lr`` is ``η`` of the local learners.
+        penalty: ``λ``, which ties a personal learner to the local one.
         inner_steps: gradient steps towards the proximal point on each batch.
         inner_lr: their size; ``None`` takes the largest that ``λ`` allows, up to the learning rate.
         mixing: ``β``: the server moves to ``(1 - β) w + β · average``.
@@ -57,14 +57,14 @@ class PFedMe:
     def init(
         self, rows: LabelledRows, learner: Params | None = None
     ) -> tuple[PFedMeShared, Params]:
-        """One global learner; personal learners start there."""
+        """Return one global learner; personal learners start as copies of it."""
         start = self.training.initial(1, rows.device, learner)
         return PFedMeShared(start, ServerState()), expand_clients(start, len(rows.names))
 
     def client_step(
         self, shared: PFedMeShared, personal: Params, rows: LabelledRows, round_number: int = 1
-    ) -> tuple[Params, PFedMeUpdate]:
-        """Local rounds of proximal points."""
+    ) -> tuple[Params, Sums]:
+        """Run local rounds of proximal points."""
         training = self.training
         options = training.options(round_number)
         # gradient steps on f + λ/2 ‖·‖² are stable below 1 / (λ + curvature of f)
@@ -93,48 +93,40 @@ class PFedMe:
                 moved[name][plan.clients] = value  # groups do not overlap
 
         total = add_params(training.over_groups(rows, shared.learners, round_number, visit))
-        fit = fit_of_own_learners(training, moved, rows)
-        return moved, PFedMeUpdate(total, counts.sum(), fit)
+        sums = fit_of_own_learners(training, moved, rows)
+        sums[_COUNTS] = counts.sum()[None]
+        return moved, Sums({**sums, **{LEARNERS + name: value for name, value in total.items()}})
 
     def server_step(
-        self, shared: PFedMeShared, update: PFedMeUpdate, round_number: int = 1
+        self, shared: PFedMeShared, sums: Sums, round_number: int = 1
     ) -> tuple[PFedMeShared, RoundInfo]:
-        """``w ← (1 - β) w + β Σ_c N_c w_c / Σ_c N_c``."""
+        """Move to ``w ← (1 - β) w + β Σ_c N_c w_c / Σ_c N_c``."""
         target = {
             name: (1.0 - self.mixing) * shared.learners[name].double()
-            + self.mixing * value / update.rows
-            for name, value in update.learners.items()
+            + self.mixing * value / sums[_COUNTS][0]
+            for name, value in sums.below(LEARNERS).items()
         }
         share = self.training.rate_share(round_number)
         learners, server = self.server.step(shared.learners, target, shared.server, share)
-        return PFedMeShared(learners, server), update.fit.info()
-
-    def combine(self, updates: Sequence[PFedMeUpdate]) -> PFedMeUpdate:
-        """Sums over clients that each sent their own."""
-        return PFedMeUpdate(
-            add_params([update.learners for update in updates]),
-            torch.stack([update.rows for update in updates]).sum(),
-            combined_fit([update.fit for update in updates]),
-        )
+        return PFedMeShared(learners, server), fit_info(sums)
 
     def newcomer(self, shared: PFedMeShared, learner: Params | None = None) -> Params:
-        """The global learner, ``(1, 1, ...)``."""
+        """Return the global learner, ``(1, 1, ...)``."""
         return expand_clients(shared.learners, 1)
 
-    def finish(self, shared: PFedMeShared, personal: Params, rows: LabelledRows) -> Params:
-        """Nothing is left to do."""
-        return personal
-
     def prediction(self, shared: PFedMeShared, personal: Params) -> Prediction:
-        """Each client's personal learner; the global one for everybody else."""
-        clients = len(next(iter(personal.values())))
-        learners = {
-            name: torch.cat([value[:, 0], shared.learners[name]])
-            for name, value in personal.items()
-        }
-        return Prediction(
-            self.training.net,
-            learners,
-            assignment=torch.arange(clients),
-            default_learner=clients,
-        )
+        """Return each client's personal learner, and the global one for rows without a client."""
+        return with_global_learner(self.training.net, personal, shared.learners)
+
+    def declare(self, columns: int) -> dict[str, Sum]:
+        """Declare ``Σ_c N_c w_c``, ``Σ_c N_c``, and the fit of the personal learners."""
+        return {**FIT, _COUNTS: row_counts(1), **self.declare_learners(1, rows=_COUNTS)}
+
+    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
+        """Check each sum by itself, and the fit."""
+        super().check(sums, rows, declaration)
+        check_fit(sums, rows)
+
+    def received(self, arrays: Mapping[str, Tensor], columns: int) -> PFedMeShared:
+        """Return the global learner from a broadcast."""
+        return PFedMeShared(learners_in(arrays), ServerState())

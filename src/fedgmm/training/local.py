@@ -20,7 +20,7 @@ from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.federated import ClientRows
-from fedgmm.methods.averaging import FedAvgPlus, without_density
+from fedgmm.methods.fedavg import FedAvgPlus, without_density
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, SupervisedMethod
 from fedgmm.methods.clustered import ClusteredFL
 from fedgmm.methods.fedgmm import LEARNER_STARTS, FedGMM
