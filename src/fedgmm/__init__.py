@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from fedgmm.model.model import FederatedModel
     from fedgmm.model.saving import load
     from fedgmm.runs import FederatedRun, RunConfig, fit, open_run, resume
-    from fedgmm.training.local import TrainingOptions, train
+    from fedgmm.training.local import train
+    from fedgmm.training.options import TrainingOptions
 
 _HOMES = {
     "FederatedDataset": "fedgmm.data.dataset",
     "FederatedModel": "fedgmm.model.model",
     "FedGMMClassifier": "fedgmm.estimators",
-    "TrainingOptions": "fedgmm.training.local",
+    "TrainingOptions": "fedgmm.training.options",
     "FederatedRun": "fedgmm.runs",
     "RunConfig": "fedgmm.runs",
     "fit": "fedgmm.runs",

@@ -45,7 +45,7 @@ DENSITY = "gmm"
 
 Shared = TypeVar("Shared")
 Personal = TypeVar("Personal")
-Data = TypeVar("Data", bound="Clients", contravariant=True)
+Data = TypeVar("Data", bound="NamedRows", contravariant=True)
 
 LARGEST_WEIGHT = 1e8
 """Largest absolute value of a learner's parameter; a few layers of larger ones overflow in float32."""
@@ -54,7 +54,7 @@ LEARNERS = "learners/"
 """The names of learners' parameters start with this among sums and in a broadcast."""
 
 
-class Clients(Protocol):
+class NamedRows(Protocol):
     """Rows of named clients."""
 
     @property
@@ -187,6 +187,12 @@ class SupervisedMethod(ABC, Generic[Shared, Personal]):
     @abstractmethod
     def prediction(self, shared: Shared, personal: Personal) -> Prediction:
         """Return the fitted parameters."""
+
+    def check_state(self, shared: Shared, personal: Personal) -> None:
+        """Raise ``ValueError`` if a state that was read from a file does not fit the method."""
+        for name, value in self.prediction(shared, personal).learners.items():
+            if value.dtype != self.training.dtype:
+                raise ValueError(f"{name} is {value.dtype}, not {self.training.dtype}.")
 
     # ------------------------------------------------------------------ sums and broadcasts
 

@@ -31,7 +31,7 @@ from fedgmm.core.em import (
 from fedgmm.core.gaussians import Gaussians, covariance_shape, gaussians, log_densities
 from fedgmm.core.linalg import take
 from fedgmm.core.newton import NewtonSums, newton_step, newton_sums
-from fedgmm.core.params import Params, is_statistic
+from fedgmm.core.params import Params, count_learners, is_statistic
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums, row_counts
@@ -263,6 +263,23 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
             personal,
             shared.mixture.weights,
         )
+
+    def check_state(self, shared: FedGMMShared, personal: Tensor) -> None:
+        """Raise ``ValueError`` unless the state has as many Gaussians and learners as the method."""
+        super().check_state(shared, personal)
+        current, kind = shared.mixture.gaussians, self.gaussians.covariance_type
+        if current.covariance_type != kind:
+            raise ValueError(f"its covariance_type is {current.covariance_type!r}, not {kind!r}.")
+        m1, m2 = self.gaussians.components, self.learners
+        sizes = {
+            "components": (len(current.means), m1),
+            "learners": (count_learners(shared.learners), m2),
+            "weights": (shared.mixture.weights.numel(), m1 * m2),
+            "weights of a client": (personal.shape[-1], m1 * m2),
+        }
+        for name, (here, wanted) in sizes.items():
+            if here != wanted:
+                raise ValueError(f"its {name} are {here}, not {wanted}.")
 
     # ------------------------------------------------------------------ sums and broadcasts
 

@@ -14,7 +14,7 @@ from fedgmm.methods.base import SHARED_LEARNERS
 from fedgmm.model.metrics import Evaluation
 from fedgmm.model.model import FederatedModel
 from fedgmm.training.local import ALGORITHMS, DivergenceWarning, TrainingOptions, _solver, train
-from fedgmm.training.run import INTERRUPTED
+from fedgmm.training.local import INTERRUPTED
 
 PAPER_GRID = tuple(10.0**exponent for exponent in (-0.5, -1.0, -1.5, -2.0, -2.5, -3.0))
 """The paper's learning rates."""

@@ -33,7 +33,7 @@ from fedgmm.runs.folder import (
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.training.checkpoint import Checkpoint, read_checkpoint
 from fedgmm.training.local import DENSITY, DivergenceWarning, OnTrainingRound, train
-from fedgmm.training.run import INTERRUPTED
+from fedgmm.training.local import INTERRUPTED
 from fedgmm.training.selection import select_for_small_data, select_mixture, suitable_covariance
 from fedgmm.wording import counted
 

@@ -1,11 +1,11 @@
-"""Where a training stands, on disk: written in one step, read without running anything.
+"""The progress of a training run on disk: written atomically, read without running any code.
 
 A checkpoint is one safetensors file. Its tensors have names like paths
 (``shared/mixture/gaussians/means``); everything else is JSON in the file's metadata, with a format
 number and checksums. There are no class names: the type hints of a method's ``init`` say how tensors
-and values become its state again. A training that goes on from the file ends with the same bits as one
-that was never interrupted, so floats are written in hexadecimal and a tensor that does not lie in
-memory row by row is laid out again as it was (products of matrices may round differently).
+and values become its state again. A run that resumes from the file ends with the same bits as one that
+was never interrupted. So floats are written in hexadecimal, and a tensor with another layout in memory
+gets that layout again, because products of matrices may round differently.
 """
 
 from __future__ import annotations
@@ -23,25 +23,22 @@ from torch import Tensor
 from fedgmm.core.checks import check_integer
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.files import write_atomically
-from fedgmm.methods.base import RoundInfo, SupervisedMethod
-from fedgmm.methods.fedgmm import FedGMM
-from fedgmm.training.loop import Run
+from fedgmm.methods.base import AnyMethod
 from fedgmm.training.state_arrays import StateDecoder, StateError, laid_out, take_apart
 
 FORMAT = 1
 """Version of the layout; a newer one is refused."""
 
 FREE_OPTIONS = ("rounds", "device", "personal_labels")
-"""Options that may differ when a training goes on: they do not change rounds that are done."""
+"""Options that may differ when a run resumes, because they do not change rounds that are done."""
 
 DENSITY_OPTIONS = ("components", "covariance_type", "reg_covar")
-"""Options that change nothing where a method has no Gaussians."""
+"""Options that have no effect if a method has no Gaussians."""
 
 WEIGHTS = "pretrained_sha256"
-"""Beside the options: the checksum of the file that ``pretrained`` names, or ``None``."""
+"""Name of a fact beside the options: the checksum of the ``pretrained`` file, or ``None``."""
 
 Phase = Literal["warmup", "main"]
-AnyMethod = SupervisedMethod[Any, Any, Any]
 
 _FACTS = "fedgmm checkpoint"
 _LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
@@ -58,20 +55,20 @@ _LOWER_LAYERS = (
 
 
 class CheckpointError(StateError):
-    """A checkpoint that cannot be written, read or gone on from, with the file and the reason."""
+    """A checkpoint that cannot be written, read or resumed from, with the file and the reason."""
 
 
 class OtherTrainingError(CheckpointError):
-    """A checkpoint of a training with other options, other data or more rounds."""
+    """A checkpoint of a run with other options, other data or more rounds."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where and how often a training writes down its progress.
+    """The file of a run's progress, and how often it is written.
 
     Attributes:
-        path: the file; a training that finds it goes on from there.
-        every: rounds from one writing to the next.
+        path: the file; a run that finds it resumes from it.
+        every: rounds between two writes.
     """
 
     path: Path
@@ -94,19 +91,19 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training stands after a round: all that is needed to go on exactly.
+    """The state of a run after a round, complete enough to resume exactly.
 
     Attributes:
         phase: ``"warmup"`` or ``"main"``.
         round: number of the last finished round; before the first round of a phase, one less.
-        shared: what the server broadcasts.
-        personal: what clients keep, along a leading axis.
-        history: one dictionary a round, of both phases.
-        best: the best round, where training watches the validation rows.
+        shared: the server's broadcast.
+        personal: the clients' own parts, along a leading axis.
+        history: one dictionary per round, of both phases.
+        best: the best round, if ``patience`` is set.
         first_round: number of the phase's first round.
-        judged: the stopping rules have looked at the last round.
-        converged: a stopping rule has ended the training.
-        options: what the training was started with, as plain values.
+        judged: the stopping rules have seen the last round.
+        converged: a stopping rule has ended the run.
+        options: of the run, as plain values.
         data: the data's fingerprint.
     """
 
@@ -122,25 +119,15 @@ class Progress:
     options: Mapping[str, Any] = field(default_factory=dict)
     data: str = ""
 
-    @property
-    def run(self) -> Run[Any, Any]:
-        """The phase's rounds, to go on with."""
-        infos = [
-            RoundInfo(entry["log_likelihood"])
-            for entry in self.history
-            if entry["round"] >= self.first_round
-        ]
-        return Run(self.shared, self.personal, infos, self.round, self.judged, self.converged)
-
 
 def fingerprint(dataset: FederatedDataset, features: bool = True) -> str:
-    """A number that other clients, classes, labels or rows would change.
+    """Return a number that changes with the clients, classes, labels or rows.
 
-    Of the training and validation rows; of their inputs only a sample, so that it costs little.
+    It covers the training and validation rows, but only a sample of their inputs, to be cheap.
 
     Args:
         dataset: the clients.
-        features: whether what the Gaussians see counts, if that is not the inputs.
+        features: cover the features of the Gaussians, too, if they are not the inputs.
     """
     names = [str(name) for name in dataset.names]
     known = repr((names, dataset.classes.tolist(), dataset.input_shape))
@@ -160,7 +147,7 @@ def fingerprint(dataset: FederatedDataset, features: bool = True) -> str:
 
 
 def save_progress(path: str | Path, progress: Progress) -> None:
-    """Write progress to a file, in one step: a crash leaves the old file or the new one."""
+    """Write progress to a file atomically: a crash leaves the old file or the new one."""
     from safetensors.torch import save as to_bytes
 
     path, best = Path(path), progress.best
@@ -203,7 +190,7 @@ def save_progress(path: str | Path, progress: Progress) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(
-            f"Cannot write the checkpoint {path} ({reason}); make room or choose another file."
+            f"Cannot write the checkpoint {path} ({reason}); free disk space or choose another file."
         ) from None
 
 
@@ -221,7 +208,7 @@ def _add_to(digest: Any, value: Tensor) -> None:
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
-    """Of all facts but the checksum itself."""
+    """Return the checksum of all facts except the checksum itself."""
     rest = {name: value for name, value in facts.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -232,21 +219,21 @@ def _checksum(facts: Mapping[str, Any]) -> str:
 def load_progress(
     path: str | Path, method: AnyMethod, device: torch.device | str = "cpu"
 ) -> Progress:
-    """Read what :func:`save_progress` wrote.
+    """Read the file that :func:`save_progress` wrote.
 
     Args:
         path: the file.
-        method: whose state it is.
-        device: where the tensors go.
+        method: that the state belongs to.
+        device: of the tensors.
 
     Raises:
-        CheckpointError: a missing, damaged, foreign or newer file, or the state of another method.
+        CheckpointError: a missing, damaged, unknown or newer file, or the state of another method.
     """
     return read_checkpoint(path).progress(method, device)
 
 
 def read_checkpoint(path: str | Path) -> StoredProgress:
-    """Read and check a file without knowing yet whose state it holds."""
+    """Read and check a file, whichever method its state belongs to."""
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
@@ -264,16 +251,16 @@ def read_checkpoint(path: str | Path) -> StoredProgress:
         raise CheckpointError(f"{path} is damaged: {error}; {_START_AGAIN}.") from None
     if not whole:
         raise CheckpointError(
-            f"{path} is damaged: the checksum of its numbers does not fit; {_START_AGAIN}."
+            f"{path} is damaged: the checksum of its numbers is wrong; {_START_AGAIN}."
         )
     return StoredProgress(path, facts, tensors)
 
 
-_START_AGAIN = "remove it to start again, or give another file"
+_START_AGAIN = "delete it to start again, or give another file"
 
 
 def _read_facts(path: Path, data: bytes) -> dict[str, Any]:
-    """The JSON in a file's metadata, checked."""
+    """Return the JSON in a file's metadata, checked."""
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
         raise CheckpointError(f"{path} is damaged or not a checkpoint; {_START_AGAIN}.")
@@ -286,18 +273,18 @@ def _read_facts(path: Path, data: bytes) -> dict[str, Any]:
     if type(number) is int and number > FORMAT:
         raise CheckpointError(
             f"{path} was written by a newer fedgmm (format {number}, this one reads up to "
-            f"{FORMAT}); upgrade fedgmm to go on from it."
+            f"{FORMAT}); upgrade fedgmm to resume from it."
         )
     if number != FORMAT or not fits:
         raise CheckpointError(
-            f"{path} is damaged or was changed: its checksum does not fit; {_START_AGAIN}."
+            f"{path} is damaged or was changed: its checksum is wrong; {_START_AGAIN}."
         )
     return dict(facts)
 
 
 @dataclass(frozen=True)
 class StoredProgress:
-    """A file that is whole, not yet turned into a method's state.
+    """An intact file, not yet decoded into a method's state.
 
     Attributes:
         path: the file.
@@ -311,38 +298,38 @@ class StoredProgress:
 
     @property
     def phase(self) -> Phase:
-        """Whose state it is: the warm-up's or the method's own."""
+        """The phase that the state belongs to."""
         return "warmup" if self.facts.get("phase") == "warmup" else "main"
 
     def check_settings(
         self, options: Mapping[str, Any], *data: str, free: Iterable[str] = ()
     ) -> None:
-        """Make sure that the training that goes on has the same options and data as this one.
+        """Raise unless the run that resumes has the same options and data as this one.
 
         Args:
             options: as plain values; ``FREE_OPTIONS`` may differ, but rounds that are done stay.
-                Pretrained weights are compared by ``WEIGHTS``, wherever the file lies.
-            *data: fingerprints, any of which will do.
+                Pretrained weights are compared by ``WEIGHTS``, not by the path of the file.
+            *data: accepted fingerprints.
             free: further options that may differ.
 
         Raises:
-            OtherTrainingError: it has not.
+            OtherTrainingError: something differs.
         """
         stored = self.facts.get("options")
         stored = stored if isinstance(stored, dict) else {}
-        # older checkpoints tell only where the file was
+        # older checkpoints hold only the path of the file
         if WEIGHTS in stored and WEIGHTS in options:
             stored, options = _by_content(stored), _by_content(options)
         for name in sorted({*stored, *options} - {*FREE_OPTIONS, *free, WEIGHTS}):
             then, now = stored.get(name), options.get(name)
             if then != now:
                 raise OtherTrainingError(
-                    f"{self.path} is of a training with {name}={then!r}, not {now!r}; give the same "
-                    f"{name} to go on, or another file to start again."
+                    f"{self.path} belongs to a run with {name}={then!r}, not {now!r}; give the same "
+                    f"{name} to resume, or another file to start again."
                 )
         if self.facts.get("data") not in data:
             raise OtherTrainingError(
-                f"{self.path} is of a training on other data; give the same data set to go on, or "
+                f"{self.path} belongs to a run on other data; give the same data set to resume, or "
                 "another file to start again."
             )
         done, rounds = self.facts.get("round"), options.get("rounds")
@@ -353,7 +340,7 @@ class StoredProgress:
             )
 
     def progress(self, method: AnyMethod, device: torch.device | str = "cpu") -> Progress:
-        """The state of ``method``, on ``device``."""
+        """Return the progress with the state of ``method``, on ``device``."""
         try:
             return self._assemble(method, device)
         except StateError as error:
@@ -370,7 +357,7 @@ class StoredProgress:
         }
         hints = get_args(get_type_hints(type(method).init)["return"])
         decoder = StateDecoder(
-            tensors, facts["values"], frame_of(method).training.net.parameter_shapes
+            tensors, facts["values"], method.training.net.parameter_shapes
         )
 
         def state(prefix: str) -> tuple[Any, Any]:
@@ -378,7 +365,7 @@ class StoredProgress:
                 decoder.decode(hint, prefix + part)
                 for hint, part in zip(hints, ("shared", "personal"), strict=True)
             )
-            _check_sizes(method, shared, personal)
+            method.check_state(shared, personal)
             return shared, personal
 
         best = facts["best"]
@@ -402,38 +389,6 @@ class StoredProgress:
 
 
 def _by_content(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with what the file of weights holds in the place of its name."""
+    """Return options with the checksum of the file of weights in place of its name."""
     checksum = options[WEIGHTS]
     return {**options, "pretrained": None if checksum is None else f"sha256 {checksum}"}
-
-
-def frame_of(method: AnyMethod) -> Any:
-    """The method that trains: FedAvg+ is FedAvg until the last round."""
-    return getattr(method, "average", method)
-
-
-def _check_sizes(method: AnyMethod, shared: Any, personal: Any) -> None:
-    """Raise unless the state has as many Gaussians and learners as the method."""
-    frame = frame_of(method)
-    prediction = method.prediction(shared, personal)
-    for name, value in prediction.learners.items():
-        if value.dtype != frame.training.dtype:
-            raise CheckpointError(f"{name} is {value.dtype}, not {frame.training.dtype}.")
-    if not isinstance(frame, FedGMM) or prediction.client_weights is None:
-        return
-    current = shared.mixture.gaussians
-    if current.covariance_type != frame.gaussians.covariance_type:
-        raise CheckpointError(
-            f"its covariance_type is {current.covariance_type!r}, not "
-            f"{frame.gaussians.covariance_type!r}."
-        )
-    m1, m2 = frame.gaussians.components, frame.learners
-    sizes = {
-        "components": (len(current.means), m1),
-        "learners": (len(next(iter(shared.learners.values()))), m2),
-        "weights": (shared.mixture.weights.numel(), m1 * m2),
-        "weights of a client": (prediction.client_weights.shape[-1], m1 * m2),
-    }
-    for what, (here, wanted) in sizes.items():
-        if here != wanted:
-            raise CheckpointError(f"its {what} are {here}, not {wanted}.")

@@ -1,42 +1,42 @@
-"""The round loop: who takes part, step, look, stop."""
+"""The round loop: warm-up, start, rounds, stopping, patience, checkpoints and resume.
+
+There is no other loop. Where the clients are is behind :class:`Clients`: stacked in this process
+(:mod:`fedgmm.training.local`) or sites of a federation (:mod:`fedgmm.federation.remote`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from fedgmm.core.randomness import client_keys, row_uniforms
-from fedgmm.methods.base import Data, DivergedError, Method, Personal, RoundInfo, Shared, Update
-
-_PARTICIPATION_STREAM = 307
+from fedgmm.core.params import Params
+from fedgmm.core.sums import Sums
+from fedgmm.methods.base import AnyMethod, DivergedError, Method, Personal, RoundInfo, Shared
+from fedgmm.training.checkpoint import Best, Phase, Progress
+from fedgmm.training.options import TrainingOptions
+from fedgmm.training.state_arrays import all_finite
 
 OnRound = Callable[[int, RoundInfo], None]
-"""Called after every round with its number, counted from one, and what it told."""
+"""Called after every round with its number, counted from one, and its diagnostics."""
 
-Answers = Callable[[int, Hashable], bool]
-"""Whether a client answers in a round."""
-
-StateOf = TypeVar("StateOf")
+_GAIN = 1e-6  # of the validation log-likelihood that makes a round better than the best one
 
 
 @dataclass
 class Run(Generic[Shared, Personal]):
-    """Where a run stands. ``shared`` and ``personal`` are those of the last finished round.
+    """The state of a run after its last finished round.
 
     Attributes:
-        shared: what the server broadcasts.
-        personal: what clients keep, along a leading axis.
-        history: one entry a round.
+        shared: the server's broadcast.
+        personal: the clients' own parts, along a leading axis.
+        history: diagnostics, one per round.
         round: number of the last finished round.
-        judged: the stopping rules have looked at that round; Ctrl-C can come before they have.
+        judged: the stopping rules have seen that round; Ctrl-C can come before they have.
         converged: a stopping rule was met.
         interrupted: Ctrl-C ended the run.
-        diverged: what went wrong, if training produced numbers that are not finite.
+        diverged: the reason, if training produced numbers that are not finite.
     """
 
     shared: Shared
@@ -51,117 +51,99 @@ class Run(Generic[Shared, Personal]):
     def finish_round(
         self, number: int, shared: Shared, personal: Personal, info: RoundInfo
     ) -> None:
-        """Keep what a round made, all of it or nothing."""
-        # plain assignments, and the only call comes last: Ctrl-C is not seen between them
+        """Keep the result of a round, all of it or nothing."""
+        # plain assignments, and the only call comes last, because Ctrl-C is not seen between them
         self.shared, self.personal, self.round, self.judged = shared, personal, number, False
         self.history.append(info)
 
 
-StopRule = Callable[[int, Run[Shared, Personal]], bool]
-"""Whether a run ends with the round of this number."""
+class Replies(NamedTuple):
+    """The outcome of the clients' part of a round: their personal parts and their summed sums."""
+
+    personal: Any
+    sums: Sums
 
 
-@dataclass(frozen=True)
-class Participation:
-    """Who takes part in a round.
+class Steps(Protocol):
+    """Clients that can run a round."""
 
-    Attributes:
-        fraction: share of the clients that the server asks, drawn anew every round.
-        answers: which of them answer; ``None`` means all.
-        seed: of the draw, which belongs to a client's name and the round.
-    """
+    def step(self, method: Any, shared: Any, personal: Any, number: int) -> Replies | None:
+        """Run the round ``number`` on the clients that take part.
 
-    fraction: float = 1.0
-    answers: Answers | None = None
-    seed: int = 0
+        Returns:
+            The replies; ``None`` if no client replied, so that the round is lost.
 
-    def clients(self, names: tuple[Hashable, ...], round_number: int) -> Tensor | None:
-        """Sorted codes of the clients whose answers count; ``None`` means everybody."""
-        if self.fraction >= 1.0 and self.answers is None:
-            return None
-        codes = np.arange(len(names))
-        if self.fraction < 1.0:
-            keys, zero = client_keys(names), np.zeros(len(names), dtype=np.int64)
-            lots = row_uniforms(self.seed, _PARTICIPATION_STREAM + round_number, keys, zero)
-            asked = max(1, round(self.fraction * len(names)))
-            codes = np.sort(np.argsort(lots, kind="stable")[:asked])
-        if self.answers is not None:
-            there = [code for code in codes if self.answers(round_number, names[code])]
-            codes = np.array(there, dtype=np.int64)
-        return torch.from_numpy(codes.astype(np.int64))
+        Raises:
+            DivergedError: a client's numbers are not finite.
+        """
+        ...
+
+
+class Clients(Steps, Protocol):
+    """Clients that can be trained, in this process or elsewhere."""
+
+    def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
+        """Return the shared and the personal parts that a phase starts with."""
+        ...
+
+    def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
+        """Note that a round counts; return facts for its entry in the history."""
+        ...
+
+    def score(self, method: AnyMethod, shared: Any, personal: Any) -> float:
+        """Return the mean validation log-likelihood of the model that these parts make."""
+        ...
+
+    def remember_best(self) -> None:
+        """Note that the last round is the best so far, so its personal parts are needed later."""
+        ...
+
+
+class Store(Protocol):
+    """A place for the progress of a run."""
+
+    def save(self, progress: Progress) -> None:
+        """Write the progress."""
+        ...
+
+    def load(self) -> Progress | None:
+        """Return the progress of an earlier attempt, if there is one."""
+        ...
+
+
+StopRule = Callable[[Run[Any, Any]], bool]
+"""Returns whether a run ends with its last round."""
 
 
 def run_rounds(
-    method: Method[Shared, Personal, Update, Data],
-    shared: Shared,
-    personal: Personal,
-    rows: Data,
-    *,
-    max_rounds: int,
-    tol: float | None,
-    on_round: Iterable[OnRound] = (),
-    participation: Participation | None = None,
-    stop: StopRule[Shared, Personal] | None = None,
-    first_round: int = 1,
-) -> Run[Shared, Personal]:
-    """Rounds from a start, until the mean log-likelihood settles or ``max_rounds`` is reached.
-
-    Args:
-        method: what a round does.
-        shared: start of what the server broadcasts.
-        personal: start of what clients keep.
-        rows: the clients' rows.
-        max_rounds: most rounds.
-        tol: see :func:`continue_rounds`, as for all that follows.
-        on_round: called after every round.
-        participation: who takes part.
-        stop: another stopping rule.
-        first_round: number of the first round.
-    """
-    return continue_rounds(
-        method,
-        Run(shared, personal, round=first_round - 1),
-        rows,
-        last_round=first_round - 1 + max_rounds,
-        tol=tol,
-        on_round=on_round,
-        participation=participation,
-        stop=stop,
-    )
-
-
-def continue_rounds(
-    method: Method[Shared, Personal, Update, Data],
+    method: Method[Shared, Personal, Any],
     run: Run[Shared, Personal],
-    rows: Data,
+    clients: Steps,
     *,
     last_round: int,
     tol: float | None,
     on_round: Iterable[OnRound] = (),
-    participation: Participation | None = None,
-    stop: StopRule[Shared, Personal] | None = None,
+    stop: StopRule | None = None,
 ) -> Run[Shared, Personal]:
-    """Go on with a run, in place, from wherever it stands.
+    """Run the rounds that are left, in place, from the state of ``run``.
 
-    Ctrl-C ends the run after the last finished round, and so does divergence; the caller sees it in
-    ``interrupted`` and ``diverged``.
+    Ctrl-C and divergence end the run after the last finished round; ``run.interrupted`` and
+    ``run.diverged`` record them.
 
     Args:
-        method: what a round does.
-        run: where the run stands; one that has converged stays as it is.
-        rows: the clients' rows.
+        method: the two steps of a round.
+        run: the state; a run that has converged stays as it is.
+        clients: run the client steps.
         last_round: number of the last round.
         tol: stop when the mean log-likelihood changes by less; ``None`` switches this rule off.
-        on_round: called after every round, once the stopping rules have looked at it.
-        participation: who takes part; ``None`` means everybody, always.
-        stop: another stopping rule, asked after every round, also after one that ``tol`` ends.
+        on_round: called after every round, when the stopping rules have seen it.
+        stop: another stopping rule, evaluated after every round, also after one that ``tol`` ends.
     """
-    participation = participation or Participation()
     callbacks = tuple(on_round)
 
     def judge() -> None:
-        run.converged = tol is not None and settled(run.history, tol)
-        if stop is not None and stop(run.round, run):
+        run.converged = tol is not None and has_settled(run.history, tol)
+        if stop is not None and stop(run):
             run.converged = True
         run.judged = True
         for callback in callbacks:
@@ -174,12 +156,13 @@ def continue_rounds(
         for number in range(run.round + 1, last_round + 1):
             if run.converged:
                 break
-            clients = participation.clients(rows.names, number)
-            if clients is not None and not len(clients):
-                continue  # nobody answered: the round is lost, the model stays
-            personal, update = _ask(method, run, rows, clients, number)
-            shared, info = method.server_step(run.shared, update, number)
-            run.finish_round(number, shared, personal, info)
+            replies = clients.step(method, run.shared, run.personal, number)
+            if replies is None:
+                continue  # no client replied, so the round is lost and the model stays
+            shared, info = method.server_step(run.shared, replies.sums, number)
+            if not all_finite(shared):
+                raise DivergedError
+            run.finish_round(number, shared, replies.personal, info)
             judge()
     except KeyboardInterrupt:
         run.interrupted = True
@@ -188,42 +171,211 @@ def continue_rounds(
     return run
 
 
-def settled(history: list[RoundInfo], tol: float) -> bool:
-    """Whether the mean log-likelihood changed by less than ``tol`` in the last round."""
+def has_settled(history: list[RoundInfo], tol: float) -> bool:
+    """Return whether the mean log-likelihood changed by less than ``tol`` in the last round."""
     return len(history) > 1 and abs(history[-1].log_likelihood - history[-2].log_likelihood) < tol
 
 
-def _ask(
-    method: Method[Shared, Personal, Update, Data],
-    run: Run[Shared, Personal],
-    rows: Data,
-    clients: Tensor | None,
-    number: int,
-) -> tuple[Personal, Update]:
-    """The step of the clients that take part; the others keep what they have."""
-    if clients is None:
-        return method.client_step(run.shared, run.personal, rows, number)
-    own, update = method.client_step(
-        run.shared, _take(run.personal, clients), rows.select(clients), number
-    )
-    return _put(run.personal, clients, own), update
+@dataclass
+class Training:
+    """One training run: a warm-up if there is one, then the rounds of the method.
 
+    Attributes:
+        method: the method to train.
+        warm_up: FedAvg with the same options, for the rounds before.
+        clients: run the client steps.
+        options: decide the run.
+        learner: a trained learner to start from, ``(...)`` without a learner axis.
+        store: keeps the progress; ``None`` keeps nothing.
+        save_every: rounds between two saved states.
+        until: the last round of this call, if the options plan for more.
+        on_round: called after every round with its entry of the history.
+        watch: returns further numbers for the entry of a round.
+        history: one entry per round, of both phases.
+        best: the best round so far, if ``patience`` is set.
+        phase: the warm-up or the method's own rounds.
+        first_round: number of the phase's first round.
+        run: the state of the phase.
+    """
 
-def _take(state: StateOf, clients: Tensor) -> StateOf:
-    """The state of some clients; state is a tensor or a dictionary of tensors with a client axis."""
-    taken: Any = {name: value[clients] for name, value in _as_dict(state).items()}
-    return taken if isinstance(state, dict) else taken[""]  # type: ignore[no-any-return]
+    method: AnyMethod
+    warm_up: AnyMethod
+    clients: Clients
+    options: TrainingOptions
+    learner: Params | None = None
+    store: Store | None = None
+    save_every: int = 1
+    until: int | None = None
+    on_round: tuple[Callable[[dict[str, Any]], None], ...] = ()
+    watch: Callable[[AnyMethod, Run[Any, Any]], dict[str, float]] | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: Best | None = None
+    phase: Phase = "main"
+    first_round: int = 1
+    run: Run[Any, Any] = field(default_factory=lambda: Run(None, None))
 
+    @property
+    def current(self) -> AnyMethod:
+        """The method of this phase."""
+        return self.warm_up if self.phase == "warmup" else self.method
 
-def _put(state: StateOf, clients: Tensor, new: StateOf) -> StateOf:
-    """``state`` with the clients' part replaced."""
-    held, fresh = _as_dict(state), _as_dict(new)
-    result: Any = {}
-    for name, value in held.items():
-        result[name] = value.clone()
-        result[name][clients] = fresh[name]
-    return result if isinstance(state, dict) else result[""]  # type: ignore[no-any-return]
+    @property
+    def ended_early(self) -> bool:
+        """Whether Ctrl-C or divergence ended the run."""
+        return self.run.interrupted or self.run.diverged is not None
 
+    @property
+    def last_round(self) -> int:
+        """Number of the last round of this call."""
+        return min(self.options.rounds, self.until or self.options.rounds)
 
-def _as_dict(state: Any) -> dict[str, Tensor]:
-    return state if isinstance(state, dict) else {"": state}
+    @property
+    def warm_up_rounds(self) -> int:
+        """Number of rounds of the warm-up; at least one round is left for the method."""
+        return min(self.options.warmup, self.options.rounds - 1)
+
+    # ------------------------------------------------------------------ from the start to the end
+
+    def train(self) -> None:
+        """Run all rounds that are left, from the stored progress or from a start."""
+        if not self._resume():
+            self.begin("warmup" if self.warm_up_rounds else "main", 0, self.learner)
+        if self.phase == "warmup":
+            self._rounds(min(self.warm_up_rounds, self.last_round), tol=None)
+            if self.ended_early or self.last_round < self.warm_up_rounds:
+                return
+            self.begin_method()
+        self._rounds(self.last_round, self.options.tol)
+
+    def begin(
+        self, phase: Phase, done: int, learner: Params | None, *, save: bool = True
+    ) -> None:
+        """Start a phase after ``done`` rounds."""
+        self.phase, self.first_round = phase, done + 1
+        shared, personal = self.clients.start(self.current, learner)
+        self.run = Run(shared, personal, round=done)
+        if save:
+            self.save()
+
+    def begin_method(self, *, save: bool = True) -> None:
+        """Start the method's own rounds from the learner of the warm-up."""
+        learner = {name: value[0] for name, value in self.run.shared.learners.items()}
+        self.begin("main", max(self.run.round, self.warm_up_rounds), learner, save=save)
+
+    @property
+    def outcome(self) -> tuple[Any, Any]:
+        """The shared and the personal parts of the best round, or of the last one."""
+        if self.best is not None:
+            return self.best.shared, self.best.personal
+        return self.run.shared, self.run.personal
+
+    # ------------------------------------------------------------------ rounds
+
+    def _rounds(self, last_round: int, tol: float | None) -> None:
+        """Run the rounds that are left of a phase, and save now and then and at the end."""
+        run = self.run
+        before = self.history[-1]["seconds"] if self.history else 0.0
+        started = time.perf_counter() - before
+        saved = (run.round, run.judged)
+
+        def judge(run: Run[Any, Any]) -> bool:
+            entry = self._entry(started)
+            if self.watch is not None:
+                entry.update(self.watch(self.current, run))
+            patience = self.options.patience
+            if patience is None or self.phase == "warmup" or run.converged:
+                return False
+            return self._patience_is_over(entry, patience)
+
+        def save(number: int, _: RoundInfo) -> None:
+            nonlocal saved
+            if number - saved[0] >= self.save_every:
+                self.save()
+                saved = (number, True)
+
+        def report(_: int, __: RoundInfo) -> None:
+            for callback in self.on_round:
+                callback(self.history[-1])
+
+        run_rounds(
+            self.current,
+            run,
+            self.clients,
+            last_round=last_round,
+            tol=tol,
+            on_round=[save, report],
+            stop=judge,
+        )
+        if run.history:
+            self._entry(started)  # Ctrl-C may have come between a round and its entry
+        if saved != (run.round, run.judged):
+            self.save()
+
+    def _entry(self, started: float) -> dict[str, Any]:
+        """Return the last round's entry of the history, and add it first if it is missing."""
+        run = self.run
+        if not self.history or self.history[-1]["round"] != run.round:
+            info = run.history[-1]
+            self.history.append(
+                {
+                    "round": float(run.round),
+                    "log_likelihood": info.log_likelihood,
+                    "seconds": time.perf_counter() - started,
+                    **self.clients.accepted(run.round, info),
+                }
+            )
+        return self.history[-1]
+
+    def _patience_is_over(self, entry: dict[str, Any], patience: int) -> bool:
+        """Score the model of this round, and remember it if it is the best."""
+        run = self.run
+        score = self.clients.score(self.current, run.shared, run.personal)
+        entry["validation_log_likelihood"] = score
+        if self.best is None or score > self.best.score + _GAIN:
+            self.best = Best(score, run.round, run.shared, run.personal)
+            self.clients.remember_best()
+        return run.round - self.best.round >= patience
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """Write the progress to the store, if there is one."""
+        if self.store is None:
+            return
+        run = self.run
+        self.store.save(
+            Progress(
+                self.phase,
+                run.round,
+                run.shared,
+                run.personal,
+                self.history,
+                self.best,
+                self.first_round,
+                run.judged,
+                run.converged,
+            )
+        )
+
+    def _resume(self) -> bool:
+        """Take the stored progress, if there is any."""
+        progress = None if self.store is None else self.store.load()
+        if progress is None:
+            return False
+        self.phase, self.first_round = progress.phase, progress.first_round
+        self.history[:] = progress.history
+        self.best = progress.best
+        infos = [
+            RoundInfo(entry["log_likelihood"])
+            for entry in self.history
+            if entry["round"] >= self.first_round
+        ]
+        self.run = Run(
+            progress.shared,
+            progress.personal,
+            infos,
+            progress.round,
+            progress.judged,
+            progress.converged,
+        )
+        return True

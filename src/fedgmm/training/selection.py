@@ -13,7 +13,7 @@ import numpy as np
 from fedgmm.core.gaussians import CovarianceType
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.training.local import DENSITY, DivergenceWarning, TrainingOptions, train
-from fedgmm.training.run import INTERRUPTED
+from fedgmm.training.local import INTERRUPTED
 from fedgmm.wording import counted
 
 
