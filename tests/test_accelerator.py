@@ -22,7 +22,8 @@ from fedgmm.nets.learners import log_likelihoods
 from fedgmm.core.params import is_statistic
 from fedgmm.nets.pixels import as_numbers
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.local import ALGORITHMS, train
+from fedgmm.training.options import ALGORITHMS
+from fedgmm.training.local import train
 from supervised import federation, images
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")

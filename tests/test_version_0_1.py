@@ -10,7 +10,7 @@ import pytest
 
 import fedgmm
 from fedgmm.data.synthetic import synthetic
-from fedgmm.training.local import Checkpoint
+from fedgmm.training.checkpoint import Checkpoint
 from in_memory_sites import InMemorySites, federate
 
 OLD = Path(__file__).parent / "version_0_1"

@@ -12,7 +12,8 @@ from fedgmm.experiments.classification import reproduce_classification
 from fedgmm.experiments.image_study import ImageStudy, prepare_federation
 from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.training.local import Checkpoint, train
+from fedgmm.training.checkpoint import Checkpoint
+from fedgmm.training.local import train
 from tiny_images import FAST
 
 STUDY = ImageStudy(methods=("fedgmm",), track="tuned", **FAST)

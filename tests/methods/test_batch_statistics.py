@@ -161,7 +161,7 @@ def test_whoever_interrupts_waits_for_no_statistics(rng, monkeypatch):
     def interrupt(entry):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedgmm.training.run.settled", lambda *_: pytest.fail("waits"))
+    monkeypatch.setattr("fedgmm.training.local.settled", lambda *_: pytest.fail("waits"))
     pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
     data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
     with pytest.warns(RuntimeWarning, match="interrupted"):
@@ -173,7 +173,7 @@ def test_ctrl_c_while_statistics_are_taken_loses_nothing(rng, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedgmm.training.run.settled", interrupt)
+    monkeypatch.setattr("fedgmm.training.local.settled", interrupt)
     pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
     data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
     with pytest.warns(RuntimeWarning, match="interrupted"):

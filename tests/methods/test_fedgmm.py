@@ -24,7 +24,8 @@ from fedgmm.methods.local_training import LocalTraining
 from fedgmm.core.params import stack
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.local import ALGORITHMS, train
+from fedgmm.training.options import ALGORITHMS
+from fedgmm.training.local import train
 from fedgmm.training.loop import run_rounds
 from oracles import full_covariances, random_covariances, reduce_covariances
 from supervised import (

@@ -8,7 +8,7 @@ import pytest
 
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.runs.config import RunConfig, config_from, read_config
-from fedgmm.training.local import TrainingOptions
+from fedgmm.training.options import TrainingOptions
 
 
 def sections(data=None, training=None, run=None):

@@ -31,7 +31,9 @@ from fedgmm.training.checkpoint import (
     read_checkpoint,
     save_progress,
 )
-from fedgmm.training.local import TrainingOptions, build, train
+from fedgmm.training.options import TrainingOptions
+from fedgmm.training.build import build
+from fedgmm.training.local import train
 from supervised import federation
 
 # ---------------------------------------------------------------------- the file

@@ -27,7 +27,8 @@ from torch import nn
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.training.checkpoint import Checkpoint, CheckpointError, save_progress
-from fedgmm.training.local import ALGORITHMS, DivergenceWarning, train
+from fedgmm.training.options import ALGORITHMS
+from fedgmm.training.local import DivergenceWarning, train
 from supervised import federation
 
 VARIANTS = {
@@ -275,7 +276,7 @@ def test_how_often_it_is_written(tmp_path, rng, monkeypatch):
         written.append((progress.phase, progress.round))
         save_progress(path, progress)
 
-    monkeypatch.setattr("fedgmm.training.run.save_progress", save)
+    monkeypatch.setattr("fedgmm.training.local.save_progress", save)
     options = {"rounds": 8, "warmup": 3, **SMALL}
     train(federation(rng), checkpoint=Checkpoint(tmp_path / "c", 2), **options)
     assert written == [

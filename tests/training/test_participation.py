@@ -12,7 +12,8 @@ from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.local import ALGORITHMS, train
+from fedgmm.training.options import ALGORITHMS
+from fedgmm.training.local import train
 from fedgmm.training.loop import Participation, run_rounds
 from supervised import federation
 

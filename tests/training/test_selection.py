@@ -8,7 +8,7 @@ import pytest
 from fedgmm import ComponentSelection, FederatedGaussianMixture, select_components
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.synthetic import synthetic
-from fedgmm.training.local import TrainingOptions
+from fedgmm.training.options import TrainingOptions
 from fedgmm.training.selection import (
     MixtureSelection,
     select_for_small_data,

@@ -10,7 +10,8 @@ import torch
 
 import fedgmm
 from fedgmm.data.dataset import SPLITS, FederatedDataset
-from fedgmm.training.local import ALGORITHMS, TrainingOptions, train
+from fedgmm.training.options import ALGORITHMS, TrainingOptions
+from fedgmm.training.local import train
 from supervised import FAST, federation, predictions, tiny, two_groups
 
 # ---------------------------------------------------------------------- every method

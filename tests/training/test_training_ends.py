@@ -11,7 +11,8 @@ import torch
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.fedavg import FedAvgPlus
-from fedgmm.training.local import ALGORITHMS, DivergenceWarning, train
+from fedgmm.training.options import ALGORITHMS
+from fedgmm.training.local import DivergenceWarning, train
 from supervised import FAST, federation, predictions
 
 # ---------------------------------------------------------------------- how a run ends

@@ -164,7 +164,8 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             One client id per row. ``None`` means one client.
         """
         from fedgmm.data.dataset import FederatedDataset
-        from fedgmm.training.local import ALGORITHMS, train
+        from fedgmm.training.local import train
+        from fedgmm.training.options import ALGORITHMS
 
         X, y = validate_data(
             self,

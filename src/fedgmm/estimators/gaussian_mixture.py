@@ -49,6 +49,7 @@ from fedgmm.data.inputs import (
 from fedgmm.methods.base import RoundInfo
 from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.nets.devices import resolve_device, resolve_dtype
+from fedgmm.training.local import StackedClients
 from fedgmm.training.loop import OnRound, Run, run_rounds
 from fedgmm.wording import counted
 
@@ -233,10 +234,9 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
                     shared, personal = warm
                 run: MixtureRun = run_rounds(
                     method,
-                    shared,
-                    personal,
-                    rows,
-                    max_rounds=self.max_iter,
+                    Run(shared, personal),
+                    StackedClients(rows),
+                    last_round=self.max_iter,
                     tol=self.tol,
                     on_round=[*on_round, *self._console(number)],
                 )

@@ -22,7 +22,8 @@ from fedgmm.methods.base import SHARED_LEARNERS, TITLES
 from fedgmm.nets.devices import resolve_device
 from fedgmm.nets.networks import LEARNERS
 from fedgmm.runs.comparison import PAPER_GRID
-from fedgmm.training.local import TrainingOptions, check_training
+from fedgmm.training.local import check_training
+from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
 
 Track = Literal["paper", "tuned"]

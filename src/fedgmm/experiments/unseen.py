@@ -36,11 +36,11 @@ from fedgmm.experiments.image_trials import (
 from fedgmm.experiments.results import markdown_table, mean_and_spread, printed
 from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.experiments.workplace import Workplace
-from fedgmm.methods.fedavg import FedAvgPlus
 from fedgmm.methods.base import TITLES, Prediction
 from fedgmm.methods.batch_statistics import settled
 from fedgmm.model.model import FederatedModel
-from fedgmm.training.local import TrainingOptions, build
+from fedgmm.training.build import build
+from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
 
 PAPER_ACCURACY = {
@@ -220,19 +220,17 @@ def tuned_model(
         options: of the training.
     """
     prediction = model.prediction
-    method = build(options, prediction.net)
-    assert isinstance(method, FedAvgPlus)
     place = prediction.default_learner
     assert place is not None
     start = {name: value[place : place + 1] for name, value in prediction.learners.items()}
     device = next(iter(start.values())).device
     rows = _side_by_side([newcomer.adaptation for newcomer in newcomers]).to(device)
-    training = method.average.training
+    training = build(options, prediction.net).training
     tuned = training.train_personal(
         expand_clients(start, len(newcomers)),
         rows,
         training.rounds + 1,
-        replace(training.sgd, epochs=method.epochs),
+        replace(training.sgd, epochs=options.finetune_epochs),
     )
     own = Prediction(
         prediction.net,

@@ -11,8 +11,9 @@ from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.federation.messages import MessageError
 from fedgmm.federation.settings import WIRE_PRECISIONS, WirePrecision
 from fedgmm.federation.summaries_on_wire import SummaryError, table_from_record, table_record
+from fedgmm.training.build import build
 from fedgmm.training.checkpoint import AnyMethod, Phase
-from fedgmm.training.local import TrainingOptions, build
+from fedgmm.training.options import TrainingOptions
 
 PROTOCOL = 1
 """Version of the questions and answers; both sides must have the same."""

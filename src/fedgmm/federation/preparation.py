@@ -16,7 +16,7 @@ from fedgmm.federation.jobs import Job, check_for_tables
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_record
 from fedgmm.federation.transport import Failure
-from fedgmm.training.local import TrainingOptions
+from fedgmm.training.options import TrainingOptions
 from fedgmm.training.selection import suitable_covariance
 from fedgmm.wording import counted
 

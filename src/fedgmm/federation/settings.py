@@ -93,8 +93,8 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
     Raises:
         ValueError: something that is missing, unknown or of the wrong type.
     """
+    from fedgmm.methods.base import DENSITY
     from fedgmm.runs.config import config_from, read_config
-    from fedgmm.training.local import DENSITY
 
     sections = read_config(Path(path))
     for name, why in _AT_SITES.items():

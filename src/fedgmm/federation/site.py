@@ -45,7 +45,7 @@ from fedgmm.federation.wire import (
     training_of,
     update_arrays,
 )
-from fedgmm.methods.base import DivergedError
+from fedgmm.methods.base import DENSITY, DivergedError
 from fedgmm.methods.centroids import local_centroids
 from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.model.model import FederatedModel
@@ -53,7 +53,6 @@ from fedgmm.nets.devices import resolve_device
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
-from fedgmm.training.local import DENSITY
 from fedgmm.training.state_arrays import StateError
 
 __all__ = ["Site", "SiteError", "SiteSettings"]

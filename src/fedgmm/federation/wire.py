@@ -21,8 +21,8 @@ from fedgmm.core.params import Params
 from fedgmm.core.servers import ServerState
 from fedgmm.federation.messages import MessageError
 from fedgmm.federation.settings import WirePrecision
-from fedgmm.methods.fedavg import FedAvgPlus
 from fedgmm.methods.clustered import ClusteredFL, ClusteredShared, ClusteredUpdate
+from fedgmm.methods.fedavg import FedAvgPlus
 from fedgmm.methods.fedgmm import FedGMM, FedGMMShared, FedGMMUpdate
 from fedgmm.methods.gmm import MixtureShared
 from fedgmm.methods.local import Fit

@@ -12,7 +12,7 @@ from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.runs.folder import RunFolder, write_json
 from fedgmm.runs.run import open_run
-from fedgmm.training.local import TrainingOptions
+from fedgmm.training.options import TrainingOptions
 from fedgmm.training.selection import select_for_small_data, suitable_covariance
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import SHARED_LEARNERS
 from fedgmm.model.metrics import Evaluation
 from fedgmm.model.model import FederatedModel
-from fedgmm.training.local import ALGORITHMS, DivergenceWarning, TrainingOptions, _solver, train
-from fedgmm.training.local import INTERRUPTED
+from fedgmm.training.build import solver_of
+from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
+from fedgmm.training.options import ALGORITHMS, TrainingOptions
 
 PAPER_GRID = tuple(10.0**exponent for exponent in (-0.5, -1.0, -1.5, -2.0, -2.5, -3.0))
 """The paper's learning rates."""
@@ -188,7 +189,7 @@ def compare(
         if algorithm not in SHARED_LEARNERS:  # learners of each client's own know its labels
             chosen = replace(chosen, personal_labels=False)
         net = network(chosen.learner, dataset.input_shape, len(dataset.classes))
-        exact = _solver(chosen, net) == "newton" and algorithm in ("fedgmm", "fedem", "fedavg")
+        exact = solver_of(chosen, net) == "newton" and algorithm in ("fedgmm", "fedem", "fedavg")
         tuning = None
         if grid is not None and not exact:
             notify(f"{algorithm}: choosing the learning rate")

@@ -12,7 +12,8 @@ import tomli_w
 
 from fedgmm.core.checks import check_choice, check_integer, check_non_negative
 from fedgmm.data.tables.preprocessing import TableOptions
-from fedgmm.training.local import DENSITY, TrainingOptions
+from fedgmm.methods.base import DENSITY
+from fedgmm.training.options import TrainingOptions
 
 Auto = Literal["auto"]
 

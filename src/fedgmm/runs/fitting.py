@@ -16,6 +16,7 @@ from fedgmm.data.tables.files import Notify, find_tables
 from fedgmm.data.tables.loading import Tables, agreement, read_tables
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.files import write_atomically
+from fedgmm.methods.base import DENSITY
 from fedgmm.nets.devices import environment, resolve_device
 from fedgmm.runs.config import RunConfig, config_from, read_config
 from fedgmm.runs.folder import (
@@ -32,8 +33,7 @@ from fedgmm.runs.folder import (
 )
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.training.checkpoint import Checkpoint, read_checkpoint
-from fedgmm.training.local import DENSITY, DivergenceWarning, OnTrainingRound, train
-from fedgmm.training.local import INTERRUPTED
+from fedgmm.training.local import INTERRUPTED, DivergenceWarning, OnTrainingRound, train
 from fedgmm.training.selection import select_for_small_data, select_mixture, suitable_covariance
 from fedgmm.wording import counted
 

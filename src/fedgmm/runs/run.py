@@ -16,6 +16,7 @@ from fedgmm.data.tables.files import Notify, TableError, client_name, find_table
 from fedgmm.data.tables.labels import UNKNOWN
 from fedgmm.data.tables.loading import Rows, read_rows
 from fedgmm.data.tables.preprocessing import Preprocessing
+from fedgmm.methods.base import DENSITY
 from fedgmm.model.adaptation import Adaptation
 from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.model.model import SCORES, FederatedModel, Score
@@ -29,7 +30,6 @@ from fedgmm.runs.folder import (
     read_json,
     write_json,
 )
-from fedgmm.training.local import DENSITY
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:

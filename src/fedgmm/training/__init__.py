@@ -1,8 +1,8 @@
 """Training: options, the round loop, checkpoints, and the choice of sizes."""
 
 from fedgmm.methods.base import DENSITY
-from fedgmm.training.checkpoint import Checkpoint
 from fedgmm.training.build import build
+from fedgmm.training.checkpoint import Checkpoint
 from fedgmm.training.local import DivergenceWarning, OnTrainingRound, train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from fedgmm.core.params import Params
 from fedgmm.core.servers import ServerOptimiser
@@ -29,7 +29,7 @@ _WITH_EXACT_STEPS = ("fedgmm", "fedem", "fedavg", "fedavg+")
 
 
 def learner_network(
-    options: TrainingOptions, input_shape: tuple[int, ...], classes: Sequence[Any]
+    options: TrainingOptions, input_shape: tuple[int, ...], classes: NDArray[Any]
 ) -> Network:
     """Return the learners' network.
 
@@ -89,7 +89,7 @@ def build(options: TrainingOptions, net: Network) -> AnyMethod:
         options.server_lr or (0.01 if options.server == "adam" else 1.0),
         options.server_momentum,
     )
-    solver = _solver(options, net)
+    solver = solver_of(options, net)
     start = options.start
     if start == "auto":
         start = "tied" if options.algorithm == "fedgmm" else "random"
@@ -133,7 +133,7 @@ def build(options: TrainingOptions, net: Network) -> AnyMethod:
             )
 
 
-def _solver(options: TrainingOptions, net: Network) -> str:
+def solver_of(options: TrainingOptions, net: Network) -> str:
     """Return the solver of a method's learners, ``"sgd"`` or ``"newton"``."""
     if not isinstance(net, Dense) or net.hidden:
         if options.solver == "newton":

@@ -356,9 +356,7 @@ class StoredProgress:
             for name, value in self.tensors.items()
         }
         hints = get_args(get_type_hints(type(method).init)["return"])
-        decoder = StateDecoder(
-            tensors, facts["values"], method.training.net.parameter_shapes
-        )
+        decoder = StateDecoder(tensors, facts["values"], method.training.net.parameter_shapes)
 
         def state(prefix: str) -> tuple[Any, Any]:
             shared, personal = (

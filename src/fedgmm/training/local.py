@@ -235,7 +235,9 @@ def train(
         with lanes_only() if quiet else nullcontext():
             return job.run()
     finally:
-        if net.handling.recorded:  # otherwise a model that is kept would hold half of a GPU's memory
+        if (
+            net.handling.recorded
+        ):  # otherwise a model that is kept would hold half of a GPU's memory
             forget_recordings(net)
         forget_smaller_shares()
 

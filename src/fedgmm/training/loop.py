@@ -247,9 +247,7 @@ class Training:
             self.begin_method()
         self._rounds(self.last_round, self.options.tol)
 
-    def begin(
-        self, phase: Phase, done: int, learner: Params | None, *, save: bool = True
-    ) -> None:
+    def begin(self, phase: Phase, done: int, learner: Params | None, *, save: bool = True) -> None:
         """Start a phase after ``done`` rounds."""
         self.phase, self.first_round = phase, done + 1
         shared, personal = self.clients.start(self.current, learner)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedgmm.core.em import AGGREGATIONS
 from fedgmm.core.checks import check_choice, check_flag, check_integer, check_non_negative
+from fedgmm.core.em import AGGREGATIONS
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.servers import SERVER_KINDS
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS

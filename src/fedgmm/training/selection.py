@@ -12,8 +12,9 @@ import numpy as np
 
 from fedgmm.core.gaussians import CovarianceType
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.training.local import DENSITY, DivergenceWarning, TrainingOptions, train
-from fedgmm.training.local import INTERRUPTED
+from fedgmm.methods.base import DENSITY
+from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
+from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
 
 
