@@ -7,9 +7,10 @@ from pathlib import Path
 
 from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
-from fedgmm.federation.coordinator import Failure, FederationSettings, run_federation
-from fedgmm.federation.messages import Message
-from fedgmm.federation.site import Site, SiteError, SiteSettings
+from fedgmm.federation.messages import Failure, Message
+from fedgmm.federation.server import run_federation
+from fedgmm.federation.settings import FederationSettings, SiteSettings
+from fedgmm.federation.site import Site, SiteError
 from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.runs.config import FEDERATION, RunConfig
 
@@ -67,23 +68,21 @@ class InMemorySites:
     def ask(self, questions, timeout):
         self.asked.append([question.kind for question in questions.values()])
         self.before_ask(len(self.asked), questions)
-        answers = {}
         for node, question in questions.items():
             if node not in self.settings or node in self.dead:
-                answers[node] = Failure("the node is gone")
+                yield node, Failure("the node is gone")
                 continue
             name = self.name_of(node)
             if name in self.down or name in self.gone:
-                answers[node] = Failure(f"no answer within {timeout:g} s")
+                yield node, Failure(f"no reply within {timeout:g} s")
                 continue
             try:
-                answer = self.site(node).answer(question)
+                answer = self.site(node).reply(question)
             except SiteError as error:
-                answers[node] = Failure(f"the client reports: {error}")
+                yield node, Failure(f"the client reports: {error}")
                 continue
-            answers[node] = self.tamper(name, question, answer)
+            yield node, self.tamper(name, question, answer)
         self.after_ask(len(self.asked), questions)
-        return answers
 
 
 def federation_settings(clients, label="state", **options):
@@ -114,8 +113,8 @@ def mixture_at_hand(files, label, rounds):
     shared = method.start(rows, "kmeans", 0)
     personal = shared.weights.expand(len(rows.names), -1)
     for number in range(1, rounds + 1):
-        personal, update = method.client_step(shared, personal, rows, number)
-        shared, _ = method.server_step(shared, update)
+        personal, sums = method.client_step(shared, personal, rows, number)
+        shared, _ = method.server_step(shared, sums)
     return shared
 
 

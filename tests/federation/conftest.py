@@ -16,7 +16,7 @@ def files(tmp_path_factory):
 @pytest.fixture
 def quick_looks(monkeypatch):
     """The server hardly waits between two looks at who is there."""
-    monkeypatch.setattr("fedgmm.federation.coordinator._POLL", 0.001)
+    monkeypatch.setattr("fedgmm.federation.server._POLL", 0.001)
 
 
 @pytest.fixture(scope="module")

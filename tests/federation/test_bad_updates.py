@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedgmm.federation.coordinator import Failure
-from fedgmm.federation.jobs import Job
+from fedgmm.federation.messages import Failure
+from fedgmm.federation.job import Job
 from fedgmm.federation.messages import Message
 from fedgmm.federation.updates import UpdateError, checked_update
 from fedgmm.federation.wire import received
@@ -383,7 +383,7 @@ def test_summaries_that_make_no_sense_are_not_admitted(files, tmp_path, change):
     )
 )
 def test_any_summary_is_admitted_or_refused_in_words(facts):
-    from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_record
+    from fedgmm.federation.summaries import SummaryError, summary_from_record
 
     reasons = []
     for record in (facts, {"rows": 3, "labels": {"a": 3}, "unlabelled": 0, "columns": [facts]}):

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from fedgmm.federation.coordinator import FederationError, run_federation, serve_model
+from fedgmm.federation.settings import FederationError
+from fedgmm.federation.server import run_federation, serve_model
 from fedgmm.federation.messages import Message
 from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings
@@ -153,7 +154,7 @@ def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
     """A client that misses rounds keeps its weights, even if its answer came too late to count."""
     from fedgmm.data.tables.loading import load_federation
     from fedgmm.data.tables.preprocessing import TableOptions
-    from fedgmm.federation.coordinator import Failure
+    from fedgmm.federation.messages import Failure
     from fedgmm.training.local import train
 
     missed = {("bergen", 2), ("bergen", 3), ("oslo", 4)}

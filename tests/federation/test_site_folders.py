@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedgmm.federation import coordinator
-from fedgmm.federation.coordinator import serve_model
+from fedgmm.federation.server import serve_model
 from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import SiteSettings, read_settings
 from fedgmm.federation.site import Site

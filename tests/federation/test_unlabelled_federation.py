@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from fedgmm.federation.coordinator import run_federation
+from fedgmm.federation.server import run_federation
 from fedgmm.federation.settings import read_settings
 from fedgmm.runs import fit, open_run
 from in_memory_sites import InMemorySites, federate, mixture_at_hand

@@ -72,8 +72,8 @@ def server(
     """
     _need_flower()
     with _unbroken():
-        from fedgmm.federation.coordinator import check_start
         from fedgmm.federation.flower.server import Doors, read_doors, run_server
+        from fedgmm.federation.server import check_start
         from fedgmm.federation.settings import read_settings
 
     settings = read_settings(
@@ -161,7 +161,8 @@ def client(
             take_part,
         )
         from fedgmm.federation.flower.keys import check_private_key
-        from fedgmm.federation.site import Site, SiteSettings
+        from fedgmm.federation.settings import SiteSettings
+        from fedgmm.federation.site import Site
         from fedgmm.federation.site_table import SiteTable
 
     host, port = read_address(server_address)

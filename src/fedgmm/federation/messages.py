@@ -1,8 +1,7 @@
-"""What crosses the wire: named numeric arrays and plain JSON, checked before use.
+"""Messages between server and sites: named numeric arrays and plain JSON, checked before use.
 
-Nothing here can run: there is no pickle, there are no class names, and every array has a dtype of a
-short list. The module imports nothing but NumPy, so that a relay which only hands messages on stays
-light.
+Nothing in a message can run: there is no pickle, there are no class names, and every array has a dtype
+of a short list. The module imports only NumPy, so that a program that relays messages starts fast.
 """
 
 from __future__ import annotations
@@ -10,18 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 DTYPES = ("bool", "uint8", "int64", "float16", "float32", "float64")
-"""Kinds of numbers that a message may hold, in the machine's own byte order, which is little-endian."""
+"""Types of numbers that a message may hold, in little-endian byte order."""
 
 LARGEST_MESSAGE = 256 * 1024 * 1024
-"""Bytes of a message, unless the federation says otherwise."""
+"""Largest size of a message in bytes, unless the federation sets another."""
 
 _MOST_ARRAYS = 4096
 _MOST_AXES = 8
@@ -34,19 +33,22 @@ _KIND = re.compile(r"[a-z][a-z_]{0,39}", flags=re.ASCII)
 
 
 GREETINGS = ("hello", "refused")
-"""Kinds of questions to nodes that are no members; beside other questions nobody waits long for them."""
+"""Kinds of requests to nodes that are not members; other requests do not wait long for them."""
+
+REPORTED = "the client reports: "
+"""Start of a failure's reason if the site itself explained it."""
 
 
 class MessageError(ValueError):
-    """What is wrong with a message."""
+    """A message that breaks a rule, with the reason."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A question of the server, or an answer to one.
+    """A request of the server, or a reply to one.
 
     Attributes:
-        kind: which question, or ``"answer"``.
+        kind: of the request, or ``"reply"``.
         arrays: named numeric arrays in C order, of ``DTYPES``.
         facts: plain JSON values.
     """
@@ -57,11 +59,11 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes of the arrays and of the JSON text."""
+        """Number of bytes of the arrays and of the JSON text."""
         return sum(array.nbytes for array in self.arrays.values()) + len(self.facts_text().encode())
 
     def facts_text(self) -> str:
-        """The facts as JSON; floats keep every bit.
+        """Return the facts as JSON; floats keep every bit.
 
         Raises:
             MessageError: values that JSON cannot hold.
@@ -73,7 +75,7 @@ class Message:
 
 
 def read_facts(text: str | bytes) -> dict[str, Any]:
-    """The facts of a message from its JSON text.
+    """Return the facts of a message from its JSON text.
 
     Raises:
         MessageError: text that is too long or not a JSON object.
@@ -92,14 +94,14 @@ def read_facts(text: str | bytes) -> dict[str, Any]:
 
 
 def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> None:
-    """Raise :class:`MessageError` unless a message keeps all bounds.
+    """Raise :class:`MessageError` if a message exceeds a limit.
 
     Args:
-        message: what came in, or is to go out.
-        limit_bytes: most bytes of arrays and JSON together.
+        message: received, or about to be sent.
+        limit_bytes: largest size of arrays and JSON together.
     """
     if not isinstance(message.kind, str) or not _KIND.fullmatch(message.kind):
-        raise MessageError(f"its kind is {_short(message.kind)}, which is no kind of message.")
+        raise MessageError(f"its kind {_short(message.kind)} is unknown.")
     if len(message.arrays) > _MOST_ARRAYS:
         raise MessageError(
             f"it has {len(message.arrays)} arrays; at most {_MOST_ARRAYS} are allowed."
@@ -118,21 +120,21 @@ def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> No
 
 
 def check_declared_array(name: Any, dtype: Any, shape: Any) -> int:
-    """Check what a sender says of an array before any of it is read; its number of bytes.
+    """Check the declaration of an array before any of it is read; return its number of bytes.
 
     Raises:
         MessageError: a name, dtype or shape that is not allowed.
     """
     if not isinstance(name, str) or len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
-        raise MessageError(f"an array is called {_short(name)}, which is no name of an array.")
+        raise MessageError(f"the name {_short(name)} of an array is not allowed.")
     if dtype not in DTYPES:
         raise MessageError(
             f"array {name!r} is of type {_short(dtype)}; allowed are {', '.join(DTYPES)}."
         )
     if not isinstance(shape, (list, tuple)) or len(shape) > _MOST_AXES:
-        raise MessageError(f"array {name!r} has no shape, or too many axes.")
+        raise MessageError(f"the shape of array {name!r} is missing or has too many axes.")
     if any(type(length) is not int or length < 0 for length in shape):
-        raise MessageError(f"array {name!r} has the shape {_short(shape)}, which is none.")
+        raise MessageError(f"array {name!r} has the invalid shape {_short(shape)}.")
     return int(math.prod(shape) * np.dtype(dtype).itemsize)
 
 
@@ -142,17 +144,17 @@ def _check_array(name: Any, array: Any) -> None:
     dtype = array.dtype.name if array.dtype.isnative else str(array.dtype)
     check_declared_array(name, dtype, array.shape)
     if not array.flags.c_contiguous:
-        raise MessageError(f"array {name!r} does not lie in memory row by row.")
+        raise MessageError(f"array {name!r} is not contiguous in memory.")
 
 
 def _check_value(value: Any, depth: int) -> None:
-    """Plain JSON values of bounded depth; numbers are finite."""
+    """Raise unless a value is plain JSON of limited depth with finite numbers."""
     if depth == 0:
         raise MessageError(f"its facts are nested deeper than {_MOST_DEPTH} levels.")
     if isinstance(value, Mapping):
         for name, one in value.items():
             if not isinstance(name, str):
-                raise MessageError(f"its facts have a name that is no text: {_short(name)}.")
+                raise MessageError(f"its facts have a name that is not text: {_short(name)}.")
             _check_value(one, depth - 1)
     elif isinstance(value, (list, tuple)):
         for one in value:
@@ -164,18 +166,55 @@ def _check_value(value: Any, depth: int) -> None:
         if abs(value) >= _LARGEST_INTEGER:
             raise MessageError("its facts hold a whole number that is too large.")
     elif value is not None and not isinstance(value, str):
-        raise MessageError(f"its facts hold a {type(value).__name__}, which is no JSON value.")
+        raise MessageError(f"its facts hold a {type(value).__name__}, which is not a JSON value.")
 
 
 def one_line(text: str) -> str:
-    """Text of somebody else for a log: what could move a cursor or begin a new line is written out."""
+    """Return text of another party for a log, with control characters written out."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"
+
+
+# ---------------------------------------------------------------------- the transport
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason why there is no reply, such as ``no reply within 60 s``.
+
+    Attributes:
+        reason: in plain words.
+        who: the name under which the node's key is registered, if the transport knows it.
+    """
+
+    reason: str
+    who: str | None = None
+
+
+Reply = Message | Failure
+
+
+class Transport(Protocol):
+    """The connection of a server to its nodes."""
+
+    def nodes(self) -> list[str]:
+        """Return the ids of the nodes that are connected now."""
+        ...
+
+    def ask(self, requests: Mapping[str, Message], timeout: float) -> Iterator[tuple[str, Reply]]:
+        """Send each node its request, and yield replies as they arrive.
+
+        The iteration ends when every node has replied, or after ``timeout`` seconds, when each
+        missing node yields a :class:`Failure`. A late reply to an older request is never yielded.
+        Greetings (``GREETINGS``) beside other requests may be given up sooner, so that an unknown
+        node does not delay the members.
+        """
+        ...

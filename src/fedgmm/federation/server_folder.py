@@ -1,4 +1,4 @@
-"""The server's own folder: a run folder with the shared model and nothing of any row."""
+"""The server's folder: a run folder with the shared model, and nothing from any row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fedgmm.federation.jobs import Job
+from fedgmm.federation.job import Job
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import TITLES
@@ -32,35 +32,35 @@ _FIGURES = ("accuracy", "log_loss", "calibration_error")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a federation has to show in the end.
+    """The results of a federation.
 
     Attributes:
-        model: the shared model; ``None`` where the method shares none.
-        job: the training.
-        history: one entry a round.
-        figures: of the sites that shared them.
+        model: the shared model; ``None`` if the method shares no model.
+        job: the training run.
+        history: one entry per round.
+        metrics: of the sites that shared them.
         clients: training rows of all sites.
-        facts: what else belongs into the metrics.
+        facts: further entries of ``metrics.json``.
     """
 
     model: FederatedModel | None
     job: Job
     history: Sequence[Mapping[str, Any]]
-    figures: Mapping[str, Mapping[str, float]]
+    metrics: Mapping[str, Mapping[str, float]]
     clients: Mapping[str, int]
     facts: Mapping[str, Any]
 
 
 class ServerFolder:
-    """Where the server keeps everything."""
+    """The server's run folder."""
 
     def __init__(self, home: Path) -> None:
         self.run = RunFolder(home)
 
-    # ------------------------------------------------------------------ on the way
+    # ------------------------------------------------------------------ during the run
 
     def begin(self, settings: FederationSettings, job: Job) -> None:
-        """Write what was asked for and what all agreed on."""
+        """Write the settings and the preprocessing that all sites agreed on."""
         for path in (self.run.metrics, self.run.report, self.run.history):
             path.unlink(missing_ok=True)
         training = {k: v for k, v in job.options.record().items() if k != "standardise"}
@@ -71,24 +71,24 @@ class ServerFolder:
         write_json(self.run.preprocessing, job.preprocessing.record())
 
     def stored(self) -> StoredProgress | None:
-        """The checkpoint of an earlier attempt, if there is one."""
+        """Return the checkpoint of an earlier attempt, if there is one."""
         path = self.run.checkpoint
         return read_checkpoint(path) if path.is_file() else None
 
     def save(self, progress: Progress, history: Sequence[Mapping[str, Any]]) -> None:
-        """Write down where the run stands; the checkpoint comes last."""
+        """Write the progress; the checkpoint comes last."""
         write_history(self.run.history, history)
         save_progress(self.run.checkpoint, progress)
 
     def history(self, last: int) -> list[dict[str, Any]]:
-        """The rounds that are written down, up to the last one that counts."""
+        """Return the entries of rounds up to ``last``."""
         return [dict(e) for e in read_history(self.run.history) if e["round"] <= last]
 
     # ------------------------------------------------------------------ the end
 
     def finish(self, outcome: Outcome) -> None:
         """Write model, metrics and report."""
-        model, figures = outcome.model, outcome.figures
+        model, figures = outcome.model, outcome.metrics
         if model is not None and has_common_model(model):
             model.save(self.run.model)
         (self.run.clients / "weights").mkdir(parents=True, exist_ok=True)
@@ -107,13 +107,13 @@ class ServerFolder:
         self._write_report(outcome)
 
     def _write_report(self, outcome: Outcome) -> None:
-        model, job, figures, clients = outcome.model, outcome.job, outcome.figures, outcome.clients
-        at_home = "Rows stay with the clients; their own reports show it."
+        model, job, figures, clients = outcome.model, outcome.job, outcome.metrics, outcome.clients
+        at_home = "Rows stay with the clients, so only their own reports show it."
         absent = dict.fromkeys(
             ("calibration", "densities", "weights", "projection", "adaptation"), at_home
         )
         if not figures:
-            absent["accuracy"] = "No client shared the figures of its test rows."
+            absent["accuracy"] = "No client shared the metrics of its test rows."
         names = tuple(sorted(clients))
         scores = np.array(
             [[figures.get(name, {}).get(figure, np.nan) for name in names] for figure in _FIGURES]
@@ -152,13 +152,13 @@ def _evaluation(figures: Mapping[str, Mapping[str, float]]) -> Evaluation:
     return Evaluation(names, rows, accuracy, loss, error)
 
 
-def checked_figures(told: Any) -> dict[str, float] | None:
-    """A site's figures of its test rows; ``None`` where they make no sense."""
-    if not isinstance(told, Mapping):
+def checked_metrics(record: Any) -> dict[str, float] | None:
+    """Return a site's metrics of its test rows; ``None`` if they are impossible."""
+    if not isinstance(record, Mapping):
         return None
     found: dict[str, float] = {}
     for name in ("rows", *_FIGURES):
-        value = told.get(name)
+        value = record.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
             return None
         found[name] = float(value)
@@ -176,5 +176,5 @@ def check_home(folder: RunFolder) -> None:
     here = {child.name for child in folder.home.iterdir()} - _LEFTOVERS
     if any(not name.startswith((".", "flower", "federation")) for name in here):
         raise FederationError(
-            f"{folder.home} is not empty and holds no federation; choose another folder."
+            f"{folder.home} is not empty and does not hold a federation; choose another folder."
         )

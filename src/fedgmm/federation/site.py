@@ -1,8 +1,8 @@
-"""The client side of a federation: one site, which answers questions about its own rows.
+"""A site of a federation: one data owner, which replies to requests about its own rows.
 
-A site keeps nothing in memory that it could not do without: what matters is in its own folder, and
-every question tells the rest. It may be killed at any time, and each question may meet a new process.
-No row leaves it, and no figure of how good its model is, unless it was told to share them.
+A site keeps in memory only what it could do without: everything that matters is in its own folder, and
+every request carries the rest. So a site may be killed at any time, and each request may meet a new
+process. No row leaves it, and no metric of its model unless it shares metrics.
 """
 
 from __future__ import annotations
@@ -19,35 +19,27 @@ import torch
 from fedgmm import __version__
 from fedgmm.core.gaussians import gaussians
 from fedgmm.core.streaming import lanes_only
+from fedgmm.core.sums import Sums, withhold
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.summaries import look_like_names
-from fedgmm.federation.jobs import PROTOCOL, Job
+from fedgmm.federation.job import PROTOCOL, SCORE, Job, shared_model
 from fedgmm.federation.messages import Message, MessageError, check_message, one_line
 from fedgmm.federation.settings import SiteSettings
-from fedgmm.federation.shared_model import shared_model, write_shared_model
-from fedgmm.federation.site_folder import RUN_ID, SiteFolder
+from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.site_table import SiteTable, public_reason
-from fedgmm.federation.summaries_on_wire import (
-    SummaryError,
-    summary_record,
-    table_from_record,
-)
+from fedgmm.federation.summaries import SummaryError, summary_record, table_from_record
 from fedgmm.federation.wire import (
     Arrays,
     WireError,
-    as_array,
     as_tensor,
-    frame_of,
-    put_moments,
-    received,
+    decode,
+    encode,
     take_personal,
-    training_of,
-    update_arrays,
 )
-from fedgmm.methods.base import DENSITY, DivergedError
+from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError
 from fedgmm.methods.centroids import local_centroids
-from fedgmm.methods.gmm import FederatedGMM
+from fedgmm.methods.gmm import FederatedGMM, equal_covariances, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import resolve_device
 from fedgmm.runs.folder import RunError
@@ -55,29 +47,29 @@ from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
 from fedgmm.training.state_arrays import StateError
 
-__all__ = ["Site", "SiteError", "SiteSettings"]
+Content = tuple[Arrays, dict[str, Any]]
 
-Answer = tuple[Arrays, dict[str, Any]]
+_LARGEST_SCORE = 1e14
 
 
 class SiteError(RuntimeError):
-    """Why a site cannot answer, in plain words that may be shown at the server."""
+    """The reason why a site cannot reply, in words that the server may see."""
 
 
 class UnfitError(ValueError):
-    """What this site lacks to take part; asking it again does not help."""
+    """The reason why this site can never take part, so that asking again does not help."""
 
 
 class Site:
     """One data owner.
 
     Attributes:
-        settings: what it was told at its start.
-        name: what it is called.
+        settings: given at its start.
+        name: of the site.
         finished: it has its model, and nothing is left to do.
-        refused: why the server does not want it now; ``None`` again as soon as it asks something
-            else, as where a name was taken by a connection that had died.
-        unusable: why it can never take part, such as what is wrong with its table.
+        refused: why the server refuses it now; ``None`` again with the next other request, for
+            example if a dead connection held the name.
+        unusable: why it can never take part, such as an error in its table.
     """
 
     def __init__(
@@ -98,38 +90,41 @@ class Site:
         self._folder = SiteFolder(settings.out)
         self._folder.check()
 
-    def answer(self, question: Message) -> Message:
-        """Answer one question; called one at a time.
+    def reply(self, request: Message) -> Message:
+        """Reply to one request; called for one request at a time.
 
         Raises:
-            SiteError: why there is no answer; the text holds no value of a row.
+            SiteError: why there is no reply; the text holds no value of a row.
         """
         self.refused = self.unusable = None
-        answers: dict[str, Callable[[Message], Answer]] = {
+        handlers: dict[str, Callable[[Message], Content]] = {
             "hello": self._hello,
             "start": self._start,
             "assigned": self._assigned,
             "round": self._round,
+            "score": self._score,
             "finish": self._finish,
             "model": self._adapt,
             "refused": self._refused,
         }
         try:
-            check_message(question)
-            if question.kind not in answers:
-                raise MessageError(f"there is no question {question.kind!r}; is fedgmm older here?")
-            if question.facts.get("protocol") != PROTOCOL:
+            check_message(request)
+            if request.kind not in handlers:
+                raise MessageError(
+                    f"the request {request.kind!r} is unknown; is fedgmm older here?"
+                )
+            if request.facts.get("protocol") != PROTOCOL:
                 raise MessageError(
                     f"it has fedgmm {__version__}, which does not speak the server's protocol; use "
                     "the same version everywhere."
                 )
-            if question.kind not in ("hello", "model", "refused") and self.settings.adapt_only:
+            if request.kind not in ("hello", "model", "refused") and self.settings.adapt_only:
                 raise MessageError(
-                    "it only adapts to finished models, and takes part in no training."
+                    "it only adapts to finished models, and does not take part in training."
                 )
             with self._folder.run.lock():
-                arrays, facts = answers[question.kind](question)
-            if question.kind == "model":  # takes the lock itself
+                arrays, facts = handlers[request.kind](request)
+            if request.kind == "model":  # takes the lock itself
                 open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)
                 self.finished = True
                 self.notify(f"adapted: the model is in {self.settings.out}")
@@ -147,31 +142,31 @@ class Site:
         except ValueError as error:
             self.notify(str(error))
             raise SiteError(public_reason(error)) from None
-        except Exception as error:  # a site must outlive whatever a question brings
+        except Exception as error:  # a site must outlive every request
             self.notify(f"{type(error).__name__}: {error}")
             raise SiteError(f"an error of kind {type(error).__name__}; its log says more") from None
-        facts = {"name": self.name, "ticket": question.facts.get("ticket"), **facts}
-        return Message("answer", arrays, facts)
+        facts = {"name": self.name, "ticket": request.facts.get("ticket"), **facts}
+        return Message("reply", arrays, facts)
 
     # ------------------------------------------------------------------ before the rounds
 
-    def _hello(self, question: Message) -> Answer:
-        """Who it is and, while the federation agrees on columns, the summary of its table."""
+    def _hello(self, request: Message) -> Content:
+        """Return its name and, while the federation agrees on columns, its table's summary."""
         facts: dict[str, Any] = {
             "version": __version__,
             "adapt_only": self.settings.adapt_only,
             "share_metrics": self.settings.share_metrics,
         }
-        if question.facts.get("agree") and not self.settings.adapt_only:
-            table = table_from_record(question.facts.get("table"), self.name)
-            columns = [str(name) for name in question.facts.get("as_categories", [])]
+        if request.facts.get("agree") and not self.settings.adapt_only:
+            table = table_from_record(request.facts.get("table"), self.name)
+            columns = [str(name) for name in request.facts.get("as_categories", [])]
             summary = self.table.summary(table, columns)
-            least = max(self.settings.min_rows, _whole(question, "min_rows"))
+            least = max(self.settings.min_rows, _whole(request, "min_rows"))
             if summary.rows < least:
                 raise UnfitError(f"it has fewer rows than min_rows={least}")
             if look_like_names(
                 len(summary.labels), summary.rows
-            ):  # whatever the server calls a label
+            ):  # whichever column the server calls the label
                 raise UnfitError(
                     f"the values of the label column {table.label!r} are names, numbers of persons or "
                     "measurements rather than classes, and stay here"
@@ -181,15 +176,15 @@ class Site:
             self.notify("waiting for the end of the training, and its model")
         return {}, facts
 
-    def _start(self, question: Message) -> Answer:
-        """Overall means and variances, and local centroids, for the start of the Gaussians."""
-        job, rows = self._training_rows(question)
-        whole = FederatedGMM(1).overall(rows.features)
-        arrays: Arrays = {
-            "overall/mean": as_array(whole.means[0]),
-            "overall/variances": as_array(whole.covariances[0]),
-        }
-        clusters, most = _whole(question, "clusters"), _whole(question, "most_rows")
+    def _start(self, request: Message) -> Content:
+        """Return sums of all columns and local centroids, for the start of the Gaussians."""
+        job, rows = self._training_rows(request)
+        zero = torch.zeros(1, job.columns, dtype=torch.float64, device=rows.device)
+        one = FederatedGMM(1, "diag")
+        declaration = one.declare(job.columns)
+        sums = sums_of_all(rows.features, zero)
+        arrays = encode(sums, declaration, job.learner_dtype)
+        clusters, most = _whole(request, "clusters"), _whole(request, "most_rows")
         points, counts = np.empty((0, job.columns)), np.empty(0)
         if clusters > 1 and most > 0:
             sent = local_centroids(rows.features, clusters, job.options.seed, most)
@@ -199,79 +194,77 @@ class Site:
         arrays["centroids/counts"] = np.ascontiguousarray(counts, dtype=np.float64)
         return arrays, {"rows": len(rows)}
 
-    def _assigned(self, question: Message) -> Answer:
-        """Sums of the rows nearest to each of the start's means."""
-        job, rows = self._training_rows(question)
-        frame = frame_of(job.method).gaussians
-        means = question.arrays.get("means")
-        if means is None or means.shape != (frame.components, job.columns):
-            raise MessageError("the means of the start are missing or of the wrong shape.")
-        kind = frame.covariance_type
-        # only the means decide who is nearest
-        spread = torch.ones((), dtype=torch.float64)
-        match kind:
-            case "full":
-                spread = torch.eye(job.columns, dtype=torch.float64).expand(len(means), -1, -1)
-            case "tied":
-                spread = torch.eye(job.columns, dtype=torch.float64)
-            case "diag":
-                spread = spread.expand(len(means), job.columns)
-            case _:
-                spread = spread.expand(len(means))
+    def _assigned(self, request: Message) -> Content:
+        """Return sums of the rows nearest to each of the start's means."""
+        job, rows = self._training_rows(request)
+        if job.method.mixture is None:
+            raise MessageError("the method has no Gaussians to start.")
+        method = replace(job.method.mixture, aggregation="exact")
+        means = request.arrays.get("means")
+        if means is None or means.shape != (method.components, job.columns):
+            raise MessageError("the means of the start are missing or have the wrong shape.")
+        kind = method.covariance_type
+        # only the means decide which one is nearest
+        spread = equal_covariances(torch.ones(job.columns).double(), len(means), kind)
         current = gaussians(as_tensor(means).double(), spread, kind)
-        method = replace(frame, aggregation="exact")
-        update = method.sums_of_assigned(rows.features, current, "nearest", job.options.seed)
-        arrays: Arrays = {"counts": as_array(update.counts[0])}
-        put_moments(arrays, update.moments, kind, self._least(job))
-        return arrays, {"rows": len(rows)}
+        sums = method.sums_of_assigned(rows.features, current, "nearest", job.options.seed)
+        declaration = method.declare(job.columns)
+        sums = withhold(sums, declaration, self._least(job))
+        return encode(sums, declaration, job.learner_dtype), {"rows": len(rows)}
 
     # ------------------------------------------------------------------ rounds
 
-    def _round(self, question: Message) -> Answer:
-        """One round of the method on the site's rows."""
+    def _round(self, request: Message) -> Content:
+        """Run one round of the method on the site's rows."""
         started = time.perf_counter()
-        job, rows = self._training_rows(question)
-        run, phase, number, since = _place(question)
+        job, rows = self._training_rows(request)
+        run, phase, number, since = _place(request)
         method = job.method_of(phase)
         self._folder.begin(run)
-        shared = received(method, question.arrays, job.columns)
-        personal = self._personal(question, job, phase, shared)
+        shared, personal = self._state(request, job, phase)
         facts: dict[str, Any] = {"rows": len(rows)}
         entry = {"round": float(number)}
         with self._quietly(job):
             labelled = job.options.algorithm != DENSITY
             if self.settings.share_metrics and labelled and number > 1 and since:
-                facts["validation"] = self._watch(job, phase, shared, personal)
-            moved, update = method.client_step(shared, personal, rows, number)
-        fit: Any = getattr(update, "mixture", None) or getattr(update, "fit", update)
-        entry["log_likelihood"] = float(fit.log_likelihood) / len(rows)
+                facts["validation"] = self._validation(job, method.prediction(shared, personal))
+            moved, sums = method.client_step(shared, personal, rows, number)
+        entry["log_likelihood"] = float(sums["log_likelihood"]) / len(rows)
         entry["seconds"] = time.perf_counter() - started
-        least = self._least(job)
-        arrays = update_arrays(method, update, job.precision, least)
-        self._folder.keep(run, Progress(phase, number, shared, moved), since)
+        declaration = method.declare(job.columns)
+        sums = withhold(sums, declaration, self._least(job))
+        arrays = encode(sums, declaration, job.learner_dtype)
+        progress = Progress(phase, number, shared, moved)
+        self._folder.keep(run, progress, since, _whole(request, "keep"))
         self._folder.add_history(entry)
-        self.notify(f"round {number}: answered in {entry['seconds']:.1f} s")
+        self.notify(f"round {number}: replied in {entry['seconds']:.1f} s")
         return arrays, facts
 
-    def _personal(self, question: Message, job: Job, phase: Phase, shared: Any) -> Any:
-        """What the site kept after the last round that counted, or what a newcomer starts with."""
-        run, _, _, since = _place(question)
-        method = job.method_of(phase)
-        found = self._folder.personal(run, phase, since, method)
-        if found is not None:
-            return found
-        if since:
-            self.notify(f"nothing is left of round {since} here; starting as a newcomer")
-        newcomer = method.newcomer(shared)
-        return take_personal(question.arrays, newcomer)
+    def _state(self, request: Message, job: Job, phase: Phase) -> tuple[Any, Any]:
+        """Return the shared part of a request, and the personal part that belongs to it.
 
-    def _watch(self, job: Job, phase: Phase, shared: Any, personal: Any) -> dict[str, float]:
-        """How good the model that came in is on the site's validation rows."""
+        The personal part is the one after the last round that counted, or that of a newcomer.
+        """
+        method, arrays = job.method_of(phase), dict(request.arrays)
+        declaration = method.declare_broadcast(job.columns)
+        sent = {name: arrays.pop(name) for name in declaration if name in arrays}
+        shared = method.received(
+            decode(sent, declaration, job.learner_dtype, job.training_dtype), job.columns
+        )
+        run, _, _, since = _place(request)
+        kept = self._folder.personal(run, phase, since, method)
+        if kept is not None:
+            return shared, kept
+        if since:
+            self.notify(f"the state after round {since} is missing; starting as a newcomer")
+        return shared, take_personal(arrays, method.newcomer(shared))
+
+    def _validation(self, job: Job, prediction: Any) -> dict[str, float]:
+        """Return metrics of the received model on the site's validation rows."""
         dataset, _ = self.table.load(job.table, job.preprocessing)
         if not len(dataset.validation):
             return {"rows": 0, "right": 0.0, "log_loss": 0.0}
-        model = self._model(job, dataset, job.method_of(phase).prediction(shared, personal))
-        found = model.evaluate("validation")
+        found = self._model(job, dataset, prediction).evaluate("validation")
         rows = int(found.rows[0])
         return {
             "rows": rows,
@@ -279,23 +272,49 @@ class Site:
             "log_loss": float(found.log_loss[0]),
         }
 
+    def _score(self, request: Message) -> Content:
+        """Return sums of log-likelihoods of the validation rows under the received model."""
+        job, rows = self._training_rows(request)
+        _, phase, _, _ = _place(request)
+        method: AnyMethod = job.method_of(phase)
+        dataset, _ = self.table.load(job.table, job.preprocessing)
+        count = len(dataset.validation)
+        values = dict.fromkeys(SCORE, 0.0)
+        if count:
+            shared, personal = self._state(request, job, phase)
+            with self._quietly(job):
+                own = method.finish(shared, personal, rows)
+                model = self._model(job, dataset, method.prediction(shared, own))
+                values |= {"clients": 1.0, "rows": float(count)}
+                x = dataset.validation.inputs.cpu().numpy()
+                if job.options.algorithm != DENSITY:
+                    labels = dataset.classes[dataset.validation.labels.cpu().numpy()]
+                    values["log_loss"] = float(model.evaluate("validation").log_loss[0])
+                    values["labels"] = float(model.log_conditional(x, labels, self.name).sum())
+                if method.mixture is not None:
+                    values["inputs"] = float(model.score_samples(x, self.name).sum())
+        bounded = {
+            name: torch.tensor(max(-_LARGEST_SCORE, min(value, _LARGEST_SCORE))).double()
+            for name, value in values.items()
+        }
+        return encode(Sums(bounded), SCORE, job.learner_dtype), {}
+
     # ------------------------------------------------------------------ the end
 
-    def _finish(self, question: Message) -> Answer:
+    def _finish(self, request: Message) -> Content:
         """Make the personalised model and write the site's folder."""
-        job, rows = self._training_rows(question)
-        run, phase, _, _ = _place(question)
+        job, rows = self._training_rows(request)
+        run, phase, _, _ = _place(request)
         self._folder.begin(run)
         method = job.method_of(phase)
         dataset, tables = self.table.load(job.table, job.preprocessing)
-        shared = received(method, question.arrays, job.columns)
-        personal = self._personal(question, job, phase, shared)
+        shared, personal = self._state(request, job, phase)
         with self._quietly(job):
             personal = method.finish(shared, personal, rows)
             model = self._model(job, dataset, method.prediction(shared, personal))
             model = replace(model, history=self._folder.history())
             self._folder.write_config(job, self.table.path, self.name)
-            notes = [str(note) for note in question.facts.get("notes", [])]
+            notes = [str(note) for note in request.facts.get("notes", [])]
             self._folder.write_model(model, tables, notes)
         self.finished = True
         self.notify(f"finished: the model is in {self.settings.out}")
@@ -308,12 +327,12 @@ class Site:
             facts["metrics"] = {"clients": metrics["clients"].get(self.name), **shared_metrics}
         return {}, facts
 
-    def _adapt(self, question: Message) -> Answer:
-        """Take a finished model, for which the site learns its weights; nothing is told of its rows."""
-        job = Job.from_record(question.facts, self.name)
-        _, phase, _, _ = _place(question)
+    def _adapt(self, request: Message) -> Content:
+        """Take a finished model, for which the site learns its own weights; nothing is sent."""
+        job = Job.from_record(request.facts, self.name)
+        _, phase, _, _ = _place(request)
         method = job.method_of(phase)
-        shared = received(method, question.arrays, job.columns)
+        shared, _ = self._state(request, job, phase)
         model = shared_model(job, method, shared, ())
         if model is None or model.prediction.client_weights is None:
             raise UnfitError(
@@ -323,16 +342,16 @@ class Site:
         write_shared_model(self._folder.run, model, {"adapted": True, "notes": []})
         return {}, {}
 
-    def _refused(self, question: Message) -> Answer:
-        """The server does not want this site, and says why."""
-        self.refused = one_line(str(question.facts.get("reason", "no reason was given"))[:500])
+    def _refused(self, request: Message) -> Content:
+        """Take the reason why the server refuses this site."""
+        self.refused = one_line(str(request.facts.get("reason", "no reason was given"))[:500])
         self.notify(f"the server refused this site: {self.refused}")
         return {}, {}
 
     # ------------------------------------------------------------------ helpers
 
-    def _training_rows(self, question: Message) -> tuple[Job, LabelledRows]:
-        job = Job.from_record(question.facts, self.name)
+    def _training_rows(self, request: Message) -> tuple[Job, LabelledRows]:
+        job = Job.from_record(request.facts, self.name)
         dataset, _ = self.table.load(job.table, job.preprocessing)
         try:
             device = resolve_device(job.options.device)
@@ -355,23 +374,23 @@ class Site:
         return max(self.settings.min_rows, job.min_rows)
 
     def _quietly(self, job: Job) -> Any:
-        """Small networks gain nothing from threads inside an operation."""
-        net = training_of(job.method).net
+        """Return a context without threads inside operations, which small networks gain nothing from."""
+        net = job.method.training.net
         quiet = resolve_device(job.options.device).type == "cpu" and net.handling.in_lanes
         return lanes_only() if quiet else nullcontext()
 
 
-def _whole(question: Message, name: str) -> int:
-    value = question.facts.get(name, 0)
+def _whole(request: Message, name: str) -> int:
+    value = request.facts.get(name, 0)
     if type(value) is not int or value < 0:
-        raise MessageError(f"{name} is {value!r}, which is no whole number.")
+        raise MessageError(f"{name} is {value!r}, which is not a whole number.")
     return value
 
 
-def _place(question: Message) -> tuple[str, Phase, int, int]:
-    """The run, the phase, the round, and the last round of this site that counted."""
-    run, phase = question.facts.get("run"), question.facts.get("phase")
+def _place(request: Message) -> tuple[str, Phase, int, int]:
+    """Return the run, the phase, the round, and the last round of this site that counted."""
+    run, phase = request.facts.get("run"), request.facts.get("phase")
     if not isinstance(run, str) or not RUN_ID.fullmatch(run):
-        raise MessageError("the question does not say which run it belongs to.")
-    number, since = _whole(question, "round"), _whole(question, "since")
+        raise MessageError("the request does not name its run.")
+    number, since = _whole(request, "round"), _whole(request, "since")
     return run, "warmup" if phase == "warmup" else "main", number, since

@@ -1,13 +1,14 @@
-"""A site's own folder: a run folder, and beside it what the site keeps between questions.
+"""A site's folder: a run folder, and the states that the site keeps between requests.
 
-``federation/RUN/`` holds the site's personal state after the rounds that it answered. The server says
-from which of them a round goes on, so that a round that is asked again gives the same answer.
+``federation/RUN/`` holds the site's personal part after each round that it replied to. The server says
+which of them a round starts from, so a repeated request gives the same reply.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.tables.files import client_name
 from fedgmm.data.tables.loading import Tables
-from fedgmm.federation.jobs import Job
+from fedgmm.federation.job import Job
 from fedgmm.files import write_atomically
+from fedgmm.methods.base import AnyMethod
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import environment
 from fedgmm.runs.config import RunConfig
@@ -29,8 +31,8 @@ from fedgmm.runs.folder import (
     write_history,
     write_json,
 )
+from fedgmm.runs.run import has_common_model
 from fedgmm.training.checkpoint import (
-    AnyMethod,
     CheckpointError,
     Phase,
     Progress,
@@ -39,30 +41,30 @@ from fedgmm.training.checkpoint import (
 )
 
 RUN_ID = re.compile(r"[0-9a-f]{8,64}", flags=re.ASCII)
-"""What a run is called; it is also the name of a folder."""
+"""The form of a run's id, which is also the name of a folder."""
 
 
 class SiteFolder:
-    """Where a site keeps everything."""
+    """A site's run folder."""
 
     def __init__(self, home: Path) -> None:
         self.run = RunFolder(home)
         self._states = home / "federation"
 
-    # ------------------------------------------------------------------ between questions
+    # ------------------------------------------------------------------ between requests
 
     def _state(self, run: str, phase: Phase, number: int) -> Path:
         return self._states / run / f"{phase}-{number:06d}.safetensors"
 
     def check(self) -> None:
-        """Raise ``ValueError`` where the folder is somebody else's: nothing of it may be written over."""
+        """Raise ``ValueError`` if the folder is in other use, so that nothing is overwritten."""
         if self.run.is_run and not self._states.is_dir():
             raise ValueError(
                 f"{self.run.home} holds a run of one machine; choose another folder with --out."
             )
 
     def begin(self, run: str) -> None:
-        """Forget earlier runs when a new one begins."""
+        """Delete the states of earlier runs when a new one begins."""
         home = self._states / run
         if home.is_dir():
             return
@@ -73,7 +75,7 @@ class SiteFolder:
         home.mkdir(parents=True, exist_ok=True)
 
     def personal(self, run: str, phase: Phase, number: int, method: AnyMethod) -> Any | None:
-        """What the site kept after a round; ``None`` if it has nothing of it."""
+        """Return the personal part after a round; ``None`` if the site does not have it."""
         path = self._state(run, phase, number)
         if number <= 0 or not path.is_file():
             return None
@@ -82,29 +84,29 @@ class SiteFolder:
         except CheckpointError:
             return None
 
-    def keep(self, run: str, progress: Progress, since: int) -> None:
-        """Write down the state after a round; of older ones only ``since`` is still needed."""
+    def keep(self, run: str, progress: Progress, *since: int) -> None:
+        """Write the state after a round; of older states only those after ``since`` are needed."""
         path = self._state(run, progress.phase, progress.round)
         save_progress(path, progress)
-        needed = {path, self._state(run, progress.phase, since)}
+        needed = {path, *(self._state(run, progress.phase, number) for number in since)}
         for old in path.parent.glob("*.safetensors"):
             if old not in needed:
                 old.unlink(missing_ok=True)
 
     def add_history(self, entry: dict[str, float]) -> None:
-        """Add a round; a round that is asked again replaces its entry and those after it."""
+        """Add a round; a repeated round replaces its entry and those after it."""
         before = [e for e in read_history(self.run.history) if e["round"] < entry["round"]]
         write_history(self.run.history, [*before, entry])
 
     def history(self) -> list[dict[str, float]]:
-        """The rounds that the site answered."""
+        """Return the entries of the rounds that the site replied to."""
         return read_history(self.run.history)
 
     # ------------------------------------------------------------------ the run folder
 
     def write_config(self, job: Job, path: Path, name: str) -> None:
-        """``config.toml``, preprocessing, and what is needed to read the file again."""
-        self._states.mkdir(parents=True, exist_ok=True)  # the sign that the folder is a site's
+        """Write ``config.toml``, the preprocessing, and the fingerprint of the file."""
+        self._states.mkdir(parents=True, exist_ok=True)  # marks the folder as a site's
         client = None if client_name(path) == name else name
         training = {k: v for k, v in job.options.record().items() if k != "standardise"}
         config = RunConfig((str(path.resolve()),), replace(job.table, client=client), training)
@@ -113,11 +115,29 @@ class SiteFolder:
         write_json(self.run.preprocessing, job.preprocessing.record())
 
     def write_model(self, model: FederatedModel, tables: Tables, notes: list[str]) -> None:
-        """The personalised model, its weights and, as the sign that all is there, the metrics."""
+        """Write the personalised model, its weights and, last of all, the metrics."""
         assert isinstance(model.dataset, FederatedDataset)
         facts: dict[str, Any] = {"selection": None, "notes": [*tables.notes, *notes], "seconds": {}}
         finish_run(self.run, model, model.dataset, tables, facts)
 
     def metrics(self) -> dict[str, Any]:
-        """``metrics.json``."""
+        """Return ``metrics.json``."""
         return dict(read_json(self.run.metrics))
+
+
+def write_shared_model(folder: RunFolder, model: FederatedModel, facts: Mapping[str, Any]) -> None:
+    """Write the model and, last of all, the metrics that mark a finished run."""
+    assert has_common_model(model)
+    model.save(folder.model)
+    (folder.clients / "weights").mkdir(parents=True, exist_ok=True)
+    write_json(
+        folder.metrics,
+        {
+            "algorithm": model.algorithm,
+            "rounds": len(model.history),
+            "stopped": model.stopped,
+            "clients": {},
+            "selection": None,
+            **facts,
+        },
+    )

@@ -23,6 +23,7 @@ from fedgmm.data.dataset import LabelledRows
 from fedgmm.nets.networks import Network
 
 if TYPE_CHECKING:
+    from fedgmm.methods.gmm import FederatedGMM
     from fedgmm.methods.local_training import LocalTraining
 
 SHARED_LEARNERS = ("fedgmm", "fedem", "fedavg", "fedprox", "clustered")
@@ -87,9 +88,9 @@ class DivergedError(ArithmeticError):
         client: the first client with such numbers; ``None`` if the shared model has them.
     """
 
-    def __init__(self, client: Hashable | None = None) -> None:
+    def __init__(self, client: Hashable | None = None, reason: str | None = None) -> None:
         where = "in the shared model" if client is None else f"on client {client!r}"
-        super().__init__(f"training diverged {where}")
+        super().__init__(reason or f"training diverged {where}")
         self.client = client
 
 
@@ -147,12 +148,12 @@ class SupervisedMethod(ABC, Generic[Shared, Personal]):
 
     Attributes:
         training: local training of the learners.
-        has_density: the method models inputs by Gaussians, so it needs a start from the clients' rows.
+        mixture: settings of the Gaussians that model the inputs; ``None`` without a density.
         shares_start: a client can make its first personal part from the broadcast alone.
     """
 
     training: LocalTraining
-    has_density: bool = False
+    mixture: FederatedGMM | None = None
     shares_start: bool = True
 
     # ------------------------------------------------------------------ training

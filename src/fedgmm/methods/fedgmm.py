@@ -105,9 +105,9 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
     server: ServerOptimiser = field(default_factory=ServerOptimiser)
 
     @property
-    def has_density(self) -> bool:  # type: ignore[override]
-        """Whether the method models inputs by Gaussians."""
-        return self.density
+    def mixture(self) -> FederatedGMM | None:  # type: ignore[override]
+        """Settings of the Gaussians; ``None`` without a density."""
+        return self.gaussians if self.density else None
 
     def init(
         self, rows: LabelledRows, learner: Params | None = None
@@ -318,7 +318,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
             ),
             "hessian": matrices(r * p, lambda clip: math.sqrt(0.5) * squared_length(clip)),
             "second": matrices(p, squared_length),
-            "weight": found[_COUNTS],
+            "weight": replace(found[_COUNTS], rows=_COUNTS),
         }
         return {**found, **{LEARNERS + name: one for name, one in newton.items()}}
 

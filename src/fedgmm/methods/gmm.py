@@ -389,16 +389,26 @@ class FederatedGMM:
 
 def overall_gaussian(rows: ClientRows) -> Gaussians:
     """Return one diagonal Gaussian over all rows: its mean, then its variances around that mean."""
-    one = FederatedGMM(1, "diag", reg_covar=0.0)
-    ones = torch.ones(1, rows.columns, dtype=torch.float64, device=rows.device)
-    current = Gaussians(torch.zeros_like(ones), ones, ones, "diag")
-    for _ in range(2):  # the second pass takes the variances around the mean of the first
-        moments = moments_in(one.sum_over_rows(rows, current, _all_to_one)[1])
-        scatter = scatter_around_means(moments.counts, moments.first, moments.second, "diag")
-        n = moments.counts[:, None]
-        variances = (scatter / n).clamp_min(0.0)
-        current = Gaussians(current.means + moments.first / n, variances, ones, "diag")
-    return current
+    mean = torch.zeros(1, rows.columns, dtype=torch.float64, device=rows.device)
+    whole = gaussian_of(sums_of_all(rows, mean), mean)
+    return gaussian_of(sums_of_all(rows, whole.means), whole.means)
+
+
+def sums_of_all(rows: ClientRows, centre: Tensor) -> Sums:
+    """Return the sums of one diagonal Gaussian over all rows, around ``centre``, ``(1, d)``."""
+    ones = torch.ones_like(centre)
+    around = Gaussians(centre, ones, ones, "diag")
+    return FederatedGMM(1, "diag").sum_over_rows(rows, around, _all_to_one)[1]
+
+
+def gaussian_of(sums: Sums, centre: Tensor) -> Gaussians:
+    """Return one diagonal Gaussian from sums around ``centre``, ``(1, d)``."""
+    moments = moments_in(sums)
+    n = moments.counts[:, None]
+    scatter = scatter_around_means(moments.counts, moments.first, moments.second, "diag")
+    return Gaussians(
+        centre + moments.first / n, (scatter / n).clamp_min(0.0), torch.ones_like(centre), "diag"
+    )
 
 
 def moments_in(sums: Sums) -> Moments:

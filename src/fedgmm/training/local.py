@@ -413,7 +413,7 @@ class _CheckpointFile:
             return None
         stored = read_checkpoint(self.path)
         # older checkpoints of methods without Gaussians cover features, too
-        free = () if self.loop.method.has_density else DENSITY_OPTIONS
+        free = DENSITY_OPTIONS if self.loop.method.mixture is None else ()
         stored.check_settings(self._record, self._data, fingerprint(self.dataset), free=free)
         method = self.loop.warm_up if stored.phase == "warmup" else self.loop.method
         return stored.progress(method, self.device)
@@ -421,7 +421,7 @@ class _CheckpointFile:
     @cached_property
     def _data(self) -> str:
         """The fingerprint of the rows that the method sees; features are for Gaussians only."""
-        return fingerprint(self.dataset, features=self.loop.method.has_density)
+        return fingerprint(self.dataset, features=self.loop.method.mixture is not None)
 
     @cached_property
     def _record(self) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class Training:
 
     def train(self) -> None:
         """Run all rounds that are left, from the stored progress or from a start."""
-        if not self._resume():
+        if not self.resume():
             self.begin("warmup" if self.warm_up_rounds else "main", 0, self.learner)
         if self.phase == "warmup":
             self._rounds(min(self.warm_up_rounds, self.last_round), tol=None)
@@ -355,8 +355,8 @@ class Training:
             )
         )
 
-    def _resume(self) -> bool:
-        """Take the stored progress, if there is any."""
+    def resume(self) -> bool:
+        """Take the stored progress; return whether there is any."""
         progress = None if self.store is None else self.store.load()
         if progress is None:
             return False

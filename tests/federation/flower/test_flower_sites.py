@@ -11,7 +11,8 @@ from flwr.app.metadata import Metadata
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedgmm.federation.coordinator import Failure, FederationError
+from fedgmm.federation.messages import Failure
+from fedgmm.federation.settings import FederationError
 from fedgmm.federation.flower import sites as sites_module
 from fedgmm.federation.flower.records import failure, to_records
 from fedgmm.federation.flower.sites import FlowerSites

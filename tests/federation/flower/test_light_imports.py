@@ -5,7 +5,7 @@ import sys
 
 CORE = (
     "import fedgmm.cli",
-    "import fedgmm.federation.coordinator, fedgmm.federation.site",
+    "import fedgmm.federation.server, fedgmm.federation.site",
     "from fedgmm import fit, train, FedGMMClassifier",
 )
 

@@ -49,7 +49,7 @@ class AnswersQuestions(Protocol):
     refused: str | None
     unusable: str | None
 
-    def answer(self, question: Message) -> Message:
+    def reply(self, request: Message) -> Message:
         """Answer one question."""
         ...
 
@@ -233,7 +233,7 @@ def _answer_all(site: AnswersQuestions, tasks: Tasks, node: Child, notify: Notif
                         notify("Connected; answering the server's questions.")
                         connected = True
                     before = node.log_end
-                    task.reply(answer_records(site.answer, task.content, SiteError, notify))
+                    task.reply(answer_records(site.reply, task.content, SiteError, notify))
                     last = time.monotonic()
                     if site.finished or site.unusable:
                         _wait_until_sent(node, before)

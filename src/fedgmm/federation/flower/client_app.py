@@ -20,7 +20,8 @@ app = ClientApp()
 @app.query()
 def answer(message: Message, context: Context) -> Message:
     """Answer one question of the server."""
-    from fedgmm.federation.site import Site, SiteError, SiteSettings
+    from fedgmm.federation.settings import SiteSettings
+    from fedgmm.federation.site import Site, SiteError
 
     def notify(line: str) -> None:
         print(line, flush=True)
@@ -40,6 +41,6 @@ def answer(message: Message, context: Context) -> Message:
             adapt_only=bool(config.get("adapt-only", False)),
             min_rows=int(config.get("min-rows", 0)),
         )
-        return Site(settings, notify=notify).answer(question)
+        return Site(settings, notify=notify).reply(question)
 
     return Message(answer_records(answered, message.content, SiteError, notify), reply_to=message)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedgmm.federation.coordinator import Sites, run_federation, serve_model
 from fedgmm.federation.flower.certificates import Tls, check_tls
 from fedgmm.federation.flower.keys import PublicKey, read_public_keys
 from fedgmm.federation.flower.processes import FlowerFolder, prepare_environment
+from fedgmm.federation.messages import Transport
+from fedgmm.federation.server import run_federation, serve_model
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.runs.config import SERVER, read_config
 from fedgmm.runs.folder import RunFolder
@@ -123,7 +124,7 @@ def run_server(
 
 
 def run_or_serve(
-    settings: FederationSettings, sites: Sites, out: Path, serve: bool, *, notify: Notify
+    settings: FederationSettings, sites: Transport, out: Path, serve: bool, *, notify: Notify
 ) -> None:
     """Train unless the run is finished; hand out the model of one that is, or if asked to."""
     finished = RunFolder(out).is_finished

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
 from fedgmm.federation.flower.records import FAILURE, from_records, to_records
-from fedgmm.federation.messages import GREETINGS, LARGEST_MESSAGE, Message, MessageError
+from fedgmm.federation.messages import (
+    GREETINGS,
+    LARGEST_MESSAGE,
+    REPORTED,
+    Failure,
+    Message,
+    MessageError,
+)
 from fedgmm.federation.settings import FederationError
-from fedgmm.federation.transport import REPORTED, Failure
 
 QUESTION = "query"
 """Flower's type of all our messages."""
@@ -67,34 +73,35 @@ class FlowerSites:
         self._refresh()
         return sorted(str(node) for node in self._grid.get_node_ids())
 
-    def ask(self, questions: Mapping[str, Message], timeout: float) -> dict[str, Message | Failure]:
-        """Send each node its question at once, and wait for the answers until the deadline.
+    def ask(self, requests: Mapping[str, Message], timeout: float) -> Iterator[tuple[str, Reply]]:
+        """Send each node its request, and yield the replies as they arrive, until the deadline.
 
-        Flower drops what is older than the deadline, so a late answer never reaches a later question.
+        Flower drops messages that are older than the deadline, so a late reply never reaches a later
+        request.
         """
         self._exchange += 1
         deadline = time.monotonic() + timeout
         self._forget_abandoned()
-        answers: dict[str, Message | Failure] = {}
-        working = {node for node, one in questions.items() if one.kind not in GREETINGS}
+        failures: dict[str, Reply] = {}
+        working = {node for node, one in requests.items() if one.kind not in GREETINGS}
         short = min(timeout, _GREETING) if working else timeout
         greeted = time.monotonic() + short
-        waiting = self._send(questions, timeout, answers)
+        waiting = self._send(requests, timeout, failures)
+        yield from failures.items()
         while waiting and time.monotonic() < deadline:
             for reply in self._pull(waiting):
                 node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
-                    answers[node] = self._read(node, reply)
+                    yield node, self._read(node, reply)
             self._check_engine()
             if not working.intersection(waiting.values()) and time.monotonic() >= greeted:
-                break  # only nodes that nobody knows are left; they are greeted again
+                break  # only unknown nodes are left, which are greeted again later
             if waiting:
                 time.sleep(min(_POLL, max(deadline - time.monotonic(), 0.0)))
         for message_id, node in waiting.items():
-            patience = timeout if node in working else short
-            answers[node] = Failure(f"no answer within {patience:g} s", self._names.get(node))
+            seconds = timeout if node in working else short
             self._abandoned[message_id] = time.monotonic() + 1.0
-        return answers
+            yield node, Failure(f"no reply within {seconds:g} s", self._names.get(node))
 
     def _check_engine(self) -> None:
         if not self._is_up():
@@ -107,7 +114,7 @@ class FlowerSites:
         self,
         questions: Mapping[str, Message],
         timeout: float,
-        answers: dict[str, Message | Failure],
+        answers: dict[str, Reply],
     ) -> dict[str, str]:
         """Push the questions; the nodes that are waited for, by the ids of their messages."""
         messages = {}
@@ -143,7 +150,7 @@ class FlowerSites:
             self._tell(f"Reading answers failed ({_words(error)}); trying again.")
             return []
 
-    def _read(self, node: str, reply: FlowerMessage) -> Message | Failure:
+    def _read(self, node: str, reply: FlowerMessage) -> Reply:
         if reply.has_error():
             reason = _REASONS.get(reply.error.code, f"Flower's error {reply.error.code}")
             details = reply.error.reason if reply.error.code in (0, 2, 3) else ""

@@ -18,11 +18,11 @@ _MOST_ROWS = 10**12
 
 
 class SummaryError(ValueError):
-    """What is wrong with a summary."""
+    """A summary that no table could have made, with the reason."""
 
 
 def summary_record(summary: ClientSummary) -> dict[str, Any]:
-    """Plain values; numbers that JSON has no words for become ``None``."""
+    """Return plain values; numbers that JSON cannot hold become ``None``."""
     return {
         "rows": summary.rows,
         "unlabelled": summary.unlabelled,
@@ -48,7 +48,7 @@ def _finite(value: float) -> float | None:
 
 
 def summary_from_record(record: Any) -> ClientSummary:
-    """The inverse of :func:`summary_record`.
+    """Return the summary of a record of :func:`summary_record`.
 
     Raises:
         SummaryError: values that no table could have made.
@@ -61,12 +61,12 @@ def summary_from_record(record: Any) -> ClientSummary:
         raise SummaryError("its labels do not add up to its rows")
     columns = record.get("columns")
     if not isinstance(columns, list) or not 0 < len(columns) <= _MOST_COLUMNS:
-        raise SummaryError("it has no columns, or too many")
+        raise SummaryError("its columns are missing or too many")
     found: dict[str, ColumnSummary] = {}
     for column in columns:
         name = column.get("name") if isinstance(column, Mapping) else None
         if not isinstance(name, str) or len(name) > _LONGEST_TEXT or name in found:
-            raise SummaryError("a column has no name, or one that another has")
+            raise SummaryError("the name of a column is missing or used twice")
         found[name] = _column(name, column, rows)
     unlabelled = _count(record.get("unlabelled"), "unlabelled", _MOST_ROWS)
     return ClientSummary(rows, unlabelled, found, labels)
@@ -76,7 +76,7 @@ def _column(name: str, record: Mapping[str, Any], rows: int) -> ColumnSummary:
     what = f"column {name!r}"
     kind: Any = record.get("kind")
     if kind not in get_args(Kind):
-        raise SummaryError(f"{what} is of no kind that there is")
+        raise SummaryError(f"{what} has an unknown kind")
     missing = _count(record.get("missing"), f"missing of {what}", rows)
     count = _count(record.get("count"), f"count of {what}", rows - missing)
     mean, squares, rest = (_number(record, name, what) for name in ("mean", "squares", "mean_rest"))
@@ -94,46 +94,46 @@ def _number(record: Mapping[str, Any], name: str, what: str) -> float:
     if value is None:
         return math.inf
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SummaryError(f"{name} of {what} is no number")
+        raise SummaryError(f"{name} of {what} is not a number")
     return float(value)
 
 
 def _count(value: Any, what: str, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise SummaryError(f"{what} is {value!r:.40}, which is no number of rows")
+        raise SummaryError(f"{what} is {value!r:.40}, which is not a number of rows")
     return int(value)
 
 
 def _texts(value: Any, what: str) -> dict[str, int]:
     if not isinstance(value, Mapping) or len(value) > _MOST_TEXTS:
-        raise SummaryError(f"{what}: there are no texts, or too many")
+        raise SummaryError(f"{what}: texts are missing or too many")
     for text in value:
         if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
             raise SummaryError(f"{what}: a text is too long")
     return {text: _count(count, what, _MOST_ROWS) for text, count in value.items()}
 
 
-# ---------------------------------------------------------------------- how tables are read
+# ---------------------------------------------------------------------- options of tables
 
 
 def table_record(options: TableOptions) -> dict[str, Any]:
-    """How tables are read, for JSON; the client's name is its own."""
+    """Return options of tables for JSON, without the name of a client."""
     return {name: value for name, value in asdict(options).items() if name != "client"}
 
 
 def table_from_record(record: Any, client: str) -> TableOptions:
-    """The inverse of :func:`table_record`, for one client.
+    """Return the options of a record of :func:`table_record`, for one client.
 
     Raises:
-        SummaryError: values that are no options.
+        SummaryError: values that are not options.
     """
     known = {field.name for field in fields(TableOptions)} - {"client"}
     if not isinstance(record, Mapping) or not set(record) <= known:
-        raise SummaryError("the options of the table are not known; is the server's fedgmm newer?")
+        raise SummaryError("the options of the table are unknown; is the server's fedgmm newer?")
     values: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in record.items()
     }
     try:
         return TableOptions(**values, client=client)
     except (TypeError, ValueError) as error:
-        raise SummaryError(f"the options of the table make no sense: {error}") from None
+        raise SummaryError(f"the options of the table are invalid: {error}") from None

@@ -1,0 +1,192 @@
+"""The training run as server and sites know it: options, preprocessing, and the method they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fedgmm.core.sums import Sum, row_counts
+from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
+from fedgmm.federation.messages import MessageError
+from fedgmm.federation.settings import WIRE_PRECISIONS, WirePrecision
+from fedgmm.federation.summaries import SummaryError, table_from_record, table_record
+from fedgmm.methods.base import AnyMethod
+from fedgmm.model.model import FederatedModel
+from fedgmm.nets.networks import Network
+from fedgmm.training.build import build, build_warm_up, learner_network
+from fedgmm.training.checkpoint import Phase
+from fedgmm.training.options import TrainingOptions
+
+PROTOCOL = 2
+"""Version of the requests and replies; both sides must have the same."""
+
+SCORE: dict[str, Sum] = {
+    "clients": row_counts(),
+    "log_loss": Sum((), lowest=0.0, largest=1e15),
+    "rows": row_counts(),
+    "labels": Sum((), largest=1e15),
+    "inputs": Sum((), largest=1e27),
+}
+"""Sums over sites that score a model on validation rows.
+
+``log_loss`` is the site's mean, ``labels`` is ``Σ log P_c(y|x)`` and ``inputs`` is ``Σ log P_c(x)``.
+"""
+
+_LEARNERS = ("linear", "mlp")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run, as server and sites know it.
+
+    Attributes:
+        options: of the training run.
+        table: options for reading tables.
+        preprocessing: that all sites agreed on.
+        precision: of learners on the wire.
+        min_rows: moments of components with fewer expected rows are withheld.
+    """
+
+    options: TrainingOptions
+    table: TableOptions
+    preprocessing: Preprocessing
+    precision: WirePrecision = "float32"
+    min_rows: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of the inputs."""
+        return len(self.preprocessing.feature_names)
+
+    @cached_property
+    def _net(self) -> Network:
+        return learner_network(self.options, (self.columns,), self.preprocessing.labels.array)
+
+    @cached_property
+    def method(self) -> AnyMethod:
+        """The method to train."""
+        return build(self.options, self._net)
+
+    @cached_property
+    def warm_up(self) -> AnyMethod:
+        """FedAvg with the same options, for the rounds before."""
+        return build_warm_up(self.options, self._net)
+
+    def method_of(self, phase: Phase) -> AnyMethod:
+        """Return the method of a phase."""
+        return self.warm_up if phase == "warmup" else self.method
+
+    @property
+    def training_dtype(self) -> torch.dtype:
+        """The precision of learners in local training."""
+        return self.method.training.dtype
+
+    @property
+    def learner_dtype(self) -> torch.dtype:
+        """The precision of learners on the wire."""
+        return torch.float16 if self.precision == "float16" else self.training_dtype
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The values of :meth:`record`, computed once."""
+        return self.record()
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values, for a request."""
+        return {
+            "options": self.options.record(),
+            "table": table_record(self.table),
+            "preprocessing": self.preprocessing.record(),
+            "precision": self.precision,
+            "min_rows": self.min_rows,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], client: str) -> Job:
+        """Return the job of a record, as the site ``client`` sees it.
+
+        Raises:
+            MessageError: values that do not describe a training run.
+        """
+        try:
+            options = options_from_record(record["options"])
+            table = table_from_record(record["table"], client)
+            preprocessing = Preprocessing.from_record(record["preprocessing"])
+            precision, min_rows = record["precision"], record["min_rows"]
+        except SummaryError as error:
+            raise MessageError(f"{error}.") from None
+        except (LookupError, TypeError, ValueError) as error:
+            raise MessageError(f"the request is not complete: {error!r}.") from None
+        if precision not in WIRE_PRECISIONS or type(min_rows) is not int or min_rows < 0:
+            raise MessageError("the request has an invalid precision or min_rows.")
+        return cls(options, table, preprocessing, precision, min_rows)
+
+
+def options_from_record(record: Any) -> TrainingOptions:
+    """Return the options that a server sent.
+
+    Raises:
+        ValueError: values that are not options of this version.
+    """
+    known = {field.name for field in fields(TrainingOptions)}
+    if not isinstance(record, Mapping) or set(record) != known:
+        raise ValueError("options of another version of fedgmm")
+    options = TrainingOptions(**record)
+    options.check()
+    check_for_tables(options)
+    return options
+
+
+def check_for_tables(options: TrainingOptions) -> None:
+    """Raise ``ValueError`` for options that need images, or all rows in one place."""
+    if options.learner not in _LEARNERS:
+        raise ValueError(f"learner must be one of {list(_LEARNERS)}, got {options.learner!r}.")
+    if options.augment or options.pretrained is not None:
+        raise ValueError("augment and pretrained are for images; leave them out.")
+    if options.personal_labels:
+        raise ValueError(
+            "personal_labels needs the label counts of every client, which a federation does not "
+            "exchange; leave it out."
+        )
+
+
+def shared_model(
+    job: Job,
+    method: AnyMethod,
+    shared: Any,
+    names: Sequence[str],
+    history: Sequence[Mapping[str, float]] = (),
+    stopped: str | None = None,
+) -> FederatedModel | None:
+    """Return a model without any client's own part; ``None`` if a method shares nothing.
+
+    Args:
+        job: the training run.
+        method: the method.
+        shared: its shared part.
+        names: the clients in the order of their codes; kept if the server knows their clusters.
+        history: one entry per round.
+        stopped: why training ended before its last round.
+    """
+    if shared is None:
+        return None
+    if method.is_additive:
+        names = ()
+        one = method.newcomer(shared)
+        personal = {k: v[:0] for k, v in one.items()} if isinstance(one, dict) else one[:0]
+    else:
+        personal = torch.arange(len(names))
+    return FederatedModel(
+        job.options.algorithm,
+        method.prediction(shared, personal),
+        list(names),
+        job.preprocessing.labels.array,
+        (job.columns,),
+        options=job.options.record(),
+        history=[dict(entry) for entry in history],
+        stopped=stopped,
+    )

@@ -1,0 +1,462 @@
+"""Training with sites of a federation: the clients behind the round loop are elsewhere.
+
+Sums are added as they arrive, so the memory of the server does not grow with the number of sites.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from fedgmm.core.gaussians import Gaussians
+from fedgmm.core.initialise import FEWEST_ROWS_SENT, Centroids
+from fedgmm.core.params import Params
+from fedgmm.core.randomness import client_keys
+from fedgmm.core.sums import Sum, Sums, Total, check_sums
+from fedgmm.data.dataset import LabelledRows
+from fedgmm.federation.job import PROTOCOL, SCORE, Job
+from fedgmm.federation.members import Exchange, Member, Members, declared_rows
+from fedgmm.federation.messages import Message
+from fedgmm.federation.server_folder import ServerFolder
+from fedgmm.federation.settings import FederationError
+from fedgmm.federation.wire import Arrays, WireError, as_array, decode, encode, put_personal
+from fedgmm.methods.base import AnyMethod, DivergedError, RoundInfo
+from fedgmm.methods.centroids import start_sample
+from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of
+from fedgmm.training.checkpoint import Progress
+from fedgmm.training.local import Participation
+from fedgmm.training.loop import Replies, Training
+from fedgmm.wording import counted
+
+_CENTROIDS = ("centroids/points", "centroids/counts")
+
+
+class RemoteTraining:
+    """One training run with sites; it is the :class:`fedgmm.training.loop.Clients` of its loop.
+
+    Attributes:
+        job: the training run.
+        members: of the federation.
+        folder: of the server; ``None`` keeps no progress.
+        poll: seconds between two looks at the connected nodes.
+        notes: for the report.
+        loop: the rounds.
+        stopped: why training ended before its last round.
+        start_bytes: bytes to and from each site before the first round.
+    """
+
+    def __init__(
+        self, job: Job, members: Members, folder: ServerFolder | None, poll: float
+    ) -> None:
+        self.job, self.members, self.folder, self.poll = job, members, folder, poll
+        self.notes: list[str] = []
+        self.stopped: str | None = None
+        self.start_bytes: dict[str, list[int]] = {}
+        self.loop = Training(job.method, job.warm_up, self, job.options, store=self)
+        self._codes: list[str] = []  # names of the clients in the order of their codes
+        self._sent: tuple[Any, dict[int, Arrays]] = (None, {})
+        self._last: Exchange | None = None
+        self._started = 0.0
+
+    def train(self) -> None:
+        """Run all rounds that are left.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the last finished round is saved.
+        """
+        if self.stopped is not None:
+            self.loop.resume()
+            return
+        self.loop.train()
+        if self.loop.run.interrupted:
+            raise KeyboardInterrupt
+        if self.loop.run.diverged is not None:
+            self.stopped = self.job.options.after_divergence(self.loop.run.diverged)
+            self.members.notify(self.stopped)
+            self.loop.save()
+
+    @property
+    def shared(self) -> Any:
+        """The shared part of the model that the run leaves."""
+        return self.loop.outcome[0]
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """Names of the clients in the order of their codes."""
+        return tuple(self._codes)
+
+    # ------------------------------------------------------------------ the start
+
+    def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
+        """Start a phase; a density needs two exchanges with the sites."""
+        for member in self.members.members.values():
+            member.since, member.best_since, member.founder = 0, 0, True
+        self._codes = list(self.members.names)
+        features = NoRows(self.job.columns) if method.mixture is None else RemoteRows(self)
+        rows = _StartingRows(features, self.members.names)
+        shared, _ = method.init(cast("LabelledRows", rows), learner)
+        for name, traffic in self.members.take_traffic().items():
+            before = self.start_bytes.get(name, [0, 0])
+            self.start_bytes[name] = [before[0] + traffic.sent, before[1] + traffic.received]
+        return shared, method.newcomer(shared, learner)
+
+    # ------------------------------------------------------------------ rounds
+
+    def step(self, method: AnyMethod, shared: Any, personal: Any, number: int) -> Replies | None:
+        """Run a round at the sites, and add their sums as they arrive."""
+        self._started = time.perf_counter()
+        declaration = method.declare(self.job.columns)
+        total, validation = Total(), Validation()
+
+        def note(member: Member, reply: Message) -> None:
+            rows = declared_rows(member, reply)
+            sums = self.read_sums(reply, declaration)
+            method.check(sums, rows, declaration)
+            member.rows = rows
+            total.add(method.of_client(sums, self._code(member.name)))
+            if member.share_metrics:
+                validation.add(reply.facts.get("validation"))
+
+        def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
+            part = Participation(self.job.options.participation, seed=self.job.options.seed)
+            codes = part.clients(names, number)
+            return names if codes is None else tuple(names[code] for code in codes.tolist())
+
+        exchange = self._last = Exchange(
+            self.members,
+            f"round {number}",
+            lambda name: self.request("round", name),
+            note,
+            chosen,
+            self.poll,
+            may_refuse=bool(self.loop.history),
+        )
+        failed = exchange.run()
+        history = self.loop.history
+        if validation.rows and history and history[-1]["round"] == number - 1:
+            history[-1]["validation_accuracy"] = validation.right / validation.rows
+        if failed is not None:
+            raise DivergedError(reason=failed)
+        self._admit()
+        return Replies(personal, total.result())
+
+    def read_sums(self, reply: Message, declaration: Mapping[str, Sum]) -> Sums:
+        """Return the declared sums of a reply."""
+        gathered = [name for name, one in declaration.items() if one.gathered]
+        dtypes = (self.job.learner_dtype, self.job.training_dtype)
+        return Sums(decode(reply.arrays, declaration, *dtypes), gathered)
+
+    def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
+        """Note which sites took part in the round; return their number and the traffic."""
+        assert self._last is not None
+        found, dropped = self._last.found, self._last.dropped
+        for name in found:
+            if name in self.members.members:
+                self.members.members[name].since = number
+        traffic = self.members.take_traffic()
+        sent = sum(own.sent for own in traffic.values())
+        received = sum(own.received for own in traffic.values())
+        seconds = time.perf_counter() - self._started
+        clients = max(len(traffic), 1)
+        self.members.notify(
+            f"round {number}: log-likelihood {info.log_likelihood:.4f}, "
+            f"{counted(len(found), 'client')}, {_size(sent / clients)} to and "
+            f"{_size(received / clients)} from each, {seconds:.1f} s"
+        )
+        facts: dict[str, Any] = {
+            "answered": float(len(found)),
+            "bytes_sent": float(sent),
+            "bytes_received": float(received),
+            "bytes": {name: [own.sent, own.received] for name, own in sorted(traffic.items())},
+        }
+        return {**facts, "dropped": dict(sorted(dropped.items()))} if dropped else facts
+
+    def remember_best(self) -> None:
+        """Note the states that the sites must keep for the best round."""
+        for member in self.members.members.values():
+            member.best_since = member.since
+
+    def score(self, method: AnyMethod, shared: Any, personal: Any) -> float:
+        """Return the validation log-likelihood of labels, as the mean over sites."""
+        sums = self.scores()
+        return -float(sums["log_loss"] / sums["clients"])
+
+    def scores(self) -> Sums:
+        """Ask the sites for the sums of ``SCORE`` of the present model."""
+        total = Total()
+
+        def note(member: Member, reply: Message) -> None:
+            sums = self.read_sums(reply, SCORE)
+            check_sums(sums, SCORE, max(1, int(float(sums["rows"]))))
+            total.add(sums)
+
+        self.exchange("validation", lambda name: self.request("score", name), note)
+        sums = total.result()
+        if not float(sums["clients"]):
+            raise FederationError(
+                "No client has validation rows, which patience and the choice of sizes need; change "
+                "split in [data], or give components and learners and leave patience out."
+            )
+        return sums
+
+    def exchange(
+        self,
+        what: str,
+        request: Callable[[str], Message],
+        note: Callable[[Member, Message], None],
+    ) -> None:
+        """Run an exchange with all sites."""
+        late = bool(self.loop.history)
+        Exchange(self.members, what, request, note, lambda n: n, self.poll, may_refuse=late).run()
+
+    # ------------------------------------------------------------------ requests
+
+    def _code(self, name: str) -> int:
+        """Return a client's code; a new client gets the next one."""
+        if name not in self._codes:
+            self._codes.append(name)
+        return self._codes.index(name)
+
+    def _admit(self) -> None:
+        """Make new clients known to the shared part."""
+        run, best = self.loop.run, self.loop.best
+        run.shared = self.loop.current.admit(run.shared, len(self._codes))
+        if best is not None:
+            admitted = self.loop.method.admit(best.shared, len(self._codes))
+            self.loop.best = best._replace(shared=admitted)
+
+    def request(self, kind: str, name: str | None) -> Message:
+        """Return a request to a member: a round, a score, or the end of the run.
+
+        ``name=None`` returns the finished model for a site that did not take part.
+        """
+        code = None if name is None else self._code(name)
+        self._admit()
+        loop, run = self.loop, self.loop.run
+        ends = kind in ("finish", "model")
+        shared = loop.outcome[0] if ends else run.shared
+        arrays = dict(self._broadcast(shared, code))
+        member = None if name is None else self.members.members[name]
+        since = 0
+        if member is not None:
+            since = member.best_since if ends and loop.best is not None else member.since
+            if since == 0 and self._starts_elsewhere(member):
+                put_personal(arrays, run.personal)
+        facts: dict[str, Any] = {
+            "phase": loop.phase,
+            "round": run.round + (kind == "round"),
+            "since": since,
+            "keep": 0 if member is None else member.best_since,
+        }
+        if kind == "finish" and self.stopped:
+            facts["notes"] = [f"Training stopped early: {self.stopped}"]
+        return self.message(kind, arrays, facts)
+
+    def _broadcast(self, shared: Any, code: int | None) -> Arrays:
+        """Return the broadcast to a client; it is encoded once per round and cluster."""
+        method = self.loop.current
+        if self._sent[0] is not shared:
+            self._sent = (shared, {})
+        key, made = method.cluster_of(shared, code), self._sent[1]
+        if key not in made:
+            declaration = method.declare_broadcast(self.job.columns)
+            made[key] = encode(method.broadcast(shared, code), declaration, self.job.learner_dtype)
+        return made[key]
+
+    def _starts_elsewhere(self, member: Member) -> bool:
+        """Return whether a client cannot make its first personal part from the present broadcast."""
+        if not self.loop.current.shares_start:
+            return True
+        first = self.loop.run.round < self.loop.first_round
+        return member.founder and not first
+
+    def message(self, kind: str, arrays: Arrays, facts: Mapping[str, Any]) -> Message:
+        """Return a request with the facts that every request has."""
+        common = {"protocol": PROTOCOL, "run": self.members.run, **self.job.facts}
+        return Message(kind, arrays, {**common, **facts})
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self, progress: Progress) -> None:
+        """Write the progress and the members to the server's folder."""
+        if self.folder is None:
+            return
+        federation = {
+            "run": self.members.run,
+            "job": self.job.record(),
+            "members": {name: m.record() for name, m in self.members.members.items()},
+            "clusters": self._codes,
+            "notes": self.notes,
+            "stopped": self.stopped,
+            "start_bytes": self.start_bytes,
+        }
+        plain = replace(
+            progress,
+            history=[numbers_of(entry) for entry in progress.history],
+            options={"federation": federation},
+        )
+        self.folder.save(plain, progress.history)
+
+    def load(self) -> Progress | None:
+        """Return the progress in the server's folder, if there is any."""
+        stored = None if self.folder is None else self.folder.stored()
+        if stored is None or self.folder is None:
+            return None
+        progress = stored.progress(self.job.method_of(stored.phase))
+        entries = self.folder.history(progress.round) or progress.history
+        return replace(progress, history=entries)
+
+    def restore(self, known: Mapping[str, Any]) -> None:
+        """Take the members and notes that a checkpoint holds."""
+        self.members.run = str(known["run"])
+        for name, record in known["members"].items():
+            self.members.members[name] = Member.from_record(name, record)
+        self.notes, self.stopped = list(known["notes"]), known["stopped"]
+        self.start_bytes = {name: list(own) for name, own in known["start_bytes"].items()}
+        self._codes = list(known["clusters"])
+
+    def total_traffic(self) -> dict[str, list[int]]:
+        """Return the bytes to and from every site, for the start and over all rounds."""
+        total = {name: list(own) for name, own in self.start_bytes.items()}
+        for entry in self.loop.history:
+            for name, (sent, received) in entry.get("bytes", {}).items():
+                own = total.setdefault(name, [0, 0])
+                own[0], own[1] = own[0] + int(sent), own[1] + int(received)
+        return dict(sorted(total.items()))
+
+
+def numbers_of(entry: Mapping[str, Any], *, times: bool = True) -> dict[str, float]:
+    """Return the plain numbers of a round's entry, with or without ``seconds``."""
+    return {k: v for k, v in entry.items() if isinstance(v, float) and (times or k != "seconds")}
+
+
+def _size(count: float) -> str:
+    return f"{count / 1000:.1f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB"
+
+
+@dataclass
+class Validation:
+    """Rows and right predictions that sites shared, summed; impossible values are left out."""
+
+    rows: float = 0.0
+    right: float = 0.0
+
+    def add(self, shared: object) -> None:
+        """Add the figures of one site."""
+        if not isinstance(shared, Mapping):
+            return
+        rows, right = shared.get("rows"), shared.get("right")
+        if isinstance(rows, (int, float)) and isinstance(right, (int, float)):
+            if 0 <= right <= rows:
+                self.rows, self.right = self.rows + rows, self.right + right
+
+
+# ---------------------------------------------------------------------- rows at the sites
+
+
+class RemoteRows:
+    """Rows at the sites, as the start of the Gaussians needs them.
+
+    The first exchange asks for sums and centroids; the second for the sums of the rows nearest to
+    each of the means that the server made of them.
+    """
+
+    def __init__(self, training: RemoteTraining) -> None:
+        self.columns, self.device = training.job.columns, torch.device("cpu")
+        self._training = training
+        self._total = Total()
+        self._centroids: dict[str, Centroids] = {}
+
+    def overall(self) -> Gaussians:
+        """Return one diagonal Gaussian over all rows, after the first exchange."""
+        training, job = self._training, self._training.job
+        names, seed = training.members.names, job.options.seed
+        clusters = job.options.components
+        chosen, most = start_sample(client_keys(names), clusters, seed)
+        asked = {names[code] for code in chosen.tolist()}
+        declaration = FederatedGMM(1, "diag").declare(self.columns)
+
+        def request(name: str) -> Message:
+            facts = {"clusters": clusters, "most_rows": most if name in asked else 0}
+            return training.message("start", {}, facts)
+
+        def note(member: Member, reply: Message) -> None:
+            rows = declared_rows(member, reply)
+            centroids = _checked_centroids(reply, rows, self.columns, clusters)
+            rest = {n: a for n, a in reply.arrays.items() if n not in _CENTROIDS}
+            sums = training.read_sums(replace(reply, arrays=rest), declaration)
+            FederatedGMM(1, "diag").check(sums, rows, declaration)
+            self._centroids[member.name], member.rows = centroids, rows
+            self._total.add(sums)
+
+        training.exchange("start", request, note)
+        return gaussian_of(self._total.result(), torch.zeros(1, self.columns).double())
+
+    def centroids(self, clusters: int, seed: int) -> Centroids:
+        """Return all sites' centroids, which came with the first exchange."""
+        found = [self._centroids[name] for name in sorted(self._centroids)]
+        return Centroids(
+            np.concatenate([own.points for own in found]),
+            np.concatenate([own.counts for own in found]),
+        )
+
+    def assigned(
+        self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
+    ) -> Sums:
+        """Return sums over the sites' rows, each of which belongs to its nearest mean."""
+        assert assignment == "nearest"
+        training, total = self._training, Total()
+        declaration = method.declare(self.columns)
+        arrays = {"means": as_array(current.means)}
+
+        def note(member: Member, reply: Message) -> None:
+            rows = declared_rows(member, reply)
+            sums = training.read_sums(reply, declaration)
+            method.check(sums, rows, declaration)
+            member.rows = rows
+            total.add(sums)
+
+        training.exchange("start", lambda _: training.message("assigned", arrays, {}), note)
+        return total.result()
+
+
+@dataclass(frozen=True)
+class NoRows:
+    """Stands for the rows of a method without a density, whose start does not look at them."""
+
+    columns: int
+
+
+@dataclass(frozen=True)
+class _StartingRows:
+    """The view of the sites that ``init`` of a method has."""
+
+    features: RemoteRows | NoRows
+    names: tuple[str, ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+def _checked_centroids(reply: Message, rows: int, columns: int, clusters: int) -> Centroids:
+    """Return the centroids of a site.
+
+    Raises:
+        WireError: centroids that no rows could have made.
+    """
+    points, counts = (reply.arrays.get(name) for name in _CENTROIDS)
+    if points is None or counts is None:
+        raise WireError("its centroids are missing")
+    if counts.ndim != 1 or points.shape != (len(counts), columns) or len(counts) > clusters:
+        raise WireError(f"its centroids have shape {points.shape}, not ({clusters}, {columns})")
+    for array in (points, counts):
+        if array.dtype != np.float64 or not np.isfinite(array).all():
+            raise WireError("its centroids are not finite float64")
+    if np.abs(points).max(initial=0.0) > FARTHEST:
+        raise WireError("a centroid is too far away")
+    if (counts < FEWEST_ROWS_SENT).any() or counts.sum() > rows + 1e-6:
+        raise WireError(f"its centroids stand for more than its {counted(rows, 'row')}")
+    return Centroids(points, counts)

@@ -1,0 +1,431 @@
+"""The server of a federation: it knows requests and replies, but not how they travel.
+
+A run waits for the sites, agrees on columns, starts, runs the rounds, and hands out the model. It writes
+a checkpoint after every round. A server that is started again continues with the next round, and ends
+as if it had not stopped.
+
+============  ================================================================================
+request       reply, which is all that the server learns about a site
+============  ================================================================================
+``hello``     its name; once, while all agree: rows, and for each column counts of missing values
+              and categories, or mean and squares (:mod:`fedgmm.data.tables.summaries`)
+``start``     sums and sums of squares of the columns, and a few centroids with at least two rows
+              each; methods with Gaussians only
+``assigned``  counts and moments of the rows nearest to each mean of the start; likewise
+``round``     the sums that the method declares (:meth:`SupervisedMethod.declare`); the accuracy on
+              validation rows only if the site shares it
+``score``     sums of log-likelihoods of its validation rows; only for ``patience`` and for the
+              choice of sizes
+``finish``    nothing; metrics of its test rows only if the site shares them
+``model``     nothing; a site that only adapts receives the finished model
+``refused``   nothing; the site receives the reason why it cannot take part
+============  ================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from fedgmm.data.tables.agreement import DisagreementError, agree
+from fedgmm.data.tables.first_pass import settle_kinds
+from fedgmm.data.tables.summaries import ClientSummary
+from fedgmm.federation.job import Job, check_for_tables, shared_model
+from fedgmm.federation.members import Members, Notify
+from fedgmm.federation.messages import Failure, Message, Transport
+from fedgmm.federation.remote import RemoteTraining, numbers_of
+from fedgmm.federation.server_folder import (
+    Outcome,
+    ServerFolder,
+    check_home,
+    checked_metrics,
+)
+from fedgmm.federation.settings import FederationError, FederationSettings
+from fedgmm.federation.summaries import SummaryError, summary_from_record
+from fedgmm.runs.folder import RunError, RunFolder
+from fedgmm.training.checkpoint import CheckpointError
+from fedgmm.training.options import TrainingOptions
+from fedgmm.training.selection import suitable_covariance
+from fedgmm.wording import counted
+
+_POLL = 0.5  # seconds between two looks at the connected nodes
+_REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
+
+
+def run_federation(
+    settings: FederationSettings,
+    transport: Transport,
+    out: Path,
+    *,
+    notify: Notify = lambda _: None,
+) -> None:
+    """Train with the sites and write the run folder; resume if an earlier attempt left progress.
+
+    Args:
+        settings: of the federation.
+        transport: the connection to the sites.
+        out: the run folder.
+        notify: called with a line about every event.
+
+    Raises:
+        FederationError: the reason why it cannot start or continue.
+    """
+    folder = ServerFolder(Path(out))
+    try:
+        with folder.run.lock():
+            check_home(folder.run)
+            if folder.run.is_finished:
+                notify("the run is finished already")
+                return
+            server = _Server(settings, transport, folder, notify)
+            try:
+                server.run()
+            except FederationError as error:
+                # the sites need not wait any longer; the transport itself may be the reason
+                with contextlib.suppress(FederationError):
+                    server.members.dismiss(str(error))
+                raise
+    except (RunError, CheckpointError) as error:
+        raise FederationError(str(error)) from None
+
+
+def check_start(settings: FederationSettings, out: Path) -> None:
+    """Check everything that is known before any port is opened or any file is written.
+
+    Raises:
+        FederationError: options that a federation cannot have, or a folder in other use.
+    """
+    check_home(RunFolder(Path(out)))
+    _check_options(settings)
+
+
+def serve_model(
+    settings: FederationSettings,
+    transport: Transport,
+    out: Path,
+    *,
+    notify: Notify = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Hand the model of a finished run to sites that join later, or missed its end.
+
+    Runs until ``stop()`` is true.
+
+    Raises:
+        FederationError: there is no finished run.
+    """
+    folder = ServerFolder(Path(out))
+    if not folder.run.is_finished or folder.stored() is None:
+        raise FederationError(f"{out} does not hold a finished federation.")
+    server = _Server(settings, transport, folder, notify)
+    training = server.resume()
+    training.loop.resume()
+    while not stop():
+        if not server.hand_out(training):
+            time.sleep(_POLL)
+
+
+class _Server:
+    """One run of the server."""
+
+    def __init__(
+        self,
+        settings: FederationSettings,
+        transport: Transport,
+        folder: ServerFolder,
+        notify: Notify,
+    ) -> None:
+        self.settings, self.folder = settings, folder
+        self.members = Members(settings, transport, notify)
+        self.notify = self.members.notify
+
+    def run(self) -> None:
+        """Run everything from the first greeting to the report."""
+        if self.folder.stored() is None:
+            training = self._begin()
+        else:
+            training = self.resume()
+            self.members.reunite(_POLL)
+        training.train()
+        self._finish(training)
+
+    def _begin(self) -> RemoteTraining:
+        self.members.run = secrets.token_hex(8)
+        job, notes = prepare(self.members)
+        self.folder.begin(self.settings, job)
+        training = RemoteTraining(job, self.members, self.folder, _POLL)
+        training.notes = notes
+        return training
+
+    def resume(self) -> RemoteTraining:
+        """Return the training run of the checkpoint.
+
+        Raises:
+            FederationError: a checkpoint that is damaged, or of another federation.
+        """
+        try:
+            stored = self.folder.stored()
+            assert stored is not None
+            known = stored.facts["options"]["federation"]
+            job = Job.from_record(known["job"], "")
+            job = replace(job, table=replace(job.table, client=None))
+            stored.progress(job.method_of(stored.phase))
+        except (CheckpointError, LookupError, TypeError, ValueError) as error:
+            raise FederationError(
+                f"Cannot resume from {self.folder.run.checkpoint}: {error} Choose another folder "
+                "to start again."
+            ) from None
+        self._check_same(job)
+        done = int(stored.facts["round"])
+        rounds = max(self.settings.config.options().rounds, done)
+        job = replace(job, options=replace(job.options, rounds=rounds))
+        training = RemoteTraining(job, self.members, self.folder, _POLL)
+        training.restore(known)
+        self.notify(f"resuming after round {done}")
+        return training
+
+    def _check_same(self, job: Job) -> None:
+        """Raise unless the settings are those of the run in the folder, except rounds and device."""
+        config, home = self.settings.config, self.folder.run.home
+        asked, then = config.options().record(), job.options.record()
+        for name in config.open_choices():
+            asked[name] = then[name]
+        for name, value in asked.items():
+            if name not in ("rounds", "device") and then[name] != value:
+                raise FederationError(
+                    f"{home} holds a federation with {name}={then[name]!r}, not {value!r}; give the "
+                    "same to resume, or choose another folder."
+                )
+        if config.table != job.table:
+            raise FederationError(
+                f"{home} holds a federation whose tables were read with other options; give the same "
+                "[data] to resume, or choose another folder."
+            )
+
+    # ------------------------------------------------------------------ the end
+
+    def _finish(self, training: RemoteTraining) -> None:
+        """Hand out the model and write the run folder; sites that are away get theirs later."""
+        self.notify("handing out the model")
+        deadline = time.monotonic() + self.settings.round_timeout
+        while True:
+            asked = self.hand_out(training)
+            left = [m.name for m in self.members.members.values() if not m.finished]
+            if not left or time.monotonic() >= deadline:
+                break
+            if not asked:
+                time.sleep(_POLL)
+        notes = list(training.notes)
+        if left:
+            notes.append(
+                f"These clients have not fetched their model yet: {', '.join(sorted(left))}."
+            )
+            self.notify(notes[-1])
+        if training.stopped:
+            notes.append(f"Training stopped early: {training.stopped}")
+        loop = training.loop
+        history = [numbers_of(entry, times=False) for entry in loop.history]
+        model = shared_model(
+            training.job,
+            loop.current,
+            training.shared,
+            training.client_names,
+            history,
+            training.stopped,
+        )
+        if model is None:
+            notes.append("This method shares no model; each client has its own.")
+        members = self.members.members
+        self.folder.finish(
+            Outcome(
+                model,
+                training.job,
+                loop.history,
+                {m.name: m.metrics for m in members.values() if m.metrics},
+                {name: members[name].rows or 0 for name in self.members.names},
+                {
+                    "stopped": training.stopped,
+                    "notes": notes,
+                    "traffic": training.total_traffic(),
+                },
+            )
+        )
+        self.notify(f"finished: {self.folder.run.home} holds the model and the report")
+
+    def hand_out(self, training: RemoteTraining) -> bool:
+        """Give the model to members that lack it, and to sites that only adapt.
+
+        Returns:
+            Whether any request was sent.
+        """
+        members = self.members
+        waiting = [n for n in members.connected() if not members.members[n].finished]
+        requests = {name: training.request("finish", name) for name in waiting}
+        models = {node: training.request("model", None) for node in members.waiting_for_model()}
+        if not requests and not models and not members.greetings_due():
+            return False
+        before = set(members.members)
+        fetched = False
+        for who, reply in members.ask(requests, greet=False, nodes=models):
+            name = who if who in requests else members.name_of(who)
+            if isinstance(reply, Failure):
+                self.notify(f"{name} has not received the model: {reply.reason}")
+            elif who in requests:
+                self._note_finished(name, reply)
+                fetched = True
+            if who in models:
+                members.served(who)
+                if isinstance(reply, Message):
+                    self.notify(f"{name} has the model and adapts")
+        for name in set(members.members) - before:
+            members.refuse(name, "the training is over; start again with --adapt-only")
+        if fetched:
+            training.loop.save()
+        return True
+
+    def _note_finished(self, name: str, reply: Message) -> None:
+        member = self.members.members[name]
+        member.finished = True
+        shared = reply.facts.get("metrics")
+        if member.share_metrics and isinstance(shared, dict):
+            member.metrics = checked_metrics(shared.get("clients"))
+
+
+# ---------------------------------------------------------------------- before the rounds
+
+
+def _check_options(settings: FederationSettings) -> None:
+    """Raise ``FederationError`` for options that a federation cannot have."""
+    try:
+        check_for_tables(settings.config.options())
+    except ValueError as error:
+        raise FederationError(str(error)) from None
+
+
+def prepare(members: Members) -> tuple[Job, list[str]]:
+    """Wait for the sites, agree on the preprocessing, and choose what the settings leave open.
+
+    Returns:
+        The training run, and notes for the report.
+
+    Raises:
+        FederationError: too few sites came, or their tables do not fit together.
+    """
+    settings, table = members.settings, members.settings.config.table
+    _check_options(settings)
+    wait_for(members, settings.clients)
+    while True:
+        summaries = {
+            name: member.summary
+            for name in members.names
+            if (member := members.members[name]).summary is not None
+        }
+        try:
+            settled = _with_common_kinds(members, summaries)
+            preprocessing, notes = agree(settled, table)
+            break
+        except DisagreementError as error:
+            if len(members.members) - 1 < settings.quorum or error.client not in members.members:
+                raise FederationError(f"The tables do not fit together: {error}") from None
+            members.refuse(error.client, error.problem)
+        except ValueError as error:
+            raise FederationError(str(error)) from None
+    rows = training_rows([s.rows for s in settled.values()], table.split[0])
+    width = len(preprocessing.feature_names)
+    job = Job(
+        settings.config.options(), table, preprocessing, settings.precision, settings.min_rows
+    )
+    options, more = _chosen_options(members, job, rows, width)
+    notes = [*notes, *more]
+    for note in notes:
+        members.notify(note)
+    columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
+    line = f"agreed on {columns} {width}"
+    if table.label is not None:
+        line += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
+    members.notify(line)
+    return replace(job, options=options), notes
+
+
+def wait_for(members: Members, wanted: int) -> None:
+    """Greet nodes until ``wanted`` members have sent a summary."""
+    timeout = members.settings.start_timeout
+    started = last_at = time.monotonic()
+    last = ""
+    while True:
+        ready = [name for name, m in sorted(members.members.items()) if m.summary is not None]
+        if len(ready) >= wanted:
+            return
+        now = time.monotonic()
+        line = f"waiting for {wanted - len(ready)} more of {counted(wanted, 'client')}" + (
+            f"; connected: {', '.join(ready)}" if ready else ""
+        )
+        if line != last or now - last_at > _REPEAT_AFTER:
+            members.notify(line)
+            last, last_at = line, now
+        if timeout is not None and now - started > timeout:
+            raise FederationError(
+                f"Only {len(ready)} of {counted(wanted, 'client')} came within {timeout:g} s; "
+                "start the others, or ask for fewer with clients."
+            )
+        if members.greetings_due():
+            members.greet(agree=True)
+        else:
+            time.sleep(_POLL)
+
+
+def _with_common_kinds(
+    members: Members, summaries: dict[str, ClientSummary]
+) -> dict[str, ClientSummary]:
+    """Return summaries after sites with other kinds of values have read some columns as text."""
+
+    def read_again(columns: dict[str, set[str]]) -> dict[str, ClientSummary]:
+        requests = {name: members.hello(True, wanted) for name, wanted in columns.items()}
+        found: dict[str, ClientSummary] = {}
+        for name, reply in members.ask(requests):
+            try:
+                if isinstance(reply, Failure):
+                    raise SummaryError(reply.reason)
+                found[name] = summary_from_record(reply.facts.get("summary"))
+            except SummaryError as error:
+                raise FederationError(f"{name} could not read its table again: {error}") from None
+        return found
+
+    return settle_kinds(summaries, members.settings.config.table, read_again)
+
+
+def training_rows(rows: Iterable[int], share: float) -> int:
+    """Return the number of training rows of all clients, as the split will have it."""
+    return int(sum(max(1, int(np.round(share * own))) for own in rows))
+
+
+def _chosen_options(
+    members: Members, job: Job, rows: int, width: int
+) -> tuple[TrainingOptions, list[str]]:
+    """Return options with everything that was left open, and notes about the choice."""
+    config, notes = members.settings.config, []
+    options = config.options()
+    open_sizes = {"components", "learners"} & set(config.open_choices())
+    if config.sizes_are_open and not open_sizes and options.algorithm == "fedgmm":
+        notes.append(
+            f"The size of the mixture was not given: {counted(options.components, 'Gaussian')} "
+            f'and {counted(options.learners, "learner")} are used. Say components = "auto" and '
+            'learners = "auto" to choose by short runs with the sites.'
+        )
+    if "covariance_type" in config.open_choices():
+        kind = suitable_covariance(rows, width, options.components)
+        config = config.with_training(covariance_type=kind)
+    chosen = config.options()
+    for name in ("components", "learners"):
+        if getattr(chosen, name) > max(rows, 10):
+            raise FederationError(
+                f"{name}={getattr(chosen, name)} is more than the "
+                f"{counted(rows, 'training row')}; ask for fewer."
+            )
+    return chosen, notes
