@@ -16,6 +16,7 @@ from fedgmm.federation.messages import (
     Failure,
     Message,
     MessageError,
+    Reply,
 )
 from fedgmm.federation.settings import FederationError
 
