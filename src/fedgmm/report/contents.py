@@ -194,7 +194,7 @@ class ReportContents:
         return int(np.nanargmin(self.clients.accuracy)) if known.any() else None
 
     @property
-    def best_rival(self) -> str | None:
+    def best_baseline(self) -> str | None:
         """The other method with the highest mean accuracy."""
         means = {name: mean_of(values) for name, values in self.baselines.items()}
         known = [name for name, mean in means.items() if np.isfinite(mean)]
