@@ -12,9 +12,8 @@ from pages import contents_of, named_clients
 
 from fedgmm.report.contents import MOST_POINTS, evenly
 from fedgmm.report.gathering import distinct_names, flattened, gather
+from fedgmm.report.mixture import ellipse, order_by_similarity, pair_names, project
 from fedgmm.report.predictions import reliability_of
-from fedgmm.report.projection import ellipse, project
-from fedgmm.report.weights import pair_names, similar_beside_each_other
 from fedgmm.training.local import train
 from supervised import images, tiny
 
@@ -190,7 +189,7 @@ def test_few_points_of_many_rows():
 
 def test_similar_clients_are_neighbours():
     values = np.array([[1.0, 0.0], [0.0, 1.0], [0.9, 0.1], [0.1, 0.9]])
-    order = similar_beside_each_other(values).tolist()
+    order = order_by_similarity(values).tolist()
     assert {frozenset(order[:2]), frozenset(order[2:])} == {frozenset({0, 2}), frozenset({1, 3})}
 
 

@@ -15,8 +15,8 @@ from pages import HOSTILE, contents_of, hostile_contents, named_clients
 from fedgmm.data.synthetic import synthetic
 from fedgmm.report import charts
 from fedgmm.report.contents import AdaptationRecord, ClientTable, Series, WeightMap
+from fedgmm.report.mixture import project
 from fedgmm.report.page import _plotly, render, verdict, write_report
-from fedgmm.report.projection import project
 
 MEGABYTE = 1_000_000
 CHARTS = (

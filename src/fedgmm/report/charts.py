@@ -27,8 +27,8 @@ from fedgmm.report.contents import (
     WeightMap,
     evenly,
 )
+from fedgmm.report.mixture import ellipse
 from fedgmm.report.plots import COLOURS
-from fedgmm.report.projection import ellipse
 
 FloatArray = NDArray[np.float64]
 
