@@ -297,8 +297,8 @@ def test_a_page_of_ten_thousand_clients_shows_a_sample(contents, rng):
     assert len(page.encode()) < 8 * MEGABYTE
     assert page.count('<tr><th scope="row">clinic') == many
     words = Tags(page).words()
-    assert "Shown are 500 of 10,000 clients" in words
-    assert "Shown are 1,000 of 10,000 clients" in words
+    assert "The chart shows 500 of 10,000 clients" in words
+    assert "The chart shows 1,000 of 10,000 clients" in words
     assert len(charts.accuracies(large).data[0].x) == 1000
 
 
@@ -334,14 +334,14 @@ def test_several_clients_that_came_later(contents):
     )
     words = Tags(render(replace(contents, adaptations=records, replayed=False))).words()
     assert "some of them without labels" in words
-    assert "treated as if" not in words
+    assert "joined again" not in words
     figure = charts.adaptation(records)
     assert list(figure.layout.xaxis.categoryarray) == ["0", "5", "20", "100"]
     assert {one.name for one in figure.data} == {"one", "two"}
 
 
 def test_a_replayed_client_is_said_to_be_one(page):
-    assert "Its rows did take part in the training" in Tags(page).words()
+    assert "Its rows were used to train" in Tags(page).words()
 
 
 def test_many_pairs_have_one_label_a_gaussian():

@@ -218,7 +218,7 @@ def calibration(found: Reliability) -> Any:
         y=[0, 1],
         mode="lines",
         line={"color": _GREY, "dash": "dash", "width": 1.5},
-        name="honest",
+        name="ideal",
         hoverinfo="skip",
         row=1,
         col=1,
@@ -231,7 +231,7 @@ def calibration(found: Reliability) -> Any:
         line={"color": ACCENT, "width": 2},
         marker={"size": 9},
         name="this model",
-        hovertemplate="says %{x:.1%}<br>is right in %{y:.1%}<br>%{customdata:,} rows<extra></extra>",
+        hovertemplate="confidence %{x:.1%}<br>accuracy %{y:.1%}<br>%{customdata:,} rows<extra></extra>",
         row=1,
         col=1,
     )
@@ -246,7 +246,7 @@ def calibration(found: Reliability) -> Any:
         col=1,
     )
     figure.update_yaxes(
-        title_text="share right", tickformat=".0%", range=[-0.02, 1.04], row=1, col=1
+        title_text="accuracy", tickformat=".0%", range=[-0.02, 1.04], row=1, col=1
     )
     figure.update_yaxes(title_text="rows", row=2, col=1)
     figure.update_xaxes(tickformat=".0%", range=[0, 1.02])
@@ -394,8 +394,8 @@ def adaptation(records: Sequence[AdaptationRecord]) -> Any:
     """Draw accuracy by the number of a new client's rows, and log-likelihood by EM iteration."""
     with_accuracy = [one for one in records if one.accuracy]
     with_steps = [one for one in records if one.log_likelihoods]
-    titles = ["Accuracy after so many of its rows"] * bool(with_accuracy)
-    titles += ["Log-likelihood while its weights settle"] * bool(with_steps)
+    titles = ["Accuracy by the number of its rows"] * bool(with_accuracy)
+    titles += ["Log-likelihood by EM iteration of its weights"] * bool(with_steps)
     figure = _panels(
         [1.0] * max(len(titles), 1),
         120 + 220 * max(len(titles), 1),

@@ -153,7 +153,7 @@ def convergence(
             rounds, values = np.array(recorded, dtype=np.float64).T
             series.append(Series(title, rounds, values))
     if not series:
-        absent["convergence"] = "No figures of the single rounds were kept."
+        absent["convergence"] = "No values were recorded during training."
     return tuple(series)
 
 

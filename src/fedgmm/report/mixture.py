@@ -61,8 +61,8 @@ def weight_map(
     """Return the heat map, and the table with each client's strongest pair."""
     if not has_mixture_weights(model):
         absent["weights"] = (
-            "This method gives no client weights of its own: there is nothing to mix, "
-            "or every client is assigned to one learner."
+            "Clients have no mixture weights under this method: there is a single learner, or each "
+            "client is assigned to one."
         )
         return None, clients
     weights = _weights_of(model, dataset)

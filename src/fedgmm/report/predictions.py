@@ -116,8 +116,8 @@ def density_scatter(
     """
     if model.prediction.gaussians is None:
         absent["densities"] = (
-            "This method does not model what the inputs look like, so there is no log P(x) and no "
-            "sample can be called novel by it."
+            "This method does not model the inputs, so there is no log P(x) and no row can be "
+            "flagged as novel."
         )
         return None, clients
     log_x = model.score_samples(test.inputs, test.owners, features=test.features)
@@ -156,7 +156,7 @@ def replay_newcomer(
     sizes = dataset.train.features.rows_per_client.cpu().numpy()
     candidates = np.flatnonzero(dataset.test.features.rows_per_client.cpu().numpy() > 0)
     if not len(candidates):
-        absent["adaptation"] = "No client has test rows on which a newcomer could be checked."
+        absent["adaptation"] = "No client has test rows on which to check a new client."
         return None
     by_size = candidates[np.argsort(sizes[candidates], kind="stable")]
     code = int(by_size[(len(by_size) - 1) // 2])
