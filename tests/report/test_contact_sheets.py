@@ -1,4 +1,4 @@
-"""A contact sheet shows what clients hold, and the steps of the transform as they are."""
+"""A contact sheet shows the clients' images and the steps of the transform."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from fedgmm.report.plots import (
 
 
 def size_of_png(path):
-    """Width and height, from the file's own header."""
+    """Return width and height from the file's header."""
     header = path.read_bytes()[:24]
     assert header.startswith(b"\x89PNG\r\n\x1a\n")
     return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
@@ -83,7 +83,7 @@ def test_importing_plots_does_not_load_matplotlib():
 
 @pytest.fixture
 def axes(monkeypatch):
-    """The axes of the figures that are drawn, in their order."""
+    """Collect the axes of the figures that are drawn, in their order."""
     drawn = []
 
     def keep(figure, path):
@@ -96,7 +96,7 @@ def axes(monkeypatch):
 
 @pytest.mark.parametrize("points", [1, 3, 40])
 def test_curves_of_few_points_have_marks(axes, tmp_path, points):
-    """A single one makes no line, and would not be seen."""
+    """A single point draws no line, so it needs a mark."""
     curve = [value for k in range(points) for value in (None, 0.5 + k / 100)]
     plot_curves({"FedAvg": [curve]}, "some", tmp_path / "curves.png")
     (line,) = axes[0].lines
@@ -105,12 +105,12 @@ def test_curves_of_few_points_have_marks(axes, tmp_path, points):
     assert (line.get_marker() == "o") == (points < 40)
 
 
-def test_curves_of_seeds_are_averaged_as_far_as_all_go(axes, tmp_path):
+def test_curves_of_seeds_are_cut_to_the_shortest_and_averaged(axes, tmp_path):
     plot_curves({"FedAvg": [[0.2, 0.4, 0.9], [0.4, 0.6]]}, "some", tmp_path / "curves.png")
     np.testing.assert_allclose(axes[0].lines[0].get_ydata(), [30, 50])
 
 
-def test_newcomers_have_a_colour_a_method_and_a_line_a_source(axes, tmp_path):
+def test_new_clients_have_a_colour_per_method_and_a_line_per_source(axes, tmp_path):
     curves = {
         (method, source): [0.5, 0.6, 0.7]
         for method in ("FedEM", "FedGMM")

@@ -245,9 +245,7 @@ def calibration(found: Reliability) -> Any:
         row=2,
         col=1,
     )
-    figure.update_yaxes(
-        title_text="accuracy", tickformat=".0%", range=[-0.02, 1.04], row=1, col=1
-    )
+    figure.update_yaxes(title_text="accuracy", tickformat=".0%", range=[-0.02, 1.04], row=1, col=1)
     figure.update_yaxes(title_text="rows", row=2, col=1)
     figure.update_xaxes(tickformat=".0%", range=[0, 1.02])
     figure.update_xaxes(title_text="confidence of the prediction", row=2, col=1)
