@@ -154,6 +154,14 @@ def test_the_verdict_counts_clients_that_do_as_well(contents):
     assert "3 of 4 clients" in verdict(replace(contents, clients=table, baselines=baselines))
 
 
+def test_methods_are_compared_client_by_client(contents):
+    table = replace(contents.clients, accuracy=np.array([0.9, 0.8, 0.7, 0.6, 0.5, np.nan]))
+    baselines = {"Other": np.array([0.95, 0.8, 0.1, 0.1, np.nan, 0.9]), "None": np.full(6, np.nan)}
+    words = Tags(render(replace(contents, clients=table, baselines=baselines))).words()
+    # mean, tenth percentile, worst client, clients served worse and better than by FedGMM
+    assert "FedGMM 70.0% 54.0% 50.0% Other 57.0% 10.0% 10.0% 2 1 None – – – 0 0" in words
+
+
 # ---------------------------------------------------------------------- no network
 
 

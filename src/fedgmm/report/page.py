@@ -46,8 +46,6 @@ def write_report(contents: ReportContents, path: str | Path) -> Path:
 
 def render(contents: ReportContents) -> str:
     """Return the whole page as HTML."""
-    from markupsafe import Markup
-
     from fedgmm.report.charts import draw_charts
 
     figures = {key: json.loads(figure.to_json()) for key, figure in draw_charts(contents).items()}
@@ -61,8 +59,8 @@ def render(contents: ReportContents) -> str:
             methods=_compared_methods(contents),
             figures=figures,
             policy=_policy(scripts),
-            style=Markup(_file("report.css")),
-            scripts=[Markup(script) for script in scripts],
+            style=_file("report.css"),
+            scripts=scripts,
         )
     )
 
