@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedgmm.report import image_figures
+from fedgmm.report import plots
 from tiny_images import write_femnist, write_mnist
 
 
@@ -23,7 +23,7 @@ def sketched(request, monkeypatch):
             path.touch()
             return path
 
-        monkeypatch.setattr(image_figures, "_saved", save)
+        monkeypatch.setattr(plots, "_save", save)
 
 
 @pytest.fixture

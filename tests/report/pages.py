@@ -1,4 +1,4 @@
-"""Contents for the tests of the page: small, of 300 clients, and with names that mean harm."""
+"""Contents for the tests of the page: small ones, and ones with hostile names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOSTILE = (
 
 
 def named_clients(names, rows=40, columns=3, seed=0):
-    """Clients whose inputs lie in two places and whose labels follow one rule in each."""
+    """Return clients with two clusters of inputs and one rule for the labels in each cluster."""
     rng = np.random.default_rng(seed)
     clients = {}
     for number, name in enumerate(names):
@@ -32,21 +32,21 @@ def named_clients(names, rows=40, columns=3, seed=0):
 
 
 def contents_of(dataset, algorithm="fedgmm", baselines=(), **options):
-    """A short training and what its report shows."""
+    """Train a few rounds and return the contents of the report."""
     settings = {"rounds": 3, "components": 2, "learners": 2}
     model = train(dataset, algorithm, **settings)
     others = {name: train(dataset, name, **settings).evaluate("test") for name in baselines}
-    told = {
+    given = {
         "title": "A small run",
         "history": model.history,
         "configuration": model.options,
         "baselines": others,
     }
-    return gather(model, dataset, **(told | options))
+    return gather(model, dataset, **(given | options))
 
 
 def hostile_contents():
-    """Every text that a user gives means harm."""
+    """Return contents in which every text of a user is hostile."""
     dataset = named_clients([*HOSTILE, "client 2", "client 10"])
     contents = contents_of(
         dataset,

@@ -1,7 +1,7 @@
-"""The page in a real browser: charts are drawn, nothing complains, the table can be worked with.
+"""The page in a real browser: charts are drawn without errors, and the table sorts and filters.
 
-Needs Chromium with its driver (Debian: ``chromium`` and ``chromium-driver``) and Selenium; without
-them the tests are skipped. Nothing is downloaded: the paths of both programs are given.
+The tests need Chromium with its driver (Debian: ``chromium`` and ``chromium-driver``) and Selenium,
+and are skipped without them. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-# What a chart is made of, once it is drawn.
+# Elements that a chart has once it is drawn.
 MARKS = {
     "accuracy": ".scatterlayer .point",
     "convergence": ".scatterlayer .js-line",
@@ -49,7 +49,7 @@ def browser(tmp_path_factory):
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     driver = shutil.which("chromedriver")
     if program is None or driver is None:
-        pytest.skip("there is no Chromium with its driver; install chromium and chromium-driver")
+        pytest.skip("Chromium or its driver is missing; install chromium and chromium-driver")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -57,14 +57,14 @@ def browser(tmp_path_factory):
     for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    os.environ["SE_OFFLINE"] = "true"  # Selenium must not look for a browser of its own
+    os.environ["SE_OFFLINE"] = "true"  # Selenium must not download a browser
     window = webdriver.Chrome(options, webdriver.ChromeService(driver))
     yield Window(window)
     window.quit()
 
 
 class Window:
-    """A browser with what the tests ask of it."""
+    """A browser, with the actions that the tests need."""
 
     def __init__(self, driver):
         self.driver = driver
@@ -86,18 +86,18 @@ class Window:
         command("Emulation.setDeviceMetricsOverride", size)
 
     def until(self, script, *arguments):
-        """Wait for a script to return something true, and return that."""
+        """Wait until a script returns a true value, and return it."""
         end = time.monotonic() + WAIT
         while not (found := self.run(script, *arguments)):
             assert time.monotonic() < end, f"still waiting for: {script}"
             time.sleep(0.05)
         return found
 
-    def complaints(self):
+    def errors(self):
         return [entry for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
     def pictures(self, selectors):
-        """The elements as pixels, ``(height, width, 3)`` each, from one picture of the whole page."""
+        """Return the elements as pixels, ``(height, width, 3)`` each, from one screenshot."""
         from PIL import Image
 
         width, height = self.run(
@@ -115,7 +115,7 @@ class Window:
         return [np.asarray(whole.crop(box)) for box in boxes]
 
     def point_at(self, chart, selector):
-        """Move the mouse onto a mark of a chart and return what the chart then says."""
+        """Move the mouse onto a mark of a chart and return the text that appears."""
         from selenium.webdriver.common.actions.action_builder import ActionBuilder
 
         x, y = self.run(
@@ -138,7 +138,7 @@ class Window:
         )
 
     def column(self, number):
-        """Cells of a column of the table, of the rows that are shown."""
+        """Return a column of the table, without hidden rows."""
         return self.run(
             "return [...document.querySelectorAll('#table tbody tr')].filter(row => !row.hidden)"
             ".map(row => row.cells[arguments[0]].textContent)",
@@ -174,7 +174,7 @@ def window(browser, page):
 # ---------------------------------------------------------------------- drawing
 
 
-def test_every_chart_has_marks_and_nothing_complains(window):
+def test_every_chart_has_marks_and_there_are_no_errors(window):
     for chart, mark in MARKS.items():
         count = window.run(
             "return document.querySelectorAll('#chart-' + arguments[0] + ' ' + arguments[1]).length",
@@ -182,7 +182,7 @@ def test_every_chart_has_marks_and_nothing_complains(window):
             mark,
         )
         assert count > 0, chart
-    assert window.complaints() == []
+    assert window.errors() == []
     assert window.run("return performance.getEntriesByType('resource').length") == 0
 
 
@@ -210,8 +210,8 @@ def test_pictures_are_not_empty(browser, page, scheme):
 # ---------------------------------------------------------------------- hovering
 
 
-def test_hovering_tells_values(window):
-    told = (
+def test_hovering_shows_values(window):
+    expected = (
         ("accuracy", ".scatterlayer .trace:last-child .point", "FedGMM: "),
         ("convergence", ".scatterlayer .point:nth-child(2)", "round 2"),
         ("calibration", ".barlayer .point path", " rows"),
@@ -220,17 +220,17 @@ def test_hovering_tells_values(window):
         ("densities", ".scatterlayer .point", "log P(x) "),
         ("adaptation", ".scatterlayer .point:nth-child(2)", "accuracy "),
     )
-    assert {chart for chart, _, _ in told} == set(MARKS)
-    for chart, mark, words in told:
-        said = window.point_at(chart, mark)
-        assert words in said, chart
-        assert any(sign.isdigit() for sign in said), chart
+    assert {chart for chart, _, _ in expected} == set(MARKS)
+    for chart, mark, words in expected:
+        shown = window.point_at(chart, mark)
+        assert words in shown, chart
+        assert any(sign.isdigit() for sign in shown), chart
 
 
-def test_hovering_over_a_client_tells_its_own_accuracy(window, contents):
-    said = window.point_at("accuracy", ".scatterlayer .trace:last-child .point")
+def test_hovering_over_a_client_shows_its_accuracy(window, contents):
+    shown = window.point_at("accuracy", ".scatterlayer .trace:last-child .point")
     worst = contents.worst_client
-    assert said == f"{contents.clients.names[worst]}FedGMM: {contents.clients.accuracy[worst]:.1%}"
+    assert shown == f"{contents.clients.names[worst]}FedGMM: {contents.clients.accuracy[worst]:.1%}"
 
 
 # ---------------------------------------------------------------------- the table
@@ -260,7 +260,7 @@ def numbers_of(window, column):
 
 
 def test_numbers_are_not_sorted_as_text(window):
-    """Nine is less than a thousand, and what is not known comes last."""
+    """Nine is less than a thousand, and unknown values come last."""
     window.run(
         "[...document.querySelectorAll('#table tbody tr')].forEach((row, k) => "
         "{ row.cells[1].textContent = ['1,000', '9', '–', '20', '3', '100'][k]; })"
@@ -290,7 +290,7 @@ def test_filtering(window):
     assert window.run(count) == "1 of 6 clients"
     window.sort_by(0)
     assert window.column(0) == ["client 33"]  # sorting keeps the filter
-    box.send_keys(Keys.CONTROL, "a", Keys.NULL, "nobody")
+    box.send_keys(Keys.CONTROL, "a", Keys.NULL, "no such client")
     assert window.column(0) == []
     box.send_keys(Keys.CONTROL, "a", Keys.NULL, Keys.DELETE)
     assert window.run(count) == "6 clients"
@@ -318,7 +318,7 @@ def test_the_page_follows_the_readers_choice(browser, page, scheme):
     before = colours_of(browser)[1]
     ground, ink = map(brightness, colours_of(browser))
     assert (ground > 200 and ink < 80) if scheme == "light" else (ground < 60 and ink > 180)
-    # the button turns it round, charts and all
+    # the button switches the page and its charts
     browser.run("document.getElementById('theme').click()")
     browser.until(
         "return getComputedStyle(document.querySelector('#chart-accuracy .ytick text')).fill"
@@ -354,10 +354,10 @@ def test_a_phone_shows_all_without_moving_sideways(browser, page, scheme):
     assert browser.run(
         "const box = document.querySelector('.tall'); return box.scrollWidth > box.clientWidth"
     )
-    assert browser.complaints() == []
+    assert browser.errors() == []
 
 
-# ---------------------------------------------------------------------- names that mean harm
+# ---------------------------------------------------------------------- hostile names
 
 
 def test_hostile_names_are_only_shown(browser, tmp_path):
@@ -366,15 +366,15 @@ def test_hostile_names_are_only_shown(browser, tmp_path):
     browser.open(path, width=390)
     assert browser.run("return document.documentElement.scrollWidth") <= 390
     browser.open(path)  # would fail if a dialogue had opened
-    assert browser.complaints() == []
+    assert browser.errors() == []
     assert set(HOSTILE) <= set(browser.column(0))
     assert browser.run("return document.querySelectorAll('svg a, main b, main script').length") == 0
     worst = contents.clients.names[contents.worst_client]
-    said = browser.point_at("accuracy", ".scatterlayer .trace:last-child .point")
-    assert said.startswith(worst[:20])
+    shown = browser.point_at("accuracy", ".scatterlayer .trace:last-child .point")
+    assert shown.startswith(worst[:20])
 
 
-def test_clients_that_came_later_are_drawn(browser, contents, tmp_path):
+def test_clients_that_joined_later_are_drawn(browser, contents, tmp_path):
     record = AdaptationRecord("newcomer", [30], None, [-3.0, -2.0, -1.9], labelled=False)
     changed = replace(contents, adaptations=(record,), replayed=False)
     browser.open(write_report(changed, tmp_path / "report.html"))
@@ -383,5 +383,5 @@ def test_clients_that_came_later_are_drawn(browser, contents, tmp_path):
 
 def test_a_method_without_density_is_drawn_too(browser, tmp_path):
     browser.open(write_report(contents_of(named_clients("abc"), "local"), tmp_path / "report.html"))
-    assert browser.complaints() == []
+    assert browser.errors() == []
     assert browser.run("return document.querySelectorAll('.js-plotly-plot').length") == 3

@@ -1,4 +1,4 @@
-"""A contact sheet shows what clients hold, and the steps of the transform as they are."""
+"""A contact sheet shows the clients' images and the steps of the transform."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def label_of(data, image):
 
 def test_classes_are_spread_over_all_there_are():
     (first, *_) = strips_of(some_images(), columns=4)
-    assert first.captions == ("thing_0", "thing_4", "thing_7", "thing_11")
+    assert first.captions == ["thing_0", "thing_4", "thing_7", "thing_11"]
     (first, *_) = strips_of(some_images(classes=3), columns=10)
-    assert first.captions == ("thing_0", "thing_1", "thing_2")
+    assert first.captions == ["thing_0", "thing_1", "thing_2"]
 
 
 def test_without_a_shift_there_is_one_strip():

@@ -1,4 +1,4 @@
-"""Pictures are drawn without a window and show what they were given."""
+"""Pictures are drawn without a window and show the values they were given."""
 
 import subprocess
 import sys
@@ -8,11 +8,20 @@ import pytest
 from matplotlib.figure import Figure
 
 from fedgmm.experiments.demo import run_demo
-from fedgmm.report.plots import COLOURS, colour_of, draw_ellipses, draw_weights, plot_demo
+from fedgmm.report import plots
+from fedgmm.report.plots import (
+    COLOURS,
+    colour_of,
+    draw_ellipses,
+    draw_weights,
+    plot_adaptation,
+    plot_curves,
+    plot_demo,
+)
 
 
 def size_of_png(path):
-    """Width and height, from the file's own header."""
+    """Return width and height from the file's header."""
     header = path.read_bytes()[:24]
     assert header.startswith(b"\x89PNG\r\n\x1a\n")
     return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
@@ -67,3 +76,54 @@ def test_colours_repeat():
 def test_importing_plots_does_not_load_matplotlib():
     code = "import sys, fedgmm.report.plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---------------------------------------------------------------------- figures of the studies
+
+
+@pytest.fixture
+def axes(monkeypatch):
+    """Collect the axes of the figures that are drawn, in their order."""
+    drawn = []
+
+    def keep(figure, path):
+        drawn.extend(figure.axes)
+        return path
+
+    monkeypatch.setattr(plots, "_save", keep)
+    return drawn
+
+
+@pytest.mark.parametrize("points", [1, 3, 40])
+def test_curves_of_few_points_have_marks(axes, tmp_path, points):
+    """A single point draws no line, so it needs a mark."""
+    curve = [value for k in range(points) for value in (None, 0.5 + k / 100)]
+    plot_curves({"FedAvg": [curve]}, "some", tmp_path / "curves.png")
+    (line,) = axes[0].lines
+    np.testing.assert_array_equal(line.get_xdata(), 2 * np.arange(1, points + 1))
+    np.testing.assert_allclose(line.get_ydata(), 50 + np.arange(points))
+    assert (line.get_marker() == "o") == (points < 40)
+
+
+def test_curves_of_seeds_are_cut_to_the_shortest_and_averaged(axes, tmp_path):
+    plot_curves({"FedAvg": [[0.2, 0.4, 0.9], [0.4, 0.6]]}, "some", tmp_path / "curves.png")
+    np.testing.assert_allclose(axes[0].lines[0].get_ydata(), [30, 50])
+
+
+def test_new_clients_have_a_colour_per_method_and_a_line_per_source(axes, tmp_path):
+    curves = {
+        (method, source): [0.5, 0.6, 0.7]
+        for method in ("FedEM", "FedGMM")
+        for source in ("labels", "labels, frequencies", "no labels")
+    }
+    plot_adaptation([0, 1, 50], curves, "some", tmp_path / "newcomers.png")
+    lines = axes[0].lines
+    assert [line.get_label() for line in lines][:2] == [
+        "FedEM, labels",
+        "FedEM, labels, frequencies",
+    ]
+    assert len({line.get_color() for line in lines[:3]}) == 1
+    assert len({line.get_color() for line in lines}) == 2
+    assert len({line.get_linestyle() for line in lines[:3]}) == 3
+    assert lines[0].get_linestyle() == lines[3].get_linestyle()
+    assert len(axes[0].get_legend().get_texts()) == 6

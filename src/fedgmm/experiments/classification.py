@@ -50,7 +50,7 @@ def reproduce_classification(folder: Path, study: ImageStudy, workplace: Workpla
         study: what is run.
         workplace: where data are found and kept, and who is told.
     """
-    from fedgmm.report.image_figures import plot_curves
+    from fedgmm.report.plots import plot_curves
 
     trials, _ = run_study(
         folder, "classification", study, workplace, prepare_federation, _one_training

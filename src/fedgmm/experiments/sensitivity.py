@@ -87,7 +87,7 @@ def reproduce_sensitivity(
         study: what is run.
         workplace: where data are found and kept, and who is told.
     """
-    from fedgmm.report.image_figures import plot_heat_map
+    from fedgmm.report.plots import plot_heat_map
 
     trials, details = run_study(
         folder, "sensitivity", study, workplace, prepare_federation, _one_training

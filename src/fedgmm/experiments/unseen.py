@@ -265,7 +265,7 @@ def reproduce_unseen(folder: Path, study: UnseenStudy, workplace: Workplace) -> 
         study: what is run.
         workplace: where data are found and kept, and who is told.
     """
-    from fedgmm.report.image_figures import plot_adaptation
+    from fedgmm.report.plots import plot_adaptation
 
     trials, _ = run_study(folder, "unseen", study, workplace, hold_out_clients, _one_trial)
     study, details = tabulated(trials, study)

@@ -1,4 +1,4 @@
-"""What the report of a run shows, as plain values: gathered in one place, drawn in another."""
+"""The values that a report shows: gathered in ``gathering.py``, drawn in ``charts.py`` and ``page.py``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-
-from fedgmm.report.projection import Projection
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -22,19 +20,19 @@ MOST_CLIENTS_IN_CHARTS = 1000
 
 @dataclass(frozen=True)
 class ClientTable:
-    """One entry a client, in the order of the data set.
+    """One entry per client, in the order of the data set.
 
     Attributes:
         names: as shown.
         rows: in all splits, ``(C,)``.
         train_rows: ``(C,)``.
-        accuracy: on test rows, ``(C,)``; NaN for a client without any, here and below.
+        accuracy: on test rows, ``(C,)``; NaN for a client without test rows, here and below.
         log_loss: ``(C,)``.
         calibration_error: ``(C,)``.
         strongest: the pair of component and learner with the largest weight; ``None`` without weights.
         share: the weight of that pair, ``(C,)``.
         novel_share: share of the test rows that are flagged as novel, ``(C,)``; ``None`` without flags.
-        row_accuracy: share of all test rows that were predicted correctly; NaN without any.
+        row_accuracy: share of all test rows that were predicted correctly; NaN without test rows.
     """
 
     names: tuple[str, ...]
@@ -51,10 +49,10 @@ class ClientTable:
 
 @dataclass(frozen=True)
 class Series:
-    """A number that was noted after each round.
+    """A value that was recorded after each round.
 
     Attributes:
-        title: what it is.
+        title: of its panel.
         rounds: ``(R,)``.
         values: ``(R,)``.
     """
@@ -66,10 +64,10 @@ class Series:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Weights ``π_c`` of clients, similar clients beside each other.
+    """Weights ``π_c`` of clients, similar clients next to each other.
 
     Attributes:
-        clients: which clients of the table, ``(S,)``.
+        clients: positions in the table, ``(S,)``.
         pairs: names of the pairs of component and learner.
         values: ``(S, pairs)``.
     """
@@ -80,15 +78,42 @@ class WeightMap:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """Gaussians and clients in two dimensions, in the coordinates of the model.
+
+    Attributes:
+        axes: orthonormal directions of the plane, ``(d, 2)``.
+        means: of the Gaussians, ``(M1, 2)``.
+        covariances: of the Gaussians within the plane, ``(M1, 2, 2)``.
+        shares: the federation's weight of each Gaussian, ``(M1,)``.
+        clients: the mixture mean ``Σ_m1 π_c(m1) μ_m1`` of each client, ``(C, 2)``.
+        strongest: the Gaussian with the largest weight of each client, ``(C,)``.
+        captured: share of the spread that lies in the plane, between 0 and 1.
+        separates: whether the means determined the plane; otherwise the largest variance did.
+        axis_titles: names of the columns that dominate each axis.
+    """
+
+    axes: FloatArray
+    means: FloatArray
+    covariances: FloatArray
+    shares: FloatArray
+    clients: FloatArray
+    strongest: IntArray
+    captured: float
+    separates: bool
+    axis_titles: tuple[str, str]
+
+
+@dataclass(frozen=True)
 class Reliability:
-    """How often predictions of a given confidence are right.
+    """Accuracy of predictions by their confidence, in bins that are 0.1 wide.
 
     Attributes:
         confidence: mean of each bin that has rows, ``(B,)``.
-        accuracy: share that is right, ``(B,)``.
+        accuracy: share of right predictions, ``(B,)``.
         counts: rows, ``(B,)``.
-        lower: where each bin begins, ``(B,)``; a bin is 0.1 wide.
-        error: mean gap between the two, over rows.
+        lower: lower edge of each bin, ``(B,)``.
+        error: mean gap between confidence and accuracy, over rows.
     """
 
     confidence: FloatArray
@@ -106,9 +131,9 @@ class DensityScatter:
         log_x: ``(n,)``.
         log_y: ``(n,)``.
         novel: flagged by ``log P(x)`` under the federation's weights, ``(n,)``; ``None`` without flags.
-        clients: which clients of the table, ``(n,)``.
-        total: how many test rows there are.
-        total_novel: how many of them are flagged.
+        clients: positions in the table, ``(n,)``.
+        total: number of test rows, of which the arrays hold a sample.
+        total_novel: number of test rows that are flagged.
     """
 
     log_x: FloatArray
@@ -121,14 +146,15 @@ class DensityScatter:
 
 @dataclass(frozen=True)
 class AdaptationRecord:
-    """How a client joined by its weights alone.
+    """A client that joined after training by learning its weights alone.
 
     Attributes:
         client: its name.
-        rows: how many of its rows were used, one entry a trial; zero is the federation's own weights.
-        accuracy: on its test rows after each trial; ``None`` if there are no labels to compare with.
+        rows: number of its rows that were used, one entry per trial; zero means the federation's
+            own weights.
+        accuracy: on its test rows after each trial; ``None`` without labels to compare with.
         log_likelihoods: mean over its rows before each iteration of the last trial.
-        labelled: its labels were used.
+        labelled: whether its labels were used.
     """
 
     client: str
@@ -140,27 +166,27 @@ class AdaptationRecord:
 
 @dataclass(frozen=True)
 class ReportContents:
-    """All that the page shows; a part that does not apply is ``None`` and ``absent`` says why.
+    """All values on the page; a part that does not apply is ``None`` or empty.
 
     Attributes:
         title: of the page.
         method: the method's name as the paper writes it.
-        classes: how many.
+        classes: number of classes.
         components: ``M1``; zero without Gaussians.
         learners: ``M2``, or the number of assigned learners.
         clients: one entry each.
-        convergence: one series a panel.
+        convergence: one series per panel.
         baselines: accuracy of the clients under other methods, ``(C,)`` each; NaN where unknown.
         weights: for the heat map.
         projection: Gaussians and clients in a plane; its clients are those of the table.
         reliability: of test rows.
         densities: of test rows.
-        adaptations: of unseen clients.
-        replayed: the adaptation is that of a known client, played again.
-        configuration: what the run was asked for.
-        environment: what it ran on.
+        adaptations: of clients that joined after training.
+        replayed: whether the adaptation is that of a known client which joined again.
+        configuration: settings of the run.
+        environment: versions and hardware.
         notes: warnings and remarks.
-        absent: part -> why it is not there.
+        absent: section -> the reason why it has no chart.
     """
 
     title: str
@@ -184,31 +210,31 @@ class ReportContents:
 
     @property
     def mean_accuracy(self) -> float:
-        """Over clients that have test rows; NaN if there is none."""
+        """Mean over clients that have test rows; NaN without any."""
         return mean_of(self.clients.accuracy)
 
     @property
     def worst_client(self) -> int | None:
-        """Who has the lowest accuracy."""
+        """Position of the client with the lowest accuracy; ``None`` without test rows."""
         known = np.isfinite(self.clients.accuracy)
         return int(np.nanargmin(self.clients.accuracy)) if known.any() else None
 
     @property
-    def best_rival(self) -> str | None:
-        """The other method with the highest mean accuracy."""
+    def best_baseline(self) -> str | None:
+        """Name of the other method with the highest mean accuracy; ``None`` without any."""
         means = {name: mean_of(values) for name, values in self.baselines.items()}
         known = [name for name, mean in means.items() if np.isfinite(mean)]
         return max(known, key=lambda name: means[name], default=None)
 
 
 def mean_of(values: FloatArray) -> float:
-    """Mean of the numbers that are known; NaN if none is."""
+    """Return the mean of the finite values; NaN without any."""
     known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else float("nan")
+    return float(known.mean()) if len(known) else math.nan
 
 
 def evenly(total: int, most: int) -> IntArray:
-    """At most ``most`` positions out of ``total``, spread evenly, the same every time."""
+    """Return at most ``most`` positions out of ``total``, spread evenly and always the same."""
     if total <= most:
         return np.arange(total)
     return np.linspace(0, total - 1, most).round().astype(np.int64)

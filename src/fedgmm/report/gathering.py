@@ -1,4 +1,4 @@
-"""From a fitted model and its clients to all that the report shows."""
+"""Gather the contents of a report from a fitted model and its clients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.report.contents import AdaptationRecord, ClientTable, ReportContents, Series
-from fedgmm.report.predictions import PredictedRows, density_scatter, reliability_of
-from fedgmm.report.replay import replay_newcomer
-from fedgmm.report.weights import projection_of, weight_map
+from fedgmm.report.mixture import projection_of, weight_map
+from fedgmm.report.predictions import (
+    PredictedRows,
+    density_scatter,
+    reliability_of,
+    replay_newcomer,
+)
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float64]
 
-# What a series of the history is called on the page, in the order of the panels.
+# Titles of the series of the history, in the order of the panels.
 _SERIES = {
     "log_likelihood": "Log-likelihood of the training rows",
     "validation_accuracy": "Accuracy on validation rows",
@@ -42,57 +46,53 @@ def gather(
     adaptations: Sequence[AdaptationRecord] = (),
     notes: Sequence[str] = (),
 ) -> ReportContents:
-    """Everything the page shows; the model that is passed in does not change.
+    """Return all values of the page; the model itself does not change.
 
     Args:
         model: a fitted model that knows the clients of ``dataset``.
         dataset: the clients; accuracies and densities are those of its test rows.
         title: of the page.
-        history: one dictionary a round, as training leaves it.
-        configuration: what the run was asked for; nested settings are joined with dots.
-        feature_names: of the columns the Gaussians see; the data set's own names if left out.
+        history: one dictionary per round, as training records it.
+        configuration: settings of the run; names of nested settings are joined with dots.
+        feature_names: of the columns the Gaussians see; the data set's own names by default.
         baselines: method -> its evaluation on the same clients, or client -> accuracy.
-        adaptations: of unseen clients; without any, a known client is played again.
+        adaptations: of clients that joined after training; without any, a known client joins again.
         notes: warnings and remarks for the reader.
     """
     from fedgmm.methods.base import TITLES
     from fedgmm.nets.devices import environment
 
     absent: dict[str, str] = {}
-    own = replace(model)  # calibration and adaptation below stay in this copy
-    method = TITLES.get(model.algorithm, model.algorithm)
-    clients = _client_table(own, dataset)
-    test = PredictedRows.of(own, dataset) if len(dataset.test) else None
+    model = replace(model)  # only this copy is calibrated below
+    clients = _client_table(model, dataset)
     reliability = densities = None
-    if test is None:
-        why = "The data set has no test rows, so predictions could not be checked."
-        absent |= {"accuracy": why, "calibration": why, "densities": why}
-    else:
+    if len(dataset.test):
+        test = PredictedRows.of(model, dataset)
         reliability = reliability_of(test.confidence, test.right)
-        densities, clients = density_scatter(own, dataset, test, clients, absent)
-    weights, clients = weight_map(own, dataset, clients, absent)
-    records, replayed = tuple(adaptations), False
-    if not records:
-        replay = replay_newcomer(own, dataset, absent)
-        records, replayed = (replay,) if replay else (), replay is not None
+        densities, clients = density_scatter(model, dataset, test, clients, absent)
+    else:
+        reason = "The data set has no test rows, so predictions could not be checked."
+        absent |= {"accuracy": reason, "calibration": reason, "densities": reason}
+    weights, clients = weight_map(model, dataset, clients, absent)
+    replay = None if adaptations else replay_newcomer(model, dataset, absent)
     return ReportContents(
         title=title,
-        method=method,
+        method=TITLES.get(model.algorithm, model.algorithm),
         classes=len(model.classes),
         components=0 if model.prediction.gaussians is None else model.n_components,
         learners=model.n_learners,
         clients=clients,
         convergence=convergence(history, absent),
         baselines={
-            TITLES.get(name, name): _aligned(told, dataset.names)
-            for name, told in (baselines or {}).items()
+            TITLES.get(name, name): _accuracy_by_client(result, dataset.names)
+            for name, result in (baselines or {}).items()
         },
         weights=weights,
-        projection=projection_of(own, dataset, feature_names, absent),
+        projection=projection_of(model, dataset, feature_names, absent),
         reliability=reliability,
         densities=densities,
-        adaptations=records,
-        replayed=replayed,
+        adaptations=tuple(adaptations) if replay is None else (replay,),
+        replayed=replay is not None,
         configuration=flattened(configuration),
         environment=flattened(environment()),
         notes=tuple(notes),
@@ -100,28 +100,22 @@ def gather(
     )
 
 
-# ---------------------------------------------------------------------- clients
-
-
 def _client_table(model: FederatedModel, dataset: FederatedDataset) -> ClientTable:
-    sizes = [
+    train, validation, test = (
         split.features.rows_per_client.cpu().numpy()
         for split in (dataset.train, dataset.validation, dataset.test)
-    ]
+    )
     scores = np.full((3, len(dataset.names)), np.nan)
     row_accuracy = math.nan
     if len(dataset.test):
         result = model.evaluate("test", dataset)
         row_accuracy = result.weighted_accuracy
-        here = sizes[2] > 0
-        scores[:, here] = result.accuracy, result.log_loss, result.calibration_error
-    rows = np.sum(sizes, axis=0)
-    names = distinct_names(dataset.names)
+        scores[:, test > 0] = result.accuracy, result.log_loss, result.calibration_error
     accuracy, log_loss, calibration_error = scores
     return ClientTable(
-        names,
-        rows,
-        sizes[0],
+        distinct_names(dataset.names),
+        train + validation + test,
+        train,
         accuracy,
         log_loss,
         calibration_error,
@@ -130,45 +124,41 @@ def _client_table(model: FederatedModel, dataset: FederatedDataset) -> ClientTab
 
 
 def distinct_names(names: Sequence[Hashable]) -> tuple[str, ...]:
-    """Names as text; where two look the same, such as ``1`` and ``"1"``, as Python writes them."""
-    plain = [str(name) for name in names]
-    return tuple(plain) if len(set(plain)) == len(plain) else tuple(map(repr, names))
+    """Return names as text; with quotes if two would look the same, such as ``1`` and ``"1"``."""
+    plain = tuple(map(str, names))
+    return plain if len(set(plain)) == len(plain) else tuple(map(repr, names))
 
 
-def _aligned(told: Evaluation | Mapping[Any, float], names: Sequence[Hashable]) -> FloatArray:
-    """Accuracy of each client, ``(C,)``; NaN where it is not told."""
-    if not isinstance(told, Mapping):
-        told = dict(zip(told.clients, told.accuracy.tolist(), strict=True))
-    return np.array([told.get(name, np.nan) for name in names], dtype=np.float64)
-
-
-# ---------------------------------------------------------------------- rounds
+def _accuracy_by_client(
+    result: Evaluation | Mapping[Any, float], names: Sequence[Hashable]
+) -> FloatArray:
+    """Return the accuracy of each client, ``(C,)``; NaN where it is unknown."""
+    if not isinstance(result, Mapping):
+        result = dict(zip(result.clients, result.accuracy.tolist(), strict=True))
+    return np.array([result.get(name, np.nan) for name in names], dtype=np.float64)
 
 
 def convergence(
     history: Sequence[Mapping[str, float]], absent: dict[str, str]
 ) -> tuple[Series, ...]:
-    """What was noted after each round; ``absent`` is told where there is nothing."""
+    """Return the values that were recorded over the rounds; without any, ``absent`` says so."""
     series = []
     for key, title in _SERIES.items():
-        noted = [
+        recorded = [
             (entry.get("round", float(number)), entry[key])
             for number, entry in enumerate(history, start=1)
             if np.isfinite(entry.get(key, np.nan))
         ]
-        if noted:
-            rounds, values = np.array(noted, dtype=np.float64).T
+        if recorded:
+            rounds, values = np.array(recorded, dtype=np.float64).T
             series.append(Series(title, rounds, values))
     if not series:
-        absent["convergence"] = "No figures of the single rounds were kept."
+        absent["convergence"] = "No values were recorded during training."
     return tuple(series)
 
 
-# ---------------------------------------------------------------------- settings
-
-
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as one list of name and text."""
+    """Return nested settings as one mapping from dotted names to texts."""
     result: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,8 +1,10 @@
-"""Pictures. matplotlib is loaded when one is drawn, and never opens a window."""
+"""Pictures of the demo and of the studies, drawn with matplotlib.
+
+matplotlib is imported when a picture is drawn, and never opens a window.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +13,11 @@ from numpy.typing import NDArray
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from matplotlib.text import Text
     from matplotlib.typing import LineStyleType
 
@@ -19,10 +25,16 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float64]
 
-# Told apart with any kind of colour vision (Okabe and Ito).
+# Distinguishable with any kind of colour vision (Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#444444")
 INK = "#333333"
 _MOST_CLIENTS_WITH_NUMBERS = 16
+_DPI = 90  # keeps the pictures of the studies below 150 kB
+_BINS = 50
+_MOST_POINTS = 1200  # per group of a scatter plot
+_FEW_POINTS = 8
+_LINES = ("o-", "s--", "^:", "v-.")
+_TAIL = 1.0  # percent at either end that are drawn in the last bar
 
 
 def plot_demo(result: DemoResult, path: Path) -> Path:
@@ -60,12 +72,12 @@ def plot_demo(result: DemoResult, path: Path) -> Path:
 
 
 def colour_of(component: int) -> str:
-    """The colour of a component; they repeat after eight."""
+    """Return the colour of a component; colours repeat after eight."""
     return COLOURS[component % len(COLOURS)]
 
 
 def draw_rows(axes: Axes, rows: FloatArray, labels: NDArray[np.int64]) -> None:
-    """Rows ``(N, 2)`` as points, coloured by their component ``(N,)``."""
+    """Draw rows ``(N, 2)`` as points in the colours of their components ``(N,)``."""
     colours = np.array([colour_of(component) for component in range(labels.max() + 1)])
     size = float(np.clip(20_000 / len(rows), 1.0, 8.0))
     axes.scatter(rows[:, 0], rows[:, 1], s=size, c=colours[labels], alpha=0.35, linewidths=0)
@@ -76,7 +88,7 @@ def draw_rows(axes: Axes, rows: FloatArray, labels: NDArray[np.int64]) -> None:
 def draw_ellipses(
     axes: Axes, mean: FloatArray, covariance: FloatArray, colour: str, style: LineStyleType = "-"
 ) -> None:
-    """One and two standard deviations of a Gaussian in the plane."""
+    """Draw one and two standard deviations of a Gaussian in the plane."""
     from matplotlib.patches import Ellipse
 
     variances, directions = np.linalg.eigh(covariance)
@@ -98,14 +110,14 @@ def draw_ellipses(
 
 
 def label_component(axes: Axes, mean: FloatArray, component: int) -> None:
-    """The number of a component at its mean."""
+    """Write the number of a component at its mean."""
     x, y = float(mean[0]), float(mean[1])
     text = axes.text(x, y, str(component + 1), ha="center", va="center")
     _write_in_circle(text, component)
 
 
 def _write_in_circle(text: Text, component: int) -> None:
-    """White on a disc of the component's colour, the same mark in every panel."""
+    """Set a text in white on a disc of the component's colour."""
     text.set(color="white", fontweight="bold")
     text.set_bbox(
         {"boxstyle": "circle,pad=0.3", "facecolor": colour_of(component), "edgecolor": "white"}
@@ -115,9 +127,9 @@ def _write_in_circle(text: Text, component: int) -> None:
 def draw_weights(
     axes: Axes, clients: list[str], learned: FloatArray, true: FloatArray | None = None
 ) -> None:
-    """A heat map of weights ``(C, M)``: a column has its component's colour, a cell its weight.
+    """Draw a heat map of weights ``(C, M)``, each column in the colour of its component.
 
-    With few clients every cell tells its number and, where known, the true one in brackets.
+    With few clients every cell shows its weight and, if given, the true weight in brackets.
     """
     from matplotlib.colors import to_rgb
 
@@ -132,7 +144,12 @@ def draw_weights(
     axes.set_title(title + ("  (true)" if few and true is not None else ""), pad=12)
     if few:
         axes.set_yticks(range(len(clients)), clients)
-        _write_weights(axes, learned, true)
+        for (client, component), weight in np.ndenumerate(learned):
+            text = f"{weight:.2f}"
+            if true is not None:
+                text += f"  ({true[client, component]:.2f})"
+            colour = "white" if weight > 0.7 else INK
+            axes.text(component, client, text, ha="center", va="center", color=colour, fontsize=9)
     else:
         axes.set_ylabel(counted(len(clients), "client"))
         axes.set_yticks([])
@@ -145,17 +162,170 @@ def draw_weights(
         axes.grid(which="minor", color="white", linewidth=2)
 
 
-def _write_weights(axes: Axes, learned: FloatArray, true: FloatArray | None) -> None:
-    for (client, component), weight in np.ndenumerate(learned):
-        text = f"{weight:.2f}"
-        if true is not None:
-            text += f"  ({true[client, component]:.2f})"
-        colour = "white" if weight > 0.7 else INK
-        axes.text(component, client, text, ha="center", va="center", color=colour, fontsize=9)
+# ---------------------------------------------------------------------- figures of the studies
 
 
-def _quiet(axes: Axes) -> None:
-    """No frame and no tick marks: the eye should find the data."""
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+def plot_curves(
+    runs: Mapping[str, Sequence[Sequence[float | None]]], title: str, path: Path
+) -> Path:
+    """Draw accuracy over rounds: one line per method, the mean over seeds.
+
+    Args:
+        runs: for each method, one curve per seed; longer curves are cut to the shortest.
+        title: of the figure.
+        path: where the PNG is written, as in the functions below.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = _figure((7.5, 4.6))
+    for number, (name, curves) in enumerate(runs.items()):
+        length = min(map(len, curves))
+        values = np.array([curve[:length] for curve in curves], dtype=np.float64)
+        mean = 100 * values.mean(0)
+        rounds = 1 + np.flatnonzero(np.isfinite(mean))  # the rounds that were evaluated
+        axes.plot(
+            rounds,
+            mean[rounds - 1],
+            label=name,
+            color=colour_of(number),
+            linewidth=1.6,
+            marker="o" if len(rounds) < _FEW_POINTS else None,  # one point alone draws no line
+            markersize=4,
+        )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _finish(figure, axes, title, "round", "accuracy (%)", path)
+
+
+def plot_adaptation(
+    iterations: Sequence[int],
+    curves: Mapping[tuple[str, str], Sequence[float]],
+    title: str,
+    path: Path,
+) -> Path:
+    """Draw the accuracy of new clients against the EM iterations of their weights.
+
+    Args:
+        iterations: from 0, which means the federation's own weights.
+        curves: for each method (a colour) and kind of data learned from (a line style), one
+            accuracy per iteration.
+        title: of the figure.
+        path: where the PNG is written.
+    """
+    figure, axes = _figure((8.2, 4.2))
+    methods, sources = (list(dict.fromkeys(names)) for names in zip(*curves, strict=True))
+    for (method, source), values in curves.items():
+        axes.plot(
+            iterations,
+            100 * np.asarray(values),
+            _LINES[sources.index(source) % len(_LINES)],
+            label=f"{method}, {source}",
+            color=colour_of(methods.index(method)),
+            markersize=4,
+        )
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xticks(list(iterations), list(map(str, iterations)), minor=False)
+    # Beside the curves, because nine entries do not fit between them.
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    labels = ("EM iterations of the weights", "test accuracy (%)")
+    return _finish(figure, axes, title, *labels, path, legend=False)
+
+
+def plot_heat_map(
+    values: FloatArray, components: Sequence[int], learners: Sequence[int], title: str, path: Path
+) -> Path:
+    """Draw a grid of percentages ``(M1 choices, M2 choices)`` with their numbers."""
+    figure, axes = _figure((6.0, 4.8))
+    axes.imshow(values, cmap="Blues", aspect="auto")
+    middle = (float(values.min()) + float(values.max())) / 2
+    for (row, column), value in np.ndenumerate(values):
+        colour = "white" if value > middle else INK
+        axes.text(column, row, f"{value:.1f}", ha="center", va="center", color=colour)
+    axes.set_xticks(range(len(learners)), list(map(str, learners)))
+    axes.set_yticks(range(len(components)), list(map(str, components)))
+    return _finish(figure, axes, title, "learners M2", "Gaussians M1", path, legend=False)
+
+
+def plot_likelihoods(panels: Mapping[str, Mapping[str, FloatArray]], path: Path) -> Path:
+    """Draw one histogram per panel: scores of known and of novel rows, scaled to lie in [0, 1].
+
+    Args:
+        panels: for each title, the scores of each group, ``(n,)``.
+        path: where the PNG is written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
+    for axes, (title, groups) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        low, high = np.percentile(np.concatenate(list(groups.values())), [_TAIL, 100 - _TAIL])
+        width = float(high - low) or 1.0
+        for number, (name, scores) in enumerate(groups.items()):
+            shown = np.clip((scores - low) / width, 0, 1)
+            share = np.full(len(shown), 1 / len(shown))
+            bins = np.linspace(0, 1, _BINS + 1)
+            axes.hist(shown, bins, weights=share, alpha=0.65, label=name, color=colour_of(number))
+        axes.set_title(title, color=INK)
+        axes.set_xlabel("score, scaled to lie between 0 and 1", color=INK)
+        axes.legend(frameon=False)
+        _quiet(axes, ("top", "right"))
+    return _save(figure, path)
+
+
+def plot_groups(
+    groups: Mapping[str, tuple[FloatArray, FloatArray]], title: str, path: Path
+) -> Path:
+    """Draw ``log P(x)`` against ``log P(y|x)``, one colour per group.
+
+    Args:
+        groups: for each name, both scores of its rows, ``(n,)`` each.
+        title: of the figure.
+        path: where the PNG is written.
+    """
+    figure, axes = _figure((6.8, 4.8))
+    for number, (name, (x, y)) in enumerate(groups.items()):
+        step = max(1, len(x) // _MOST_POINTS)
+        axes.scatter(
+            x[::step], y[::step], s=7, alpha=0.45, linewidths=0, label=name, color=colour_of(number)
+        )
+    return _finish(figure, axes, title, "log P(x)", "log P(y|x)", path, marker_scale=3.0)
+
+
+def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _finish(
+    figure: Figure,
+    axes: Axes,
+    title: str,
+    x_label: str,
+    y_label: str,
+    path: Path,
+    legend: bool = True,
+    marker_scale: float = 1.0,
+) -> Path:
+    """Write titles and legend, and save the figure."""
+    axes.set_title(title, color=INK)
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel(y_label, color=INK)
+    if legend:
+        axes.legend(frameon=False, markerscale=marker_scale)
+    _quiet(axes, ("top", "right"))
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def _quiet(axes: Axes, sides: Sequence[str] = ("top", "right", "bottom", "left")) -> None:
+    """Remove these sides of the frame and all tick marks, which distract from the data."""
+    for side in sides:
+        axes.spines[side].set_visible(False)
     axes.tick_params(which="both", length=0, colors=INK)

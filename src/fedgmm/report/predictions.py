@@ -1,7 +1,8 @@
-"""How test rows are predicted, for the report: confidence, correctness, densities, flags."""
+"""Predictions of test rows for the report: calibration, densities, and the replay of a new client."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,13 @@ from numpy.typing import NDArray
 from fedgmm.report.contents import (
     FALSE_ALARM_RATE,
     MOST_POINTS,
+    AdaptationRecord,
     ClientTable,
     DensityScatter,
     Reliability,
     evenly,
 )
+from fedgmm.report.mixture import has_mixture_weights
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset, LabelledRows
@@ -25,7 +28,8 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _CONFIDENCE_BINS = 10
-_LOWEST_LOG_PROBABILITY = -700.0  # an impossible label; its logarithm would not be a number
+_LOWEST_LOG_PROBABILITY = -700.0  # stands for log(0)
+_ROWS_OF_A_NEWCOMER = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,12 @@ class PredictedRows:
 
     Attributes:
         inputs: ``(N, *shape)``.
-        features: what the Gaussians see, if that is not the inputs, ``(N, d)``.
+        features: columns of the Gaussians if they differ from the inputs, ``(N, d)``.
         owners: the client of each row, as the model knows it, ``(N,)``.
-        codes: the same as a position in the table, ``(N,)``.
-        confidence: of the predicted class, ``(N,)``.
-        right: the predicted class is the true one, ``(N,)``.
-        log_y: of the true class, ``(N,)``.
+        codes: the position of that client in the table, ``(N,)``.
+        confidence: probability of the predicted class, ``(N,)``.
+        right: whether the predicted class is the true one, ``(N,)``.
+        log_y: log-probability of the true class, ``(N,)``.
     """
 
     inputs: NDArray[Any]
@@ -52,18 +56,18 @@ class PredictedRows:
 
     @classmethod
     def of(cls, model: FederatedModel, dataset: FederatedDataset) -> PredictedRows:
-        """The test rows of a data set that has some."""
+        """Predict the test rows of a data set that has some."""
         rows = dataset.test
         codes = rows.codes.cpu().numpy()
-        # names may be tuples, of which NumPy would make a matrix
+        # Names may be tuples, from which np.array would make a matrix.
         names = np.fromiter(rows.names, dtype=object, count=len(rows.names))
         inputs, features = rows.inputs.cpu().numpy(), features_of(model, rows)
-        proba = model.predict_proba(inputs, names[codes], features=features)
-        # a class that training never saw has probability zero
+        probabilities = model.predict_proba(inputs, names[codes], features=features)
+        # A class that is unknown to the model has probability zero.
         position = {label: index for index, label in enumerate(model.classes.tolist())}
         column = np.array([position.get(label, -1) for label in dataset.classes.tolist()])
         truth = column[rows.labels.cpu().numpy()]
-        of_truth = np.where(truth >= 0, proba[np.arange(len(proba)), truth], 0.0)
+        of_truth = np.where(truth >= 0, probabilities[np.arange(len(truth)), truth], 0.0)
         with np.errstate(divide="ignore"):
             log_y = np.log(of_truth).clip(min=_LOWEST_LOG_PROBABILITY)
         return cls(
@@ -71,29 +75,32 @@ class PredictedRows:
             features,
             names[codes],
             codes,
-            proba.max(-1),
-            proba.argmax(-1) == truth,
+            probabilities.max(-1),
+            probabilities.argmax(-1) == truth,
             log_y,
         )
 
 
 def features_of(model: FederatedModel, rows: LabelledRows) -> NDArray[Any] | None:
-    """What the Gaussians see of the rows; ``None`` if that is the inputs."""
+    """Return the columns of the Gaussians; ``None`` if they are the inputs or are not needed."""
     if rows.features_are_inputs or model.prediction.gaussians is None:
         return None
     return np.concatenate([chunk.cpu().numpy() for chunk in rows.features.chunks])
 
 
 def reliability_of(confidence: FloatArray, right: NDArray[np.bool_]) -> Reliability:
-    """Bins of equal width over the confidence ``(N,)`` of predictions that are right or not."""
+    """Compare confidence and accuracy in bins of equal width.
+
+    Args:
+        confidence: of each prediction, ``(N,)``.
+        right: whether it is right, ``(N,)``.
+    """
     bins = np.minimum((confidence * _CONFIDENCE_BINS).astype(np.int64), _CONFIDENCE_BINS - 1)
-    counts = np.bincount(bins, minlength=_CONFIDENCE_BINS)
-    filled = np.flatnonzero(counts)
-    counts = counts[filled]
-    told = np.bincount(bins, weights=confidence, minlength=_CONFIDENCE_BINS)[filled] / counts
-    true = np.bincount(bins, weights=right, minlength=_CONFIDENCE_BINS)[filled] / counts
-    error = float(np.average(np.abs(told - true), weights=counts))
-    return Reliability(told, true, counts, filled / _CONFIDENCE_BINS, error)
+    filled, place, counts = np.unique(bins, return_inverse=True, return_counts=True)
+    mean_confidence = np.bincount(place, weights=confidence) / counts
+    accuracy = np.bincount(place, weights=right) / counts
+    error = float(np.average(np.abs(mean_confidence - accuracy), weights=counts))
+    return Reliability(mean_confidence, accuracy, counts, filled / _CONFIDENCE_BINS, error)
 
 
 def density_scatter(
@@ -103,11 +110,14 @@ def density_scatter(
     clients: ClientTable,
     absent: dict[str, str],
 ) -> tuple[DensityScatter | None, ClientTable]:
-    """The scatter, and the table with each client's share of novel rows."""
+    """Return the scatter plot's values, and the table with each client's share of novel rows.
+
+    A model without calibration is calibrated on the validation rows, which changes the model.
+    """
     if model.prediction.gaussians is None:
         absent["densities"] = (
-            "This method does not model what the inputs look like, so there is no log P(x) and no "
-            "sample can be called novel by it."
+            "This method does not model the inputs, so there is no log P(x) and no row can be "
+            "flagged as novel."
         )
         return None, clients
     log_x = model.score_samples(test.inputs, test.owners, features=test.features)
@@ -115,10 +125,9 @@ def density_scatter(
     if not model.calibration and len(dataset.validation):
         model.calibrate(dataset)
     if "x" in model.calibration:
-        found = model.novelty(
+        novel = model.novelty(
             test.inputs, score="x", false_alarm_rate=FALSE_ALARM_RATE, features=test.features
-        )
-        novel = found.novel
+        ).novel
         sizes = np.bincount(test.codes, minlength=len(clients.names))
         flagged = np.bincount(test.codes, weights=novel, minlength=len(clients.names))
         share = np.where(sizes > 0, flagged / np.maximum(sizes, 1), np.nan)
@@ -133,3 +142,47 @@ def density_scatter(
         0 if novel is None else int(novel.sum()),
     )
     return scatter, clients
+
+
+def replay_newcomer(
+    model: FederatedModel, dataset: FederatedDataset, absent: dict[str, str]
+) -> AdaptationRecord | None:
+    """Let the client of median size join again, with more and more of its training rows."""
+    if not has_mixture_weights(model):
+        absent["adaptation"] = (
+            "This method has no mixture weights, and those are all that a new client would learn."
+        )
+        return None
+    sizes = dataset.train.features.rows_per_client.cpu().numpy()
+    candidates = np.flatnonzero(dataset.test.features.rows_per_client.cpu().numpy() > 0)
+    if not len(candidates):
+        absent["adaptation"] = "No client has test rows on which to check a new client."
+        return None
+    by_size = candidates[np.argsort(sizes[candidates], kind="stable")]
+    code = int(by_size[(len(by_size) - 1) // 2])
+    name = dataset.names[code]
+    train, test = dataset.train.client(code), dataset.test.client(code)
+    labels, truth = (dataset.classes[rows.labels.cpu().numpy()] for rows in (train, test))
+    inputs, features = train.inputs.cpu().numpy(), features_of(model, train)
+    # Shuffle with a fixed seed because rows may be sorted by label; drop labels unknown to the model.
+    order = np.random.default_rng(0).permutation(len(train))
+    order = order[np.isin(labels[order], model.classes)]
+    counts = sorted({min(n, len(order)) for n in (*_ROWS_OF_A_NEWCOMER, len(order))} - {0})
+    copy = replace(model)  # adapting the copy keeps the client's trained weights
+
+    def accuracy(client: Hashable | None) -> float:
+        owners = np.fromiter([client] * len(test), dtype=object, count=len(test))
+        predicted = copy.predict(
+            test.inputs.cpu().numpy(), owners, features=features_of(model, test)
+        )
+        return float((predicted == truth).mean())
+
+    accuracies, log_likelihoods = [accuracy(None)], list[float]()
+    for count in counts:
+        some = order[:count]
+        seen = None if features is None else features[some]
+        log_likelihoods = copy.adapt(
+            name, inputs[some], labels[some], features=seen
+        ).log_likelihoods
+        accuracies.append(accuracy(name))
+    return AdaptationRecord(str(name), [0, *counts], accuracies, log_likelihoods, labelled=True)

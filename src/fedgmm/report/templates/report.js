@@ -47,7 +47,7 @@
   function draw(key) {
     const chart = document.getElementById("chart-" + key);
     const { data, layout } = figures[key];
-    // a finger that moves over a chart scrolls the page
+    // dragging a finger over a chart must scroll the page
     if (touch) layout.dragmode = false;
     if (narrow()) layout.font.size = 11;
     return Plotly.newPlot(chart, data, layout, {
@@ -92,7 +92,7 @@
       return { row, key: text ? shown : parseFloat(shown.replace(/,/g, "")) };
     });
     keyed.sort((a, b) => {
-      // what is not known comes last, whatever the direction
+      // unknown values come last in either direction
       if (!text && (isNaN(a.key) || isNaN(b.key))) return isNaN(a.key) - isNaN(b.key);
       const order = text ? words.compare(a.key, b.key) : a.key - b.key;
       return down ? -order : order;
