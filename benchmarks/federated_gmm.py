@@ -2,12 +2,12 @@
 
 Both sides get the same rows, the same start, the same number of EM iterations (``tol=0``) and the same
 number of threads, in float64 with full covariances. Every measurement is a process of its own, and
-the sides take turns, so that a slow moment of the machine hits both. ``fit`` is timed whole, for two
-numbers of iterations; their difference is the cost of the iterations alone, which is fair to
-scikit-learn's one extra E-step at the end of a fit.
+the sides take turns, so that a slow moment of the machine affects both. A whole ``fit`` is timed, for
+two numbers of iterations. Their difference is the cost of the iterations alone, because scikit-learn
+runs one extra E-step at the end of a fit.
 
     python benchmarks/federated_gmm.py               # the full tables and the scaling curves
-    python benchmarks/federated_gmm.py --quick       # small sizes, to see that it works
+    python benchmarks/federated_gmm.py --quick       # small sizes, as a check
     python benchmarks/federated_gmm.py --setting 300x3000x32x3 --threads 1 --json results.json
 """
 
@@ -50,15 +50,15 @@ THREAD_VARIABLES = (
 )
 
 Send = Callable[[int, Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
-"""Runs tasks in one worker process with so many threads."""
+"""Runs tasks in one worker process with the given number of threads."""
 
 
-# ---------------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------------- settings and measurements
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A size of the problem; ``form`` says whether clients come as ids or as a dict of arrays."""
+    """A size of the problem; ``form`` is ``"ids"`` or ``"dict"``, the input format of the clients."""
 
     clients: int
     rows: int  # of each client
@@ -68,7 +68,7 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """From ``300x3000x32x3`` or ``300x3000x32x3:dict``."""
+        """Parse ``300x3000x32x3`` or ``300x3000x32x3:dict``."""
         sizes, _, form = text.partition(":")
         numbers = [int(size) if size.isdigit() else 0 for size in sizes.split("x")]
         if len(numbers) != 4 or min(numbers) < 1 or form not in ("", "ids", "dict"):
@@ -80,12 +80,12 @@ class Setting:
 
     @property
     def all_rows(self) -> int:
-        """Of all clients together."""
+        """Number of rows of all clients together."""
         return self.clients * self.rows
 
     @property
     def flops_per_iteration(self) -> float:
-        """Of a plain EM iteration: ``2 M d²`` a row in the E-step, as many in the moments."""
+        """Operations of a plain EM iteration: ``2 M d²`` per row in the E-step and in the moments."""
         return 4.0 * self.components * self.columns**2 * self.all_rows
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one worker found about one side. Pairs belong to the fewer and the more iterations."""
+    """Results of one worker for one side; pairs are for the fewer and the more iterations."""
 
     wall: tuple[float, float]
     cpu: tuple[float, float]
@@ -110,7 +110,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Summary:
-    """Medians over the repeats, for one side of one setting."""
+    """Medians over the repeats for one side of one setting."""
 
     setting: Setting
     threads: int
@@ -128,12 +128,12 @@ class Summary:
 
     @property
     def rows_per_second(self) -> float:
-        """Rows times iterations a second."""
+        """Rows times iterations per second."""
         return self.setting.all_rows / self.seconds_per_iteration
 
     @property
     def gflops(self) -> float:
-        """Achieved, in plain EM's count of operations."""
+        """Achieved rate, counting the operations of plain EM."""
         return self.setting.flops_per_iteration / self.seconds_per_iteration / 1e9
 
 
@@ -147,13 +147,13 @@ class ScalingPoint:
     seconds_of_start: float
 
     @property
-    def microseconds_a_row(self) -> float:
+    def microseconds_per_row(self) -> float:
         """Cost of one iteration, divided by the rows."""
         return self.seconds_per_iteration / self.setting.all_rows * 1e6
 
 
 def per_iteration(seconds: Sequence[float], iterations: Sequence[int]) -> float:
-    """Cost of an iteration from two fits; of the longer fit where noise hides the difference."""
+    """Return the seconds per iteration from two fits, or from the longer one if noise hides them."""
     difference = (seconds[1] - seconds[0]) / (iterations[1] - iterations[0])
     return difference if difference > 0 else seconds[1] / iterations[1]
 
@@ -164,7 +164,7 @@ def per_iteration(seconds: Sequence[float], iterations: Sequence[int]) -> float:
 def measure(
     side: str, setting: Setting, iterations: Sequence[int], threads: int, with_start: bool
 ) -> Measurement:
-    """Time a fit with fewer and one with more iterations, and watch the memory."""
+    """Time a fit with fewer and one with more iterations, and measure the memory."""
     from threadpoolctl import threadpool_limits
 
     if side != REFERENCE:
@@ -172,13 +172,13 @@ def measure(
 
         torch.set_num_threads(threads)
     with threadpool_limits(threads), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # with tol=0 nothing converges, and scikit-learn says so
+        warnings.simplefilter("ignore")  # with tol=0 nothing converges, so scikit-learn warns
         small = replace(setting, clients=2, rows=20 * setting.components)
-        for small_start in (make_start(small), {}):  # loads what loads late
+        for small_start in (make_start(small), {}):  # imports modules that load late
             timed_fit(side, small, make_rows(small), small_start, 2)
         before = memory_now()
         rows, start = make_rows(setting), make_start(setting)
-        timed_fit(side, setting, rows, start, 1)  # the first fit alone pays for fresh memory
+        timed_fit(side, setting, rows, start, 1)  # the first fit allocates memory
         fewer, more = (timed_fit(side, setting, rows, start, count) for count in iterations)
         peak = (memory_peak() - before) / rows.nbytes
         found = Measurement((fewer[0], more[0]), (fewer[1], more[1]), peak, more[2])
@@ -195,7 +195,7 @@ def measure(
 def timed_fit(
     side: str, setting: Setting, rows: np.ndarray, start: Mapping[str, Any], iterations: int
 ) -> tuple[float, float, float]:
-    """Wall seconds and CPU seconds of a whole ``fit``, and the last lower bound."""
+    """Return wall seconds, CPU seconds and the last lower bound of a whole ``fit``."""
     parameters = {**start, "tol": 0.0, "max_iter": iterations, "random_state": 0}
     inputs: dict[str, Any] = {"X": rows}
     if side == REFERENCE:
@@ -215,7 +215,7 @@ def timed_fit(
 
 
 def make_rows(setting: Setting) -> np.ndarray:
-    """Rows of all clients, client by client: shared Gaussians, weights from a Dirichlet."""
+    """Draw rows of all clients in order: shared Gaussians, weights from a Dirichlet."""
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -238,7 +238,7 @@ def true_means(setting: Setting) -> np.ndarray:
 
 
 def make_start(setting: Setting) -> dict[str, np.ndarray]:
-    """The same start for both sides, some way off the truth."""
+    """Return a start for both sides, at some distance from the truth."""
     import numpy as np
 
     m, d = setting.components, setting.columns
@@ -250,7 +250,7 @@ def make_start(setting: Setting) -> dict[str, np.ndarray]:
 
 
 def client_inputs(setting: Setting, rows: np.ndarray) -> dict[str, Any]:
-    """The rows as ``fit`` of the federated side takes them."""
+    """Return the arguments of ``fit`` for the federated side."""
     import numpy as np
 
     if setting.form == "dict":
@@ -259,7 +259,7 @@ def client_inputs(setting: Setting, rows: np.ndarray) -> dict[str, Any]:
 
 
 def gemm_gflops(threads: int, seconds: float = 0.5) -> float:
-    """The best rate of NumPy's float64 product of square matrices within some time."""
+    """Return the best rate of NumPy's float64 matrix product within the given time."""
     import numpy as np
     from threadpoolctl import threadpool_limits
 
@@ -274,12 +274,12 @@ def gemm_gflops(threads: int, seconds: float = 0.5) -> float:
 
 
 def memory_now() -> int:
-    """Bytes of memory this process holds."""
+    """Return the bytes of memory that this process holds."""
     return _proc_status("VmRSS") or memory_peak()
 
 
 def memory_peak() -> int:
-    """The most bytes of memory this process ever held."""
+    """Return the largest number of bytes that this process ever held."""
     if high_water := _proc_status("VmHWM"):
         return high_water
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -287,7 +287,7 @@ def memory_peak() -> int:
 
 
 def _proc_status(field: str) -> int | None:
-    """A field of Linux's ``/proc/self/status`` in bytes."""
+    """Return a field of Linux's ``/proc/self/status`` in bytes."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -314,7 +314,7 @@ def run_worker() -> None:
 
 
 def send(threads: int, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Run tasks one after the other in a fresh process that may use so many threads."""
+    """Run tasks one after the other in a fresh process with the given number of threads."""
     limits = dict.fromkeys(THREAD_VARIABLES, str(threads))
     done = subprocess.run(
         [sys.executable, __file__, "--worker"],
@@ -326,8 +326,8 @@ def send(threads: int, tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     )
     if done.returncode:
         raise RuntimeError(f"a worker failed:\n{done.stderr}")
-    answer: list[dict[str, Any]] = json.loads(done.stdout)
-    return answer
+    results: list[dict[str, Any]] = json.loads(done.stdout)
+    return results
 
 
 def fit_task(
@@ -345,7 +345,7 @@ def fit_task(
 def compare(
     setting: Setting, threads: int, iterations: Sequence[int], repeats: int, send: Send
 ) -> list[Summary]:
-    """All sides in one setting, taking turns."""
+    """Measure all sides in one setting, in turns."""
     found: dict[str, list[Measurement]] = {side: [] for side in SIDES}
     limit = 0.0
     for turn in range(repeats):
@@ -379,7 +379,7 @@ def compare(
 def scaling_curve(
     settings: Sequence[Setting], threads: int, iterations: Sequence[int], repeats: int, send: Send
 ) -> list[ScalingPoint]:
-    """The federated side at growing sizes."""
+    """Measure the federated side at growing sizes."""
     tasks = [fit_task(PRIVATE, setting, iterations, with_start=True) for setting in settings]
     found = [[Measurement(**result) for result in send(threads, tasks)] for _ in range(repeats)]
     return [
@@ -394,7 +394,7 @@ def scaling_curve(
 
 
 def check_same_numbers(summaries: Sequence[Summary]) -> float:
-    """The largest relative difference of SHARED and REFERENCE; an error if it is not rounding."""
+    """Return the largest relative difference of SHARED and REFERENCE; raise if it is not rounding."""
     bounds = {(str(s.setting), s.threads, s.side): s.lower_bound for s in summaries}
     largest = max(
         abs(bound / bounds[setting, threads, REFERENCE] - 1)
@@ -409,7 +409,7 @@ def check_same_numbers(summaries: Sequence[Summary]) -> float:
 
 
 def ratio(ours: Summary, everything: Sequence[Summary]) -> float:
-    """Rows per second over scikit-learn's with as many threads, or with fewer where that is faster."""
+    """Return the speed over scikit-learn's fastest, with as many or fewer threads."""
     references = [
         s.seconds_per_iteration
         for s in everything
@@ -419,7 +419,7 @@ def ratio(ours: Summary, everything: Sequence[Summary]) -> float:
 
 
 def busy_cpu_seconds() -> float | None:
-    """CPU seconds that all processes of this machine used since it started; Linux only."""
+    """Return the CPU seconds of all processes since the machine started; Linux only."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return None
@@ -429,16 +429,16 @@ def busy_cpu_seconds() -> float | None:
 
 
 def own_cpu_seconds() -> float:
-    """CPU seconds of this process and of its finished workers."""
+    """Return the CPU seconds of this process and of its finished workers."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-# ---------------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------------- tables
 
 
 def comparison_table(summaries: Sequence[Summary], everything: Sequence[Summary]) -> Table:
-    """All sides of one setting and number of threads."""
+    """Return a table of all sides of one setting and number of threads."""
     reference = next(s for s in summaries if s.side == REFERENCE)
     threads = f"threads: {reference.threads}"
     limit = f"GEMM limit {reference.gemm_gflops:.1f} GFLOP/s"
@@ -469,19 +469,19 @@ def comparison_table(summaries: Sequence[Summary], everything: Sequence[Summary]
 
 
 def curve_table(title: str, points: Sequence[ScalingPoint]) -> Table:
-    """Cost a row along a curve, as numbers and as bars."""
+    """Return a table of the cost per row along a curve, with bars."""
     table = Table(title=f"{title}; threads: {points[0].threads}", title_justify="left")
     for heading in (
         "clients",
         "rows",
         "s/iter",
-        "µs a row",
+        "µs per row",
         "against first",
         "",
         "k-means start s",
     ):
         table.add_column(heading, justify="left" if not heading else "right")
-    costs = [point.microseconds_a_row for point in points]
+    costs = [point.microseconds_per_row for point in points]
     for point, cost in zip(points, costs, strict=True):
         table.add_row(
             f"{point.setting.clients:,}",
@@ -496,7 +496,7 @@ def curve_table(title: str, points: Sequence[ScalingPoint]) -> Table:
 
 
 def share_of_others(busy_before: float | None, own_before: float, began: float) -> float | None:
-    """The share of the machine's cores that other processes used while we measured."""
+    """Return the share of the cores that other processes used during the measurement."""
     busy_now = busy_cpu_seconds()
     if busy_before is None or busy_now is None:
         return None
@@ -505,15 +505,15 @@ def share_of_others(busy_before: float | None, own_before: float, began: float) 
 
 
 def print_quietness(others: float | None, console: Console) -> None:
-    """Say whether the machine was ours; a busy one can slow BLAS threads tenfold."""
+    """Report the load of other processes, because a busy machine can slow BLAS threads tenfold."""
     if others is None:
         return
-    verdict = "" if others < QUIET else ": too busy, do not quote these figures"
+    verdict = "" if others < QUIET else ": too busy, do not quote these numbers"
     console.print(f"Other processes used {others:.0%} of the machine meanwhile{verdict}.")
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers belong to."""
+    """Return the processor and the versions that the numbers belong to."""
     names = ("fedgmm", "numpy", "scikit-learn", "torch")
     return {
         "processor": _processor(),
@@ -551,7 +551,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, nargs=2, help="fewer and more; default: 2 6")
     parser.add_argument(
         "--scaling-rows", type=int, nargs="*", metavar="N",
-        help="rows in all, over 100 clients; default: 100000 200000 400000 800000 1600000",
+        help="total rows, over 100 clients; default: 100000 200000 400000 800000 1600000",
     )  # fmt: skip
     parser.add_argument(
         "--scaling-clients", type=int, nargs="*", metavar="C",
@@ -569,7 +569,7 @@ def arguments() -> argparse.Namespace:
 
 
 def fill_in(chosen: argparse.Namespace) -> None:
-    """The values of what was not given, for a full or a quick run."""
+    """Set the options that were not given, for a full or a quick run."""
     quick = chosen.quick
     for name, value in {
         "setting": [Setting.parse(text) for text in (QUICK_SETTINGS if quick else SETTINGS)],
@@ -585,7 +585,7 @@ def fill_in(chosen: argparse.Namespace) -> None:
 
 
 def curves(chosen: argparse.Namespace) -> dict[str, list[Setting]]:
-    """The sizes of the scaling section."""
+    """Return the sizes of the scaling section."""
     size = chosen.setting[0]
     growing = [replace(size, clients=100, rows=max(1, n // 100)) for n in chosen.scaling_rows]
     split = [
@@ -627,7 +627,7 @@ def main() -> None:
 def run_all(
     chosen: argparse.Namespace, console: Console
 ) -> tuple[list[list[Summary]], dict[str, list[ScalingPoint]]]:
-    """Every measurement, with a bar that counts worker processes."""
+    """Run every measurement, with a progress bar over worker processes."""
     sizes = curves(chosen)
     pairs = [(setting, threads) for setting in chosen.setting for threads in chosen.threads]
     workers = chosen.repeats * (len(pairs) * (1 + len(SIDES)) + len(sizes))
@@ -663,7 +663,7 @@ def print_all(
         "ratio: rows per second against scikit-learn, iterations alone; each turn: its range over "
         "the repeats;\nagainst best: where scikit-learn is faster with fewer threads, against that; "
         "fit ratio: whole fits.\n"
-        "GFLOP/s counts 4 M d² a row and iteration for every side; fedgmm leaves out products with "
+        "GFLOP/s counts 4 M d² per row and iteration for every side; fedgmm skips products with "
         "known zeros and mirrored halves.\n"
         "peak/data: most memory above that after the imports, in units of the rows themselves.\n"
         "start s and peak, start: the side's own k-means start, measured once.\n"

@@ -1,13 +1,13 @@
-"""How much one server of a federation carries: clients, payloads, memory, polling.
+"""Limits of one federation server: clients, payloads, memory, polling.
 
 Two measurements:
 
-1. The server's own work, without any network: so many sites, all of which send copies of what one
-   real site answers. Every answer is checked, kept and combined as in a real run. Each size runs in a
-   process of its own; memory is its peak, less that of one which has only imported the package.
-2. Flower's SuperLink behind TLS and keys, with many light nodes in one other process: they sign, poll,
-   fetch and answer like real ones, but hold no rows. Seconds of an exchange, and the CPU share that
-   polling takes while nothing happens.
+1. The server's own work, without a network. Many sites send copies of the replies of one real site.
+   Every reply is checked and added as in a real run. Each size runs in its own process; memory is
+   the peak of that process without the imports.
+2. Flower's SuperLink behind TLS and keys, with many light nodes in one other process. They sign, poll,
+   fetch and reply like real nodes, but hold no rows. Measured are the seconds of an exchange, and the
+   CPU share of polling while the nodes are idle.
 
     python benchmarks/federation_scale.py            # some minutes
     python benchmarks/federation_scale.py --quick    # under a minute
@@ -35,26 +35,26 @@ from typing import Any
 from loopback_sites import (
     FEW_THREADS,
     MOST_SECONDS,
-    answer_of,
     end_with_parent,
     exchange,
     free_port,
     make_keys,
+    reply_of,
 )
 
-POLL = 0.3  # seconds between two looks of a busy client, as in fedgmm.federation.flower.pace
+POLL = 0.3  # seconds between two polls of a busy client, as in fedgmm.federation.flower.pace
 ROUNDS = 4
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a server is given to carry.
+    """The load of a server.
 
     Attributes:
-        clients: how many.
-        columns: of the table; with ``learner`` they decide the payload.
-        learner: of the training.
+        clients: number of clients.
+        columns: number of columns of the table; with ``learner`` they decide the payload.
+        learner: kind of learner.
     """
 
     clients: int
@@ -66,7 +66,7 @@ class Load:
 
 
 class Copies:
-    """One real site, and many that answer the same in another name."""
+    """One real site, and many copies that reply the same under other names."""
 
     def __init__(self, site: Any, clients: int) -> None:
         self._site = site
@@ -74,26 +74,26 @@ class Copies:
         self.waited = 0.0
 
     def nodes(self) -> list[str]:
-        """Names of all."""
+        """Return the names of all sites."""
         return self._names
 
-    def ask(self, questions: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Answers of all; each has arrays of its own, as after a journey."""
-        began, answers, made = time.perf_counter(), {}, {}
-        for node, question in questions.items():
-            kind = (question.kind, question.facts.get("most_rows"))
+    def ask(self, requests: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """Return the replies of all sites, each with its own arrays, as after a transfer."""
+        began, replies, made = time.perf_counter(), {}, {}
+        for node, request in requests.items():
+            kind = (request.kind, request.facts.get("most_rows"))
             if kind not in made:
-                made[kind] = self._site.answer(question)
-            told = made[kind]
-            facts = {**told.facts, "name": node, "ticket": question.facts["ticket"]}
-            arrays = {name: value.copy() for name, value in told.arrays.items()}
-            answers[node] = replace(told, arrays=arrays, facts=facts)
+                made[kind] = self._site.answer(request)
+            reply = made[kind]
+            facts = {**reply.facts, "name": node, "ticket": request.facts["ticket"]}
+            arrays = {name: value.copy() for name, value in reply.arrays.items()}
+            replies[node] = replace(reply, arrays=arrays, facts=facts)
         self.waited += time.perf_counter() - began
-        return answers
+        return replies
 
 
 def server_alone(load: Load) -> dict[str, float]:
-    """Seconds and memory of the server's part of a round, in a fresh process."""
+    """Measure seconds and memory of the server's part of a round, in a fresh process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_serve, (load,))
 
@@ -163,7 +163,7 @@ def _peak() -> float:
 
 
 def light_nodes(home: str, names: Sequence[str], port: int) -> None:
-    """Many nodes in one process, a thread each: all that a SuperNode does on the wire."""
+    """Run many nodes in one process, one thread each, with the network traffic of SuperNodes."""
     from fedgmm.federation.flower.pace import look_sooner
 
     end_with_parent()
@@ -196,34 +196,32 @@ def _light_node(home: Path, name: str, port: int) -> None:
     with http_request_response(f"127.0.0.1:{port}", False, authority, keys) as line:
         _, receive, send, _, _, pull_object, push_object, confirm = line
         while True:
-            asked = receive()
-            if asked is None:
+            received = receive()
+            if received is None:
                 time.sleep(POLL)
                 continue
-            question, tree = asked
-            run, number = question.metadata.run_id, question.metadata.message_id
+            request, tree = received
+            run, number = request.metadata.run_id, request.metadata.message_id
             pieces = {
                 one.object_id: _fetched(pull_object, run, one.object_id)
                 for one in iterate_object_tree(tree)
             }
             confirm(run, number)
             whole: Any = inflate_object_from_contents(number, pieces)
-            told = from_records(whole.content)
-            content = to_records(answer_of(name, told))
-            answer = FlowerMessage(content, reply_to=question)
-            answer.metadata.__dict__["_message_id"] = answer.object_id
-            objects = get_all_nested_objects(answer)
-            missing, session = send(
-                remove_content_from_message(answer), get_object_tree(answer), 0.0
-            )
+            message = from_records(whole.content)
+            content = to_records(reply_of(name, message))
+            reply = FlowerMessage(content, reply_to=request)
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+            objects = get_all_nested_objects(reply)
+            missing, session = send(remove_content_from_message(reply), get_object_tree(reply), 0.0)
             for piece in missing:
                 push_object(run, session, piece, objects[piece].deflate())
-            if told.kind == "stop":
+            if message.kind == "stop":
                 return
 
 
 def _fetched(pull_object: Any, run: int, piece: str) -> Any:
-    """A piece of a question, which may be announced before it is there."""
+    """Return a part of a request, which may be announced before it is available."""
     from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 
     while True:
@@ -235,7 +233,7 @@ def _fetched(pull_object: Any, run: int, piece: str) -> Any:
 
 @contextlib.contextmanager
 def many_nodes(home: Path, clients: int) -> Iterator[tuple[Any, Any]]:
-    """A server with light nodes; its sites, and the process of its SuperLink."""
+    """Start a server with light nodes; yield its sites and the process of its SuperLink."""
     import psutil
 
     from fedgmm.federation.flower.certificates import Tls
@@ -264,7 +262,7 @@ def many_nodes(home: Path, clients: int) -> Iterator[tuple[Any, Any]]:
             deadline = time.monotonic() + MOST_SECONDS
             while len(sites.nodes()) < clients:
                 if time.monotonic() > deadline or not worker.is_alive():
-                    raise SystemExit(f"Only {len(sites.nodes())} of {clients} nodes came.")
+                    raise SystemExit(f"Only {len(sites.nodes())} of {clients} nodes connected.")
                 time.sleep(0.5)
             yield sites, link
             sites.ask({node: Message("stop") for node in sites.nodes()}, 60.0)
@@ -275,7 +273,7 @@ def many_nodes(home: Path, clients: int) -> Iterator[tuple[Any, Any]]:
 
 
 def with_flower(home: Path, clients: int, sizes: Sequence[int], idle: float) -> dict[str, Any]:
-    """Polling, exchanges and memory of a SuperLink with so many nodes."""
+    """Measure polling, exchanges and memory of a SuperLink with the given number of nodes."""
 
     def cpu(link: Any) -> float:
         return float(sum(link.cpu_times()[:2]))
@@ -291,7 +289,7 @@ def with_flower(home: Path, clients: int, sizes: Sequence[int], idle: float) -> 
             before = cpu(link)
             try:
                 seconds = exchange(sites, (0, 0), size, REPEATS)["seconds"]
-            except RuntimeError as error:  # this is where it breaks
+            except RuntimeError as error:  # more nodes than the SuperLink can handle
                 print(f"{clients} nodes, {size} bytes: {error}", file=sys.stderr)
                 seconds = float("nan")
             found["exchanges"].append(
@@ -338,8 +336,8 @@ def main() -> None:
 
     alone = [server_alone(load) for load in loads if arguments.part != "flower"]
     table = Table(title="The server's own part of a FedGMM round (no network), one thread")
-    for column in ("clients", "bytes to a client", "from it", "s a round", "ms a client", "MB",
-                   "x what came in"):  # fmt: skip
+    for column in ("clients", "bytes to a client", "from it", "s per round", "ms per client",
+                   "MB", "MB / MB received"):  # fmt: skip
         table.add_column(column, justify="right")
     for one in alone:
         came = one["clients"] * one["bytes_received"] / 1e6
@@ -354,8 +352,8 @@ def main() -> None:
     for clients, sizes in nodes.items() if arguments.part != "server" else ():
         with tempfile.TemporaryDirectory() as place:
             carried.append(with_flower(Path(place), clients, sizes, 2.0 if quick else 10.0))
-    table = Table(title=f"Flower's SuperLink with light nodes that look every {POLL:g} s")
-    for column in ("nodes", "CPU share of polling", "CPU ms a poll", "bytes each way", "s an exchange",
+    table = Table(title=f"Flower's SuperLink with light nodes that poll every {POLL:g} s")
+    for column in ("nodes", "CPU share of polling", "CPU ms per poll", "bytes each way", "s per exchange",
                    "CPU s of the SuperLink", "its memory, MB"):  # fmt: skip
         table.add_column(column, justify="right")
     for one in carried:

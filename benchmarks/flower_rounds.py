@@ -1,15 +1,14 @@
-"""A round over Flower beside the same round in one process, and what crosses the wire.
+"""A round over Flower beside the same round in one process, and the bytes on the wire.
 
 Three measurements, all on this machine:
 
-1. One FedGMM training of four hospitals, in one process (``fedgmm fit``) and as a federation of real
+1. One FedGMM training run of four hospitals, in one process (``fedgmm fit``) and as a federation of real
    processes on the loopback address with TLS and keys (``fedgmm server``, ``fedgmm client``). Both must
    end with the same parameters before their times are compared.
-2. Bytes to and from a client in a round, for every method. They are counted by the server, the same
-   way over Flower; sites in memory stand for processes here, and the count of FedGMM is compared with
-   that of the real run.
-3. Exchanges of growing payloads between a server and real clients that send back what they get. A
-   proxy between them counts what crosses the wire, with TLS, HTTP, signatures and polling.
+2. Bytes to and from a client in a round, for every method, as the server counts them. Sites in memory
+   replace the processes, and the count of FedGMM is compared with that of the real run.
+3. Exchanges of growing payloads between a server and real clients that send them back. A proxy
+   counts the bytes on the wire, with TLS, HTTP, signatures and polling.
 
     python benchmarks/flower_rounds.py            # a few minutes
     python benchmarks/flower_rounds.py --quick    # under a minute
@@ -51,14 +50,14 @@ SIZE = {"components": 3, "learners": 3}
 
 @dataclass
 class Side:
-    """One way to run the training.
+    """Measurements of one side: one process, or a federation.
 
     Attributes:
-        startup: seconds until the first round begins; of the federation, with all processes.
+        startup: seconds until the first round begins; for the federation, with all processes.
         rounds: seconds of each round.
-        cpu_round: CPU seconds a round, of all processes together.
+        cpu_round: CPU seconds per round, of all processes together.
         cpu: CPU seconds of the whole run.
-        megabytes: of memory, by process; what it shares with others is not counted.
+        megabytes: unshared memory by process.
     """
 
     startup: float
@@ -74,18 +73,18 @@ class Side:
 
 
 def write_files(home: Path, clients: int) -> list[Path]:
-    """Tables of so many hospitals."""
+    """Write the tables of the given number of hospitals."""
     from fedgmm.data.hospitals import write_hospitals
 
     tables = [path for path in write_hospitals(home / "data") if path.name.startswith("site_")]
     return tables[:clients]
 
 
-# ---------------------------------------------------------------------- 1. both sides of a training
+# ---------------------------------------------------------------------- 1. both sides of a training run
 
 
 def in_process(files: Sequence[Path], out: Path, rounds: int) -> Side:
-    """``fit`` in a fresh process."""
+    """Run ``fit`` in a fresh process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return Side(**pool.apply(_fit, ([str(path) for path in files], str(out), rounds)))
 
@@ -120,9 +119,9 @@ class Federation:
     """Processes of a federation on the loopback address, with TLS and keys.
 
     Attributes:
-        home: of all files.
-        tables: one a site.
-        rounds: of the training.
+        home: folder of all files.
+        tables: one per site.
+        rounds: number of rounds.
     """
 
     home: Path
@@ -131,7 +130,7 @@ class Federation:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def run(self) -> Side:
-        """Train, and measure from outside."""
+        """Train, and measure the processes."""
         self._prepare()
         began = time.perf_counter()
         port = free_port()
@@ -175,7 +174,7 @@ class Federation:
         megabytes = {name: own_megabytes(one.pid) for name, one in self.processes.items()}
         for name, process in self.processes.items():
             if process.wait(MOST_SECONDS):
-                raise SystemExit(f"{name} failed:\n{self._said(name)}")
+                raise SystemExit(f"{name} failed:\n{self._output(name)}")
         lines = (self.home / "run" / "history.jsonl").read_text().splitlines()
         totals = [json.loads(line)["seconds"] for line in lines]
         rounds = [totals[0], *(b - a for a, b in itertools.pairwise(totals))]
@@ -190,28 +189,28 @@ class Federation:
     def _cpu(self) -> dict[str, float]:
         return {name: cpu_seconds(one.pid) for name, one in self.processes.items()}
 
-    def _said(self, name: str) -> str:
+    def _output(self, name: str) -> str:
         return (self.home / f"{name}.txt").read_text(errors="replace")
 
     def _wait_for(self, words: str) -> None:
         deadline = time.monotonic() + MOST_SECONDS
-        while words not in self._said("server"):
+        while words not in self._output("server"):
             gone = [name for name, one in self.processes.items() if one.poll()]
             if gone or time.monotonic() > deadline:
                 raise SystemExit(
-                    f"It does not go on: {[self._said(n) for n in gone or ['server']]}"
+                    f"The run stopped: {[self._output(n) for n in gone or ['server']]}"
                 )
             time.sleep(0.05)
 
-    def bytes_a_round(self) -> tuple[float, float]:
-        """Bytes to and from each client in the last round, as the server counted them."""
+    def bytes_per_round(self) -> tuple[float, float]:
+        """Return the bytes to and from each client in the last round, as the server counted them."""
         entry = json.loads((self.home / "run" / "history.jsonl").read_text().splitlines()[-1])
         clients = len(entry["bytes"])
         return entry["bytes_sent"] / clients, entry["bytes_received"] / clients
 
 
 def check_same_model(here: Path, there: Path) -> float:
-    """The largest difference between the parameters of two runs."""
+    """Return the largest difference between the parameters of two runs."""
     import numpy as np
     from safetensors.numpy import load_file
 
@@ -231,7 +230,7 @@ def check_same_model(here: Path, there: Path) -> float:
 
 
 class SitesInMemory:
-    """Sites that answer at once, in this process."""
+    """Sites that reply at once, in this process."""
 
     def __init__(self, files: Sequence[Path], home: Path) -> None:
         from fedgmm.federation.site import Site, SiteSettings
@@ -241,16 +240,16 @@ class SitesInMemory:
         }
 
     def nodes(self) -> list[str]:
-        """Names of the sites."""
+        """Return the names of the sites."""
         return list(self._sites)
 
-    def ask(self, questions: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Their answers."""
-        return {node: self._sites[node].answer(asked) for node, asked in questions.items()}
+    def ask(self, requests: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """Return the replies of the sites."""
+        return {node: self._sites[node].answer(request) for node, request in requests.items()}
 
 
 def bytes_of(files: Sequence[Path], home: Path, **training: Any) -> tuple[float, float]:
-    """Bytes to and from a client in a round of a method, from the server's history."""
+    """Return the bytes to and from a client in a round of a method, from the server's history."""
     from fedgmm.data.hospitals import LABEL
     from fedgmm.data.tables.preprocessing import TableOptions
     from fedgmm.federation.settings import FederationSettings
@@ -302,7 +301,7 @@ def main() -> None:
             counts[title] = bytes_of(files, home / f"bytes-{number}", **training)
             shutil.rmtree(home / f"bytes-{number}")
         results["bytes"] = counts
-        real = federation.bytes_a_round()
+        real = federation.bytes_per_round()
         console.print(_bytes_table(counts, real))
         if any(abs(a - b) > 200 for a, b in zip(counts["fedgmm"], real, strict=True)):
             raise SystemExit(f"Sites in memory count {counts['fedgmm']}, processes {real}.")
@@ -316,7 +315,7 @@ def main() -> None:
         console.print(_payload_table(payloads, clients))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
-    print(f"overhead: {there.round - here.round:.2f} s a round, {there.round / here.round:.0f}x")
+    print(f"overhead: {there.round - here.round:.2f} s per round, {there.round / here.round:.0f}x")
 
 
 def _training_table(here: Side, there: Side, clients: int, rounds: int, apart: float) -> Any:
@@ -325,7 +324,7 @@ def _training_table(here: Side, there: Side, clients: int, rounds: int, apart: f
     table = Table(
         title=f"FedGMM 3x3, {clients} hospitals, {rounds} rounds; parameters agree to {apart:.0e}"
     )
-    for column in ("", "start-up s", "s a round", "slowest", "CPU s a round", "CPU s in all"):
+    for column in ("", "start-up s", "s per round", "slowest", "CPU s per round", "CPU s in total"):
         table.add_column(column, justify="right" if column else "left")
     for name, side in (("one process", here), ("over Flower", there)):
         table.add_row(name, f"{side.startup:.1f}", f"{side.round:.3f}", f"{max(side.rounds):.3f}",
@@ -356,7 +355,7 @@ def _bytes_table(counts: Mapping[str, tuple[float, float]], real: tuple[float, f
 def _payload_table(payloads: Sequence[Mapping[str, float]], clients: int) -> Any:
     from rich.table import Table
 
-    table = Table(title=f"An exchange with {clients} clients, so many bytes each way to each")
+    table = Table(title=f"An exchange with {clients} clients, by bytes to and from each")
     for column in (
         "bytes",
         "seconds",

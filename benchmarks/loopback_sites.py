@@ -1,6 +1,6 @@
-"""Processes on the loopback address for measurements: clients that echo, a proxy that counts.
+"""Processes on the loopback address for measurements: clients that echo, a proxy that counts bytes.
 
-Not a benchmark of its own: ``flower_rounds.py`` and ``federation_scale.py`` use it.
+Used by ``flower_rounds.py`` and ``federation_scale.py``.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 MOST_SECONDS = 300.0
 
 
-def answer_of(name: str, question: Any) -> Any:
-    """What comes back: the same numbers plus the site's own, as Flower sends equal arrays only once."""
+def reply_of(name: str, request: Any) -> Any:
+    """Return the numbers plus the site's own number, because Flower sends equal arrays only once."""
     from fedgmm.federation.messages import Message
 
-    arrays = {key: value + site_number(name) for key, value in question.arrays.items()}
+    arrays = {key: value + site_number(name) for key, value in request.arrays.items()}
     return Message("answer", arrays, {"name": name})
 
 
 def site_number(name: str) -> int:
-    """``site00003`` has the number 4."""
+    """Return 4 for ``site00003``."""
     return int(name.removeprefix("site")) + 1
 
 
 class Echo:
-    """A site that sends back as much as it gets."""
+    """A site that sends back as many bytes as it receives."""
 
     finished = False
     refused: str | None = None
@@ -45,14 +45,14 @@ class Echo:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def answer(self, question: Any) -> Any:
-        """Answer one question."""
-        self.finished = question.kind == "stop"
-        return answer_of(self._name, question)
+    def answer(self, request: Any) -> Any:
+        """Reply to one request."""
+        self.finished = request.kind == "stop"
+        return reply_of(self._name, request)
 
 
 def echo_client(home: str, name: str, port: int) -> None:
-    """A client of its own process."""
+    """Run a client; called in its own process."""
     end_with_parent()
     os.environ.update(FEW_THREADS)
     from fedgmm.federation.flower.client import Connection, take_part
@@ -65,7 +65,7 @@ def echo_client(home: str, name: str, port: int) -> None:
 
 
 def count_bytes(front: int, back: int, counted: Any) -> None:
-    """A proxy from one port to another; ``counted`` has the bytes to and from the back."""
+    """Run a proxy from one port to another; ``counted`` holds the bytes to and from the back."""
     end_with_parent()
     lines = selectors.DefaultSelector()
     door = socket.create_server(("127.0.0.1", front))
@@ -77,7 +77,7 @@ def count_bytes(front: int, back: int, counted: Any) -> None:
                 try:
                     far = socket.create_connection(("127.0.0.1", back))
                 except OSError:
-                    near.close()  # nobody is there yet
+                    near.close()  # the server does not listen yet
                     continue
                 for line in (near, far):
                     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -99,7 +99,7 @@ def count_bytes(front: int, back: int, counted: Any) -> None:
 
 @contextlib.contextmanager
 def echoing_sites(home: Path, names: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    """A server with clients that echo, through a proxy that counts; both as processes."""
+    """Start a server, and clients that echo through a proxy that counts bytes, as processes."""
     from fedgmm.federation.flower.certificates import Tls
     from fedgmm.federation.flower.keys import read_public_keys
     from fedgmm.federation.flower.processes import FlowerFolder, prepare_environment
@@ -124,7 +124,9 @@ def echoing_sites(home: Path, names: Sequence[str]) -> Iterator[tuple[Any, Any]]
             deadline = time.monotonic() + MOST_SECONDS
             while len(sites.nodes()) < len(names):
                 if time.monotonic() > deadline:
-                    raise SystemExit(f"Only {len(sites.nodes())} of {len(names)} clients came.")
+                    raise SystemExit(
+                        f"Only {len(sites.nodes())} of {len(names)} clients connected."
+                    )
                 time.sleep(0.2)
             yield sites, counted
             sites.ask({node: Message("stop") for node in sites.nodes()}, 60.0)
@@ -137,7 +139,7 @@ def echoing_sites(home: Path, names: Sequence[str]) -> Iterator[tuple[Any, Any]]
 
 
 def exchange(sites: Any, counted: Any, size: int, repeats: int) -> dict[str, float]:
-    """Median seconds of an exchange of so many bytes each way, and what it takes on the wire."""
+    """Return the median seconds of an exchange of ``size`` bytes each way, and its bytes on the wire."""
     import numpy as np
 
     from fedgmm.federation.messages import Message
@@ -147,14 +149,14 @@ def exchange(sites: Any, counted: Any, size: int, repeats: int) -> dict[str, flo
     for _ in range(repeats):
         payload = rng.random(size // 4, dtype=np.float32)  # new numbers, as after every round
         began = time.perf_counter()
-        answers = sites.ask({node: Message("echo", {"x": payload}) for node in nodes}, 120.0)
+        replies = sites.ask({node: Message("echo", {"x": payload}) for node in nodes}, 120.0)
         seconds.append(time.perf_counter() - began)
-        for answer in answers.values():
-            if not isinstance(answer, Message):
-                raise RuntimeError(f"A client did not answer: {answer}")
-            wanted = payload + site_number(answer.facts["name"])
-            if not np.array_equal(answer.arrays["x"], wanted):
-                raise RuntimeError(f"{answer.facts['name']} did not send what it should.")
+        for reply in replies.values():
+            if not isinstance(reply, Message):
+                raise RuntimeError(f"A client did not reply: {reply}")
+            wanted = payload + site_number(reply.facts["name"])
+            if not np.array_equal(reply.arrays["x"], wanted):
+                raise RuntimeError(f"{reply.facts['name']} sent wrong numbers.")
     share = len(nodes) * repeats
     return {
         "bytes": size,
@@ -168,7 +170,7 @@ def exchange(sites: Any, counted: Any, size: int, repeats: int) -> dict[str, flo
 
 
 def end_with_parent() -> None:
-    """In a worker: end when the benchmark has, however it ended."""
+    """End this worker when the benchmark has ended, for any reason."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -180,7 +182,7 @@ def end_with_parent() -> None:
 
 
 def make_keys(home: Path, names: Sequence[str]) -> None:
-    """A certificate for the loopback address, and a key pair for each name."""
+    """Write a certificate for the loopback address, and a key pair for each name."""
     from fedgmm.federation.flower.certificates import try_out_certificates
     from fedgmm.federation.flower.keys import new_pair
 
@@ -192,7 +194,7 @@ def make_keys(home: Path, names: Sequence[str]) -> None:
 
 
 def family(pid: int) -> list[Any]:
-    """A process and its children."""
+    """Return a process and its children."""
     import psutil
 
     try:
@@ -203,17 +205,17 @@ def family(pid: int) -> list[Any]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process and its children until now."""
+    """Return the CPU seconds of a process and its children until now."""
     return sum(sum(one.cpu_times()[:2]) for one in family(pid))
 
 
 def own_megabytes(pid: int) -> float:
-    """Memory of a process and its children that nobody else uses."""
+    """Return the megabytes that a process and its children do not share with others."""
     return sum(one.memory_full_info().uss for one in family(pid)) / 1e6
 
 
 def end_all(processes: Any) -> None:
-    """End processes that have not ended."""
+    """End the processes that are still running."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -224,7 +226,7 @@ def end_all(processes: Any) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,11 +1,10 @@
-"""One FedGMM round: all clients stacked, beside a plain loop over clients.
+"""One FedGMM round with all clients stacked, beside a plain loop over clients.
 
-The plain loop is what most people write: every client reads its rows through a ``DataLoader``, once for
-the E-step and once for each learner, which is an ``nn.Module`` with an optimiser of its own; moments are
-taken on the client's tensors and averaged on the server. A leaner loop, whose E-step sees all rows of a
-client at once, is timed as well. All sides do the same work: same rows, same
-batch size, one local epoch, same start; their log-likelihoods and Gaussians are compared before anything
-is timed.
+In the plain loop every client reads its rows through a ``DataLoader``, once for the E-step and once for
+each learner, which is an ``nn.Module`` with its own optimiser. Moments are computed on the client's
+tensors and averaged on the server. A leaner loop takes all rows of a client at once in the E-step. All
+sides do the same work: same rows, same batch size, one local epoch, same start. Their log-likelihoods
+and Gaussians must agree.
 
     python benchmarks/rounds.py            # the paper's size, 10,000 small clients, and the scaling
     python benchmarks/rounds.py --quick    # seconds
@@ -31,7 +30,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Setting:
     clients: int
-    rows: int  # training rows a client
+    rows: int  # training rows per client
     threads: int
     dimensions: int = 32
     components: int = 3
@@ -70,7 +69,7 @@ def _worker(side: str, values: dict[str, Any], repeats: int) -> dict[str, float]
         step = _stacked(setting, rows, start)
     else:
         step = _looped(setting, rows, start, lean=side == "lean")
-    log_likelihood, mean_norm = step()  # warms up, and is what the sides are compared by
+    log_likelihood, mean_norm = step()  # warms up; the sides are compared by this step
     walls, cpus = [], []
     for _ in range(repeats):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -88,7 +87,7 @@ def _worker(side: str, values: dict[str, Any], repeats: int) -> dict[str, float]
 
 
 def _data(setting: Setting) -> tuple[Any, Any]:
-    """Training rows in one block, and the parameters both sides start from."""
+    """Return training rows in one block, and the start parameters of both sides."""
     import torch
 
     from fedgmm.core.gaussians import gaussians
@@ -116,11 +115,11 @@ def _data(setting: Setting) -> tuple[Any, Any]:
 def _stacked(setting: Setting, rows: Any, start: Any) -> Any:
     import torch
 
+    from fedgmm.core.params import stack
     from fedgmm.core.servers import ServerState
     from fedgmm.methods.fedgmm import FedGMM, FedGMMShared
     from fedgmm.methods.gmm import FederatedGMM, MixtureShared
     from fedgmm.methods.local_training import LocalTraining
-    from fedgmm.core.params import stack
     from fedgmm.nets.sgd import SGD
 
     net, learners, shared = start
@@ -199,31 +198,31 @@ def _looped(setting: Setting, rows: Any, start: Any, lean: bool) -> Any:
 
     def step() -> tuple[float, float]:
         offsets = rows.offsets.tolist()
-        answers = [
+        results = [
             one_client(rows.inputs[first:last], rows.labels[first:last])
             for first, last in itertools.pairwise(offsets)
         ]
-        gammas = torch.stack([answer[1] for answer in answers])
+        gammas = torch.stack([result[1] for result in results])
         by_component, by_learner = gammas.sum(2), gammas.sum(1)
         total = by_component.sum(0)
-        new_means = sum(g[:, None] * a[2] for g, a in zip(by_component, answers, strict=True))
+        new_means = sum(g[:, None] * a[2] for g, a in zip(by_component, results, strict=True))
         new_means = new_means / total[:, None]
         covariances = sum(
-            g[:, None, None] * a[3] for g, a in zip(by_component, answers, strict=True)
+            g[:, None, None] * a[3] for g, a in zip(by_component, results, strict=True)
         )
         covariances = covariances / total[:, None, None]
         with torch.no_grad():
             for k in range(m):
                 weight = by_learner[:, k] / by_learner[:, k].sum()
-                sum(w * a[4][k].weight for w, a in zip(weight, answers, strict=True))
-        likelihood = float(sum(answer[0].double() for answer in answers)) / len(rows)
+                sum(w * a[4][k].weight for w, a in zip(weight, results, strict=True))
+        likelihood = float(sum(result[0].double() for result in results)) / len(rows)
         return likelihood, float(torch.linalg.norm(new_means))
 
     return step
 
 
 def side_by_side(setting: Setting, loop_repeats: int) -> dict[str, Any]:
-    """Interleave the sides, each in its own processes, and compare what they computed."""
+    """Measure the sides in turns, each in its own processes, and compare their results."""
     timings: dict[str, list[Timing]] = {"stacked": [], "looped": [], "lean": []}
     for repeat in range(3):
         timings["stacked"].append(measure("stacked", setting, setting.repeats))
@@ -285,7 +284,7 @@ def main() -> None:
 
     totals = (10_000, 20_000, 40_000) if arguments.quick else (67_500, 135_000, 270_000, 540_000)
     curve = Table(title="Cost of a stacked round grows with the rows alone (1 thread)")
-    for column in ("rows", "clients", "seconds", "ns a row"):
+    for column in ("rows", "clients", "seconds", "ns per row"):
         curve.add_column(column, justify="right")
     scaling = []
     for total in totals:

@@ -1,5 +1,6 @@
-"""The pages do what they say: their blocks run and their links lead somewhere."""
+"""Documentation pages: their blocks run, their links lead to files and headings, figures are small."""
 
+import ast
 import os
 import re
 import subprocess
@@ -12,11 +13,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?://)([^)#]+)[^)]*\)")
+LINK = re.compile(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)")
+REFERENCE = re.compile(r"`([a-z0-9_/]+(?:/|\.py))(?:::([\w.]+))?`")
+RESULTS = ROOT / "docs" / "results" / "README.md"
+LINKED = [*PAGES, RESULTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
 
 def python_of(page: Path) -> str:
-    """All Python blocks of a page, with blank lines between so that errors give the page's lines."""
+    """Return all Python blocks of a page, padded so that errors have the line numbers of the page."""
     text = page.read_text(encoding="utf-8")
     lines = [""] * text.count("\n")
     for block in BLOCK.finditer(text):
@@ -46,7 +50,7 @@ def shell_of(page: Path) -> str:
     ids=lambda page: page.name,
 )
 def test_shell_blocks_run(page, tmp_path):
-    """Exactly as they are printed, in an empty folder, with the command on the path."""
+    """Run them exactly as printed, in an empty folder, with the command on the path."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-e", "-c", shell_of(page)],
@@ -67,11 +71,55 @@ def test_the_shell_blocks_show_every_command():
     assert "report" in shown
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
-    text = page.read_text(encoding="utf-8")
-    missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    missing = []
+    for link, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        target = page.parent / link if link else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            missing.append(f"{link}#{anchor}")
     assert not missing
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the functions, classes and methods of a module, methods as ``Class.method``."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
+            found.update(f"{node.name}.{name}" for name in methods)
+    return found
+
+
+def test_the_code_that_the_architecture_names_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if "TODO(verify)" not in line]
+    references = REFERENCE.findall("\n".join(lines))
+    missing = []
+    for module, name in references:
+        path = ROOT / module if module.startswith("tests/") else ROOT / "src" / "fedgmm" / module
+        if not path.exists() or (name and name not in names_in(path)):
+            missing.append(f"{module}::{name}")
+
+    assert len(references) > 60
+    assert not missing
+
+
+def test_results_are_short_and_every_file_is_cited():
+    text = RESULTS.read_text(encoding="utf-8")
+    cited = {Path(link).stem for link, _ in LINK.findall(text)}
+    kept = {path.stem for path in RESULTS.parent.iterdir() if path != RESULTS}
+
+    assert text.count("\n") <= 150
+    assert kept <= cited
 
 
 def test_there_is_something_to_run():
