@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fedgmm import FedGMMClassifier
+from fedgmm.core.params import is_statistic
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import SHARED_LEARNERS, Prediction
 from fedgmm.methods.batch_statistics import settled
@@ -19,11 +20,10 @@ from fedgmm.model.saving import load
 from fedgmm.nets import devices, sgd, stacked
 from fedgmm.nets.backbones import MobileNetV2
 from fedgmm.nets.learners import log_likelihoods
-from fedgmm.core.params import is_statistic
 from fedgmm.nets.pixels import as_numbers
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.local import train
+from fedgmm.training.options import ALGORITHMS
 from supervised import federation, images
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")

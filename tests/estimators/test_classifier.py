@@ -19,8 +19,8 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from fedgmm import FedGMMClassifier
 from fedgmm.model.saving import load
-from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.local import SHARED_LEARNERS
+from fedgmm.training.options import ALGORITHMS
 from supervised import images
 
 

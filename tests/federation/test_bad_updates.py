@@ -6,14 +6,13 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 import pytest
 import torch
+from fedgmm.federation.updates import UpdateError, checked_update
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedgmm.federation.messages import Failure
 from fedgmm.federation.job import Job
-from fedgmm.federation.messages import Message
-from fedgmm.federation.updates import UpdateError, checked_update
+from fedgmm.federation.messages import Failure, Message
 from fedgmm.federation.wire import received
 from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, federate, with_arrays, with_facts

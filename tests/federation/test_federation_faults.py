@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from fedgmm.federation.settings import FederationError
-from fedgmm.federation.server import run_federation, serve_model
 from fedgmm.federation.messages import Message
+from fedgmm.federation.server import run_federation, serve_model
+from fedgmm.federation.settings import FederationError
 from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings
 from small_runs import draw_rows, write_csv

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fedgmm.federation import coordinator
-from fedgmm.federation.server import serve_model
 from fedgmm.federation.messages import Message
+from fedgmm.federation.server import serve_model
 from fedgmm.federation.settings import SiteSettings, read_settings
 from fedgmm.federation.site import Site
 from fedgmm.runs import open_run

@@ -5,12 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from fedgmm.federation.settings import FederationError
+from fedgmm.federation.messages import Failure, one_line
 from fedgmm.federation.server import check_start, run_federation
-from fedgmm.federation.messages import one_line
-from fedgmm.federation.settings import SiteSettings
+from fedgmm.federation.settings import FederationError, SiteSettings
 from fedgmm.federation.site import Site, SiteError
-from fedgmm.federation.messages import Failure
 from fedgmm.runs import fit
 from in_memory_sites import InMemorySites, federate, federation_settings, with_facts
 from small_runs import bytes_of, draw_rows, write_csv

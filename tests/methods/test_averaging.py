@@ -8,9 +8,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.training.options import TrainingOptions
 from fedgmm.training.build import build
 from fedgmm.training.local import train
+from fedgmm.training.options import TrainingOptions
 from supervised import (
     batches_of,
     client_orders,

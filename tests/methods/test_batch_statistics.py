@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fedgmm import train
+from fedgmm.core.params import is_statistic
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods import batch_statistics as statistics
 from fedgmm.methods.base import Prediction
 from fedgmm.methods.batch_statistics import settled
 from fedgmm.model.model import FederatedModel
-from fedgmm.core.params import is_statistic
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.stacked import Stacked
 

@@ -14,19 +14,19 @@ from torch import nn
 
 from fedgmm.core.gaussians import gaussians
 from fedgmm.core.newton import newton_step, newton_sums
+from fedgmm.core.params import stack
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.methods.fedavg import without_density
 from fedgmm.methods.base import DivergedError
+from fedgmm.methods.fedavg import without_density
 from fedgmm.methods.fedgmm import LEARNER_STARTS, FedGMM, FedGMMShared
 from fedgmm.methods.gmm import FederatedGMM, MixtureShared
 from fedgmm.methods.local_training import LocalTraining
-from fedgmm.core.params import stack
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.local import train
 from fedgmm.training.loop import run_rounds
+from fedgmm.training.options import ALGORITHMS
 from oracles import full_covariances, random_covariances, reduce_covariances
 from supervised import (
     batches_of,

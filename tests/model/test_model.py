@@ -12,8 +12,8 @@ import torch
 
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.synthetic import synthetic
-from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.local import train
+from fedgmm.training.options import ALGORITHMS
 from supervised import federation, images, tiny
 
 

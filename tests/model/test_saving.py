@@ -22,8 +22,8 @@ import fedgmm
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.saving import FORMAT, ModelFileError, _checksum, load, save
-from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.local import train
+from fedgmm.training.options import ALGORITHMS
 from supervised import federation, images, tiny
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedgmm.nets.convolutions import Convolutional, convolve, patches
 from fedgmm.core.params import stack
+from fedgmm.nets.convolutions import Convolutional, convolve, patches
 from fedgmm.nets.networks import network
 
 

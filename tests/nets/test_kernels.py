@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fedgmm.core.params import is_statistic
 from fedgmm.nets import stacked
 from fedgmm.nets.convolutions import Convolutional
 from fedgmm.nets.kernels import fused as kernels
-from fedgmm.core.params import is_statistic
 from fedgmm.nets.sgd import SGD, plan_batches, train_local
 
 pytest.importorskip("triton")

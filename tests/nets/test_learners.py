@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from small_learners import drawn
 from torch.nn.functional import cross_entropy
 
 from fedgmm.core.params import add_params, expand_clients, flatten, take_clients, weighted_sum
 from fedgmm.nets.learners import log_likelihoods
 from fedgmm.nets.networks import Dense
+from small_learners import drawn
 
 # ---------------------------------------------------------------------- likelihoods
 

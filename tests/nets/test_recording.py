@@ -8,15 +8,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 import torch
-from small_learners import SIZES, drawn, rows, shuffles
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedgmm.core.params import expand_clients
 from fedgmm.nets import sgd
 from fedgmm.nets.kernels import recording
 from fedgmm.nets.kernels.recording import Recorder, _Recording, forget_recordings, recorder_of
-from fedgmm.core.params import expand_clients
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD, plan_batches, train_local, train_moreau
+from small_learners import SIZES, drawn, rows, shuffles
 
 
 class Graph:

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
-from small_learners import SIZES, drawn, rows, shuffles
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fedgmm.core.params import expand_clients, flatten, take_clients
 from fedgmm.nets.networks import Dense, network
 from fedgmm.nets.sgd import SGD, batch_loss, plan_batches, train_local, train_moreau
+from small_learners import SIZES, drawn, rows, shuffles
 from supervised import batches_of, dense_params, load_dense, module_of, plain_sgd
 
 # ---------------------------------------------------------------------- batches

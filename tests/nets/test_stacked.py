@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fedgmm.core.params import is_statistic, stack
 from fedgmm.nets.backbones import IMAGENET_DEVIATION, IMAGENET_MEAN, MobileNetV2, ResNet18
-from fedgmm.core.params import stack
-from fedgmm.core.params import is_statistic
 from fedgmm.nets.networks import ConvNet, network
 from fedgmm.nets.pixels import as_numbers
 from fedgmm.nets.sgd import SGD, plan_batches, train_local

@@ -11,8 +11,8 @@ import pytest
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.runs import comparison
 from fedgmm.runs.comparison import PAPER_GRID, compare, tune
-from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from fedgmm.training.local import train
+from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from supervised import federation, two_groups
 
 FAST = {"rounds": 4, "components": 2, "learners": 2}

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
-from small_checkpoints import SMALL, facts_of
 from torch import Tensor
 
 from fedgmm.nets.networks import network
 from fedgmm.training import checkpoint as module
+from fedgmm.training.build import build
 from fedgmm.training.checkpoint import (
     FORMAT,
     Best,
@@ -31,9 +31,9 @@ from fedgmm.training.checkpoint import (
     read_checkpoint,
     save_progress,
 )
-from fedgmm.training.options import TrainingOptions
-from fedgmm.training.build import build
 from fedgmm.training.local import train
+from fedgmm.training.options import TrainingOptions
+from small_checkpoints import SMALL, facts_of
 from supervised import federation
 
 # ---------------------------------------------------------------------- the file

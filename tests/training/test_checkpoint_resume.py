@@ -14,6 +14,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load as tensors_of
+from torch import nn
+
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.methods.fedgmm import FedGMM
+from fedgmm.training.checkpoint import Checkpoint, CheckpointError, save_progress
+from fedgmm.training.local import DivergenceWarning, train
+from fedgmm.training.options import ALGORITHMS
 from small_checkpoints import (
     SMALL,
     assert_same_file,
@@ -22,13 +29,6 @@ from small_checkpoints import (
     data_set,
     facts_of,
 )
-from torch import nn
-
-from fedgmm.data.dataset import FederatedDataset
-from fedgmm.methods.fedgmm import FedGMM
-from fedgmm.training.checkpoint import Checkpoint, CheckpointError, save_progress
-from fedgmm.training.options import ALGORITHMS
-from fedgmm.training.local import DivergenceWarning, train
 from supervised import federation
 
 VARIANTS = {

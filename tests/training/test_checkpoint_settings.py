@@ -19,8 +19,8 @@ from fedgmm.training.checkpoint import (
     StoredProgress,
     fingerprint,
 )
-from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from fedgmm.training.local import train
+from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from small_checkpoints import SMALL, assert_same_model, copies_of
 from supervised import federation
 

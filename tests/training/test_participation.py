@@ -12,9 +12,9 @@ from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.local import train
 from fedgmm.training.loop import Participation, run_rounds
+from fedgmm.training.options import ALGORITHMS
 from supervised import federation
 
 NAMES = tuple(f"c{i}" for i in range(10))

@@ -10,8 +10,8 @@ import torch
 
 import fedgmm
 from fedgmm.data.dataset import SPLITS, FederatedDataset
-from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from fedgmm.training.local import train
+from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from supervised import FAST, federation, predictions, tiny, two_groups
 
 # ---------------------------------------------------------------------- every method

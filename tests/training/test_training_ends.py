@@ -11,8 +11,8 @@ import torch
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.fedavg import FedAvgPlus
-from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.local import DivergenceWarning, train
+from fedgmm.training.options import ALGORITHMS
 from supervised import FAST, federation, predictions
 
 # ---------------------------------------------------------------------- how a run ends

@@ -11,8 +11,8 @@ from torch import nn
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.nets.kernels.recording import recorder_of
-from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.local import train
+from fedgmm.training.options import ALGORITHMS
 from supervised import FAST, federation, images, predictions
 
 # ---------------------------------------------------------------------- kinds of learners

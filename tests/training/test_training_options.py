@@ -10,9 +10,9 @@ import torch
 
 from fedgmm.core.servers import ServerOptimiser
 from fedgmm.nets.networks import network
-from fedgmm.training.options import TrainingOptions
 from fedgmm.training.build import _solver, build
 from fedgmm.training.local import train
+from fedgmm.training.options import TrainingOptions
 from supervised import FAST, federation, predictions, two_groups
 
 # ---------------------------------------------------------------------- values

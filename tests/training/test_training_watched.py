@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.training.options import ALGORITHMS
 from fedgmm.training.local import train
+from fedgmm.training.options import ALGORITHMS
 from supervised import FAST, federation
 
 

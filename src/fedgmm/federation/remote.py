@@ -351,9 +351,9 @@ class Validation:
         if not isinstance(shared, Mapping):
             return
         rows, right = shared.get("rows"), shared.get("right")
-        if isinstance(rows, (int, float)) and isinstance(right, (int, float)):
-            if 0 <= right <= rows:
-                self.rows, self.right = self.rows + rows, self.right + right
+        numbers = isinstance(rows, (int, float)) and isinstance(right, (int, float))
+        if numbers and 0 <= right <= rows:
+            self.rows, self.right = self.rows + rows, self.right + right
 
 
 # ---------------------------------------------------------------------- rows at the sites

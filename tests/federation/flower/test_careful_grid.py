@@ -12,11 +12,10 @@ from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedgmm.federation.messages import Failure
 from fedgmm.federation.flower.inner import _CarefulGrid
 from fedgmm.federation.flower.records import to_records
 from fedgmm.federation.flower.sites import FlowerSites
-from fedgmm.federation.messages import Message
+from fedgmm.federation.messages import Failure, Message
 
 RUN = 1
 

@@ -11,12 +11,11 @@ from flwr.app.metadata import Metadata
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedgmm.federation.messages import Failure
-from fedgmm.federation.settings import FederationError
 from fedgmm.federation.flower import sites as sites_module
 from fedgmm.federation.flower.records import failure, to_records
 from fedgmm.federation.flower.sites import FlowerSites
-from fedgmm.federation.messages import Message
+from fedgmm.federation.messages import Failure, Message
+from fedgmm.federation.settings import FederationError
 
 
 @pytest.fixture(autouse=True)
