@@ -351,8 +351,9 @@ class Validation:
         if not isinstance(shared, Mapping):
             return
         rows, right = shared.get("rows"), shared.get("right")
-        numbers = isinstance(rows, (int, float)) and isinstance(right, (int, float))
-        if numbers and 0 <= right <= rows:
+        if not isinstance(rows, (int, float)) or not isinstance(right, (int, float)):
+            return
+        if 0 <= right <= rows:
             self.rows, self.right = self.rows + rows, self.right + right
 
 
