@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -136,8 +135,8 @@ def compare(
     """
     from fedgmm.experiments.tables import comparison_table
     from fedgmm.methods.base import TITLES
-    from fedgmm.runs.comparing import data_to_compare, write_comparison
     from fedgmm.runs.comparison import compare as compare_methods
+    from fedgmm.runs.comparison import data_to_compare
 
     chosen = [name.strip() for name in methods.split(",")] if methods else list(TITLES)
     unknown = [name for name in chosen if name not in TITLES]
@@ -148,13 +147,13 @@ def compare(
     with working(as_json) as notify:
         data = data_to_compare(
             sources or ["digits"],
-            label,
-            client_column,
-            seed,
-            notify,
-            sizes,
+            label=label,
+            client_column=client_column,
             categorical=categorical or (),
             ignore=ignore or (),
+            seed=seed,
+            sizes=sizes,
+            notify=notify,
         )
         if rounds is None:  # on a run, so that its own figures come out again
             rounds = _ROUNDS_TO_COMPARE if data.home is None else data.options.rounds
@@ -170,7 +169,7 @@ def compare(
             device=device,
         )
     folder = out or data.home
-    written = write_comparison(comparison, folder) if folder is not None else None
+    written = comparison.write(folder) if folder is not None else None
     if as_json:
         print_json(comparison.record())
         return
@@ -197,8 +196,7 @@ def tune(
     Example: fedgmm tune digits --method fedprox
     """
     from fedgmm.experiments.tables import tuning_table
-    from fedgmm.runs.comparing import built_in_data
-    from fedgmm.runs.comparison import PAPER_GRID
+    from fedgmm.runs.comparison import PAPER_GRID, built_in_data
     from fedgmm.runs.comparison import tune as tune_method
 
     rates = _rates(grid) if grid else PAPER_GRID
@@ -207,11 +205,7 @@ def tune(
         notify(f"{method}: {counted(len(rates), 'learning rate')}")
         found = tune_method(dataset, method, grid=rates, rounds=rounds, solver="sgd", seed=seed)
     if as_json:
-        scores = {
-            str(rate): score if math.isfinite(score) else None
-            for rate, score in found.scores.items()
-        }
-        print_json({"lr": found.best, "scores": scores})
+        print_json({"lr": found.best, "scores": found.record()})
         return
     screen().print(tuning_table(found, f"{method} on {data.value}"))
 

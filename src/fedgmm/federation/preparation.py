@@ -17,7 +17,7 @@ from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries_on_wire import SummaryError, summary_from_record
 from fedgmm.federation.transport import Failure
 from fedgmm.training.options import TrainingOptions
-from fedgmm.training.selection import suitable_covariance
+from fedgmm.training.selection import choose_sizes
 from fedgmm.wording import counted
 
 _TELL_AGAIN = 30.0  # seconds after which it is said again whom the server waits for
@@ -145,14 +145,11 @@ def _chosen(assembly: Assembly, rows: int, width: int) -> tuple[TrainingOptions,
             f"and {counted(options.learners, 'learner')} are taken. Trials on the data need one "
             "machine; say components and learners."
         )
-    if "covariance_type" in config.open_choices():
-        kind = suitable_covariance(rows, width, options.components)
-        config = config.with_training(covariance_type=kind)
-    chosen = config.options()
-    for name in ("components", "learners"):
-        if getattr(chosen, name) > max(rows, 10):
-            raise FederationError(
-                f"{name}={getattr(chosen, name)} is more than the "
-                f"{counted(rows, 'training row')}; ask for fewer."
-            )
+    # sizes that were left open keep their defaults: trials need all rows on one machine
+    try:
+        chosen, _ = choose_sizes(
+            options, {"covariance_type"} & {*config.open_choices()}, rows=rows, columns=width
+        )
+    except ValueError as error:
+        raise FederationError(str(error)) from None
     return chosen, notes
