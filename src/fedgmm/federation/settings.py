@@ -111,7 +111,9 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     if "clients" not in values:
-        raise ValueError(f"{path}: [federation] must give the number of clients, clients = 4.")
+        raise ValueError(
+            f"{path}: [federation] must say how many clients to expect, such as clients = 4."
+        )
     try:
         return FederationSettings(replace(config, files=()), **values)
     except (TypeError, ValueError) as error:

@@ -192,8 +192,8 @@ def config_from(
     files = data.pop("files", ())
     if not files and files_needed:
         raise ValueError(
-            "This is the run of a federation's server, which has no rows: evaluate and report at the "
-            "sites. The server wrote its own report.html; fedgmm server resumes it."
+            "This run belongs to the server of a federation, and the rows are at its sites: evaluate and "
+            "report there. The server wrote its own report.html; resume it with fedgmm server."
             if sections.get("federation")
             else "No files were given; name at least one, such as site_*.csv."
         )
