@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from fedgmm.core.em import AGGREGATIONS
 from fedgmm.core.checks import (
     Count,
     Flag,
@@ -17,6 +16,7 @@ from fedgmm.core.checks import (
     number,
     one_of,
 )
+from fedgmm.core.em import AGGREGATIONS
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.servers import SERVER_KINDS
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS
