@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and what they hold in a few digits."""
+"""Files that are complete or absent, and checksums."""
 
 from __future__ import annotations
 
@@ -7,28 +7,23 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_HASH_BYTES = 1 << 20
-
 
 def sha256_of(path: Path) -> str:
-    """The checksum of a file, in hexadecimal."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
-        while block := file.read(_HASH_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, data: bytes, *, shared: bool = False) -> None:
-    """Write, flush to disk, rename: readers see the old file or the new one, never a half.
+    """Write a file so that readers see the old content or the new one, never a part.
 
-    The draft lies beside the file, under a fixed name: what a crash leaves behind is written over
-    by the next try.
+    The data are written to a draft beside the file, flushed to disk, and renamed. The draft has a
+    fixed name, so that the next attempt replaces what a crash leaves.
 
     Args:
         path: the file.
-        data: what is written.
-        shared: several programs may write the file at once; each then has a draft of its own.
+        data: the new content.
+        shared: several programs may write the file at once, so each needs its own draft.
     """
     draft = _draft_of(path, shared)
     try:
@@ -41,27 +36,28 @@ def write_atomically(path: Path, data: bytes, *, shared: bool = False) -> None:
 
 
 def write_once(path: Path, data: bytes) -> None:
-    """Write a file that several programs may try to make at once: the first has its way, others nothing.
+    """Write a file unless it exists, also if several programs try at the same time.
 
-    Readers see the whole file or none. Who comes first is for the caller to see, by reading it.
+    Readers see the complete file or none. The first program wins; the others change nothing and can
+    read the file to see the result.
     """
     draft = _draft_of(path, shared=True)
     try:
         _write_to_disk(draft, data)
         with suppress(FileExistsError):
-            _name_once(draft, path)
+            _link(draft, path)
     finally:
         draft.unlink(missing_ok=True)
     _flush_folder(path.parent)
 
 
-def _name_once(draft: Path, path: Path) -> None:
-    """Raise ``FileExistsError`` where the name is taken; a plain renaming would take it away."""
+def _link(draft: Path, path: Path) -> None:
+    """Name the draft; raise ``FileExistsError`` if the name is taken, which a rename would replace."""
     try:
         os.link(draft, path)
     except FileExistsError:
         raise
-    except OSError:  # some file systems have no links; there a reader may catch a half
+    except OSError:  # a file system without links; a reader may then see a part
         content, file = draft.read_bytes(), path.open("xb")
         try:
             with file:
@@ -84,10 +80,10 @@ def _write_to_disk(path: Path, data: bytes) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Make the new name last through a power cut, where the platform can open a folder."""
+    """Flush a new name to disk, so that it survives a power cut, if the platform can open a folder."""
     if not hasattr(os, "O_DIRECTORY"):
         return
-    with suppress(OSError):  # some file systems have no such call; the file itself is safe
+    with suppress(OSError):  # some file systems cannot; the file itself is safe
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)

@@ -1,8 +1,8 @@
-"""Words for people: numbers with their nouns."""
+"""Numbers with their nouns, for messages."""
 
 from __future__ import annotations
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """``"1 row"``, ``"2,000 rows"``; ``many`` is for nouns that take more than an "s"."""
+    """Return ``"1 row"`` or ``"2,000 rows"``; ``many`` is the plural if it is not ``one`` + "s"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -1,4 +1,4 @@
-"""What commands print and write: JSON, tables on disk, progress, notes."""
+"""Output of commands: JSON, tables on disk, progress, notes."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_a_table_on_standard_output(capfdbinary):
 
 @pytest.mark.parametrize("name", ["p.txt", "p", "p.xlsx", "p.gz"])
 def test_other_endings_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"must end in one of \.csv"):
+    with pytest.raises(ValueError, match="end in"):
         output.check_output(tmp_path / name)
 
 
 def test_a_folder_is_no_file(tmp_path):
     (tmp_path / "p.csv").mkdir()
-    with pytest.raises(ValueError, match="is a folder"):
+    with pytest.raises(ValueError, match="folder"):
         output.check_output(tmp_path / "p.csv")
 
 
@@ -70,7 +70,7 @@ def test_json_is_strict_and_plain(capsys, tmp_path):
     }
     output.print_json(value)
     text = capsys.readouterr().out
-    assert text.isascii()  # whatever the terminal's encoding
+    assert text.isascii()  # so the encoding of the terminal does not matter
     assert json.loads(text, parse_constant=pytest.fail) == {
         "nan": None,
         "numpy": None,
@@ -82,8 +82,8 @@ def test_json_is_strict_and_plain(capsys, tmp_path):
     }
 
 
-def test_what_is_no_json_is_not_half_written(capsys):
-    with pytest.raises(TypeError, match="cannot be written as JSON"):
+def test_a_value_that_is_not_json_is_not_partly_written(capsys):
+    with pytest.raises(TypeError, match="JSON"):
         output.print_json({"a": 1, "b": object()})
     assert capsys.readouterr().out == ""
 
@@ -94,7 +94,7 @@ def test_rows_of_columns():
     assert type(rows[0]["novel"]) is bool
 
 
-def test_notes_are_told_on_the_side_and_not_endlessly(capsys):
+def test_notes_go_to_standard_error_and_are_limited(capsys):
     output.print_notes([f"[bold]column {i}" for i in range(30)])
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -102,7 +102,7 @@ def test_notes_are_told_on_the_side_and_not_endlessly(capsys):
     assert "and 10 more" in captured.err
 
 
-def test_the_bar_tells_round_likelihood_accuracy_and_time(monkeypatch):
+def test_the_bar_shows_round_likelihood_accuracy_and_time(monkeypatch):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=150)
     monkeypatch.setattr(output, "sidelines", lambda: console)
@@ -119,7 +119,7 @@ def test_the_bar_tells_round_likelihood_accuracy_and_time(monkeypatch):
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_no_bar_where_nobody_looks(monkeypatch, quiet):
+def test_no_bar_without_a_terminal(monkeypatch, quiet):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=quiet)  # quiet wins on a terminal, too
     monkeypatch.setattr(output, "sidelines", lambda: console)

@@ -45,7 +45,7 @@ def test_without_a_data_folder_it_says_what_to_set(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "wrong", [["--dataset", "imagenet"], ["--track", "fast"], ["--methods", "magic"]], ids=str
 )
-def test_unknown_names_are_told(wrong, tmp_path):
+def test_unknown_names_are_reported(wrong, tmp_path):
     result = runner.invoke(app, ["reproduce", "classification", "--out", str(tmp_path), *wrong])
     assert result.exit_code == 1
     assert wrong[1] in result.output
@@ -106,7 +106,7 @@ def test_a_flag_of_images_is_named_as_it_was_typed(tmp_path):
     ],
     ids=str,
 )
-def test_an_option_that_would_not_be_listened_to_is_refused(experiment, option, tmp_path):
+def test_an_option_of_another_experiment_is_refused(experiment, option, tmp_path):
     result = runner.invoke(app, ["reproduce", experiment, "--out", str(tmp_path / "o"), *option])
     assert result.exit_code == 2
     assert f"{option[0]} is for" in result.output
@@ -114,7 +114,7 @@ def test_an_option_that_would_not_be_listened_to_is_refused(experiment, option, 
     assert not (tmp_path / "o").exists()
 
 
-def test_a_data_folder_in_the_environment_bothers_nobody(tmp_path, monkeypatch):
+def test_a_data_folder_in_the_environment_is_ignored_without_images(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDGMM_DATA", str(tmp_path))
     assert runner.invoke(app, ["reproduce", "illustration", "--out", str(tmp_path)]).exit_code == 0
 

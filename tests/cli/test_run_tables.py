@@ -1,4 +1,4 @@
-"""Tables for the terminal: every figure is there, long ones end, names cannot do harm."""
+"""Terminal tables: complete, cut short if they are long, and safe for any name."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_metrics_of_the_splits_there_are():
     assert "validation" not in text
 
 
-def test_sizes_that_were_chosen_are_told():
+def test_sizes_that_were_chosen_are_shown():
     metrics = {"algorithm": "fedgmm", "rounds": 7}
     assert "chosen" not in shown(metrics_table({**metrics, "selection": None}))
     chosen = {"components": 1, "learners": 2}
@@ -91,7 +91,7 @@ def test_weights_of_a_newcomer():
     assert "50.0 % with the federation's weights, 75.0 % with its own from 20 rows" in text
     plain = shown(adaptation_table(Adapted(adapted.adaptation, 41, False, [], [])))
     assert "unlabelled" in plain
-    assert "held out" not in plain
+    assert "held-out" not in plain
 
 
 def test_clients_and_columns_of_files(tmp_path):

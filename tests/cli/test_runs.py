@@ -52,7 +52,7 @@ def fit(tmp_path, *arguments, label="state"):
 
 def test_from_files_to_answers(tmp_path, monkeypatch):
     def no_network(*_, **__):
-        raise AssertionError("somebody wants to use the network")
+        raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket, "socket", no_network)
     monkeypatch.setattr(socket, "create_connection", no_network)
@@ -76,8 +76,7 @@ def test_from_files_to_answers(tmp_path, monkeypatch):
     assert "narvik joined with 40 labelled rows" in " ".join(
         works("adapt", "run", "--client", "narvik", "later/newcomer.csv").stdout.split()
     )
-    told = works("detect", "run", "later/batch.csv", "--out", "scores.csv").stderr
-    assert "of 40 rows" in told
+    assert "of 40 rows" in works("detect", "run", "later/batch.csv", "--out", "scores.csv").stderr
     assert "report.html" in works("report", "run").stdout
     assert "4 rounds" in works("resume", "run").stdout
     written = read_csv(tmp_path / "p.csv")
@@ -126,15 +125,14 @@ def test_json_is_one_document_everywhere(tmp_path, finished_home):
 def test_rows_of_other_files_are_of_no_split(finished, finished_home):
     files = finished_home / "data"
     rows = [
-        sum(own["rows"] for own in strict(told.stdout)["clients"].values())
-        for told in (
+        sum(own["rows"] for own in strict(result.stdout)["clients"].values())
+        for result in (
             works("evaluate", finished / "run", "--split", "train", "--json"),
             works("evaluate", finished / "run", files, "--json"),
         )
     ]
     assert rows[0] < rows[1]
-    told = fails("evaluate", finished / "run", files, "--split", "train", code=2)
-    assert "--split is of the training's own rows" in " ".join(told.replace("│", " ").split())
+    assert "--split" in fails("evaluate", finished / "run", files, "--split", "train", code=2)
 
 
 def test_a_configuration_file_holds_every_option_and_the_command_line_wins(tmp_path):
@@ -335,7 +333,7 @@ def check_any_file(folder, sane_run, header, rows, mark, encoding, regular):
 
 @given(*ANY_FILE)
 @settings(max_examples=15)
-def test_whatever_a_file_holds_there_is_no_traceback(
+def test_no_file_causes_a_traceback(
     tmp_path_factory, sane_run, header, rows, mark, encoding, regular
 ):
     folder = tmp_path_factory.mktemp("any")
@@ -345,7 +343,7 @@ def test_whatever_a_file_holds_there_is_no_traceback(
 @pytest.mark.slow
 @given(*ANY_FILE)
 @settings(max_examples=200)
-def test_whatever_many_files_hold_there_is_no_traceback(
+def test_none_of_many_files_causes_a_traceback(
     tmp_path_factory, sane_run, header, rows, mark, encoding, regular
 ):
     folder = tmp_path_factory.mktemp("any")
@@ -425,7 +423,7 @@ def test_without_files_or_a_label(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["p.txt", "p.xlsx", "folder.csv"])
-def test_outputs_that_cannot_be_written_are_told_before_any_work(finished, name):
+def test_outputs_that_cannot_be_written_are_reported_before_any_work(finished, name):
     (finished / "folder.csv").mkdir()
     for command in ("predict", "detect"):
         sentence = fails(command, finished / "run", finished / "new.csv", "--out", finished / name)
@@ -469,7 +467,7 @@ def test_a_reader_that_has_seen_enough(finished):
         process.stderr.close()
 
 
-def test_a_training_that_diverged_is_told_once(tmp_path):
+def test_divergence_is_reported_once(tmp_path):
     write_sites(tmp_path / "data")
     arguments = ["--algorithm", "fedavg", "--learner", "mlp", "--set", "lr=1e12", "--rounds", "4"]
     result = works(

@@ -1,4 +1,4 @@
-"""Commands that demonstrate, compare and reproduce, and what all commands have in common."""
+"""Commands that demonstrate, compare and reproduce; help and errors of all commands."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from fedgmm import __version__
@@ -59,7 +60,7 @@ def test_help_lists_every_command():
     assert result.exit_code == 0
     for command in COMMANDS:
         assert command in result.output
-    assert "130" in result.output  # exit codes are told
+    assert "130" in result.output  # exit codes
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -67,11 +68,13 @@ def test_every_command_has_help_with_an_example(command):
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0
     assert f"Example: fedgmm {command}" in " ".join(result.output.split())
+    for parameter in get_command(app).commands[command].params:
+        assert parameter.help, parameter.name
 
 
 def test_help_is_quick():
     def seconds() -> float:
-        """Of the processor: others may keep the machine busy."""
+        """Processor time, because other programs may keep the machine busy."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run_command("--help").returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -119,11 +122,12 @@ def test_demo_as_a_real_command(tmp_path):
     assert (tmp_path / "story.png").exists()
 
 
-def test_demo_writes_example_files(tmp_path):
+def test_demo_writes_example_files(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "hospitals"
-    told = works("demo", "--write-files", folder).stdout.split()
-    assert sorted(told) == sorted(str(path) for path in folder.iterdir())
-    assert not Path("demo").exists()
+    monkeypatch.chdir(tmp_path)
+    written = works("demo", "--write-files", folder).stdout.split()
+    assert sorted(written) == sorted(str(path) for path in folder.iterdir())
+    assert not (tmp_path / "demo").exists()
 
 
 def test_an_error_is_one_sentence(tmp_path):
@@ -140,13 +144,13 @@ def test_an_error_is_one_sentence(tmp_path):
     [
         (
             "CUDA out of memory. Tried to allocate 520.00 MiB. GPU 0 has 139.80 GiB, and so on.",
-            "CUDA out of memory. Tried to allocate 520.00 MiB. End other programs that use the card, or "
+            "CUDA out of memory. Tried to allocate 520.00 MiB. Close other programs on the GPU, or "
             "use another --device.",
         ),
         ("The memory of cuda does not suffice; so.", "The memory of cuda does not suffice; so."),
     ],
 )
-def test_a_full_card_is_told_with_what_to_do(monkeypatch, tmp_path, message, expected):
+def test_a_full_gpu_is_reported_with_a_remedy(monkeypatch, tmp_path, message, expected):
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError(message)
 
@@ -186,8 +190,7 @@ def test_an_error_without_a_file_names_none(monkeypatch, tmp_path):
         raise OSError(2, "Failed to open 'p.csv'")
 
     monkeypatch.setattr("fedgmm.experiments.demo.run_demo", fail)
-    told = fails("demo", "--out", tmp_path)
-    assert told == "Failed to open 'p.csv'"
+    assert fails("demo", "--out", tmp_path) == "Failed to open 'p.csv'"
 
 
 # ---------------------------------------------------------------------- compare
@@ -198,7 +201,7 @@ def test_compare_prints_a_table():
     assert "FedGMM" in works(*arguments, "--tuning-rounds", "1").stdout
 
 
-def test_compare_prints_json_and_writes_it_where_it_is_told(tmp_path):
+def test_compare_prints_json_and_writes_it_to_out(tmp_path):
     write_sites(tmp_path / "data")
     arguments = ["compare", tmp_path / "data", "--label", "state", "--methods", "fedavg, fedgmm"]
     arguments += ["--rounds", "2", "--tuning-rounds", "1", "--out", tmp_path / "new", "--json"]
@@ -221,9 +224,9 @@ def test_compare_keeps_its_results_with_a_run(finished):
 def test_compare_on_a_run_gives_the_run_s_own_figures_again(finished):
     arguments = ["--methods", "fedgmm", "--json"]
     (again,) = json.loads(works("compare", finished / "run", *arguments).stdout)
-    told = json.loads((finished / "run" / "metrics.json").read_text())
-    assert again["rounds"] == told["rounds"] == SMALL["rounds"]
-    assert {name: again[name] for name in told["test"]} == pytest.approx(told["test"])
+    metrics = json.loads((finished / "run" / "metrics.json").read_text())
+    assert again["rounds"] == metrics["rounds"] == SMALL["rounds"]
+    assert {name: again[name] for name in metrics["test"]} == pytest.approx(metrics["test"])
 
 
 def test_compare_refuses_what_it_cannot_compare(tmp_path):
@@ -258,7 +261,7 @@ def test_tune_shows_every_rate():
     assert found["lr"] in (0.1, 0.01)
 
 
-def test_tune_refuses_rates_that_are_none():
+def test_tune_refuses_rates_that_are_not_numbers():
     assert "--grid" in fails("tune", "digits", "--grid", "fast", code=2)
 
 

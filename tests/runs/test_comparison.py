@@ -1,18 +1,22 @@
-"""Several methods on one data set: the same grid for all, and no look at the test rows."""
+"""Comparison of methods: the same grid for all, no use of test rows, and the rows compared on."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import fedgmm
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.runs import comparison
-from fedgmm.runs.comparison import PAPER_GRID, compare, tune
+from fedgmm.runs.comparison import PAPER_GRID, compare, data_to_compare, tune
+from fedgmm.runs.run import open_run
 from fedgmm.training.local import train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
+from small_runs import SITES, write_sites
 from supervised import federation, two_groups
 
 FAST = {"rounds": 4, "components": 2, "learners": 2}
@@ -176,3 +180,61 @@ def test_ctrl_c_ends_the_whole_series(rng, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         compare(data, ("fedavg", "local"), grid=(0.1, 0.3), tuning_rounds=1, rounds=1)
     assert len(calls) == 1
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_rows_of_a_run_are_the_run_s_own(finished):
+    home = finished / "run"
+    data = data_to_compare([str(home)])
+    run = open_run(home)
+    assert data.home == home
+    assert data.dataset.names == run.data().names
+    assert data.dataset.test.inputs.equal(run.data().test.inputs)
+    assert data.options.components == 2
+    assert data.options.seed == run.config.options().seed
+    assert data_to_compare([str(home)], seed=5).options.seed == 5
+
+
+def test_rows_of_files(tmp_path):
+    files = write_sites(tmp_path)
+    data = data_to_compare([str(tmp_path / "*.csv")], label="state", seed=3)
+    assert sorted(data.dataset.names) == sorted(SITES)
+    assert data.options.seed == 3
+    assert not data.options.standardise  # that is done already
+    assert data.home is None
+    with pytest.raises(ValueError, match="--label"):
+        data_to_compare([str(files[0])])
+
+
+def test_files_are_compared_with_the_sizes_that_fit_would_choose(tmp_path):
+    write_sites(tmp_path / "sites")
+    run = fedgmm.fit(tmp_path / "sites", "state", tmp_path / "run")
+    options = data_to_compare([str(tmp_path / "sites")], label="state").options
+    assert options == replace(run.config.options(), patience=options.patience)
+    assert (options.components, options.learners) != (3, 3)
+    given = data_to_compare([str(tmp_path / "sites")], label="state", sizes={"learners": 2})
+    assert (given.options.components, given.options.learners) == (3, 2)
+
+
+def test_built_in_rows():
+    data = data_to_compare(["digits"])
+    assert data.dataset.input_shape == (64,)
+    assert data.bayes is None
+    assert data_to_compare(["synthetic"], seed=2).bayes > 0.9
+
+
+def test_results_are_kept_with_the_run(finished):
+    data = data_to_compare([str(finished / "run")])
+    found = compare(
+        data.dataset, ["local", "fedgmm"], grid=(0.1,), tuning_rounds=1, options=data.options
+    )
+    path = found.write(data.home)
+    assert path == finished / "run" / "comparison.json"
+    record = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert [entry["algorithm"] for entry in record] == ["local", "fedgmm"]
+    for entry, one in zip(record, found.contestants, strict=True):
+        assert set(entry["clients"]) == set(SITES)
+        assert entry["clients"] == one.accuracies()
+        assert entry["mean_accuracy"] == one.evaluation.mean_accuracy

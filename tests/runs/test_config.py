@@ -1,13 +1,15 @@
-"""What a TOML file may say, and what a run records of it."""
+"""Configurations: defaults, open choices, wrong values, and what a run writes to config.toml."""
 
 from __future__ import annotations
 
 import tomllib
+from dataclasses import fields
 
 import pytest
 
 from fedgmm.data.tables.preprocessing import TableOptions
-from fedgmm.runs.config import RunConfig, config_from, read_config
+from fedgmm.federation.settings import FederationSettings
+from fedgmm.runs.config import FEDERATION, RunConfig, config_from, read_config
 from fedgmm.training.options import TrainingOptions
 
 
@@ -19,7 +21,7 @@ def sections(data=None, training=None, run=None):
     }
 
 
-def test_what_is_not_said_has_its_default():
+def test_defaults():
     config = config_from(sections())
     assert config.files == ("a.csv",)
     assert config.table == TableOptions("y")
@@ -40,7 +42,7 @@ def test_one_seed_serves_both_unless_two_are_given():
     assert config_from(sections({"seed": 7}, {"seed": 8})).options().seed == 8
 
 
-def test_none_is_a_word_where_an_option_may_be_nothing():
+def test_none_is_a_text_where_an_option_may_be_none():
     config = config_from(sections(training={"tol": "none", "patience": "none"}))
     assert config.options().tol is None
     assert config.options().patience is None
@@ -48,13 +50,13 @@ def test_none_is_a_word_where_an_option_may_be_nothing():
         config_from(sections(training={"schedule": "none"}))
 
 
-def test_what_is_left_open():
+def test_open_choices():
     assert config_from(sections()).open_choices() == ["covariance_type"]
     wanted = {"components": "auto", "learners": "auto", "covariance_type": "diag"}
     assert config_from(sections(training=wanted)).open_choices() == ["components", "learners"]
 
 
-def test_sizes_of_which_nothing_was_said_stay_unsaid_until_the_data_are_there():
+def test_sizes_that_were_not_given_stay_out_until_the_data_are_read():
     config = config_from(sections()).complete()
     assert config.sizes_are_open
     assert not {"components", "learners"} & set(tomllib.loads(config.toml())["training"])
@@ -82,69 +84,69 @@ def test_the_record_is_complete_and_reads_back_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("section", "option", "value", "error"),
     [
-        ({"data": {"files": 5}}, "files must be a list of names"),
-        ({"data": {"files": [5]}}, "files must be a list of names"),
-        ({"data": {"files": []}}, "No files were given"),
-        ({"data": {"label": 7}}, "label must be the name of a column"),
-        ({"data": {"label": ""}}, "No label column"),
-        ({"data": {"client_column": 7}}, "client_column must be the name"),
-        ({"data": {"categorical": 5}}, "categorical must be a list"),
-        ({"data": {"ignore": [5]}}, "ignore must be a list"),
-        ({"data": {"split": 3}}, "split must be three shares"),
-        ({"data": {"split": [0.5, 0.5]}}, "split must be three shares"),
-        ({"data": {"split": ["a", "b", "c"]}}, "split must be three shares"),
-        ({"data": {"split": [1.5, -0.5, 0.0]}}, "split must be three shares"),
-        ({"data": {"split": [0.6, 0.2, 0.3]}}, "sum to 1"),
-        ({"data": {"split": [float("nan"), 0.5, 0.5]}}, "split must be three shares"),
-        ({"data": {"split": [0.0, 0.5, 0.5]}}, "split must be three shares"),
-        ({"data": {"max_categories": "x"}}, "max_categories must be an integer"),
-        ({"data": {"indicator_from": "x"}}, "indicator_from must be a number"),
-        ({"data": {"seed": -1}}, "seed must be at least 0"),
-        ({"training": {"rounds": "many"}}, "rounds must be an integer, got 'many'"),
-        ({"training": {"rounds": 2.5}}, "rounds must be an integer"),
-        ({"training": {"components": "several"}}, "components must be an integer"),
-        ({"training": {"covariance_type": "round"}}, "covariance_type must be one of"),
-        ({"training": {"lr": "fast"}}, "lr must be a number"),
-        ({"training": {"algorithm": {"x": 1}}}, "algorithm must be one of"),
-        ({"training": {"learner": "cnn"}}, "learner must be one of"),
-        ({"training": {"device": 5}}, "device must be"),
-        ({"training": {"dtype": ["f"]}}, "dtype must be one of"),
-        ({"training": {"magic": 1}}, "no training option 'magic'"),
-        ({"training": {"standardise": True}}, "no training option 'standardise'"),
-        ({"run": {"checkpoint_every": 0}}, "checkpoint_every must be at least 1"),
-        ({"run": {"checkpoint_every": "often"}}, "checkpoint_every must be an integer"),
-        ({"run": {"checkpoint_every": True}}, "checkpoint_every must be an integer"),
+        ("data", "files", 5, TypeError),
+        ("data", "files", [5], TypeError),
+        ("data", "files", [], ValueError),
+        ("data", "label", 7, TypeError),
+        ("data", "label", "", ValueError),
+        ("data", "client_column", 7, TypeError),
+        ("data", "categorical", 5, TypeError),
+        ("data", "ignore", [5], TypeError),
+        ("data", "split", 3, ValueError),
+        ("data", "split", [0.5, 0.5], ValueError),
+        ("data", "split", ["a", "b", "c"], ValueError),
+        ("data", "split", [1.5, -0.5, 0.0], ValueError),
+        ("data", "split", [0.6, 0.2, 0.3], ValueError),
+        ("data", "split", [float("nan"), 0.5, 0.5], ValueError),
+        ("data", "split", [0.0, 0.5, 0.5], ValueError),
+        ("data", "max_categories", "x", TypeError),
+        ("data", "indicator_from", "x", TypeError),
+        ("data", "seed", -1, ValueError),
+        ("training", "rounds", "many", TypeError),
+        ("training", "rounds", 2.5, TypeError),
+        ("training", "components", "several", TypeError),
+        ("training", "covariance_type", "round", ValueError),
+        ("training", "lr", "fast", TypeError),
+        ("training", "algorithm", {"x": 1}, ValueError),
+        ("training", "learner", "cnn", ValueError),
+        ("training", "device", 5, TypeError),
+        ("training", "dtype", ["f"], ValueError),
+        ("training", "magic", 1, ValueError),
+        ("training", "standardise", True, ValueError),
+        ("run", "checkpoint_every", 0, ValueError),
+        ("run", "checkpoint_every", "often", TypeError),
+        ("run", "checkpoint_every", True, TypeError),
     ],
     ids=str,
 )
-def test_values_that_make_no_sense_are_named(change, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        config_from(sections(**change))
+def test_a_wrong_value_is_reported_with_its_option(section, option, value, error):
+    with pytest.raises(error, match=option):
+        config_from(sections(**{section: {option: value}}))
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "word"),
     [
-        ("= =", "is not a TOML file"),
-        ("[cooking]\n", r"no section \[cooking\]"),
-        ("rounds = 3\n", r"no section \[rounds\]"),
-        ("[training]\nmagic = 1\n", "has no option 'magic'"),
-        ("[data]\nfile = 'a'\n", "has no option 'file'"),
-        ("[run]\nout = 'a'\n", "has no option 'out'"),
+        (b"= =", "TOML"),
+        (b"\xff\xfe\x00", "TOML"),
+        (b"[cooking]\n", "cooking"),
+        (b"rounds = 3\n", "rounds"),
+        (b"[training]\nmagic = 1\n", "magic"),
+        (b"[training]\nround = 1\n", "did you mean 'rounds'"),
+        (b"[data]\nfile = 'a'\n", "did you mean 'files'"),
+        (b"[run]\nout = 'a'\n", "checkpoint_every"),
+        (b"[federation]\nmin_client = 2\n", "did you mean 'min_clients'"),
     ],
 )
-def test_a_file_that_says_something_else(tmp_path, text, message):
+def test_a_wrong_file_is_reported_with_its_path(tmp_path, content, word):
     path = tmp_path / "run.toml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message) as caught:
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=word) as caught:
         read_config(path)
     assert str(path) in str(caught.value)
 
 
-def test_bytes_that_are_no_text(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is not a TOML file"):
-        read_config(path)
+def test_the_options_of_a_federation_are_those_of_its_settings():
+    assert {one.name for one in fields(FederationSettings)} - {"config"} == FEDERATION

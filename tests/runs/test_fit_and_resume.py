@@ -1,4 +1,4 @@
-"""``fit`` and ``resume``: what a run folder holds, and that a run can be repeated and gone on with."""
+"""``fit`` and ``resume``: the files of a run folder, and that runs can be repeated and resumed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_numbers_are_chosen_and_recorded(sites, tmp_path):
     assert bytes_of(tmp_path / "again" / "model") == bytes_of(tmp_path / "run" / "model")
 
 
-def test_a_run_that_ended_while_sizes_were_chosen_goes_on(sites, tmp_path):
+def test_a_run_that_ended_while_sizes_were_chosen_is_resumed(sites, tmp_path):
     def end(line):
         if line.startswith("trying 2"):
             raise KeyboardInterrupt
@@ -119,7 +119,7 @@ def test_trials_are_not_counted_as_reading(sites, tmp_path):
 
 
 def test_small_files_are_not_given_more_learners_than_they_can_teach(tmp_path):
-    """Wine, 107 training rows: three learners of which nobody asked for cost ten points."""
+    """Wine, 107 training rows: three learners that were not asked for cost ten points."""
     wine = load_wine()
     (tmp_path / "wine").mkdir()
     site = np.random.default_rng(7).choice(3, len(wine.target), p=[0.2, 0.1, 0.7])
@@ -149,7 +149,7 @@ def test_numpy_s_numbers_and_a_single_path_will_do(sites, tmp_path):
 
 def test_a_run_is_not_replaced_unless_that_is_asked_for(sites, finished):
     before = bytes_of(finished / "run")
-    with pytest.raises(RunError, match="already holds a run"):
+    with pytest.raises(RunError, match="--overwrite"):
         fedgmm.fit([sites], "state", finished / "run", **SMALL)
     assert bytes_of(finished / "run") == before
     fedgmm.fit([sites], "state", finished / "run", overwrite=True, seed=1, **SMALL)
@@ -160,15 +160,15 @@ def test_a_run_is_not_replaced_unless_that_is_asked_for(sites, finished):
 
 def test_files_that_cannot_be_used_do_not_cost_the_run_that_is_there(sites, finished):
     before = bytes_of(finished / "run")
-    with pytest.raises(TableError, match="no label column"):
+    with pytest.raises(TableError, match="stat"):
         fedgmm.fit([sites], "stat", finished / "run", overwrite=True, **SMALL)
     assert bytes_of(finished / "run") == before
 
 
-def test_a_mistake_can_be_mended_with_the_same_folder(sites, tmp_path):
+def test_after_an_error_the_folder_can_be_used_again(sites, tmp_path):
     with pytest.raises(TableError):
         fedgmm.fit([sites], "stat", tmp_path / "run", **SMALL)
-    with pytest.raises(ValueError, match="components=1000"):
+    with pytest.raises(ValueError, match="components"):
         fedgmm.fit([sites], "state", tmp_path / "run", components=1000)
     run = fedgmm.fit([sites], "state", tmp_path / "run", **SMALL)
     assert run.metrics["rounds"] == 4
@@ -181,22 +181,22 @@ def test_an_attempt_that_ended_at_once_is_no_obstacle(sites, tmp_path):
     fedgmm.fit([sites], "state", tmp_path / "run", **SMALL)
 
 
-def test_other_people_s_folders_are_left_alone(sites):
+def test_a_folder_with_other_files_is_not_changed(sites):
     before = bytes_of(sites)
-    with pytest.raises(RunError, match="is not empty and holds no run"):
+    with pytest.raises(RunError, match="not empty"):
         fedgmm.fit([sites], "state", sites, overwrite=True, **SMALL)
     after = bytes_of(sites)
     after.pop(".lock", None)
     assert after == before
 
 
-def test_a_device_that_is_not_there_is_told_first(sites, tmp_path):
+def test_an_unknown_device_is_reported_first(sites, tmp_path):
     with pytest.raises(ValueError, match="quantum"):
         fedgmm.fit([sites], "state", tmp_path / "run", device="quantum")
     assert not (tmp_path / "run").exists()
 
 
-# ---------------------------------------------------------------------- going on
+# ---------------------------------------------------------------------- resume
 
 
 class Killed(BaseException):
@@ -231,7 +231,7 @@ def test_a_resumed_run_ends_with_the_same_bits(sites, tmp_path, after):
     options = {**SMALL, "rounds": 12, "tol": None, "checkpoint_every": 3}
     whole = fedgmm.fit([sites], "state", tmp_path / "whole", **options)
     interrupted(tmp_path / "run", sites, after, **options)
-    with pytest.raises(RunError, match="is not finished"):
+    with pytest.raises(RunError, match="fedgmm resume"):
         fedgmm.open_run(tmp_path / "run")
     done = []
     run = fedgmm.resume(tmp_path / "run", on_round=[lambda entry: done.append(entry["round"])])
@@ -249,7 +249,7 @@ def test_a_run_that_never_began_its_first_round(monkeypatch, sites, tmp_path):
     def crash(*_, **__):
         raise MemoryError
 
-    for step in ("read_tables", "agreement", "_choose", "train", "finish_run"):
+    for step in ("read_tables", "agreement", "choose_sizes", "train", "finish_run"):
         home = tmp_path / step
         with monkeypatch.context() as patch:
             patch.setattr(fitting, step, crash)
@@ -257,7 +257,8 @@ def test_a_run_that_never_began_its_first_round(monkeypatch, sites, tmp_path):
                 fedgmm.fit([sites], "state", home, **SMALL)
         fedgmm.resume(home)
     models = [
-        bytes_of(tmp_path / step / "model") for step in ("read_tables", "_choose", "finish_run")
+        bytes_of(tmp_path / step / "model")
+        for step in ("read_tables", "choose_sizes", "finish_run")
     ]
     assert models[0] == models[1] == models[2]
 
@@ -269,7 +270,7 @@ def test_a_finished_run_is_left_as_it_is(finished):
     assert bytes_of(finished / "run") == before
 
 
-def test_a_finished_run_goes_on(sites, tmp_path):
+def test_a_finished_run_continues_with_more_rounds(sites, tmp_path):
     options = {**SMALL, "tol": None}
     fedgmm.fit([sites], "state", tmp_path / "long", **{**options, "rounds": 7})
     fedgmm.fit([sites], "state", tmp_path / "run", **options)
@@ -277,7 +278,7 @@ def test_a_finished_run_goes_on(sites, tmp_path):
     assert run.metrics["rounds"] == 7
     assert run.config.options().rounds == 7
     assert bytes_of(tmp_path / "run" / "model") == bytes_of(tmp_path / "long" / "model")
-    with pytest.raises(ValueError, match="can only add"):
+    with pytest.raises(ValueError, match="--rounds"):
         fedgmm.resume(tmp_path / "run", rounds=3)
 
 
@@ -299,7 +300,7 @@ def test_resume_refuses_other_files(sites, tmp_path):
     with pytest.raises(RunError, match=r"oslo\.csv changed"):
         fedgmm.resume(tmp_path / "run")
     (sites / "oslo.csv").unlink()
-    with pytest.raises(RunError, match=r"oslo\.csv is gone"):
+    with pytest.raises(RunError, match=r"oslo\.csv is missing"):
         fedgmm.resume(tmp_path / "run")
     (sites / "oslo.csv").write_bytes(content)
     fedgmm.resume(tmp_path / "run")
@@ -321,12 +322,12 @@ def test_resume_names_what_is_damaged(sites, tmp_path, damage, content):
 def test_a_damaged_checkpoint_does_not_cost_a_model(sites, tmp_path):
     run = fedgmm.fit([sites], "state", tmp_path / "run", **SMALL)
     run.folder.checkpoint.write_bytes(b"garbage")
-    with pytest.raises(ValueError, match=r"progress\.safetensors is damaged"):
+    with pytest.raises(ValueError, match="damaged"):
         fedgmm.resume(tmp_path / "run", rounds=SMALL["rounds"] + 1)
     assert fedgmm.open_run(tmp_path / "run").metrics == run.metrics
 
 
-def test_a_damaged_history_is_written_anew(sites, tmp_path):
+def test_a_damaged_history_is_replaced(sites, tmp_path):
     interrupted(tmp_path / "run", sites, 3, **SMALL)
     (tmp_path / "run" / "history.jsonl").write_bytes(b"\xff\xff\n{")
     run = fedgmm.resume(tmp_path / "run")
@@ -335,9 +336,9 @@ def test_a_damaged_history_is_written_anew(sites, tmp_path):
 
 
 def test_resume_where_there_is_nothing(tmp_path):
-    with pytest.raises(RunError, match="no folder"):
+    with pytest.raises(RunError, match="nowhere"):
         fedgmm.resume(tmp_path / "nowhere")
-    with pytest.raises(RunError, match="is not a run folder"):
+    with pytest.raises(RunError, match=r"config\.toml"):
         fedgmm.resume(tmp_path)
 
 
@@ -350,7 +351,7 @@ def test_without_validation_or_test_rows(sites, tmp_path):
     run = fit_config(config_from(read_config(tmp_path / "run.toml")), tmp_path / "run")
     assert "test" not in run.metrics
     assert set(run.metrics["clients"]) == set(SITES)
-    with pytest.raises(RunError, match="no held-out rows"):
+    with pytest.raises(RunError, match="held-out"):
         run.detect(sites / "oslo.csv")
 
 
@@ -360,10 +361,10 @@ def test_methods_without_mixture_or_density(sites, tmp_path, algorithm):
     record = json.loads(run.folder.client("oslo").read_text())
     assert (record["weights"] is None) == (algorithm != "fedem")
     assert run.predict(sites / "oslo.csv", "oslo").log_density is None
-    with pytest.raises(RunError, match=r"no density|no common model"):
+    with pytest.raises(RunError, match=algorithm.replace("+", r"\+")):
         run.detect(sites / "oslo.csv")
     if algorithm == "local":
-        with pytest.raises(ValueError, match="--client NAME"):
+        with pytest.raises(ValueError, match="--client"):
             run.predict(sites / "oslo.csv")
     else:
         assert len(run.detect(sites / "oslo.csv", score="confidence").result.novel) == 90

@@ -52,7 +52,7 @@ def test_plain_names_stay_plain(tmp_path):
 def test_the_lock_is_for_one_and_is_given_back(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with folder.lock():
-        with pytest.raises(RunError, match="Another process is working"), folder.lock():
+        with pytest.raises(RunError, match="Another process"), folder.lock():
             pytest.fail("two at once")
         assert (tmp_path / "run").is_dir()
     with folder.lock():
@@ -67,7 +67,7 @@ def test_a_lock_is_given_back_after_an_error(tmp_path):
         pass
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_instead_of_a_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(RunError, match="is a file"), RunFolder(tmp_path / "run").lock():
         pytest.fail("locked")
@@ -75,10 +75,10 @@ def test_a_file_is_no_folder(tmp_path):
         pytest.fail("locked")
 
 
-def test_what_is_missing_is_told(tmp_path):
-    with pytest.raises(RunError, match="no folder"):
+def test_a_missing_run_is_reported(tmp_path):
+    with pytest.raises(RunError, match="nowhere"):
         RunFolder(tmp_path / "nowhere").need_run()
-    with pytest.raises(RunError, match="is not a run folder"):
+    with pytest.raises(RunError, match=r"config\.toml"):
         RunFolder(tmp_path).need_run()
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(RunError, match="fedgmm resume"):
@@ -102,10 +102,10 @@ def test_json_has_no_nan(tmp_path):
 def test_damaged_json_is_named(tmp_path, text):
     path = tmp_path / "metrics.json"
     path.write_text(text)
-    with pytest.raises(RunError, match=r"metrics\.json is damaged"):
+    with pytest.raises(RunError, match=r"metrics\.json"):
         read_json(path)
     path.unlink()
-    with pytest.raises(RunError, match="Cannot read"):
+    with pytest.raises(RunError, match=r"metrics\.json"):
         read_json(path)
 
 
@@ -132,14 +132,14 @@ def test_files_that_changed_or_vanished(tmp_path):
     with pytest.raises(RunError, match=r"a\.csv changed"):
         check_files_unchanged(folder)
     file.unlink()
-    with pytest.raises(RunError, match=r"a\.csv is gone"):
+    with pytest.raises(RunError, match=r"a\.csv is missing"):
         check_files_unchanged(folder)
 
 
 def test_what_to_do_depends_on_how_far_a_run_came(tmp_path):
     folder = RunFolder(tmp_path)
     folder.config.write_text("")
-    with pytest.raises(RunError, match="again with fedgmm fit"):
+    with pytest.raises(RunError, match="fedgmm fit"):
         folder.need_finished()
     folder.checkpoint.parent.mkdir()
     folder.checkpoint.write_bytes(b"")

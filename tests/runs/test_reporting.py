@@ -1,4 +1,4 @@
-"""The report of a run: what it is made of, and that it needs nothing else."""
+"""The report of a run: its contents and its errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedgmm.runs.folder import RunError
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """What the page was made of."""
+    """The contents of the page."""
     seen = {}
     gather = reporting.gather
 
@@ -66,7 +66,7 @@ def test_damaged_files_are_named(finished, name):
         fedgmm.open_run(finished / "run").report()
 
 
-def test_nobody_else_may_be_at_work(finished):
+def test_another_process_in_the_folder_is_an_error(finished):
     run = fedgmm.open_run(finished / "run")
     with run.folder.lock(), pytest.raises(RunError, match="Another process"):
         run.report()

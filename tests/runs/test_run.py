@@ -1,4 +1,4 @@
-"""A finished run: what is told and written is the model's own, and nothing else changes."""
+"""A finished run: its results are those of the model, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def test_preprocessing_of_another_run_is_refused(finished):
     record = json.loads(path.read_text())
     record["columns"] = record["columns"][:-1]
     path.write_text(json.dumps(record))
-    with pytest.raises(RunError, match="does not fit the model"):
+    with pytest.raises(RunError, match="does not fit"):
         fedgmm.open_run(finished / "run")
 
 
 def test_a_damaged_model_is_named(finished):
     (numbers,) = (finished / "run" / "model").glob("*.safetensors")
     numbers.write_bytes(numbers.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match="damaged"):
         fedgmm.open_run(finished / "run")
     (finished / "run" / "model" / "model.json").unlink()
-    with pytest.raises(ValueError, match="Cannot read"):
+    with pytest.raises(ValueError, match=r"model\.json"):
         fedgmm.open_run(finished / "run")
 
 
 # ---------------------------------------------------------------------- predict
 
 
-def test_a_file_that_is_named_like_a_client_is_told_of(run, finished):
+def test_a_file_named_like_a_client_gives_a_note(run, finished):
     shutil.copy(finished / "new.csv", finished / "oslo.csv")
     (note,) = run.predict(finished / "oslo.csv").notes
     assert "--client oslo" in note
@@ -95,7 +95,7 @@ def test_names_may_be_shortened_where_that_is_clear(run):
     run.model.names = ["site_oslo", "site_bergen", "north-bergen"]
     assert run.client_named("site_oslo") == "site_oslo"
     assert run.client_named("oslo") == "site_oslo"
-    with pytest.raises(ValueError, match="'bergen' is not known"):
+    with pytest.raises(ValueError, match="bergen"):
         run.client_named("bergen")
     with pytest.raises(ValueError, match="did you mean 'site_oslo'"):
         run.client_named("site_osl")
@@ -170,13 +170,13 @@ def test_rows_without_a_label_are_left_out_and_unknown_ones_refused(run, finishe
     rows[3]["state"] = ""
     assert run.evaluate([write_csv(path, rows)]).rows.tolist() == [9]
     rows[4]["state"] = "undead"
-    with pytest.raises(TableError, match="'undead' is no class"):
+    with pytest.raises(TableError, match="undead"):
         run.evaluate([write_csv(path, rows)])
-    with pytest.raises(TableError, match="no rows with a label"):
+    with pytest.raises(TableError, match="label"):
         run.evaluate([write_csv(path, [{**row, "state": ""} for row in rows])])
     with pytest.raises(TableError, match="state"):
         run.evaluate([write_csv(path, rows, without=("state",))])
-    with pytest.raises(ValueError, match="'stranger' is not known"):
+    with pytest.raises(ValueError, match="stranger"):
         run.evaluate([write_csv(finished / "stranger.csv", rows[:3])])
 
 
@@ -199,7 +199,7 @@ def test_the_training_s_files_must_be_the_same(tmp_path):
 # ---------------------------------------------------------------------- adapt
 
 
-def test_a_newcomer_changes_nobody_else(run, finished):
+def test_a_new_client_changes_no_other_client(run, finished):
     before = run.model.client_weights.copy()
     others = {
         name: data
@@ -248,9 +248,9 @@ def test_joining_twice_gives_the_weights_of_the_second_time(run, finished):
     np.testing.assert_array_equal(again.model.client_weights[-1], second.adaptation.weights)
 
 
-def test_who_took_part_keeps_its_weights_unless_that_is_asked_for(run, finished):
+def test_a_client_that_took_part_keeps_its_weights_without_replace(run, finished):
     before = bytes_of(finished / "run" / "model")
-    with pytest.raises(RunError, match="took part in the training; say --replace"):
+    with pytest.raises(RunError, match="--replace"):
         run.adapt("oslo", finished / "newcomer.csv")
     assert bytes_of(finished / "run" / "model") == before
     run.adapt("oslo", finished / "newcomer.csv", replace_known=True)
@@ -261,7 +261,7 @@ def test_who_took_part_keeps_its_weights_unless_that_is_asked_for(run, finished)
 @pytest.mark.parametrize("name", ["..", "a/b", "x" * 300, "Oslo", "smørås", " ", ""])
 def test_names_of_newcomers(run, finished, name):
     if not name.strip():
-        with pytest.raises(ValueError, match="needs a name"):
+        with pytest.raises(ValueError, match="name"):
             run.adapt(name, finished / "new.csv")
         return
     run.adapt(name, finished / "new.csv")
@@ -271,7 +271,7 @@ def test_names_of_newcomers(run, finished, name):
     assert again.folder.client(name).is_file()
 
 
-def test_a_crash_while_joining_can_be_mended(run, finished, monkeypatch):
+def test_after_a_crash_a_client_can_join_again(run, finished, monkeypatch):
     def crash(*_):
         raise OSError(28, "No space left on device")
 
@@ -298,7 +298,7 @@ def test_only_the_newcomer_s_rows_are_used_where_a_file_names_several(tmp_path):
     np.testing.assert_array_equal(
         joined.adaptation.weights, run.adapt("other name", alone).adaptation.weights
     )
-    with pytest.raises(TableError, match="none of 'z'"):
+    with pytest.raises(TableError, match="'z'"):
         run.adapt("z", later)
 
 
@@ -312,7 +312,7 @@ def test_a_row_without_a_client_is_named(tmp_path):
     rows[2]["site"] = ""
     later = write_csv(tmp_path / "later.csv", rows)
     for call in (run.predict, lambda path: run.evaluate([path])):
-        with pytest.raises(TableError, match=r"later\.csv: row 3 below the header has no client"):
+        with pytest.raises(TableError, match=r"later\.csv: row 3"):
             call(later)
     assert len(run.predict(later, "a").labels) == 60
 
@@ -345,12 +345,12 @@ def test_scores_that_look_at_labels_need_them(run, finished):
         run.detect(finished / "new.csv", score="y")
     rows = draw_rows(np.random.default_rng(3), 5)
     rows[2]["state"] = "undead"
-    with pytest.raises(TableError, match="row 3 has no label"):
+    with pytest.raises(TableError, match="row 3"):
         run.detect(write_csv(finished / "odd.csv", rows), score="y")
 
 
-def test_what_makes_no_sense_is_refused(run, finished):
-    with pytest.raises(ValueError, match="score must be one of"):
+def test_wrong_arguments_are_refused(run, finished):
+    with pytest.raises(ValueError, match="score"):
         run.detect(finished / "new.csv", score="z")
     for rate in (0.0, 1.0, 7.0, float("nan")):
         with pytest.raises(ValueError, match="false_alarm_rate"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from fedgmm.data.synthetic import synthetic
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.selection import (
     MixtureSelection,
-    select_for_small_data,
+    choose_sizes,
+    local_score,
     select_mixture,
     suitable_covariance,
 )
@@ -110,7 +112,7 @@ def test_candidates_must_be_numbers_that_can_be_tried(planted):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_planted_mixture_is_found(size, seed):
     data = synthetic(12, 300, components=size, dimensions=6, seed=seed).dataset
-    found = select_mixture(data, candidates=(1, 2, 3, 4, 5))
+    found = select_mixture(local_score(data), TrainingOptions(), candidates=(1, 2, 3, 4, 5))
     assert (found.components, found.learners) == (size, size)
     assert found.scores[size, size] >= max(found.scores.values()) - 2e-3
 
@@ -118,50 +120,108 @@ def test_the_planted_mixture_is_found(size, seed):
 def test_a_number_that_is_given_is_kept():
     data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
     told = []
-    found = select_mixture(data, components=2, candidates=(1, 2, 3), notify=told.append)
+    found = select_mixture(
+        local_score(data), TrainingOptions(), components=2, candidates=(1, 2, 3), notify=told.append
+    )
     assert (found.components, found.learners) == (2, 2)
     assert {m1 for m1, _ in found.scores} == {2}
     learners = {1: "1 learner", 2: "2 learners", 3: "3 learners"}
     assert told == [f"trying 2 Gaussians and {learners[m2]}" for _, m2 in found.scores]
-    found = select_mixture(data, learners=2, candidates=(1, 2, 3))
+    found = select_mixture(local_score(data), TrainingOptions(), learners=2, candidates=(1, 2, 3))
     assert {m2 for _, m2 in found.scores} == {2}
     assert found.components == 2
     # one learner: labels say nothing about the Gaussians, the inputs do
-    assert select_mixture(data, learners=1, candidates=(1, 2, 3)).components == 2
-    found = select_mixture(data, components=1, learners=3)
+    assert (
+        select_mixture(
+            local_score(data), TrainingOptions(), learners=1, candidates=(1, 2, 3)
+        ).components
+        == 2
+    )
+    found = select_mixture(local_score(data), TrainingOptions(), components=1, learners=3)
     assert (found.components, found.learners, list(found.scores)) == (1, 3, [(1, 3)])
 
 
-def test_small_data_choose_where_nobody_did(monkeypatch):
+def choose(data, options, open_choices=(), sizes_given=True):
+    return choose_sizes(
+        options,
+        open_choices,
+        rows=len(data.train),
+        columns=data.input_shape[0],
+        score=local_score(data),
+        sizes_given=sizes_given,
+    )
+
+
+def test_small_data_choose_if_no_size_was_given(monkeypatch):
     data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
     options = TrainingOptions(rounds=20)
-    found = select_for_small_data(data, options)
+    chosen, found = choose(data, options, sizes_given=False)
     assert found is not None
-    assert (found.components, found.learners) == (2, 2)
-    assert select_for_small_data(data, TrainingOptions(algorithm="fedavg")) is None
+    assert chosen == replace(options, components=2, learners=2)
+    for other in (TrainingOptions(algorithm="fedavg"), TrainingOptions(algorithm="gmm")):
+        assert choose(data, other, sizes_given=False) == (other, None)
+    assert choose(data, options) == (options, None)
     monkeypatch.setattr("fedgmm.training.selection._SMALL", len(data.train) * 4 - 1)
-    assert select_for_small_data(data, options) is None
+    assert choose(data, options, sizes_given=False) == (options, None)
 
 
 def test_one_learner_does_not_make_the_density_coarse():
     data = synthetic(8, 200, components=1, dimensions=4, seed=0).dataset
-    found = select_for_small_data(data, TrainingOptions(rounds=20))
+    chosen, found = choose(data, TrainingOptions(rounds=20), sizes_given=False)
     assert found is not None
-    assert (found.components, found.learners) == (3, 1)
+    assert (chosen.components, chosen.learners) == (3, 1)
 
 
-def test_without_validation_rows_the_defaults_will_do():
+def test_without_validation_rows_the_defaults_stay():
     rows = {"a": (np.arange(20.0)[:, None], np.arange(20) % 2)}
     data = FederatedDataset.from_clients(rows, split=(0.8, 0.0, 0.2))
-    assert select_for_small_data(data, TrainingOptions()) is None
+    options = TrainingOptions()
+    assert choose(data, options, sizes_given=False) == (options, None)
+    with pytest.raises(ValueError, match="validation rows"):
+        choose(data, options, ["components"])
+
+
+def test_only_open_options_are_chosen():
+    calls = []
+
+    def score(options, evidence):
+        calls.append((options.components, options.learners, evidence))
+        return -abs(options.components - 2) - abs(options.learners - 3)
+
+    options = TrainingOptions(components=4, learners=5)
+    sizes = {"rows": 100, "columns": 4, "score": score}
+    chosen, found = choose_sizes(options, ["components"], **sizes)
+    assert chosen == replace(options, components=2)
+    assert found.components == 2
+    assert {(m2, evidence) for _, m2, evidence in calls} == {(5, "labels")}
+    calls.clear()
+    chosen, _ = choose_sizes(options, ["learners", "covariance_type"], **sizes)
+    assert chosen == replace(options, learners=3, covariance_type="diag")
+    assert {m1 for m1, _, _ in calls} == {4}
+    calls.clear()
+    choose_sizes(replace(options, algorithm="gmm"), ["components"], **sizes)
+    assert {(m2, evidence) for _, m2, evidence in calls} == {(1, "inputs")}
+
+
+@pytest.mark.parametrize("name", ["components", "learners"])
+def test_sizes_beyond_the_rows_are_refused(name):
+    options = TrainingOptions(**{name: 11})
+    with pytest.raises(ValueError, match=name):
+        choose_sizes(options, (), rows=10, columns=2)
+    assert choose_sizes(options, (), rows=11, columns=2) == (options, None)
+    few = TrainingOptions(**{name: 10})
+    assert choose_sizes(few, (), rows=3, columns=2) == (few, None)
 
 
 def test_test_rows_play_no_part_in_the_choice():
     data = synthetic(6, 100, components=2, dimensions=3, seed=0).dataset
-    first = select_mixture(data, candidates=(1, 2), rounds=3)
+    first = select_mixture(local_score(data), TrainingOptions(), candidates=(1, 2), rounds=3)
     data.test.inputs.fill_(1e6)
     data.test.labels.copy_(1 - data.test.labels)
-    assert select_mixture(data, candidates=(1, 2), rounds=3).scores == first.scores
+    assert (
+        select_mixture(local_score(data), TrainingOptions(), candidates=(1, 2), rounds=3).scores
+        == first.scores
+    )
 
 
 def test_the_record_is_strict_json():
@@ -171,14 +231,9 @@ def test_the_record_is_strict_json():
     assert read["tried"][1] == {"components": 1, "learners": 2, "validation_log_likelihood": -0.5}
 
 
-def test_nothing_to_choose_from_or_by():
-    data = synthetic(4, 40, dimensions=3, seed=0).dataset
-    with pytest.raises(ValueError, match="candidates is empty"):
-        select_mixture(data, candidates=())
-    rows = {"a": (np.arange(20.0)[:, None], np.arange(20) % 2)}
-    data = FederatedDataset.from_clients(rows, split=(0.8, 0.0, 0.2))
-    with pytest.raises(ValueError, match="no validation rows"):
-        select_mixture(data)
+def test_nothing_to_choose_from():
+    with pytest.raises(ValueError, match="candidates"):
+        select_mixture(lambda *_: 0.0, TrainingOptions(), candidates=())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. What is heavy is imported inside the commands."""
+"""The command line: parse, call, print. Heavy modules are imported inside the commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup
 
 from fedgmm import __version__
 from fedgmm.cli import federation, reproduce, runs, studies
@@ -19,7 +19,7 @@ _INTERRUPTED = 130
 
 
 class _OneSentenceErrors(TyperGroup):
-    """Turns an error of a command into one sentence; ``--debug`` shows where it came from."""
+    """Print an error of a command as one sentence; ``--debug`` shows the traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -31,8 +31,8 @@ class _OneSentenceErrors(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("Interrupted.", err=True)
             raise typer.Exit(_INTERRUPTED) from None
-        except BrokenPipeError:  # whoever reads our output has seen enough
-            # what is still in Python's buffer has to go somewhere
+        except BrokenPipeError:  # the reader of our output has closed it
+            # Python flushes its buffer at exit, which must not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except Exception as error:
@@ -43,24 +43,38 @@ class _OneSentenceErrors(TyperGroup):
 
 
 def _note(message: Warning | str, *_: Any) -> None:
-    """A warning without the place in the code that it came from."""
+    """Print a warning without its place in the code."""
     typer.echo(f"Note: {message}", err=True)
 
 
 def _sentence(error: Exception) -> str:
+    """Return the error as one sentence."""
     if isinstance(error, OSError) and error.strerror:
-        # Arrow names the file within its own words
+        # Arrow puts the file name into strerror
         return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     if isinstance(error, MemoryError):
         return "There is not enough memory; use fewer columns, components or rows."
-    if type(error).__name__ == "OutOfMemoryError" and str(error).startswith("CUDA"):  # torch's own
+    if type(error).__name__ == "OutOfMemoryError" and str(error).startswith(
+        "CUDA"
+    ):  # torch's class
         from fedgmm.nets.devices import what_ran_out
 
-        return (
-            f"{what_ran_out(error)}. End other programs that use the card, or use another --device."
-        )
+        return f"{what_ran_out(error)}. Close other programs on the GPU, or use another --device."
     return str(error) or type(error).__name__
 
+
+def _keep_help_of_arguments() -> None:
+    """Restore the help of arguments: click 8.5 resets it after typer 0.20 has set it."""
+    make = TyperArgument.__init__
+
+    def make_and_set(self: TyperArgument, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.help = options.get("help")
+
+    TyperArgument.__init__ = make_and_set  # type: ignore[method-assign]
+
+
+_keep_help_of_arguments()
 
 app = typer.Typer(
     cls=_OneSentenceErrors,
@@ -86,20 +100,19 @@ def _show_version(wanted: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Personalised federated learning under mixtures of distributions.
 
-    Exit codes: 0 all is well, 1 something is wrong with the data or the request, 2 a wrong option,
-    130 interrupted.
+    Exit codes: 0 success, 1 an error in the data or the request, 2 a wrong option, 130 interrupted.
     """
 
 
-_FILES, _STUDIES = "From files to answers", "Demonstrations and experiments"
-_MACHINES = "Over several machines"
-_ON_FILES: tuple[Callable[..., None], ...] = (
+_RUNS, _STUDIES = "Train and use models", "Demonstrations and experiments"
+_FEDERATION = "Federation over several machines"
+_ON_RUNS: tuple[Callable[..., None], ...] = (
     runs.inspect,
     runs.fit,
     runs.resume,
@@ -110,11 +123,11 @@ _ON_FILES: tuple[Callable[..., None], ...] = (
     runs.report,
     studies.compare,
 )
-_OTHERS: tuple[Callable[..., None], ...] = (studies.demo, studies.tune, reproduce.reproduce)
-for command in _ON_FILES:
-    app.command(rich_help_panel=_FILES)(command)
-for command in _OTHERS:
+_ON_STUDIES: tuple[Callable[..., None], ...] = (studies.demo, studies.tune, reproduce.reproduce)
+for command in _ON_RUNS:
+    app.command(rich_help_panel=_RUNS)(command)
+for command in _ON_STUDIES:
     app.command(rich_help_panel=_STUDIES)(command)
 for command in (federation.server, federation.client):
-    app.command(rich_help_panel=_MACHINES)(command)
-app.add_typer(federation.keys, name="keys", rich_help_panel=_MACHINES)
+    app.command(rich_help_panel=_FEDERATION)(command)
+app.add_typer(federation.keys, name="keys", rich_help_panel=_FEDERATION)

@@ -1,4 +1,4 @@
-"""Commands of a federation over several machines: server, client, keys."""
+"""Commands for a federation over several machines: server, client, keys."""
 
 from __future__ import annotations
 
@@ -18,52 +18,61 @@ if TYPE_CHECKING:
 
 _HOST, _PORT = "0.0.0.0", 9092
 
-keys = typer.Typer(
-    no_args_is_help=True, help="Key pairs of sites, and certificates to try out with."
-)
+keys = typer.Typer(no_args_is_help=True, help="Key pairs of sites, and certificates for tests.")
 
 
 def server(
-    config: Annotated[Path, typer.Option(help="TOML file: what is trained, and with whom.")],
-    out: Annotated[Path, typer.Option(help="The run folder; an interrupted run goes on there.")],
+    config: Annotated[Path, typer.Option(help="TOML file with the settings of the federation.")],
+    out: Annotated[Path, typer.Option(help="The run folder; an interrupted run is resumed there.")],
     host: Annotated[
-        str | None, typer.Option(help=f"Address to listen on; {_HOST} by default.")
+        str | None, typer.Option(help=f"Address to listen on. Default: {_HOST}.")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help=f"Port to listen on; {_PORT} by default.")
+        int | None, typer.Option(min=1, max=65535, help=f"Port to listen on. Default: {_PORT}.")
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the server (PEM).")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate.")] = None,
-    tls_ca: Annotated[Path | None, typer.Option(help="Certificate of who signed it.")] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="Private key of the certificate (PEM).")
+    ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="Certificate of the authority that signed it (PEM).")
+    ] = None,
     keys_folder: Annotated[
         Path | None,
-        typer.Option("--keys", help="Folder with the public keys (NAME.pub) of the sites let in."),
+        typer.Option("--keys", help="Folder with the public keys (NAME.pub) of accepted sites."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Plain text, every site is let in: to try out.")
+        bool,
+        typer.Option(
+            "--insecure", help="No encryption, and every site is accepted; only for tests."
+        ),
     ] = False,
-    clients: Annotated[int | None, typer.Option(min=1, help="Sites that are expected.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="Number of sites that are expected.")
+    ] = None,
     min_clients: Annotated[
         int | None,
-        typer.Option(min=1, help="A round closes with at least so many; all by default."),
+        typer.Option(min=1, help="Fewest sites that a round closes with. Default: all."),
     ] = None,
     round_timeout: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds until a round closes without the rest.")
+        float | None,
+        typer.Option(min=0.1, help="Seconds after which a round closes without the missing sites."),
     ] = None,
     min_rows: Annotated[
         int | None,
-        typer.Option(min=0, help="Moments of components with fewer rows at a site are withheld."),
+        typer.Option(min=0, help="Sites withhold moments of Gaussians with fewer rows than this."),
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Hand out the model when the training is over, too.")
+        bool,
+        typer.Option("--serve", help="Continue after training and give the model to new sites."),
     ] = False,
 ) -> None:
-    """Run a federation: wait for the sites, train, evaluate, report. Rows never come here.
+    """Run the server of a federation: wait for the sites, train, evaluate, report. Rows stay at the sites.
 
-    What is not given here is looked up in the config's section [server].
+    Options that are not given are read from the section [server] of the config.
 
-    Started again, it goes on from its last checkpoint; after the end, it hands the model to sites that
-    join with --adapt-only.
+    Started again, the server resumes from its last checkpoint. After the last round, it gives the model
+    to sites that join with --adapt-only.
 
     Example: fedgmm server --config federation.toml --out run --tls-cert server.crt --tls-key server.key
     --tls-ca ca.crt --keys keys
@@ -71,7 +80,7 @@ def server(
     Example: fedgmm server --config federation.toml --out run --host 127.0.0.1 --insecure
     """
     _need_flower()
-    with _unbroken():
+    with _imports_finish_first():
         from fedgmm.federation.flower.server import Doors, read_doors, run_server
         from fedgmm.federation.server import check_start
         from fedgmm.federation.settings import read_settings
@@ -83,7 +92,7 @@ def server(
         round_timeout=round_timeout,
         min_rows=min_rows,
     )
-    told = read_doors(
+    access = read_doors(
         config,
         host=host,
         port=port,
@@ -94,57 +103,61 @@ def server(
         insecure=insecure or None,
     )
     doors = Doors(
-        told.get("host", _HOST),
-        told.get("port", _PORT),
+        access.get("host", _HOST),
+        access.get("port", _PORT),
         _tls(
-            told.get("tls_cert"),
-            told.get("tls_key"),
-            told.get("tls_ca"),
-            told.get("keys"),
-            told.get("insecure", False),
+            access.get("tls_cert"),
+            access.get("tls_key"),
+            access.get("tls_ca"),
+            access.get("keys"),
+            access.get("insecure", False),
         ),
-        told.get("keys"),
+        access.get("keys"),
     )
     check_start(settings, out)
-    with _ended_politely(), _log_lines(out) as notify:
+    with _sigterm_interrupts(), _log_lines(out) as notify:
         run_server(settings, out, doors, serve=serve, notify=notify)
 
 
 def client(
     server_address: Annotated[
-        str, typer.Option("--server", help="host:port, with the host as in the certificate.")
+        str,
+        typer.Option(
+            "--server", help="host:port of the server; the host must be in its certificate."
+        ),
     ],
     data: Annotated[list[Path], typer.Option(help="The site's file (CSV, TSV, Parquet, npz).")],
-    out: Annotated[Path, typer.Option(help="The site's own folder.")],
+    out: Annotated[Path, typer.Option(help="The site's run folder.")],
     name: Annotated[
-        str | None, typer.Option(help="Name of the site; that of its key, or of its file.")
+        str | None, typer.Option(help="Name of the site. Default: name of the key, or of the file.")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="The site's private key (NAME.key).")] = None,
     ca: Annotated[
-        Path | None, typer.Option(help="Certificate of who signed the server's (ca.crt).")
+        Path | None, typer.Option(help="Certificate of the server's authority (ca.crt).")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Plain text: only for trying out.")
+        bool, typer.Option("--insecure", help="No encryption; only for tests.")
     ] = False,
     share_metrics: Annotated[
         bool,
-        typer.Option("--share-metrics", help="The server may know how good the model is here."),
+        typer.Option("--share-metrics", help="Send the metrics of held-out rows to the server."),
     ] = False,
     adapt_only: Annotated[
         bool,
         typer.Option(
-            "--adapt-only", help="Take the finished model, learn its weights, send nothing."
+            "--adapt-only",
+            help="Only learn this site's weights for the finished model; send nothing.",
         ),
     ] = False,
     min_rows: Annotated[
-        int, typer.Option(min=0, help="Withhold moments of components with fewer rows than this.")
+        int, typer.Option(min=0, help="Withhold moments of Gaussians with fewer rows than this.")
     ] = 0,
 ) -> None:
-    """Take part in a federation with the rows of this site, which stay here.
+    """Take part in a federation with the rows of this site. The rows stay here.
 
-    A key NAME.key and a certificate ca.crt in this folder, or in --out, need not be named.
+    A key NAME.key and a certificate ca.crt are found in the working folder and in --out.
 
-    Waits for the server, connects again by itself, and ends when the federation has.
+    The client waits for the server, reconnects if necessary, and ends with the federation.
 
     Example: fedgmm client --server host:9092 --data oslo.csv --out oslo --key oslo.key --ca ca.crt
 
@@ -152,7 +165,7 @@ def client(
     --adapt-only
     """
     _need_flower()
-    with _unbroken():
+    with _imports_finish_first():
         from fedgmm.data.tables.files import client_name
         from fedgmm.federation.flower.client import (
             Connection,
@@ -167,24 +180,26 @@ def client(
 
     host, port = read_address(server_address)
     if insecure and (ca is not None or key is not None):
-        raise typer.BadParameter("--insecure goes without --ca and --key.")
+        raise typer.BadParameter("--insecure cannot be combined with --ca or --key.")
     if not insecure:
         own = name or client_name(data[0])
-        key = key or _lying_about(f"{own}.key", out)
-        ca = ca or _lying_about("ca.crt", out)
+        key = key or _find_file(f"{own}.key", out)
+        ca = ca or _find_file("ca.crt", out)
         if ca is None or key is None:
             raise typer.BadParameter(
-                "Say --ca ca.crt, which you have from the server, and --key NAME.key, which you make "
-                "with fedgmm keys new NAME; or --insecure for trying out."
+                "Give --ca ca.crt, which comes from the server, and --key NAME.key, which fedgmm keys new "
+                "NAME makes; or --insecure for tests."
             )
         check_authority(ca)
         name = name or check_private_key(key).name
     connection = Connection(
         host, port, ca.resolve() if ca else None, key.resolve() if key else None
     )
-    SiteTable.found(tuple(data), name, notify=lambda _: None)  # before anything is written
+    SiteTable.found(
+        tuple(data), name, notify=lambda _: None
+    )  # errors in the data come before any file is written
     settings = SiteSettings(tuple(data), out, name, share_metrics, adapt_only, min_rows)
-    with _ended_politely(), _log_lines(out) as notify:
+    with _sigterm_interrupts(), _log_lines(out) as notify:
         take_part(Site(settings, notify=notify), connection, out, notify=notify)
 
 
@@ -193,7 +208,7 @@ def new_key(
     name: Annotated[str, typer.Argument(help="Name of the site.")],
     out: Annotated[Path, typer.Option(help="Folder for the two files.")] = Path(),
 ) -> None:
-    """Make a key pair: NAME.key stays at the site, NAME.pub goes to whoever runs the server.
+    """Make a key pair: NAME.key stays at the site, NAME.pub goes to the operator of the server.
 
     Example: fedgmm keys new oslo
     """
@@ -201,16 +216,16 @@ def new_key(
     from fedgmm.federation.flower.keys import check_private_key, new_pair
 
     private, public = new_pair(name, out)
-    typer.echo(f"{private}: keep it here, and show it to nobody.")
-    typer.echo(f"{public}: send it to whoever runs the server, who puts it into the --keys folder.")
-    typer.echo(f"Fingerprint, to compare by telephone: {check_private_key(private).fingerprint}")
+    typer.echo(f"{private}: keep it secret, on this machine.")
+    typer.echo(f"{public}: send it to the operator of the server, for the folder --keys.")
+    typer.echo(f"Fingerprint, to compare over the phone: {check_private_key(private).fingerprint}")
 
 
 @keys.command("list")
 def list_keys(
     folder: Annotated[Path, typer.Argument(help="Folder with public keys.")] = Path(),
 ) -> None:
-    """Show the public keys of a folder, as the server would let them in."""
+    """List the public keys of a folder, which the server would accept."""
     _need_flower()
     from fedgmm.federation.flower.keys import read_public_keys
 
@@ -221,12 +236,12 @@ def list_keys(
 @keys.command("certificate")
 def certificate(
     host: Annotated[
-        list[str], typer.Option(help="Name or address that clients use. May be repeated.")
+        list[str], typer.Option(help="Name or address of the server. May be repeated.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for the three files.")] = Path(),
-    days: Annotated[int, typer.Option(min=1, max=3650, help="How long it is good for.")] = 365,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="Days until it expires.")] = 365,
 ) -> None:
-    """Make a certificate for trying out, and the authority that signs it; see docs/deployment.md.
+    """Make a certificate for tests and the authority that signs it; see docs/deployment.md.
 
     Example: fedgmm keys certificate --host localhost --host 127.0.0.1 --out certificates
     """
@@ -238,16 +253,19 @@ def certificate(
     typer.echo(f"{files.authority}: for the server (--tls-ca) and every client (--ca).")
 
 
-def _lying_about(name: str, out: Path) -> Path | None:
-    """A file in the working folder, or in the site's own."""
+def _find_file(name: str, out: Path) -> Path | None:
+    """Return a file of the working folder or of the site's folder."""
     return next((path for path in (Path(name), out / name) if path.is_file()), None)
 
 
 def _need_flower() -> None:
+    """Raise if Flower is not installed."""
     from importlib.util import find_spec
 
     if find_spec("flwr") is None:
-        raise ValueError("This command needs Flower; say: pip install 'fedgmm[flower]'.")
+        raise ValueError(
+            "This command needs Flower; install it with: pip install 'fedgmm[flower]'."
+        )
 
 
 def _tls(
@@ -257,33 +275,37 @@ def _tls(
     keys_folder: Path | None,
     insecure: bool,
 ) -> Tls | None:
+    """Return the TLS files of the server; ``None`` with ``--insecure``."""
     from fedgmm.federation.flower.certificates import Tls
 
     given = [one for one in (certificate, key, authority) if one is not None]
     if insecure:
         if given or keys_folder is not None:
             raise typer.BadParameter(
-                "--insecure goes without --tls-cert, --tls-key, --tls-ca and --keys: keys need TLS."
+                "--insecure cannot be combined with --tls-cert, --tls-key, --tls-ca or --keys, because "
+                "keys need TLS."
             )
         return None
     if certificate is None or key is None or authority is None:
         raise typer.BadParameter(
-            "Say --tls-cert, --tls-key and --tls-ca (to try out: fedgmm keys certificate), or "
-            "--insecure to go without."
+            "Give --tls-cert, --tls-key and --tls-ca (for tests, make them with fedgmm keys "
+            "certificate), or --insecure to run without TLS."
         )
     return Tls(certificate, key, authority)
 
 
 @contextmanager
-def _unbroken() -> Iterator[None]:
-    """Ctrl-C waits until the imports are done: some libraries die of it in the middle of theirs."""
-    asked = False
+def _imports_finish_first() -> Iterator[None]:
+    """Delay Ctrl-C until the imports are done, because some libraries crash if it interrupts theirs."""
+    interrupted = False
 
     def remember(*_: object) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal interrupted
+        interrupted = True
 
-    if threading.current_thread() is not threading.main_thread():  # signals are the main one's
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # only the main thread handles signals
         yield
         return
     before = signal.signal(signal.SIGINT, remember)
@@ -291,13 +313,13 @@ def _unbroken() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if asked:
+    if interrupted:
         raise KeyboardInterrupt
 
 
 @contextmanager
-def _ended_politely() -> Iterator[None]:
-    """A polite request to end is as good as Ctrl-C: children are ended, too."""
+def _sigterm_interrupts() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C, so that child processes are ended, too."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -311,7 +333,7 @@ def _ended_politely() -> Iterator[None]:
 
 @contextmanager
 def _log_lines(out: Path) -> Iterator[Callable[[str], None]]:
-    """Lines with the time of day, on the side and in ``federation.log``."""
+    """Log lines with the time, to standard error and to ``federation.log``."""
     from datetime import datetime
 
     from fedgmm.federation.messages import one_line
@@ -323,7 +345,7 @@ def _log_lines(out: Path) -> Iterator[Callable[[str], None]]:
     with (out / "federation.log").open("a", encoding="utf-8") as file:
 
         def notify(line: str) -> None:
-            now, line = datetime.now(), one_line(line)  # others choose some of the words
+            now, line = datetime.now(), one_line(line)  # parts of a line come from other machines
             console.print(
                 f"[dim]{now:%H:%M:%S}[/] {escaped(line)}", soft_wrap=True, highlight=False
             )

@@ -1,4 +1,4 @@
-"""What commands share: notes, progress, tables on disk, JSON for machines."""
+"""Output of commands: notes, progress, JSON, and tables on disk."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-JsonFlag = Annotated[
-    bool, typer.Option("--json", help="Print JSON for machines, and nothing else.")
-]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 _MOST_NOTES = 20
 
 
 def screen() -> Console:
-    """Where people read."""
+    """Return the console for results: standard output."""
     from rich.console import Console
 
     return Console()
 
 
 def sidelines() -> Console:
-    """Where progress and warnings go, so that the output itself can be piped."""
+    """Return the console for progress and notes: standard error, so that results can be piped."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output; numbers that are not finite become ``null``."""
+    """Print one JSON document to standard output; NaN and infinity become ``null``."""
     from fedgmm.runs.folder import finite
 
     text = json.dumps(finite(value), indent=1, allow_nan=False, default=_plain)
     sys.stdout.write(text + "\n")
-    sys.stdout.flush()  # a closed pipe is noticed here and not at the end
+    sys.stdout.flush()  # notice a closed pipe here and not at exit
 
 
 def _plain(value: Any) -> Any:
@@ -52,7 +50,7 @@ def _plain(value: Any) -> Any:
 
 
 def print_notes(notes: list[str]) -> None:
-    """Warnings, on the side."""
+    """Print notes to standard error."""
     console = sidelines()
     for note in notes[:_MOST_NOTES]:
         console.print(f"[yellow]Note:[/] {escaped(note)}", soft_wrap=True, highlight=False)
@@ -61,7 +59,7 @@ def print_notes(notes: list[str]) -> None:
 
 
 def escaped(text: Any) -> str:
-    """Text that may hold square brackets."""
+    """Escape square brackets, which are markup for rich."""
     from rich.markup import escape
 
     return escape(str(text))
@@ -69,7 +67,7 @@ def escaped(text: Any) -> str:
 
 @contextmanager
 def working(quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A spinner with a line of what is going on."""
+    """Show a spinner; the value takes a line about the current step."""
     if quiet:
         yield lambda _: None
         return
@@ -94,13 +92,13 @@ class RoundsBar:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
             console=console,
             transient=True,
             disable=quiet or not console.is_terminal,
         )
-        self._task = self._progress.add_task("reading", total=None, told="")
+        self._task = self._progress.add_task("reading", total=None, status="")
 
     def __enter__(self) -> RoundsBar:
         self._progress.start()
@@ -110,23 +108,23 @@ class RoundsBar:
         self._progress.stop()
 
     def notify(self, line: str) -> None:
-        """Say what is going on before and after the rounds."""
+        """Show the current step before and after the rounds."""
         self._progress.update(self._task, description=escaped(line))
 
     def begin(self, rounds: int) -> None:
-        """The number of rounds is known."""
-        self._progress.reset(self._task, total=rounds, description="training", told="")
+        """Start counting rounds."""
+        self._progress.reset(self._task, total=rounds, description="training", status="")
 
     def show(self, entry: dict[str, float]) -> None:
-        """A round is done."""
-        told = f"log-likelihood {entry['log_likelihood']:.4f}"
+        """Show a finished round."""
+        status = f"log-likelihood {entry['log_likelihood']:.4f}"
         if "validation_accuracy" in entry:
-            told += f", accuracy {100 * entry['validation_accuracy']:.1f} %"
-        self._progress.update(self._task, completed=entry["round"], told=told)
+            status += f", accuracy {100 * entry['validation_accuracy']:.1f} %"
+        self._progress.update(self._task, completed=entry["round"], status=status)
 
 
 def write_columns(columns: Mapping[str, Any], out: Path | None) -> None:
-    """Columns to a CSV, TSV or Parquet file, or as CSV to standard output."""
+    """Write columns to a CSV, TSV or Parquet file, or as CSV to standard output."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -135,7 +133,7 @@ def write_columns(columns: Mapping[str, Any], out: Path | None) -> None:
         buffer = pa.BufferOutputStream()
         csv.write_csv(table, buffer)
         sys.stdout.buffer.write(buffer.getvalue())
-        sys.stdout.buffer.flush()  # a closed pipe is noticed here and not at the end
+        sys.stdout.buffer.flush()  # notice a closed pipe here and not at exit
         return
     lowered = out.name.lower()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -154,13 +152,13 @@ def write_columns(columns: Mapping[str, Any], out: Path | None) -> None:
 
 
 def as_rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Columns as one dictionary a row, for JSON."""
+    """Return columns as one dictionary per row, for JSON."""
     values = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in values]
 
 
 def check_output(out: Path | None) -> None:
-    """Complain about an output file that cannot be written before any work is done."""
+    """Raise if an output file cannot be written; called before any work is done."""
     if out is None:
         return
     endings = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")

@@ -1,4 +1,4 @@
-"""``fedgmm reproduce``: the paper's experiments."""
+"""``fedgmm reproduce``: the experiments of the paper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedgmm.cli.output import screen, working
 
 
 class Experiment(StrEnum):
-    """What can be reproduced."""
+    """Experiments of the paper."""
 
     SYNTHETIC = "synthetic"
     NON_GAUSSIAN = "nongaussian"
@@ -52,65 +52,70 @@ _OPTIONS = {
     Experiment.ILLUSTRATION: set[str](),
     Experiment.CLASSIFICATION: {*_SIZES, *_OF_IMAGES, "shift"},
     Experiment.UNSEEN: {*_SIZES, *_OF_IMAGES, "shift"},
-    Experiment.NOVELTY: {*_SIZES, *_OF_IMAGES},  # what is changed there is a setting of its own
+    Experiment.NOVELTY: {*_SIZES, *_OF_IMAGES},  # its shifts are separate settings
     Experiment.SENSITIVITY: {*_SIZES, *_OF_IMAGES, "shift"},
 }
-"""What an experiment can be told, beside the folder for its results."""
+"""Options of each experiment, besides the folder for its results."""
 
 
 def reproduce(
     ctx: typer.Context,
-    experiment: Annotated[Experiment, typer.Argument(help="Which experiment of the paper.")],
+    experiment: Annotated[Experiment, typer.Argument(help="The experiment.")],
     out: Annotated[Path, typer.Option(help="Folder for JSON, Markdown and figures.")] = Path(
         "results"
     ),
     clients: Annotated[
-        int | None, typer.Option(min=3, help="How many; the paper's number by default.")
+        int | None, typer.Option(min=3, help="Number of clients. Default: as in the paper.")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(min=10, help="Rows a client, of synthetic data; 3000 by default.")
+        int | None, typer.Option(min=10, help="Synthetic data: rows per client. Default: 3000.")
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="How many seeds; 3 by default, 1 for sensitivity.")
+        int | None, typer.Option(min=1, help="Number of seeds. Default: 3, or 1 for sensitivity.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Most rounds; 100 by default, 200 on images.")
+        int | None, typer.Option(min=1, help="Number of rounds. Default: 100, or 200 for images.")
     ] = None,
     tuning_rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of the short runs that rank learning rates.")
+        int | None,
+        typer.Option(min=1, help="Rounds of the short runs that compare learning rates."),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Methods, separated by commas; all by default.")
+        str | None, typer.Option(help="Methods, separated by commas. Default: all.")
     ] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Images: femnist, cifar10, cifar100 or mnist.")
     ] = None,
     track: Annotated[
         str | None,
-        typer.Option(help="Images: the paper's protocol (paper), or every method tuned (tuned)."),
+        typer.Option(help="Images: paper (the paper's protocol) or tuned (every method tuned)."),
     ] = None,
     learner: Annotated[
         str | None, typer.Option(help="Images: linear, mlp, cnn or mobilenet.")
     ] = None,
     encoder: Annotated[
-        str | None, typer.Option(help="Images: what the Gaussians see, resnet18 or pixels.")
+        str | None, typer.Option(help="Images: input of the Gaussians, resnet18 or pixels.")
     ] = None,
     encoder_dtype: Annotated[
-        str | None, typer.Option(help="Images: the encoder's float32, bfloat16, or auto.")
+        str | None, typer.Option(help="Images: type of the encoder, float32, bfloat16 or auto.")
     ] = None,
     image_size: Annotated[
-        int | None, typer.Option(min=8, help="Images: pixels a side that the encoder sees; 224.")
+        int | None,
+        typer.Option(min=8, help="Images: width and height for the encoder. Default: 224."),
     ] = None,
     components: Annotated[
-        int | None, typer.Option(min=1, help="Images: Gaussians; 3, or chosen for novelty.")
+        int | None,
+        typer.Option(min=1, help="Images: number of Gaussians. Default: 3; novelty chooses it."),
     ] = None,
-    learners: Annotated[int | None, typer.Option(min=1, help="Images: learners; 3.")] = None,
+    learners: Annotated[
+        int | None, typer.Option(min=1, help="Images: number of learners. Default: 3.")
+    ] = None,
     pretrained: Annotated[
-        Path | None, typer.Option(help="Images: ImageNet weights that MobileNet-V2 starts from.")
+        Path | None, typer.Option(help="Images: file with ImageNet weights for MobileNet-V2.")
     ] = None,
     shift: Annotated[
         bool | None,
-        typer.Option(help="Images: transform and relabel half of them; yes by default."),
+        typer.Option(help="Images: transform and relabel half of them. Default: --shift."),
     ] = None,
     fraction: Annotated[
         float | None, typer.Option(help="Images: share of the images to use.")
@@ -121,19 +126,17 @@ def reproduce(
     ] = None,
     download: Annotated[
         bool,
-        typer.Option("--download", help="Images: fetch what is missing from its official place."),
+        typer.Option("--download", help="Images: download missing data from its official source."),
     ] = False,
     cache: Annotated[
         Path | None,
-        typer.Option(
-            help="Images: folder that keeps what the encoder saw; OUT/encoded by default."
-        ),
+        typer.Option(help="Images: folder for encoded images. Default: OUT/encoded."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
 ) -> None:
-    """Repeat an experiment of the paper and write its table beside the paper's figures.
+    """Repeat an experiment of the paper and write its table next to the paper's numbers.
 
-    Experiments on images go on where an interruption ended them.
+    An interrupted experiment on images is resumed when the command is run again.
 
     Example: fedgmm reproduce synthetic --clients 30 --rows 600 --seeds 1
 
@@ -170,14 +173,16 @@ def reproduce(
             make, run = _study(experiment)
             given = _given({**common, **images})
             if experiment is Experiment.NOVELTY and components is not None:
-                given["component_choices"] = ()  # nothing is left to choose
+                given[
+                    "component_choices"
+                ] = ()  # the number is given, so novelty does not choose it
             study = make(**given)
             if download:
                 from fedgmm.data.images.files import load_images
 
                 notify(f"looking for {study.dataset}")
                 load_images(study.dataset, data_dir, download=True)
-            if cache is None and study.encoder != "pixels":  # which are faster read than kept
+            if cache is None and study.encoder != "pixels":  # pixels need no cache
                 cache = out / "encoded"
             run(out, study, Workplace(data_dir, cache, notify))
             table = out / f"{experiment.value}-{study.label}.md"
@@ -190,12 +195,12 @@ def reproduce(
 
 
 def _check_options(ctx: typer.Context, experiment: Experiment) -> None:
-    """Refuse what was said and would not be listened to."""
+    """Raise if an option was given that the experiment does not have."""
     for option in ctx.command.params:
         name = option.name or ""
         if name in ("experiment", "out") or name in _OPTIONS[experiment]:
             continue
-        # what the environment says is not meant for this command alone
+        # environment variables may be meant for other commands
         if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             continue
         off = ctx.params[name] is False
@@ -205,12 +210,12 @@ def _check_options(ctx: typer.Context, experiment: Experiment) -> None:
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """What was said; all else has its own default."""
+    """Return the options that were given; the study has defaults for the others."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _study(experiment: Experiment) -> tuple[Any, Any]:
-    """The settings of an experiment on images, and what runs it."""
+    """Return the class of a study on images and the function that runs it."""
     match experiment:
         case Experiment.CLASSIFICATION:
             from fedgmm.experiments.classification import reproduce_classification
@@ -233,6 +238,7 @@ def _study(experiment: Experiment) -> tuple[Any, Any]:
 
 
 def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], notify: Any) -> None:
+    """Run an experiment without images."""
     if experiment is Experiment.ILLUSTRATION:
         from fedgmm.experiments.illustration import reproduce_illustration
 

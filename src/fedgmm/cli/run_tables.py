@@ -1,4 +1,4 @@
-"""Tables for the terminal about files and runs."""
+"""Terminal tables about files and runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_CLASSES = 6
 
 
 def inspection_tables(found: Inspection) -> list[Table]:
-    """The clients and the columns of some files."""
+    """Return tables of the clients and of the columns of files."""
     return [_clients_table(found), _columns_table(found)]
 
 
@@ -48,8 +48,8 @@ def _clients_table(found: Inspection) -> Table:
         table.add_row(*cells)
     _add_rest(table, len(found.clients))
     table.caption = (
-        "inputs: distance of the client's means from everybody's, in deviations; "
-        "labels: share of rows that would need another label"
+        "inputs: distance of the client's means from those of all clients, in standard deviations; "
+        "labels: share of rows that would need another label to match all clients"
     )
     return table
 
@@ -77,7 +77,7 @@ def _columns_table(found: Inspection) -> Table:
 
 
 def metrics_table(metrics: dict[str, Any]) -> Table:
-    """The figures of a finished run, split by split; without labels, client by client."""
+    """Return the metrics of a finished run per split; without labels, per client."""
     table = Table(title=f"{metrics['algorithm']}, {counted(metrics['rounds'], 'round')}")
     clients = metrics.get("clients", {})
     if any("log_density" in own for own in clients.values()):
@@ -100,17 +100,17 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
                 _percent(own["worst_accuracy"]),
                 f"{own['mean_log_loss']:.3f}",
             )
-    table.caption = "means over clients, small ones counting as much as large ones"
+    table.caption = "means over clients; every client has the same weight"
     chosen = metrics.get("selection")
     if chosen is not None:
         sizes = (chosen["components"], "Gaussian"), (chosen["learners"], "learner")
-        told = " and ".join(counted(*size) for size in sizes)
-        table.caption += f"; {told}, chosen on validation rows"
+        text = " and ".join(counted(*size) for size in sizes)
+        table.caption += f"; {text}, chosen on validation rows"
     return table
 
 
 def evaluation_table(found: Evaluation) -> Table:
-    """Every client, the worst first, and what stands for all."""
+    """Return the metrics of every client, the worst first, and their means."""
     table = Table(title=counted(len(found.clients), "client"))
     _add_names(table, "client")
     for column in ("rows", "accuracy", "log-loss", "calibration error"):
@@ -142,11 +142,11 @@ def evaluation_table(found: Evaluation) -> Table:
 
 
 def adaptation_table(found: Adapted) -> Table:
-    """A new client's weights and how accuracy grew."""
+    """Return the weights of a new client and the gain in accuracy."""
     name = escape(str(found.adaptation.client))
     used = "labelled" if found.labelled else "unlabelled"
     title = f"{name} joined with {counted(found.rows, used + ' row')}"
-    table = Table(title=title, min_width=48)  # with one learner its words would not fit
+    table = Table(title=title, min_width=48)  # wide enough for the title if there is one learner
     table.add_column("Gaussian", justify="right")
     weights = found.adaptation.weights
     for learner in range(weights.shape[1]):
@@ -156,14 +156,14 @@ def adaptation_table(found: Adapted) -> Table:
     if found.curve:
         first, last = found.curve[0], found.curve[-1]
         table.caption = (
-            f"accuracy on rows held out: {_percent(first['accuracy'])} with the federation's weights, "
+            f"accuracy on held-out rows: {_percent(first['accuracy'])} with the federation's weights, "
             f"{_percent(last['accuracy'])} with its own from {counted(round(last['rows']), 'row')}"
         )
     return table
 
 
 def _add_names(table: Table, of: str) -> None:
-    """A column of names; on a narrow screen they are broken, for a name that is cut may be another's."""
+    """Add a column of names; they are folded on a narrow screen, because a cut name is ambiguous."""
     table.add_column(of, overflow="fold")
 
 

@@ -29,15 +29,15 @@ Files = Annotated[
 RunFolderArgument = Annotated[Path, typer.Argument(help="The run folder.", metavar="RUN")]
 ClientColumn = Annotated[
     str | None,
-    typer.Option(help="Column that names the client, where several are in one file."),
+    typer.Option(help="Column with the client's name, if a file holds several clients."),
 ]
 Categorical = Annotated[
     list[str] | None,
-    typer.Option(help="Number column whose values are names of groups. May be repeated."),
+    typer.Option(help="Number column to treat as categories. May be repeated."),
 ]
 Ignore = Annotated[list[str] | None, typer.Option(help="Column to leave out. May be repeated.")]
 OutFile = Annotated[
-    Path | None, typer.Option("--out", help="CSV, TSV or Parquet file; standard output if none.")
+    Path | None, typer.Option("--out", help="CSV, TSV or Parquet file; default: standard output.")
 ]
 
 
@@ -49,7 +49,7 @@ def inspect(
     ignore: Ignore = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what is in the files, how far apart the clients are, and what will hurt.
+    """Show the clients and columns of files, how much clients differ, and possible problems.
 
     Example: fedgmm inspect site_*.csv --label diagnosis
     """
@@ -81,39 +81,44 @@ def fit(
     categorical: Categorical = None,
     ignore: Ignore = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file with any of the options; others win over it.")
+        Path | None,
+        typer.Option(help="TOML file with options; options given here replace its own."),
     ] = None,
     algorithm: Annotated[
         str | None,
         typer.Option(
-            help="fedgmm, fedem, fedavg, fedprox, fedavg+, local, clustered or pfedme; gmm needs no "
-            "label."
+            help="fedgmm, fedem, fedavg, fedprox, fedavg+, local, clustered, pfedme, or gmm (no labels). "
+            "Default: fedgmm."
         ),
     ] = None,
     components: Annotated[
         str | None,
         typer.Option(
-            help="Gaussians: a number, or auto to choose it by validation; small data do by default."
+            help="Number of Gaussians, or auto to choose it on validation rows. Default: auto for small "
+            "data, otherwise 3."
         ),
     ] = None,
     learners: Annotated[
         str | None,
         typer.Option(
-            help="Learners: a number, or auto to choose it by validation; small data do by default."
+            help="Number of learners, or auto to choose it on validation rows. Default: auto for small "
+            "data, otherwise 3."
         ),
     ] = None,
-    learner: Annotated[str | None, typer.Option(help="linear or mlp.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Most rounds.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of everything random.")] = None,
+    learner: Annotated[str | None, typer.Option(help="Kind of learner: linear or mlp.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Largest number of rounds.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all random numbers.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any other training option, as name=value. May be repeated."),
+        typer.Option("--set", help="Another training option, as name=value. May be repeated."),
     ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, help="Rounds between two checkpoints.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace a run that is in the folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option(help="Replace a run that is already in the folder.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a personalised model on the files of many clients.
@@ -153,7 +158,7 @@ def fit(
     if checkpoint_every is not None:
         sections["run"]["checkpoint_every"] = checkpoint_every
     chosen = config_from(sections)
-    with _telling_how_to_go_on(out), RoundsBar(as_json) as bar:
+    with _resume_hint(out), RoundsBar(as_json) as bar:
         run = fit_config(
             chosen,
             out,
@@ -166,6 +171,7 @@ def fit(
 
 
 def _count(option: str, text: str | None) -> int | str | None:
+    """Parse a number or ``auto``."""
     if text is None or text == "auto":
         return text
     if not text.isdecimal() or int(text) < 1:
@@ -174,7 +180,7 @@ def _count(option: str, text: str | None) -> int | str | None:
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """``lr=0.03`` as a name and a value, written as in TOML; words need no quotes."""
+    """Parse ``lr=0.03`` into a name and a value, written as in TOML; texts need no quotes."""
     import tomllib
 
     from fedgmm.runs.config import TRAINING
@@ -191,18 +197,20 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 @contextmanager
-def _telling_how_to_go_on(home: Path) -> Iterator[None]:
+def _resume_hint(home: Path) -> Iterator[None]:
+    """Print how to resume the run after Ctrl-C."""
     from fedgmm.runs.folder import RunFolder
 
     try:
         yield
     except KeyboardInterrupt:
         if RunFolder(home).is_run:
-            typer.echo(f"Go on with: fedgmm resume {home}", err=True)
+            typer.echo(f"Resume with: fedgmm resume {home}", err=True)
         raise
 
 
 def _show_finished(run: Any, as_json: bool) -> None:
+    """Print the metrics of a finished run."""
     from fedgmm.cli.run_tables import metrics_table
 
     metrics = run.metrics
@@ -218,17 +226,17 @@ def _show_finished(run: Any, as_json: bool) -> None:
 def resume(
     run: RunFolderArgument,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Train to this round, beyond what was asked before.")
+        int | None, typer.Option(min=1, help="New total number of rounds, larger than before.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Go on after a crash or Ctrl-C; the end is the same as without it.
+    """Resume a run after a crash or Ctrl-C; the result is the same as without the interruption.
 
     Example: fedgmm resume run/
     """
     from fedgmm.runs.fitting import resume as resume_run
 
-    with _telling_how_to_go_on(run), RoundsBar(as_json) as bar:
+    with _resume_hint(run), RoundsBar(as_json) as bar:
         found = resume_run(
             run, rounds=rounds, notify=bar.notify, on_start=bar.begin, on_round=[bar.show]
         )
@@ -239,15 +247,15 @@ def evaluate(
     run: RunFolderArgument,
     files: Annotated[
         list[str] | None,
-        typer.Argument(help="Labelled files of known clients; none: the training's own files."),
+        typer.Argument(help="Labelled files of known clients; default: the files of the run."),
     ] = None,
     split: Annotated[
         str | None,
-        typer.Option(help="Of the training's own rows: train, validation, or test, the default."),
+        typer.Option(help="Rows of the run: train, validation or test. Default: test."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show accuracy, log-loss and calibration of every client, their mean, and the worst.
+    """Show accuracy, log-loss and calibration of every client, and their means.
 
     Example: fedgmm evaluate run/
     """
@@ -257,7 +265,7 @@ def evaluate(
 
     if files and split is not None:
         raise typer.BadParameter(
-            "--split is of the training's own rows; leave it out, or the files."
+            "--split selects rows of the run; leave out either --split or the files."
         )
     with working(as_json) as notify:
         found = open_run(run).evaluate(files or (), split=split or "test", notify=notify)
@@ -271,12 +279,13 @@ def predict(
     run: RunFolderArgument,
     file: Annotated[Path, typer.Argument(help="Rows to predict; labels are not needed.")],
     client: Annotated[
-        str | None, typer.Option(help="Whose model; none: the federation's own weights.")
+        str | None,
+        typer.Option(help="Client whose weights are used; default: the federation's weights."),
     ] = None,
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Predict the class of every row of a file with a client's own model.
+    """Predict the class of every row of a file with the model of a client.
 
     Example: fedgmm predict run/ --client oslo new_patients.csv --out p.csv
     """
@@ -296,20 +305,23 @@ def predict(
         record = {"rows": len(found.labels), "predicted": shares, "out": out}
         print_json(record if out else {**record, "predictions": as_rows(found.columns())})
     elif out is not None:
-        told = ", ".join(f"{name}: {count}" for name, count in shares.items())
-        typer.echo(f"{counted(len(found.labels), 'row')} ({told}) in {out}", err=True)
+        text = ", ".join(f"{name}: {count}" for name, count in shares.items())
+        typer.echo(f"{counted(len(found.labels), 'row')} ({text}) in {out}", err=True)
 
 
 def adapt(
     run: RunFolderArgument,
-    file: Annotated[Path, typer.Argument(help="The client's rows, labelled or not.")],
+    file: Annotated[Path, typer.Argument(help="Rows of the client, with or without labels.")],
     client: Annotated[str, typer.Option(help="Name of the new client.")],
     replace: Annotated[
-        bool, typer.Option("--replace", help="Also for a client that took part in the training.")
+        bool,
+        typer.Option(
+            "--replace", help="Learn new weights for a client that took part in training."
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Bring in a new client by learning only its weights; nobody else changes.
+    """Add a new client by learning only its weights; other clients stay the same.
 
     Example: fedgmm adapt run/ --client bergen bergen.csv
     """
@@ -334,17 +346,20 @@ def adapt(
 
 def detect(
     run: RunFolderArgument,
-    file: Annotated[Path, typer.Argument(help="Rows to look at.")],
+    file: Annotated[Path, typer.Argument(help="Rows to check.")],
     false_alarm_rate: Annotated[
         float, typer.Option(help="Share of ordinary rows that may be flagged.")
     ] = 0.05,
     score: Annotated[
-        str, typer.Option(help="x: the inputs; y: labels given inputs; joint: both; confidence.")
+        str,
+        typer.Option(
+            help="x: inputs; y: labels given inputs; joint: both; confidence: largest class probability."
+        ),
     ] = "x",
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Find rows that are unlike anything the federation has seen.
+    """Find rows of a file that are unlike the training data.
 
     Example: fedgmm detect run/ batch.csv --false-alarm-rate 0.05 --out scores.csv
     """
@@ -373,13 +388,14 @@ def detect(
         print_json(record if out else {**record, "scores": as_rows(found.columns())})
         return
     typer.echo(
-        f"Novel: {novel} of {counted(rows, 'row')} ({100 * novel / rows:.1f} %); of ordinary rows "
-        f"{100 * false_alarm_rate:g} % would be flagged.",
+        f"Novel: {novel} of {counted(rows, 'row')} ({100 * novel / rows:.1f} %); about "
+        f"{100 * false_alarm_rate:g} % of ordinary rows are flagged by mistake.",
         err=True,
     )
     if found.batch_p_value is not None:
         typer.echo(
-            f"As a client of its own, the file has p-value {found.batch_p_value:.3f}; small is strange.",
+            f"The whole file, as one new client, has p-value {found.batch_p_value:.3f}; a small value "
+            "means that it is novel.",
             err=True,
         )
     if out is not None:
@@ -387,7 +403,7 @@ def detect(
 
 
 def report(run: RunFolderArgument, as_json: JsonFlag = False) -> None:
-    """Write a page about the run that opens in any browser, offline.
+    """Write an HTML report about the run that opens in any browser, offline.
 
     Example: fedgmm report run/
     """

@@ -1,9 +1,7 @@
-"""Commands that demonstrate, compare and reproduce."""
+"""Commands that demonstrate, compare and tune methods."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,32 +14,31 @@ from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.status import Status
 
     from fedgmm.experiments.demo import DemoResult
 
 
 class DataSet(StrEnum):
-    """Data that need no file."""
+    """Built-in data sets."""
 
     DIGITS = "digits"
     SYNTHETIC = "synthetic"
 
 
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
 _ROUNDS_TO_COMPARE = 50
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo"),
-    clients: Annotated[int, typer.Option(min=2, max=1000, help="Clients of the first act.")] = 8,
+    clients: Annotated[int, typer.Option(min=2, max=1000, help="Clients of the first part.")] = 8,
     seed: SeedOption = 0,
     write_files: Annotated[
         Path | None,
-        typer.Option(help="Write example files of a hospital network here, and do nothing else."),
+        typer.Option(help="Only write example files of a hospital network into this folder."),
     ] = None,
 ) -> None:
-    """Show the whole story in under a minute: densities, methods, a new client, novel samples.
+    """Show densities, a comparison of methods, a new client and novel samples, in under a minute.
 
     Nothing is downloaded.
 
@@ -57,9 +54,9 @@ def demo(
         return
     from rich.console import Console
 
-    out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is told before any work
+    out.mkdir(parents=True, exist_ok=True)  # fail before any work
     console = Console()
-    console.rule("1. A density for clients that do not pool their rows")
+    console.rule("1. A density for clients that do not share their rows")
     result = _run_demo_with_progress(clients, seed, console)
 
     from fedgmm.report.plots import plot_demo
@@ -69,27 +66,28 @@ def demo(
 
 
 def _run_story(seed: int, out: Path, console: Console) -> None:
+    """Run and print parts 2 to 4 of the demo."""
     from fedgmm.experiments.story import tell_story
     from fedgmm.experiments.story_figure import plot_story
     from fedgmm.experiments.tables import comparison_table
 
     with console.status("two federations") as status:
-        story = tell_story(seed, _teller(status))
+        story = tell_story(seed, lambda line: status.update(line))
     console.rule("2. Methods compared, each tuned on validation rows")
     console.print(comparison_table(story.synthetic, "Synthetic mixture", story.bayes))
     console.print(comparison_table(story.digits, "Handwritten digits, half of them changed"))
     new, novelty = story.newcomer, story.novelty
-    console.rule("3. A client that was not there in training")
+    console.rule("3. A client that did not take part in training")
     console.print(
         f"Its weights, learned from {counted(new.rows, 'row')} in "
         f"[bold]{new.milliseconds:.1f} ms[/]: accuracy {100 * new.labelled:.1f} % with labels, "
         f"{100 * new.unlabelled:.1f} % without, {100 * new.before:.1f} % with the federation's weights."
     )
-    console.rule("4. Samples that nobody has seen")
+    console.rule("4. Samples that no client has seen")
     console.print(
-        f"log P(x) tells them from known ones with AUROC [bold]{novelty.metrics.auroc:.3f}[/]; at "
-        f"{100 * novelty.asked:.0f} % false alarms asked ({100 * novelty.false_alarms:.1f} % seen) "
-        f"it finds {100 * novelty.found:.0f} %."
+        f"log P(x) separates them from known ones with AUROC [bold]{novelty.metrics.auroc:.3f}[/]; at a "
+        f"nominal false alarm rate of {100 * novelty.asked:.0f} % (measured: "
+        f"{100 * novelty.false_alarms:.1f} %) it finds {100 * novelty.found:.0f} %."
     )
     picture = plot_story(story, out / "story.png")
     console.print(f"Picture: [bold]{picture}[/]", soft_wrap=True)
@@ -107,26 +105,33 @@ def compare(
     categorical: Categorical = None,
     ignore: Ignore = None,
     methods: Annotated[
-        str | None, typer.Option(help="Methods, separated by commas; all by default.")
+        str | None, typer.Option(help="Methods, separated by commas. Default: all.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Most rounds of the training; a run's own, or 50.")
+        int | None,
+        typer.Option(min=1, help="Largest number of rounds. Default: that of the run, or 50."),
     ] = None,
     tuning_rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 10,
-    components: Annotated[int | None, typer.Option(min=1, help="Gaussians; as for fit.")] = None,
-    learners: Annotated[int | None, typer.Option(min=1, help="Learners; as for fit.")] = None,
+    components: Annotated[
+        int | None, typer.Option(min=1, help="Number of Gaussians. Default: as for fit.")
+    ] = None,
+    learners: Annotated[
+        int | None, typer.Option(min=1, help="Number of learners. Default: as for fit.")
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of everything random; a run's own, or 0.")
+        int | None,
+        typer.Option(min=0, help="Seed of all random numbers. Default: that of the run, or 0."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     out: Annotated[
-        Path | None, typer.Option(help="Folder for comparison.json; a run's own by default.")
+        Path | None,
+        typer.Option(help="Folder for comparison.json. Default: the run folder, if given."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train several methods on the same rows, tuned alike, and compare them on test rows.
+    """Tune and train several methods on the same rows and compare them on test rows.
 
-    On a run folder the results are kept there, and the run's report shows them.
+    The results on a run folder are stored there and shown in its report.
 
     Example: fedgmm compare site_*.csv --label diagnosis
 
@@ -136,8 +141,8 @@ def compare(
     """
     from fedgmm.experiments.tables import comparison_table
     from fedgmm.methods.base import TITLES
-    from fedgmm.runs.comparing import data_to_compare, write_comparison
     from fedgmm.runs.comparison import compare as compare_methods
+    from fedgmm.runs.comparison import data_to_compare
 
     chosen = [name.strip() for name in methods.split(",")] if methods else list(TITLES)
     unknown = [name for name in chosen if name not in TITLES]
@@ -148,15 +153,15 @@ def compare(
     with working(as_json) as notify:
         data = data_to_compare(
             sources or ["digits"],
-            label,
-            client_column,
-            seed,
-            notify,
-            sizes,
+            label=label,
+            client_column=client_column,
             categorical=categorical or (),
             ignore=ignore or (),
+            seed=seed,
+            sizes=sizes,
+            notify=notify,
         )
-        if rounds is None:  # on a run, so that its own figures come out again
+        if rounds is None:  # with the rounds of the run, its own metrics are repeated
             rounds = _ROUNDS_TO_COMPARE if data.home is None else data.options.rounds
         if not as_json:
             screen().print(str(data.dataset), markup=False)
@@ -170,7 +175,7 @@ def compare(
             device=device,
         )
     folder = out or data.home
-    written = write_comparison(comparison, folder) if folder is not None else None
+    written = comparison.write(folder) if folder is not None else None
     if as_json:
         print_json(comparison.record())
         return
@@ -182,23 +187,22 @@ def compare(
 
 
 def tune(
-    data: Annotated[DataSet, typer.Argument(help="Which data.")] = DataSet.DIGITS,
-    method: Annotated[str, typer.Option(help="Which method.")] = "fedavg",
+    data: Annotated[DataSet, typer.Argument(help="The data set.")] = DataSet.DIGITS,
+    method: Annotated[str, typer.Option(help="The method.")] = "fedavg",
     grid: Annotated[
         str | None,
-        typer.Option(help="Learning rates, separated by commas; the paper's by default."),
+        typer.Option(help="Learning rates, separated by commas. Default: those of the paper."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 10,
     seed: SeedOption = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Choose a learning rate on validation rows; test rows are not looked at.
+    """Choose a learning rate on validation rows; test rows are not used.
 
     Example: fedgmm tune digits --method fedprox
     """
     from fedgmm.experiments.tables import tuning_table
-    from fedgmm.runs.comparing import built_in_data
-    from fedgmm.runs.comparison import PAPER_GRID
+    from fedgmm.runs.comparison import PAPER_GRID, built_in_data
     from fedgmm.runs.comparison import tune as tune_method
 
     rates = _rates(grid) if grid else PAPER_GRID
@@ -207,16 +211,13 @@ def tune(
         notify(f"{method}: {counted(len(rates), 'learning rate')}")
         found = tune_method(dataset, method, grid=rates, rounds=rounds, solver="sgd", seed=seed)
     if as_json:
-        scores = {
-            str(rate): score if math.isfinite(score) else None
-            for rate, score in found.scores.items()
-        }
-        print_json({"lr": found.best, "scores": scores})
+        print_json({"lr": found.best, "scores": found.record()})
         return
     screen().print(tuning_table(found, f"{method} on {data.value}"))
 
 
 def _rates(text: str) -> tuple[float, ...]:
+    """Parse learning rates."""
     try:
         return tuple(float(rate) for rate in text.split(","))
     except ValueError:
@@ -225,12 +226,8 @@ def _rates(text: str) -> tuple[float, ...]:
         ) from None
 
 
-def _teller(status: Status) -> Callable[[str], None]:
-    """Shows what is going on beside the spinner."""
-    return lambda line: status.update(line)
-
-
 def _run_demo_with_progress(clients: int, seed: int, console: Console) -> DemoResult:
+    """Run part 1 of the demo with a progress bar."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -259,17 +256,18 @@ def _run_demo_with_progress(clients: int, seed: int, console: Console) -> DemoRe
 
 
 def _print_demo(result: DemoResult, picture: Path, console: Console) -> None:
+    """Print part 1 of the demo."""
     from fedgmm.experiments.tables import demo_table
 
     gain = result.log_likelihood - result.common_log_likelihood
     console.print(demo_table(result))
     console.print(
-        "Same model, no pooling: with one common set of weights the federated fit differs from "
-        "scikit-learn on the pooled rows by at most "
-        f"[bold]{result.pooled_difference:.1e}[/] in log-likelihood a row, over every round."
+        "The same model without pooling rows: with common weights, the federated fit differs from "
+        f"scikit-learn on the pooled rows by at most [bold]{result.pooled_difference:.1e}[/] in "
+        "log-likelihood per row, in every round."
     )
     console.print(
-        f"Personal weights: log-likelihood of rows no fit saw {result.log_likelihood:.3f}, with "
-        f"common weights {result.common_log_likelihood:.3f}: [bold]{gain:+.3f}[/] a row."
+        f"Personal weights: log-likelihood of held-out rows {result.log_likelihood:.3f} per row, with "
+        f"common weights {result.common_log_likelihood:.3f}: [bold]{gain:+.3f}[/]."
     )
     console.print(f"Picture: [bold]{picture}[/]", soft_wrap=True)

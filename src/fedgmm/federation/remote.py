@@ -44,6 +44,7 @@ class RemoteTraining:
         members: of the federation.
         folder: of the server; ``None`` keeps no progress.
         poll: seconds between two looks at the connected nodes.
+        title: put before every line about the run.
         notes: for the report.
         loop: the rounds.
         stopped: why training ended before its last round.
@@ -51,9 +52,15 @@ class RemoteTraining:
     """
 
     def __init__(
-        self, job: Job, members: Members, folder: ServerFolder | None, poll: float
+        self,
+        job: Job,
+        members: Members,
+        folder: ServerFolder | None,
+        poll: float,
+        title: str = "",
     ) -> None:
         self.job, self.members, self.folder, self.poll = job, members, folder, poll
+        self.title = title
         self.notes: list[str] = []
         self.stopped: str | None = None
         self.start_bytes: dict[str, list[int]] = {}
@@ -129,7 +136,7 @@ class RemoteTraining:
 
         exchange = self._last = Exchange(
             self.members,
-            f"round {number}",
+            f"{self.title}round {number}",
             lambda name: self.request("round", name),
             note,
             chosen,
@@ -164,7 +171,7 @@ class RemoteTraining:
         seconds = time.perf_counter() - self._started
         clients = max(len(traffic), 1)
         self.members.notify(
-            f"round {number}: log-likelihood {info.log_likelihood:.4f}, "
+            f"{self.title}round {number}: log-likelihood {info.log_likelihood:.4f}, "
             f"{counted(len(found), 'client')}, {_size(sent / clients)} to and "
             f"{_size(received / clients)} from each, {seconds:.1f} s"
         )

@@ -51,7 +51,7 @@ from fedgmm.federation.summaries import SummaryError, summary_from_record
 from fedgmm.runs.folder import RunError, RunFolder
 from fedgmm.training.checkpoint import CheckpointError
 from fedgmm.training.options import TrainingOptions
-from fedgmm.training.selection import suitable_covariance
+from fedgmm.training.selection import Evidence, choose_sizes
 from fedgmm.wording import counted
 
 _POLL = 0.5  # seconds between two looks at the connected nodes
@@ -409,23 +409,44 @@ def _chosen_options(
     members: Members, job: Job, rows: int, width: int
 ) -> tuple[TrainingOptions, list[str]]:
     """Return options with everything that was left open, and notes about the choice."""
-    config, notes = members.settings.config, []
-    options = config.options()
-    open_sizes = {"components", "learners"} & set(config.open_choices())
-    if config.sizes_are_open and not open_sizes and options.algorithm == "fedgmm":
+    config, options = members.settings.config, job.options
+    notes = []
+    if config.sizes_are_open and options.algorithm == "fedgmm":
         notes.append(
             f"The size of the mixture was not given: {counted(options.components, 'Gaussian')} "
             f'and {counted(options.learners, "learner")} are used. Say components = "auto" and '
             'learners = "auto" to choose by short runs with the sites.'
         )
-    if "covariance_type" in config.open_choices():
-        kind = suitable_covariance(rows, width, options.components)
-        config = config.with_training(covariance_type=kind)
-    chosen = config.options()
-    for name in ("components", "learners"):
-        if getattr(chosen, name) > max(rows, 10):
-            raise FederationError(
-                f"{name}={getattr(chosen, name)} is more than the "
-                f"{counted(rows, 'training row')}; ask for fewer."
-            )
+
+    def score(trial: TrainingOptions, evidence: Evidence) -> float:
+        return _trial_score(members, replace(job, options=trial), evidence)
+
+    try:
+        chosen, found = choose_sizes(
+            options,
+            config.open_choices(),
+            rows=rows,
+            columns=width,
+            score=score,
+            notify=members.notify,
+        )
+    except ValueError as error:
+        raise FederationError(str(error)) from None
+    if found is not None:
+        notes.append(
+            f"{counted(found.components, 'Gaussian')} and {counted(found.learners, 'learner')} were "
+            f"chosen by the validation rows of {counted(len(found.scores), 'short run')}."
+        )
     return chosen, notes
+
+
+def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
+    """Train with the sites under another run id, and return the mean validation log-likelihood."""
+    run, members.run = members.run, secrets.token_hex(8)
+    training = RemoteTraining(job, members, None, _POLL, title="trial: ")
+    try:
+        training.train()
+        sums = training.scores()
+    finally:
+        members.run = run
+    return -np.inf if training.stopped else float(sums[evidence] / sums["rows"])

@@ -21,7 +21,7 @@ from fedgmm.report.contents import ClientTable, ReportContents
 from fedgmm.report.gathering import convergence, flattened
 from fedgmm.report.page import write_report
 from fedgmm.runs.config import read_config
-from fedgmm.runs.folder import RunFolder, read_history, write_history, write_json
+from fedgmm.runs.folder import RunFolder, read_history, write_history, write_json, write_metrics
 from fedgmm.runs.run import has_common_model
 from fedgmm.training.checkpoint import Progress, StoredProgress, read_checkpoint, save_progress
 
@@ -92,17 +92,13 @@ class ServerFolder:
         if model is not None and has_common_model(model):
             model.save(self.run.model)
         (self.run.clients / "weights").mkdir(parents=True, exist_ok=True)
-        summary = {} if not figures else {"test": _evaluation(figures).summary()}
-        write_json(
-            self.run.metrics,
-            {
-                "algorithm": outcome.job.options.algorithm,
-                "rounds": len(outcome.history),
-                "clients": figures,
-                "selection": None,
-                **summary,
-                **outcome.facts,
-            },
+        write_metrics(
+            self.run,
+            algorithm=outcome.job.options.algorithm,
+            rounds=len(outcome.history),
+            splits={"test": _evaluation(figures).summary()} if figures else None,
+            clients=figures,
+            facts=outcome.facts,
         )
         self._write_report(outcome)
 

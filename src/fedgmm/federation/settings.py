@@ -1,78 +1,79 @@
-"""What the two sides of a federation are told at their start."""
+"""Settings that the server and the sites of a federation start with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from fedgmm.core.checks import check_choice, check_flag, check_integer, check_non_negative
+from fedgmm.core.checks import (
+    Count,
+    Flag,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    check_fields,
+    integer,
+    one_of,
+)
 from fedgmm.federation.messages import LARGEST_MESSAGE
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.runs.config import RunConfig
+else:
+    RunConfig = Any  # the real class needs torch; the checks of the other fields do not
 
 WirePrecision = Literal["float32", "float16"]
 WIRE_PRECISIONS: tuple[str, ...] = get_args(WirePrecision)
 
 
-_AT_SITES = {
+_ONLY_AT_SITES = {
     "files": "each site names its own with --data",
     "client": "each site has its own name",
     "client_column": "a site is one client",
 }
-"""Options of one machine that would do nothing here, and why."""
+"""Options of ``[data]`` that the server must not set, with the reason."""
 
 
 class FederationError(RuntimeError):
-    """Why a federation cannot start or go on, in plain words."""
+    """A federation cannot start or continue; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class FederationSettings:
-    """What decides a federation.
+    """Settings of a federation, as its server knows them.
 
     Attributes:
-        config: how tables are read and what is trained; its files stay empty, sites have their own.
-        clients: how many sites are expected at the start.
-        min_clients: a round closes with at least so many; ``None`` means all that are expected.
-        round_timeout: seconds until a round closes without those that have not answered.
+        config: how tables are read and what is trained. It names no files, because sites have their own.
+        clients: number of sites that are expected at the start.
+        min_clients: fewest sites that a round closes with; ``None`` means all that are expected.
+        round_timeout: seconds after which a round closes without the sites that have not replied.
         min_rows: sites withhold the moments of components in which they have fewer expected rows.
-        precision: of the learners' weights on the wire.
-        largest_message: bytes.
-        start_timeout: seconds to wait for the sites at the start; ``None`` waits for ever.
+        precision: floating-point type of the learners' weights in messages.
+        largest_message: largest size of a message in bytes.
+        start_timeout: seconds to wait for the sites at the start; ``None`` waits without limit.
     """
 
     config: RunConfig
-    clients: int
-    min_clients: int | None = None
-    round_timeout: float = 60.0
-    min_rows: int = 0
-    precision: WirePrecision = "float32"
-    largest_message: int = LARGEST_MESSAGE
-    start_timeout: float | None = None
+    clients: Count
+    min_clients: Count | None = None
+    round_timeout: Positive = 60.0
+    min_rows: NonNegativeInt = 0
+    precision: Annotated[WirePrecision, one_of(*WIRE_PRECISIONS)] = "float32"
+    largest_message: Annotated[int, integer(65_536)] = LARGEST_MESSAGE
+    start_timeout: NonNegative | None = None
 
     def __post_init__(self) -> None:
-        check_integer("clients", self.clients, 1)
-        if self.min_clients is not None:
-            check_integer("min_clients", self.min_clients, 1)
-            if self.min_clients > self.clients:
-                raise ValueError(
-                    f"min_clients={self.min_clients} is more than the "
-                    f"{counted(self.clients, 'client that is', 'clients that are')} expected."
-                )
-        check_non_negative("round_timeout", self.round_timeout)
-        if self.round_timeout == 0:
-            raise ValueError("round_timeout must be positive.")
-        check_integer("min_rows", self.min_rows, 0)
-        check_choice("precision", self.precision, WIRE_PRECISIONS)
-        check_integer("largest_message", self.largest_message, 65_536)
-        if self.start_timeout is not None:
-            check_non_negative("start_timeout", self.start_timeout)
+        check_fields(self)
+        if self.quorum > self.clients:
+            raise ValueError(
+                f"min_clients={self.min_clients} is more than the "
+                f"{counted(self.clients, 'client that is', 'clients that are')} expected."
+            )
 
     def record(self) -> dict[str, Any]:
-        """The section ``federation`` of a TOML file."""
+        """Return the section ``[federation]`` of a TOML file."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "config"}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -83,35 +84,36 @@ class FederationSettings:
 
 
 def read_settings(path: Path, **given: Any) -> FederationSettings:
-    """The settings of a federation from a TOML file.
+    """Read the settings of a federation from a TOML file.
 
     Args:
-        path: with the sections ``data`` (without files), ``training`` and ``federation``.
-        **given: options of the section ``federation`` that count more than the file's; ``None`` means
-            that nothing was given.
+        path: a file with the sections ``[data]`` (without files), ``[training]`` and ``[federation]``.
+        **given: options of ``[federation]`` that replace those of the file, unless they are ``None``.
 
     Raises:
-        ValueError: something that is missing, unknown or of the wrong type.
+        ValueError: an option is missing, unknown or has a wrong value.
     """
     from fedgmm.methods.base import DENSITY
     from fedgmm.runs.config import config_from, read_config
 
     sections = read_config(Path(path))
-    for name, why in _AT_SITES.items():
+    for name, why in _ONLY_AT_SITES.items():
         if name in sections["data"]:
-            raise ValueError(f"{path}: [data] {name} has no place in a federation: {why}.")
+            raise ValueError(f"{path}: remove {name} from [data]; in a federation {why}.")
     if not sections["data"].get("label") and sections["training"].get("algorithm") != DENSITY:
         raise ValueError(
-            f'{path}: [data] must say which column is to be predicted, label = "COLUMN", or '
-            '[training] algorithm = "gmm" for tables without labels.'
+            f'{path}: [data] must name the column to predict, label = "COLUMN"; for tables without '
+            'labels set [training] algorithm = "gmm".'
         )
+    values = {**sections["federation"], **{k: v for k, v in given.items() if v is not None}}
     try:
         config = config_from(sections, files_needed=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-    values = {**sections["federation"], **{k: v for k, v in given.items() if v is not None}}
     if "clients" not in values:
-        raise ValueError(f"{path}: [federation] must say how many clients there are: clients = 4.")
+        raise ValueError(
+            f"{path}: [federation] must say how many clients to expect, such as clients = 4."
+        )
     try:
         return FederationSettings(replace(config, files=()), **values)
     except (TypeError, ValueError) as error:
@@ -120,30 +122,28 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
 
 @dataclass(frozen=True)
 class SiteSettings:
-    """What a site is told at its start.
+    """Settings of one site.
 
     Attributes:
-        data: its file or files.
-        out: its own folder.
-        name: what it is called; ``None`` takes the name of the file.
-        share_metrics: the server may have the figures of its held-out rows.
-        adapt_only: learn the weights for a finished model, and send nothing about the rows.
-        min_rows: withhold the moments of components with fewer expected rows than this, or than the
-            federation asks for.
+        data: the site's file or files.
+        out: the site's folder.
+        name: the site's name; ``None`` uses the name of the file.
+        share_metrics: send the metrics of the held-out rows to the server.
+        adapt_only: learn the weights for a finished model and send nothing about the rows.
+        min_rows: withhold the moments of components with fewer expected rows than this. The larger
+            of this number and the federation's counts.
     """
 
     data: tuple[Path, ...]
     out: Path
     name: str | None = None
-    share_metrics: bool = False
-    adapt_only: bool = False
-    min_rows: int = 0
+    share_metrics: Flag = False
+    adapt_only: Flag = False
+    min_rows: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         if not self.data:
-            raise ValueError("No data were given; name a file.")
+            raise ValueError("No data file was given; name one with --data.")
         object.__setattr__(self, "data", tuple(Path(path) for path in self.data))
         object.__setattr__(self, "out", Path(self.out))
-        check_flag("share_metrics", self.share_metrics)
-        check_flag("adapt_only", self.adapt_only)
-        check_integer("min_rows", self.min_rows, 0)
+        check_fields(self)

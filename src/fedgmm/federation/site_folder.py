@@ -30,6 +30,7 @@ from fedgmm.runs.folder import (
     read_json,
     write_history,
     write_json,
+    write_metrics,
 )
 from fedgmm.runs.run import has_common_model
 from fedgmm.training.checkpoint import (
@@ -130,14 +131,10 @@ def write_shared_model(folder: RunFolder, model: FederatedModel, facts: Mapping[
     assert has_common_model(model)
     model.save(folder.model)
     (folder.clients / "weights").mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder.metrics,
-        {
-            "algorithm": model.algorithm,
-            "rounds": len(model.history),
-            "stopped": model.stopped,
-            "clients": {},
-            "selection": None,
-            **facts,
-        },
+    write_metrics(
+        folder,
+        algorithm=model.algorithm,
+        rounds=len(model.history),
+        stopped=model.stopped,
+        facts=facts,
     )

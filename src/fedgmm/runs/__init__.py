@@ -1,4 +1,4 @@
-"""Runs on disk: from files to a folder that holds the model and everything about it."""
+"""Run folders: configure, train, resume, compare, and use a finished model."""
 
 from fedgmm.runs.config import RunConfig
 from fedgmm.runs.fitting import fit, resume

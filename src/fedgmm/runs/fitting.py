@@ -1,8 +1,7 @@
-"""``fit`` and ``resume``: files in, a run folder out."""
+"""``fit`` and ``resume``: train on files and write a run folder."""
 
 from __future__ import annotations
 
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -30,22 +29,18 @@ from fedgmm.runs.folder import (
     read_json,
     write_history,
     write_json,
+    write_metrics,
 )
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.training.checkpoint import Checkpoint, read_checkpoint
 from fedgmm.training.local import INTERRUPTED, DivergenceWarning, OnTrainingRound, train
-from fedgmm.training.selection import select_for_small_data, select_mixture, suitable_covariance
+from fedgmm.training.selection import choose_sizes, local_score
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
     from fedgmm.model.metrics import Evaluation
     from fedgmm.model.model import FederatedModel
-
-_LEFTOVERS = (".lock", "config.toml.part")
-"""What an attempt that ended before its first step may leave behind."""
-
-_ALWAYS_ALLOWED = 10  # parts of a mixture, however few rows there are
 
 OnStart = Callable[[int], None]
 """Called with the number of rounds before training begins."""
@@ -65,25 +60,25 @@ def fit(
     on_round: Iterable[OnTrainingRound] = (),
     **training: Any,
 ) -> FederatedRun:
-    """Train a model on the files of many clients and keep everything about it in a folder.
+    """Train a model on the files of many clients and write everything about it into a folder.
 
     Args:
-        files: one file a client (CSV, TSV, Parquet, npz), folders or patterns.
+        files: one file per client (CSV, TSV, Parquet, npz), folders or patterns.
         label: the column to predict; ``None`` with ``algorithm="gmm"``.
         out: the run folder.
-        client_column: the column that names the client, where several are in one file.
+        client_column: the column that names the client, if files hold several clients.
         categorical: number columns whose values are names of groups.
         ignore: columns to leave out.
         checkpoint_every: rounds between two checkpoints.
-        overwrite: replace a run that is already there.
+        overwrite: replace a run that is already in the folder.
         notify: called with a line before each step.
         on_round: called after every round with its entry of the history.
-        **training: fields of :class:`fedgmm.TrainingOptions`; ``components`` and ``learners`` may be
-            ``"auto"``, and small data choose them where neither is given.
+        **training: fields of :class:`fedgmm.TrainingOptions`. ``components`` and ``learners`` may be
+            ``"auto"``; if neither is given, small data choose both.
     """
     if isinstance(files, (str, Path)):
         files = [files]
-    # NumPy's numbers are not written to TOML
+    # TOML cannot hold NumPy's numbers
     training = {k: v.item() if isinstance(v, np.generic) else v for k, v in training.items()}
     table = TableOptions(
         label,
@@ -105,30 +100,33 @@ def fit_config(
     on_start: OnStart = lambda _: None,
     on_round: Iterable[OnTrainingRound] = (),
 ) -> FederatedRun:
-    """The same from a configuration."""
+    """Train a model from a configuration, like :func:`fit`."""
     folder = RunFolder(Path(out))
     resolve_device(config.options().device)
     paths = [path.resolve() for path in find_tables(config.files)]
     for path in paths:
-        _check_name(path)
+        try:
+            path.name.encode()  # the client's name is written to JSON
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"The name of the file {str(path)!r} is not UTF-8; rename it."
+            ) from None
     config = replace(config, files=tuple(map(str, paths))).complete()
     with folder.lock():
         tables = None
         if folder.has_progress:
             if not overwrite:
                 raise RunError(
-                    f"{folder.home} already holds a run; go on with fedgmm resume, choose another "
-                    "folder, or say --overwrite."
+                    f"{folder.home} already holds a run; resume it with fedgmm resume, choose another "
+                    "folder, or replace it with --overwrite."
                 )
-            # files that cannot be used must not cost the run that is there
+            # read the files first, because the old run must survive if they cannot be used
             tables = read_tables(config.files, config.table, notify)
             agreement(tables)
-        elif not folder.is_run and any(
-            child.name not in _LEFTOVERS for child in folder.home.iterdir()
-        ):
-            raise RunError(f"{folder.home} is not empty and holds no run; choose another folder.")
-        _clear(folder)
-        return _run(folder, config, notify, on_start, tuple(on_round), tables)
+        elif not folder.is_run and folder.other_files:
+            raise RunError(f"{folder.home} is not empty and not a run; choose another folder.")
+        folder.clear()
+        return _run(folder, config, notify, on_start, on_round, tables)
 
 
 def resume(
@@ -139,59 +137,35 @@ def resume(
     on_start: OnStart = lambda _: None,
     on_round: Iterable[OnTrainingRound] = (),
 ) -> FederatedRun:
-    """Go on after a crash or Ctrl-C; the end is the same as without it.
+    """Resume a run after a crash or Ctrl-C; the result is the same as without the interruption.
 
     Args:
         home: the run folder.
-        rounds: train to this round instead, also where the run had come to its end.
+        rounds: a larger number of rounds; a finished run then continues, too.
         notify: called with a line before each step.
         on_start: called with the number of rounds before training begins.
         on_round: called after every round with its entry of the history.
 
     Raises:
-        RunError: no run, or one whose files changed.
+        RunError: there is no run, or its files changed.
     """
     folder = RunFolder(Path(home))
     folder.need_run()
     with folder.lock():
         config = config_from(read_config(folder.config))
-        if rounds is not None and rounds != config.options().rounds:
-            if rounds < config.options().rounds:
-                raise ValueError(
-                    f"The run was to have {counted(config.options().rounds, 'round')}; --rounds "
-                    "can only add some."
-                )
+        planned = config.options().rounds
+        if rounds is not None and rounds < planned:
+            raise ValueError(
+                f"The run is set to {counted(planned, 'round')}; --rounds can only add rounds."
+            )
+        if rounds is not None and rounds > planned:
             config = config.with_training(rounds=rounds)
         elif folder.is_finished:
             return open_run(home)
         check_files_unchanged(folder)
         if folder.checkpoint.is_file():
-            read_checkpoint(folder.checkpoint)  # a damaged one must not cost a model that is there
-        return _run(folder, config, notify, on_start, tuple(on_round))
-
-
-def _check_name(path: Path) -> None:
-    """Names of clients are written to JSON and shown, so they must be text."""
-    try:
-        path.name.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"The name of the file {str(path)!r} is not UTF-8; rename it.") from None
-
-
-def _clear(folder: RunFolder) -> None:
-    """Take away what an earlier run wrote: first the sign that it was finished, last that it was."""
-    folder.metrics.unlink(missing_ok=True)
-    for path in (folder.checkpoint.parent, folder.model, folder.clients):
-        shutil.rmtree(path, ignore_errors=True)
-    for path in (
-        folder.environment,
-        folder.selection,
-        folder.history,
-        folder.comparison,
-        folder.report,
-        folder.config,
-    ):
-        path.unlink(missing_ok=True)
+            read_checkpoint(folder.checkpoint)  # stop here if it is damaged, and keep the old model
+        return _run(folder, config, notify, on_start, on_round)
 
 
 def _run(
@@ -199,10 +173,10 @@ def _run(
     config: RunConfig,
     notify: Notify,
     on_start: OnStart,
-    on_round: tuple[OnTrainingRound, ...],
+    on_round: Iterable[OnTrainingRound],
     tables: Tables | None = None,
 ) -> FederatedRun:
-    """Everything from reading to the last file, wherever an earlier attempt ended."""
+    """Read, choose, train and write everything, starting wherever an earlier attempt ended."""
     started = time.perf_counter()
     folder.metrics.unlink(missing_ok=True)
     folder.report.unlink(missing_ok=True)
@@ -212,120 +186,84 @@ def _run(
     write_json(folder.environment, {**environment(), "files": fingerprints(tables.paths)})
     dataset = tables.load(preprocessing, notify)
     write_json(folder.preprocessing, preprocessing.record())
-    seconds_reading = time.perf_counter() - started
-    config, selection = _choose(config, dataset, notify)
-    seconds_choosing = time.perf_counter() - started - seconds_reading
-    _check_size(config, dataset)
+    seconds = {"reading": time.perf_counter() - started}
+
+    options, selection = choose_sizes(
+        config.options(),
+        config.open_choices(),
+        rows=len(dataset.train),
+        columns=dataset.input_shape[0],
+        score=local_score(dataset),
+        sizes_given=not config.sizes_are_open,
+        notify=notify,
+    )
     if selection is not None:  # a run that is resumed does not choose again
-        write_json(folder.selection, selection)
+        write_json(folder.selection, selection.record())
+    chosen = ("components", "learners", "covariance_type")
+    config = config.with_training(**{name: getattr(options, name) for name in chosen})
     write_atomically(folder.config, config.toml().encode())
-    options = config.options()
-    history = _HistoryFile(folder.history)
+    seconds["choosing"] = time.perf_counter() - started - seconds["reading"]
+
     on_start(options.rounds)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DivergenceWarning)  # told in the notes
+        warnings.simplefilter("ignore", DivergenceWarning)  # the notes report it
         model = train(
             dataset,
             options=options,
             checkpoint=Checkpoint(folder.checkpoint, config.checkpoint_every),
             watch_accuracy=options.algorithm != DENSITY,
-            on_round=[history.append, *on_round],
+            on_round=[_history_writer(folder.history), *on_round],
         )
-    history.replace(model.history)
+    write_history(folder.history, model.history)
     if model.stopped == INTERRUPTED:
         raise KeyboardInterrupt
+    seconds["training"] = model.history[-1]["seconds"] if model.history else 0.0
+
     notify("calibrating and evaluating")
-    notes = [
-        *tables.notes,
-        *([f"Training stopped early: {model.stopped}"] if model.stopped else []),
-        *_forget_joined(folder),
-    ]
+    notes = list(tables.notes)
+    if model.stopped:
+        notes.append(f"Training stopped early: {model.stopped}")
+    joined = _remove_joined_clients(folder)
+    if joined:
+        notes.append(
+            f"The model is new, so these clients must join again with fedgmm adapt: {', '.join(joined)}."
+        )
     facts = {
         "selection": read_json(folder.selection) if folder.selection.is_file() else None,
         "notes": notes,
-        "seconds": {
-            "reading": seconds_reading,
-            "choosing": seconds_choosing,
-            "training": model.history[-1]["seconds"] if model.history else 0.0,
-        },
+        "seconds": seconds,
     }
     finish_run(folder, model, dataset, tables, facts)
     return FederatedRun(folder, model, preprocessing, dataset)
 
 
-def _choose(
-    config: RunConfig, dataset: FederatedDataset, notify: Notify
-) -> tuple[RunConfig, dict[str, Any] | None]:
-    """Fill in what was left open, from training and validation rows."""
-    choices = config.open_choices()
-    if "covariance_type" in choices:
-        kind = suitable_covariance(
-            len(dataset.train), dataset.input_shape[0], config.options().components
-        )
-        config = config.with_training(covariance_type=kind)
-    found = None
-    if config.sizes_are_open and config.options().algorithm != DENSITY:
-        found = select_for_small_data(dataset, config.options(), notify)
-    elif {"components", "learners"} & set(choices):
-        found = select_mixture(
-            dataset,
-            options=config.options(),
-            components=None if "components" in choices else config.options().components,
-            learners=None if "learners" in choices else config.options().learners,
-            notify=notify,
-        )
-    if found is not None:
-        config = config.with_training(components=found.components, learners=found.learners)
-    # sizes that were left to the defaults are written out, too
-    options = config.options()
-    config = config.with_training(components=options.components, learners=options.learners)
-    return config, None if found is None else found.record()
+def _history_writer(path: Path) -> OnTrainingRound:
+    """Return a callback that appends rounds to a file; a resumed run replaces rounds that it repeats."""
+    first = True
 
-
-def _check_size(config: RunConfig, dataset: FederatedDataset) -> None:
-    """A large mixture with more parts than rows would learn nothing, and take forever."""
-    for name in ("components", "learners"):
-        wanted = getattr(config.options(), name)
-        if wanted > max(len(dataset.train), _ALWAYS_ALLOWED):
-            raise ValueError(
-                f"{name}={wanted} is more than the "
-                f"{counted(len(dataset.train), 'training row')}; ask for fewer."
-            )
-
-
-class _HistoryFile:
-    """One line a round; a resumed run writes over the rounds that it repeats."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._first = True
-
-    def append(self, entry: dict[str, float]) -> None:
-        if self._first:
-            self._first = False
-            before = read_history(self._path)
-            self.replace([one for one in before if one["round"] < entry["round"]])
-        with self._path.open("a", encoding="utf-8") as file:
+    def write(entry: dict[str, float]) -> None:
+        nonlocal first
+        if first:
+            first = False
+            write_history(path, [e for e in read_history(path) if e["round"] < entry["round"]])
+        with path.open("a", encoding="utf-8") as file:
             file.write(history_line(entry))
 
-    def replace(self, history: Iterable[dict[str, float]]) -> None:
-        write_history(self._path, history)
+    return write
 
 
-def _forget_joined(folder: RunFolder) -> list[str]:
-    """Take away the weights of clients that joined an earlier model; what is worth knowing of it."""
+def _remove_joined_clients(folder: RunFolder) -> list[str]:
+    """Delete the weights of clients that joined an earlier model, and return their names."""
     joined = []
-    for path in sorted(folder.client("").parent.glob("*.json")):
+    for path in sorted(folder.weights.glob("*.json")):
         try:
             record = read_json(path)
-        except RunError:  # is written anew
+        except RunError:  # finish_run writes it again
             continue
         if not record.get("took_part", True):
             joined.append(str(record.get("client")))
             path.unlink()
-    if not joined:
-        return []
-    return [f"The model is new, so these must join again with fedgmm adapt: {', '.join(joined)}."]
+    return joined
 
 
 def finish_run(
@@ -335,17 +273,14 @@ def finish_run(
     tables: Tables,
     facts: dict[str, Any],
 ) -> None:
-    """Write model, clients and, as the sign that all is there, the metrics."""
+    """Calibrate, evaluate and write the model, the clients' weights and, last, the metrics."""
     if len(dataset.validation) and has_common_model(model):
         model.calibrate()
-    # times are in history.jsonl; without them the same run leaves the same bytes
+    # history.jsonl has the times; without them the same run writes the same bytes
     timeless = [{k: v for k, v in entry.items() if k != "seconds"} for entry in model.history]
     replace(model, history=timeless).save(folder.model)
-    named = [one for one in ("train", "validation", "test") if len(dataset.split(one))]
-    labelled = model.algorithm != DENSITY
-    splits = {split: model.evaluate(split) for split in named} if labelled else {}
     weights = model.client_weights if model.prediction.client_weights is not None else None
-    folder.client("").parent.mkdir(parents=True, exist_ok=True)
+    folder.weights.mkdir(parents=True, exist_ok=True)
     for code, name in enumerate(dataset.names):
         record = {
             "client": name,
@@ -355,25 +290,29 @@ def finish_run(
         }
         # not flushed one by one: the model holds the same numbers, and there may be thousands
         folder.client(str(name)).write_text(as_json(record), encoding="utf-8")
-    metrics = {
-        "algorithm": model.algorithm,
-        "rounds": len(model.history),
-        "stopped": model.stopped,
-        **{split: own.summary() for split, own in splits.items()},
-        "clients": (
-            client_metrics(splits["test"] if "test" in splits else splits["train"])
-            if labelled
-            else client_densities(model, dataset, "test" if "test" in named else "train")
-        ),
-        **facts,
-    }
-    write_json(folder.metrics, metrics)
+    named = [one for one in ("train", "validation", "test") if len(dataset.split(one))]
+    held_out = "test" if "test" in named else "train"
+    if model.algorithm == DENSITY:
+        splits, clients = {}, client_densities(model, dataset, held_out)
+    else:
+        evaluations = {split: model.evaluate(split) for split in named}
+        splits = {split: found.summary() for split, found in evaluations.items()}
+        clients = client_metrics(evaluations[held_out])
+    write_metrics(
+        folder,
+        algorithm=model.algorithm,
+        rounds=len(model.history),
+        stopped=model.stopped,
+        splits=splits,
+        clients=clients,
+        facts=facts,
+    )
 
 
 def client_densities(
     model: FederatedModel, dataset: FederatedDataset, split: str
 ) -> dict[str, dict[str, float]]:
-    """Each client's mean log-density, for JSON; what is known where there are no labels."""
+    """Return each client's mean log-density, for JSON; used if there are no labels."""
     rows = dataset.split(split)
     codes = rows.codes.cpu().numpy()
     owners = np.array(rows.names, dtype=object)[codes]
@@ -389,7 +328,7 @@ def client_densities(
 
 
 def client_metrics(evaluation: Evaluation) -> dict[str, dict[str, float]]:
-    """Each client's figures, for JSON."""
+    """Return the metrics of each client, for JSON."""
     return {
         str(name): {
             "rows": int(evaluation.rows[i]),

@@ -1,10 +1,11 @@
-"""The layout of a run folder, and who may write into it."""
+"""The run folder: its files, its lock, and how they are read and written."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,22 +16,22 @@ from fedgmm.files import sha256_of, write_atomically
 
 
 class RunError(ValueError):
-    """A run folder that cannot be used, with what to do."""
+    """A run folder that cannot be used; the message says what to do."""
 
 
 class RunFolder:
-    """Where everything of a run is.
+    """The files of a run.
 
     ===================  ==========================================================
-    ``config.toml``      what was asked for; ``fedgmm fit --config`` repeats it
-    ``environment.json`` versions, and the files' sizes and checksums
-    ``selection.json``   sizes of the mixture that were tried, where ``auto`` was asked for
-    ``history.jsonl``    one line a round
-    ``checkpoint/``      the last state of the training
+    ``config.toml``      the configuration; ``fedgmm fit --config`` repeats the run
+    ``environment.json`` versions, and the size and checksum of each data file
+    ``selection.json``   sizes of the mixture that were tried, if they were chosen
+    ``history.jsonl``    one line per round
+    ``checkpoint/``      the last state of training
     ``model/``           the model, safetensors and JSON
-    ``clients/``         each client's weights, and the preprocessing of all
-    ``metrics.json``     how good the model is; written last
-    ``comparison.json``  baselines on the same rows, where ``fedgmm compare`` was asked
+    ``clients/``         each client's weights, and the preprocessing
+    ``metrics.json``     the metrics of the model; written last
+    ``comparison.json``  results of ``fedgmm compare`` on the same rows
     ``report.html``      the report
     ===================  ==========================================================
     """
@@ -44,40 +45,64 @@ class RunFolder:
         self.checkpoint = home / "checkpoint" / "progress.safetensors"
         self.model = home / "model"
         self.clients = home / "clients"
+        self.weights = self.clients / "weights"
         self.preprocessing = self.clients / "preprocessing.json"
         self.metrics = home / "metrics.json"
         self.comparison = home / "comparison.json"
         self.report = home / "report.html"
 
     def client(self, name: str) -> Path:
-        """The file of one client; characters that file systems dislike are written as ``%2F``."""
+        """Return the file of one client; special characters in the name are written as ``%2F``."""
         safe = quote(name, safe=" ()+,=@")
         safe = safe.replace(".", "%2E") if safe.startswith(".") else safe
-        if len(safe.encode()) > 150:  # file names have an end
+        if len(safe.encode()) > 150:  # file systems limit the length of names
             safe = safe[:60] + "-" + hashlib.sha256(name.encode()).hexdigest()[:16]
-        return self.clients / "weights" / f"{safe}.json"
+        return self.weights / f"{safe}.json"
 
     @property
     def is_run(self) -> bool:
-        """Whether a run was begun here."""
+        """Whether a run was started here."""
         return self.config.is_file()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run is finished."""
         return self.metrics.is_file()
 
     @property
     def has_progress(self) -> bool:
-        """Whether there is something to lose: a training that began, or a model."""
+        """Whether there is a checkpoint or a model that could be lost."""
         return self.is_run and (self.checkpoint.is_file() or self.is_finished)
+
+    @property
+    def other_files(self) -> set[str]:
+        """Names in the folder, without what an attempt leaves that ended before its first step."""
+        if not self.home.is_dir():
+            return set()
+        return {child.name for child in self.home.iterdir()} - {".lock", "config.toml.part"}
+
+    def clear(self) -> None:
+        """Delete the files of an earlier run."""
+        # metrics.json first, config.toml last: a crash in between leaves an unfinished run
+        self.metrics.unlink(missing_ok=True)
+        for path in (self.checkpoint.parent, self.model, self.clients):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (
+            self.environment,
+            self.selection,
+            self.history,
+            self.comparison,
+            self.report,
+            self.config,
+        ):
+            path.unlink(missing_ok=True)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other processes out of the folder; the lock goes with the process, however it ends.
+        """Keep other processes out of the folder. The lock ends with the process, even after a crash.
 
         Raises:
-            RunError: another process is at work here, or the folder cannot be written.
+            RunError: another process holds the lock, or the folder cannot be written.
         """
         from filelock import FileLock, Timeout
 
@@ -114,30 +139,66 @@ class RunFolder:
             return
         if not self.has_progress:
             raise RunError(
-                f"The run in {self.home} is not finished, and its training never began; if it was "
-                f"interrupted, go on with fedgmm resume {self.home}, else start again with fedgmm fit."
+                f"The run in {self.home} stopped before training; resume it with fedgmm resume "
+                f"{self.home}, or start again with fedgmm fit."
             )
         raise RunError(
-            f"The run in {self.home} is not finished; go on with: fedgmm resume {self.home}"
+            f"The run in {self.home} is not finished; resume it with: fedgmm resume {self.home}"
         )
 
 
+def write_metrics(
+    folder: RunFolder,
+    *,
+    algorithm: str,
+    rounds: int,
+    stopped: str | None = None,
+    splits: Mapping[str, Mapping[str, float]] | None = None,
+    clients: Mapping[str, Mapping[str, float]] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write ``metrics.json``, which marks a run as finished, so it must be the last file of a run.
+
+    Args:
+        folder: the run folder.
+        algorithm: the method.
+        rounds: number of rounds.
+        stopped: why training ended early.
+        splits: metrics over all clients, per split (``train``, ``validation``, ``test``).
+        clients: metrics of each client.
+        facts: further entries, such as ``selection``, ``notes`` and ``seconds``.
+    """
+    metrics = {
+        "algorithm": algorithm,
+        "rounds": rounds,
+        "stopped": stopped,
+        **(splits or {}),
+        "clients": clients or {},
+        "selection": None,
+        **(facts or {}),
+    }
+    write_json(folder.metrics, metrics)
+
+
+# ------------------------------------------------------------------ JSON
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically."""
+    """Write a JSON file atomically; its folder is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, as_json(value).encode())
 
 
 def as_json(value: Any) -> str:
-    """JSON as people can read it."""
+    """Return indented JSON."""
     return json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def finite(value: Any) -> Any:
-    """The same value with ``None`` for numbers that JSON has no words for."""
+    """Return the same value with ``None`` for NaN and infinity, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(one) for one in value]
@@ -145,10 +206,10 @@ def finite(value: Any) -> Any:
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:
-    """Read a JSON file of a run, which must hold a ``dict``, or what ``kind`` says.
+    """Read a JSON file of a run, which must hold a value of type ``kind``.
 
     Raises:
-        RunError: a file that is missing or damaged.
+        RunError: the file is missing or damaged.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -161,8 +222,11 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
     return value
 
 
+# ------------------------------------------------------------------ history
+
+
 def read_history(path: Path) -> list[dict[str, float]]:
-    """The rounds of ``history.jsonl``, up to a line that a crash cut short."""
+    """Read the rounds of ``history.jsonl``, up to a line that a crash cut short."""
     entries: list[dict[str, float]] = []
     if not path.is_file():
         return entries
@@ -178,31 +242,34 @@ def read_history(path: Path) -> list[dict[str, float]]:
 
 
 def write_history(path: Path, history: Iterable[Mapping[str, Any]]) -> None:
-    """Write ``history.jsonl`` anew."""
+    """Replace ``history.jsonl``."""
     write_atomically(path, "".join(map(history_line, history)).encode())
 
 
 def history_line(entry: Mapping[str, Any]) -> str:
-    """One round, as ``history.jsonl`` has it."""
-    return json.dumps(finite(dict(entry)), allow_nan=False) + "\n"
+    """Return the line of ``history.jsonl`` for one round."""
+    return json.dumps(finite(entry), allow_nan=False) + "\n"
+
+
+# ------------------------------------------------------------------ data files
+
+
+def fingerprints(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Return the size and checksum of files, to notice later changes."""
+    return {str(path): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
 
 
 def check_files_unchanged(folder: RunFolder) -> None:
-    """Raise :class:`RunError` if a file of the training is gone or has changed since."""
+    """Raise :class:`RunError` if a data file of the run is missing or has changed."""
     if not folder.environment.is_file():
         return  # the run ended before it had read its files
     before = read_json(folder.environment).get("files", {})
     for name in before:
         if not Path(name).is_file():
-            raise RunError(f"{name} is gone; the run in {folder.home} needs it.")
-    now = fingerprints(Path(name) for name in before)
+            raise RunError(f"{name} is missing; the run in {folder.home} needs it.")
+    now = fingerprints(map(Path, before))
     for name, facts in before.items():
         if now[name] != facts:
             raise RunError(
                 f"{name} changed since the run in {folder.home} began; train again with fedgmm fit."
             )
-
-
-def fingerprints(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and checksum of files, to see later whether they changed."""
-    return {str(path): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}

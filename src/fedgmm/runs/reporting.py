@@ -1,4 +1,4 @@
-"""The report of a run, from what its folder holds."""
+"""The report of a run, made from the files of its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def write_run_report(run: FederatedRun, notify: Notify = lambda _: None) -> Path:
-    """Write ``report.html`` into the run folder; the files of the training are read again."""
+    """Write ``report.html`` into the run folder; the data files are read again if necessary."""
     folder = run.folder
     dataset = run.data(notify)
     notify("writing the report")
@@ -38,7 +38,7 @@ def write_run_report(run: FederatedRun, notify: Notify = lambda _: None) -> Path
 
 
 def _configuration(folder: RunFolder) -> dict[str, Any]:
-    """The configuration without the paths of the files, which say more than a reader should know."""
+    """Return the configuration without the paths of the files, which a reader need not know."""
     sections = read_config(folder.config)
     files = sections["data"].pop("files", [])
     sections["data"]["files"] = len(files)
@@ -46,6 +46,7 @@ def _configuration(folder: RunFolder) -> dict[str, Any]:
 
 
 def _baselines(folder: RunFolder, own: str) -> dict[str, Mapping[Any, float]]:
+    """Return the accuracies of the other methods in ``comparison.json``, per client."""
     if not folder.comparison.is_file():
         return {}
     return {
@@ -56,9 +57,9 @@ def _baselines(folder: RunFolder, own: str) -> dict[str, Mapping[Any, float]]:
 
 
 def _adaptations(folder: RunFolder, known: Sequence[Hashable]) -> list[AdaptationRecord]:
-    """Clients that joined after the training, as far as the model knows them."""
+    """Return the clients that joined after training and that the model knows."""
     found = []
-    for path in sorted((folder.clients / "weights").glob("*.json")):
+    for path in sorted(folder.weights.glob("*.json")):
         record = read_json(path)
         if record.get("took_part", True) or record["client"] not in known:
             continue

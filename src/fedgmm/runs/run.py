@@ -23,19 +23,14 @@ from fedgmm.model.model import SCORES, FederatedModel, Score
 from fedgmm.model.novelty import NoveltyResult
 from fedgmm.model.saving import load
 from fedgmm.runs.config import RunConfig, config_from, read_config
-from fedgmm.runs.folder import (
-    RunError,
-    RunFolder,
-    check_files_unchanged,
-    read_json,
-    write_json,
-)
+from fedgmm.runs.folder import RunError, RunFolder, check_files_unchanged, read_json, write_json
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
 
-_CURVE = (5, 10, 20, 50, 100, 200, 500, 1000)
+_CURVE_ROWS = (5, 10, 20, 50, 100, 200, 500, 1000)
+_MOST_TEST_ROWS = 5000  # of an adaptation curve
 
 
 @dataclass(frozen=True)
@@ -43,11 +38,11 @@ class Predictions:
     """Predictions for the rows of a file.
 
     Attributes:
-        labels: the most likely class, ``(n,)``.
-        probabilities: of every class, ``(n, K)``.
+        labels: the most likely class of each row, ``(n,)``.
+        probabilities: probabilities of the classes, ``(n, K)``.
         classes: ``(K,)``.
         log_density: ``log P(x)``, ``(n,)``; ``None`` without Gaussians.
-        notes: what is worth knowing.
+        notes: remarks for the user.
     """
 
     labels: NDArray[Any]
@@ -57,12 +52,11 @@ class Predictions:
     notes: list[str]
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """What is written to a file, one column after the other."""
-        probability = self.probabilities.max(1)
+        """Return the columns of an output file."""
         columns: dict[str, NDArray[Any]] = {
             "row": np.arange(1, len(self.labels) + 1),
             "prediction": self.labels,
-            "probability": probability,
+            "probability": self.probabilities.max(1),
         }
         for index, label in enumerate(self.classes.tolist()):
             columns[f"p({label})"] = self.probabilities[:, index]
@@ -77,10 +71,9 @@ class Detection:
 
     Attributes:
         result: scores, p-values and flags of the rows.
-        score: which score it is.
-        batch_p_value: how strange the rows are as a whole, as a client of their own; ``None`` where
-            there are too few.
-        notes: what is worth knowing.
+        score: name of the score.
+        batch_p_value: p-value of all rows together, as one new client; ``None`` if there are too few.
+        notes: remarks for the user.
     """
 
     result: NoveltyResult
@@ -89,7 +82,7 @@ class Detection:
     notes: list[str]
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """What is written to a file, one column after the other."""
+        """Return the columns of an output file."""
         return {
             "row": np.arange(1, len(self.result.scores) + 1),
             "score": self.result.scores,
@@ -103,11 +96,11 @@ class Adapted:
     """A client that joined a finished run.
 
     Attributes:
-        adaptation: its weights and how they were found.
-        rows: how many rows were used.
-        labelled: whether their labels were.
-        curve: accuracy on rows that were held out, for growing numbers of rows that were used.
-        notes: what is worth knowing.
+        adaptation: the client's weights, and the likelihoods on the way to them.
+        rows: number of rows that were used.
+        labelled: whether their labels were used.
+        curve: accuracy on held-out rows, for growing numbers of rows that were used.
+        notes: remarks for the user.
     """
 
     adaptation: Adaptation
@@ -122,10 +115,10 @@ class FederatedRun:
     """A run folder with its model.
 
     Attributes:
-        folder: where everything is.
-        model: the trained model, with clients that joined later.
-        preprocessing: what turns later files into what the model expects.
-        dataset: the rows of the training, if they are in memory.
+        folder: the run folder.
+        model: the trained model, including clients that joined later.
+        preprocessing: turns new files into the inputs of the model.
+        dataset: the rows that the model was trained on, if they are in memory.
     """
 
     folder: RunFolder
@@ -135,16 +128,16 @@ class FederatedRun:
 
     @property
     def config(self) -> RunConfig:
-        """What the run was asked for."""
+        """The configuration of the run."""
         return config_from(read_config(self.folder.config))
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """``metrics.json``."""
+        """The content of ``metrics.json``."""
         return dict(read_json(self.folder.metrics))
 
     def data(self, notify: Notify = lambda _: None) -> FederatedDataset:
-        """The rows of the training; their files are read again if they are not in memory."""
+        """Return the rows of the run; their files are read again if they are not in memory."""
         if self.dataset is None:
             from fedgmm.data.tables.loading import read_tables
 
@@ -155,7 +148,7 @@ class FederatedRun:
             self.model.dataset = self.dataset
         return self.dataset
 
-    # ------------------------------------------------------------------ what a model is for
+    # ------------------------------------------------------------------ commands
 
     def evaluate(
         self,
@@ -164,65 +157,67 @@ class FederatedRun:
         split: str = "test",
         notify: Notify = lambda _: None,
     ) -> Evaluation:
-        """Accuracy, log-loss and calibration of every client.
+        """Return accuracy, log-loss and calibration of every client.
 
         Args:
-            files: labelled files of known clients; none means the training's own files.
-            split: of the training's own rows: ``"train"``, ``"validation"`` or ``"test"``.
+            files: labelled files of known clients; without any, the rows of the run are used.
+            split: which rows of the run: ``"train"``, ``"validation"`` or ``"test"``.
             notify: called with a line before each step.
         """
         self.need_labels()
         if not files:
             return self.model.evaluate(split, self.data(notify))
-        codes, log_proba, labels = [], [], []
-        names: list[str] = []
+        owners, log_proba, labels = [], [], []
         for path in find_tables(files):
             rows = read_rows(path, self.preprocessing, label_needed=True, notify=notify)
             assert rows.labels is not None
-            kept = self._labelled(rows, path)
-            owners = self._full_names(self._owners(rows, path), path)
-            found = self.model.predict_proba(
-                rows.matrix[kept], np.array(owners, dtype=object)[kept]
-            )
-            place = {name: names.index(name) for name in names}
-            for name in owners:
-                if name not in place:
-                    place[name] = len(names)
-                    names.append(name)
-            codes.append(np.array([place[name] for name in owners], dtype=np.int64)[kept])
+            if rows.unknown_labels:
+                raise TableError(
+                    path,
+                    f"the label {rows.unknown_labels[0]!r} is not a class of the training data.",
+                )
+            kept = rows.labels != UNKNOWN
+            if not kept.any():
+                raise TableError(path, "it has no rows with a label.")
+            names = rows.clients
+            if names is None:
+                names = [client_name(path)] * len(rows.matrix)
+            own = np.array(self._full_names(names, path), dtype=object)[kept]
+            found = self.model.predict_proba(rows.matrix[kept], own)
+            owners += own.tolist()
             log_proba.append(np.log(np.maximum(found, 1e-300)))
             labels.append(rows.labels[kept])
-        return evaluate(
-            np.concatenate(log_proba), np.concatenate(labels), np.concatenate(codes), tuple(names)
-        )
+        code_of = {name: code for code, name in enumerate(dict.fromkeys(owners))}
+        codes = np.array([code_of[name] for name in owners], dtype=np.int64)
+        return evaluate(np.concatenate(log_proba), np.concatenate(labels), codes, tuple(code_of))
 
     def predict(
         self, file: str | Path, client: str | None = None, *, notify: Notify = lambda _: None
     ) -> Predictions:
-        """Classes and their probabilities for the rows of a file.
+        """Predict the class of each row of a file.
 
         Args:
-            file: a table with the columns of the training; labels are not needed.
-            client: whose weights to use; ``None`` takes the client column of the file, if it has
-                one, or else the federation's weights.
+            file: a table with the columns of the training data; labels are not needed.
+            client: the client whose weights are used; ``None`` uses the client column of the file, or
+                the federation's weights if there is no such column.
             notify: called with a line before each step.
         """
         self.need_labels()
-        rows = read_rows(Path(file), self.preprocessing, notify=notify)
+        path = Path(file)
+        rows = read_rows(path, self.preprocessing, notify=notify)
+        notes = list(rows.notes)
         owner: Any = None
         if client is not None:
             owner = self.client_named(client)
         elif rows.clients is not None:
-            owner = np.array(self._full_names(rows.clients, Path(file)), dtype=object)
+            owner = np.array(self._full_names(rows.clients, path), dtype=object)
         elif not has_common_model(self.model):
             raise ValueError(
-                f"{self.model.algorithm} has no common model; say whose to use: --client NAME."
+                f"{self.model.algorithm} has no common model; choose a client with --client NAME."
             )
-        notes = list(rows.notes)
-        namesake = client_name(Path(file))
-        if owner is None and namesake in self.model.names:
+        elif (name := client_name(path)) in self.model.names:
             notes.append(
-                f"The federation's weights were used; for those of {namesake} say --client {namesake}."
+                f"The federation's weights were used; for those of {name} add --client {name}."
             )
         notify("predicting")
         probabilities = self.model.predict_proba(rows.matrix, owner)
@@ -240,13 +235,13 @@ class FederatedRun:
         score: Score = "x",
         notify: Notify = lambda _: None,
     ) -> Detection:
-        """Which rows of a file are unlike anything that the federation has seen.
+        """Find the rows of a file that are unlike the training data.
 
         Args:
-            file: a table with the columns of the training.
+            file: a table with the columns of the training data.
             false_alarm_rate: share of ordinary rows that may be flagged.
-            score: ``"x"`` looks at the inputs, ``"y"`` at the labels given the inputs, ``"joint"`` at
-                both, ``"confidence"`` at the largest class probability.
+            score: ``"x"`` uses the inputs, ``"y"`` the labels given the inputs, ``"joint"`` both,
+                ``"confidence"`` the largest class probability.
             notify: called with a line before each step.
         """
         check_choice("score", score, SCORES)
@@ -256,20 +251,20 @@ class FederatedRun:
             )
         if score != "x" and self.model.algorithm == DENSITY:
             raise RunError(
-                f"{self.folder.home} was trained without labels, so --score {score} has nothing to see; "
-                "say --score x."
+                f"{self.folder.home} was trained without labels, which --score {score} needs; use "
+                "--score x."
             )
         if score in ("x", "joint") and self.model.prediction.gaussians is None:
             raise RunError(
-                f"{self.model.algorithm} has no density of the inputs; say --score confidence, or train "
+                f"{self.model.algorithm} has no density of the inputs; use --score confidence, or train "
                 "with fedgmm."
             )
         if not self.model.calibration:
             raise RunError(
-                "The run has no held-out rows to calibrate on; train again with more rows a client."
+                "The run has no held-out rows to calibrate on; train again with more rows per client."
             )
-        needs_labels = score in ("y", "joint")
         path = Path(file)
+        needs_labels = score in ("y", "joint")
         rows = read_rows(path, self.preprocessing, label_needed=needs_labels, notify=notify)
         labels = None
         if needs_labels:
@@ -277,7 +272,8 @@ class FederatedRun:
             missing = np.flatnonzero(rows.labels == UNKNOWN)
             if len(missing):
                 raise TableError(
-                    path, f"row {missing[0] + 1} has no label or one that training never saw."
+                    path,
+                    f"row {missing[0] + 1} has no label, or one that is not in the training data.",
                 )
             labels = np.asarray(self.model.classes)[rows.labels]
         notify("looking for novel rows")
@@ -289,13 +285,6 @@ class FederatedRun:
             batch = self.model.client_novelty(rows.matrix)
         return Detection(result, score, batch, rows.notes)
 
-    def need_labels(self) -> None:
-        """Raise :class:`RunError` for a run that was trained without labels."""
-        if self.model.algorithm == DENSITY:
-            raise RunError(
-                f"{self.folder.home} was trained without labels, so it predicts none; use fedgmm detect."
-            )
-
     def adapt(
         self,
         client: str,
@@ -304,12 +293,12 @@ class FederatedRun:
         replace_known: bool = False,
         notify: Notify = lambda _: None,
     ) -> Adapted:
-        """Bring in a new client by learning only its weights; nobody else changes.
+        """Add a client by learning only its weights; other clients stay the same.
 
         Args:
-            client: its name.
-            file: its rows, labelled or not.
-            replace_known: give new weights to a client that took part in the training.
+            client: name of the client.
+            file: rows of the client, with or without labels.
+            replace_known: learn new weights also for a client that took part in training.
             notify: called with a line before each step.
         """
         if not client.strip():
@@ -320,81 +309,86 @@ class FederatedRun:
                 "fedgmm or fedem."
             )
         with self.folder.lock():
-            self.model = _loaded(self.folder)  # as another process may have left it
-            record = self.folder.client(client)
-            if client in self.model.names and not replace_known and _took_part(record):
+            self.model = load(self.folder.model)  # another process may have added a client
+            path = self.folder.client(client)
+            took_part = not path.is_file() or read_json(path).get("took_part", True)
+            if client in self.model.names and took_part and not replace_known:
                 raise RunError(
-                    f"Client {client!r} took part in the training; say --replace to learn its weights "
-                    "anew."
+                    f"Client {client!r} took part in training; add --replace to learn new weights."
                 )
             adapted = self._adapt(client, Path(file), notify)
-            # first the record: a client without one is taken for one that took part
-            write_json(
-                record,
-                {
-                    "client": client,
-                    "rows": adapted.rows,
-                    "weights": adapted.adaptation.weights.tolist(),
-                    "took_part": False,
-                    "labelled": adapted.labelled,
-                    "log_likelihoods": adapted.adaptation.log_likelihoods,
-                    "curve": adapted.curve,
-                },
-            )
+            record = {
+                "client": client,
+                "rows": adapted.rows,
+                "weights": adapted.adaptation.weights.tolist(),
+                "took_part": False,
+                "labelled": adapted.labelled,
+                "log_likelihoods": adapted.adaptation.log_likelihoods,
+                "curve": adapted.curve,
+            }
+            # the record first: a client in the model without a record counts as one that took part
+            write_json(path, record)
             self.model.save(self.folder.model)
         return adapted
 
     def _adapt(self, client: str, path: Path, notify: Notify) -> Adapted:
         rows = _rows_of(client, read_rows(path, self.preprocessing, notify=notify), path)
         notes = list(rows.notes)
-        labelled = rows.labels is not None and bool((rows.labels != UNKNOWN).any())
         matrix, labels = rows.matrix, None
-        if labelled:
-            assert rows.labels is not None
-            kept = rows.labels != UNKNOWN
-            if not kept.all():
+        known = None if rows.labels is None else rows.labels != UNKNOWN
+        if rows.labels is not None and known is not None and known.any():
+            if not known.all():
                 notes.append(
-                    f"{path.name}: left out {counted(int((~kept).sum()), 'row')} without a label that "
-                    "training knows."
+                    f"{path.name}: left out {counted(int((~known).sum()), 'row')} without a label that "
+                    "is in the training data."
                 )
-            matrix, labels = matrix[kept], np.asarray(self.model.classes)[rows.labels[kept]]
+            matrix, labels = matrix[known], np.asarray(self.model.classes)[rows.labels[known]]
         notify("learning the client's weights")
-        curve = self._curve(matrix, labels) if labels is not None else []
+        curve = [] if labels is None else self._adaptation_curve(matrix, labels)
         adaptation = self.model.adapt(client, matrix, labels)
-        return Adapted(adaptation, len(matrix), labelled, curve, notes)
+        return Adapted(adaptation, len(matrix), labels is not None, curve, notes)
 
-    def _curve(self, matrix: NDArray[np.float32], labels: NDArray[Any]) -> list[dict[str, float]]:
-        """Accuracy on every other row, from growing numbers of the rows between."""
-        learn, held = slice(0, None, 2), slice(1, None, 2)
-        x, y = matrix[learn], labels[learn]
+    def _adaptation_curve(
+        self, matrix: NDArray[np.float32], labels: NDArray[Any]
+    ) -> list[dict[str, float]]:
+        """Return the accuracy on every second row, after learning from some of the other rows."""
         if len(matrix) < 10:
             return []
+        x, y = matrix[::2], labels[::2]
+        rows, truth = matrix[1::2][:_MOST_TEST_ROWS], labels[1::2][:_MOST_TEST_ROWS]
         trial = replace(self.model)
-        curve = []
-        sizes = [size for size in _CURVE if size < len(x)] + [min(len(x), 2 * _CURVE[-1])]
-        truth, rows = labels[held][:5000], matrix[held][:5000]
-        before = float((self.model.predict(rows) == truth).mean())
-        curve.append({"rows": 0, "accuracy": before})
-        for size in sizes:
+        curve: list[dict[str, float]] = [
+            {"rows": 0, "accuracy": float((trial.predict(rows) == truth).mean())}
+        ]
+        sizes = [size for size in _CURVE_ROWS if size < len(x)]
+        for size in [*sizes, min(len(x), 2 * _CURVE_ROWS[-1])]:
             trial.adapt("", x[:size], y[:size])
             accuracy = float((trial.predict(rows, "") == truth).mean())
             curve.append({"rows": size, "accuracy": accuracy})
         return curve
 
     def report(self, *, notify: Notify = lambda _: None) -> Path:
-        """Write ``report.html`` and return where it is."""
+        """Write ``report.html`` and return its path."""
         self.need_labels()
         from fedgmm.runs.reporting import write_run_report
 
         return write_run_report(self, notify)
 
-    # ------------------------------------------------------------------ helpers
+    # ------------------------------------------------------------------ checks and names
+
+    def need_labels(self) -> None:
+        """Raise :class:`RunError` if the run was trained without labels."""
+        if self.model.algorithm == DENSITY:
+            raise RunError(
+                f"{self.folder.home} was trained without labels, so it cannot predict them; use fedgmm "
+                "detect."
+            )
 
     def client_named(self, client: str) -> str:
-        """The full name of a client: ``oslo`` also finds ``site_oslo``, if no other ends like it.
+        """Return the full name of a client; ``oslo`` also finds ``site_oslo`` if no other ends so.
 
         Raises:
-            ValueError: nobody is called so, or several are.
+            ValueError: no client or several clients have the name.
         """
         if client in self.model.names:
             return client
@@ -403,9 +397,10 @@ class FederatedRun:
         if client and len(ends) == 1:
             return ends[0]
         close = difflib.get_close_matches(client, names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {_some(names)}."
+        known = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {known}."
         raise ValueError(
-            f"Client {client!r} is not known; {hint} A new one joins with fedgmm adapt."
+            f"Client {client!r} is not known; {hint} A new client joins with fedgmm adapt."
         )
 
     def _full_names(self, clients: list[str], path: Path) -> list[str]:
@@ -418,48 +413,33 @@ class FederatedRun:
         full = {name: self.client_named(name) for name in dict.fromkeys(clients)}
         return [full[name] for name in clients]
 
-    def _owners(self, rows: Rows, path: Path) -> list[str]:
-        return rows.clients if rows.clients is not None else [client_name(path)] * len(rows.matrix)
-
-    def _labelled(self, rows: Rows, path: Path) -> NDArray[np.bool_]:
-        assert rows.labels is not None
-        kept = np.asarray(rows.labels != UNKNOWN)
-        if rows.unknown_labels:
-            raise TableError(
-                path, f"the label {rows.unknown_labels[0]!r} is no class that training knows."
-            )
-        if not kept.any():
-            raise TableError(path, "it has no rows with a label.")
-        return kept
-
 
 def open_run(home: str | Path) -> FederatedRun:
-    """A finished run.
+    """Open a finished run.
 
     Raises:
-        RunError: no run, or one that is not finished.
+        RunError: there is no run, or it is not finished.
     """
     folder = RunFolder(Path(home))
     folder.need_finished()
+    record = read_json(folder.preprocessing)
     try:
-        preprocessing = Preprocessing.from_record(read_json(folder.preprocessing))
+        preprocessing = Preprocessing.from_record(record)
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, RunError):
-            raise
         raise RunError(f"{folder.preprocessing} is damaged: {error}.") from None
-    model = _loaded(folder)
+    model = load(folder.model)
     if model.input_shape != (len(preprocessing.feature_names),):
         raise RunError(f"{folder.preprocessing} does not fit the model in {folder.model}.")
     return FederatedRun(folder, model, preprocessing)
 
 
 def has_common_model(model: FederatedModel) -> bool:
-    """Whether there is an answer for rows of nobody in particular."""
+    """Whether the model can predict rows that belong to no known client."""
     return model.prediction.weights is not None or model.prediction.default_learner is not None
 
 
 def _rows_of(client: str, rows: Rows, path: Path) -> Rows:
-    """The rows of one client, where the file names several."""
+    """Return the rows of one client if the file names several."""
     if rows.clients is None or len(set(rows.clients)) == 1:
         return rows
     own = np.array([name == client for name in rows.clients])
@@ -467,15 +447,3 @@ def _rows_of(client: str, rows: Rows, path: Path) -> Rows:
         raise TableError(path, f"it has rows of several clients, but none of {client!r}.")
     labels = None if rows.labels is None else rows.labels[own]
     return replace(rows, matrix=rows.matrix[own], labels=labels, clients=[client] * int(own.sum()))
-
-
-def _loaded(folder: RunFolder) -> FederatedModel:
-    return load(folder.model)
-
-
-def _took_part(record: Path) -> bool:
-    return not record.is_file() or bool(read_json(record).get("took_part", True))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

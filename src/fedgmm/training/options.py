@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fedgmm.core.checks import check_choice, check_flag, check_integer, check_non_negative
+from fedgmm.core.checks import (
+    Count,
+    Flag,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    check_fields,
+    integer,
+    number,
+    one_of,
+)
 from fedgmm.core.em import AGGREGATIONS
 from fedgmm.core.gaussians import COVARIANCE_TYPES
 from fedgmm.core.servers import SERVER_KINDS
@@ -86,93 +96,53 @@ class TrainingOptions:
             bfloat16, which takes two thirds of the time; parameters keep their type.
     """
 
-    algorithm: str = "fedgmm"
-    rounds: int = 100
-    components: int = 3
-    learners: int = 3
+    algorithm: Annotated[str, one_of(*ALGORITHMS, DENSITY)] = "fedgmm"
+    rounds: Count = 100
+    components: Count = 3
+    learners: Count = 3
     learner: str | ModuleFactory = "linear"
-    solver: str = "auto"
-    start: str = "auto"
-    warmup: int = 0
-    lr: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
-    schedule: str = "constant"
-    augment: bool = False
+    solver: Annotated[str, one_of("auto", "sgd", "newton")] = "auto"
+    start: Annotated[str, one_of("auto", *LEARNER_STARTS)] = "auto"
+    warmup: NonNegativeInt = 0
+    lr: Positive = 0.1
+    momentum: Annotated[float, number(least=0, below=1)] = 0.0
+    weight_decay: NonNegative = 0.0
+    clip_norm: Positive | None = None
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "constant"
+    augment: Flag = False
     pretrained: str | None = None
-    local_epochs: int = 1
-    batch_size: int = 128
-    covariance_type: str = "full"
-    aggregation: str = "exact"
-    reg_covar: float = 1e-2
-    ridge: float = 1.0
-    independence: float = 0.0
-    personal_labels: bool = False
-    server: str = "average"
-    server_lr: float | None = None
-    server_momentum: float = 0.9
-    participation: float = 1.0
-    patience: int | None = None
-    tol: float | None = 1e-6
-    proximal: float = 0.1
-    finetune_epochs: int = 1
-    penalty: float = 15.0
-    inner_steps: int = 5
-    mixing: float = 1.0
-    standardise: bool = True
-    seed: int = 0
+    local_epochs: Count = 1
+    batch_size: Count = 128
+    covariance_type: Annotated[str, one_of(*COVARIANCE_TYPES)] = "full"
+    aggregation: Annotated[str, one_of(*AGGREGATIONS)] = "exact"
+    reg_covar: NonNegative = 1e-2
+    ridge: NonNegative = 1.0
+    independence: NonNegative = 0.0
+    personal_labels: Flag = False
+    server: Annotated[str, one_of(*SERVER_KINDS)] = "average"
+    server_lr: Positive | None = None
+    server_momentum: Annotated[float, number(least=0, below=1)] = 0.9
+    participation: Annotated[float, number(above=0, most=1)] = 1.0
+    patience: Count | None = None
+    tol: NonNegative | None = 1e-6
+    proximal: NonNegative = 0.1
+    finetune_epochs: NonNegativeInt = 1
+    penalty: Positive = 15.0
+    inner_steps: Count = 5
+    mixing: NonNegative = 1.0
+    standardise: Flag = True
+    seed: Annotated[int, integer(0, below=2**32)] = 0
     device: str = "cpu"
     dtype: str = "float32"
-    precision: str = "full"
+    precision: Annotated[str, one_of("full", "mixed")] = "full"
 
     def check(self) -> None:
-        """Raise ``ValueError`` or ``TypeError`` with the option's name and value."""
-        for name in (
-            "rounds",
-            "components",
-            "learners",
-            "batch_size",
-            "local_epochs",
-            "inner_steps",
-        ):
-            check_integer(name, getattr(self, name), 1)
-        for name in ("warmup", "seed", "finetune_epochs"):
-            check_integer(name, getattr(self, name), 0)
-        if self.seed >= 2**32:
-            raise ValueError(f"seed must be less than 2**32, got {self.seed!r}.")
-        for name in ("weight_decay", "reg_covar", "ridge", "independence", "proximal", "mixing"):
-            check_non_negative(name, getattr(self, name))
-        for name in ("lr", "penalty", "participation"):
-            _check_positive(name, getattr(self, name))
-        for name in ("server_lr", "clip_norm"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
-        if self.tol is not None:
-            check_non_negative("tol", self.tol)
-        for name in ("momentum", "server_momentum"):
-            check_non_negative(name, getattr(self, name))
-            if getattr(self, name) >= 1:
-                raise ValueError(f"{name} must be less than 1, got {getattr(self, name)!r}.")
-        if self.participation > 1:
-            raise ValueError(f"participation must lie in (0, 1], got {self.participation!r}.")
-        check_flag("standardise", self.standardise)
-        check_flag("augment", self.augment)
-        check_flag("personal_labels", self.personal_labels)
-        if self.patience is not None:
-            check_integer("patience", self.patience, 1)
-        check_choice("algorithm", self.algorithm, (*ALGORITHMS, DENSITY))
-        check_choice("solver", self.solver, ("auto", "sgd", "newton"))
-        check_choice("start", self.start, ("auto", *LEARNER_STARTS))
-        check_choice("schedule", self.schedule, SCHEDULES)
-        check_choice("server", self.server, SERVER_KINDS)
-        check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
-        check_choice("aggregation", self.aggregation, AGGREGATIONS)
-        check_choice("precision", self.precision, ("full", "mixed"))
+        """Raise ``ValueError`` or ``TypeError`` with the name and the value of a wrong option."""
+        check_fields(self)
         if self.personal_labels and self.algorithm not in SHARED_LEARNERS:
             raise ValueError(
-                f"personal_labels is for {', '.join(SHARED_LEARNERS)}, whose learners know nothing of a "
-                f"client's labels, not for {self.algorithm!r}."
+                f"personal_labels is for {', '.join(SHARED_LEARNERS)}, whose learners all clients share, "
+                f"not for {self.algorithm!r}."
             )
 
     def after_divergence(self, reason: str) -> str:
@@ -193,9 +163,3 @@ class TrainingOptions:
         if not isinstance(self.learner, str):
             values["learner"] = "custom"
         return values
-
-
-def _check_positive(name: str, value: Any) -> None:
-    check_non_negative(name, value)
-    if value == 0:
-        raise ValueError(f"{name} must be positive, got {value!r}.")

@@ -1,12 +1,12 @@
-"""How many components, how many learners? Chosen from what a federation can compute: log-likelihoods."""
+"""Choice of covariances and of the numbers of Gaussians and learners from what clients can sum up."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,15 +17,30 @@ from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
 from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
 
+Notify = Callable[[str], None]
+
+Evidence = Literal["labels", "inputs"]
+
+Score = Callable[[TrainingOptions, Evidence], float]
+"""Trains with the options and returns the mean validation log-likelihood of the labels,
+``log P_c(y|x)``, or of the inputs, ``log P_c(x)``; minus infinity if training diverged."""
+
+_ROWS_PER_PARAMETER = 5.0
+_WIDEST_FULL = 200  # columns
+_PATIENCE = 2  # sizes without a gain before the search ends
+_GAIN = 1e-3  # nats per row that a larger size must gain
+_SMALL = 1_000_000  # numbers in the training rows; trials on fewer take well under a minute
+_ALWAYS_ALLOWED = 10  # Gaussians or learners, even if there are fewer rows
+
 
 @dataclass(frozen=True)
 class MixtureSelection:
-    """The outcome of :func:`select_mixture`.
+    """Result of :func:`select_mixture`.
 
     Attributes:
         components: ``M1``.
         learners: ``M2``.
-        scores: mean log-likelihood of the validation rows for each pair that was tried.
+        scores: mean validation log-likelihood of each pair that was tried.
     """
 
     components: int
@@ -33,7 +48,7 @@ class MixtureSelection:
     scores: dict[tuple[int, int], float]
 
     def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         tried = [
             {
                 "components": m1,
@@ -45,105 +60,123 @@ class MixtureSelection:
         return {"components": self.components, "learners": self.learners, "tried": tried}
 
 
-_ROWS_A_PARAMETER = 5.0
-_WIDEST_FULL = 200  # columns
-_PATIENCE = 2  # sizes without a gain before the search ends
-_GAIN = 1e-3  # nats a row that one more of them must bring
-_SMALL = 1_000_000  # numbers in the training rows, for which trials take well under a minute
+def choose_sizes(
+    options: TrainingOptions,
+    open_choices: Collection[str],
+    *,
+    rows: int,
+    columns: int,
+    score: Score | None = None,
+    sizes_given: bool = True,
+    notify: Notify = lambda _: None,
+) -> tuple[TrainingOptions, MixtureSelection | None]:
+    """Choose the options that were left open.
+
+    If no size was given at all, only small data choose: a few hundred rows are easily divided among
+    too many learners, and trials on them are quick. Otherwise the defaults stay.
+
+    Args:
+        options: the training options, with defaults for open choices.
+        open_choices: any of ``"components"``, ``"learners"`` and ``"covariance_type"``.
+        rows: training rows of all clients.
+        columns: columns of the inputs.
+        score: runs one trial, see :data:`Score`; ``None`` if there are no validation rows.
+        sizes_given: ``False`` if neither ``components`` nor ``learners`` was mentioned.
+        notify: called with a line before each trial.
+
+    Returns:
+        The complete options, and the trials if there were any.
+
+    Raises:
+        ValueError: a size is open and cannot be tried, or exceeds the number of rows.
+    """
+    if "covariance_type" in open_choices:
+        kind = suitable_covariance(rows, columns, options.components)
+        options = replace(options, covariance_type=kind)
+    found = None
+    if not sizes_given:
+        if score is not None and options.algorithm == "fedgmm" and rows * columns <= _SMALL:
+            found = select_mixture(score, options, notify=notify)
+        if found is not None and found.learners == 1:
+            # labels do not depend on the Gaussians then, but novelty needs more than one of them
+            found = replace(found, components=max(found.components, options.components))
+    elif "components" in open_choices or "learners" in open_choices:
+        if score is None:
+            raise ValueError(
+                "There are no validation rows to choose by; give the numbers yourself."
+            )
+        found = select_mixture(
+            score,
+            options,
+            components=None if "components" in open_choices else options.components,
+            learners=None if "learners" in open_choices else options.learners,
+            notify=notify,
+        )
+    if found is not None:
+        options = replace(options, components=found.components, learners=found.learners)
+    for name in ("components", "learners"):
+        size = getattr(options, name)
+        if size > max(rows, _ALWAYS_ALLOWED):  # it would learn nothing and take very long
+            raise ValueError(
+                f"{name}={size} is more than the {counted(rows, 'training row')}; ask for fewer."
+            )
+    return options, found
 
 
 def select_mixture(
-    dataset: FederatedDataset,
+    score: Score,
+    options: TrainingOptions,
     *,
-    options: TrainingOptions | None = None,
     components: int | None = None,
     learners: int | None = None,
     candidates: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10),
     rounds: int = 30,
-    notify: Callable[[str], None] = lambda _: None,
+    notify: Notify = lambda _: None,
 ) -> MixtureSelection:
     """Choose ``M1`` and ``M2`` by the likelihood of validation rows after short runs.
 
-    First both grow together, until more brings no gain; then the number of learners is looked at
-    alone. Smaller numbers win ties. Test rows are not looked at.
+    First both grow together until a larger size gains nothing; then the number of learners is
+    searched alone. Smaller numbers win ties.
 
-    The likelihood is that of the labels, ``log P_c(y|x)``: that of the inputs keeps growing with more
-    Gaussians wherever columns are categories. With one learner, fixed, the Gaussians do not touch the
-    labels, and ``log P_c(x)`` decides; so it does where there are no labels (``"gmm"``).
+    Labels decide, by ``log P_c(y|x)``, because the likelihood of the inputs keeps growing with more
+    Gaussians if columns are categories. With one given learner the labels do not depend on the
+    Gaussians, so the inputs decide, by ``log P_c(x)``; likewise without labels (``"gmm"``).
 
     Args:
-        dataset: the clients.
-        options: of the training; its numbers of components and learners are not used.
-        components: a number that is fixed already.
-        learners: likewise.
+        score: runs one trial.
+        options: training options; their numbers of components and learners are not used.
+        components: a given number of Gaussians.
+        learners: a given number of learners.
         candidates: numbers to try, in this order.
-        rounds: length of a trial.
+        rounds: rounds of a trial.
         notify: called with a line before each trial.
     """
     if not candidates:
         raise ValueError("candidates is empty; give at least one number.")
-    if not len(dataset.validation):
-        raise ValueError("There are no validation rows to choose by; give the numbers yourself.")
-    base = options or TrainingOptions()
-    base = replace(base, rounds=min(rounds, base.rounds))
+    options = replace(options, rounds=min(rounds, options.rounds))
+    if options.algorithm == DENSITY:
+        learners = 1
+    evidence: Evidence = "inputs" if learners == 1 else "labels"
     scores: dict[tuple[int, int], float] = {}
-    if base.algorithm == DENSITY:
-        learners = 1  # there are no labels to tell one from another
-    of_inputs = learners == 1
 
-    def score(m1: int, m2: int) -> float:
+    def try_sizes(m1: int, m2: int) -> float:
         if (m1, m2) not in scores:
             notify(f"trying {counted(m1, 'Gaussian')} and {counted(m2, 'learner')}")
-            trial = replace(base, components=m1, learners=m2)
-            scores[m1, m2] = _validation_score(dataset, trial, of_inputs)
+            scores[m1, m2] = score(replace(options, components=m1, learners=m2), evidence)
         return scores[m1, m2]
 
     if components is None:
-        components = _climb(candidates, lambda m: score(m, learners or m))
+        components = _climb(candidates, lambda m: try_sizes(m, learners or m))
     if learners is None:
         chosen = components
-        learners = _climb(
-            [m for m in candidates if m <= max(chosen, candidates[0])],
-            lambda m: score(chosen, m),
-        )
-    score(components, learners)
+        smaller = [m for m in candidates if m <= max(chosen, candidates[0])]
+        learners = _climb(smaller, lambda m: try_sizes(chosen, m))
+    try_sizes(components, learners)
     return MixtureSelection(components, learners, scores)
 
 
-def select_for_small_data(
-    dataset: FederatedDataset,
-    options: TrainingOptions,
-    notify: Callable[[str], None] = lambda _: None,
-) -> MixtureSelection | None:
-    """Choose ``M1`` and ``M2`` where nobody did and where a wrong number costs most.
-
-    Where one learner is best, the number of Gaussians stays the default or grows: labels cannot tell.
-    A few hundred rows are easily divided among more learners than they can teach, and trials on them
-    are quick.
-
-    Returns:
-        The choice, or ``None`` where the defaults will do: much data, no validation rows, or a method
-        without Gaussians.
-    """
-    small = len(dataset.train) * dataset.input_shape[0] <= _SMALL
-    if not small or not len(dataset.validation) or options.algorithm != "fedgmm":
-        return None
-    found = select_mixture(dataset, options=options, notify=notify)
-    if found.learners == 1:
-        # one learner: Gaussians do not touch the labels, but novelty needs more than one of them
-        return replace(found, components=max(found.components, options.components))
-    return found
-
-
-def suitable_covariance(rows: int, columns: int, components: int) -> CovarianceType:
-    """Full covariances where there are rows enough for their parameters, diagonal ones elsewhere."""
-    parameters = components * columns * (columns + 1) / 2
-    enough = rows >= _ROWS_A_PARAMETER * parameters
-    return "full" if enough and columns <= _WIDEST_FULL else "diag"
-
-
 def _climb(candidates: Sequence[int], score: Callable[[int], float]) -> int:
-    """The first candidate that the next ones do not beat."""
+    """Return the first candidate that the next ones do not beat."""
     best, best_score, behind = candidates[0], score(candidates[0]), 0
     for candidate in candidates[1:]:
         found = score(candidate)
@@ -156,19 +189,31 @@ def _climb(candidates: Sequence[int], score: Callable[[int], float]) -> int:
     return best
 
 
-def _validation_score(
-    dataset: FederatedDataset, options: TrainingOptions, of_inputs: bool
-) -> float:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DivergenceWarning)
-        model = train(dataset, options=options)
-    if model.stopped == INTERRUPTED:
-        raise KeyboardInterrupt
-    if model.stopped:
-        return -float("inf")
+def suitable_covariance(rows: int, columns: int, components: int) -> CovarianceType:
+    """Return ``"full"`` if there are enough rows for the parameters, otherwise ``"diag"``."""
+    parameters = components * columns * (columns + 1) / 2
+    enough = rows >= _ROWS_PER_PARAMETER * parameters
+    return "full" if enough and columns <= _WIDEST_FULL else "diag"
+
+
+def local_score(dataset: FederatedDataset) -> Score | None:
+    """Return a score that trains in this process; ``None`` if there are no validation rows."""
     rows = dataset.validation
-    x, labels = rows.inputs.numpy(), dataset.classes[rows.labels.numpy()]
-    owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
-    if of_inputs and model.prediction.gaussians is not None:
-        return float(model.score_samples(x, owners).mean())
-    return float(model.log_conditional(x, labels, owners).mean())
+    if not len(rows):
+        return None
+
+    def score(options: TrainingOptions, evidence: Evidence) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DivergenceWarning)
+            model = train(dataset, options=options)
+        if model.stopped == INTERRUPTED:
+            raise KeyboardInterrupt
+        if model.stopped:
+            return -math.inf
+        x, labels = rows.inputs.numpy(), dataset.classes[rows.labels.numpy()]
+        owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
+        if evidence == "inputs" and model.prediction.gaussians is not None:
+            return float(model.score_samples(x, owners).mean())
+        return float(model.log_conditional(x, labels, owners).mean())
+
+    return score

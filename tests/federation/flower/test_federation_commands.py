@@ -49,7 +49,7 @@ def client(*more, data="oslo.csv", out="site", code=1, key="oslo.key", ca="tls/c
     ("arguments", "words"),
     [
         ([], "--tls-cert"),
-        (["--insecure", *TLS], "--insecure goes without"),
+        (["--insecure", *TLS], "--insecure"),
         (["--insecure", *KEYS], "keys need TLS"),
         ([*TLS, *KEYS, "--port", 99999], "99999"),
     ],

@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from fedgmm.core.checks import NonNegativeInt, Text, Texts, check_fields, integer, number
 from fedgmm.data.tables.columns import FloatArray, Kind, categories, kind_of, numbers, stored_kind
 from fedgmm.data.tables.errors import TableError, listed, quoted
 from fedgmm.data.tables.labels import Labels
@@ -30,6 +31,17 @@ KIND_NAMES: dict[Kind, str] = {
 }
 
 
+def _check_split(name: str, value: Any) -> None:
+    """Raise unless ``value`` holds the shares of training, validation and test rows."""
+    fits = isinstance(value, (list, tuple)) and len(value) == 3
+    valid = fits and all(type(one) in (int, float) and one >= 0 for one in value)
+    if not valid or abs(sum(value) - 1.0) > 1e-9 or not value[0]:
+        raise ValueError(
+            f"{name} must be three shares, of training, validation and test rows, that sum to 1, "
+            f"got {value!r}."
+        )
+
+
 @dataclass(frozen=True)
 class TableOptions:
     """How tables are read, beyond what they say themselves.
@@ -46,26 +58,21 @@ class TableOptions:
         client: what the client of the only file is called; ``None`` takes the file's name.
     """
 
-    label: str | None
-    client_column: str | None = None
-    categorical: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    max_categories: int = 50
-    indicator_from: float = 0.01
-    split: tuple[float, float, float] = (0.6, 0.2, 0.2)
-    seed: int = 0
-    client: str | None = None
+    label: Text | None
+    client_column: Text | None = None
+    categorical: Texts = ()
+    ignore: Texts = ()
+    max_categories: Annotated[int, integer(2)] = 50
+    indicator_from: Annotated[float, number(least=0, most=1)] = 0.01
+    split: Annotated[tuple[float, float, float], _check_split] = (0.6, 0.2, 0.2)
+    seed: NonNegativeInt = 0
+    client: Text | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.client is not None and self.client_column is not None:
             raise ValueError(
                 "client and client_column cannot both be given; leave out one of them."
-            )
-        if self.max_categories < 2:
-            raise ValueError(f"max_categories must be at least 2, got {self.max_categories!r}.")
-        if not 0.0 <= self.indicator_from <= 1.0:
-            raise ValueError(
-                f"indicator_from must lie between 0 and 1, got {self.indicator_from!r}."
             )
         if self.label is not None and self.client_column == self.label:
             raise ValueError(f"The label and the client cannot both be column {self.label!r}.")
