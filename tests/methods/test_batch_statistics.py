@@ -14,7 +14,7 @@ from fedgmm.core.params import is_statistic
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods import batch_statistics as statistics
 from fedgmm.methods.base import Prediction
-from fedgmm.methods.batch_statistics import settled
+from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.stacked import Stacked
@@ -82,7 +82,7 @@ def test_learners_that_are_mixed(rows):
     # two Gaussians: a learner's share is that of both
     four = torch.cat([weights / 4, 3 * weights / 4], 1)
     before = Prediction(NET, params, client_weights=four, weights=torch.full((4,), 0.25))
-    found = settled(before, rows)
+    found = recompute_statistics(before, rows)
     for learner in range(2):
         shares = [n * float(w) for n, w in zip(SIZES, weights[:, learner], strict=True)]
         assert_statistics(found, learner, mean_of(rows, params, learner, shares))
@@ -94,13 +94,13 @@ def test_learners_that_are_mixed(rows):
 def test_learners_of_some_clients_of_everybody_and_of_nobody(rows):
     params = drawn(4)
     before = Prediction(NET, params, assignment=torch.tensor([1, 0, 1]), default_learner=3)
-    found = settled(before, rows)
+    found = recompute_statistics(before, rows)
     assert_statistics(found, 0, statistics_of(rows, params, 0, 1))
     assert_statistics(found, 1, mean_of(rows, params, 1, [7, 0, 5]))
     assert_statistics(found, 3, mean_of(rows, params, 3, SIZES))
     nobody = {name: value[2] for name, value in params.items()}
     assert_statistics(found, 2, nobody)
-    shared = settled(replace(before, default_learner=1), rows)
+    shared = recompute_statistics(replace(before, default_learner=1), rows)
     assert_statistics(shared, 1, mean_of(rows, params, 1, [7, 0, 5]))
 
 
@@ -110,7 +110,7 @@ def test_many_rows_are_seen_in_parts(rows, monkeypatch):
     monkeypatch.setattr(statistics, "_ROWS_AT_ONCE", 4)
     before = Prediction(NET, params, assignment=torch.zeros(3, dtype=torch.int64))
     channels = nn.functional.conv2d(rows.inputs, params["first.weight"][0])
-    found = settled(before, rows).learners["norm.running_mean"][0]
+    found = recompute_statistics(before, rows).learners["norm.running_mean"][0]
     torch.testing.assert_close(found, channels.mean((0, 2, 3)))
 
 
@@ -118,9 +118,9 @@ def test_many_rows_are_seen_in_parts(rows, monkeypatch):
 def test_clients_come_a_few_at_a_time(rows, monkeypatch, images):
     weights = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.5, 0.5]])
     before = Prediction(NET, drawn(2), client_weights=weights, weights=torch.full((2,), 0.5))
-    expected = settled(before, rows)
+    expected = recompute_statistics(before, rows)
     monkeypatch.setattr(statistics, "_IMAGES_AT_ONCE", images)
-    found = settled(before, rows)
+    found = recompute_statistics(before, rows)
     for name, value in expected.learners.items():
         torch.testing.assert_close(found.learners[name], value, msg=name)
 
@@ -129,7 +129,7 @@ def test_networks_without_statistics_stay(rows):
     net = Dense(64, 2)
     params = net.initial(torch.Generator().manual_seed(0))
     before = Prediction(net, {name: value[None] for name, value in params.items()})
-    assert settled(before, rows) is before
+    assert recompute_statistics(before, rows) is before
 
 
 @pytest.mark.usefixtures("thin_mobilenet")
@@ -139,7 +139,7 @@ def test_a_trained_model_has_statistics_of_its_own_weights(rng, algorithm):
     pictures = rng.integers(0, 256, size=(60, 3, 32, 32)).astype(np.uint8)
     data = FederatedDataset.from_arrays(pictures, np.arange(60) % 2, np.arange(60) % 2)
     model = train(data, algorithm, learner="mobilenet", lr=0.01, rounds=2, learners=2)
-    again = settled(model.prediction, data.train)
+    again = recompute_statistics(model.prediction, data.train)
     for name, value in model.prediction.learners.items():
         torch.testing.assert_close(again.learners[name], value, msg=name)
 
@@ -161,7 +161,9 @@ def test_whoever_interrupts_waits_for_no_statistics(rng, monkeypatch):
     def interrupt(entry):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedgmm.training.local.settled", lambda *_: pytest.fail("waits"))
+    monkeypatch.setattr(
+        "fedgmm.training.local.recompute_statistics", lambda *_: pytest.fail("waits")
+    )
     pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
     data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
     with pytest.warns(RuntimeWarning, match="interrupted"):
@@ -173,7 +175,7 @@ def test_ctrl_c_while_statistics_are_taken_loses_nothing(rng, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedgmm.training.local.settled", interrupt)
+    monkeypatch.setattr("fedgmm.training.local.recompute_statistics", interrupt)
     pictures = rng.integers(0, 256, size=(20, 3, 32, 32)).astype(np.uint8)
     data = FederatedDataset.from_arrays(pictures, np.arange(20) % 2, np.arange(20) % 2)
     with pytest.warns(RuntimeWarning, match="interrupted"):
@@ -195,7 +197,7 @@ def test_the_random_numbers_of_the_program_are_left_alone(rng):
 def test_small_clients_are_not_copied_all_at_once(rows, monkeypatch):
     """Each has copies of its learners, however few its rows are."""
     before = Prediction(NET, drawn(1), assignment=torch.zeros(3, dtype=torch.int64))
-    expected, seen = settled(before, rows), list[int]()
+    expected, seen = recompute_statistics(before, rows), list[int]()
     walk = Stacked.walk
 
     def watched(net, params, inputs, *args, **named):
@@ -204,7 +206,7 @@ def test_small_clients_are_not_copied_all_at_once(rows, monkeypatch):
 
     monkeypatch.setattr(Stacked, "walk", watched)
     monkeypatch.setattr(statistics, "_BYTES_AT_ONCE", 1)
-    found = settled(before, rows)
+    found = recompute_statistics(before, rows)
     assert seen == [1, 1, 1]
     for name, value in expected.learners.items():
         torch.testing.assert_close(found.learners[name], value, msg=name)

@@ -1,10 +1,10 @@
 """The shared Gaussians: densities, weighted moments, and moments back to parameters.
 
 Shapes: ``N`` rows, ``d`` columns, ``M`` components; every function takes any leading dimensions.
-Covariances are stored as scikit-learn stores them:
+Covariances have the shapes of scikit-learn:
 
 =============  =================  ==============================================
-type           ``covariances``    what is shared
+type           ``covariances``    shared between components or columns
 =============  =================  ==============================================
 ``full``       ``(M, d, d)``      nothing
 ``tied``       ``(d, d)``         one matrix for all components
@@ -14,7 +14,7 @@ type           ``covariances``    what is shared
 =============  =================  ==============================================
 
 Means and covariances are float64. Rows may be float32: only the difference to a mean is rounded, so
-an offset of the data costs no precision.
+an offset of the data does not cost precision.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Gaussians:
 
     @cached_property
     def narrow_whiteners(self) -> Tensor:
-        """``W`` in float32, where a tiny deviation must not become an infinity (and zero times it NaN)."""
+        """``W`` in float32, clamped, because infinity times zero would be NaN."""
         widest = torch.finfo(torch.float32).max ** 0.5
         return self.precisions_cholesky.clamp(-widest, widest).float()
 
@@ -78,9 +78,9 @@ class Gaussians:
 
 @dataclass(frozen=True)
 class Moments:
-    """Weighted sums over rows, taken around the means that were current when they were made.
+    """Weighted sums over rows, around the means of the last round.
 
-    They are additive over rows and over clients, and small numbers stay small: nothing cancels.
+    They add up over rows and over clients. Differences to a near mean are small, so nothing cancels.
 
     Attributes:
         counts: ``Σ_i q_i(m)``, ``(..., M)``.
@@ -96,11 +96,11 @@ class Moments:
 
 
 def gaussians(means: Tensor, covariances: Tensor, covariance_type: CovarianceType) -> Gaussians:
-    """Gaussians from means ``(M, d)`` and covariances, which are repaired if they have to be."""
+    """Return Gaussians from means ``(M, d)`` and covariances, which are repaired if necessary."""
     if covariance_type in ("full", "tied"):
         stack = covariances if covariance_type == "full" else covariances[None]
         stack, factors, repaired = cholesky_or_repair(stack)
-        # W = L⁻ᵀ: one triangular solve a round, so that every row costs one product.
+        # W = L⁻ᵀ: one triangular solve per round, so that every row costs one product.
         identity = torch.eye(stack.shape[-1], dtype=stack.dtype, device=stack.device)
         whiteners = torch.linalg.solve_triangular(factors, identity, upper=False).mT.contiguous()
         if covariance_type == "tied":
@@ -113,7 +113,7 @@ def gaussians(means: Tensor, covariances: Tensor, covariance_type: CovarianceTyp
 
 
 def _positive_variances(variances: Tensor) -> tuple[Tensor, list[int]]:
-    """Variances ``(M, ...)`` with zeros raised to a sliver of the largest, and which rows changed."""
+    """Return variances ``(M, ...)`` with zeros raised slightly, and the rows that changed."""
     limits = torch.finfo(variances.dtype)
     bad = ~(variances > limits.tiny)
     if not bool(bad.any()):
@@ -137,9 +137,9 @@ def _warn_repaired(repaired: list[int], covariance_type: CovarianceType) -> None
 
 
 def residuals(x: Tensor, means: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``x_i - μ_m`` for rows ``(..., N, d)`` and means ``(M, d)``: ``(..., M, N, d)``."""
+    """Return ``x_i - μ_m`` for rows ``(..., N, d)`` and means ``(M, d)``: ``(..., M, N, d)``."""
     if x.dtype == dtype != means.dtype:
-        # The mean in two parts: numbers of like size subtract exactly, then the small rest goes.
+        # The mean has two parts: numbers of similar size subtract exactly, then the small rest.
         coarse = means.to(dtype)
         rest = (means - coarse).to(dtype)
         return (x.unsqueeze(-3) - coarse.unsqueeze(-2)).sub_(rest.unsqueeze(-2))
@@ -148,7 +148,7 @@ def residuals(x: Tensor, means: Tensor, dtype: torch.dtype | None = None) -> Ten
 
 
 def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
-    """``log N(x_i; μ_m, Σ_m)`` from the residuals.
+    """Return ``log N(x_i; μ_m, Σ_m)`` from the residuals.
 
     Args:
         difference: ``x_i - μ_m``, ``(..., M, N, d)``.
@@ -169,7 +169,7 @@ def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
             norms = torch.linalg.vector_norm(difference * whiteners.unsqueeze(-2), dim=-1)
         case _:
             norms = torch.linalg.vector_norm(difference, dim=-1) * whiteners.unsqueeze(-1)
-    # However far a row lies, its log density stays finite: -inf for all components has no softmax.
+    # A log density stays finite however far the row is, because -inf for all components has no softmax.
     distances = norms.to(torch.float64).clamp_max_(_FARTHEST).square_()
     # log N = -½ (‖(x - μ) W‖² + d log 2π) + log |W|
     constants = shared.log_determinants - 0.5 * d * math.log(2.0 * math.pi)
@@ -180,7 +180,7 @@ def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
 def weighted_moments(
     difference: Tensor, weights: Tensor, covariance_type: CovarianceType
 ) -> tuple[Moments, Tensor]:
-    """Sums over rows of ``q``, ``q (x - μ)`` and ``q (x - μ)(x - μ)ᵀ``, in float64.
+    """Return sums over rows of ``q``, ``q (x - μ)`` and ``q (x - μ)(x - μ)ᵀ``, in float64.
 
     Args:
         difference: ``x_i - μ_m``, ``(..., M, N, d)``.
@@ -209,7 +209,7 @@ def weighted_moments(
 
 
 def occupied(counts: Tensor) -> Tensor:
-    """Which components have rows, ``(M,)``: more than rounding could leave behind."""
+    """Return which components have rows, ``(M,)``: more than rounding errors could leave."""
     return counts > counts.sum() * torch.finfo(torch.float64).eps
 
 
@@ -220,7 +220,7 @@ def covariance_shape(kind: CovarianceType, components: int, columns: int) -> tup
 
 
 def covariance_parameters(covariance_type: CovarianceType, components: int, columns: int) -> int:
-    """How many free numbers the covariances hold."""
+    """Return the number of free parameters of the covariances."""
     match covariance_type:
         case "full":
             return components * columns * (columns + 1) // 2

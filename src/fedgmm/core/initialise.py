@@ -1,8 +1,8 @@
 """A start without pooled data: local centroids with counts become the shared Gaussians.
 
-One exchange, in the manner of k-FED: every client clusters its own rows and sends a few centroids
-with their counts; the server clusters the centroids. A centroid of a single row would *be* that row,
-so it stays at home, and so does a client that has only one row.
+It needs one exchange, as in k-FED: every client clusters its own rows and sends a few centroids with
+their counts; the server clusters the centroids. A centroid of a single row would *be* that row, so it
+is not sent, and a client with one row sends nothing.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ FEWEST_ROWS_SENT = 2
 
 @dataclass(frozen=True)
 class Centroids:
-    """What clients send for the start: centroids ``(K, d)`` and the rows behind each, ``(K,)``."""
+    """Centroids of clients, ``(K, d)``, and the number of rows behind each, ``(K,)``."""
 
     points: NDArray[np.float64]
     counts: NDArray[np.float64]
 
 
 def local_clusters(rows: Tensor, most: int) -> Tensor:
-    """How many clusters a client of ``N_c`` rows looks for: at least two rows each, ``(C,)``."""
+    """Return the number of clusters of clients with ``N_c`` rows, ``(C,)``: at least two rows each."""
     return (rows // FEWEST_ROWS_SENT).clamp(1, most)
 
 
 def nearest(x: Tensor, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest centre of each row among its own candidates.
+    """Return the nearest centre of each row among its own candidates.
 
     Args:
         x: rows, ``(N, d)``.
         centres: candidates of each row, ``(N, k, d)``.
-        active: which candidates count, ``(N, k)``.
+        active: whether a candidate is used, ``(N, k)``.
 
     Returns:
         The index ``(N,)`` and the squared distance ``(N,)``.
@@ -54,7 +54,7 @@ def nearest(x: Tensor, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]
 
 
 def server_means(sent: Centroids, components: int, start: Start, seed: int) -> NDArray[np.float64]:
-    """Means for the shared Gaussians from the clients' centroids.
+    """Return means for the shared Gaussians from the clients' centroids.
 
     Args:
         sent: all clients' centroids.
@@ -75,7 +75,7 @@ def server_means(sent: Centroids, components: int, start: Start, seed: int) -> N
     if start == "k-means++":
         means, _ = kmeans_plusplus(points, components, sample_weight=counts, random_state=seed)
         return np.asarray(means)
-    # On several threads scikit-learn adds up in whatever order they finish; one gives the same bits.
+    # On several threads the order of scikit-learn's sums varies; one thread always gives the same bits.
     with threadpool_limits(limits=1, user_api="openmp"):
         clustering = KMeans(components, n_init=10, random_state=seed)
         clustering.fit(points, sample_weight=counts)
@@ -83,10 +83,10 @@ def server_means(sent: Centroids, components: int, start: Start, seed: int) -> N
 
 
 def _fixed_order(points: NDArray[np.float64]) -> NDArray[np.intp]:
-    """An order of the centroids ``(K, d)`` that does not depend on who answered first.
+    """Return an order of the centroids ``(K, d)`` that does not depend on the order of arrival.
 
-    Nor may it hang on the last bits of the clients' sums, as it would where a column is constant but
-    for rounding: columns are compared in coarse steps first.
+    It must not depend on the last bits of the clients' sums either, as it would if a column is constant
+    except for rounding. So columns are compared in coarse steps first.
     """
     if not len(points):
         return np.arange(0)

@@ -1,4 +1,4 @@
-"""Small linear algebra on tensors that every equation shares."""
+"""Linear algebra on small tensors, shared by all equations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ _SPLIT_FROM = 16  # columns; below, one product costs less than two smaller ones
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` for matrices or stacks of matrices.
+    """Return ``a @ b`` for matrices or stacks of matrices.
 
-    On the CPU the product goes through NumPy: its BLAS runs stacks of narrow matrices
-    (tens of columns) up to 2.5 times faster than the one inside torch. What is to be differentiated
-    stays with torch.
+    On the CPU the product goes through NumPy, because its BLAS runs stacks of narrow matrices (tens of
+    columns) up to 2.5 times faster than the one inside torch. Products with gradients stay with torch.
     """
     differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
     if a.device.type == "cpu" and not differentiated:
@@ -23,9 +22,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def take(values: Tensor, index: Tensor, axis: int = 0) -> Tensor:
-    """Slices of ``values`` along an axis, for a flat index; by NumPy on the CPU, as above.
+    """Return slices of ``values`` along an axis, for a flat index; by NumPy on the CPU.
 
-    It takes a third to two thirds of torch's time, as long as ``values`` is contiguous.
+    NumPy takes a third to two thirds of torch's time if ``values`` is contiguous.
     """
     if values.device.type == "cpu" and values.is_contiguous():
         return torch.from_numpy(np.take(values.numpy(), index.numpy(), axis=axis))
@@ -33,14 +32,14 @@ def take(values: Tensor, index: Tensor, axis: int = 0) -> Tensor:
 
 
 def exp(values: Tensor) -> Tensor:
-    """``eˣ``, elementwise; by NumPy on the CPU, as above, in half of torch's time."""
+    """Return ``eˣ``, elementwise; by NumPy on the CPU, in half of torch's time."""
     if values.device.type != "cpu" or (torch.is_grad_enabled() and values.requires_grad):
         return torch.exp(values)
     return torch.from_numpy(np.exp(values.numpy()))
 
 
 def matmul_upper(a: Tensor, upper: Tensor) -> Tensor:
-    """``a @ upper`` for upper triangular ``(..., d, d)``, leaving out the quarter that is zero."""
+    """Return ``a @ upper`` for upper triangular ``(..., d, d)``, without the quarter that is zero."""
     d = upper.shape[-1]
     if a.device.type != "cpu" or d < _SPLIT_FROM:
         return matmul(a, upper)
@@ -52,9 +51,9 @@ def matmul_upper(a: Tensor, upper: Tensor) -> Tensor:
 
 
 def weighted_gram(weighted: Tensor, rows: Tensor) -> Tensor:
-    """``Σ_i (w_i r_i) r_iᵀ``, ``(..., d, d)``, from ``w r`` and ``r``, both ``(..., N, d)``.
+    """Return ``Σ_i (w_i r_i) r_iᵀ``, ``(..., d, d)``, from ``w r`` and ``r``, both ``(..., N, d)``.
 
-    It is symmetric: one quarter is the mirror of another.
+    The result is symmetric, so one quarter is copied from another.
     """
     d = rows.shape[-1]
     if rows.device.type != "cpu" or d < _SPLIT_FROM:
@@ -68,7 +67,7 @@ def weighted_gram(weighted: Tensor, rows: Tensor) -> Tensor:
 
 
 def solve(matrices: Tensor, right: Tensor) -> Tensor:
-    """``A⁻¹ b`` for matrices ``(K, p, p)`` and vectors ``(K, p)``; by NumPy on the CPU, as above."""
+    """Return ``A⁻¹ b`` for matrices ``(K, p, p)`` and vectors ``(K, p)``; by NumPy on the CPU."""
     if matrices.device.type == "cpu":
         return torch.from_numpy(np.linalg.solve(matrices.numpy(), right.numpy()[..., None])[..., 0])
     solution: Tensor = torch.linalg.solve(matrices, right)
@@ -76,10 +75,10 @@ def solve(matrices: Tensor, right: Tensor) -> Tensor:
 
 
 def cholesky_or_repair(matrices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Lower Cholesky factors of symmetric matrices, repairing those that are not positive definite.
+    """Return lower Cholesky factors; repair matrices that are not positive definite.
 
-    A matrix counts as singular when a pivot of its *correlation* matrix is within rounding of zero,
-    so columns of very different scales are no reason for a repair.
+    A matrix counts as singular if a pivot of its *correlation* matrix is within rounding of zero, so
+    columns of very different scales are not repaired.
 
     Args:
         matrices: ``(K, d, d)``, finite, float64.
@@ -106,12 +105,12 @@ def cholesky_or_repair(matrices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
 def _nearest_well_conditioned(matrix: Tensor, floor: float) -> Tensor:
     """Raise the eigenvalues of the correlation matrix of ``matrix`` ``(d, d)`` to ``10 * floor``.
 
-    The floor is relative to the largest one: a variance that is nothing but rounding makes
-    "correlations" far above one.
+    The floor is relative to the largest eigenvalue, because a variance that consists of rounding errors
+    makes "correlations" far above one.
     """
     variances = matrix.diagonal()
     largest = variances.max().clamp_min(torch.finfo(matrix.dtype).tiny ** 0.5)
-    # A variance of exactly zero has no scale of its own; it borrows one from the largest.
+    # A variance of exactly zero has no scale, so it gets one from the largest variance.
     variances = torch.where(variances > 0, variances, largest * torch.finfo(matrix.dtype).eps)
     scale = variances.sqrt()
     correlation = matrix / scale[:, None] / scale
@@ -119,6 +118,6 @@ def _nearest_well_conditioned(matrix: Tensor, floor: float) -> Tensor:
     correlation.diagonal().fill_(1.0)
     eigenvalues, vectors = torch.linalg.eigh(correlation)
     eigenvalues = eigenvalues.clamp_min(10.0 * floor * float(eigenvalues[-1].clamp_min(1.0)))
-    mended = (vectors * eigenvalues) @ vectors.mT * scale[:, None] * scale
-    symmetric: Tensor = (mended + mended.mT) / 2
+    repaired_matrix = (vectors * eigenvalues) @ vectors.mT * scale[:, None] * scale
+    symmetric: Tensor = (repaired_matrix + repaired_matrix.mT) / 2
     return symmetric

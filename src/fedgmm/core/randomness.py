@@ -1,7 +1,7 @@
 """Random numbers that belong to a row, not to a position in memory.
 
-Each draw is a hash of the seed, the client's name and the row's place within the client. How clients
-are ordered, stacked or spread over machines therefore changes nothing.
+Each draw is a hash of the seed, the client's name and the row's place within the client. So the order of
+clients, and the machines they are on, do not change any draw.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def client_keys(names: Iterable[Hashable]) -> NDArray[np.uint64]:
-    """A fixed number for each client's name, ``(C,)``."""
+    """Return a fixed number for each client's name, ``(C,)``."""
     return np.array([zlib.crc32(str(name).encode()) for name in names], dtype=np.uint64)
 
 
 def row_uniforms(
     seed: int, stream: int, keys: NDArray[np.uint64], positions: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Uniform numbers in (0, 1), one a row.
+    """Return uniform numbers in (0, 1), one per row.
 
     Args:
         seed: the run's seed.
-        stream: which draw this is; different streams are independent.
+        stream: number of the draw; different streams are independent.
         keys: the client's key of each row, ``(N,)``.
         positions: the row's place within its client, ``(N,)``.
     """
@@ -41,7 +41,7 @@ def row_uniforms(
 
 
 def _mix(word: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: every input bit flips half of the output bits."""
+    """Apply the finaliser of splitmix64: every input bit flips half of the output bits."""
     word = np.asarray(word) + _GOLDEN
     word = (word ^ (word >> np.uint64(30))) * _MIX_1
     word = (word ^ (word >> np.uint64(27))) * _MIX_2

@@ -39,7 +39,7 @@ _lanes: ContextVar[int | None] = ContextVar("lanes", default=None)
 
 
 def block_rows(components: int, columns: int, device: torch.device, item_bytes: int = 8) -> int:
-    """How many rows a block should hold for ``components`` residuals of ``columns`` numbers."""
+    """Return the number of rows of a block, for ``components`` residuals of ``columns`` numbers."""
     if device.type != "cpu":
         return max(_FEWEST_ROWS, _ACCELERATOR_NUMBERS // (components * columns))
     fits = _BLOCK_BYTES // (components * columns * item_bytes)
@@ -65,10 +65,10 @@ def accumulate(
     gradients: bool = False,
     in_turn: bool = False,
 ) -> list[Accumulator]:
-    """Run ``add_block`` over all blocks and return one accumulator a lane, in order.
+    """Run ``add_block`` over all blocks and return one accumulator per lane, in order.
 
     Args:
-        blocks: what to visit, in order: blocks of rows, or anything else.
+        blocks: to visit in order: blocks of rows, or other items.
         start: makes an empty accumulator.
         add_block: adds one block to an accumulator in place.
         device: lanes are threads on the CPU; elsewhere there is one.
@@ -98,7 +98,7 @@ def accumulate(
 
     if lanes <= 1:
         lanes = 1
-        if len(blocks) <= 1:  # nothing to gain from touching the BLAS threads
+        if len(blocks) <= 1:  # changing the BLAS threads would gain nothing
             return [run(0)]
         with lanes_only():
             return [run(0)]
@@ -114,13 +114,13 @@ def accumulate(
 
 
 class _Crew(Generic[Accumulator]):
-    """Threads that run lanes, and the caller.
+    """The threads that run lanes, together with the caller.
 
-    Ctrl-C may come between any two instructions, and Python may end soon after it. A thread that is
-    within torch by then, or drops the last reference to a tensor, aborts the program. So nobody leaves
-    before all threads have let go of the work, which takes as long as a block does. Pools, threads and
-    events of ``threading`` are of no use here: Ctrl-C within their code leaves a lock locked for good, or
-    a thread that nobody knows, and CPython takes a thread for ended if Ctrl-C comes while it is joined.
+    Ctrl-C may come between any two instructions, and Python may exit soon after it. A thread that is
+    inside torch then, or drops the last reference to a tensor, aborts the program. So the caller waits
+    until all threads have dropped the work, which takes as long as one block. Pools, threads and events
+    of ``threading`` cannot be used, because Ctrl-C inside their code can leave a lock locked for ever or
+    a thread without an owner, and CPython considers a thread finished if Ctrl-C interrupts its join.
     """
 
     def __init__(self, run: Callable[[int], Accumulator], stop: list[bool]) -> None:
@@ -130,16 +130,16 @@ class _Crew(Generic[Accumulator]):
         self._errors: dict[int, BaseException] = {}
         self._begun: list[int] = []  # appending needs no lock
         self._ended: list[int] = []
-        self._news: SimpleQueue[int] = SimpleQueue()  # wakes whoever waits
+        self._news: SimpleQueue[int] = SimpleQueue()  # wakes the waiting caller
 
     def work(self, lanes: int) -> list[Accumulator]:
-        """What all lanes found, in order."""
+        """Return the accumulators of all lanes, in order."""
         if threading.current_thread() is threading.main_thread():
             for lane in range(1, lanes):
                 start_new_thread(self._in_a_thread, (lane,))
             copy_context().run(self._one, 0)
             threads = lanes - 1
-        else:  # no Ctrl-C here; but the caller may be a daemon, which must not be within torch at the end
+        else:  # Ctrl-C does not come here, but a daemon caller must not be inside torch at the exit
             for lane in range(lanes):
                 threading.Thread(target=self._in_a_thread, args=(lane,), daemon=False).start()
             threads = lanes
@@ -150,7 +150,7 @@ class _Crew(Generic[Accumulator]):
         return [self._found[lane] for lane in range(lanes)]
 
     def leave(self) -> None:
-        """Stop threads that are at work and wait for them; those that come late find none."""
+        """Stop the threads and wait for them; a thread that starts late finds no work."""
         interrupt: BaseException | None = None
         while True:
             try:
@@ -158,9 +158,9 @@ class _Crew(Generic[Accumulator]):
                 self._run = None
                 while len(self._ended) < len(self._begun):
                     self._wait()
-                self._found, self._errors = {}, {}  # or the last thread to go would drop them
+                self._found, self._errors = {}, {}  # otherwise the last thread would drop them
                 break
-            except BaseException as error:  # not before all have let go
+            except BaseException as error:  # raised after all threads have dropped the work
                 interrupt = error
         try:
             if interrupt is not None:
@@ -173,7 +173,9 @@ class _Crew(Generic[Accumulator]):
             self._news.get(timeout=0.1)
 
     def _in_a_thread(self, lane: int) -> None:
-        self._begun.append(lane)  # first: whoever leaves waits for it, or has taken the work away
+        self._begun.append(
+            lane
+        )  # first, so that leave() waits for this thread or has removed the work
         try:
             self._one(lane)
         except BaseException as error:
@@ -186,19 +188,18 @@ class _Crew(Generic[Accumulator]):
         run = self._run
         if run is None:
             return
-        _lanes.set(1)  # what runs within a lane has no lanes of its own
-        # OpenMP asks each thread anew: without this, every product would have a team of its own, made for
-        # it and spinning beside it
+        _lanes.set(1)  # a pass inside a lane does not start lanes
+        # OpenMP keeps this number per thread; without this call every product would start its own team
         torch.set_num_threads(1)
         self._found[lane] = run(lane)
 
 
 @contextmanager
 def lanes_only() -> Iterator[None]:
-    """All threads go to lanes; torch and BLAS start none of their own.
+    """Give all threads to lanes, so that torch and BLAS do not start threads.
 
-    Threads inside small operations wait for each other more than they work, the more so beside a busy
-    neighbour. Within another such context this does nothing.
+    Threads inside small operations spend most of their time waiting for each other, above all on a busy
+    machine. Inside another such context this does nothing.
     """
     if _lanes.get() is not None:
         yield
@@ -215,7 +216,7 @@ def lanes_only() -> Iterator[None]:
 
 
 def _threads() -> int:
-    """How many lanes there may be."""
+    """Return the largest number of lanes."""
     return _lanes.get() or torch.get_num_threads()
 
 

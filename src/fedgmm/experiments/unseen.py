@@ -37,7 +37,7 @@ from fedgmm.experiments.results import markdown_table, mean_and_spread, printed
 from fedgmm.experiments.trial_files import Trial, trained
 from fedgmm.experiments.workplace import Workplace
 from fedgmm.methods.base import TITLES, Prediction
-from fedgmm.methods.batch_statistics import settled
+from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.model.model import FederatedModel
 from fedgmm.training.build import build
 from fedgmm.training.options import TrainingOptions
@@ -237,7 +237,7 @@ def tuned_model(
         {name: value[:, 0] for name, value in tuned.items()},
         assignment=torch.arange(len(newcomers)),
     )
-    return replace(model, prediction=settled(own, rows), names=list(rows.names))
+    return replace(model, prediction=recompute_statistics(own, rows), names=list(rows.names))
 
 
 def _side_by_side(clients: list[LabelledRows]) -> LabelledRows:

@@ -341,15 +341,15 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
     job = Job(
         settings.config.options(), table, preprocessing, settings.precision, settings.min_rows
     )
-    options, more = _chosen_options(members, job, rows, width)
-    notes = [*notes, *more]
-    for note in notes:
-        members.notify(note)
     columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
     line = f"agreed on {columns} {width}"
     if table.label is not None:
         line += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
     members.notify(line)
+    options, more = _chosen_options(members, job, rows, width)
+    notes = [*notes, *more]
+    for note in notes:
+        members.notify(note)
     return replace(job, options=options), notes
 
 

@@ -1,9 +1,9 @@
-"""Statistics of batch normalisation that belong to the learners as they are.
+"""Statistics of batch normalisation, recomputed for the final learners.
 
-Clients train with the statistics of their own batches, while their weights move; then a server averages
-both. The average of weights is another network than those that the statistics are of, and with momentum at
-the server it is far from them. So whoever wants to predict asks the clients once more: what are your
-statistics with these very weights? Nothing is trained, and only sums leave the clients.
+Clients train with the statistics of their own batches while their weights move; then the server averages
+both. The averaged weights are another network than the one that the statistics describe, above all with
+momentum at the server. So before prediction the clients recompute the statistics with the final weights.
+Nothing is trained, and only sums leave the clients.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from fedgmm.nets.stacked import Stacked
 
 _ROWS_AT_ONCE = 512
 _IMAGES_AT_ONCE = 4096
-_BYTES_AT_ONCE = 512 * 1024 * 1024  # of the learners' copies, one for each client
+_BYTES_AT_ONCE = 512 * 1024 * 1024  # of copies of the learners, one per client
 
 
-def settled(prediction: Prediction, rows: LabelledRows) -> Prediction:
-    """The prediction with running statistics that its own learners have on the clients' rows.
+def recompute_statistics(prediction: Prediction, rows: LabelledRows) -> Prediction:
+    """Return the prediction with running statistics of its own learners on the clients' rows.
 
-    Those of a learner are the mean over its clients, weighted by their rows and by how much of them is
-    the learner's. Networks without batch normalisation stay as they are, and so do learners that no
-    client has.
+    The statistics of a learner are the mean over its clients, weighted by the rows that each client has
+    for the learner. Networks without batch normalisation, and learners without clients, do not change.
 
     Args:
-        prediction: what training made, for the clients of ``rows``.
-        rows: their training rows.
+        prediction: of a training run, for the clients of ``rows``.
+        rows: training rows.
     """
     net, learners = prediction.net, prediction.learners
     if not isinstance(net, Stacked) or not any(map(is_statistic, learners)):
@@ -46,7 +45,7 @@ def settled(prediction: Prediction, rows: LabelledRows) -> Prediction:
         for name, value in learners.items()
         if is_statistic(name)
     }
-    asked = torch.zeros(count_learners(prediction), 1, dtype=torch.float64, device=own.device)
+    weight_of = torch.zeros(count_learners(prediction), 1, dtype=torch.float64, device=own.device)
     there = counts.nonzero().flatten()
     everything = torch.arange(len(rows.inputs), device=rows.device)
     plan = plan_batches(rows.offsets, there, [everything], _ROWS_AT_ONCE, even=True)
@@ -61,16 +60,16 @@ def settled(prediction: Prediction, rows: LabelledRows) -> Prediction:
             images = rows.inputs[step.rows[some]]
             for name, value in _statistics(net, params, images, seen).items():
                 totals[name].index_add_(0, which, weights * value.flatten(0, 1))
-            asked.index_add_(0, which, weights)
+            weight_of.index_add_(0, which, weights)
     means = {
-        name: torch.where(asked > 0, total / asked, learners[name]).to(learners[name].dtype)
+        name: torch.where(weight_of > 0, total / weight_of, learners[name]).to(learners[name].dtype)
         for name, total in totals.items()
     }
     return replace(prediction, learners={**learners, **means})
 
 
 def _learners_of_clients(prediction: Prediction, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Each client's learners, ``(C, k)``, and how many of its rows are theirs, ``(C, k)`` float64."""
+    """Return each client's learners, ``(C, k)``, and the rows of each, ``(C, k)`` float64."""
     learners, rows = count_learners(prediction), counts.double()[:, None]
     if prediction.assignment is None:
         assert prediction.client_weights is not None
@@ -80,15 +79,15 @@ def _learners_of_clients(prediction: Prediction, counts: Tensor) -> tuple[Tensor
     own = prediction.assignment.to(rows.device)[:, None]
     default = prediction.default_learner
     if default is not None and not (own == default).any():
-        # the one for rows without a client is everybody's
+        # the learner for rows without a client belongs to all clients
         own = torch.cat([own, torch.full_like(own, default)], 1)
     return own, rows.expand(own.shape)
 
 
 def _blocks(step: Step, learners: int, learner_bytes: int) -> list[slice]:
-    """The clients of a step, as many at a time as memory should hold.
+    """Return the clients of a step in groups that fit the memory.
 
-    Many images need room, and so do many clients with few images: each has copies of its learners.
+    Images need memory, and so do clients, because each has copies of its learners.
     """
     clients, width = step.rows.shape
     images, copies = _IMAGES_AT_ONCE // width, _BYTES_AT_ONCE // learner_bytes
@@ -97,13 +96,13 @@ def _blocks(step: Step, learners: int, learner_bytes: int) -> list[slice]:
 
 
 def _statistics(net: Stacked, learners: Params, images: Tensor, counts: Tensor) -> Params:
-    """Means and variances of the learners' channels over each client's images, ``(A, k, c)`` float64.
+    """Return means and variances of the learners' channels per client, ``(A, k, c)`` float64.
 
-    ``learners`` are ``(A, k, ...)``, ``images`` ``(A, n, ...)``, of which the first ``counts`` count.
+    ``learners`` are ``(A, k, ...)``; of ``images`` ``(A, n, ...)`` the first ``counts`` are used.
     """
-    cards = [images.device] if images.device.type != "cpu" else []
-    # dropout draws from the program's generator, which gets its own state back
-    with torch.no_grad(), torch.random.fork_rng(cards):
+    gpus = [images.device] if images.device.type != "cpu" else []
+    # dropout draws from the global generator, which gets its own state back
+    with torch.no_grad(), torch.random.fork_rng(gpus):
         inputs = as_numbers(images, next(iter(learners.values())).dtype)
         _, found = net.walk(learners, inputs, training=True, counts=counts)
     return {name: value.double() for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""The clients' part of a start: every client clusters its own rows and sends a few centroids."""
+"""The clients' part of a start: every client clusters its own rows into a few centroids."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedgmm.core.randomness import row_uniforms
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.data.federated import ClientRows
 
-# The start looks at no more than about this many local centroids and rows, drawn by lot: enough for
-# any M, and neither its time nor its memory grows with the federation.
+# The start uses about this many local centroids and rows at most, drawn at random. They suffice for any
+# M, and its time and memory do not grow with the federation.
 _MOST_CENTROIDS = 20_000
 _MOST_START_ROWS = 200_000
 _FEWEST_ROWS_A_CLUSTER = 10
@@ -25,14 +25,14 @@ _ROWS_AT_ONCE = 65_536
 def local_centroids(
     rows: ClientRows, clusters: int, seed: int, most_rows: int | None = None
 ) -> Centroids:
-    """Every client clusters its own rows; all clients at once, none sees another's.
+    """Return centroids of every client's own rows; all clients are clustered at once.
 
     Args:
         rows: the clients' rows.
-        clusters: at most this many centroids a client.
-        seed: draws belong to a client's name and row, so the order of clients does not matter.
-        most_rows: rows that a client looks at, as :func:`start_sample` says, for clients that are a
-            part of their federation only; ``None`` takes them for all of it.
+        clusters: most centroids per client.
+        seed: draws depend on a client's name and row, so the order of clients does not matter.
+        most_rows: most rows that a client uses, see :func:`start_sample`, if ``rows`` hold only some
+            clients of the federation; ``None`` if they hold all.
     """
     rows = _sample(rows, clusters, seed, most_rows)
     wanted = local_clusters(rows.rows_per_client, clusters)
@@ -41,9 +41,9 @@ def local_centroids(
     for _ in range(_LLOYD_ITERATIONS):
         sums, counts = _lloyd_step(rows, centres, active)
         moved = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centres)
-        settled = torch.equal(moved, centres)
+        unchanged = torch.equal(moved, centres)
         centres = moved
-        if settled:
+        if unchanged:
             break
     sent = counts >= FEWEST_ROWS_SENT
     return Centroids(centres[sent].cpu().numpy(), counts[sent].cpu().numpy())
@@ -52,12 +52,12 @@ def local_centroids(
 def start_sample(
     keys: NDArray[np.uint64], clusters: int, seed: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Who takes part in the start, and with how many rows.
+    """Return the clients that take part in the start, and their largest number of rows.
 
     Args:
         keys: of the names of all clients, ``(C,)``.
-        clusters: centroids a client.
-        seed: of the lots.
+        clusters: centroids per client.
+        seed: of the draws.
 
     Returns:
         Sorted codes of the clients, ``(A,)``, and most rows of each.
@@ -67,7 +67,7 @@ def start_sample(
 
 
 def _sample(rows: ClientRows, clusters: int, seed: int, most_rows: int | None) -> ClientRows:
-    """Some clients of a large federation and some rows of a large client, drawn by lot."""
+    """Draw some clients of a large federation, and some rows of a large client."""
     if most_rows is None:
         chosen, most = start_sample(rows.keys, clusters, seed)
     else:
@@ -81,8 +81,8 @@ def _sample(rows: ClientRows, clusters: int, seed: int, most_rows: int | None) -
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         place = slice(first, min(first + _ROWS_AT_ONCE, len(rows)))
         own = codes[place]
-        lots = row_uniforms(seed, _ROW_STREAM, rows.keys[own], rows.positions_at(place))
-        wanted[place] = lots < share[own]
+        draws = row_uniforms(seed, _ROW_STREAM, rows.keys[own], rows.positions_at(place))
+        wanted[place] = draws < share[own]
     kept = rows.keep(torch.from_numpy(wanted).to(rows.device))
     new_code = torch.zeros(len(rows.names), dtype=torch.int64)
     new_code[torch.from_numpy(chosen)] = torch.arange(len(chosen))
@@ -91,18 +91,18 @@ def _sample(rows: ClientRows, clusters: int, seed: int, most_rows: int | None) -
 
 
 def _chosen_clients(keys: NDArray[np.uint64], most: int, seed: int) -> NDArray[np.int64]:
-    """Sorted codes of at most so many clients, drawn by their names."""
+    """Return sorted codes of at most ``most`` clients, drawn by their names."""
     if len(keys) <= most:
         return np.arange(len(keys))
     nothing = np.zeros(len(keys), dtype=np.int64)
-    lots = row_uniforms(seed, _CLIENT_STREAM, keys, nothing)
-    return np.sort(np.argsort(lots, kind="stable")[:most])
+    draws = row_uniforms(seed, _CLIENT_STREAM, keys, nothing)
+    return np.sort(np.argsort(draws, kind="stable")[:most])
 
 
 def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """k-means++ within every client: rows drawn in proportion to their squared distance.
+    """Run k-means++ within every client: draw rows in proportion to their squared distance.
 
-    Returns the centres ``(C, k, d)`` and which of them are in use ``(C, k)``; a client with fewer
+    Returns the centres ``(C, k, d)`` and which of them are used ``(C, k)``; a client with fewer
     different rows than clusters uses fewer.
     """
     clients, clusters = active.shape
@@ -129,7 +129,7 @@ def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor
 
 
 def _squared_distances(rows: ClientRows, centres: Tensor, active: Tensor) -> Tensor:
-    """Squared distance of every row to the nearest of its client's centres, ``(N,)``."""
+    """Return the squared distance of every row to its client's nearest centre, ``(N,)``."""
     out = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
 
     def write(_: None, block: Block) -> None:
@@ -141,7 +141,7 @@ def _squared_distances(rows: ClientRows, centres: Tensor, active: Tensor) -> Ten
 
 
 def _lloyd_step(rows: ClientRows, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums ``(C, k, d)`` and counts ``(C, k)`` of the rows nearest to each centre."""
+    """Return sums ``(C, k, d)`` and counts ``(C, k)`` of the rows nearest to each centre."""
     clients, clusters, d = centres.shape
 
     def start() -> tuple[Tensor, Tensor]:

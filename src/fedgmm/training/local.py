@@ -23,7 +23,7 @@ from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import sha256_of
 from fedgmm.methods.base import AnyMethod, DivergedError, NamedRows, Prediction, RoundInfo
-from fedgmm.methods.batch_statistics import settled
+from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.methods.gmm import overall_gaussian
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import forget_smaller_shares, resolve_device, resolve_dtype
@@ -324,7 +324,7 @@ class _LocalTraining:
         if stopped == INTERRUPTED:
             return model
         try:
-            model.prediction = settled(model.prediction, self.rows)
+            model.prediction = recompute_statistics(model.prediction, self.rows)
             if self.options.personal_labels:
                 model.learn_labels()
         except KeyboardInterrupt:
@@ -347,7 +347,7 @@ class _LocalTraining:
         )
 
     def _scored_model(self, prediction: Prediction) -> FederatedModel:
-        return self._model(settled(prediction, self.rows))
+        return self._model(recompute_statistics(prediction, self.rows))
 
     # ------------------------------------------------------------------ watching
 

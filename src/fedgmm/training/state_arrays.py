@@ -1,4 +1,4 @@
-"""States and updates of methods as named arrays and plain values, and back.
+"""States of methods as named arrays and plain values, and back.
 
 There are no class names: type hints say how arrays and values become a state again. Names are paths,
 such as ``shared/mixture/gaussians/means``.
@@ -19,15 +19,15 @@ from fedgmm.core.servers import ServerState
 
 
 class StateError(ValueError):
-    """Arrays and values that do not make the state that was asked for."""
+    """Arrays and values that do not make the requested state."""
 
 
 def take_apart(path: str, value: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Name every tensor and every plain value of a state by where it is."""
+    """Add every tensor and every plain value of a state under its path."""
     if isinstance(value, Tensor):
         tensors[path] = value
     elif isinstance(value, dict):
-        values[path] = list(value)  # an empty one is one, too; and the order of names is kept
+        values[path] = list(value)  # also of an empty one; the order of names is kept
         for name, item in value.items():
             tensors[f"{path}/{name}"] = item
     elif is_dataclass(value):
@@ -44,7 +44,7 @@ def take_apart(path: str, value: Any, tensors: dict[str, Tensor], values: dict[s
 
 
 def laid_out(value: Tensor, strides: list[int] | None) -> Tensor:
-    """A tensor with its axes in the order in memory that they had; repeated ones are held once."""
+    """Return a tensor with its former layout in memory; repeated axes are stored once."""
     if strides is None:
         return value
     once = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
@@ -55,12 +55,12 @@ def laid_out(value: Tensor, strides: list[int] | None) -> Tensor:
 
 @dataclass(frozen=True)
 class StateDecoder:
-    """State from tensors and values, as type hints say.
+    """Makes a state from tensors and values, by type hints.
 
     Attributes:
         tensors: by path.
-        values: everything else, by path.
-        shapes: of a learner's parameters, which is what dictionaries in a state hold.
+        values: all other values, by path.
+        shapes: of a learner's parameters; dictionaries in a state hold learners.
     """
 
     tensors: Mapping[str, Tensor]
@@ -68,19 +68,19 @@ class StateDecoder:
     shapes: Mapping[str, tuple[int, ...]]
 
     def decode(self, hint: Any, path: str) -> Any:
-        """The value at ``path``, which must be of the kind that ``hint`` names."""
+        """Return the value at ``path``, which must have the type ``hint``."""
         kind = get_origin(hint) or hint
         if kind in (Union, UnionType):
             return self._first_that_fits(get_args(hint), path)
         if kind is Tensor:
             if path not in self.tensors:
-                raise StateError(f"it has no numbers called {path}.")
+                raise StateError(f"the numbers {path} are missing.")
             return self.tensors[path]
         if kind is dict:
             return self._parameters(path)
         if is_dataclass(kind) and isinstance(kind, type):
             hints = get_type_hints(kind)
-            own = self._of_what_is_trained() if kind is ServerState else self
+            own = self._without_statistics() if kind is ServerState else self
             return kind(
                 **{
                     part.name: own.decode(hints[part.name], f"{path}/{part.name}")
@@ -89,8 +89,8 @@ class StateDecoder:
             )
         return self._plain(hint, path)
 
-    def _of_what_is_trained(self) -> StateDecoder:
-        """The server averages gradients, and running statistics have none."""
+    def _without_statistics(self) -> StateDecoder:
+        """Return a decoder without running statistics, which have no moving averages."""
         shapes = {name: shape for name, shape in self.shapes.items() if not is_statistic(name)}
         return replace(self, shapes=shapes)
 
@@ -100,10 +100,10 @@ class StateDecoder:
                 return self.decode(hint, path)
             except StateError:
                 continue
-        raise StateError(f"{path} is of another kind.")
+        raise StateError(f"{path} has another type.")
 
     def _parameters(self, path: str) -> dict[str, Tensor]:
-        """Stacked parameters of learners, or none at all."""
+        """Return stacked parameters of learners, or an empty dictionary."""
         names = self.values.get(path)
         if not isinstance(names, list) or (names and set(names) != set(self.shapes)):
             raise StateError(f"{path} does not hold the parameters of this learner.")
@@ -119,7 +119,7 @@ class StateDecoder:
 
     def _plain(self, hint: Any, path: str) -> Any:
         if path not in self.values:
-            raise StateError(f"it has no value called {path}.")
+            raise StateError(f"the value {path} is missing.")
         value = self.values[path]
         if hint is float and isinstance(value, dict):
             return float.fromhex(value["float"])
@@ -128,12 +128,12 @@ class StateDecoder:
         else:
             fits = hint in (NoneType, None, bool, int, str) and type(value) is (hint or NoneType)
         if not fits:
-            raise StateError(f"{path} is of another kind.")
+            raise StateError(f"{path} has another type.")
         return value
 
 
 def all_finite(value: Any) -> bool:
-    """Whether all numbers of a state are finite."""
+    """Return whether all numbers of a state are finite."""
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value).all())
     if isinstance(value, dict):
