@@ -13,16 +13,17 @@ from torch import Tensor
 
 from fedgmm.core.checks import check_integer
 from fedgmm.core.linalg import matmul, weighted_gram
+from fedgmm.core.moments import scatter_around_means
 from fedgmm.wording import counted
 
 _BLOCK_ROWS = 4096
-# How far entries of a unit vector may differ and still count as equally large.
+# Entries of a unit vector count as equally large up to this difference.
 _TIE = 1e-7
 
 
 @dataclass(frozen=True)
 class FeatureMoments:
-    """Sums over rows around a centre that all clients share; all float64.
+    """Sums over rows around a centre that all clients share, in float64.
 
     Attributes:
         count: ``n``.
@@ -37,7 +38,7 @@ class FeatureMoments:
     centre: Tensor
 
     def __add__(self, other: FeatureMoments) -> FeatureMoments:
-        """The moments of both together."""
+        """Return the moments of both together."""
         if not torch.equal(self.centre, other.centre):
             raise ValueError("Moments can only be added when they were taken around one centre.")
         return FeatureMoments(
@@ -49,19 +50,19 @@ class FeatureMoments:
 
     @property
     def mean(self) -> Tensor:
-        """Of the rows, ``(d,)``."""
+        """Mean of the rows, ``(d,)``."""
         return self.centre + self.first / self.count
 
     @property
     def covariance(self) -> Tensor:
-        """Of the rows, divided by ``n - 1``, ``(d, d)``."""
-        # Σ (x - c)(x - c)ᵀ - n δ δᵀ, with δ the distance of the mean to the centre c
-        centred = self.second - torch.outer(self.first, self.first) / self.count
-        return (centred + centred.mT) / (2 * (self.count - 1))
+        """Covariance of the rows, divided by ``n - 1``, ``(d, d)``."""
+        count = torch.tensor([float(self.count)], dtype=torch.float64, device=self.first.device)
+        scatter = scatter_around_means(count, self.first[None], self.second[None], "full")[0]
+        return (scatter + scatter.mT) / (2 * (self.count - 1))
 
 
 def moments_of(rows: Tensor, centre: Tensor) -> FeatureMoments:
-    """Moments of rows ``(n, d)`` around ``centre`` ``(d,)``, in blocks; there may be no rows."""
+    """Return moments of rows ``(n, d)`` around ``centre`` ``(d,)``; there may be no rows."""
     centre = centre.to(rows.device, torch.float64)
     d = rows.shape[1]
     first = torch.zeros(d, dtype=torch.float64, device=rows.device)
@@ -75,7 +76,7 @@ def moments_of(rows: Tensor, centre: Tensor) -> FeatureMoments:
 
 @dataclass(frozen=True)
 class PCA:
-    """The directions in which rows vary most; all float64.
+    """The directions in which rows vary most, in float64.
 
     Attributes:
         mean: ``(d,)``.
@@ -88,7 +89,7 @@ class PCA:
     variances: Tensor
 
     def apply(self, x: Tensor, whiten: bool = False) -> Tensor:
-        """Coordinates ``(n, k)``, float64, of rows ``(n, d)``; whitened to variance one if asked."""
+        """Return coordinates ``(n, k)``, float64, of rows ``(n, d)``, with variance one if whitened."""
         mean, directions = self.mean.to(x.device), self.components.to(x.device).mT
         if whiten:
             directions = directions / self._deviations.to(x.device)
@@ -99,9 +100,9 @@ class PCA:
 
     @property
     def _deviations(self) -> Tensor:
-        """What whitening divides by, ``(k,)``."""
-        # A direction without spread has only rounding to divide by, which would send the first new
-        # row that leaves the old ones' span to infinity; the largest deviation keeps it at hand.
+        """Divisors of whitening, ``(k,)``."""
+        # Dividing by the rounding errors of a direction without spread would send a new row outside
+        # the old rows' span to infinity, so the largest deviation is used instead.
         largest = self.variances.max()
         empty = self.variances <= largest * len(self.mean) * torch.finfo(torch.float64).eps
         deviations = torch.where(empty, largest, self.variances).sqrt()
@@ -109,10 +110,10 @@ class PCA:
 
 
 def fit_pca(moments: FeatureMoments, k: int) -> PCA:
-    """The first ``k`` principal components of the rows behind the moments.
+    """Return the first ``k`` principal components of the rows behind the moments.
 
-    Each points to where its largest entry (the first of several) is positive, so that equal moments
-    give equal components.
+    The sign of each is such that its largest entry (the first of several) is positive, so that equal
+    moments give equal components.
     """
     check_integer("components", k, 1)
     d = len(moments.first)
