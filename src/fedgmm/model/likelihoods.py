@@ -19,7 +19,7 @@ from fedgmm.core.params import Params
 from fedgmm.core.predictive import log_class_probabilities, log_marginal
 from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.methods.base import Prediction, count_learners
-from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.networks import as_numbers
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
