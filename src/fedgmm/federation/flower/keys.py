@@ -54,7 +54,7 @@ class PublicKey:
 
 
 def new_pair(name: str, folder: Path) -> tuple[Path, Path]:
-    """Write a new key pair (ECDSA, P-384) to ``NAME.key`` and ``NAME.pub``; existing files are kept."""
+    """Write a new key pair (ECDSA, P-384) to ``NAME.key`` and ``NAME.pub``; raise if one exists."""
     if not _NAME.fullmatch(name):
         raise SiteKeyError(
             f"{name!r} cannot be a name: use up to 64 letters, digits, spaces and . + - _"
