@@ -15,7 +15,7 @@ from fedgmm.core.params import Params, add_params, expand_clients, stack, take_c
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import LARGEST_WEIGHT, DivergedError
-from fedgmm.nets.devices import accelerator_memory, use_less_memory, out_of_memory_reason
+from fedgmm.nets.devices import accelerator_memory, out_of_memory_reason, use_less_memory
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.networks import Network
 from fedgmm.nets.sgd import SGD, BatchPlan, padded_rows, plan_batches, train_local
