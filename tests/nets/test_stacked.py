@@ -8,7 +8,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedgmm.core.params import is_statistic, stack
-from fedgmm.nets.backbones import IMAGENET_DEVIATION, IMAGENET_MEAN, MobileNetV2, ResNet18
+from fedgmm.nets.backbones import (
+    IMAGENET_DEVIATION,
+    IMAGENET_MEAN,
+    MobileNetV2,
+    ResNet18,
+    _Residual,
+)
 from fedgmm.nets.networks import ConvNet, as_numbers, network
 from fedgmm.nets.sgd import SGD, plan_batches, train_local
 from fedgmm.nets.stacked import Stacked
@@ -41,10 +47,26 @@ class Small(nn.Module):
         return self.head(self.body(x))
 
 
+class SmallResNet(nn.Module):
+    """The layers of ResNet-18 with few channels: its stem, and residual blocks of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.blocks = nn.Sequential(_Residual(4, 4, 1), _Residual(4, 6, 2), _Residual(6, 6, 1))
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        return self.fc(self.blocks(x).mean((2, 3)))
+
+
 MODULES = {
     "small": (Small, (3, 8, 8)),
     "mobilenet": (partial(MobileNetV2, 5, width=0.25, dropout=0.0, stem_stride=1), (3, 32, 32)),
-    "resnet": (partial(ResNet18, 5), (3, 16, 16)),
+    "resnet": (SmallResNet, (3, 16, 16)),
     "cnn": (partial(ConvNet, 1, 8, 5), (1, 8, 8)),
 }
 
@@ -119,6 +141,17 @@ def test_shared_learners_have_no_client_axis(case):
     net, params, images = case
     shared = {name: value[0] for name, value in params.items()}
     torch.testing.assert_close(net.logits(shared, images[0]), net.logits(params, images)[0])
+
+
+def test_resnet18_is_supported():
+    net = Stacked(partial(ResNet18, 5), (3, 16, 16), 5)
+    params = {name: value[None] for name, value in net.initial(torch.Generator()).items()}
+    images = torch.randn(2, 3, 16, 16)
+    module = ResNet18(5).eval()
+    module.load_state_dict({name: value[0] for name, value in params.items()}, strict=False)
+    with torch.no_grad():
+        found = net.logits(params, images)[:, 0]
+        torch.testing.assert_close(found, module(images), rtol=1e-4, atol=1e-4)
 
 
 def test_local_training_equals_a_plain_loop():
