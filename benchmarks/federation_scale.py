@@ -106,8 +106,8 @@ def _serve(load: Load) -> dict[str, float]:
     import sklearn.cluster  # noqa: F401 - the start needs it
 
     from fedgmm.data.tables.preprocessing import TableOptions
-    from fedgmm.federation.settings import FederationSettings
     from fedgmm.federation.server import run_federation
+    from fedgmm.federation.settings import FederationSettings
     from fedgmm.federation.site import Site, SiteSettings
     from fedgmm.runs.config import RunConfig
 
