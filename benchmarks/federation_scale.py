@@ -42,7 +42,7 @@ from loopback_sites import (
     reply_of,
 )
 
-POLL = 0.3  # seconds between two polls of a busy client, as in fedgmm.federation.flower.pace
+POLL = 0.3  # seconds between two polls of a busy client, as in fedgmm.federation.flower.supernode
 ROUNDS = 4
 REPEATS = 3
 
@@ -106,8 +106,8 @@ def _serve(load: Load) -> dict[str, float]:
     import sklearn.cluster  # noqa: F401 - the start needs it
 
     from fedgmm.data.tables.preprocessing import TableOptions
-    from fedgmm.federation.settings import FederationSettings
     from fedgmm.federation.server import run_federation
+    from fedgmm.federation.settings import FederationSettings
     from fedgmm.federation.site import Site, SiteSettings
     from fedgmm.runs.config import RunConfig
 
@@ -164,10 +164,10 @@ def _peak() -> float:
 
 def light_nodes(home: str, names: Sequence[str], port: int) -> None:
     """Run many nodes in one process, one thread each, with the network traffic of SuperNodes."""
-    from fedgmm.federation.flower.pace import look_sooner
+    from fedgmm.federation.flower.supernode import poll_faster
 
     end_with_parent()
-    look_sooner()
+    poll_faster()
     threads = [threading.Thread(target=_light_node, args=(Path(home), n, port)) for n in names]
     for thread in threads:
         thread.start()
@@ -244,7 +244,7 @@ def many_nodes(home: Path, clients: int) -> Iterator[tuple[Any, Any]]:
     names = [f"site{number:05d}" for number in range(clients)]
     make_keys(home, names)
     prepare_environment(FlowerFolder(home / "server"))
-    from fedgmm.federation.flower.link import open_sites
+    from fedgmm.federation.flower.server import open_sites
 
     port = free_port()
     tls = Tls(*(home / "tls" / file for file in ("server.crt", "server.key", "ca.crt")))

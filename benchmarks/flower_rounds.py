@@ -252,8 +252,8 @@ def bytes_of(files: Sequence[Path], home: Path, **training: Any) -> tuple[float,
     """Return the bytes to and from a client in a round of a method, from the server's history."""
     from fedgmm.data.hospitals import LABEL
     from fedgmm.data.tables.preprocessing import TableOptions
-    from fedgmm.federation.settings import FederationSettings
     from fedgmm.federation.server import run_federation
+    from fedgmm.federation.settings import FederationSettings
     from fedgmm.runs.config import RunConfig
 
     precision = training.pop("wire", "float32")

@@ -1,22 +1,22 @@
-"""FedGMM rounds on images on one accelerator: clients and learners stacked, beside a loop over both.
+"""FedGMM rounds on images on one GPU: stacked clients and learners, compared with a loop over both.
 
-The loop is the oracle: one module after the other, one client after the other, on tensors that are on the
-card already. Both sides do the same round from the same start. Before anything is timed both must agree:
+The loop is the reference: one module and one client at a time, on tensors that are already on the GPU. Both
+sides run the same round from the same start. Before the measurement both must agree:
 
-- with a few clients after a round in float64: learners to 1e-6 of how far they moved, losses to 1e-4;
-- with a few clients after a step in float32: learners to a twentieth of how far they moved;
-- with all clients after a round in float32: losses, to 1e-4 where float32 determines them that well.
+- a few clients, one round in float64: learners to 1e-6 of their change, losses to 1e-4;
+- a few clients, one step in float32: learners to a twentieth of their change;
+- all clients, one round in float32: losses to 1e-4, or to 0.05 for MobileNet-V2.
 
-An untrained MobileNet-V2 is not determined so: one of its steps in float32 is a hundredth off the same step
-in float64, by either side and on any machine, and further steps multiply that. Its losses after a round in
-float32 are shown, and may differ by 0.05; whether both sides compute the same is seen in float64. The
-stacked side is then timed in mixed precision, too, where its loss is shown and compared with nothing.
+The tolerance of an untrained MobileNet-V2 is wider because one step in float32 differs by one percent from
+the same step in float64, on either side and on any machine, and further steps multiply the difference. The
+comparison in float64 shows that both sides compute the same. The stacked side is also timed in mixed
+precision; its loss there is printed but not compared.
 
-    python benchmarks/gpu_rounds.py                       # images of the right sizes, made up
+    python benchmarks/gpu_rounds.py                       # random images of the real sizes
     python benchmarks/gpu_rounds.py --device cpu --quick  # runs anywhere, in a minute
 
-The memory limit is what a round would take if every number were read and written once where it must be, at
-the speed at which this card copies memory.
+The memory limit is the time of a round that only reads and writes every number as often as necessary, at
+the speed at which this GPU copies memory.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedgmm.core.params import is_statistic
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.federated import ClientRows
 from fedgmm.methods.fedgmm import FedGMM, FedGMMShared
@@ -44,16 +45,14 @@ from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.backbones import MobileNetV2
 from fedgmm.nets.learners import log_likelihoods
-from fedgmm.core.params import is_statistic
-from fedgmm.nets.networks import network
-from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.networks import as_numbers, network
 from fedgmm.nets.sgd import SGD
 from fedgmm.nets.stacked import Stacked
 
 FEATURES = 48
 LEARNERS = 3
 FEW_CLIENTS = 8
-ROUGHLY = 0.05  # as near as float32 can tell for an untrained MobileNet-V2
+FLOAT32_TOLERANCE = 0.05  # of an untrained MobileNet-V2
 
 
 @dataclass(frozen=True)
@@ -66,22 +65,22 @@ class Setting:
     rows: int  # training rows of all clients
     smallest: int
     largest: int
-    target: float  # seconds a round on one H200
+    target: float  # seconds per round on one H200
     losses_apart: float = 1e-4  # after a round in float32
 
 
 SETTINGS = (
     Setting("FEMNIST", "cnn", (1, 28, 28), 62, 539, 70_848, 23, 261, 1.0),
-    Setting("CIFAR-10", "mobilenet", (3, 32, 32), 10, 80, 36_000, 77, 1062, 2.5, ROUGHLY),
+    Setting("CIFAR-10", "mobilenet", (3, 32, 32), 10, 80, 36_000, 77, 1062, 2.5, FLOAT32_TOLERANCE),
 )
 QUICK = (
     Setting("FEMNIST, small", "cnn", (1, 12, 12), 5, 4, 60, 10, 20, 0.0),
-    Setting("CIFAR-10, small", "mobilenet", (3, 32, 32), 5, 2, 24, 10, 14, 0.0, ROUGHLY),
+    Setting("CIFAR-10, small", "mobilenet", (3, 32, 32), 5, 2, 24, 10, 14, 0.0, FLOAT32_TOLERANCE),
 )
 
 
 def rows_of(setting: Setting, device: torch.device) -> LabelledRows:
-    """Made-up images; clients differ in size as the real ones do."""
+    """Return random images; the sizes of clients vary as in the real data."""
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(setting.clients, 4.0))
     sizes = np.clip((shares * setting.rows).astype(int), setting.smallest, setting.largest)
@@ -99,7 +98,9 @@ def method_of(
     setting: Setting, compute: torch.dtype | None, dtype: torch.dtype = torch.float32
 ) -> FedGMM:
     net: Any = network(setting.learner, setting.shape, setting.classes, compute)
-    if setting.learner == "mobilenet":  # two sides that drop at random could not be compared
+    if (
+        setting.learner == "mobilenet"
+    ):  # without dropout, because random numbers of two sides differ
         make = partial(MobileNetV2, setting.classes, dropout=0.0)
         net = Stacked(make, setting.shape, setting.classes, compute)
     training = LocalTraining(net, SGD(lr=0.01, batch_size=128), dtype=dtype)
@@ -109,7 +110,7 @@ def method_of(
 def looped(
     setting: Setting, method: FedGMM, shared: FedGMMShared, personal: Tensor, rows: LabelledRows
 ) -> Callable[[], dict[str, Tensor]]:
-    """The same round, one client and one learner at a time; returns the new learners."""
+    """Return a function that runs the same round, one client and learner at a time."""
     training = method.training
     make = training.net.factory if hasattr(training.net, "factory") else training.net.module
 
@@ -170,14 +171,16 @@ def _train(
 ) -> None:
     optimiser = torch.optim.SGD(own.parameters(), lr=options.lr)
     batches = -(-len(order) // options.batch_size)
-    if isinstance(own, MobileNetV2):  # its batches are even: their statistics matter
+    if isinstance(
+        own, MobileNetV2
+    ):  # its batches have equal sizes, because it uses their statistics
         edges = [len(order) * k // batches for k in range(1, batches)]
         parts = torch.tensor_split(order, edges)
     else:
         parts = order.split(options.batch_size)
     norms = [layer for layer in own.modules() if isinstance(layer, nn.BatchNorm2d)]
     for number, picked in enumerate(parts, 1):
-        for layer in norms:  # running statistics are the mean over a round's first batches
+        for layer in norms:  # running statistics are the mean over the first batches of a round
             layer.momentum = max(0.1, 1 / number)
         x = as_numbers(rows.inputs[picked], weights.dtype)
         loss = nn.functional.cross_entropy(own(x), rows.labels[picked], reduction="none")
@@ -204,7 +207,7 @@ def _wait(device: torch.device) -> None:
 
 
 def memory_speed(device: torch.device) -> float:
-    """Bytes a second that a copy moves, counting what is read and what is written."""
+    """Return the bytes per second that a copy reads and writes."""
     numbers = torch.empty(
         256 * 1024 * 1024 if device.type == "cuda" else 1024 * 1024, device=device
     )
@@ -214,10 +217,11 @@ def memory_speed(device: torch.device) -> float:
 
 
 def fewest_bytes(setting: Setting, rows: LabelledRows, method: FedGMM) -> float:
-    """What training must move at least: parameters five times a step, activations four times a row.
+    """Return the bytes that a round must move: parameters five times per step, activations four times.
 
-    A parameter is read forwards and backwards, its gradient is written and read, and it is written;
-    an activation is written and read, and so is its gradient. Mixed precision: 4 and 2 bytes.
+    A parameter is read in the forward and the backward pass, its gradient is written and read, and the
+    parameter is written. An activation and its gradient are written and read once each. In mixed
+    precision a parameter has 4 bytes and an activation 2.
     """
     parameters = sum(
         int(np.prod(shape))
@@ -230,7 +234,7 @@ def fewest_bytes(setting: Setting, rows: LabelledRows, method: FedGMM) -> float:
 
 
 def _activations(setting: Setting, method: FedGMM) -> int:
-    """Numbers that all layers of a module put out for one image."""
+    """Return the number of outputs of all layers of a module for one image."""
     net = method.training.net
     module = (net.factory if hasattr(net, "factory") else net.module)().eval()
     found = []
@@ -245,51 +249,50 @@ def _activations(setting: Setting, method: FedGMM) -> int:
 def stacked(
     method: FedGMM, shared: FedGMMShared, personal: Tensor, rows: LabelledRows
 ) -> FedGMMShared:
-    """One round of the package."""
+    """Run one round of the package."""
     _, update = method.client_step(shared, personal, rows, 1)
     return method.server_step(shared, update)[0]
 
 
-class Apart(NamedTuple):
-    """How far the two sides are from each other: learners in units of their movement, and losses."""
+class Difference(NamedTuple):
+    """Differences of the two sides: learners relative to their change, and losses."""
 
     learners: float
     losses: float
 
 
-def compare(setting: Setting, device: torch.device) -> dict[str, Apart]:
-    """How far a few clients are from the loop in float64; ends the program where that is too far.
+def compare(setting: Setting, device: torch.device) -> dict[str, Difference]:
+    """Compare a few clients with the loop in float64, and exit if the difference is too large.
 
-    After a round in float64, which tells whether both sides compute the same; and after one step in
-    float32, which tells whether the kernels do.
+    A round in float64 checks that both sides compute the same; a step in float32 checks the kernels.
     """
     few = min(FEW_CLIENTS, setting.clients)
     small = replace(setting, clients=few, rows=setting.rows * few // setting.clients)
     one_step = replace(small, rows=100 * few, largest=min(128, setting.largest))
-    apart = {
-        "round": _apart(small, device, torch.float64),
-        "step": _apart(one_step, device, torch.float32),
+    found = {
+        "round": _difference(small, device, torch.float64),
+        "step": _difference(one_step, device, torch.float32),
     }
-    whole = apart["round"]
-    alike = whole.learners <= 1e-6 and whole.losses <= 1e-4 and apart["step"].learners <= ROUGHLY
-    if not alike:  # NaN is not alike either
-        raise SystemExit(f"{setting.name}: with {few} clients the two sides are apart: {apart}.")
-    return apart
+    whole, step = found["round"], found["step"]
+    close = whole.learners <= 1e-6 and whole.losses <= 1e-4 and step.learners <= FLOAT32_TOLERANCE
+    if not close:  # also for NaN
+        raise SystemExit(f"{setting.name}: with {few} clients the two sides differ: {found}.")
+    return found
 
 
-def _apart(setting: Setting, device: torch.device, dtype: torch.dtype) -> Apart:
+def _difference(setting: Setting, device: torch.device, dtype: torch.dtype) -> Difference:
     rows = rows_of(setting, device)
     method, oracle = method_of(setting, None, dtype), method_of(setting, None, torch.float64)
     start = oracle.init(rows)
     theirs = looped(setting, oracle, *start, rows)()
     right = _loss(oracle, theirs, rows)
-    apart = []
-    for _ in range(3):  # on a card the second round is recorded and the third is a replay
+    differences = []
+    for _ in range(3):  # on a GPU the second round is recorded and the third is a replay
         ours = stacked(method, *method.init(rows), rows).learners
         distance = _distance(ours, theirs, start[0].learners)
-        apart.append(Apart(distance, abs(_loss(method, ours, rows) - right)))
-    worst = np.max(apart, axis=0)  # NaN if there is one
-    return Apart(*worst.tolist())
+        differences.append(Difference(distance, abs(_loss(method, ours, rows) - right)))
+    worst = np.max(differences, axis=0)  # NaN if any is NaN
+    return Difference(*worst.tolist())
 
 
 def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, Any]:
@@ -307,14 +310,14 @@ def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, A
         ours = stacked_step(method).learners
         losses = [_loss(method, learners, rows) for learners in (ours, theirs)]
         if not abs(losses[0] - losses[1]) <= setting.losses_apart:
-            raise SystemExit(f"{setting.name}: the two sides' losses are {losses}.")
+            raise SystemExit(f"{setting.name}: the losses of the two sides are {losses}.")
     mixed = method_of(setting, torch.bfloat16)
     for _ in range(2):
         mixed_loss = _loss(mixed, stacked_step(mixed).learners, rows)
     times = {
         "full": seconds_of(lambda: stacked_step(method), device, repeats),
         "mixed": seconds_of(lambda: stacked_step(mixed), device, repeats),
-        "looped": seconds_of(loop, device, 1),  # its first time warmed the card's libraries
+        "looped": seconds_of(loop, device, 1),  # the first run has loaded the GPU's libraries
     }
     limit = fewest_bytes(setting, rows, method) / memory_speed(device)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
@@ -322,7 +325,7 @@ def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, A
         "setting": asdict(setting),
         "rows": len(rows),
         "seconds": times,
-        "few_clients_apart": {name: apart._asdict() for name, apart in few.items()},
+        "few_clients_apart": {name: difference._asdict() for name, difference in few.items()},
         "losses": losses,
         "mixed_loss": mixed_loss,
         "limit": limit,
@@ -331,7 +334,7 @@ def measure(setting: Setting, device: torch.device, repeats: int) -> dict[str, A
 
 
 def _loss(method: FedGMM, learners: dict[str, Tensor], rows: LabelledRows) -> float:
-    """Mean cross-entropy of the learners on the first rows."""
+    """Return the mean cross-entropy of the learners on the first rows."""
     some = slice(0, 4096)
     own = {name: value.float() for name, value in learners.items()}
     inputs = as_numbers(rows.inputs[some], torch.float32)
@@ -341,7 +344,7 @@ def _loss(method: FedGMM, learners: dict[str, Tensor], rows: LabelledRows) -> fl
 def _distance(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]
 ) -> float:
-    """How far apart the learners are, in units of how far they moved."""
+    """Return the distance between the learners, relative to their change in the round."""
     trained = [name for name in theirs if not is_statistic(name)]
     apart = sum(float((ours[n].double() - theirs[n]).square().sum()) for n in trained)
     moved = sum(float((theirs[n] - start[n].double()).square().sum()) for n in trained)
@@ -359,14 +362,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    # the loop's convolutions would round their inputs to ten bits: fast, but nothing to compare with
+    # otherwise the loop's convolutions round their inputs to ten bits, too coarse for a reference
     torch.backends.cudnn.allow_tf32 = False
     settings = QUICK if arguments.quick else SETTINGS
     results = [measure(setting, device, arguments.repeats) for setting in settings]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     table = Table(title=f"One FedGMM round, 3 Gaussians, 3 learners, batch 128, on {name}")
     for column in ("data", "clients", "rows", "full s", "mixed s", "loop s", "ratio", "target s",
-                   "limit s", "of the limit", "learners apart", "losses apart", "peak GB"):  # fmt: skip
+                   "limit s", "of the limit", "learner diff", "loss diff", "peak GB"):  # fmt: skip
         table.add_column(column, justify="right")
     for result in results:
         setting, seconds = result["setting"], result["seconds"]

@@ -106,7 +106,7 @@ def echoing_sites(home: Path, names: Sequence[str]) -> Iterator[tuple[Any, Any]]
 
     make_keys(home, names)
     prepare_environment(FlowerFolder(home / "server"))
-    from fedgmm.federation.flower.link import open_sites
+    from fedgmm.federation.flower.server import open_sites
     from fedgmm.federation.messages import Message
 
     context = multiprocessing.get_context("spawn")
@@ -183,10 +183,10 @@ def end_with_parent() -> None:
 
 def make_keys(home: Path, names: Sequence[str]) -> None:
     """Write a certificate for the loopback address, and a key pair for each name."""
-    from fedgmm.federation.flower.certificates import try_out_certificates
+    from fedgmm.federation.flower.certificates import trial_certificates
     from fedgmm.federation.flower.keys import new_pair
 
-    try_out_certificates(["127.0.0.1"], home / "tls")
+    trial_certificates(["127.0.0.1"], home / "tls")
     (home / "keys").mkdir()
     for name in names:
         _, public = new_pair(name, home / "private")

@@ -16,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from fedgmm.federation.flower.certificates import try_out_certificates
+from fedgmm.federation.flower.certificates import trial_certificates
 from fedgmm.federation.flower.keys import new_pair
 from fedgmm.federation.flower.processes import free_port
 from small_runs import draw_rows, write_csv
@@ -49,7 +49,7 @@ class Federation:
         self.home = home
         self.port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.tls = try_out_certificates(["127.0.0.1"], home / "certificates")
+        self.tls = trial_certificates(["127.0.0.1"], home / "certificates")
         for seed, name in enumerate(sites):
             self.add_site(name, seed)
         self.configure(len(sites))

@@ -1,4 +1,4 @@
-"""On a graphics card the same numbers as on the CPU; skipped where there is none."""
+"""Results on a GPU equal those on the CPU; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fedgmm.model.saving import load
 from fedgmm.nets import devices, sgd, stacked
 from fedgmm.nets.backbones import MobileNetV2
 from fedgmm.nets.learners import log_likelihoods
-from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.networks import as_numbers
 from fedgmm.nets.sgd import SGD
 from fedgmm.training.local import train
 from fedgmm.training.options import ALGORITHMS
 from supervised import federation, images
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 OPTIONS = {
     "rounds": 5,
@@ -73,9 +73,9 @@ def test_label_frequencies(tmp_path, algorithm):
     x, y = data.test.inputs.numpy(), data.classes[data.test.labels.numpy()]
     if algorithm != "clustered":
         for model in (here, there):
-            model.adapt("told", x, y)
+            model.adapt("labelled", x, y)
             if model.prediction.labels.guess_rows or model.prediction.gaussians is not None:
-                model.adapt("silent", x)
+                model.adapt("unlabelled", x)
     assert there.names == here.names
     back = load(there.save(tmp_path))
     for model, name in product((there, back), here.names):
@@ -105,7 +105,7 @@ def test_densities_novelty_and_new_clients(own):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_pictures(algorithm):
+def test_images_train_on_a_gpu(algorithm):
     data = images(np.random.default_rng(0))
     options = {**OPTIONS, "rounds": 2, "dtype": "float32", "learner": "cnn"}
     model = train(data, algorithm, device="cuda", **options)
@@ -120,7 +120,7 @@ def test_selected_clients_and_the_estimator():
         there.predict_proba(x, "oslo"), here.predict_proba(x, "oslo"), atol=1e-8
     )
     labels = data.test.labels.numpy()
-    model = FedGMMClassifier(2, 2, rounds=3).fit(x, labels)  # device="auto" finds the card
+    model = FedGMMClassifier(2, 2, rounds=3).fit(x, labels)  # device="auto" finds the GPU
     assert next(iter(model.model_.prediction.learners.values())).device.type == "cuda"
     assert model.predict(x).shape == labels.shape
 
@@ -130,8 +130,8 @@ def test_selected_clients_and_the_estimator():
 DEVICE = torch.device("cuda")
 
 
-def far(found, expected):
-    """Relative distance in the norm."""
+def relative_distance(found, expected):
+    """Return the relative distance in the norm."""
     expected = expected.double()
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-12))
 
@@ -142,19 +142,19 @@ def stacked_mobilenet():
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("schedule", ["constant", "cooldown"])
-def test_recorded_rounds_are_those_that_run_as_they_are(monkeypatch, schedule, clip_norm):
-    """The first round runs as it is, the second is recorded, later ones are replayed at any rate."""
+def test_recorded_rounds_equal_rounds_that_are_not_recorded(monkeypatch, schedule, clip_norm):
+    """The first round is not recorded, the second is recorded, later ones are replayed at any rate."""
     rng = np.random.default_rng(0)
-    pictures = rng.integers(0, 256, size=(40, 3, 32, 32)).astype(np.uint8)
+    pixels = rng.integers(0, 256, size=(40, 3, 32, 32)).astype(np.uint8)
     data = FederatedDataset.from_arrays(
-        pictures, np.arange(40) % 3, np.arange(40) % 2, features=rng.normal(size=(40, 2))
+        pixels, np.arange(40) % 3, np.arange(40) % 2, features=rng.normal(size=(40, 2))
     )
     rows = data.train.to(torch.device("cuda"))
     counts = torch.ones(2, 2, dtype=torch.float64, device="cuda")
     results = []
     for recorded in (True, False):
         if not recorded:
-            monkeypatch.setattr(sgd, "recorder_of", lambda _: AsItIs())
+            monkeypatch.setattr(sgd, "recorder_of", lambda _: NoRecorder())
         options = SGD(lr=0.01, batch_size=8, momentum=0.9, clip_norm=clip_norm)
         training = LocalTraining(stacked_mobilenet(), options, schedule, rounds=4)
         params = training.initial(2, torch.device("cuda"))
@@ -166,7 +166,7 @@ def test_recorded_rounds_are_those_that_run_as_they_are(monkeypatch, schedule, c
         torch.testing.assert_close(value, results[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_trained_model_leaves_the_card_s_memory_to_others():
+def test_a_trained_model_frees_the_memory_of_the_gpu():
     rng = np.random.default_rng(0)
     data = FederatedDataset.from_arrays(
         rng.integers(0, 256, size=(40, 3, 32, 32)).astype(np.uint8),
@@ -184,54 +184,54 @@ def test_a_trained_model_leaves_the_card_s_memory_to_others():
     assert len(kept) == 2
 
 
-def test_a_full_card_trains_in_smaller_groups(monkeypatch):
-    """Rounds that run as they are, that are recorded and that are replayed; others use the memory."""
+def test_a_full_gpu_trains_in_smaller_groups(monkeypatch):
+    """Rounds that are run, recorded and replayed while other programs use most of the memory."""
     monkeypatch.setattr(devices, "_smaller_shares", {})
-    rng, card = np.random.default_rng(0), torch.device("cuda")
-    pictures = rng.integers(0, 256, size=(320, 3, 32, 32)).astype(np.uint8)
-    data = FederatedDataset.from_arrays(pictures, np.arange(320) % 3, np.arange(320) // 10)
-    rows, counts = data.train.to(card), torch.ones(32, 1, dtype=torch.float64, device=card)
+    rng, gpu = np.random.default_rng(0), torch.device("cuda")
+    pixels = rng.integers(0, 256, size=(320, 3, 32, 32)).astype(np.uint8)
+    data = FederatedDataset.from_arrays(pixels, np.arange(320) % 3, np.arange(320) // 10)
+    rows, counts = data.train.to(gpu), torch.ones(32, 1, dtype=torch.float64, device=gpu)
     options = SGD(lr=0.01, batch_size=8)
-    total = torch.cuda.get_device_properties(card).total_memory
+    total = torch.cuda.get_device_properties(gpu).total_memory
     results, room = [], total
     for _ in range(2):
         training = LocalTraining(stacked_mobilenet(), options, dtype=torch.float64)
-        params = training.initial(1, card)
+        params = training.initial(1, gpu)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.cuda.set_per_process_memory_fraction(min(1.0, (before + room) / total))
         try:
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 sums = [training.train_shared(params, rows, None, counts, 1) for _ in range(4)]
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         room = (torch.cuda.max_memory_allocated() - before) // 3
         results.append(sums[0])
-        ran_out = any("ran out" in str(one.message) for one in told)
+        ran_out = any("ran out" in str(one.message) for one in caught)
         assert ran_out == (len(results) == 2)
         for again in sums[1:]:
-            assert_alike(again, sums[0])
+            assert_close(again, sums[0])
     assert devices._smaller_shares
-    assert_alike(results[1], results[0])
+    assert_close(results[1], results[0])
 
 
-def assert_alike(found, expected):
-    """Some are zero but for rounding."""
+def assert_close(found, expected):
+    """Compare by norm, because some values are zero except for rounding."""
     for name, value in expected.items():
         assert (found[name] - value).norm() < 1e-9 * max(1.0, value.norm()), name
 
 
-class AsItIs:
-    """Records nothing."""
+class NoRecorder:
+    """Run the work without a recording."""
 
-    def run(self, _key, work, given, kept):
-        return work(given)
+    def run(self, _key, work, inputs, keep_alive):
+        return work(inputs)
 
 
-def test_a_step_of_a_deep_network_is_that_of_a_cpu():
-    """Float32 loses a hundredth within one step of an untrained network, on a CPU too."""
+def test_a_step_of_a_deep_network_equals_the_cpu():
+    """In float32 one step of an untrained network has an error of one percent, on a CPU too."""
     net, generator = stacked_mobilenet(), torch.Generator().manual_seed(0)
     own = [net.initial(generator) for _ in range(2)]
     start = {n: torch.stack([one[n] for one in own]).expand(2, 2, *own[0][n].shape) for n in own[0]}
@@ -260,14 +260,14 @@ def test_a_step_of_a_deep_network_is_that_of_a_cpu():
             torch.cat([v.flatten() for n, v in move.items() if is_statistic(n) == statistics])
             for move in moves
         )
-        assert far(found, expected) < bound
+        assert relative_distance(found, expected) < bound
 
 
 @pytest.mark.parametrize("assigned", [False, True])
-def test_statistics_of_the_very_weights_are_those_of_a_cpu(assigned):
+def test_batch_statistics_of_the_final_weights_equal_the_cpu(assigned):
     rng = np.random.default_rng(0)
-    pictures = rng.integers(0, 256, size=(60, 3, 32, 32)).astype(np.uint8)
-    rows = FederatedDataset.from_arrays(pictures, np.arange(60) % 3, np.arange(60) % 2).train
+    pixels = rng.integers(0, 256, size=(60, 3, 32, 32)).astype(np.uint8)
+    rows = FederatedDataset.from_arrays(pixels, np.arange(60) % 3, np.arange(60) % 2).train
     net, generator = stacked_mobilenet(), torch.Generator().manual_seed(0)
     drawn = [net.initial(generator) for _ in range(2)]
     learners = {name: torch.stack([one[name] for one in drawn]) for name in drawn[0]}
@@ -284,17 +284,17 @@ def test_statistics_of_the_very_weights_are_those_of_a_cpu(assigned):
         ).learners
         for device in ("cpu", "cuda")
     ]
-    of_cpu, of_card = ({name: value.cpu() for name, value in one.items()} for one in found)
+    of_cpu, of_gpu = ({name: value.cpu() for name, value in one.items()} for one in found)
     for name, value in of_cpu.items():
-        if name.endswith("running_mean"):  # some are zero but for rounding
+        if name.endswith("running_mean"):  # some are zero except for rounding
             deviation = of_cpu[name.replace("_mean", "_var")].sqrt()
-            assert ((of_card[name] - value) / deviation).abs().max() < 1e-3, name
+            assert ((of_gpu[name] - value) / deviation).abs().max() < 1e-3, name
         else:
-            assert far(of_card[name], value) < 1e-3, name
+            assert relative_distance(of_gpu[name], value) < 1e-3, name
 
 
 class Small(torch.nn.Module):
-    """Tells bright pictures from dark ones."""
+    """A classifier of bright and dark images."""
 
     def __init__(self):
         super().__init__()
@@ -311,13 +311,13 @@ class Small(torch.nn.Module):
 
 
 @pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=str)
-def test_recorded_rounds_crop_and_drop_anew_and_learn(compute):
+def test_recorded_rounds_draw_new_crops_and_dropout_and_learn(compute):
     rng = np.random.default_rng(0)
     labels = np.arange(60) % 2
-    pictures = rng.integers(0, 100, size=(60, 3, 8, 8)).astype(np.uint8)
-    pictures[labels == 1] += 120
+    pixels = rng.integers(0, 100, size=(60, 3, 8, 8)).astype(np.uint8)
+    pixels[labels == 1] += 120
     data = FederatedDataset.from_arrays(
-        pictures, labels, np.arange(60) // 30, features=rng.normal(size=(60, 2))
+        pixels, labels, np.arange(60) // 30, features=rng.normal(size=(60, 2))
     )
     rows = data.train.to(DEVICE)
     net = stacked.Stacked(Small, (3, 8, 8), 2, compute)

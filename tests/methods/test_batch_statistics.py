@@ -198,13 +198,13 @@ def test_small_clients_are_not_copied_all_at_once(rows, monkeypatch):
     """Each has copies of its learners, however few its rows are."""
     before = Prediction(NET, drawn(1), assignment=torch.zeros(3, dtype=torch.int64))
     expected, seen = recompute_statistics(before, rows), list[int]()
-    walk = Stacked.walk
+    forward = Stacked.forward
 
     def watched(net, params, inputs, *args, **named):
         seen.append(len(inputs))
-        return walk(net, params, inputs, *args, **named)
+        return forward(net, params, inputs, *args, **named)
 
-    monkeypatch.setattr(Stacked, "walk", watched)
+    monkeypatch.setattr(Stacked, "forward", watched)
     monkeypatch.setattr(statistics, "_BYTES_AT_ONCE", 1)
     found = recompute_statistics(before, rows)
     assert seen == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""The two backbones: torchvision's names and shapes, an independent forward pass, weights from files."""
+"""Backbones: torchvision's names and shapes, an independent forward pass, weights from files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parameters(module):
 
 
 def randomised(module, seed=0):
-    """Running statistics too, as after training."""
+    """Draw all values at random, including running statistics, as after training."""
     generator = torch.Generator().manual_seed(seed)
     for name, value in module.state_dict().items():
         if name.endswith(("running_mean", "bias")):
@@ -41,7 +41,7 @@ def randomised(module, seed=0):
 
 
 def listing(state, head):
-    """A fingerprint of the body's names and shapes."""
+    """Return a hash of the body's names and shapes."""
     lines = sorted(
         f"{name} {tuple(value.shape)}"
         for name, value in state.items()
@@ -148,7 +148,7 @@ def mobilenet_by_hand(state, x, stem_stride=2):
 
 
 @pytest.mark.parametrize("size", [32, 57])
-def test_resnet_computes_what_its_table_says(size):
+def test_resnet_equals_its_published_table(size):
     module = randomised(ResNet18(5)).double()
     x = torch.randn(2, 3, size, size, dtype=torch.float64)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_resnet_computes_what_its_table_says(size):
 
 
 @pytest.mark.parametrize(("size", "stem_stride"), [(32, 2), (57, 2), (32, 1)])
-def test_mobilenet_computes_what_its_table_says(size, stem_stride):
+def test_mobilenet_equals_its_published_table(size, stem_stride):
     module = randomised(MobileNetV2(5, stem_stride=stem_stride)).double()
     x = torch.randn(2, 3, size, size, dtype=torch.float64)
     with torch.no_grad():
@@ -173,7 +173,7 @@ def test_a_stem_of_stride_one_keeps_twice_the_resolution(module, places):
 
 
 @pytest.mark.parametrize("build", [ResNet18, MobileNetV2])
-def test_without_a_head_the_features_come_out(build):
+def test_without_a_head_the_output_is_the_features(build):
     whole, body = build(5), build(None)
     randomised(whole)
     body.load_state_dict(
@@ -189,7 +189,7 @@ def test_without_a_head_the_features_come_out(build):
 
 
 @pytest.mark.parametrize("build", [ResNet18, MobileNetV2])
-def test_a_seed_decides_the_start_and_the_start_decides_the_output(build):
+def test_the_seed_decides_the_output(build):
     outputs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -211,10 +211,10 @@ def test_gradients_reach_every_parameter(build):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ResNet18(0), "classes must be at least 1"),
-        (lambda: MobileNetV2(0), "classes must be at least 1"),
-        (lambda: MobileNetV2(2, width=0), "width must be positive"),
-        (lambda: MobileNetV2(2, stem_stride=3), "stem_stride must be 1 or 2"),
+        (lambda: ResNet18(0), "classes"),
+        (lambda: MobileNetV2(0), "classes"),
+        (lambda: MobileNetV2(2, width=0), "width"),
+        (lambda: MobileNetV2(2, stem_stride=3), "stem_stride"),
     ],
 )
 def test_impossible_networks_are_refused(make, message):
@@ -249,14 +249,14 @@ def test_weights_fill_the_body_and_a_head_that_fits(trained, tmp_path, classes):
         assert torch.equal(value, source[name]), name
 
 
-def test_a_file_without_a_head_leaves_the_head_alone(trained, tmp_path):
+def test_a_file_without_a_head_does_not_change_the_head(trained, tmp_path):
     gone = {"classifier.1.weight": None, "classifier.1.bias": None}
     path = written(trained, tmp_path / "w.safetensors", **gone)
     assert load_weights(MobileNetV2(6, width=0.25), path).kept == tuple(gone)
     assert load_weights(MobileNetV2(width=0.25), path).kept == ()
 
 
-def test_half_precision_and_missing_counters_are_fine(trained, tmp_path):
+def test_half_precision_and_missing_counters_are_accepted(trained, tmp_path):
     state = trained.state_dict()
     half = {n: v.half() for n, v in state.items() if v.is_floating_point()}
     save_file(half, tmp_path / "w.safetensors")
@@ -269,11 +269,11 @@ def test_half_precision_and_missing_counters_are_fine(trained, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"features.18.1.running_var": None}, "'features.18.1.running_var' is missing"),
-        ({"features.0.0.weight": torch.zeros(8, 1, 3, 3)}, r"shape \(8, 1, 3, 3\) instead of"),
-        ({"features.0.1.bias": torch.full((8,), np.nan)}, "'features.0.1.bias' contains NaN"),
-        ({"features.0.1.bias": torch.zeros(8, dtype=torch.int64)}, "is of type torch.int64"),
-        ({"layer9.weight": torch.zeros(1)}, "1 array that MobileNetV2 does not have.*'layer9"),
+        ({"features.18.1.running_var": None}, "missing"),
+        ({"features.0.0.weight": torch.zeros(8, 1, 3, 3)}, "shape"),
+        ({"features.0.1.bias": torch.full((8,), np.nan)}, "NaN"),
+        ({"features.0.1.bias": torch.zeros(8, dtype=torch.int64)}, "int64"),
+        ({"layer9.weight": torch.zeros(1)}, "layer9"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_change_nothing(
@@ -297,20 +297,20 @@ def test_a_file_that_cannot_be_read_is_named(trained, tmp_path, damage):
     elif damage != "missing":
         data = written(trained, path).read_bytes()
         path.write_bytes(b"" if damage == "empty" else data[: len(data) // 2])
-    with pytest.raises(WeightsError, match=r"w\.safetensors.*mobilenet_v2"):
+    with pytest.raises(WeightsError, match="safetensors"):
         load_weights(MobileNetV2(6, width=0.25), path)
 
 
 def test_weights_of_another_network_are_refused(tmp_path):
     path = written(ResNet18(3), tmp_path / "w.safetensors")
-    with pytest.raises(WeightsError, match="does not fit MobileNetV2"):
+    with pytest.raises(WeightsError, match="does not fit"):
         load_weights(MobileNetV2(3), path)
 
 
 def test_weights_lie_in_the_data_folder():
     expected = Path("d/weights/resnet18_imagenet.safetensors")
     assert weights_file("resnet18", Path("d")) == expected
-    with pytest.raises(ValueError, match="backbone must be one of"):
+    with pytest.raises(ValueError, match="backbone"):
         weights_file("vgg", Path("d"))
 
 
@@ -321,7 +321,7 @@ IMAGENET = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, No
 
 
 def separability(module: nn.Module, images, labels):
-    """Share of images whose nearest class mean (of the other half) is that of their own class."""
+    """Return the share of images that are nearest to the mean of their own class, in the other half."""
     x = (torch.from_numpy(images).float() / 255 - IMAGENET[0]) / IMAGENET[1]
     with torch.inference_mode():
         features = module.eval()(functional.interpolate(x, (64, 64), mode="bilinear"))
@@ -335,7 +335,7 @@ def separability(module: nn.Module, images, labels):
 @needs_data
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "name"), [(ResNet18, "resnet18"), (MobileNetV2, "mobilenet_v2")])
-def test_pretrained_features_tell_classes_apart_and_random_ones_do_not(build, name):
+def test_pretrained_features_separate_classes_and_random_ones_do_not(build, name):
     path = weights_file(name, Path(DATA))
     photographs = Path(DATA) / "cifar-10-batches-bin" / "test_batch.bin"
     if not path.exists() or not photographs.exists():

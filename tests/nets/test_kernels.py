@@ -1,6 +1,6 @@
-"""Kernels for graphics cards against plain torch: on a card, or else in Triton's interpreter.
+"""GPU kernels compared with plain torch, on a GPU or else in Triton's interpreter.
 
-The interpreter runs each program of a kernel in NumPy: slow, but the same code.
+The interpreter runs the same code in NumPy, slowly.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from fedgmm.core.params import is_statistic
 from fedgmm.nets import stacked
-from fedgmm.nets.convolutions import Convolutional
 from fedgmm.nets.kernels import fused as kernels
+from fedgmm.nets.networks import Convolutional
 from fedgmm.nets.sgd import SGD, plan_batches, train_local
 
 pytest.importorskip("triton")
@@ -24,15 +24,15 @@ pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def far(found, expected):
-    """Relative distance in the norm."""
+def relative_distance(found, expected):
+    """Return the relative distance in the norm."""
     expected = expected.double()
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-12))
 
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-# the interpreter multiplies in NumPy, which has no bfloat16
-OF_PRODUCTS = BOUNDS if DEVICE.type == "cuda" else {torch.float32: 1e-5, torch.float16: 5e-3}
+# the interpreter multiplies in NumPy, which does not have bfloat16
+PRODUCT_BOUNDS = BOUNDS if DEVICE.type == "cuda" else {torch.float32: 1e-5, torch.float16: 5e-3}
 
 
 def gradients(function, *given):
@@ -59,7 +59,7 @@ def normal(*shape):
     ],
 )
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_kernel_of_filters_of_single_channels(shape, stride, dtype):
+def test_depthwise_kernel(shape, stride, dtype):
     groups, channels, rows, height, width = shape
 
     def plain(images, weight):
@@ -72,24 +72,24 @@ def test_kernel_of_filters_of_single_channels(shape, stride, dtype):
     given = normal(*shape).to(dtype), normal(groups, channels, 1, 3, 3).to(dtype)
     found = gradients(lambda x, w: kernels.depthwise(x, w, stride), *given)
     expected = gradients(plain, *(value.double() for value in given))
-    assert max(map(far, found, expected)) < BOUNDS[dtype]
+    assert max(map(relative_distance, found, expected)) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("ceiling", [kernels.NO_ACTIVATION, kernels.RELU, kernels.RELU6])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_kernel_of_normalisation(ceiling, padded, dtype):
+def test_batch_normalisation_kernel(ceiling, padded, dtype):
     counts = torch.tensor([1, 6, 4], device=DEVICE) if padded else None
-    there = 1.0
+    present = 1.0
     if counts is not None:
-        there = (torch.arange(6, device=DEVICE) < counts[:, None])[:, None, :, None, None]
+        present = (torch.arange(6, device=DEVICE) < counts[:, None])[:, None, :, None, None]
     images = (3 * normal(3, 2, 6, 5, 5) + 1).to(dtype)
     given = images, normal(3, 2).abs() * 3, normal(3, 2)
     chosen = None if ceiling < 0 else ceiling
 
     def plain(images, weight, bias):
-        out, _ = stacked._by_own_statistics(images, counts, weight, bias, 1e-5)
-        return stacked._activated(out, chosen) * there
+        out, _ = stacked._normalise_by_batch(images, counts, weight, bias, 1e-5)
+        return stacked._activate(out, chosen) * present
 
     running = kernels.BatchStatistics(normal(3, 2), normal(3, 2).abs())
     found = gradients(
@@ -97,15 +97,15 @@ def test_kernel_of_normalisation(ceiling, padded, dtype):
         *given,
     )
     expected = gradients(plain, *(value.double() for value in given))
-    assert max(map(far, found, expected)) < BOUNDS[dtype]
-    _, moved = kernels.normalised(*given, counts, running, 0.1, 1e-5, ceiling)
-    _, own = stacked._by_own_statistics(given[0], counts, *given[1:], 1e-5)
-    after = stacked._moved(running, own, stacked._unbiased(given[0], counts), 0.1)
-    assert max(map(far, moved, after)) < 1e-5
+    assert max(map(relative_distance, found, expected)) < BOUNDS[dtype]
+    _, new = kernels.normalised(*given, counts, running, 0.1, 1e-5, ceiling)
+    _, own = stacked._normalise_by_batch(given[0], counts, *given[1:], 1e-5)
+    expected = stacked._moving_average(running, own, stacked._unbiased(given[0], counts), 0.1)
+    assert max(map(relative_distance, new, expected)) < 1e-5
 
 
 def block(images, weight, bias):
-    """Convolution, pooling and ReLU, one group after the other: channels first."""
+    """Convolution, pooling and ReLU in a loop over groups, channels first."""
     return torch.stack(
         [
             functional.max_pool2d(functional.conv2d(x, w, b, padding=1), 2).relu()
@@ -117,9 +117,9 @@ def block(images, weight, bias):
 @pytest.mark.parametrize(
     ("colours", "height", "width"), [(1, 8, 8), (2, 5, 5), (3, 6, 9), (4, 4, 4), (1, 7, 4)]
 )
-@pytest.mark.parametrize("dtype", OF_PRODUCTS, ids=str)
-def test_kernel_of_blocks_on_pixels(colours, height, width, dtype):
-    """Two clients with three learners each, which share their client's images; two tiles."""
+@pytest.mark.parametrize("dtype", PRODUCT_BOUNDS, ids=str)
+def test_pixel_block_kernel(colours, height, width, dtype):
+    """Two clients with three learners each, which share their client's images, in two tiles."""
     images = normal(2, 9, colours, height, width).to(dtype)
     given = normal(6, 16, colours, 3, 3).to(dtype), normal(6, 16).to(dtype)
     found = gradients(lambda w, b: kernels.pixel_block(images, w, b), *given)
@@ -127,13 +127,13 @@ def test_kernel_of_blocks_on_pixels(colours, height, width, dtype):
     expected = gradients(
         lambda w, b: block(shared, w, b).permute(0, 1, 3, 4, 2), *(v.double() for v in given)
     )
-    assert max(map(far, found, expected)) < OF_PRODUCTS[dtype]
+    assert max(map(relative_distance, found, expected)) < PRODUCT_BOUNDS[dtype]
 
 
 @pytest.mark.parametrize(("rows", "height", "width"), [(5, 8, 8), (5, 5, 6), (8, 6, 7), (3, 2, 2)])
-@pytest.mark.parametrize("dtype", OF_PRODUCTS, ids=str)
-def test_kernel_of_blocks_on_channels(rows, height, width, dtype):
-    """The first and the third fill more than a tile, even and odd."""
+@pytest.mark.parametrize("dtype", PRODUCT_BOUNDS, ids=str)
+def test_channel_block_kernel(rows, height, width, dtype):
+    """The first and the third case need more than one tile, with even and odd sizes."""
     given = [
         value.to(dtype)
         for value in (normal(2, rows, height, width, 16), normal(2, 32, 16, 3, 3), normal(2, 32))
@@ -143,11 +143,11 @@ def test_kernel_of_blocks_on_channels(rows, height, width, dtype):
         lambda x, w, b: block(x.permute(0, 1, 4, 2, 3), w, b).permute(0, 1, 3, 4, 2),
         *(value.double() for value in given),
     )
-    assert max(map(far, found, expected)) < OF_PRODUCTS[dtype]
+    assert max(map(relative_distance, found, expected)) < PRODUCT_BOUNDS[dtype]
 
 
-def test_blocks_keep_what_is_not_a_number():
-    """Or a learner that is lost would predict as if nothing had happened."""
+def test_blocks_propagate_nan():
+    """Otherwise a diverged learner would predict as if it were sound."""
     images, weight, bias = normal(1, 2, 1, 4, 4), normal(1, 16, 1, 3, 3), normal(1, 16)
     weight[0, 3, 0, 1, 1] = torch.nan
     out = kernels.pixel_block(images, weight, bias)
@@ -155,11 +155,11 @@ def test_blocks_keep_what_is_not_a_number():
     assert not out[..., :3].isnan().any()
 
 
-def test_blocks_give_a_tie_to_the_first_corner_and_nothing_to_zeros():
+def test_ties_go_to_the_first_corner_and_zeros_have_no_gradient():
     """As torch's pooling does."""
     images = torch.ones(1, 1, 4, 4, 16, device=DEVICE)
     weight = torch.zeros(1, 16, 16, 3, 3, device=DEVICE)
-    weight[:, :, :, 1, 1] = 1.0  # every pixel sees itself: four alike
+    weight[:, :, :, 1, 1] = 1.0  # the filter is the identity: four equal pixels
     for bias in (0.0, -16.0):
         given = images, weight, torch.full((1, 16), bias, device=DEVICE)
         found = gradients(kernels.channel_block, *given)
@@ -172,8 +172,8 @@ def test_blocks_give_a_tie_to_the_first_corner_and_nothing_to_zeros():
 
 
 @pytest.mark.parametrize("colours", [1, 3])
-def test_the_small_network_by_kernels_is_the_one_without(colours, monkeypatch):
-    half = next(dtype for dtype in OF_PRODUCTS if dtype.itemsize == 2)
+def test_the_small_network_with_and_without_kernels(colours, monkeypatch):
+    half = next(dtype for dtype in PRODUCT_BOUNDS if dtype.itemsize == 2)
     net = Convolutional(colours, 9, 5, compute=half)
     generator = torch.Generator().manual_seed(0)
     params = {
@@ -191,18 +191,18 @@ def test_the_small_network_by_kernels_is_the_one_without(colours, monkeypatch):
     plain = gradients(partial(logits, net), *params.values())
     monkeypatch.setattr(kernels, "usable", lambda _: True)
     found = gradients(partial(logits, net), *params.values())
-    # sixteen bits decide differently which of two like pixels is pooled: the plain way sets the measure
-    rounding = max(map(far, plain, expected))
+    # With 16 bits another of two similar pixels may be pooled, so plain torch sets the tolerance.
+    rounding = max(map(relative_distance, plain, expected))
     assert 0 < rounding < 0.2
-    assert max(map(far, found, expected)) < 1.5 * rounding
+    assert max(map(relative_distance, found, expected)) < 1.5 * rounding
     filters = params["features.0.weight"][0], params["features.3.weight"][0]
     assert kernels.usable_blocks(images.to(half), *filters)
-    # float32, and who asks for gradients of the images, get the plain way
+    # not supported: float32, and gradients of the images
     assert not kernels.usable_blocks(images, *filters)
     assert not kernels.usable_blocks(images.to(half).requires_grad_(), *filters)
 
 
-def test_kernel_of_fixed_statistics():
+def test_scaling_kernel():
     images, scale, shift = normal(2, 3, 4, 5, 5), normal(2, 3), normal(2, 3).abs()
     expected = images * scale[..., None, None, None] + shift[..., None, None, None]
     found = kernels.scaled(images, scale, shift, kernels.RELU6)
@@ -211,7 +211,7 @@ def test_kernel_of_fixed_statistics():
 
 
 class Bottleneck(nn.Module):
-    """The layers of MobileNet-V2, a few of each."""
+    """A small network with the layers of MobileNet-V2."""
 
     def __init__(self):
         super().__init__()
@@ -241,8 +241,8 @@ class Bottleneck(nn.Module):
         return self.classifier(self.features(x).mean((2, 3)))
 
 
-def test_training_by_kernels_is_training_without(monkeypatch):
-    """Clients of several sizes, so that batches are padded; then what the trained networks say."""
+def test_training_with_and_without_kernels(monkeypatch):
+    """Clients of several sizes, so that batches are padded; compares parameters and predictions."""
     net, generator = stacked.Stacked(Bottleneck, (3, 8, 8), 3), torch.Generator().manual_seed(1)
     start = {
         name: value.expand(3, 2, *value.shape).clone()
@@ -264,8 +264,11 @@ def test_training_by_kernels_is_training_without(monkeypatch):
         after = train_local(net, start, inputs, labels, weights, plan, SGD(lr=0.05, momentum=0.9))
         logits = net.logits({name: value[0] for name, value in after.items()}, inputs)
         outcome.append(([after[name] - start[name] for name in start], logits))
-    (plain, said), (fast, said_fast) = outcome
+    (plain, logits), (fast, fast_logits) = outcome
     assert (
-        far(torch.cat([v.flatten() for v in fast]), torch.cat([v.flatten() for v in plain])) < 1e-4
+        relative_distance(
+            torch.cat([v.flatten() for v in fast]), torch.cat([v.flatten() for v in plain])
+        )
+        < 1e-4
     )
-    torch.testing.assert_close(said_fast, said, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fast_logits, logits, rtol=1e-4, atol=1e-5)

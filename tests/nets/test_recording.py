@@ -1,4 +1,4 @@
-"""When work is done as it is, recorded, and replayed; the recording itself needs a card."""
+"""When work is run, recorded and replayed; CUDA's recording itself is replaced by a fake."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from small_learners import SIZES, drawn, rows, shuffles
 
 
 class Graph:
-    """Stands for CUDA's: a replay does the work on the tensors that were there when it was recorded."""
+    """A fake CUDA graph: a replay runs the work on the tensors of the recording."""
 
-    def __init__(self, work, given, found):
-        self.replay = lambda: [out.copy_(new) for out, new in zip(found, work(given), strict=True)]
+    def __init__(self, work, inputs, outputs):
+        self.replay = lambda: [
+            out.copy_(new) for out, new in zip(outputs, work(inputs), strict=True)
+        ]
 
 
 class NoWaiting(TorchDispatchMode):
-    """As CUDA while it records: a tensor's number cannot be asked for."""
+    """Forbid reading a tensor's value, as CUDA does while it records."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func is not torch.ops.aten._local_scalar_dense.default
@@ -38,12 +40,12 @@ class NoWaiting(TorchDispatchMode):
 def log(monkeypatch):
     made = []
 
-    def record(self, work, given, kept):
-        own = [value.clone() for value in given]
+    def record(self, work, inputs, keep_alive):
+        own = [value.clone() for value in inputs]
         with NoWaiting():
-            found = work(own)
-        made.append(kept)
-        return _Recording(Graph(work, own, found), own, found, kept)
+            outputs = work(own)
+        made.append(keep_alive)
+        return _Recording(Graph(work, own, outputs), own, outputs, keep_alive)
 
     monkeypatch.setattr(Recorder, "_record", record)
     monkeypatch.setattr(recording, "_RECORDERS", WeakKeyDictionary())  # equal networks share one
@@ -54,15 +56,15 @@ def double(values):
     return [2 * value for value in values]
 
 
-def test_the_second_time_is_recorded_and_every_time_is_right(log):
+def test_the_second_run_is_recorded_and_all_results_are_right(log):
     recorder = Recorder()
     for number in range(4):
-        (found,) = recorder.run("a", double, [torch.full((3,), float(number))], kept="kept")
+        (found,) = recorder.run("a", double, [torch.full((3,), float(number))], keep_alive="kept")
         assert found.tolist() == [2.0 * number] * 3
         assert log == (["kept"] if number else [])
 
 
-def test_other_keys_shapes_and_dtypes_are_other_work(log):
+def test_other_keys_shapes_and_dtypes_are_other_recordings(log):
     recorder = Recorder()
     for key, value in (
         ("a", torch.ones(3)),
@@ -70,23 +72,23 @@ def test_other_keys_shapes_and_dtypes_are_other_work(log):
         ("a", torch.ones(4)),
         ("a", torch.ones(3).double()),
     ):
-        recorder.run(key, double, [value], kept=None)
+        recorder.run(key, double, [value], keep_alive=None)
     assert log == []
-    recorder.run("a", double, [torch.ones(4)], kept=None)
+    recorder.run("a", double, [torch.ones(4)], keep_alive=None)
     assert len(log) == 1
 
 
 def test_recordings_are_bounded(log, monkeypatch):
-    monkeypatch.setattr(recording, "_MOST_RECORDINGS", 2)
+    monkeypatch.setattr(recording, "_MAX_RECORDINGS", 2)
     recorder = Recorder()
     for _ in range(3):
         for key in range(5):
-            (found,) = recorder.run(key, double, [torch.ones(1) * key], kept=None)
+            (found,) = recorder.run(key, double, [torch.ones(1) * key], keep_alive=None)
             assert found.item() == 2.0 * key
     assert len(log) == 2
 
 
-def test_a_network_has_one_recorder_and_takes_it_along():
+def test_a_recorder_is_freed_with_its_network():
     class Network:
         pass
 
@@ -98,14 +100,14 @@ def test_a_network_has_one_recorder_and_takes_it_along():
     assert len(recording._RECORDERS) == before - 1
 
 
-def test_recordings_can_go_before_their_network():
+def test_recordings_can_be_freed_before_their_network():
     class Network:
         pass
 
     network = Network()
     before = recorder_of(network)
     forget_recordings(network)
-    forget_recordings(network)  # nothing is left to forget
+    forget_recordings(network)  # a second call has no effect
     assert recorder_of(network) is not before
 
 
@@ -113,7 +115,7 @@ def test_recordings_can_go_before_their_network():
 
 
 def local_rounds(net, rng, **options):
-    """A function that trains with a rate, from the same start with the same batches."""
+    """Return a function of the learning rate that trains from the same start with the same batches."""
     x, y, w, offsets = rows(rng)
     plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 2), 4)
     start = expand_clients(drawn(net, 2), 4)
@@ -123,7 +125,7 @@ def local_rounds(net, rng, **options):
 
 
 def moreau_rounds(net, rng, **options):
-    """The same for pFedMe, with another rate within."""
+    """Do the same for pFedMe, whose inner problem has another rate."""
     x, y, _, offsets = rows(rng)
     plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 1), 4)
     start = expand_clients(drawn(net, 1), 4)
@@ -144,12 +146,12 @@ def moreau_rounds(net, rng, **options):
         lambda net, rng: moreau_rounds(net, rng, clip_norm=0.1),
     ],
 )
-def test_one_recording_serves_every_rate(log, rng, monkeypatch, rounds):
+def test_one_recording_works_for_every_rate(log, rng, monkeypatch, rounds):
     net = Dense(3, 2, (4,))
     train = rounds(net, rng)
     rates = (0.3, 0.3, 0.2, 0.1, 0.05)
     expected = [train(rate) for rate in rates]
-    monkeypatch.setattr(sgd, "_recorded", lambda *_: True)  # as if on a card
+    monkeypatch.setattr(sgd, "_is_recorded", lambda *_: True)  # as on a GPU
     for rate, plain in zip(rates, expected, strict=True):
         for found, wanted in zip(train(rate), plain, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -170,7 +172,7 @@ def test_other_options_are_other_recordings(log, rng, monkeypatch, rounds, chang
     net, seed = Dense(3, 2, (4,)), rng.integers(1000)
     plain, other = (rounds(net, np.random.default_rng(seed), **o) for o in ({}, change))
     expected = other(0.3)
-    monkeypatch.setattr(sgd, "_recorded", lambda *_: True)
+    monkeypatch.setattr(sgd, "_is_recorded", lambda *_: True)
     for _ in range(3):
         plain(0.3)
         for found, wanted in zip(other(0.3), expected, strict=True):

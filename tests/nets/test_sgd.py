@@ -15,7 +15,15 @@ from torch.nn.functional import cross_entropy
 
 from fedgmm.core.params import expand_clients, flatten, take_clients
 from fedgmm.nets.networks import Dense, network
-from fedgmm.nets.sgd import SGD, batch_loss, plan_batches, train_local, train_moreau
+from fedgmm.nets.sgd import (
+    MARGIN,
+    SGD,
+    batch_loss,
+    crop_and_flip,
+    plan_batches,
+    train_local,
+    train_moreau,
+)
 from small_learners import SIZES, drawn, rows, shuffles
 from supervised import batches_of, dense_params, load_dense, module_of, plain_sgd
 
@@ -28,7 +36,7 @@ from supervised import batches_of, dense_params, load_dense, module_of, plain_sg
     epochs=st.integers(1, 3),
     data=st.data(),
 )
-def test_every_row_is_seen_once_an_epoch_by_its_own_client(sizes, batch, epochs, data):
+def test_every_row_is_seen_once_per_epoch_by_its_own_client(sizes, batch, epochs, data):
     rng = np.random.default_rng(0)
     offsets = torch.tensor([0, *np.cumsum(sizes)])
     present = [c for c, n in enumerate(sizes) if n]
@@ -36,17 +44,17 @@ def test_every_row_is_seen_once_an_epoch_by_its_own_client(sizes, batch, epochs,
     plan = plan_batches(offsets, torch.tensor(clients), shuffles(rng, sizes, epochs), batch)
 
     assert sorted(plan.clients.tolist()) == clients
-    steps_an_epoch = len(plan.steps) // epochs
+    steps_per_epoch = len(plan.steps) // epochs
     for epoch in range(epochs):
         seen = {client: [] for client in clients}
-        for step in plan.steps[epoch * steps_an_epoch : (epoch + 1) * steps_an_epoch]:
+        for step in plan.steps[epoch * steps_per_epoch : (epoch + 1) * steps_per_epoch]:
             assert step.rows.shape == step.mask.shape
-            assert step.mask.any(1).all()  # nobody trains on nothing
+            assert step.mask.any(1).all()  # no client has an empty batch
             assert step.rows.shape[1] <= batch
-            for who, numbers, mask in zip(
+            for client, numbers, mask in zip(
                 plan.clients.tolist(), step.rows, step.mask, strict=False
             ):
-                seen[who] += numbers[mask].tolist()
+                seen[client] += numbers[mask].tolist()
         for client in clients:
             own = range(int(offsets[client]), int(offsets[client + 1]))
             assert sorted(seen[client]) == list(own)
@@ -86,7 +94,7 @@ def test_only_the_last_batch_of_a_client_is_short(rng):
 
 
 def looped(x, y, w, offsets, orders, params, widths, options):
-    """Every client and learner on its own, with torch's SGD: ``{(client, learner): params}``."""
+    """Train each client and learner separately with torch's SGD: ``{(client, learner): params}``."""
     result = {}
     for c in range(len(offsets) - 1):
         first, last = int(offsets[c]), int(offsets[c + 1])
@@ -148,7 +156,7 @@ def assert_same(actual, expected, atol=1e-10):
 @pytest.mark.parametrize("hidden", [(), (6,)], ids=["linear", "mlp"])
 @pytest.mark.parametrize("classes", [2, 4])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_stacked_training_is_a_loop_over_clients_and_learners(
+def test_stacked_training_equals_a_loop_over_clients_and_learners(
     rng, options, hidden, classes, weighted
 ):
     net = Dense(3, classes, hidden)
@@ -158,11 +166,11 @@ def test_stacked_training_is_a_loop_over_clients_and_learners(
     orders = shuffles(rng, SIZES, options.epochs)
     expected = looped(x, y, w, offsets, orders, params, net.widths, options)
     assert_same(stacked(x, y, w, offsets, orders, params, net, options), expected)
-    for name, value in params.items():  # the start is left alone
+    for name, value in params.items():  # the initial parameters are not modified
         assert torch.equal(value, drawn(net, 2)[name])
 
 
-def test_a_module_of_ones_own_is_trained_like_a_dense_network(rng):
+def test_a_custom_module_is_trained_like_a_dense_network(rng):
     net, options = Dense(3, 2, (6,)), SGD(lr=0.3, momentum=0.9, batch_size=4, epochs=2)
     x, y, w, offsets = rows(rng)
     orders = shuffles(rng, SIZES, 2)
@@ -177,7 +185,7 @@ def test_a_module_of_ones_own_is_trained_like_a_dense_network(rng):
 
 
 class Idle(nn.Module):
-    """Has a parameter that no output depends on, and one that is a single number."""
+    """A module with an unused parameter and a scalar parameter."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +197,7 @@ class Idle(nn.Module):
         return self.scale * self.out(x)
 
 
-def test_a_parameter_that_nothing_depends_on_stays(rng):
+def test_an_unused_parameter_does_not_change(rng):
     net = network(Idle, (3,), 2)
     x, y, w, offsets = rows(rng)
     params = drawn(net, 2)
@@ -200,7 +208,7 @@ def test_a_parameter_that_nothing_depends_on_stays(rng):
         assert float(own["scale"]) != 1.0
 
 
-def test_a_clipped_step_has_the_norm_that_it_may_have_at_most(rng):
+def test_a_clipped_step_has_at_most_the_given_norm(rng):
     net, limit = network(Idle, (3,), 2), 0.05
     x, y, _, offsets = rows(rng)
     x = x * torch.tensor([1e-6, 1e9])[(torch.arange(len(x)) >= offsets[1]).long()].unsqueeze(1)
@@ -217,7 +225,7 @@ def test_a_clipped_step_has_the_norm_that_it_may_have_at_most(rng):
         assert float(moved) == pytest.approx(min(limit, float(free)), rel=1e-4)
 
 
-# ---------------------------------------------------------------------- weights travel with rows
+# ---------------------------------------------------------------------- weights of rows
 
 
 def one_client(rng, n=30):
@@ -226,7 +234,7 @@ def one_client(rng, n=30):
 
 
 def test_weights_follow_their_rows_through_a_shuffle(rng):
-    """Rows, labels and weights in another order, and batches of the same rows: the same learners."""
+    """Permuted rows, labels and weights with batches of the same rows give the same learners."""
     net, options = Dense(3, 2), SGD(lr=0.5, batch_size=8, epochs=2)
     x, y, w, offsets = one_client(rng)
     orders = shuffles(rng, (30,), 2)
@@ -238,8 +246,8 @@ def test_weights_follow_their_rows_through_a_shuffle(rng):
     assert_same(actual, expected, atol=1e-12)
 
 
-def test_weights_that_come_apart_from_their_rows_are_noticed(rng):
-    """The guard of the guard: mix up the weights alone and the learners must differ."""
+def test_permuted_weights_change_the_learners(rng):
+    """The test above can fail: if only the weights are permuted, the learners differ."""
     net, options = Dense(3, 2), SGD(lr=0.5, batch_size=8, epochs=2)
     x, y, w, offsets = one_client(rng)
     orders = shuffles(rng, (30,), 2)
@@ -254,8 +262,8 @@ def test_weights_that_come_apart_from_their_rows_are_noticed(rng):
     assert gap > 1e-2
 
 
-def test_a_row_without_weight_teaches_nothing(rng):
-    """Each learner sees only the rows that belong to it, whatever the others are called."""
+def test_a_row_with_weight_zero_has_no_effect(rng):
+    """The labels of rows with weight zero for a learner do not matter to it."""
     net, options = Dense(3, 2), SGD(lr=0.5, batch_size=8, epochs=2)
     x, y, _, offsets = one_client(rng)
     mine = torch.from_numpy(rng.random(30) < 0.5)
@@ -312,7 +320,7 @@ def test_the_loss_of_a_batch_is_a_weighted_mean(rng):
 
 
 def moreau(rng, steps, **changes):
-    """One full batch a client: local and personal learners after ``steps`` inner steps."""
+    """Train with one full batch per client and ``steps`` inner steps."""
     net = Dense(3, 2)
     x, y, _, offsets = rows(rng)
     plan = plan_batches(offsets, torch.arange(4), shuffles(rng, SIZES, 1), 1000)
@@ -323,7 +331,7 @@ def moreau(rng, steps, **changes):
 
 
 def test_the_personal_learner_is_the_proximal_point(rng):
-    """``argmin f(θ) + λ/2 ‖θ - w‖²``, which scipy finds on its own."""
+    """``argmin f(θ) + λ/2 ‖θ - w‖²``, compared with scipy's minimiser."""
     x, y, offsets, plan, start, _, personal = moreau(rng, 2000)
     for place, c in enumerate(plan.clients.tolist()):
         own, labels = x[offsets[c] : offsets[c + 1]], y[offsets[c] : offsets[c + 1]]
@@ -351,8 +359,8 @@ def test_the_local_learner_moves_towards_the_personal_one(rng):
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
-def test_several_batches_are_a_plain_loop(rng, clip_norm):
-    """Ragged clients, small batches: the same as one client at a time, written out."""
+def test_several_batches_equal_a_plain_loop(rng, clip_norm):
+    """Clients of different sizes with small batches, compared with one client at a time."""
     net = Dense(3, 2)
     x, y, _, offsets = rows(rng)
     orders = shuffles(rng, SIZES, 2)
@@ -385,3 +393,40 @@ def test_several_batches_are_a_plain_loop(rng, clip_norm):
             torch.testing.assert_close(
                 local[name][place, 0], dense_params(w)[name], atol=1e-10, rtol=0
             )
+
+
+# ---------------------------------------------------------------------- augmentation
+
+
+def test_every_crop_and_flip_is_a_shift_and_a_mirror_image():
+    size = 9
+    images = torch.arange(1, 2 * 3 * size * size + 1).reshape(1, 2, 3, size, size).double()
+    seen = set()
+    for seed in range(60):
+        torch.manual_seed(seed)
+        for before, after in zip(images[0], crop_and_flip(images)[0], strict=True):
+            matches = [
+                (down, right, flip)
+                for down in range(-MARGIN, MARGIN + 1)
+                for right in range(-MARGIN, MARGIN + 1)
+                for flip in (False, True)
+                if torch.equal(after, moved(before, down, right, flip))
+            ]
+            assert len(matches) == 1
+            seen.update(matches)
+    assert {flip for *_, flip in seen} == {False, True}
+    assert {down for down, *_ in seen} == set(range(-MARGIN, MARGIN + 1))
+
+
+def moved(image, down, right, flip):
+    """Cut the image, in a frame of zeros, ``down`` and ``right`` of its position."""
+    size = image.shape[-1]
+    wide = torch.zeros(len(image), size + 2 * MARGIN, size + 2 * MARGIN, dtype=image.dtype)
+    wide[:, MARGIN:-MARGIN, MARGIN:-MARGIN] = image
+    cut = wide[:, MARGIN + down : MARGIN + down + size, MARGIN + right : MARGIN + right + size]
+    return cut.flip(-1) if flip else cut
+
+
+def test_crops_of_bytes_are_bytes():
+    images = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
+    assert crop_and_flip(images).dtype == torch.uint8

@@ -1,4 +1,4 @@
-"""Stacked modules give the numbers of one module after the other, statistics of batches included."""
+"""Stacked modules give the results of a loop over modules, including batch statistics."""
 
 from functools import partial
 
@@ -8,9 +8,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedgmm.core.params import is_statistic, stack
-from fedgmm.nets.backbones import IMAGENET_DEVIATION, IMAGENET_MEAN, MobileNetV2, ResNet18
-from fedgmm.nets.networks import ConvNet, network
-from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.backbones import (
+    IMAGENET_DEVIATION,
+    IMAGENET_MEAN,
+    MobileNetV2,
+    ResNet18,
+    _Residual,
+)
+from fedgmm.nets.networks import ConvNet, as_numbers, network
 from fedgmm.nets.sgd import SGD, plan_batches, train_local
 from fedgmm.nets.stacked import Stacked
 
@@ -18,7 +23,7 @@ CLIENTS, LEARNERS, ROWS = 2, 2, 6
 
 
 class Small(nn.Module):
-    """Every kind of layer, once."""
+    """A module with every kind of layer."""
 
     def __init__(self):
         super().__init__()
@@ -42,10 +47,26 @@ class Small(nn.Module):
         return self.head(self.body(x))
 
 
+class SmallResNet(nn.Module):
+    """The layers of ResNet-18 with few channels: its stem, and residual blocks of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.blocks = nn.Sequential(_Residual(4, 4, 1), _Residual(4, 6, 2), _Residual(6, 6, 1))
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        return self.fc(self.blocks(x).mean((2, 3)))
+
+
 MODULES = {
     "small": (Small, (3, 8, 8)),
     "mobilenet": (partial(MobileNetV2, 5, width=0.25, dropout=0.0, stem_stride=1), (3, 32, 32)),
-    "resnet": (partial(ResNet18, 5), (3, 16, 16)),
+    "resnet": (SmallResNet, (3, 16, 16)),
     "cnn": (partial(ConvNet, 1, 8, 5), (1, 8, 8)),
 }
 
@@ -59,14 +80,14 @@ def case(request):
     params = {name: torch.stack([one[name] for one in own]).double() for name in own[0]}
     torch.manual_seed(1)
     for name, value in params.items():
-        if is_statistic(name):  # not those of a new module
+        if is_statistic(name):  # other values than those of a new module
             value.uniform_(0.5, 1.5)
     images = torch.randn(CLIENTS, ROWS, *shape, dtype=torch.float64)
     return net, params, images
 
 
-def renew(module, number):
-    """Let running statistics move as in the so-manieth batch of a round."""
+def set_momentum(module, number):
+    """Set the momentum of running statistics as in batch ``number`` of a round."""
     for layer in module.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.momentum = max(0.1, 1 / number)
@@ -74,7 +95,7 @@ def renew(module, number):
 
 
 def module_of(net, params, client, learner, training, number=1):
-    module = renew(net.factory().double(), number)
+    module = set_momentum(net.factory().double(), number)
     own = {name: value[client, learner] for name, value in params.items()}
     module.load_state_dict(own, strict=False)
     return module.train(training)
@@ -82,16 +103,18 @@ def module_of(net, params, client, learner, training, number=1):
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize(
-    ("there", "number"), [(None, 1), ([6, 4], 3), ([6, 4], 30)], ids=["all rows", "padding", "late"]
+    ("row_counts", "number"),
+    [(None, 1), ([6, 4], 3), ([6, 4], 30)],
+    ids=["all rows", "padding", "late"],
 )
-def test_logits_gradients_and_statistics_are_the_modules_own(case, training, there, number):
+def test_logits_gradients_and_statistics_equal_the_module(case, training, row_counts, number):
     net, params, images = case
     params = {n: v if is_statistic(n) else v.detach().requires_grad_() for n, v in params.items()}
     mask = None
-    if there is not None:
-        mask = torch.arange(ROWS) < torch.tensor(there)[:, None]
+    if row_counts is not None:
+        mask = torch.arange(ROWS) < torch.tensor(row_counts)[:, None]
     counts = None if mask is None else mask.sum(1)
-    logits, statistics = net.walk(params, images, training, counts, number)
+    logits, statistics = net.forward(params, images, training, counts, number)
     keep = torch.ones(CLIENTS, ROWS, dtype=torch.bool) if mask is None else mask
     trained = [name for name in params if not is_statistic(name)]
     loss = (logits.square() * keep[..., None, None]).sum()
@@ -120,8 +143,19 @@ def test_shared_learners_have_no_client_axis(case):
     torch.testing.assert_close(net.logits(shared, images[0]), net.logits(params, images)[0])
 
 
-def test_local_training_is_that_of_a_plain_loop():
-    """Unequal clients: padding must touch neither gradients nor statistics."""
+def test_resnet18_is_supported():
+    net = Stacked(partial(ResNet18, 5), (3, 16, 16), 5)
+    params = {name: value[None] for name, value in net.initial(torch.Generator()).items()}
+    images = torch.randn(2, 3, 16, 16)
+    module = ResNet18(5).eval()
+    module.load_state_dict({name: value[0] for name, value in params.items()}, strict=False)
+    with torch.no_grad():
+        found = net.logits(params, images)[:, 0]
+        torch.testing.assert_close(found, module(images), rtol=1e-4, atol=1e-4)
+
+
+def test_local_training_equals_a_plain_loop():
+    """Padding of clients with fewer rows changes neither gradients nor statistics."""
     net = Stacked(Small, (3, 8, 8), 5)
     generator = torch.Generator().manual_seed(0)
     first = {name: value.double() for name, value in net.initial(generator).items()}
@@ -142,7 +176,7 @@ def test_local_training_is_that_of_a_plain_loop():
         optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         for epoch in range(2):
             for number, start_row in enumerate(range(begin, end, 3), 3 * epoch + 1):
-                renew(module, number)
+                set_momentum(module, number)
                 rows = slice(start_row, min(start_row + 3, end))
                 loss = nn.functional.cross_entropy(
                     module(inputs[rows]), labels[rows], reduction="none"
@@ -155,7 +189,7 @@ def test_local_training_is_that_of_a_plain_loop():
             torch.testing.assert_close(value[client, 0], module.state_dict()[name])
 
 
-class Strange(nn.Module):
+class Unsupported(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Conv2d(3, 5, 3)
@@ -164,14 +198,14 @@ class Strange(nn.Module):
         return torch.sin(self.layer(x)).mean((2, 3))
 
 
-def test_an_unknown_operation_is_told_before_training():
-    net = Stacked(Strange, (3, 8, 8), 5)
-    with pytest.raises(ValueError, match="does not know the operation"):
+def test_an_unsupported_operation_is_refused_before_training():
+    net = Stacked(Unsupported, (3, 8, 8), 5)
+    with pytest.raises(ValueError, match="operation"):
         net.initial(torch.Generator())
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"),
+    ("layer", "word"),
     [
         (nn.Conv2d(4, 8, 3, groups=2), "2 groups"),
         (nn.Conv2d(4, 4, 3, dilation=2), "padding"),
@@ -179,15 +213,15 @@ def test_an_unknown_operation_is_told_before_training():
     ],
     ids=str,
 )
-def test_an_unknown_layer_is_told_by_name(layer, words):
+def test_an_unsupported_layer_is_named(layer, word):
     net = Stacked(lambda: nn.Sequential(layer), (4, 8, 8), 5)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=word):
         net.initial(torch.Generator())
 
 
 def test_mobilenet_by_name():
     assert isinstance(network("mobilenet", (3, 32, 32), 10), Stacked)
-    with pytest.raises(ValueError, match="colour images"):
+    with pytest.raises(ValueError, match="colour"):
         network("mobilenet", (1, 28, 28), 10)
 
 
@@ -216,7 +250,7 @@ def test_every_row_is_seen_once_and_even_batches_differ_by_one_row(sizes, even):
 
 
 class Deep(nn.Module):
-    """Normalisation upon normalisation, without a ceiling between."""
+    """Twenty normalisations without an activation between them."""
 
     def __init__(self):
         super().__init__()
@@ -230,8 +264,8 @@ class Deep(nn.Module):
         return self.head(self.layers(x).mean((2, 3)))
 
 
-def test_padding_beside_a_single_row_stays_finite():
-    """A single pixel of a single row has no spread: whatever lies beside it is blown up."""
+def test_padding_next_to_a_single_row_stays_finite():
+    """A single pixel has variance zero, so padding would be scaled up in every layer."""
     net = Stacked(Deep, (3, 1, 1), 2)
     params = {n: v.expand(2, 1, *v.shape) for n, v in net.initial(torch.Generator()).items()}
     inputs = torch.randn(6, 3, 1, 1, generator=torch.Generator().manual_seed(0))
@@ -240,29 +274,29 @@ def test_padding_beside_a_single_row_stays_finite():
     assert all(bool(torch.isfinite(value).all()) for value in found.values())
 
 
-def test_single_rows_train_whether_or_not_others_are_beside_them():
-    """The last layers see one number a channel there, which torch's own normalisation refuses."""
+def test_single_rows_train_with_and_without_padding():
+    """The last layers have one number per channel, which torch refuses to normalise."""
     net = Stacked(partial(MobileNetV2, 5, width=0.25, dropout=0.0), (3, 32, 32), 5)
     one = net.initial(torch.Generator().manual_seed(0))
     params = {name: value.expand(2, 1, *value.shape).double() for name, value in one.items()}
     images = torch.randn(2, 1, 3, 32, 32, dtype=torch.float64)
-    alone, statistics = net.walk(params, images, True, None)
+    alone, statistics = net.forward(params, images, True, None)
     beside = torch.cat([images, torch.zeros_like(images)], dim=1)
-    padded, expected = net.walk(params, beside, True, torch.tensor([1, 1]))
+    padded, expected = net.forward(params, beside, True, torch.tensor([1, 1]))
     torch.testing.assert_close(alone, padded[:, :1])
     for name, value in statistics.items():
         torch.testing.assert_close(value, expected[name])
 
 
 @pytest.mark.parametrize("counts", [None, [1, 3]], ids=["alone", "beside others"])
-def test_a_single_number_has_no_variance_to_put_in_the_place_of_the_old(counts):
-    """A variance of zero would blow up whatever the client's learner is asked about later."""
+def test_a_single_number_does_not_replace_the_running_variance(counts):
+    """A variance of zero would scale up all later inputs."""
     net = Stacked(partial(MobileNetV2, 5, width=0.25, dropout=0.0), (3, 32, 32), 5)
     one = net.initial(torch.Generator().manual_seed(0))
     params = {name: value.expand(2, 1, *value.shape).double() for name, value in one.items()}
     images = torch.randn(2, 1 if counts is None else 3, 3, 32, 32, dtype=torch.float64)
     there = None if counts is None else torch.tensor(counts)
-    _, statistics = net.walk(params, images, True, there)
+    _, statistics = net.forward(params, images, True, there)
     last = [name for name in statistics if name.endswith("running_var")][-1]
     torch.testing.assert_close(statistics[last][0], params[last][0])  # one pixel is left there
     assert counts is None or not torch.allclose(statistics[last][1], params[last][1])
@@ -270,7 +304,7 @@ def test_a_single_number_has_no_variance_to_put_in_the_place_of_the_old(counts):
 
 
 def test_pretrained_weights_read_plain_pixels(tmp_path):
-    """The file's network on scaled pictures, and ours on pixels in [-1, 1], say the same."""
+    """The network of the file on scaled images and ours on pixels in [-1, 1] agree."""
     torch.manual_seed(0)
     module = MobileNetV2(7).eval()
     for name, value in module.named_buffers():
@@ -286,10 +320,10 @@ def test_pretrained_weights_read_plain_pixels(tmp_path):
     ours.load_state_dict({n: v[0] for n, v in params.items()}, strict=False)
     scaled = (bytes_ / 255 - mean) / deviation
     first, theirs = ours.features[0], module.features[0]
-    # all but the border, where the one sees mid-grey and the other ImageNet's mean
+    # without the border, where padding is mid-grey for one and ImageNet's mean for the other
     inner = (slice(None), slice(None), slice(2, -2), slice(2, -2))
     plain = as_numbers(bytes_, torch.float32)
     torch.testing.assert_close(first(plain)[inner], theirs(scaled)[inner], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(own["classifier.1.weight"], module.classifier[1].weight)
-    with pytest.raises(ValueError, match="no pretrained weights for Small"):
+    with pytest.raises(ValueError, match="Small"):
         Stacked(Small, (3, 8, 8), 5).pretrained(tmp_path / "weights.safetensors", torch.Generator())

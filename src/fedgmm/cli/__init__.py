@@ -57,9 +57,9 @@ def _sentence(error: Exception) -> str:
     if type(error).__name__ == "OutOfMemoryError" and str(error).startswith(
         "CUDA"
     ):  # torch's class
-        from fedgmm.nets.devices import what_ran_out
+        from fedgmm.nets.devices import out_of_memory_reason
 
-        return f"{what_ran_out(error)}. Close other programs on the GPU, or use another --device."
+        return f"{out_of_memory_reason(error)}. Close other programs on the GPU, or use another --device."
     return str(error) or type(error).__name__
 
 

@@ -81,7 +81,7 @@ def server(
     """
     _need_flower()
     with _imports_finish_first():
-        from fedgmm.federation.flower.server import Doors, read_doors, run_server
+        from fedgmm.federation.flower.server import ServerAddress, read_server_options, run_server
         from fedgmm.federation.server import check_start
         from fedgmm.federation.settings import read_settings
 
@@ -92,7 +92,7 @@ def server(
         round_timeout=round_timeout,
         min_rows=min_rows,
     )
-    access = read_doors(
+    options = read_server_options(
         config,
         host=host,
         port=port,
@@ -102,21 +102,21 @@ def server(
         keys=keys_folder,
         insecure=insecure or None,
     )
-    doors = Doors(
-        access.get("host", _HOST),
-        access.get("port", _PORT),
+    address = ServerAddress(
+        options.get("host", _HOST),
+        options.get("port", _PORT),
         _tls(
-            access.get("tls_cert"),
-            access.get("tls_key"),
-            access.get("tls_ca"),
-            access.get("keys"),
-            access.get("insecure", False),
+            options.get("tls_cert"),
+            options.get("tls_key"),
+            options.get("tls_ca"),
+            options.get("keys"),
+            options.get("insecure", False),
         ),
-        access.get("keys"),
+        options.get("keys"),
     )
     check_start(settings, out)
     with _sigterm_interrupts(), _log_lines(out) as notify:
-        run_server(settings, out, doors, serve=serve, notify=notify)
+        run_server(settings, out, address, serve=serve, notify=notify)
 
 
 def client(
@@ -246,9 +246,9 @@ def certificate(
     Example: fedgmm keys certificate --host localhost --host 127.0.0.1 --out certificates
     """
     _need_flower()
-    from fedgmm.federation.flower.certificates import try_out_certificates
+    from fedgmm.federation.flower.certificates import trial_certificates
 
-    files = try_out_certificates(host, out, days)
+    files = trial_certificates(host, out, days)
     typer.echo(f"{files.certificate}, {files.key}: for the server (--tls-cert, --tls-key).")
     typer.echo(f"{files.authority}: for the server (--tls-ca) and every client (--ca).")
 

@@ -376,7 +376,7 @@ class Site:
     def _quietly(self, job: Job) -> Any:
         """Return a context without threads inside operations, which small networks gain nothing from."""
         net = job.method.training.net
-        quiet = resolve_device(job.options.device).type == "cpu" and net.handling.in_lanes
+        quiet = resolve_device(job.options.device).type == "cpu" and net.hints.in_lanes
         return lanes_only() if quiet else nullcontext()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedgmm.core.params import Params, is_statistic
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction, count_learners
-from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.networks import as_numbers
 from fedgmm.nets.sgd import Step, plan_batches
 from fedgmm.nets.stacked import Stacked
 
@@ -104,5 +104,5 @@ def _statistics(net: Stacked, learners: Params, images: Tensor, counts: Tensor) 
     # dropout draws from the global generator, which gets its own state back
     with torch.no_grad(), torch.random.fork_rng(gpus):
         inputs = as_numbers(images, next(iter(learners.values())).dtype)
-        _, found = net.walk(learners, inputs, training=True, counts=counts)
+        _, found = net.forward(learners, inputs, training=True, counts=counts)
     return {name: value.double() for name, value in found.items()}

@@ -47,8 +47,7 @@ from fedgmm.methods.base import (
 from fedgmm.methods.gmm import FARTHEST, FederatedGMM, MixtureShared, check_counts
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.learners import log_likelihoods
-from fedgmm.nets.networks import Dense
-from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.networks import Dense, as_numbers
 
 LearnerStart = Literal["tied", "split", "random"]
 LEARNER_STARTS: tuple[str, ...] = get_args(LearnerStart)

@@ -14,7 +14,7 @@ from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction, RoundInfo, SupervisedMethod
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.learners import log_likelihoods
-from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.networks import as_numbers
 from fedgmm.nets.sgd import plan_batches
 
 _ROWS_AT_ONCE = 512

@@ -15,7 +15,7 @@ from fedgmm.core.params import Params, add_params, expand_clients, stack, take_c
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import LARGEST_WEIGHT, DivergedError
-from fedgmm.nets.devices import accelerator_memory, use_less_memory, what_ran_out
+from fedgmm.nets.devices import accelerator_memory, out_of_memory_reason, use_less_memory
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.networks import Network
 from fedgmm.nets.sgd import SGD, BatchPlan, padded_rows, plan_batches, train_local
@@ -96,9 +96,9 @@ class LocalTraining:
         else:
             learners = len(next(iter(params.values())))
             padded = padded_rows(self.sgd.batch_size, _ROWS_OF_A_PRODUCT)
-            batch = padded * learners * self.net.row_numbers * self.dtype.itemsize
+            batch = padded * learners * self.net.activations_per_row * self.dtype.itemsize
             size = max(1, accelerator_memory(rows.device) // (copies + batch))
-            size = min(size, self.net.handling.most_clients or size)
+            size = min(size, self.net.hints.max_clients or size)
         if self._in_lanes(rows):
             numbers = self.sgd.batch_size * math.prod(rows.inputs.shape[1:])
             size = min(size, max(1, _STEP_NUMBERS // numbers))
@@ -110,7 +110,7 @@ class LocalTraining:
         self, rows: LabelledRows, clients: Tensor, orders: list[Tensor], options: SGD
     ) -> BatchPlan:
         """Return the batches of some clients; batches are even where their statistics matter."""
-        even = self.net.handling.even_batches
+        even = self.net.hints.even_batches
         return plan_batches(
             rows.offsets,
             clients,
@@ -123,7 +123,7 @@ class LocalTraining:
 
     def _in_lanes(self, rows: LabelledRows) -> bool:
         """Return whether groups train on one thread each; large networks use all threads at once."""
-        return rows.device.type == "cpu" and self.net.handling.in_lanes
+        return rows.device.type == "cpu" and self.net.hints.in_lanes
 
     def over_groups(
         self,
@@ -147,7 +147,7 @@ class LocalTraining:
             try:
                 return self._one_by_one(groups, round_number, visit)
             except torch.cuda.OutOfMemoryError as error:
-                reason = what_ran_out(error)
+                reason = out_of_memory_reason(error)
             # outside the handler, which would keep the tensors that did not fit
             if len(groups[0]) == 1:
                 raise torch.cuda.OutOfMemoryError(

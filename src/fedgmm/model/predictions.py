@@ -23,7 +23,7 @@ from fedgmm.core.predictive import log_class_probabilities, log_marginal
 from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.data.dataset import LabelledRows, numeric
 from fedgmm.methods.base import Prediction, count_learners
-from fedgmm.nets.pixels import as_numbers
+from fedgmm.nets.networks import as_numbers
 from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]

@@ -1,8 +1,8 @@
-"""ResNet-18 and MobileNet-V2 with torchvision's parameter names, and their weights from a file.
+"""ResNet-18 and MobileNet-V2 with torchvision's parameter names, and weights from files.
 
-Both map images ``(n, 3, height, width)`` to logits ``(n, K)``, or, without a head, to one row of
-numbers an image: 512 for ResNet-18, 1280 for MobileNet-V2. Weights are safetensors files that hold a
-torchvision state dict; nothing here needs torchvision itself.
+Both map images ``(n, 3, height, width)`` to logits ``(n, K)`` or, without a head, to a feature vector
+per image: 512 numbers for ResNet-18, 1280 for MobileNet-V2. Weights are safetensors files that hold a
+torchvision state dict; torchvision itself is not needed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fedgmm.wording import counted
 
 
 class WeightsError(ValueError):
-    """Weights that are not there or do not fit, with the file and what to do."""
+    """A weights file is missing, cannot be read or does not fit the network."""
 
 
 class Backbone(nn.Module):
-    """A network whose body can take pretrained weights.
+    """A network that can load pretrained weights.
 
     Attributes:
-        torchvision_name: the function of ``torchvision.models`` that has the same parameters.
-        head_prefix: how the names of the head's parameters begin.
-        feature_size: numbers an image that go into the head.
+        torchvision_name: name of the function in ``torchvision.models`` with the same parameters.
+        head_prefix: prefix of the names of the head's parameters.
+        feature_size: length of the feature vector that the head reads.
     """
 
     torchvision_name: ClassVar[str]
@@ -41,7 +41,7 @@ class Backbone(nn.Module):
 
 
 class _Residual(nn.Module):
-    """``ReLU(x + F(x))`` with two 3×3 convolutions in ``F``; ``x`` is projected where shapes differ."""
+    """``ReLU(x + F(x))`` with two 3×3 convolutions in ``F``; ``x`` is projected if shapes differ."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -62,10 +62,10 @@ class _Residual(nn.Module):
 
 
 class ResNet18(Backbone):
-    """ResNet-18: a 7×7 stem, eight residual blocks, the average over all places, a linear head.
+    """ResNet-18: a 7×7 stem, eight residual blocks, average pooling, a linear head.
 
     Args:
-        classes: ``K``; ``None`` leaves the head out.
+        classes: number of classes ``K``; ``None`` omits the head.
     """
 
     torchvision_name = "resnet18"
@@ -85,10 +85,10 @@ class ResNet18(Backbone):
         if classes is not None:
             check_integer("classes", classes, 1)
             self.fc = nn.Linear(self.feature_size, classes)
-        _start_convolutions(self)
+        _initialise_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(n, K)`` or features ``(n, 512)`` of images ``(n, 3, height, width)``."""
+        """Return logits ``(n, K)`` or features ``(n, 512)`` of images ``(n, 3, height, width)``."""
         x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         out: Tensor = self.fc(x.mean((2, 3)))
@@ -112,7 +112,7 @@ _STAGES = (
 def _convolution(
     channels_in: int, channels: int, size: int, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:
-    """Convolution, batch normalisation, ReLU6."""
+    """Return a convolution with batch normalisation and ReLU6."""
     return nn.Sequential(
         nn.Conv2d(channels_in, channels, size, stride, size // 2, groups=groups, bias=False),
         nn.BatchNorm2d(channels),
@@ -121,7 +121,7 @@ def _convolution(
 
 
 class _InvertedResidual(nn.Module):
-    """Widen (1×1), filter each channel (3×3), narrow (1×1); plus ``x`` where shapes agree."""
+    """Expansion (1×1), depthwise filter (3×3), projection (1×1); plus ``x`` if shapes agree."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -141,14 +141,14 @@ class _InvertedResidual(nn.Module):
 
 
 class MobileNetV2(Backbone):
-    """MobileNet-V2: a 3×3 stem, 17 inverted residuals, 1280 channels, their average, a linear head.
+    """MobileNet-V2: a 3×3 stem, 17 inverted residuals, 1280 channels, average pooling, a linear head.
 
     Args:
-        classes: ``K``; ``None`` leaves the head out.
-        width: multiplies the channels of every layer; pretrained weights are of width 1.
-        stem_stride: 2 as published (32 pixels shrink to a single place), 1 keeps twice the
-            resolution throughout, which small images like; the parameters are the same.
-        dropout: before the head.
+        classes: number of classes ``K``; ``None`` omits the head.
+        width: factor for the channels of every layer; pretrained weights have width 1.
+        stem_stride: 2 as published, which reduces 32 × 32 pixels to 1 × 1. With 1 the resolution is
+            twice as high in all layers, which suits small images; the parameters are the same.
+        dropout: dropout rate before the head.
     """
 
     torchvision_name = "mobilenet_v2"
@@ -186,22 +186,22 @@ class MobileNetV2(Backbone):
             nn.init.normal_(head.weight, std=0.01)
             nn.init.zeros_(head.bias)
             self.classifier = nn.Sequential(nn.Dropout(dropout), head)
-        _start_convolutions(self)
+        _initialise_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(n, K)`` or features ``(n, 1280)`` of images ``(n, 3, height, width)``."""
+        """Return logits ``(n, K)`` or features ``(n, 1280)`` of images ``(n, 3, height, width)``."""
         out: Tensor = self.classifier(self.features(x).mean((2, 3)))
         return out
 
 
 def _channels(wanted: float) -> int:
-    """The multiple of eight nearest to ``wanted``, but not less than nine tenths of it."""
+    """Round to the nearest multiple of eight that is at least nine tenths of ``wanted``."""
     nearest = max(8, int(wanted + 4) // 8 * 8)
     return nearest if nearest >= 0.9 * wanted else nearest + 8
 
 
-def _start_convolutions(module: nn.Module) -> None:
-    """He's initialisation by the outputs of each convolution, as both papers' code has it."""
+def _initialise_convolutions(module: nn.Module) -> None:
+    """Apply He's initialisation (fan-out), as the code of both papers does."""
     for part in module.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
@@ -214,21 +214,21 @@ BACKBONES: dict[str, type[ResNet18] | type[MobileNetV2]] = {
 
 
 def weights_file(name: str, data_dir: Path) -> Path:
-    """Where the ImageNet weights of a backbone are looked for in the data folder."""
+    """Return the path of a backbone's ImageNet weights in the data folder."""
     check_choice("backbone", name, list(BACKBONES))
     return data_dir / "weights" / f"{name}_imagenet.safetensors"
 
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
-"""Of red, green and blue in [0, 1], as pretrained networks expect them to be scaled."""
+"""Mean and standard deviation of red, green and blue in [0, 1] that pretrained networks expect."""
 
 
 def read_plain_pixels(module: Backbone) -> None:
-    """Let a network that was trained on scaled ImageNet pictures read pixels in [-1, 1], in place.
+    """Change a network for ImageNet's scaling of pixels so that it reads pixels in [-1, 1], in place.
 
-    Scales go into the first convolution and shifts into the normalisation after it. Only what
-    surrounds a picture differs then: mid-grey instead of ImageNet's mean colour.
+    The scale goes into the first convolution and the shift into the normalisation after it. Only the
+    padding differs: it is mid-grey instead of ImageNet's mean colour.
     """
     first = next(part for part in module.modules() if isinstance(part, nn.Conv2d))
     norm = next(part for part in module.modules() if isinstance(part, nn.BatchNorm2d))
@@ -247,12 +247,12 @@ def read_plain_pixels(module: Backbone) -> None:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What :func:`load_weights` did.
+    """Result of :func:`load_weights`.
 
     Attributes:
-        sha256: of the file, in hexadecimal.
-        kept: parameters that the file does not have for this module and that kept their own
-            initialisation: the head's, or none.
+        sha256: hash of the file, in hexadecimal.
+        kept: parameters that kept their own initialisation because the file has none that fit: those
+            of the head, or none.
     """
 
     sha256: str
@@ -262,15 +262,15 @@ class LoadedWeights:
 def load_weights(module: Backbone, path: str | Path) -> LoadedWeights:
     """Read a torchvision state dict into a backbone, in place.
 
-    Every parameter and running statistic of the body must be there in the right shape. The head is
-    read where it fits; where it is missing or made for other classes it stays as it is.
+    The file must have every parameter and running statistic of the body in the right shape. The head
+    is read if it fits. If it is missing or has another number of classes, the module's head is kept.
 
     Args:
-        module: on any device, of any floating dtype.
+        module: a backbone on any device, of any floating dtype.
         path: a ``.safetensors`` file.
 
     Raises:
-        WeightsError: no file, a file that cannot be read, or numbers that do not fit.
+        WeightsError: the file is missing, cannot be read or does not fit.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -278,11 +278,9 @@ def load_weights(module: Backbone, path: str | Path) -> LoadedWeights:
     file = Path(path)
     try:
         data = file.read_bytes()
-        given = load(data)
+        arrays = load(data)
     except FileNotFoundError:
-        raise WeightsError(
-            f"There is no file of weights at {file}; {_how_to_get(module)}."
-        ) from None
+        raise WeightsError(f"There is no weights file at {file}; {_how_to_get(module)}.") from None
     except (OSError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise WeightsError(
@@ -291,32 +289,32 @@ def load_weights(module: Backbone, path: str | Path) -> LoadedWeights:
 
     wanted = module.state_dict()
     head = [name for name in wanted if name.startswith(module.head_prefix)]
-    head_fits = all(name in given and given[name].shape == wanted[name].shape for name in head)
+    head_fits = all(name in arrays and arrays[name].shape == wanted[name].shape for name in head)
     kept = () if head_fits else tuple(head)
-    # Batch counters are of no use in a frozen or a freshly tuned network, and often left out.
+    # Counters of batches are not used, and many files omit them.
     needed = [n for n in wanted if n not in kept and not n.endswith("num_batches_tracked")]
     for name in needed:
-        _check_numbers(name, given.get(name), wanted[name], file, module)
-    strangers = sorted(n for n in given if n not in wanted and not n.startswith(module.head_prefix))
-    if strangers:
+        _check_numbers(name, arrays.get(name), wanted[name], file, module)
+    unknown = sorted(n for n in arrays if n not in wanted and not n.startswith(module.head_prefix))
+    if unknown:
         raise WeightsError(
-            f"{file} holds {counted(len(strangers), 'array')} that {type(module).__name__} does not have, "
-            f"such as {strangers[0]!r}; {_how_to_get(module)}."
+            f"{file} holds {counted(len(unknown), 'array')} that {type(module).__name__} does not have, "
+            f"such as {unknown[0]!r}; {_how_to_get(module)}."
         )
-    module.load_state_dict(wanted | {name: given[name] for name in needed})
+    module.load_state_dict(wanted | {name: arrays[name] for name in needed})
     return LoadedWeights(hashlib.sha256(data).hexdigest(), kept)
 
 
 def _check_numbers(
     name: str, value: Tensor | None, wanted: Tensor, file: Path, module: Backbone
 ) -> None:
-    """Raise unless ``value`` can take the place of ``wanted``."""
+    """Raise unless ``value`` can replace ``wanted``."""
     if value is None:
         problem = "is missing"
     elif value.shape != wanted.shape:
         problem = f"has shape {tuple(value.shape)} instead of {tuple(wanted.shape)}"
     elif not value.is_floating_point():
-        problem = f"is of type {value.dtype}"
+        problem = f"has dtype {value.dtype}"
     elif not bool(torch.isfinite(value).all()):
         problem = "contains NaN or infinity"
     else:
@@ -328,6 +326,6 @@ def _check_numbers(
 
 def _how_to_get(module: Backbone) -> str:
     return (
-        "where torchvision is installed, safetensors.torch.save_file(torchvision.models."
-        f"{module.torchvision_name}(weights='IMAGENET1K_V1').state_dict(), FILE) writes one"
+        "with torchvision installed, write one by safetensors.torch.save_file(torchvision.models."
+        f"{module.torchvision_name}(weights='IMAGENET1K_V1').state_dict(), FILE)"
     )

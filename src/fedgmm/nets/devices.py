@@ -1,20 +1,21 @@
-"""Where tensors live and in which precision the heavy products run."""
+"""Devices, dtypes and memory budgets."""
 
 from __future__ import annotations
 
 import platform
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 _MEMORY_SHARE = 0.4
-_smaller_shares: dict[torch.device, float] = {}  # of devices whose memory ran out in this training
+_smaller_shares: dict[torch.device, float] = {}  # devices that ran out of memory in this run
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def resolve_device(name: str) -> torch.device:
-    """A torch device from its name, or from ``"auto"``: a CUDA card if there is one, else the CPU."""
+    """Return a torch device by name; ``"auto"`` is a CUDA GPU if there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -29,27 +30,28 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """``"float64"`` or ``"float32"`` as a torch dtype."""
+    """Return the torch dtype ``"float64"`` or ``"float32"``."""
     if name not in _DTYPES:
         raise ValueError(f"dtype must be one of {sorted(_DTYPES)}, got {name!r}.")
     return _DTYPES[name]
 
 
 def accelerator_memory(device: torch.device) -> int:
-    """Bytes that training may use on an accelerator: a share of all, so that every run does the same.
+    """Return the number of bytes that training may use on an accelerator.
 
-    Where others use the same device, that may be too much: see :func:`use_less_memory`.
+    This is a fixed share of the device's total memory, so that every run forms the same groups of
+    clients. If other programs use the device it may be too much: see :func:`use_less_memory`.
     """
     return int(_smaller_shares.get(device, _MEMORY_SHARE) * _total_memory(device))
 
 
 def use_less_memory(device: torch.device) -> None:
-    """Halve what this training may use on an accelerator."""
+    """Halve the memory that this training run may use on an accelerator."""
     _smaller_shares[device] = _smaller_shares.get(device, _MEMORY_SHARE) / 2
 
 
-def forget_smaller_shares() -> None:
-    """Another training begins, whose needs are others."""
+def reset_memory_shares() -> None:
+    """Restore the default memory budgets before another training run."""
     _smaller_shares.clear()
 
 
@@ -57,15 +59,13 @@ def _total_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def what_ran_out(error: Exception) -> str:
-    """The sentences of torch's error about memory that are for users; the rest is for its developers."""
+def out_of_memory_reason(error: Exception) -> str:
+    """Return the first two sentences of torch's out-of-memory error; the rest is for torch's developers."""
     return ". ".join(str(error).split(". ")[:2])
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on: versions and the processor."""
-    from importlib.metadata import version
-
+    """Return the versions and the hardware that a result depends on."""
     from fedgmm import __version__
 
     return {

@@ -10,52 +10,58 @@ from fedgmm.core.linalg import matmul
 from fedgmm.core.params import Params
 from fedgmm.nets.networks import Dense, Network
 
-_NUMBERS_AT_ONCE = 512 * 1024 * 1024  # activations of rows that shared learners look at
+_MAX_ACTIVATIONS = 512 * 1024 * 1024  # of the rows that shared learners evaluate in one block
 _LARGER_ON_ACCELERATORS = 4
-_KEPT_FOR_THE_WAY_BACK = 8  # times as many numbers in training, about
+_TRAINING_FACTOR = 8  # training holds about this many times the activations of evaluation
 
 
 def log_likelihoods(
     net: Network, params: Params, inputs: Tensor, labels: Tensor, training: bool = False
 ) -> Tensor:
-    """``log P_θm(y_i|x_i)`` of every learner.
+    """Return ``log P_θm(y_i|x_i)`` of every learner.
+
+    Shared learners are evaluated in blocks of rows that fit in memory.
 
     Args:
         net: the network.
         params: stacked parameters, ``(*C, M, ...)``.
         inputs: ``(*C, n, *shape)``.
         labels: class indices, ``(*C, n)``.
-        training: switches dropout on.
+        training: enable dropout.
 
     Returns:
         ``(*C, n, M)``.
     """
     learners = len(next(iter(params.values())))
-    most = _NUMBERS_AT_ONCE * _KEPT_FOR_THE_WAY_BACK // (learners * net.row_numbers)
+    # activations_per_row is for training; evaluation needs a fraction of it
+    most = _MAX_ACTIVATIONS * _TRAINING_FACTOR // (learners * net.activations_per_row)
     most *= 1 if inputs.device.type == "cpu" else _LARGER_ON_ACCELERATORS
     if inputs.dim() == len(net.input_shape) + 1 and len(inputs) > most and not training:
         size = max(1, most)
         parts = [slice(first, first + size) for first in range(0, len(inputs), size)]
         return torch.cat([log_likelihoods(net, params, inputs[p], labels[p]) for p in parts])
-    if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)): a softmax over two numbers is slow
+    if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)), faster than a softmax over two numbers
         margins = class_margins(net, params, inputs, training)
         return logsigmoid((margins * label_signs(labels, margins.dtype)).mT).mT
     return at_labels(torch.log_softmax(net.logits(params, inputs, training), dim=-1), labels)
 
 
 def at_labels(log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    """``(*C, n, M, K)`` at the labels ``(*C, n)``: ``(*C, n, M)``."""
+    """Select the labels' values: ``(*C, n, M, K)`` at labels ``(*C, n)`` gives ``(*C, n, M)``."""
     index = labels[..., None, None].expand(*log_probabilities.shape[:-1], 1)
     return log_probabilities.gather(-1, index).squeeze(-1)
 
 
 def class_margins(net: Network, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
-    """``z₁ - z₀`` of two classes, ``(*C, n, M)``; linear learners need only the difference."""
+    """Return ``z₁ - z₀`` of two classes, ``(*C, n, M)``.
+
+    For linear learners this is one product with the difference of the two weight vectors.
+    """
     if isinstance(net, Dense) and not net.hidden:
         weight, bias = params["0.weight"], params["0.bias"]
         x = inputs.flatten(weight.dim() - 2)
         difference = weight[..., 1, :] - weight[..., 0, :]
-        # rows last in memory: what follows then runs along many rows, not along a few learners
+        # rows are last in memory, so the operations that follow run along many rows, not a few learners
         products = matmul(difference, x.mT) if x.dim() > 2 else difference @ x.mT
         return (products + (bias[..., 1] - bias[..., 0]).unsqueeze(-1)).mT
     logits = net.logits(params, inputs, training)
@@ -63,5 +69,5 @@ def class_margins(net: Network, params: Params, inputs: Tensor, training: bool =
 
 
 def label_signs(labels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Two classes as ``±1``, ``(*C, n, 1)``."""
+    """Return the labels 0 and 1 as ``-1`` and ``+1``, ``(*C, n, 1)``."""
     return (2 * labels - 1).to(dtype).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Stochastic gradients: weighted training of learners on many clients at once."""
+"""Weighted SGD on all clients and learners at once: the update of ``θ_m`` on the clients."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from fedgmm.core.linalg import matmul, take
 from fedgmm.core.params import Params, is_statistic, take_clients
 from fedgmm.nets.kernels.recording import recorder_of
 from fedgmm.nets.learners import at_labels, class_margins, label_signs, log_likelihoods
-from fedgmm.nets.networks import Dense, Network
-from fedgmm.nets.pixels import as_numbers, crop_and_flip
+from fedgmm.nets.networks import Dense, Network, as_numbers
 from fedgmm.nets.stacked import Stacked
 
 Rate = float | Tensor
-"""A learning rate: a number, or a tensor without axes for a recording that serves every rate."""
+"""A learning rate: a number, or a scalar tensor so that one recording works for every rate."""
+
+MARGIN = 4
+"""Largest shift of a random crop, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,14 @@ class SGD:
 
     Attributes:
         lr: learning rate.
-        momentum: within a round; buffers start at zero every round.
+        momentum: momentum within a round; buffers start at zero in every round.
         weight_decay: ``L2`` penalty, added to the gradient.
         proximal: strength ``ρ`` of ``ρ/2 ‖θ - anchor‖²``.
-        clip_norm: largest norm of a gradient of the rows' loss, of each client and learner by itself;
-            ``None`` lets it be as large as it is.
-        batch_size: rows a step.
+        clip_norm: largest norm of the gradient of the rows' loss, per client and learner; ``None``
+            disables clipping.
+        batch_size: rows per step.
         epochs: passes over the client's rows.
-        augment: random crops and flips of images, anew in every step.
+        augment: crop and flip images at random in every step.
     """
 
     lr: float = 0.1
@@ -48,14 +50,14 @@ class SGD:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of stacked training: which rows some clients of the plan see.
+    """The batches of one step of stacked training, one per active client.
 
     Attributes:
-        rows: row numbers, ``(A, B)``.
-        mask: one for a row, zero for padding, which comes last, ``(A, B)``.
+        rows: row indices, ``(A, B)``.
+        mask: one for a row, zero for padding at the end, ``(A, B)``.
         full: there is no padding.
-        augment: random crops and flips of the images.
-        number: of the step within the round, from one.
+        augment: crop and flip the images at random.
+        number: number of the step within the round, from one.
     """
 
     rows: Tensor
@@ -66,21 +68,22 @@ class Step:
 
     @property
     def counts(self) -> Tensor | None:
-        """How many rows each client has, ``(A,)``; ``None`` where there is no padding."""
+        """Number of rows per client, ``(A,)``; ``None`` if there is no padding."""
         return None if self.full else self.mask.sum(1)
 
     @property
     def clients(self) -> slice:
-        """Their places in the plan: its first ones."""
+        """Positions of the active clients in the plan: always the first ones."""
         return slice(0, len(self.rows))
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Who sees which rows, in which step.
+    """The batches of all clients for one round.
 
     Attributes:
-        clients: client codes with the most rows first, ``(C,)``; those that are done drop off the end.
+        clients: client codes, sorted by descending number of rows, ``(C,)``. Clients without further
+            batches are therefore always at the end.
         steps: the steps of a round, in order.
     """
 
@@ -97,20 +100,20 @@ def plan_batches(
     augment: bool = False,
     multiple: int = 1,
 ) -> BatchPlan:
-    """Cut every client's shuffled rows into batches, for all clients side by side.
+    """Split the shuffled rows of every client into batches.
 
     Args:
-        offsets: first row of each client and, last, the number of rows, ``(C_all + 1,)``.
+        offsets: first row of each client, then the number of rows, ``(C_all + 1,)``.
         clients: codes of the clients that train, ``(C,)``.
-        orders: one permutation of the rows an epoch, ``(N,)``, that keeps a client's rows together.
-        batch_size: most rows a step.
-        even: a client's batches differ by at most one row; otherwise all are whole but the last, which
-            may hold a single row.
-        augment: every step crops and flips its images at random.
-        multiple: steps are padded to a multiple of so many rows, which may be more than a batch.
+        orders: one permutation of the rows per epoch, ``(N,)``, that keeps a client's rows together.
+        batch_size: largest number of rows per step and client.
+        even: make a client's batches differ by at most one row. Otherwise all batches are full except
+            the last, which may have a single row.
+        augment: crop and flip the images of every step at random.
+        multiple: pad steps to a multiple of this many rows, which may exceed ``batch_size``.
     """
     device = offsets.device
-    offsets, clients = offsets.cpu(), clients.cpu()  # a card would be waited for again and again
+    offsets, clients = offsets.cpu(), clients.cpu()  # otherwise every step waits for the GPU
     sizes = (offsets[1:] - offsets[:-1])[clients]
     by_size = torch.argsort(sizes, descending=True, stable=True)
     clients, sizes = clients[by_size], sizes[by_size]
@@ -133,7 +136,7 @@ def plan_batches(
 
 
 def padded_rows(rows: int, multiple: int) -> int:
-    """How many rows a step has when it is padded to a multiple of so many."""
+    """Round a number of rows up to a multiple."""
     return -(-rows // multiple) * multiple
 
 
@@ -147,38 +150,42 @@ def train_local(
     options: SGD,
     anchor: Params | None = None,
 ) -> Params:
-    """Weighted SGD on every client and learner at once.
+    """Train every client and learner at once by weighted SGD.
 
-    The loss of a batch is ``Σ_i w_i(m) · CE_i(θ_m) / Σ_i w_i(m)``: weights are normalised within the
-    client's batch, so a small responsibility does not mean a small step.
+    The loss of a batch is ``Σ_i w_i(m) · CE_i(θ_m) / Σ_i w_i(m)``. Weights are normalised within the
+    client's batch, so a learner with small responsibilities still makes full steps.
 
     Args:
         net: the network.
-        params: start, ``(C, M, ...)`` in the plan's order of clients.
+        params: initial parameters, ``(C, M, ...)`` in the plan's order of clients.
         inputs: all rows, ``(N, *shape)``.
         labels: class indices, ``(N,)``.
         weights: responsibilities of the learners, ``(N, M)``, fastest with rows last in memory;
             ``None`` means one.
         plan: the batches, and whether images are cropped and flipped.
-        options: the optimiser; what of them is about batches is left to the plan.
+        options: the optimiser. The plan replaces ``batch_size``, ``epochs`` and ``augment``.
         anchor: centre of the proximal term, shaped like ``params``.
 
     Returns:
         Trained parameters, ``(C, M, ...)``.
     """
 
-    def run(given: Given) -> list[Params]:
-        params = {name: value.clone() for name, value in given.params[0].items()}
-        centre = given.params[1] if anchor is not None else None
-        velocity = _zeros_like(params) if options.momentum else None
-        (rate,) = given.rates
-        for step in given.steps:
+    def run(round_inputs: RoundInputs) -> list[Params]:
+        params = {name: value.clone() for name, value in round_inputs.params[0].items()}
+        centre = round_inputs.params[1] if anchor is not None else None
+        velocity = None
+        if options.momentum:
+            velocity = {name: torch.zeros_like(value) for name, value in params.items()}
+        (rate,) = round_inputs.rates
+        for step in round_inputs.steps:
             active = step.clients
             own = take_clients(params, active)
-            gradients, statistics = batch_gradients(net, own, inputs, labels, given.weights, step)
+            gradients, statistics = batch_gradients(
+                net, own, inputs, labels, round_inputs.weights, step
+            )
             with torch.no_grad():
-                _remember(own, statistics)
-                _descend(
+                _replace_statistics(own, statistics)
+                _sgd_step(
                     own,
                     gradients,
                     rate,
@@ -189,8 +196,8 @@ def train_local(
         return [params]
 
     sets = [params] if anchor is None else [params, anchor]
-    given = Given(sets, plan.steps, weights, [options.lr])
-    return _done(net, inputs, labels, replace(options, lr=0.0), given, run)[0]
+    round_inputs = RoundInputs(sets, plan.steps, weights, [options.lr])
+    return _run_or_replay(net, inputs, labels, replace(options, lr=0.0), round_inputs, run)[0]
 
 
 def train_moreau(
@@ -204,10 +211,10 @@ def train_moreau(
     inner_steps: int,
     inner_lr: float,
 ) -> tuple[Params, Params]:
-    """The local rounds of pFedMe on every client at once.
+    """Train every client at once by the local rounds of pFedMe.
 
-    On each batch the personal learner is the proximal point of the local one, found by gradient
-    steps, and the local learner then moves towards it::
+    On each batch, gradient steps find the personal learner, which is the proximal point of the local
+    one. The local learner then moves towards it::
 
         θ̃ ≈ argmin_θ  f(θ; batch) + λ/2 ‖θ - w‖²          w ← w - η λ (w - θ̃)
 
@@ -217,40 +224,40 @@ def train_moreau(
         inputs: all rows, ``(N, *shape)``.
         labels: class indices, ``(N,)``.
         plan: the batches, and whether images are cropped and flipped.
-        options: ``lr`` is ``η``; ``clip_norm`` is for the steps of the inner problem.
+        options: ``lr`` is ``η``; ``clip_norm`` applies to the steps of the inner problem.
         penalty: ``λ``.
-        inner_steps: gradient steps of an inner problem.
-        inner_lr: their size.
+        inner_steps: gradient steps per batch for the inner problem.
+        inner_lr: learning rate of the inner problem.
 
     Returns:
         The local learners and the personal ones, both ``(C, M, ...)``.
     """
     inner = SGD(proximal=penalty, clip_norm=options.clip_norm)
 
-    def run(given: Given) -> list[Params]:
-        local = {name: value.clone() for name, value in given.params[0].items()}
+    def run(round_inputs: RoundInputs) -> list[Params]:
+        local = {name: value.clone() for name, value in round_inputs.params[0].items()}
         personal = {name: value.clone() for name, value in local.items()}
-        outer_rate, inner_rate = given.rates
-        for step in given.steps:
+        outer_rate, inner_rate = round_inputs.rates
+        for step in round_inputs.steps:
             active = step.clients
             own = take_clients(personal, active)
             for _ in range(inner_steps):
                 gradients, statistics = batch_gradients(net, own, inputs, labels, None, step)
-                _remember(own, statistics)
-                _descend(own, gradients, inner_rate, inner, None, take_clients(local, active))
+                _replace_statistics(own, statistics)
+                _sgd_step(own, gradients, inner_rate, inner, None, take_clients(local, active))
             for name, value in local.items():
                 rate = 1.0 if is_statistic(name) else outer_rate * penalty
                 value[active].sub_(rate * (value[active] - personal[name][active]))
         return [local, personal]
 
-    given = Given([params], plan.steps, None, [options.lr, inner_lr])
-    local, personal = _done(net, inputs, labels, (inner, inner_steps), given, run)
+    round_inputs = RoundInputs([params], plan.steps, None, [options.lr, inner_lr])
+    local, personal = _run_or_replay(net, inputs, labels, (inner, inner_steps), round_inputs, run)
     return local, personal
 
 
 @dataclass(frozen=True)
-class Given:
-    """What differs from round to round: sets of parameters, batches, the rows' weights, and rates."""
+class RoundInputs:
+    """Values that differ between rounds: parameter sets, batches, weights of rows, learning rates."""
 
     params: list[Params]
     steps: list[Step]
@@ -258,61 +265,59 @@ class Given:
     rates: Sequence[Rate]
 
 
-def _done(
+def _run_or_replay(
     net: Network,
     inputs: Tensor,
     labels: Tensor,
     options: Hashable,
-    given: Given,
-    run: Callable[[Given], list[Params]],
+    round_inputs: RoundInputs,
+    run: Callable[[RoundInputs], list[Params]],
 ) -> list[Params]:
-    """``run(given)``; some networks on an accelerator record it and replay it from then on.
+    """Return ``run(round_inputs)``, from a recording if the network and the device allow it.
 
-    ``options`` are what else decides the kernels: whatever is given is read anew in every replay.
+    A replay reads ``round_inputs`` again. ``options`` holds everything else that decides which kernels
+    run, so other options are another recording.
     """
-    if not _recorded(net, inputs):
-        return run(given)
-    names = [list(params) for params in given.params]
-    kinds = [(step.full, step.augment) for step in given.steps]
+    if not _is_recorded(net, inputs):
+        return run(round_inputs)
+    names = [list(params) for params in round_inputs.params]
+    kinds = [(step.full, step.augment) for step in round_inputs.steps]
 
     def work(tensors: Sequence[Tensor]) -> list[Tensor]:
         rest = iter(tensors)
         params = [{name: next(rest) for name in own} for own in names]
-        steps = [replace(step, rows=next(rest), mask=next(rest)) for step in given.steps]
-        weights = None if given.weights is None else next(rest)
-        found = run(Given(params, steps, weights, [next(rest) for _ in given.rates]))
-        return [value for one in found for value in one.values()]
+        steps = [replace(step, rows=next(rest), mask=next(rest)) for step in round_inputs.steps]
+        weights = None if round_inputs.weights is None else next(rest)
+        rates = [next(rest) for _ in round_inputs.rates]
+        trained = run(RoundInputs(params, steps, weights, rates))
+        return [value for one in trained for value in one.values()]
 
-    tensors = [value for own in given.params for value in own.values()]
-    tensors += [value for step in given.steps for value in (step.rows, step.mask)]
-    tensors += [] if given.weights is None else [given.weights]
+    tensors = [value for own in round_inputs.params for value in own.values()]
+    tensors += [value for step in round_inputs.steps for value in (step.rows, step.mask)]
+    tensors += [] if round_inputs.weights is None else [round_inputs.weights]
     dtype, device = tensors[0].dtype, tensors[0].device
-    # filled in, not copied from the CPU, which would wait for the card
-    tensors += [torch.full((), float(r), dtype=dtype, device=device) for r in given.rates]
+    # torch.full does not wait for the GPU; a copy from the CPU would
+    tensors += [torch.full((), float(r), dtype=dtype, device=device) for r in round_inputs.rates]
     key = (run.__qualname__, options, tuple(kinds), inputs.data_ptr(), labels.data_ptr())
-    found = recorder_of(net).run(key, work, tensors, kept=(inputs, labels))
-    first = names[0]  # what comes out has the names of what went in
+    outputs = recorder_of(net).run(key, work, tensors, keep_alive=(inputs, labels))
+    first = names[0]  # every returned set has the names of the first one
     return [
-        dict(zip(first, found[begin : begin + len(first)], strict=True))
-        for begin in range(0, len(found), len(first))
+        dict(zip(first, outputs[begin : begin + len(first)], strict=True))
+        for begin in range(0, len(outputs), len(first))
     ]
 
 
-def _recorded(net: Network, inputs: Tensor) -> bool:
-    return inputs.is_cuda and net.handling.recorded
+def _is_recorded(net: Network, inputs: Tensor) -> bool:
+    return inputs.is_cuda and net.hints.recorded
 
 
-def _remember(own: Params, statistics: Params) -> None:
-    """Put new running statistics in the place of the old."""
+def _replace_statistics(own: Params, statistics: Params) -> None:
+    """Overwrite the running statistics, in place."""
     if statistics:
         torch._foreach_copy_([own[name] for name in statistics], list(statistics.values()))
 
 
-def _zeros_like(params: Params) -> Params:
-    return {name: torch.zeros_like(value) for name, value in params.items()}
-
-
-def _descend(
+def _sgd_step(
     own: Params,
     gradients: Params,
     rate: Rate,
@@ -320,10 +325,10 @@ def _descend(
     velocity: Params | None,
     centre: Params | None,
 ) -> None:
-    """One step of SGD, in place; ``rate`` is its learning rate, whatever that of ``options``.
+    """Make one step of SGD in place, with learning rate ``rate`` instead of ``options.lr``.
 
-    All parameters at once: on a card, a kernel for each of a hundred parameters takes longer to start
-    than to run.
+    All parameters are updated by one call, because on a GPU a kernel per parameter takes longer to
+    start than to run.
     """
     values, slopes = [own[name] for name in gradients], list(gradients.values())
     if options.clip_norm is not None:
@@ -338,16 +343,16 @@ def _descend(
         torch._foreach_mul_(speeds, options.momentum)
         torch._foreach_add_(speeds, slopes)
         slopes = speeds
-    if isinstance(rate, Tensor):  # ``alpha`` would be a number in the recording
+    if isinstance(rate, Tensor):  # ``alpha`` would be a constant of the recording
         torch._foreach_sub_(values, torch._foreach_mul(slopes, rate))
     else:
         torch._foreach_add_(values, slopes, alpha=-rate)
 
 
 def _clipped(gradients: list[Tensor], largest: float) -> list[Tensor]:
-    """Gradients ``(A, M, ...)``, scaled down where a client's and learner's norm exceeds ``largest``.
+    """Scale gradients ``(A, M, ...)`` down to norm ``largest``, per client and learner.
 
-    The same as ``torch.nn.utils.clip_grad_norm_`` for each of them.
+    The result equals ``torch.nn.utils.clip_grad_norm_`` for each client and learner.
     """
     own = [g.unsqueeze(-1) for g in gradients]  # a parameter may be a single number
     norms = [torch.linalg.vector_norm(g, dim=tuple(range(2, g.ndim))) for g in own]
@@ -359,10 +364,10 @@ def _clipped(gradients: list[Tensor], largest: float) -> list[Tensor]:
 def batch_loss(
     net: Network, params: Params, inputs: Tensor, labels: Tensor, weights: Tensor | None, step: Step
 ) -> tuple[Tensor, Params]:
-    """Weighted mean cross-entropy of one step, ``(A, M)``, and running statistics after it, if any."""
+    """Return the weighted mean cross-entropy of one step, ``(A, M)``, and the new running statistics."""
     x, y, share = _batch(params, inputs, labels, weights, step)
     if isinstance(net, Stacked):
-        logits, statistics = net.walk(params, x, True, step.counts, step.number)
+        logits, statistics = net.forward(params, x, True, step.counts, step.number)
         likelihood = at_labels(torch.log_softmax(logits, dim=-1), y)
     else:
         likelihood, statistics = log_likelihoods(net, params, x, y, training=True), {}
@@ -372,14 +377,14 @@ def batch_loss(
 def batch_gradients(
     net: Network, params: Params, inputs: Tensor, labels: Tensor, weights: Tensor | None, step: Step
 ) -> tuple[Params, Params]:
-    """Gradient of every client's and learner's own :func:`batch_loss`, and new running statistics."""
+    """Return the gradients of :func:`batch_loss` per client and learner, and the new running statistics."""
     if isinstance(net, Dense) and not net.hidden:
         batch = _batch(params, inputs, labels, weights, step)
         return _linear_gradients(net, params, *batch), {}
     own = {name: value.detach() for name, value in params.items()}
     trained = [value.requires_grad_() for name, value in own.items() if not is_statistic(name)]
     losses, statistics = batch_loss(net, own, inputs, labels, weights, step)
-    # zero for a parameter that the module never uses
+    # parameters that the module does not use get gradient zero
     gradients = torch.autograd.grad(losses.sum(), trained, materialize_grads=True)
     names = [name for name in own if not is_statistic(name)]
     return dict(zip(names, gradients, strict=True)), statistics
@@ -388,11 +393,11 @@ def batch_gradients(
 def _batch(
     params: Params, inputs: Tensor, labels: Tensor, weights: Tensor | None, step: Step
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows ``(A, B, *shape)``, labels ``(A, B)`` and each row's share of the loss, ``(A, B, M or 1)``."""
+    """Return inputs ``(A, B, *shape)``, labels ``(A, B)`` and shares of the loss ``(A, B, M or 1)``."""
     dtype = next(iter(params.values())).dtype
     w = step.mask.unsqueeze(-1).to(dtype)
     if weights is not None:
-        # rows last in memory, here and below: products then run along many rows, not a few learners
+        # rows are last in memory, here and below, so products run along many rows, not a few learners
         taken = take(weights.mT, step.rows.reshape(-1), axis=1).to(dtype)
         w = (w.mT * taken.reshape(-1, *step.rows.shape).transpose(0, 1)).mT
     share = w / w.sum(1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
@@ -402,7 +407,7 @@ def _batch(
 
 
 def _linear_gradients(net: Dense, params: Params, x: Tensor, y: Tensor, share: Tensor) -> Params:
-    """The closed form for linear learners, three times as fast as differentiating.
+    """Return the gradients of linear learners in closed form, three times as fast as autograd.
 
     ``∂L/∂z = share · (softmax(z) - onehot(y))`` and ``∂L/∂W = Σ_i ∂L/∂z_i x_iᵀ``.
     """
@@ -423,6 +428,29 @@ def _linear_gradients(net: Dense, params: Params, x: Tensor, y: Tensor, share: T
 
 
 def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """``values[rows]`` for row numbers ``(A, B)``; a flat selection is several times faster."""
+    """Return ``values[rows]`` for row indices ``(A, B)``; a flat selection is several times faster."""
     taken = take(values, rows.reshape(-1))
     return taken.reshape(*rows.shape, *values.shape[1:])
+
+
+def crop_and_flip(images: Tensor) -> Tensor:
+    """Shift each image by up to ``MARGIN`` pixels, filling with zeros, and mirror half of the images.
+
+    Random numbers come from torch's global generator of the device, so recorded rounds draw new ones.
+
+    Args:
+        images: ``(..., channels, height, width)``.
+    """
+    *lead, channels, height, width = images.shape
+    flat = images.reshape(-1, channels, height * width)
+    device, rows = images.device, len(flat)
+    down, right = torch.randint(-MARGIN, MARGIN + 1, (2, rows, 1, 1), device=device)
+    mirrored = torch.rand(rows, 1, 1, device=device) < 0.5
+    y = torch.arange(height, device=device)[:, None] + down
+    x = torch.arange(width, device=device)
+    x = torch.where(mirrored, width - 1 - x, x) + right
+    inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)  # (rows, height, width)
+    places = y.clamp(0, height - 1) * width + x.clamp(0, width - 1)
+    moved = flat.gather(2, places.reshape(rows, 1, -1).expand(-1, channels, -1))
+    moved = torch.where(inside.reshape(rows, 1, -1), moved, torch.zeros_like(moved))
+    return moved.reshape(*lead, channels, height, width)

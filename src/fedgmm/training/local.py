@@ -26,7 +26,7 @@ from fedgmm.methods.base import AnyMethod, DivergedError, NamedRows, Prediction,
 from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.methods.gmm import overall_gaussian
 from fedgmm.model.model import FederatedModel
-from fedgmm.nets.devices import forget_smaller_shares, resolve_device, resolve_dtype
+from fedgmm.nets.devices import reset_memory_shares, resolve_device, resolve_dtype
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.training.build import build, build_warm_up, learner_network, pretrained_learner
 from fedgmm.training.checkpoint import (
@@ -230,16 +230,14 @@ def train(
     )
     net = job.net
     # small networks gain nothing from threads inside an operation
-    quiet = resolve_device(chosen.device).type == "cpu" and net.handling.in_lanes
+    quiet = resolve_device(chosen.device).type == "cpu" and net.hints.in_lanes
     try:
         with lanes_only() if quiet else nullcontext():
             return job.run()
     finally:
-        if (
-            net.handling.recorded
-        ):  # otherwise a model that is kept would hold half of a GPU's memory
+        if net.hints.recorded:  # otherwise a model that is kept would hold half of a GPU's memory
             forget_recordings(net)
-        forget_smaller_shares()
+        reset_memory_shares()
 
 
 def check_training(dataset: FederatedDataset, options: TrainingOptions) -> None:

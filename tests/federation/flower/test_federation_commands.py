@@ -1,10 +1,10 @@
-"""What an IT person can get wrong: each ends with one sentence, before anything is started."""
+"""Wrong options and files end with an error before anything is started."""
 
 import shutil
 
 import pytest
 
-from fedgmm.federation.flower.certificates import try_out_certificates
+from fedgmm.federation.flower.certificates import trial_certificates
 from fedgmm.federation.flower.keys import new_pair
 from small_runs import fails, works, write_sites
 
@@ -15,8 +15,8 @@ GOOD = '[data]\nlabel = "state"\n[federation]\nclients = 2\n'
 def prepared(tmp_path_factory):
     home = tmp_path_factory.mktemp("office")
     write_sites(home)
-    try_out_certificates(["127.0.0.1"], home / "tls")
-    try_out_certificates(["127.0.0.1"], home / "other_tls")
+    trial_certificates(["127.0.0.1"], home / "tls")
+    trial_certificates(["127.0.0.1"], home / "other_tls")
     (home / "keys").mkdir()
     new_pair("oslo", home)
     shutil.copy(home / "oslo.pub", home / "keys")
@@ -55,15 +55,15 @@ def client(*more, data="oslo.csv", out="site", code=1, key="oslo.key", ca="tls/c
     ],
 )
 def test_wrong_options_of_the_server(office, arguments, words):
-    told = server(*arguments, code=2)
-    assert words in " ".join(told.replace("│", " ").split())
+    printed = server(*arguments, code=2)
+    assert words in " ".join(printed.replace("│", " ").split())
     assert not (office / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (TLS, "Say which sites are let in"),
+        (TLS, "--keys FOLDER is missing"),
         ([*TLS, "--keys", "nowhere"], "There is no folder nowhere"),
         ([*TLS[:3], "other_tls/server.key", *TLS[4:], *KEYS], "is not the key of"),
         ([*TLS[:5], "other_tls/ca.crt", *KEYS], "would refuse"),
@@ -101,13 +101,13 @@ def test_a_key_of_another_kind_at_the_server(office, content):
         (GOOD.replace("2", "true"), "clients must be an integer"),
     ],
 )
-def test_settings_that_are_wrong_are_told_before_a_door_is_opened(office, text, words):
+def test_wrong_settings_are_refused_before_the_server_starts(office, text, words):
     (office / "wrong.toml").write_text(text)
     assert words in server("--insecure", config="wrong.toml")
     assert not (office / "run").exists()
 
 
-def test_a_folder_that_holds_other_things_is_left_as_it_is(office):
+def test_a_folder_with_other_files_is_not_changed(office):
     (office / "run").mkdir()
     (office / "run/thesis.txt").write_text("all my work")
     assert "is not empty and holds no federation" in server("--insecure")
@@ -129,7 +129,7 @@ def test_a_folder_that_holds_other_things_is_left_as_it_is(office):
         ({"data": "empty.csv"}, "empty"),
         ({"data": "."}, "A site has one table, but 4 were given"),
         ({"key": "none.key"}, "There is no key none.key"),
-        ({"key": "oslo.pub"}, "is the public half"),
+        ({"key": "oslo.pub"}, "is the public key"),
         ({"key": "tls/server.key"}, "is not a private key that Flower can use"),
         ({"ca": "none.crt"}, "There is no file none.crt"),
         ({"ca": "good.toml"}, "is not a certificate"),
@@ -148,15 +148,15 @@ def test_a_key_that_others_can_read(office):
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", ":9", "host:99999", "host:port"])
-def test_an_address_that_is_none(office, address):
+def test_a_malformed_address(office, address):
     arguments = ["--data", "oslo.csv", "--out", "site", "--insecure"]
     assert "is not an address" in fails("client", "--server", address, *arguments)
 
 
 @pytest.mark.parametrize("host", ["a b", "*.örg", "-x", ""])
-def test_no_certificate_for_what_is_no_host(office, host):
-    told = fails("keys", "certificate", "--host", host, "--out", "new")
-    assert "neither an address nor a host name" in told
+def test_no_certificate_for_a_malformed_host(office, host):
+    printed = fails("keys", "certificate", "--host", host, "--out", "new")
+    assert "neither an address nor a host name" in printed
     assert not (office / "new").exists()
 
 
@@ -174,7 +174,7 @@ keys = "keys"
 """
 
 
-def test_what_the_server_needs_may_stand_in_its_config(office, monkeypatch):
+def test_options_of_the_server_may_be_in_its_config(office, monkeypatch):
     (office / "sub").mkdir()
     for folder in ("tls", "keys"):
         shutil.move(office / folder, office / "sub" / folder)
@@ -182,11 +182,14 @@ def test_what_the_server_needs_may_stand_in_its_config(office, monkeypatch):
     seen = []
     monkeypatch.setattr(
         "fedgmm.federation.flower.server.run_server",
-        lambda settings, out, doors, **_: seen.append(doors),
+        lambda settings, out, address, **_: seen.append(address),
     )
     works("server", "--config", "sub/full.toml", "--out", "run")
     works("server", "--config", "sub/full.toml", "--out", "run", "--port", "77")
-    assert [(doors.host, doors.port) for doors in seen] == [("127.0.0.1", 9), ("127.0.0.1", 77)]
+    assert [(address.host, address.port) for address in seen] == [
+        ("127.0.0.1", 9),
+        ("127.0.0.1", 77),
+    ]
     assert seen[0].tls.certificate.samefile(office / "sub" / "tls" / "server.crt")
     assert seen[0].keys.samefile(office / "sub" / "keys")
 
@@ -197,7 +200,7 @@ def test_what_the_server_needs_may_stand_in_its_config(office, monkeypatch):
         ("port = true", "port must be of type int"),
         ('port = "9"', "port must be of type int"),
         ("keys = 3", "keys must be of type str"),
-        ("door = 3", "no option"),
+        ("gate = 3", "no option"),
     ],
 )
 def test_a_config_with_a_wrong_server(office, line, words):
@@ -206,7 +209,7 @@ def test_a_config_with_a_wrong_server(office, line, words):
 
 
 @pytest.mark.parametrize("place", [".", "site"])
-def test_key_and_certificate_that_lie_about_need_not_be_named(office, monkeypatch, place):
+def test_key_and_certificate_are_found_in_the_folders(office, monkeypatch, place):
     (office / "site").mkdir()
     shutil.move(office / "oslo.key", office / "elsewhere.key")
     shutil.copy(office / "elsewhere.key", office / place / "oslo.key")

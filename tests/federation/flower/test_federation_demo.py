@@ -1,4 +1,4 @@
-"""The demonstration of a federation, smaller."""
+"""A small version of the demonstration of a federation."""
 
 import pytest
 

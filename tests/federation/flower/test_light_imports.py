@@ -1,4 +1,4 @@
-"""What is imported when: the core without Flower, and Flower's side without torch."""
+"""Imports: the core does not import Flower, and Flower's programs do not import torch."""
 
 import subprocess
 import sys
@@ -11,19 +11,19 @@ CORE = (
 
 
 def imported(*statements):
-    """The names of all modules after each statement, in one process."""
+    """Return the names of all loaded modules after each statement, in one process."""
     code = "import sys\n" + "".join(
         f"{one}\nprint(' '.join(sorted(sys.modules)))\n" for one in statements
     )
-    told = subprocess.check_output([sys.executable, "-c", code], text=True)
-    return [set(line.split()) for line in told.splitlines()]
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    return [set(line.split()) for line in printed.splitlines()]
 
 
 def test_the_core_never_imports_flower():
     for statement, modules in zip(CORE, imported(*CORE), strict=True):
         assert "fedgmm" in modules, statement
         assert "flwr" not in modules, statement
-        assert "fedgmm.federation.flower.inner" not in modules, statement
+        assert "fedgmm.federation.flower.flower_internals" not in modules, statement
 
 
 def test_the_app_of_a_node_and_its_programs_are_light():

@@ -1,4 +1,4 @@
-"""Promises of a federation, with real processes: TLS, keys, folders, equal results, later sites."""
+"""A federation of real processes: TLS, keys, folders, equal results, later sites."""
 
 import http.client
 import json
@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from fedgmm.federation.flower.certificates import try_out_certificates
+from fedgmm.federation.flower.certificates import trial_certificates
 from fedgmm.federation.flower.keys import new_pair
 from loopback import Federation, all_gone, parameters
 from small_runs import works
@@ -34,7 +34,7 @@ def federation(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(federation):
-    """The same when the last site has come and the training is over."""
+    """The same federation after the last site has joined and training has ended."""
     federation.family = [
         child
         for process in list(federation.processes.values())
@@ -42,7 +42,7 @@ def finished(federation):
         for child in psutil.Process(process.pid).children(recursive=True)
     ]
     federation.client("tromso")
-    federation.wait_for("server", "handing its model to sites")
+    federation.wait_for("server", "serving its model")
     return federation
 
 
@@ -52,7 +52,7 @@ def secure_line(federation):
     return context.wrap_socket(line, server_hostname="127.0.0.1")
 
 
-# ---------------------------------------------------------------------- who is let in
+# ---------------------------------------------------------------------- access
 
 
 def test_a_client_with_an_unknown_key_is_refused(federation):
@@ -62,13 +62,13 @@ def test_a_client_with_an_unknown_key_is_refused(federation):
     federation.client("stranger")
 
     assert federation.ends("stranger") == 1
-    assert "does not know our key" in federation.said("stranger")
+    assert "does not know this site's key" in federation.said("stranger")
     assert "stranger.pub" in federation.said("stranger")
     assert "stranger" not in federation.said("server")
 
 
 def test_a_client_refuses_a_server_that_another_authority_signed(federation):
-    other = try_out_certificates(["127.0.0.1"], federation.home / "other")
+    other = trial_certificates(["127.0.0.1"], federation.home / "other")
 
     federation.start(
         "careful", "client", "--server", f"127.0.0.1:{federation.port}", "--data", "oslo.csv",
@@ -89,46 +89,46 @@ def test_a_client_refuses_a_server_under_another_name(federation):
     assert "cannot be trusted" in federation.said("elsewhere")
 
 
-def test_a_client_that_speaks_plain_text_is_refused(federation):
+def test_a_client_with_plain_text_is_refused(federation):
     federation.start(
         "open", "client", "--server", f"127.0.0.1:{federation.port}", "--data", "oslo.csv",
         "--out", "open", "--insecure",
     )  # fmt: skip
 
     assert federation.ends("open") == 1
-    assert "does not answer to plain text" in federation.said("open")
+    assert "does not respond to plain text" in federation.said("open")
 
 
-def test_the_server_says_nothing_to_plain_text(federation):
+def test_the_server_does_not_respond_to_plain_text(federation):
     with socket.create_connection(("127.0.0.1", federation.port), 5) as line:
         line.sendall(b"POST /v1/fleet/activate-node HTTP/1.1\r\nHost: x\r\n\r\n")
         assert not line.recv(100).startswith(b"HTTP")
 
 
 @pytest.mark.parametrize("path", ["/v1/control/start-run", "/v1/runtime/acquire-task", "/docs"])
-def test_nobody_can_start_programs_through_the_public_port(federation, path):
+def test_programs_cannot_be_started_through_the_public_port(federation, path):
     with secure_line(federation) as line:
         line.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
         assert line.recv(100).startswith(b"HTTP/1.1 404")
 
 
-def test_nobody_on_this_machine_can_start_programs_through_the_private_port(federation):
+def test_programs_cannot_be_started_through_the_local_port_without_the_secret(federation):
     server = psutil.Process(federation.processes["server"].pid)
     (link,) = server.children()
     ports = {one.laddr.port for one in link.net_connections() if one.status == psutil.CONN_LISTEN}
-    (private,) = ports - {federation.port}
+    (local,) = ports - {federation.port}
 
-    line = http.client.HTTPConnection("127.0.0.1", private, timeout=5)
+    line = http.client.HTTPConnection("127.0.0.1", local, timeout=5)
     line.request("POST", "/v1/control/start-run", b"", {"content-type": "application/x-protobuf"})
     assert line.getresponse().status == 403
-    line = http.client.HTTPConnection("127.0.0.1", private, timeout=5)
+    line = http.client.HTTPConnection("127.0.0.1", local, timeout=5)
     line.request(
         "POST", "/v1/runtime/acquire-task", b"", {"content-type": "application/x-protobuf"}
     )
     assert line.getresponse().status in (401, 403, 415)
 
 
-def test_nobody_calls_out(federation):
+def test_all_connections_are_local(federation):
     """All connections of all processes are on the loopback address."""
     for process in federation.processes.values():
         if process.poll() is None:
@@ -146,13 +146,13 @@ def test_a_second_process_in_the_same_folder_is_refused(federation):
     )  # fmt: skip
 
     assert twin.wait(60) == 1
-    assert "Another client is working" in federation.said("twin")
+    assert "Another client is running" in federation.said("twin")
     second = federation.server(name="second")
     assert second.wait(60) == 1
-    assert "Another server is working" in federation.said("second")
+    assert "Another server is running" in federation.said("second")
 
 
-def test_a_port_that_is_taken_is_told(federation):
+def test_a_port_in_use_is_reported(federation):
     federation.start(
         "late", "server", "--config", "federation.toml", "--out", "other_run", "--host",
         "127.0.0.1", "--port", federation.port, "--insecure",
@@ -165,7 +165,7 @@ def test_a_port_that_is_taken_is_told(federation):
 # ---------------------------------------------------------------------- the end
 
 
-def test_all_clients_end_by_themselves_and_leave_nothing_behind(finished):
+def test_all_clients_end_and_leave_no_processes(finished):
     for name in ("bergen", "oslo", "tromso"):
         assert finished.ends(name) == 0, finished.said(name)
     link = psutil.Process(finished.processes["server"].pid).children()
@@ -198,15 +198,15 @@ def test_every_site_has_its_own_model_ready_for_predictions(finished, tmp_path):
         assert len(out.read_text().splitlines()) > 30
 
 
-def test_the_server_knows_figures_only_of_the_site_that_shares_them(finished):
+def test_the_server_has_metrics_only_of_sites_that_share_them(finished):
     metrics = json.loads((finished.home / "run" / "metrics.json").read_text())
 
     assert set(metrics["clients"]) == {"bergen"}
     assert (finished.home / "run" / "report.html").stat().st_size > 10_000
 
 
-def test_no_row_and_no_program_lies_at_the_server(finished):
-    """The texts of the tables are nowhere in the server's folder, and nothing there is a program."""
+def test_the_folder_of_the_server_has_no_rows_and_no_programs(finished):
+    """No text of the tables is in the server's folder, and no file there is a program."""
     ages = [
         line.split(",")[0] for line in (finished.home / "oslo.csv").read_text().splitlines()[1:9]
     ]
@@ -219,16 +219,16 @@ def test_no_row_and_no_program_lies_at_the_server(finished):
         assert not list((finished.home / site).rglob("*.py"))
 
 
-def test_nothing_is_written_elsewhere(finished):
-    assert not (finished.home / "nobody").exists()  # their home
+def test_no_files_are_written_elsewhere(finished):
+    assert not (finished.home / "nobody").exists()  # $HOME of the processes
     assert {path.name for path in (finished.home / "run" / "flower").iterdir()} == FLOWER_FILES
     assert {path.name for path in (finished.home / "oslo" / "flower").iterdir()} == FLOWER_FILES
 
 
-def test_a_new_site_takes_the_finished_model_and_learns_its_weights(finished):
-    """Its key is put into the folder of a server that runs."""
+def test_a_new_site_receives_the_finished_model_and_learns_its_weights(finished):
+    """Its key is added to the folder while the server runs."""
     finished.add_site("bodo", 7)
-    finished.wait_for("server", "The key of bodo is let in")
+    finished.wait_for("server", "The key of bodo is now accepted")
 
     finished.client("bodo", "--adapt-only")
 
@@ -240,19 +240,19 @@ def test_a_new_site_takes_the_finished_model_and_learns_its_weights(finished):
 
 
 @pytest.mark.slow
-def test_a_key_that_is_taken_away_is_refused_at_once(finished):
+def test_a_deleted_key_is_refused_at_once(finished):
     finished.add_site("hamar", 8)
-    finished.wait_for("server", "The key of hamar is let in")
+    finished.wait_for("server", "The key of hamar is now accepted")
     (finished.home / "keys" / "hamar.pub").unlink()
-    finished.wait_for("server", "The key of hamar is not let in any more")
+    finished.wait_for("server", "The key of hamar is no longer accepted")
 
     finished.client("hamar", "--adapt-only")
 
     assert finished.ends("hamar") == 1
-    assert "does not know our key" in finished.said("hamar")
+    assert "does not know this site's key" in finished.said("hamar")
 
 
-def test_an_end_on_request_leaves_no_process_behind(finished):
+def test_sigterm_ends_all_processes(finished):
     server = psutil.Process(finished.processes["server"].pid)
     family = server.children(recursive=True)
     assert family

@@ -1,4 +1,4 @@
-"""Every method over real processes ends with the parameters of the run in one process."""
+"""Every method gives the same parameters over real processes as in one process."""
 
 import json
 
@@ -21,7 +21,7 @@ def federation(tmp_path):
 
 
 def run_over_flower(federation, **training):
-    """One run with TLS and keys; every process ends well."""
+    """Run a federation with TLS and keys; every process must succeed."""
     lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in training.items())
     federation.configure(len(SITES), rounds=OPTIONS["rounds"], training=lines)
     federation.server()
@@ -32,7 +32,7 @@ def run_over_flower(federation, **training):
 
 
 def own_numbers(model, name):
-    """All numbers that decide a client's predictions."""
+    """Return all parameters that a client's predictions depend on."""
     prediction, code = model.prediction, model.names.index(name)
     if prediction.assignment is not None:
         own = int(prediction.assignment[code])

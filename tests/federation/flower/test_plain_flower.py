@@ -1,4 +1,4 @@
-"""The app on a SuperLink and SuperNodes that people run themselves, with ``flwr run``."""
+"""The app on separate SuperLink and SuperNodes, started with ``flwr run``."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgmm.federation.flower.inner import APP_FOLDER
+from fedgmm.federation.flower.flower_internals import APP_FOLDER
 from fedgmm.federation.flower.processes import QUIET, free_port
 from loopback import Federation
 
@@ -20,7 +20,7 @@ def command(name):
 
 @pytest.fixture
 def flower(tmp_path):
-    """A way to start Flower's own programs; all of them end with the test."""
+    """Return a function that starts Flower's own programs; they end with the test."""
     federation = Federation(tmp_path, sites=("bergen", "oslo"))
     federation.configure(clients=2, rounds=2)
     home = tmp_path / "flower_home"
@@ -70,9 +70,9 @@ def test_flwr_run_trains_with_nodes_that_hold_only_their_settings(flower):
     )
     time.sleep(4.0)
     run = f'config="{folder / "federation.toml"}" out="{folder / "run"}"'
-    asked = start("flwr", "run", APP_FOLDER, "mine", "-c", run)
+    command_line = start("flwr", "run", APP_FOLDER, "mine", "-c", run)
 
-    assert asked.wait(60) == 0, (folder / "flwr.txt").read_text()
+    assert command_line.wait(60) == 0, (folder / "flwr.txt").read_text()
     deadline = time.monotonic() + 150
     while not (folder / "run" / "metrics.json").is_file():
         assert time.monotonic() < deadline, [

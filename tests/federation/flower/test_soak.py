@@ -1,4 +1,4 @@
-"""Sixty rounds in which a client dies every five: the run ends, and the server does not grow."""
+"""Sixty rounds in which a client is killed every five: the run ends, and memory does not grow."""
 
 import random
 

@@ -1,5 +1,4 @@
 """A federation over several machines, on Flower. Needs ``fedgmm[flower]``.
 
-The rest of the package never imports this one, apart from the commands ``server``, ``client`` and
-``keys``.
+Only the commands ``server``, ``client`` and ``keys`` import this package.
 """

@@ -1,4 +1,4 @@
-"""Certificates: checked as a client would, before anything starts; and a small authority to try with."""
+"""TLS certificates: check them as a client would, and make a small authority for trials."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_.])?", flags=re.ASCII)
-_EVERYWHERE = ("0.0.0.0", "::", "")
+_ALL_ADDRESSES = ("0.0.0.0", "::", "")
 
 
 class CertificateError(ValueError):
-    """What is wrong with a certificate, in plain words."""
+    """A certificate, or its key, that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Tls:
-    """The files of a server that speaks TLS: its certificate, its key, and who signed it."""
+    """TLS files of a server: its certificate, its key, and the certificate of the authority."""
 
     certificate: Path
     key: Path
@@ -35,19 +35,20 @@ class Tls:
 
 
 def check_tls(files: Tls, host: str) -> list[str]:
-    """Names that clients may use for the server, after all that a client would check.
+    """Check a certificate as a client would, and return the host names that it is valid for.
 
     Args:
-        files: of the server.
-        host: the address that is listened on; if it is one of this machine's, the certificate must
-            hold it.
+        files: TLS files of the server.
+        host: address to listen on; the certificate must be valid for it, unless it means all addresses.
 
     Raises:
-        CertificateError: with what to do.
+        CertificateError: clients would refuse the certificate.
     """
     for path in (files.certificate, files.key, files.authority):
         if not path.is_file():
-            raise CertificateError(f"There is no file {path}; see fedgmm keys certificate --help.")
+            raise CertificateError(
+                f"There is no file {path}; fedgmm keys certificate makes one for trials."
+            )
     try:
         certificate = x509.load_pem_x509_certificate(files.certificate.read_bytes())
     except ValueError:
@@ -55,12 +56,12 @@ def check_tls(files: Tls, host: str) -> list[str]:
     names = _names(certificate)
     if not names:
         raise CertificateError(
-            f"{files.certificate} holds no host name (subject alternative name); clients refuse it."
+            f"{files.certificate} has no host name (subject alternative name), so clients would refuse it."
         )
-    if host not in _EVERYWHERE and host not in names:
+    if host not in _ALL_ADDRESSES and host not in names:
         raise CertificateError(
-            f"{files.certificate} is for {', '.join(names)}, not for {host}; listen there with "
-            "--host, or get a certificate for it."
+            f"{files.certificate} is for {', '.join(names)}, not for {host}; use another --host or "
+            "another certificate."
         )
     _handshake(files, names[0].replace("*", "any"))
     return names
@@ -76,7 +77,7 @@ def _names(certificate: x509.Certificate) -> list[str]:
 
 
 def _handshake(files: Tls, name: str) -> None:
-    """A client and the server talk to each other in memory; what fails here would fail later."""
+    """Connect a client and a server in memory, to find errors before the server starts."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         server.load_cert_chain(files.certificate, files.key, password=lambda: "")
@@ -106,22 +107,20 @@ def _handshake(files: Tls, name: str) -> None:
         raise CertificateError(f"{files.certificate} cannot be used: {error.reason}.") from None
 
 
-def try_out_certificates(hosts: Sequence[str], folder: Path, days: int = 365) -> Tls:
-    """A small authority and a certificate signed by it, for trying out; its own key is thrown away.
+def trial_certificates(hosts: Sequence[str], folder: Path, days: int = 365) -> Tls:
+    """Make an authority and a certificate signed by it, for trials; the authority's key is not kept.
 
-    Writes ``ca.crt`` (for everybody), ``server.crt`` and ``server.key`` (for the server); nothing is
-    overwritten.
+    Writes ``ca.crt`` (for all sites), ``server.crt`` and ``server.key`` (for the server). Existing files
+    are not overwritten.
     """
     files = Tls(folder / "server.crt", folder / "server.key", folder / "ca.crt")
     for path in (files.certificate, files.key, files.authority):
         if path.exists():
-            raise CertificateError(f"{path} is there already; choose another folder with --out.")
-    names = [_general(one) for one in hosts]
+            raise CertificateError(f"{path} exists already; choose another folder with --out.")
+    names = [_general_name(one) for one in hosts]
     folder.mkdir(parents=True, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP384R1())
-    authority_name = x509.Name(
-        [x509.NameAttribute(NameOID.COMMON_NAME, "fedgmm try-out authority")]
-    )
+    authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedgmm trial authority")])
     authority = (
         _builder(authority_name, authority_name, authority_key, days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -150,7 +149,7 @@ def try_out_certificates(hosts: Sequence[str], folder: Path, days: int = 365) ->
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
 ) -> x509.CertificateBuilder:
-    start = datetime.now(UTC) - timedelta(minutes=5)  # clocks differ a little
+    start = datetime.now(UTC) - timedelta(minutes=5)  # clocks of machines differ
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     return (
         x509.CertificateBuilder()
@@ -164,7 +163,7 @@ def _builder(
     )
 
 
-def _general(host: str) -> x509.GeneralName:
+def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

@@ -1,4 +1,7 @@
-"""A site's long-lived process: it holds the site, and a SuperNode as its child brings the questions."""
+"""``fedgmm client``: the long-lived process of a site, with a SuperNode as its child process.
+
+The SuperNode receives the requests of the server, and this process replies to them.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +13,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from fedgmm.federation.flower.guard import UNKNOWN_KEY
+from fedgmm.federation.flower.access import UNKNOWN_KEY
 from fedgmm.federation.flower.processes import Child, FlowerFolder, free_port, prepare_environment
 from fedgmm.federation.messages import Message
 
 if TYPE_CHECKING:
-    from fedgmm.federation.flower.inner import Tasks
+    from fedgmm.federation.flower.flower_internals import Tasks
 
 Notify = Callable[[str], None]
 
-_TIMEOUT = 10.0
-_PATIENCE = 30.0  # seconds for the last answer to leave
-_START = 60.0
-_QUICK, _SLOW = 0.1, 0.5  # seconds between two looks for a question
-_RETRY = 2.0
-_LINGER = 1.0
-_SENT = "Sent successfully"
+# seconds
+_CONNECT_TIMEOUT = 10.0
+_LAST_REPLY_TIMEOUT = 30.0
+_START_TIMEOUT = 60.0
+_POLL, _IDLE_POLL = 0.1, 0.5
+_RETRY_DELAY = 2.0
+_SIGN_OFF_DELAY = 1.0
+
+_SENT = "Sent successfully"  # in the SuperNode's log
 
 
 class RefusedError(ValueError):
-    """The server does not want us, or is not who it should be; trying again does not help."""
+    """The server refuses this site, or is not the right server; trying again does not help."""
 
 
 class UnusableError(ValueError):
-    """Something at the site has to be mended before it can take part."""
+    """Something at the site must be fixed before it can take part."""
 
 
-class AnswersQuestions(Protocol):
-    """A site, as far as the transport knows it.
+class RequestHandler(Protocol):
+    """The part of a site that the transport uses.
 
     Attributes:
-        finished: nothing is left to do.
-        refused: why the server does not want it, if it does not.
-        unusable: what is wrong with its table, if something is.
+        finished: the site has no more work to do.
+        refused: reason why the server refuses the site, or ``None``.
+        unusable: reason why the site's table cannot be used, or ``None``.
     """
 
     finished: bool
@@ -50,19 +55,19 @@ class AnswersQuestions(Protocol):
     unusable: str | None
 
     def reply(self, request: Message) -> Message:
-        """Answer one question."""
+        """Return the reply to a request."""
         ...
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Where the server is, and how it is known and we are.
+    """Address of the server, and the files that authenticate both sides.
 
     Attributes:
-        host: name or address, as the server's certificate has it.
-        port: of the server.
-        authority: who signed the server's certificate; ``None`` for plain text.
-        key: our private key; needs TLS.
+        host: name or address, as in the server's certificate.
+        port: port of the server.
+        authority: certificate of the authority that signed the server's; ``None`` for plain text.
+        key: private key of the site; requires TLS.
     """
 
     host: str
@@ -72,29 +77,29 @@ class Connection:
 
     @property
     def address(self) -> str:
-        """``host:port``, with brackets where they are needed."""
+        """``host:port``, with brackets around an IPv6 address."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """Host and port of ``host:port``.
+    """Split ``host:port`` into host and port.
 
     Raises:
-        ValueError: text that is not one.
+        ValueError: the text is not an address.
     """
     host, _, port = text.removeprefix("https://").removeprefix("http://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{text!r} is not an address; write host:port, such as server.org:9092.")
+        raise ValueError(f"{text!r} is not an address; use host:port, such as server.org:9092.")
     return host.strip("[]"), int(port)
 
 
-def take_part(site: AnswersQuestions, connection: Connection, out: Path, *, notify: Notify) -> None:
-    """Answer the server's questions until the site is finished.
+def take_part(site: RequestHandler, connection: Connection, out: Path, *, notify: Notify) -> None:
+    """Reply to the server's requests until the site is finished.
 
-    A server that is not there, or goes away, is waited for.
+    If the server is not available, wait for it.
 
     Raises:
-        RefusedError: the server is not who it should be, or does not know our key.
+        RefusedError: the server is not the right one, or does not know the site's key.
     """
     from filelock import FileLock, Timeout
 
@@ -102,96 +107,94 @@ def take_part(site: AnswersQuestions, connection: Connection, out: Path, *, noti
     folder.root.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(str(folder.lock), timeout=0):
-            prepare_environment(folder, connection.host)  # as we knock: without a proxy
+            prepare_environment(folder, connection.host)  # without a proxy, as in check_server
             while not site.finished:
                 wait_for_server(connection, notify)
                 folder.make()
                 _one_connection(site, connection, folder, notify)
     except Timeout:
         raise ValueError(
-            f"Another client is working in {out}; end it, or use another folder."
+            f"Another client is running in {out}; end it, or use another folder."
         ) from None
     except OSError as error:
-        raise ValueError(f"Cannot work in {out}: {error.strerror or error}.") from None
+        raise ValueError(f"Cannot use the folder {out}: {error.strerror or error}.") from None
 
 
 def check_authority(path: Path) -> None:
-    """Raise ``ValueError`` unless a file holds certificates that a server can be known by."""
+    """Raise ``ValueError`` unless a file holds certificates of authorities."""
     if not path.is_file():
-        raise ValueError(f"There is no file {path}; ask who runs the server for its ca.crt.")
+        raise ValueError(
+            f"There is no file {path}; ask the administrator of the server for ca.crt."
+        )
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except (ssl.SSLError, OSError):
         raise ValueError(
-            f"{path} is not a certificate (PEM); ask who runs the server for its ca.crt."
+            f"{path} is not a certificate (PEM); ask the administrator of the server for ca.crt."
         ) from None
 
 
 def wait_for_server(connection: Connection, notify: Notify) -> None:
-    """Wait until the server answers, and make sure that it is the right one."""
-    told = ""
-    while True:
-        reason = knock(connection)
-        if not reason:
-            return
-        if reason != told:
-            told = reason
+    """Wait until the right server responds; report each new reason for waiting once."""
+    reported = ""
+    while reason := check_server(connection):
+        if reason != reported:
+            reported = reason
             notify(f"Waiting for the server at {connection.address} ({reason}).")
-        time.sleep(_RETRY)
+        time.sleep(_RETRY_DELAY)
 
 
-def knock(connection: Connection) -> str:
-    """Ask the server for a sign of life; empty, or why there is none (yet).
+def check_server(connection: Connection) -> str:
+    """Return why the server does not respond, or an empty text if it does.
 
     Raises:
-        RefusedError: what answers is not our server.
+        RefusedError: another server responds.
     """
     try:
-        with socket.create_connection((connection.host, connection.port), _TIMEOUT) as line:
+        with socket.create_connection((connection.host, connection.port), _CONNECT_TIMEOUT) as line:
             if connection.authority is not None:
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
                 context.load_verify_locations(connection.authority)
-                with context.wrap_socket(line, server_hostname=connection.host) as safe:
-                    return _greet(safe, connection)
-            return _greet(line, connection)
+                with context.wrap_socket(line, server_hostname=connection.host) as encrypted:
+                    return _check_health(encrypted, connection)
+            return _check_health(line, connection)
     except ssl.SSLCertVerificationError as error:
         raise RefusedError(
             f"The certificate of {connection.address} cannot be trusted ({error.verify_message}); "
-            "check --ca and the host name, and ask who runs the server."
+            "check --ca and the host name, and ask the administrator of the server."
         ) from None
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
             raise RefusedError(
-                f"{connection.address} speaks plain text, not TLS; the server was started with "
-                "--insecure, or is another one."
+                f"{connection.address} uses plain text, not TLS; the server was started with --insecure, "
+                "or it is another server."
             ) from None
         return f"TLS failed: {error.reason}"
     except socket.gaierror:
-        return f"no machine is known as {connection.host}"
+        return f"unknown host {connection.host}"
     except OSError as error:
         return (error.strerror or str(error)).lower()
 
 
-def _greet(line: socket.socket, connection: Connection) -> str:
-    line.settimeout(_TIMEOUT)
+def _check_health(line: socket.socket, connection: Connection) -> str:
+    line.settimeout(_CONNECT_TIMEOUT)
     line.sendall(f"GET /health HTTP/1.1\r\nHost: {connection.address}\r\n\r\n".encode())
-    answer = line.recv(64)
-    if answer.startswith(b"HTTP/"):
+    if line.recv(64).startswith(b"HTTP/"):
         return ""
     if connection.authority is None:
-        # a server that speaks TLS hangs up, or sends an alert
+        # a server with TLS closes the connection or sends an alert
         raise RefusedError(
-            f"{connection.address} does not answer to plain text; if it speaks TLS, say --ca ca.crt "
+            f"{connection.address} does not respond to plain text; if it uses TLS, use --ca ca.crt "
             "instead of --insecure."
         )
-    return "it does not answer as expected"
+    return "unexpected response"
 
 
 def _one_connection(
-    site: AnswersQuestions, connection: Connection, folder: FlowerFolder, notify: Notify
+    site: RequestHandler, connection: Connection, folder: FlowerFolder, notify: Notify
 ) -> None:
-    """Start a SuperNode and answer its questions until it ends, or until we have finished."""
-    from fedgmm.federation.flower.inner import Tasks
+    """Start a SuperNode and reply to its requests until it ends or the site is finished."""
+    from fedgmm.federation.flower.flower_internals import Tasks
 
     port = free_port()
     with Child(
@@ -199,11 +202,11 @@ def _one_connection(
     ) as node:
         tasks = Tasks(port, folder.secret.read_text())
         try:
-            _answer_all(site, tasks, node, notify)
+            _reply_to_all(site, tasks, node, notify)
         finally:
             tasks.close()
         if not site.finished:
-            _explain(node, connection, notify)
+            _explain_end(node, connection, notify)
 
 
 def _arguments(connection: Connection, folder: FlowerFolder, port: int) -> list[str]:
@@ -217,24 +220,24 @@ def _arguments(connection: Connection, folder: FlowerFolder, port: int) -> list[
     return arguments
 
 
-def _answer_all(site: AnswersQuestions, tasks: Tasks, node: Child, notify: Notify) -> None:
+def _reply_to_all(site: RequestHandler, tasks: Tasks, node: Child, notify: Notify) -> None:
     import httpx
 
-    from fedgmm.federation.flower.records import answer_records
+    from fedgmm.federation.flower.records import handle_records
     from fedgmm.federation.site import SiteError
 
-    started = last = time.monotonic()
+    started = last_reply = time.monotonic()
     connected = False
     while not node.ended:
         try:
             with tasks.next() as task:
                 if task is not None:
                     if not connected:
-                        notify("Connected; answering the server's questions.")
+                        notify("Connected; replying to the server's requests.")
                         connected = True
                     before = node.log_end
-                    task.reply(answer_records(site.reply, task.content, SiteError, notify))
-                    last = time.monotonic()
+                    task.reply(handle_records(site.reply, task.content, SiteError, notify))
+                    last_reply = time.monotonic()
                     if site.finished or site.unusable:
                         _wait_until_sent(node, before)
                     if site.unusable:
@@ -242,42 +245,40 @@ def _answer_all(site: AnswersQuestions, tasks: Tasks, node: Child, notify: Notif
                     if site.finished:
                         return
                     continue
-            if site.refused and time.monotonic() - last > _PATIENCE:
+            if site.refused and time.monotonic() - last_reply > _LAST_REPLY_TIMEOUT:
                 raise RefusedError(f"The server refused this site: {site.refused}")
         except httpx.HTTPError:
-            # it has not started yet, or ends
-            if connected and time.monotonic() - last > _START and not node.ended:
+            # the SuperNode has not started yet, or is ending
+            if connected and time.monotonic() - last_reply > _START_TIMEOUT and not node.ended:
                 return
-            if not connected and time.monotonic() - started > _START:
+            if not connected and time.monotonic() - started > _START_TIMEOUT:
                 return
-        time.sleep(_QUICK if time.monotonic() - last < _PATIENCE else _SLOW)
+        idle = time.monotonic() - last_reply >= _LAST_REPLY_TIMEOUT
+        time.sleep(_IDLE_POLL if idle else _POLL)
 
 
 def _wait_until_sent(node: Child, before: int) -> None:
-    """The SuperNode sends the last answer by itself; it must not be ended before."""
-    deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline and not node.ended and _SENT not in node.said(before):
-        time.sleep(_QUICK)
-    time.sleep(_LINGER)  # a server that has not fetched it yet would drop it when we leave
+    """Wait until the SuperNode has sent the last reply, because it must not be stopped before."""
+    deadline = time.monotonic() + _LAST_REPLY_TIMEOUT
+    while time.monotonic() < deadline and not node.ended and _SENT not in node.log_text(before):
+        time.sleep(_POLL)
+    time.sleep(_SIGN_OFF_DELAY)  # the server drops a reply that it has not fetched when we sign off
 
 
-def _explain(node: Child, connection: Connection, notify: Notify) -> None:
-    """Why a SuperNode ended: raise what will not get better, tell the rest."""
-    said = node.said()
-    if UNKNOWN_KEY in said:
+def _explain_end(node: Child, connection: Connection, notify: Notify) -> None:
+    """Report why a SuperNode ended, or raise if another attempt cannot help."""
+    log = node.log_text()
+    if UNKNOWN_KEY in log:
+        public = "NAME.pub" if connection.key is None else connection.key.with_suffix(".pub").name
         raise RefusedError(
-            f"The server at {connection.address} does not know our key; send the public half "
-            f"({_public_name(connection)}) to whoever runs it, or say --key."
+            f"The server at {connection.address} does not know this site's key; send {public} to the "
+            "administrator of the server, or use another --key."
         )
-    if "401 Unauthorized" in said:
+    if "401 Unauthorized" in log:
         notify(
-            "The server does not recognise us (was it started again? do the clocks of the two machines "
-            "agree?); connecting anew."
+            "The server does not recognise this site (perhaps it was restarted, or the clocks of the two "
+            "machines differ); reconnecting."
         )
     else:
-        notify("The connection to the server was lost; connecting anew.")
-    time.sleep(_RETRY / 2)
-
-
-def _public_name(connection: Connection) -> str:
-    return "NAME.pub" if connection.key is None else connection.key.with_suffix(".pub").name
+        notify("The connection to the server was lost; reconnecting.")
+    time.sleep(_RETRY_DELAY / 2)

@@ -1,7 +1,7 @@
-"""The Flower app at a site, for people who run their own SuperNodes: one question, one process.
+"""The Flower app of a site, for your own SuperNodes: Flower starts one process per request.
 
-The node is started with ``--node-config 'data="oslo.csv" out="oslo"'``; ``name``, ``share-metrics``
-and ``min-rows`` may be said too. ``fedgmm client`` does not use it.
+Start the node with ``--node-config 'data="oslo.csv" out="oslo"'``; ``name``, ``share-metrics``,
+``adapt-only`` and ``min-rows`` are optional. ``fedgmm client`` does not use this module.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedgmm.federation.flower.records import answer_records
-from fedgmm.federation.messages import Message as Question
+from fedgmm.federation.flower.records import handle_records
+from fedgmm.federation.messages import Message as SiteMessage
 
 app = ClientApp()
 
 
 @app.query()
-def answer(message: Message, context: Context) -> Message:
-    """Answer one question of the server."""
+def reply(message: Message, context: Context) -> Message:
+    """Reply to one request of the server."""
     from fedgmm.federation.settings import SiteSettings
     from fedgmm.federation.site import Site, SiteError
 
     def notify(line: str) -> None:
         print(line, flush=True)
 
-    def answered(question: Question) -> Question:
+    def handle(request: SiteMessage) -> SiteMessage:
         config = context.node_config
         if "data" not in config or "out" not in config:
             raise SiteError(
-                "the node was started without its settings; say "
+                "the node was started without its settings; start it with "
                 '--node-config \'data="oslo.csv" out="oslo"\'.'
             )
         settings = SiteSettings(
@@ -41,6 +41,6 @@ def answer(message: Message, context: Context) -> Message:
             adapt_only=bool(config.get("adapt-only", False)),
             min_rows=int(config.get("min-rows", 0)),
         )
-        return Site(settings, notify=notify).reply(question)
+        return Site(settings, notify=notify).reply(request)
 
-    return Message(answer_records(answered, message.content, SiteError, notify), reply_to=message)
+    return Message(handle_records(handle, message.content, SiteError, notify), reply_to=message)

@@ -1,7 +1,6 @@
-"""A federation on this machine: one server and four hospitals, each a process of its own.
+"""A demonstration of a federation on this machine: one server and four hospitals, one process each.
 
-Everything is as it would be on five machines: TLS, a key for each hospital, a file for each hospital.
-Run it with ``make federation-demo``.
+It uses TLS, one key and one file per hospital, as on five machines. Run it with ``make federation-demo``.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from fedgmm.data.hospitals import LABEL, NEWCOMER, SITES, write_hospitals
 from fedgmm.federation.flower.processes import free_port
 from fedgmm.runs.folder import read_json
 
-_MOST_SECONDS = 600.0
+_TIMEOUT = 600.0
 _PHASES = {
     "Listening on": "server started",
     "agreed on": "hospitals connected, columns agreed on",
     "round 1:": "started and first round done",
     "handing out the model": "all rounds done",
-    "finished:": "models handed out, report written",
+    "finished:": "models sent to hospitals, report written",
 }
-"""What the server says, and which phase is over then."""
+"""Texts in the server's log, and the phases that end with them."""
 
 
 @dataclass
@@ -39,10 +38,10 @@ class FederationDemo:
     """Folders, commands and times of the demonstration.
 
     Attributes:
-        out: where everything goes; what an earlier demonstration left there is replaced.
-        sites: how many of the hospitals take part.
-        rounds: of the training.
-        seconds: how long each phase took.
+        out: output folder; an earlier demonstration in it is replaced.
+        sites: number of hospitals that take part.
+        rounds: number of training rounds.
+        seconds: duration of each phase.
     """
 
     out: Path
@@ -52,11 +51,11 @@ class FederationDemo:
 
     @property
     def names(self) -> list[str]:
-        """The hospitals that take part."""
+        """Names of the hospitals that take part."""
         return list(SITES)[: self.sites]
 
     def run(self) -> dict[str, Any]:
-        """Do it all; returns the metrics of every hospital, by its name."""
+        """Run the demonstration, and return the metrics of every hospital by name."""
         started = time.perf_counter()
         self._prepare()
         self.seconds["files, certificate and keys made"] = time.perf_counter() - started
@@ -70,7 +69,7 @@ class FederationDemo:
             self._watch(server)
             for name, process in {"server": server, **clients}.items():
                 if process.wait(60):
-                    raise RuntimeError(f"{name} failed:\n{self._said(name)}")
+                    raise RuntimeError(f"{name} failed:\n{self._log(name)}")
         self._join_later(port)
         found = {name: read_json(self.out / name / "metrics.json") for name in self.names}
         self.seconds["in all"] = time.perf_counter() - started
@@ -81,10 +80,10 @@ class FederationDemo:
     def _prepare(self) -> None:
         shutil.rmtree(self.out, ignore_errors=True)
         write_hospitals(self.out / "data")
-        self._do("keys", "certificate", "--host", "127.0.0.1", "--out", "certificates")
+        self._run_command("keys", "certificate", "--host", "127.0.0.1", "--out", "certificates")
         for name in [*self.names, NEWCOMER]:
-            self._do("keys", "new", name, "--out", name)
-            # what a hospital sends to the server's administrator
+            self._run_command("keys", "new", name, "--out", name)
+            # a hospital sends its public key to the administrator of the server
             (self.out / "keys").mkdir(exist_ok=True)
             shutil.copy(self.out / name / f"{name}.pub", self.out / "keys")
         (self.out / "federation.toml").write_text(
@@ -106,19 +105,19 @@ class FederationDemo:
         return ["client", "--server", f"127.0.0.1:{port}", "--data", data, "--out", name, *who]
 
     def _join_later(self, port: int) -> None:
-        """A hospital that was not there takes the finished model and learns its own weights."""
+        """Let a new hospital join: it receives the finished model and learns its own weights."""
         started = time.perf_counter()
         with ExitStack() as stack:
             self._start(stack, "server_again", *self._server_arguments(port))
             arguments = [*self._client_arguments(NEWCOMER, port), "--adapt-only"]
             newcomer = self._start(stack, NEWCOMER, *arguments)
-            if newcomer.wait(_MOST_SECONDS):
-                raise RuntimeError(f"{NEWCOMER} failed:\n{self._said(NEWCOMER)}")
+            if newcomer.wait(_TIMEOUT):
+                raise RuntimeError(f"{NEWCOMER} failed:\n{self._log(NEWCOMER)}")
         self.seconds[f"{NEWCOMER} joined the finished federation"] = time.perf_counter() - started
 
     # ------------------------------------------------------------------ processes
 
-    def _do(self, *arguments: str) -> None:
+    def _run_command(self, *arguments: str) -> None:
         done = subprocess.run(
             _command(arguments), cwd=self.out, capture_output=True, text=True, check=False
         )
@@ -126,7 +125,7 @@ class FederationDemo:
             raise RuntimeError(f"{shlex.join(arguments)} failed:\n{done.stderr}")
 
     def _start(self, stack: ExitStack, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a command; it is ended with the stack, if it has not ended before."""
+        """Start a command; the stack ends it if it is still running."""
         print("$ fedgmm", shlex.join(arguments), flush=True)
         log = stack.enter_context((self.out / f"{name}.txt").open("wb"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # six processes share this machine
@@ -137,26 +136,28 @@ class FederationDemo:
         return process
 
     def _watch(self, server: subprocess.Popen[bytes]) -> None:
-        """Show what the server says, and time its phases."""
+        """Print the server's log, and measure its phases."""
         shown, since = 0, time.perf_counter()
-        deadline = time.monotonic() + _MOST_SECONDS
+        deadline = time.monotonic() + _TIMEOUT
         while True:
             ended = server.poll() is not None
-            text = self._said("server")
+            text = self._log("server")
             for line in text[shown : text.rfind("\n") + 1].splitlines():
                 print("  ", line, flush=True)
-                for words, phase in _PHASES.items():
-                    if words in line and phase not in self.seconds:
+                for mark, phase in _PHASES.items():
+                    if mark in line and phase not in self.seconds:
                         now = time.perf_counter()
                         self.seconds[phase], since = now - since, now
             shown = text.rfind("\n") + 1
             if ended:
                 return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"The federation does not end; see {self.out}/*.txt.")
+                raise RuntimeError(
+                    f"The federation does not end within {_TIMEOUT:g} s; see {self.out}/*.txt."
+                )
             time.sleep(0.1)
 
-    def _said(self, name: str) -> str:
+    def _log(self, name: str) -> str:
         return (self.out / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
 
 

@@ -1,10 +1,17 @@
-"""Key pairs of sites: the private half stays at the site, the public half goes to the server."""
+"""Key pairs of sites: make them, read them, and watch the server's folder of public keys.
+
+The private key stays at the site, and the public key goes to the server.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+import time
 import unicodedata
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,22 +26,26 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
+from fedgmm.federation.flower.processes import Child
+
 _PRIVATE, _PUBLIC = ".key", ".pub"
 _NAME = re.compile(r"[\w][\w .+-]{0,63}")
+_WATCH_INTERVAL = 2.0  # seconds
+_REPLY_TIMEOUT = 10.0
 
 
 class SiteKeyError(ValueError):
-    """What is wrong with a key, in plain words."""
+    """A key, or a folder of keys, that cannot be used."""
 
 
 @dataclass(frozen=True)
 class PublicKey:
-    """The public half of a pair.
+    """The public key of a site.
 
     Attributes:
-        name: of the site.
-        pem: as Flower knows nodes.
-        fingerprint: to compare over the telephone.
+        name: name of the site.
+        pem: the key in the format by which Flower identifies nodes.
+        fingerprint: short hash, to compare by telephone.
     """
 
     name: str
@@ -43,7 +54,7 @@ class PublicKey:
 
 
 def new_pair(name: str, folder: Path) -> tuple[Path, Path]:
-    """Make a pair (ECDSA, P-384) as ``NAME.key`` and ``NAME.pub``; nothing is overwritten."""
+    """Write a new key pair (ECDSA, P-384) to ``NAME.key`` and ``NAME.pub``; raise if one exists."""
     if not _NAME.fullmatch(name):
         raise SiteKeyError(
             f"{name!r} cannot be a name: use up to 64 letters, digits, spaces and . + - _"
@@ -51,7 +62,7 @@ def new_pair(name: str, folder: Path) -> tuple[Path, Path]:
     private, public = folder / (name + _PRIVATE), folder / (name + _PUBLIC)
     for path in (private, public):
         if path.exists():
-            raise SiteKeyError(f"{path} is there already; choose another name or folder.")
+            raise SiteKeyError(f"{path} exists already; choose another name or folder.")
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
     written = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
@@ -64,40 +75,42 @@ def new_pair(name: str, folder: Path) -> tuple[Path, Path]:
 
 
 def read_public_keys(folder: Path) -> list[PublicKey]:
-    """All ``*.pub`` files of a folder, sorted by name.
+    """Read all ``*.pub`` files of a folder, sorted by name.
 
     Raises:
-        SiteKeyError: no folder, no key, a file that is none, or one key under two names.
+        SiteKeyError: there is no folder or no key, a file is not a key, or two files have the same key.
     """
     if not folder.is_dir():
         raise SiteKeyError(
-            f"There is no folder {folder}; put the public keys of the sites (NAME.pub) into one."
+            f"There is no folder {folder}; create it with the public keys of the sites (NAME.pub)."
         )
     keys = [_read_public(path) for path in sorted(folder.glob("*" + _PUBLIC))]
     if not keys:
         raise SiteKeyError(
-            f"{folder} has no public keys; each site makes one with fedgmm keys new NAME and sends "
-            "its NAME.pub."
+            f"{folder} has no public keys; each site makes a pair with fedgmm keys new NAME and sends "
+            "NAME.pub."
         )
     seen: dict[str, str] = {}
     for key in keys:
         if key.pem in seen:
-            raise SiteKeyError(f"{seen[key.pem]} and {key.name} have the same key; use one each.")
+            raise SiteKeyError(
+                f"{seen[key.pem]} and {key.name} have the same key; each site needs its own."
+            )
         seen[key.pem] = key.name
     return keys
 
 
 def check_private_key(path: Path) -> PublicKey:
-    """The public half of a private key file.
+    """Return the public key that belongs to a private key file.
 
     Raises:
-        SiteKeyError: a file that cannot be used, or that others can read.
+        SiteKeyError: the file cannot be used, or other users can read it.
     """
     if not path.is_file():
         raise SiteKeyError(f"There is no key {path}; make one with fedgmm keys new NAME.")
     if path.suffix == _PUBLIC:
         raise SiteKeyError(
-            f"{path} is the public half, which goes to the server; say --key NAME{_PRIVATE}."
+            f"{path} is the public key, which goes to the server; use --key NAME{_PRIVATE}."
         )
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
@@ -108,8 +121,8 @@ def check_private_key(path: Path) -> PublicKey:
             f"{path} is not a private key that Flower can use; make one with fedgmm keys new NAME."
         )
     if os.name == "posix" and path.stat().st_mode & 0o077:
-        raise SiteKeyError(f"Others can read {path}; say chmod 600 {path}.")
-    return _described(path.name.removesuffix(_PRIVATE), key.public_key())
+        raise SiteKeyError(f"Other users can read {path}; run chmod 600 {path}.")
+    return _public_key(path.name.removesuffix(_PRIVATE), key.public_key())
 
 
 def _read_public(path: Path) -> PublicKey:
@@ -119,17 +132,87 @@ def _read_public(path: Path) -> PublicKey:
         key = None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise SiteKeyError(
-            f"{path} is not a public key that Flower can use; ask the site for a new NAME.pub, made "
-            "with fedgmm keys new NAME."
+            f"{path} is not a public key that Flower can use; ask the site for a new NAME.pub, made by "
+            "fedgmm keys new NAME."
         )
-    return _described(path.name.removesuffix(_PUBLIC), key)
+    return _public_key(path.name.removesuffix(_PUBLIC), key)
 
 
-def _described(name: str, key: ec.EllipticCurvePublicKey) -> PublicKey:
-    import hashlib
-
-    name = unicodedata.normalize("NFC", name)  # file systems write umlauts in two ways
+def _public_key(name: str, key: ec.EllipticCurvePublicKey) -> PublicKey:
+    name = unicodedata.normalize("NFC", name)  # file systems encode umlauts in two ways
     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
     der = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     digest = hashlib.sha256(der).hexdigest()[:24]
     return PublicKey(name, pem, ":".join(digest[at : at + 4] for at in range(0, 24, 4)))
+
+
+# ---------------------------------------------------------------------- changes while the server runs
+
+
+class KeyWatcher:
+    """Watch the folder of public keys, and register changes at the SuperLink.
+
+    Args:
+        folder: folder of ``NAME.pub`` files; ``None`` watches nothing.
+        superlink: process of the SuperLink.
+        keys: keys that are registered now.
+        names: names of the nodes by node id; changed in place.
+        notify: called with a line about each added, removed or changed key.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        superlink: Child,
+        keys: Sequence[PublicKey],
+        names: dict[str, str],
+        notify: Callable[[str], None],
+    ) -> None:
+        self.names = names
+        self._folder, self._superlink, self._notify = folder, superlink, notify
+        self._keys = {key.name: key.pem for key in keys}
+        self._seen: object = None
+        self._next_check = 0.0
+
+    def refresh(self) -> None:
+        """Register the keys of the folder if it has changed; checks at most every two seconds."""
+        if self._folder is None or time.monotonic() < self._next_check:
+            return
+        self._next_check = time.monotonic() + _WATCH_INTERVAL
+        state = _folder_state(self._folder)
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            keys = {key.name: key.pem for key in read_public_keys(self._folder)}
+        except (SiteKeyError, OSError) as error:  # perhaps being copied; the next change is seen
+            self._notify(f"The registered keys are not changed: {error}")
+            return
+        if keys != self._keys:
+            self._register(keys)
+
+    def _register(self, keys: dict[str, str]) -> None:
+        self._superlink.send_line(json.dumps({"keys": keys}))
+        reply = self._superlink.read_line(_REPLY_TIMEOUT)
+        if not reply:
+            self._notify("New keys could not be registered; restart the server.")
+            return
+        self.names.clear()
+        self.names.update(json.loads(reply)["nodes"])
+        before, self._keys = self._keys, keys
+        for name in sorted(keys.keys() | before.keys()):
+            if name not in before:
+                self._notify(f"The key of {name} is now accepted.")
+            elif name not in keys:
+                self._notify(f"The key of {name} is no longer accepted.")
+            elif keys[name] != before[name]:
+                self._notify(f"{name} has a new key; the old one is no longer accepted.")
+
+
+def _folder_state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return name, size and time of every key file, to detect changes."""
+    try:
+        found = [(path.name, path.stat()) for path in sorted(folder.glob("*" + _PUBLIC))]
+    except OSError:  # a file was deleted in between
+        return ()
+    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in found)

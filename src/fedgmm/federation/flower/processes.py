@@ -1,7 +1,8 @@
-"""Flower's programs as children: their environment, their folder, and their end with ours."""
+"""Flower's programs as child processes: environment, folder, and a common end."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -9,11 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-_PATIENCE = 6.0  # seconds that a child has to end by itself
+_STOP_TIMEOUT = 6.0  # seconds between a request to end and a kill
 _LARGEST_LOG = 20_000_000
-_LONGEST_LOOK = 200_000
+_LOG_TAIL = 200_000
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 QUIET = {
@@ -23,17 +24,17 @@ QUIET = {
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
     "PYTHONUNBUFFERED": "1",
 }
-"""Flower asks nobody for updates, tells nobody of us, and installs nothing."""
+"""Settings that stop Flower from checking for updates, sending telemetry and installing packages."""
 
 
 class FlowerFolder:
-    """Where Flower's own files are, inside the folder of a run or of a site.
+    """The folder of Flower's files inside the folder of a run or a site.
 
     ===============  =======================================================
     ``home/``        Flower's home
-    ``log.txt``      what Flower's program said; the last one is ``log.old.txt``
-    ``secret``       between our process and Flower's; of this start only
-    ``lock``         one process at a time
+    ``log.txt``      log of Flower's program; an older one is ``log.old.txt``
+    ``secret``       shared by our process and Flower's; new at every start
+    ``lock``         allows one process at a time
     ===============  =======================================================
     """
 
@@ -45,7 +46,7 @@ class FlowerFolder:
         self.lock = self.root / "lock"
 
     def make(self) -> None:
-        """Create it, for nobody else's eyes."""
+        """Create the folder, readable by its owner only, with a new secret."""
         self.home.mkdir(parents=True, exist_ok=True)
         self.root.chmod(0o700)
         self.secret.unlink(missing_ok=True)
@@ -57,37 +58,37 @@ class FlowerFolder:
 
 
 def prepare_environment(folder: FlowerFolder, *direct: str) -> None:
-    """Set our own environment as Flower needs it; call it before Flower is imported.
+    """Set the environment variables of this process for Flower; call it before Flower is imported.
 
     Args:
-        folder: for Flower's files.
-        *direct: hosts that are reached without a proxy, whatever the environment says.
+        folder: folder of Flower's files.
+        *direct: hosts that are reached without a proxy, regardless of the environment.
     """
     os.environ.update(environment(folder, *direct))
 
 
 def environment(folder: FlowerFolder, *direct: str) -> dict[str, str]:
-    """What Flower's programs are told: to be quiet, and to keep to their folder."""
+    """Return the environment of Flower's programs: no telemetry, no proxy, files in their folder."""
     own = (*_LOOPBACK, *direct)
     values = {**os.environ, **QUIET, "FLWR_HOME": str(folder.home)}
-    for name in ("NO_PROXY", "no_proxy"):  # a proxy has no business between us and our children
+    for name in ("NO_PROXY", "no_proxy"):  # child processes are on this machine
         kept = [one for one in values.get(name, "").split(",") if one and one not in own]
         values[name] = ",".join([*kept, *own])
     return values
 
 
 class Child:
-    """One of Flower's programs. It ends when we do, however we end.
+    """One of Flower's programs as a child process, which ends with its parent in all cases.
 
     Args:
-        module: of this package, run with ``python -m``.
-        arguments: of the program.
-        folder: where its log goes.
-        told: one line to its standard input, for secrets.
+        module: module of this package, run with ``python -m``.
+        arguments: arguments of the program.
+        folder: folder of its log.
+        first_line: line for its standard input, which may hold secrets.
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], folder: FlowerFolder, told: str = ""
+        self, module: str, arguments: Sequence[str], folder: FlowerFolder, first_line: str = ""
     ) -> None:
         self.folder = folder
         with folder.log.open("ab") as log:
@@ -95,34 +96,36 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *arguments],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if told else log,
+                stdout=subprocess.PIPE if first_line else log,
                 stderr=log,
                 env=environment(folder),
-                start_new_session=True,  # Ctrl-C is for us; we end our children in order
+                start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
             )
-        # the child watches this pipe: its end is our end
-        self._line: IO[bytes] = _present(self._process.stdin)
-        if told:
-            self.say(told)
+        # the child watches this pipe, which closes when the parent ends
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        if first_line:
+            self.send_line(first_line)
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
     @property
     def ended(self) -> bool:
-        """Whether it is no longer there."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def say(self, line: str) -> None:
-        """One more line to its standard input."""
-        self._line.write(line.encode() + b"\n")
-        self._line.flush()
+    def send_line(self, line: str) -> None:
+        """Write a line to the standard input of the process."""
+        self._stdin.write(line.encode() + b"\n")
+        self._stdin.flush()
 
-    def next_line(self, timeout: float) -> str:
-        """What it says on its standard output; empty if it ends or takes too long."""
-        output = _present(self._process.stdout)
+    def read_line(self, timeout: float) -> str:
+        """Read a line of its standard output; empty if the process ends or the timeout passes."""
+        output = self._process.stdout
+        assert output is not None
         found: list[bytes] = []
         reader = threading.Thread(target=lambda: found.append(output.readline()), daemon=True)
         reader.start()
@@ -131,22 +134,22 @@ class Child:
 
     @property
     def log_end(self) -> int:
-        """How long the log is now."""
+        """Length of the log in bytes."""
         return self.folder.log.stat().st_size
 
-    def said(self, since: int | None = None) -> str:
-        """What it wrote into the log since a place of it, or since its start; the last part of it."""
+    def log_text(self, since: int | None = None) -> str:
+        """Return the end of the log, from a position or from the start of the process on."""
         with self.folder.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start if since is None else since, end - _LONGEST_LOOK))
+            file.seek(max(self._log_start if since is None else since, end - _LOG_TAIL))
             return file.read().decode(errors="replace")
 
     def stop(self) -> None:
-        """End it: kindly first."""
+        """End the process; kill it if it does not end in time."""
         if not self.ended:
             self._process.terminate()
             try:
-                self._process.wait(_PATIENCE)
+                self._process.wait(_STOP_TIMEOUT)
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._process.wait()
@@ -164,16 +167,16 @@ class Child:
 def end_with_parent(
     at_end: Callable[[], None] = lambda: None, on_line: Callable[[bytes], None] = lambda _: None
 ) -> None:
-    """In a child: watch the pipe to the parent, and end when the parent has.
+    """In a child process: end when the parent ends.
 
     Args:
         at_end: called before the end.
-        on_line: called with every line that the parent says.
+        on_line: called with every line that the parent sends.
     """
 
     def watch() -> None:
         rest = b""
-        while piece := os.read(0, 65_536):  # not sys.stdin, whose buffer would be locked at the end
+        while piece := os.read(0, 65_536):  # sys.stdin's buffer would be locked at exit
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
                 on_line(line)
@@ -185,28 +188,21 @@ def end_with_parent(
     threading.Thread(target=watch, daemon=True).start()
 
 
-def read_told() -> dict[str, Any]:
-    """In a child: the JSON line that the parent sent, byte by byte so that the rest stays there."""
-    import json
-
+def read_first_line() -> dict[str, Any]:
+    """In a child process: return the parent's first line, which is JSON, and leave the rest unread."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
         if not byte:
             os._exit(1)
         line += byte
-    told: dict[str, Any] = json.loads(line)
-    return told
+    values: dict[str, Any] = json.loads(line)
+    return values
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a free port of the loopback address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def _present(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe

@@ -1,9 +1,9 @@
-"""Our messages as Flower's records, and back: plain bytes and JSON text, checked before reading.
+"""Convert messages to Flower's records and back: plain bytes and JSON text, checked before reading.
 
-Flower fetches every array by itself, with several requests each, which takes longer than a round. So
-the arrays of a message travel as one piece, with a list of their names, types and shapes. The bytes
-are read as numbers of these types, and as nothing else. The module is light: Flower, NumPy, and nothing
-that computes.
+Flower fetches every array with several HTTP requests, which takes longer than a round. So all arrays of a
+message are sent as one array of bytes, with a list of their names, dtypes and shapes. The bytes are only
+ever interpreted as numbers of these dtypes. This module imports only Flower and NumPy, because every
+SuperNode process imports it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fedgmm.federation.messages import (
 )
 
 FAILURE = "failure"
-"""Kind of an answer that says why there is none."""
+"""Kind of a reply that reports an error instead of a result."""
 
-_ARRAYS, _WORDS = "arrays", "words"
+_ARRAYS, _TEXT_RECORD = "arrays", "words"
 _PAYLOAD, _BYTES = "payload", "bytes"
 _TEXTS = ("kind", "facts", "layout")
 _LONGEST_LAYOUT = 4 * 1024 * 1024
@@ -36,72 +36,74 @@ _LONGEST_REASON = 500
 
 
 def to_records(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> RecordDict:
-    """A message as Flower carries it.
+    """Convert a message to Flower's records.
 
     Raises:
-        MessageError: a message that keeps not to the bounds.
+        MessageError: the message exceeds a limit.
     """
     check_message(message, limit_bytes=limit_bytes)
     layout = [[name, one.dtype.name, list(one.shape)] for name, one in message.arrays.items()]
-    words = ConfigRecord()
+    texts = ConfigRecord()
     for name, text in zip(
         _TEXTS, (message.kind, message.facts_text(), json.dumps(layout)), strict=True
     ):
-        words[name] = text
+        texts[name] = text
     arrays = {}
     if layout:
         payload = b"".join(one.tobytes() for one in message.arrays.values())
         arrays[_PAYLOAD] = Array("uint8", (len(payload),), _BYTES, payload)
-    return RecordDict({_ARRAYS: ArrayRecord(arrays), _WORDS: words})
+    return RecordDict({_ARRAYS: ArrayRecord(arrays), _TEXT_RECORD: texts})
 
 
 def from_records(records: RecordDict, *, limit_bytes: int = LARGEST_MESSAGE) -> Message:
-    """The message in Flower's records. Sizes and shapes are checked before any array is read.
+    """Convert Flower's records to a message; sizes and shapes are checked before arrays are read.
 
     Raises:
-        MessageError: records that are not a message, or one beyond the bounds.
+        MessageError: the records are not a message, or the message exceeds a limit.
     """
-    if set(records) != {_ARRAYS, _WORDS}:
+    if set(records) != {_ARRAYS, _TEXT_RECORD}:
         raise MessageError("it is not a message of fedgmm.")
-    words, arrays = records[_WORDS], records[_ARRAYS]
-    if not isinstance(words, ConfigRecord) or not isinstance(arrays, ArrayRecord):
-        raise MessageError("its records are of the wrong types.")
-    if set(words) != set(_TEXTS) or not all(isinstance(words[one], str) for one in _TEXTS):
-        raise MessageError("its words are not a kind, facts and a layout.")
-    kind, facts, layout = (str(words[one]) for one in _TEXTS)
+    texts, arrays = records[_TEXT_RECORD], records[_ARRAYS]
+    if not isinstance(texts, ConfigRecord) or not isinstance(arrays, ArrayRecord):
+        raise MessageError("its records have the wrong types.")
+    if set(texts) != set(_TEXTS) or not all(isinstance(texts[one], str) for one in _TEXTS):
+        raise MessageError("its texts are not a kind, facts and a layout.")
+    kind, facts, layout = (str(texts[one]) for one in _TEXTS)
     payload = _payload(arrays)
     total = len(facts) + len(payload)
     if total > limit_bytes:
-        raise MessageError(f"it is {total} bytes; at most {limit_bytes} are allowed.")
-    message = Message(kind, _unpacked(_read_layout(layout), payload), read_facts(facts))
+        raise MessageError(f"it has {total} bytes; at most {limit_bytes} are allowed.")
+    message = Message(kind, _unpack(_read_layout(layout), payload), read_facts(facts))
     check_message(message, limit_bytes=limit_bytes)
     return message
 
 
 def _payload(arrays: ArrayRecord) -> bytes:
-    """The bytes of all arrays."""
+    """Return the bytes of all arrays."""
     if not arrays:
         return b""
     packed = arrays.get(_PAYLOAD)
     if len(arrays) != 1 or packed is None or packed.stype != _BYTES:
-        raise MessageError("its arrays are not in one piece of bytes.")
+        raise MessageError("its arrays are not one array of bytes.")
     return bytes(packed.data)
 
 
 def _read_layout(text: str) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Names, types, shapes and numbers of bytes of the arrays, as their sender tells them."""
+    """Return the declared name, dtype, shape and size in bytes of every array."""
     if len(text) > _LONGEST_LAYOUT:
-        raise MessageError(f"its layout is {len(text)} long; at most {_LONGEST_LAYOUT} is allowed.")
+        raise MessageError(
+            f"its layout has {len(text)} characters; at most {_LONGEST_LAYOUT} are allowed."
+        )
     try:
-        told = json.loads(text)
+        entries = json.loads(text)
     except (ValueError, RecursionError):
         raise MessageError("its layout is not JSON.") from None
-    if not isinstance(told, list):
+    if not isinstance(entries, list):
         raise MessageError("its layout is not a list.")
     layout = []
-    for one in told:
+    for one in entries:
         if not isinstance(one, list) or len(one) != 3:
-            raise MessageError("its layout has an entry that is not a name, a type and a shape.")
+            raise MessageError("its layout has an entry that is not a name, a dtype and a shape.")
         name, dtype, shape = one
         size = check_declared_array(name, dtype, shape)
         layout.append((name, dtype, tuple(shape), size))
@@ -110,51 +112,51 @@ def _read_layout(text: str) -> list[tuple[str, str, tuple[int, ...], int]]:
     return layout
 
 
-def _unpacked(
+def _unpack(
     layout: list[tuple[str, str, tuple[int, ...], int]], payload: bytes
 ) -> dict[str, NDArray[Any]]:
     total = sum(size for *_, size in layout)
     if total != len(payload):
         raise MessageError(
-            f"its arrays should be {total} bytes, and come with {len(payload)} bytes."
+            f"its layout declares {total} bytes of arrays, but it has {len(payload)} bytes."
         )
     arrays, at = {}, 0
     for name, dtype, shape, size in layout:
-        piece = np.frombuffer(payload[at : at + size], "uint8" if dtype == "bool" else dtype)
-        # any byte but zero is true; a bool of another byte would be neither
-        arrays[name] = (piece != 0 if dtype == "bool" else piece.copy()).reshape(shape)
+        values = np.frombuffer(payload[at : at + size], "uint8" if dtype == "bool" else dtype)
+        # every byte except zero is true; NumPy's bool must be 0 or 1
+        arrays[name] = (values != 0 if dtype == "bool" else values.copy()).reshape(shape)
         at += size
     return arrays
 
 
 def failure(reason: str) -> Message:
-    """An answer that says why there is none."""
+    """Return a reply that reports an error."""
     return Message(FAILURE, {}, {"reason": reason[:_LONGEST_REASON]})
 
 
-def answer_records(
-    answer: Callable[[Message], Message],
-    asked: RecordDict,
+def handle_records(
+    handle: Callable[[Message], Message],
+    request: RecordDict,
     public: type[Exception],
     notify: Callable[[str], None],
 ) -> RecordDict:
-    """Read a question, have it answered, and write the answer.
+    """Return the reply to a request, or a reply that reports an error.
 
-    What goes wrong is told here, and is the answer: in plain words where the site meant them for the
-    server's eyes, and without details where it did not, since they may hold values of rows.
+    The texts of ``public`` errors go to the server. The text of any other error may contain values of
+    rows, so it goes to the log of the site only.
 
     Args:
-        answer: of the site.
-        asked: the question.
-        public: errors whose words the server may read.
-        notify: told what went wrong.
+        handle: function of the site from request to reply.
+        request: the request.
+        public: class of errors whose texts the server may read.
+        notify: called with a line about each error.
     """
     try:
-        return to_records(answer(from_records(asked)))
+        return to_records(handle(from_records(request)))
     except (MessageError, public) as error:
-        notify(f"Could not answer: {error}")
-        told = str(error)
+        notify(f"Could not reply: {error}")
+        reason = str(error)
     except Exception as error:
-        notify(f"Could not answer ({type(error).__name__}): {error}")
-        told = "something went wrong; the reason stands in the log of the site."
-    return to_records(failure(told))
+        notify(f"Could not reply ({type(error).__name__}): {error}")
+        reason = "an internal error; see the log of the site."
+    return to_records(failure(reason))

@@ -1,4 +1,4 @@
-"""The Flower app at the server, for people who run their own SuperLink with ``flwr run``."""
+"""The Flower app of the server, for your own SuperLink; start it with ``flwr run``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Train with the nodes of the grid, or hand a finished model to them."""
+    """Train with the nodes of the grid, or send them the finished model."""
     from fedgmm.federation.flower.server import run_or_serve
     from fedgmm.federation.flower.sites import FlowerSites
     from fedgmm.federation.settings import read_settings
@@ -23,7 +23,7 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     if not config.get("config") or not config.get("out"):
         raise ValueError(
-            'Say which settings: flwr run … -c \'config="federation.toml" out="run"\'.'
+            'The settings are missing; use flwr run … -c \'config="federation.toml" out="run"\'.'
         )
     settings = read_settings(Path(str(config["config"])))
     sites = FlowerSites(grid, limit_bytes=settings.largest_message, notify=notify)

@@ -1,4 +1,4 @@
-"""The sites of a federation, reached through Flower's grid."""
+"""The sites of a federation as nodes of Flower's grid: send requests, collect replies."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from fedgmm.federation.messages import (
 )
 from fedgmm.federation.settings import FederationError
 
-QUESTION = "query"
+MESSAGE_TYPE = "query"
 """Flower's type of all our messages."""
 
 _POLL = 0.1
-_GREETING = 5.0  # seconds that a greeting may take beside other questions
-_TRIES_TO_SEND = 3
+_GREETING_TIMEOUT = 5.0  # seconds for greetings that are sent together with other requests
+_SEND_ATTEMPTS = 3
 _REASONS = {
-    1: "its Flower app could not be loaded: is the same version of fedgmm installed there?",
-    2: "its answer failed",
-    3: "its answer did not arrive whole",
-    4: "it did not answer in time",
-    5: "it is not connected any more",
-    8: "its process ended before it had answered",
+    1: "its Flower app could not be loaded; install the same version of fedgmm there",
+    2: "its Flower app failed",
+    3: "its reply did not arrive completely",
+    4: "it did not reply in time",
+    5: "it is not connected",
+    8: "its process ended before it replied",
 }
-"""Flower's error codes in plain words."""
+"""Reasons for Flower's error codes."""
 
 
 class FlowerSites:
-    """Questions to the nodes of a grid, with a deadline.
+    """Send requests to the nodes of a grid and collect their replies until a deadline.
 
     Args:
-        grid: Flower's.
-        limit_bytes: the largest message that is sent or read.
-        names: of the nodes whose keys are registered; such a node cannot call itself otherwise.
-        is_up: whether the engine still runs.
-        refresh: called before every look at who is there, and may change ``names``.
-        notify: told of answers that were dropped.
+        grid: Flower's grid.
+        limit_bytes: size of the largest message that is sent or read.
+        names: names of the nodes whose keys are registered; such a node cannot use another name.
+        is_up: whether the SuperLink is running.
+        refresh: called before the nodes are listed; it may change ``names``.
+        notify: called with a line about each dropped reply.
     """
 
     def __init__(
@@ -64,29 +64,28 @@ class FlowerSites:
         self._names = {} if names is None else names
         self._refresh = refresh
         self._is_up = is_up
-        self._tell = notify
+        self._notify = notify
         self._exchange = 0
         self._abandoned: dict[str, float] = {}
 
     def nodes(self) -> list[str]:
-        """Ids of the nodes that are connected now."""
-        self._check_engine()
+        """Return the ids of the nodes that are connected now."""
+        self._check_superlink()
         self._refresh()
         return sorted(str(node) for node in self._grid.get_node_ids())
 
     def ask(self, requests: Mapping[str, Message], timeout: float) -> Iterator[tuple[str, Reply]]:
         """Send each node its request, and yield the replies as they arrive, until the deadline.
 
-        Flower drops messages that are older than the deadline, so a late reply never reaches a later
-        request.
+        Flower drops messages after their deadline, so a late reply is never mixed up with a later one.
         """
         self._exchange += 1
         deadline = time.monotonic() + timeout
-        self._forget_abandoned()
+        self._drop_late_replies()
         failures: dict[str, Reply] = {}
         working = {node for node, one in requests.items() if one.kind not in GREETINGS}
-        short = min(timeout, _GREETING) if working else timeout
-        greeted = time.monotonic() + short
+        greeting_timeout = min(timeout, _GREETING_TIMEOUT) if working else timeout
+        greeting_deadline = time.monotonic() + greeting_timeout
         waiting = self._send(requests, timeout, failures)
         yield from failures.items()
         while waiting and time.monotonic() < deadline:
@@ -94,46 +93,46 @@ class FlowerSites:
                 node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
                     yield node, self._read(node, reply)
-            self._check_engine()
-            if not working.intersection(waiting.values()) and time.monotonic() >= greeted:
-                break  # only unknown nodes are left, which are greeted again later
+            self._check_superlink()
+            if not working.intersection(waiting.values()) and time.monotonic() >= greeting_deadline:
+                break  # only greetings are left; they are sent again with the next requests
             if waiting:
                 time.sleep(min(_POLL, max(deadline - time.monotonic(), 0.0)))
         for message_id, node in waiting.items():
-            seconds = timeout if node in working else short
+            limit = timeout if node in working else greeting_timeout
             self._abandoned[message_id] = time.monotonic() + 1.0
-            yield node, Failure(f"no reply within {seconds:g} s", self._names.get(node))
+            yield node, Failure(f"no reply within {limit:g} s", self._names.get(node))
 
-    def _check_engine(self) -> None:
+    def _check_superlink(self) -> None:
         if not self._is_up():
             raise FederationError(
-                "Flower's SuperLink ended by itself; see flower/log.txt in the run folder, and start "
-                "the server again: it goes on from its last checkpoint."
+                "Flower's SuperLink ended unexpectedly; see flower/log.txt in the run folder, and start "
+                "the server again: it resumes from its last checkpoint."
             )
 
     def _send(
         self,
-        questions: Mapping[str, Message],
+        requests: Mapping[str, Message],
         timeout: float,
-        answers: dict[str, Reply],
+        failures: dict[str, Reply],
     ) -> dict[str, str]:
-        """Push the questions; the nodes that are waited for, by the ids of their messages."""
+        """Send the requests, and return the nodes by the ids of their messages."""
         messages = {}
-        for node, question in questions.items():
+        for node, request in requests.items():
             messages[node] = FlowerMessage(
-                to_records(question, limit_bytes=self._limit),
+                to_records(request, limit_bytes=self._limit),
                 dst_node_id=int(node),
-                message_type=QUESTION,
+                message_type=MESSAGE_TYPE,
                 ttl=timeout,
                 group_id=str(self._exchange),
             )
         ids: list[str | None] = []
-        for attempt in range(_TRIES_TO_SEND if messages else 0):
+        for attempt in range(_SEND_ATTEMPTS if messages else 0):
             try:
                 ids = list(self._grid.push_messages(list(messages.values())))
                 break
-            except Exception as error:  # Flower's errors are of many kinds
-                self._tell(f"Sending questions failed ({_words(error)}); trying again.")
+            except Exception as error:  # Flower raises errors of many classes
+                self._notify(f"Sending requests failed ({_summary(error)}); trying again.")
                 time.sleep(attempt + 1.0)
         waiting = {}
         for place, node in enumerate(messages):
@@ -141,14 +140,14 @@ class FlowerSites:
             if message_id:
                 waiting[message_id] = node
             else:
-                answers[node] = Failure("the question could not be sent to it")
+                failures[node] = Failure("the request could not be sent")
         return waiting
 
     def _pull(self, waiting: Mapping[str, str]) -> list[FlowerMessage]:
         try:
             return list(self._grid.pull_messages(list(waiting)))
-        except Exception as error:  # one answer that cannot be read must not end the round
-            self._tell(f"Reading answers failed ({_words(error)}); trying again.")
+        except Exception as error:  # one unreadable reply must not end the round
+            self._notify(f"Reading replies failed ({_summary(error)}); trying again.")
             return []
 
     def _read(self, node: str, reply: FlowerMessage) -> Reply:
@@ -157,35 +156,35 @@ class FlowerSites:
             details = reply.error.reason if reply.error.code in (0, 2, 3) else ""
             return Failure(f"{reason}: {details}"[:500] if details else reason)
         if str(reply.metadata.src_node_id) != node:
-            return Failure("another node answered in its place")
+            return Failure("another node replied in its place")
         try:
-            answer = from_records(reply.content, limit_bytes=self._limit)
+            message = from_records(reply.content, limit_bytes=self._limit)
         except MessageError as error:
-            return Failure(f"its message was dropped: {error}")
-        if answer.kind == FAILURE:
+            return Failure(f"its reply was dropped: {error}")
+        if message.kind == FAILURE:
             return Failure(
-                REPORTED + str(answer.facts.get("reason", ""))[:500], self._names.get(node)
+                REPORTED + str(message.facts.get("reason", ""))[:500], self._names.get(node)
             )
-        name, known = answer.facts.get("name"), self._names.get(node)
+        name, known = message.facts.get("name"), self._names.get(node)
         if known is not None and name is not None and name != known:
             return Failure(
-                f"its key is registered as {known!r}, and it calls itself {name!r}; start it with "
+                f"its key is registered as {known!r}, but its name is {name!r}; start it with "
                 f"--name {known}"
             )
-        return answer
+        return message
 
-    def _forget_abandoned(self) -> None:
-        """Fetch what came after its deadline, and drop it, so that Flower need not keep it."""
+    def _drop_late_replies(self) -> None:
+        """Fetch and drop replies that came after their deadline, so that Flower deletes them."""
         over = [one for one, until in self._abandoned.items() if until < time.monotonic()]
         for message_id in over:
             del self._abandoned[message_id]
             try:
                 late = list(self._grid.pull_messages([message_id]))
-            except Exception:  # it is gone already
+            except Exception:  # Flower has deleted it already
                 continue
             if any(reply.has_content() for reply in late):
-                self._tell("An answer that came after its deadline was dropped.")
+                self._notify("A reply that came after its deadline was dropped.")
 
 
-def _words(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:200]

@@ -1,8 +1,8 @@
-"""Flower's SuperLink behind our two doors; run as a child with ``python -m``.
+"""Flower's SuperLink with our access control, as a child process of the server; run with ``python -m``.
 
-The parent sends one line of JSON: hosts, files, keys and secrets. The child answers with one line: its
-private port and the ids of the registered nodes, or why it cannot start. Later lines of the parent hold
-all keys that are let in from now on; each is answered with the ids of their nodes.
+The parent sends one line of JSON with host, files, keys and secrets. The child replies with one line: its
+local port and the ids of the registered nodes, or the reason why it cannot start. Each later line of the
+parent holds all keys that are accepted from then on, and the reply holds the ids of their nodes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, TextIO
 
 import uvicorn
 
-from fedgmm.federation.flower.guard import PrivateDoor, PublicDoor
-from fedgmm.federation.flower.processes import end_with_parent, read_told
+from fedgmm.federation.flower.access import LocalAccess, PublicAccess
+from fedgmm.federation.flower.processes import end_with_parent, read_first_line
 
 _BACKLOG = 512
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals alone: there are two of them, and the process ends with both."""
+    """A web server without signal handlers, because two of them run in this process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -37,28 +37,28 @@ class _Server(uvicorn.Server):
 
 def main() -> None:
     """Serve until the parent ends."""
-    told, line = read_told(), _answer()
+    options, pipe = read_first_line(), _pipe_to_parent()
 
-    def answer(**facts: Any) -> None:
-        line.write(json.dumps(facts) + "\n")
-        line.flush()
+    def reply(**facts: Any) -> None:
+        pipe.write(json.dumps(facts) + "\n")
+        pipe.flush()
 
     try:
-        public = _listen(told["host"], told["port"])
-        private = _listen("127.0.0.1", 0)
+        public = _listen(options["host"], options["port"])
+        local = _listen("127.0.0.1", 0)
     except OSError as error:
-        answer(error=_why(error))
+        reply(error=_listen_error(error))
         return
-    application = _superlink(told)
+    application = _superlink(options)
     keys = _Keys(application.state.linkstate_factory.state())
-    nodes = keys.let_in(told["keys"])
-    end_with_parent(on_line=lambda words: answer(nodes=keys.let_in(json.loads(words)["keys"])))
-    answer(port=private.getsockname()[1], nodes=nodes)
-    asyncio.run(_serve(application, public, private, told, keys))
+    nodes = keys.register(options["keys"])
+    end_with_parent(on_line=lambda line: reply(nodes=keys.register(json.loads(line)["keys"])))
+    reply(port=local.getsockname()[1], nodes=nodes)
+    asyncio.run(_serve(application, public, local, options, keys))
 
 
-def _answer() -> TextIO:
-    """The pipe to the parent; from now on, what is printed goes into the log."""
+def _pipe_to_parent() -> TextIO:
+    """Return the pipe to the parent, and redirect printed output to the log."""
     pipe = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(pipe, "w", encoding="utf-8")
@@ -68,7 +68,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # without it, every request waits 40 ms for an acknowledgement
+    # otherwise every request waits 40 ms for an acknowledgement
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.bind(address)
     listener.listen(_BACKLOG)
@@ -76,51 +76,50 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _why(error: OSError) -> str:
-    """Why a port cannot be listened on, and what to do."""
+def _listen_error(error: OSError) -> str:
+    """Return why the server cannot listen on a port, and what to do."""
     if isinstance(error, socket.gaierror):
-        return "no machine is known by this name; choose another --host"
+        return "unknown host; choose another --host"
     return {
-        errno.EADDRINUSE: "somebody listens there already; choose another --port",
-        errno.EADDRNOTAVAIL: "it is no address of this machine; choose another --host",
+        errno.EADDRINUSE: "the port is in use; choose another --port",
+        errno.EADDRNOTAVAIL: "this machine does not have the address; choose another --host",
         errno.EACCES: "ports below 1024 need more rights; choose another --port",
     }.get(error.errno or 0, f"{error.strerror}; choose another --host or --port")
 
 
-def _superlink(told: dict[str, Any]) -> Any:
-    """Flower's own application, as its command line builds it."""
+def _superlink(options: dict[str, Any]) -> Any:
+    """Build Flower's application as its command line does."""
     from flwr.superlink.main import create_app
 
-    command: Any = import_module(
-        "flwr.superlink.cli.flower_superlink"
-    )  # its package hides the module
-    arguments = ["--isolation", "process", "--superexec-auth-secret-file", told["secret_file"]]
-    if told["tls"] is None:
+    # import_module, because a function of the same name hides the module in its package
+    command: Any = import_module("flwr.superlink.cli.flower_superlink")
+    arguments = ["--isolation", "process", "--superexec-auth-secret-file", options["secret_file"]]
+    if options["tls"] is None:
         arguments.append("--insecure")
     else:
-        arguments += ["--ssl-certfile", told["tls"]["certificate"]]
-        arguments += ["--ssl-keyfile", told["tls"]["key"]]
-        arguments += ["--ssl-ca-certfile", told["tls"]["authority"], "--enable-supernode-auth"]
+        arguments += ["--ssl-certfile", options["tls"]["certificate"]]
+        arguments += ["--ssl-keyfile", options["tls"]["key"]]
+        arguments += ["--ssl-ca-certfile", options["tls"]["authority"], "--enable-supernode-auth"]
     sys.argv = ["flower-superlink", *arguments]
     config = command._parse_superlink_lifespan_config()
     application = create_app(config, command.SuperLinkLifespan)
-    _mend(application.state.linkstate_factory)
+    _patch(application.state.linkstate_factory)
     return application
 
 
-def _mend(factory: Any) -> None:
-    """Three things that would hurt us."""
+def _patch(factory: Any) -> None:
+    """Change three behaviours of Flower that would interrupt a federation."""
     state, store = factory.state(), factory.objectstore_factory.store()
     activate, register = state.activate_node, store.preregister
 
     def activate_again(node_id: int, heartbeat_interval: float) -> bool:
-        """A node that died and came back within the time of a heartbeat still counts as online."""
+        """Activate a node that restarted within one heartbeat and therefore still counts as online."""
         if activate(node_id, heartbeat_interval):
             return True
         return bool(state.deactivate_node(node_id) and activate(node_id, heartbeat_interval))
 
-    def register_at_once(run_id: int, object_tree: Any) -> Any:
-        """Equal arrays of two messages are one object, which must not be deleted in between."""
+    def register_locked(run_id: int, object_tree: Any) -> Any:
+        """Lock the store: equal arrays of two messages are one object, which must not be deleted."""
         with store.lock_store:
             return register(run_id, object_tree)
 
@@ -128,20 +127,22 @@ def _mend(factory: Any) -> None:
     check = links.check_node_availability_for_in_message
 
     def check_unanswered(inquired_in_message_ids: set[str], **others: Any) -> Any:
-        """A node that has answered may leave: its answer counts all the same."""
+        """Keep the reply of a node that has disconnected after it replied."""
         answered = inquired_in_message_ids & set(state.message_ins_id_to_message_res_id)
         unanswered = inquired_in_message_ids - answered
-        found = check(inquired_in_message_ids=unanswered, **others)  # leaves those of present nodes
+        found = check(
+            inquired_in_message_ids=unanswered, **others
+        )  # keeps those of connected nodes
         inquired_in_message_ids &= answered | unanswered
         return found
 
     links.check_node_availability_for_in_message = check_unanswered
     state.activate_node = activate_again
-    store.preregister = register_at_once
+    store.preregister = register_locked
 
 
 class _Keys:
-    """The public keys that are let in, as the door sees them in headers."""
+    """The accepted public keys, in the format of the header."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -151,12 +152,12 @@ class _Keys:
     def __contains__(self, header: object) -> bool:
         return header in self._headers
 
-    def let_in(self, keys: dict[str, str]) -> dict[str, str]:
-        """Let in these keys and no others; their names by the ids of their nodes."""
+    def register(self, keys: dict[str, str]) -> dict[str, str]:
+        """Accept exactly these keys, and return their names by node id."""
         from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
 
         for key in keys.values():
-            if key not in self._nodes:  # Flower knows a key for ever; the door does not
+            if key not in self._nodes:  # Flower keeps keys; access depends on the headers
                 node = self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key.encode(), 0)
                 self._nodes[key] = str(node)
         self._headers = frozenset(b64encode(key.encode()) for key in keys.values())
@@ -166,24 +167,23 @@ class _Keys:
 async def _serve(
     application: Any,
     public: socket.socket,
-    private: socket.socket,
-    told: dict[str, Any],
+    local: socket.socket,
+    options: dict[str, Any],
     keys: _Keys,
 ) -> None:
-    secure = told["tls"] is not None
-    outer = PublicDoor(application, keys if secure else None, told["bytes_per_window"])
+    secure = options["tls"] is not None
+    public_app = PublicAccess(application, keys if secure else None, options["bytes_per_window"])
+    local_app = LocalAccess(application, options["secret"])
     common: dict[str, Any] = {"access_log": False, "log_level": "warning", "ws": "none"}
     files = {}
     if secure:
         files = {
-            "ssl_certfile": told["tls"]["certificate"],
-            "ssl_keyfile": told["tls"]["key"],
+            "ssl_certfile": options["tls"]["certificate"],
+            "ssl_keyfile": options["tls"]["key"],
         }
-    inner = _Server(
-        uvicorn.Config(PrivateDoor(application, told["secret"]), lifespan="on", **common)
-    )
-    fleet = _Server(uvicorn.Config(outer, lifespan="off", **common, **files))
-    await asyncio.gather(inner.serve(sockets=[private]), fleet.serve(sockets=[public]))
+    local_server = _Server(uvicorn.Config(local_app, lifespan="on", **common))
+    public_server = _Server(uvicorn.Config(public_app, lifespan="off", **common, **files))
+    await asyncio.gather(local_server.serve(sockets=[local]), public_server.serve(sockets=[public]))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Fused operations and recorded steps for GPUs."""
+"""Fused Triton kernels and recorded CUDA graphs for NVIDIA GPUs."""

@@ -1,10 +1,9 @@
-"""Fast layers for stacked networks on NVIDIA cards, as differentiable functions.
+"""Differentiable functions for stacked networks on NVIDIA GPUs, computed by Triton kernels.
 
-Each does what a few calls of torch do, with a fraction of the memory traffic. :func:`usable` says whether
-they can serve a tensor; callers have the plain way beside it, and that way is the one that is tested
-against everything else. Tests hold the two together, on a card or in Triton's interpreter. The kernels
-themselves are in ``triton_layers`` and ``triton_blocks``, imported where they are called: Triton may not
-be there.
+Each function replaces a few calls of torch with a fraction of their memory traffic. :func:`usable` says
+whether the kernels support a tensor; otherwise callers use plain torch. The tests compare the kernels
+with plain torch, on a GPU or in Triton's interpreter. The kernels are in ``triton_layers`` and
+``triton_blocks``, which are imported on first use because Triton is optional.
 """
 
 from __future__ import annotations
@@ -17,33 +16,36 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDTHS = (16, 32, 64)  # channels that fit a tile of a product
-_MOST_COLOURS = 4
+_WIDTHS = (16, 32, 64)  # numbers of channels that fit a tile of a product
+_MAX_COLOURS = 4
 _TILE = 1024
-_TILE_OF_TAPS = 512  # four pixels a thread: more would spread a warp's single reads over more lines
-_BLOCK_DTYPES = (torch.bfloat16, torch.float16)  # in float32 the sums do not fit the registers
-_PIXELS_AT_ONCE, _PIXELS_A_SUM = 128, 64  # places of a program
-_CHANNELS_AT_ONCE, _CHANNELS_A_SUM = 64, 32  # on an H200 faster than twice as many
+_DEPTHWISE_TILE = (
+    512  # four pixels per thread; more would spread a warp's reads over more cache lines
+)
+_BLOCK_DTYPES = (torch.bfloat16, torch.float16)  # in float32 the sums do not fit into the registers
+# positions per program: of the output, and of the gradient of the weights
+_PIXEL_TILE, _PIXEL_GRADIENT_TILE = 128, 64
+_CHANNEL_TILE, _CHANNEL_GRADIENT_TILE = 64, 32  # on an H200 faster than twice as many
 NO_ACTIVATION, RELU, RELU6 = -1.0, 0.0, 6.0
-"""What follows a normalisation, named by its ceiling."""
+"""Activation after a normalisation, encoded as its ceiling; ``RELU`` has none."""
 
 
 @cache
-def _triton_is_there() -> bool:
+def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
 def usable(values: Tensor) -> bool:
-    """Whether the kernels can read this tensor."""
-    return values.is_cuda and values.dtype in _DTYPES and _triton_is_there()
+    """Whether the kernels support this tensor."""
+    return values.is_cuda and values.dtype in _DTYPES and _has_triton()
 
 
 def _tile(pixels: int, most: int = _TILE) -> int:
-    """A power of two that holds the pixels, up to ``most``."""
+    """Return the power of two that holds the pixels, but at most ``most``."""
     return min(most, max(32, 1 << (pixels - 1).bit_length()))
 
 
-# ---------------------------------------------------------------------- one filter a channel
+# ---------------------------------------------------------------------- depthwise convolution
 
 
 class _Depthwise(torch.autograd.Function):
@@ -56,7 +58,7 @@ class _Depthwise(torch.autograd.Function):
         shape = ((height - 1) // stride + 1, (width - 1) // stride + 1)
         out = images.new_empty(groups, channels, rows, *shape)
         pixels = rows * shape[0] * shape[1]
-        tile = _tile(pixels, _TILE_OF_TAPS)
+        tile = _tile(pixels, _DEPTHWISE_TILE)
         kernels.depthwise[(groups * channels, -(-pixels // tile))](
             images, weight, out, pixels, height, width, *shape, stride, tile
         )
@@ -76,7 +78,7 @@ class _Depthwise(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             own_images = torch.empty_like(images)
             pixels = rows * height * width
-            tile = _tile(pixels, _TILE_OF_TAPS)
+            tile = _tile(pixels, _DEPTHWISE_TILE)
             kernels.depthwise_images[(groups * channels, -(-pixels // tile))](
                 gradient, weight, own_images, pixels, *sizes, tile
             )
@@ -84,18 +86,18 @@ class _Depthwise(torch.autograd.Function):
             own_weight = torch.empty_like(weight)
             pixels = rows * gradient.shape[-2] * gradient.shape[-1]
             kernels.depthwise_weights[(groups * channels,)](
-                images, gradient, own_weight, pixels, *sizes, _tile(pixels, _TILE_OF_TAPS)
+                images, gradient, own_weight, pixels, *sizes, _tile(pixels, _DEPTHWISE_TILE)
             )
         return own_images, own_weight, None
 
 
 def depthwise(images: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """Each channel by its own 3×3 filter, padded by one.
+    """Convolve each channel with its own 3×3 filter, padded by one.
 
     Args:
         images: ``(G, c, n, h, w)``.
         weight: ``(G, c, 1, 3, 3)``.
-        stride: down and right.
+        stride: vertical and horizontal stride.
 
     Returns:
         ``(G, c, n, h', w')``.
@@ -108,7 +110,7 @@ def depthwise(images: Tensor, weight: Tensor, stride: int) -> Tensor:
 
 
 class BatchStatistics(NamedTuple):
-    """Mean and variance of every channel, of a batch or running over many, ``(G, c)`` each."""
+    """Mean and variance of every channel, of a batch or running, ``(G, c)`` each."""
 
     mean: Tensor
     variance: Tensor
@@ -131,33 +133,34 @@ class _Normalised(torch.autograd.Function):
 
         images, weight, bias = images.contiguous(), weight.contiguous(), bias.contiguous()
         groups, channels, rows = images.shape[:3]
-        place = images.shape[3] * images.shape[4]
+        row_pixels = images.shape[3] * images.shape[4]
         out = torch.empty_like(images)
         old = [value.float().contiguous() for value in running]
         mean, variance, new_mean, new_variance = (torch.empty_like(old[0]) for _ in range(4))
-        there = weight if counts is None else counts.to(torch.int32).contiguous()
-        pixels = rows * place
-        options = (counts is not None, ceiling, place, _tile(pixels))
+        # without padding the kernel does not read this argument
+        rows_present = weight if counts is None else counts.to(torch.int32).contiguous()
+        pixels = rows * row_pixels
+        options = (counts is not None, ceiling, row_pixels, _tile(pixels))
         sizes = (pixels, channels, eps)
         kernels.normalise[(groups * channels,)](
-            images, there, weight, bias, *old,
+            images, rows_present, weight, bias, *old,
             out, mean, variance, new_mean, new_variance, *sizes, momentum, *options,
         )  # fmt: skip
-        ctx.save_for_backward(images, there, weight, bias, mean, variance)
+        ctx.save_for_backward(images, rows_present, weight, bias, mean, variance)
         ctx.sizes, ctx.options = sizes, options
         ctx.mark_non_differentiable(new_mean, new_variance)
-        ctx.set_materialize_grads(False)  # no zeros for what has no gradient
+        ctx.set_materialize_grads(False)  # do not allocate zeros for outputs without a gradient
         return out, new_mean, new_variance
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         from fedgmm.nets.kernels import triton_layers as kernels
 
-        images, there, weight, bias, mean, variance = ctx.saved_tensors
+        images, rows_present, weight, bias, mean, variance = ctx.saved_tensors
         own = torch.empty_like(images)
         own_weight, own_bias = torch.empty_like(mean), torch.empty_like(mean)
         kernels.normalise_backward[(mean.numel(),)](
-            images, there, weight, bias, mean, variance, gradients[0].contiguous(),
+            images, rows_present, weight, bias, mean, variance, gradients[0].contiguous(),
             own, own_weight, own_bias, *ctx.sizes, *ctx.options,
         )  # fmt: skip
         scales = own_weight.to(weight.dtype), own_bias.to(bias.dtype)
@@ -174,20 +177,20 @@ def normalised(
     eps: float,
     ceiling: float = NO_ACTIVATION,
 ) -> tuple[Tensor, BatchStatistics]:
-    """Batch normalisation by the rows that are there, then ReLU or nothing.
+    """Normalise by the statistics of the rows without padding, then apply the activation.
 
     Args:
         images: ``(G, c, n, h, w)``.
         weight: ``(G, c)``.
         bias: ``(G, c)``.
-        counts: how many rows are there, ``(G,)``, and they come first; ``None`` means all.
+        counts: number of rows per group, ``(G,)``; padding follows them. ``None`` means no padding.
         running: statistics of earlier batches.
-        momentum: how far they move towards those of this one.
+        momentum: weight of this batch in the new running statistics.
         eps: added to variances.
         ceiling: ``NO_ACTIVATION``, ``RELU`` or ``RELU6``.
 
     Returns:
-        The images, and the running statistics after them, in float32.
+        The normalised images, and the new running statistics in float32.
     """
     out, mean, variance = _Normalised.apply(  # type: ignore[no-untyped-call]
         images, weight, bias, counts, running, momentum, eps, ceiling
@@ -196,7 +199,7 @@ def normalised(
 
 
 def scaled(images: Tensor, scale: Tensor, shift: Tensor, ceiling: float = NO_ACTIVATION) -> Tensor:
-    """``images · scale + shift`` and ReLU or nothing, without gradients; scales are ``(G, c)``."""
+    """Return ``activation(images · scale + shift)`` without gradients; scale and shift are ``(G, c)``."""
     from fedgmm.nets.kernels import triton_layers as kernels
 
     images = images.contiguous()
@@ -209,18 +212,18 @@ def scaled(images: Tensor, scale: Tensor, shift: Tensor, ceiling: float = NO_ACT
     return out
 
 
-# ---------------------------------------------------------------------- the small network
+# ---------------------------------------------------------------------- the small convolutional network
 
 
 def usable_blocks(images: Tensor, weight: Tensor, next_weight: Tensor) -> bool:
-    """Whether :func:`pixel_block` and then :func:`channel_block` can serve images ``(A, n, c, h, w)``.
+    """Whether :func:`pixel_block` and then :func:`channel_block` support images ``(A, n, c, h, w)``.
 
-    They want 16 bits a number, few colours, round numbers of channels, 3×3 filters and at least 4×4
-    pixels, and give no gradient of the images.
+    They require a 16-bit dtype, at most 4 colours, 16, 32 or 64 channels, 3×3 filters and at least
+    4×4 pixels, and they have no gradient with respect to the images.
     """
     fit = (
         images.dtype in _BLOCK_DTYPES
-        and images.shape[2] <= _MOST_COLOURS
+        and images.shape[2] <= _MAX_COLOURS
         and weight.shape[1] in _WIDTHS
         and next_weight.shape[1] in _WIDTHS
         and weight.shape[-2:] == next_weight.shape[-2:] == (3, 3)
@@ -240,11 +243,11 @@ class _PixelBlock(torch.autograd.Function):
         out, corners = _pooled_results(images, groups, rows, height, width, targets)
         places = rows * out.shape[2] * out.shape[3]
         ctx.places = places
-        window = 16 if colours == 1 else 64  # 4×4 pixels, up to a power of two
+        window = 16 if colours == 1 else 64  # 4×4 pixels per colour, padded to a power of two
         learners = groups // len(images)
         ctx.sizes = learners, colours, targets, height, width, window, _precision()
-        kernels.pixel_block[(-(-places // _PIXELS_AT_ONCE), groups)](
-            images, weight, bias, out, corners, places, *ctx.sizes, _PIXELS_AT_ONCE
+        kernels.pixel_block[(-(-places // _PIXEL_TILE), groups)](
+            images, weight, bias, out, corners, places, *ctx.sizes, _PIXEL_TILE
         )
         ctx.save_for_backward(images, corners)
         ctx.dtype = weight.dtype
@@ -261,11 +264,11 @@ class _PixelBlock(torch.autograd.Function):
         seen = gradient.new_empty(groups, 4, window, targets, dtype=torch.float32)
         own_bias = gradient.new_empty(groups, targets, dtype=torch.float32)
         kernels.pixel_block_weights[(groups,)](
-            images, gradient, corners, seen, own_bias, ctx.places, *ctx.sizes, _PIXELS_A_SUM,
+            images, gradient, corners, seen, own_bias, ctx.places, *ctx.sizes, _PIXEL_GRADIENT_TILE,
             num_stages=2,
         )  # fmt: skip
         corner = seen[:, :, : 16 * colours].reshape(groups, 2, 2, colours, 4, 4, targets)
-        # the filter at a corner is at its place in the window
+        # at each corner the filter covers another 3×3 part of the 4×4 window
         own = sum(
             corner[:, down, right, :, down : down + 3, right : right + 3]
             for down in range(2)
@@ -276,10 +279,10 @@ class _PixelBlock(torch.autograd.Function):
 
 
 def pixel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """3×3 convolutions of pixels, padded by one, then the largest of every 2×2 and of zero.
+    """Convolve images (3×3, padded by one), add the bias, pool 2×2 pixels and apply ReLU.
 
     Args:
-        images: ``(A, n, c, h, w)``; groups that follow each other share them.
+        images: ``(A, n, c, h, w)``; ``G / A`` consecutive groups share the same images.
         weight: ``(G, c', c, 3, 3)``, ``G`` a multiple of ``A``.
         bias: ``(G, c')``.
 
@@ -302,8 +305,8 @@ class _ChannelBlock(torch.autograd.Function):
         out, corners = _pooled_results(images, groups, rows, height, width, targets)
         places = rows * out.shape[2] * out.shape[3]
         ctx.sizes = sources, targets, height, width, _precision()
-        kernels.channel_block[(-(-places // _CHANNELS_AT_ONCE), groups)](
-            images, taps, bias, out, corners, places, *ctx.sizes, _CHANNELS_AT_ONCE
+        kernels.channel_block[(-(-places // _CHANNEL_TILE), groups)](
+            images, taps, bias, out, corners, places, *ctx.sizes, _CHANNEL_TILE
         )
         ctx.save_for_backward(images, weight, corners)
         ctx.places = places
@@ -322,8 +325,8 @@ class _ChannelBlock(torch.autograd.Function):
             own_images = torch.empty_like(images)
             blocks = rows * -(-height // 2) * -(-width // 2)
             taps = weight.permute(0, 3, 4, 1, 2).contiguous()  # (G, 3, 3, c', c)
-            kernels.channel_block_images[(-(-blocks // _CHANNELS_AT_ONCE), groups)](
-                gradient, corners, taps, own_images, rows, *ctx.sizes, _CHANNELS_AT_ONCE
+            kernels.channel_block_images[(-(-blocks // _CHANNEL_TILE), groups)](
+                gradient, corners, taps, own_images, rows, *ctx.sizes, _CHANNEL_TILE
             )
         own = weight.new_empty(groups, 3, 3, sources, targets)
         own_bias = gradient.new_empty(groups, targets, dtype=torch.float32)
@@ -335,13 +338,13 @@ class _ChannelBlock(torch.autograd.Function):
             own_bias,
             ctx.places,
             *ctx.sizes,
-            _CHANNELS_A_SUM,
+            _CHANNEL_GRADIENT_TILE,
         )
         return own_images, own.permute(0, 4, 3, 1, 2), own_bias.to(weight.dtype)
 
 
 def channel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The same for many channels.
+    """Do the same as :func:`pixel_block` for many channels.
 
     Args:
         images: ``(G, n, h, w, c)``, channels last.
@@ -358,11 +361,11 @@ def channel_block(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _pooled_results(
     images: Tensor, groups: int, rows: int, height: int, width: int, targets: int
 ) -> tuple[Tensor, Tensor]:
-    """Room for what a block gives, and for which corners it took it from."""
+    """Allocate the output of a block, and the index of the largest pixel of every 2×2."""
     out = images.new_empty(groups, rows, height // 2, width // 2, targets)
     return out, torch.empty(out.shape, dtype=torch.uint8, device=out.device)
 
 
 def _precision() -> str:
-    """All of float32, unless the user has allowed TF32."""
+    """Return the precision of float32 products: exact, unless the user has allowed TF32."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

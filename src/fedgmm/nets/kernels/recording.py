@@ -1,7 +1,7 @@
-"""Work that an accelerator repeats, recorded once and replayed.
+"""CUDA graphs: repeated work on a GPU is recorded once and replayed.
 
-A round of stacked training is thousands of small kernels; starting them one by one takes longer than
-running them. Rounds differ in numbers, not in shapes, so CUDA can record one and replay it.
+A round of stacked training is thousands of small kernels, and starting them one by one takes longer than
+running them. Rounds differ in their numbers, not in their shapes, so CUDA can record one and replay it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 Work = Callable[[Sequence[Tensor]], list[Tensor]]
-"""Tensors to tensors: the same kernels whatever the numbers, and nothing waits for the card."""
+"""A function of tensors that runs the same kernels for all values and never waits for the GPU."""
 
 
-_MOST_RECORDINGS = 8  # each holds its own copy of what is given
-_MOST_KEYS = 10_000
+_MAX_RECORDINGS = 8  # each recording holds its own copy of the inputs
+_MAX_KEYS = 10_000
 
 
 @dataclass(frozen=True)
 class _Recording:
     graph: Any
-    given: list[Tensor]
-    found: list[Tensor]
-    kept: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    keep_alive: Any
 
 
 class Recorder:
-    """Recordings of one network, which share their memory.
+    """The recordings of one network, which share their memory.
 
-    What a replay returns is valid until the next replay.
+    The tensors that a replay returns are valid until the next replay.
     """
 
     def __init__(self) -> None:
@@ -41,50 +41,52 @@ class Recorder:
         self._recordings: dict[Hashable, _Recording] = {}
         self._pool: Any = None
 
-    def run(self, key: Hashable, work: Work, given: Sequence[Tensor], kept: Any) -> list[Tensor]:
-        """Do the work: the first time as it is, the second time recording, and then by replaying.
+    def run(
+        self, key: Hashable, work: Work, inputs: Sequence[Tensor], keep_alive: Any
+    ) -> list[Tensor]:
+        """Return ``work(inputs)``: run it the first time, record it the second time, then replay it.
 
         Args:
-            key: says all that decides which kernels run and which memory they touch, besides the
-                shapes of what is given.
-            work: what is done.
-            given: its tensors.
-            kept: held for as long as the recording, such as tensors whose memory it reads.
+            key: identifies everything, besides the shapes of the inputs, that decides which kernels run
+                and which memory they access.
+            work: the function to run.
+            inputs: its arguments.
+            keep_alive: objects to hold as long as the recording, such as tensors whose memory it reads.
         """
-        key = (key, tuple((tuple(value.shape), value.dtype) for value in given))
+        key = (key, tuple((tuple(value.shape), value.dtype) for value in inputs))
         if key not in self._seen:
-            if len(self._seen) < _MOST_KEYS:
+            if len(self._seen) < _MAX_KEYS:
                 self._seen.add(key)
-            return work(given)
+            return work(inputs)
         if key not in self._recordings:
-            if len(self._recordings) == _MOST_RECORDINGS:
-                return work(given)
-            self._recordings[key] = self._record(work, given, kept)
+            if len(self._recordings) == _MAX_RECORDINGS:
+                return work(inputs)
+            self._recordings[key] = self._record(work, inputs, keep_alive)
         recording = self._recordings[key]
-        torch._foreach_copy_(recording.given, list(given))
+        torch._foreach_copy_(recording.inputs, list(inputs))
         recording.graph.replay()
-        return recording.found
+        return recording.outputs
 
-    def _record(self, work: Work, given: Sequence[Tensor], kept: Any) -> _Recording:
-        own = [value.clone() for value in given]
+    def _record(self, work: Work, inputs: Sequence[Tensor], keep_alive: Any) -> _Recording:
+        own = [value.clone() for value in inputs]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            found = work(own)
-        return _Recording(graph, own, found, kept)
+            outputs = work(own)
+        return _Recording(graph, own, outputs, keep_alive)
 
 
 _RECORDERS: WeakKeyDictionary[Any, Recorder] = WeakKeyDictionary()
 
 
 def recorder_of(network: Any) -> Recorder:
-    """The recorder of a network; its memory goes when the network goes."""
+    """Return the recorder of a network; its memory is freed together with the network."""
     if network not in _RECORDERS:
         _RECORDERS[network] = Recorder()
     return _RECORDERS[network]
 
 
 def forget_recordings(network: Any) -> None:
-    """Give the memory of a network's recordings back, though the network itself is kept."""
+    """Free the memory of a network's recordings while the network itself is kept."""
     _RECORDERS.pop(network, None)

@@ -1,20 +1,23 @@
-"""Blocks of the small network on NVIDIA cards, in Triton. :mod:`fedgmm.nets.kernels.fused` calls them.
+"""Triton kernels for the blocks of the small convolutional network; ``fused.py`` calls them.
 
-A block is a 3×3 convolution, then the largest of every 2×2 pixels and of zero. What four neighbouring
-pixels see is a window of 4×4, so a program holds four sums for each pooled place, one a corner, and reads
-every window once. Only the largest of four goes to memory, with its corner, 0 to 3 (4 means zero). Values
-have their channels last, since programs read all of a pixel's. Products are summed in float32.
+A block is a 3×3 convolution, 2×2 max pooling and ReLU. The four pixels of a pooled position read a window
+of 4×4 pixels, so a program holds four sums per position, one per corner of the 2×2, and reads every window
+once. It stores only the largest of the four sums and its corner, 0 to 3 (4 means that ReLU gave zero).
+Channels are last in memory, because programs read all channels of a pixel. Products are summed in float32.
+
+Names: ``place`` numbers the pooled positions of all images, ``there`` masks places that exist, ``spot`` is
+an offset in memory, ``slope`` a gradient, ``which`` the corner of the largest value.
 """
 
 import triton
 import triton.language as tl
 
-# ---------------------------------------------------------------------- the largest of four corners
+# ---------------------------------------------------------------------- pooling
 
 
 @triton.jit
 def _largest(a, b, c, d):
-    """The largest of four corners and of zero, and which it was; NaN is the largest of all."""
+    """Return the largest of four corners and zero, and its index; NaN counts as the largest."""
     best = tl.maximum(a, 0.0, propagate_nan=tl.PropagateNan.ALL)
     which = tl.where(a > 0.0, 0, 4)
     which = tl.where(b > best, 1, which)
@@ -29,7 +32,7 @@ def _largest(a, b, c, d):
 def _store_largest(
     a, b, c, d, bias, out, corners, group, place, places, CO: tl.constexpr
 ):  # fmt: skip
-    """Add the bias to four corners ``(BLOCK, CO)`` and keep the largest."""
+    """Add the bias to four corners ``(BLOCK, CO)``, and store the largest and its index."""
     target = tl.arange(0, CO)
     own = tl.load(bias + group * CO + target).to(tl.float32)[None, :]
     best, which = _largest(a + own, b + own, c + own, d + own)
@@ -46,7 +49,7 @@ def _store_largest(
 def _windows(
     images, place, places, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KW: tl.constexpr
 ):  # fmt: skip
-    """What each pooled place sees of images ``(n, C, H, W)``: ``(BLOCK, KW)``, ordered ``(C, 4, 4)``."""
+    """Load the window of each place of images ``(n, C, H, W)``: ``(BLOCK, KW)``, ordered ``(C, 4, 4)``."""
     OH: tl.constexpr = H // 2
     OW: tl.constexpr = W // 2
     k = tl.arange(0, KW)
@@ -64,7 +67,7 @@ def _windows(
 def _corner_filters(
     weight, C: tl.constexpr, CO: tl.constexpr, KW: tl.constexpr, CORNER: tl.constexpr
 ):  # fmt: skip
-    """Filters ``(CO, C, 3, 3)`` in the windows' order ``(KW, CO)``, at one corner of the 2×2 pixels."""
+    """Load filters ``(CO, C, 3, 3)`` in the order of windows, ``(KW, CO)``, shifted to one corner."""
     k, target = tl.arange(0, KW), tl.arange(0, CO)
     channel, down, right = k // 16, (k // 4) % 4 - CORNER // 2, k % 4 - CORNER % 2
     inside = (k < 16 * C) & (down >= 0) & (down < 3) & (right >= 0) & (right < 3)
@@ -78,7 +81,7 @@ def pixel_block(
     SHARED: tl.constexpr, C: tl.constexpr, CO: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     KW: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block on pixels, few of which are in a window: one product with the whole window.
+    """Compute a block of few colours: one product with the whole window per corner.
 
     Images ``(G / SHARED, n, C, H, W)``, filters ``(G, CO, C, 3, 3)``, ``places = n · H/2 · W/2``.
     """
@@ -100,7 +103,7 @@ def pixel_block_weights(
     SHARED: tl.constexpr, C: tl.constexpr, CO: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     KW: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a group's biases, and of its filters as four windows ``(4, KW, CO)``, one a corner."""
+    """Compute gradients of a group's biases, and of its filters as a window per corner ``(4, KW, CO)``."""
     group = tl.program_id(0).to(tl.int64)
     k, target = tl.arange(0, KW), tl.arange(0, CO)
     images += (group // SHARED) * (places // ((H // 2) * (W // 2))) * (C * H * W)
@@ -136,7 +139,7 @@ def pixel_block_weights(
 
 @triton.jit
 def _filters(weight, C: tl.constexpr, CO: tl.constexpr, TAP: tl.constexpr):
-    """One tap of filters ``(9, C, CO)``."""
+    """Load one tap of filters ``(9, C, CO)``."""
     source, target = tl.arange(0, C), tl.arange(0, CO)
     return tl.load(weight + TAP * C * CO + source[:, None] * CO + target[None, :])
 
@@ -147,7 +150,7 @@ def channel_block(
     C: tl.constexpr, CO: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block on many channels: images ``(G, n, H, W, C)``, filters ``(G, 9, C, CO)``."""
+    """Compute a block of many channels: images ``(G, n, H, W, C)``, filters ``(G, 9, C, CO)``."""
     OH: tl.constexpr = H // 2
     OW: tl.constexpr = W // 2
     group = tl.program_id(1).to(tl.int64)
@@ -165,7 +168,7 @@ def channel_block(
         seen = tl.load(
             images + pixel[:, None] * C + source[None, :], mask=inside[:, None], other=0.0
         )
-        # at corner a it is tap ``window // 4 * 3 + window % 4``; at others a column or a line before
+        # for corner a this pixel is tap ``window // 4 * 3 + window % 4``; for b one, for c three earlier
         if window // 4 < 3 and window % 4 < 3:
             taps = _filters(weight, C, CO, window // 4 * 3 + window % 4)
             a += tl.dot(seen, taps, input_precision=PRECISION)
@@ -196,10 +199,10 @@ def channel_block_images(
     C: tl.constexpr, CO: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the images, two by two pixels at a time; filters ``(G, 9, CO, C)``.
+    """Compute the gradient of the images, 2×2 pixels per place; filters ``(G, 9, CO, C)``.
 
-    Again a window of 4×4 reaches four pixels. Its slopes are those of pooled places, at the corner that
-    was the largest.
+    Four pixels are again reached from a window of 4×4. Only the pixel that was the largest of its 2×2 has
+    a gradient.
     """
     OH: tl.constexpr = H // 2
     OW: tl.constexpr = W // 2
@@ -225,7 +228,7 @@ def channel_block_images(
         which = tl.load(corners + spot, mask=inside[:, None], other=4)
         corner = (window // 4 + 1) % 2 * 2 + (window % 4 + 1) % 2
         slope = tl.where(which == corner, slope, tl.zeros_like(slope))
-        # the first pixel is reached through tap ``(2 - window // 4) * 3 + 2 - window % 4``
+        # pixel a is reached through tap ``(2 - window // 4) * 3 + 2 - window % 4``
         if window // 4 < 3 and window % 4 < 3:
             taps = _filters(weight, CO, C, 8 - window // 4 * 3 - window % 4)
             a += tl.dot(slope, taps, input_precision=PRECISION)
@@ -251,7 +254,7 @@ def channel_block_weights(
     C: tl.constexpr, CO: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a group's filters ``(9, C, CO)``, three taps side by side a program, and biases."""
+    """Compute the gradients of a group's filters ``(9, C, CO)``, three taps per program, and biases."""
     OH: tl.constexpr = H // 2
     OW: tl.constexpr = W // 2
     line, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -280,7 +283,7 @@ def channel_block_weights(
                 seen = tl.load(
                     images + pixel[None, :] * C + source[:, None], mask=inside[None, :], other=0.0
                 )
-                if across < 3:  # the left corner sees it at this tap
+                if across < 3:  # for the left corner this pixel is tap ``across``
                     slope = tl.where(which == 2 * down, slopes, none)
                     if across == 0:
                         left += tl.dot(seen, slope, input_precision=PRECISION)
@@ -288,7 +291,7 @@ def channel_block_weights(
                         middle += tl.dot(seen, slope, input_precision=PRECISION)
                     if across == 2:
                         right += tl.dot(seen, slope, input_precision=PRECISION)
-                if across > 0:  # the right corner, one tap before
+                if across > 0:  # for the right corner it is one tap earlier
                     slope = tl.where(which == 2 * down + 1, slopes, none)
                     if across == 1:
                         left += tl.dot(seen, slope, input_precision=PRECISION)

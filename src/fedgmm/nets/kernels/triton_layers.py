@@ -1,22 +1,24 @@
-"""Layers of MobileNet-V2 and similar networks on NVIDIA GPUs, in Triton; ``fused.py`` calls them.
+"""Triton kernels for layers of MobileNet-V2 and similar networks; ``fused.py`` calls them.
 
-Images lie as ``(planes, pixels)``: a plane is one channel of one client and learner, and its pixels are
-all rows of the batch, ``pixels = n · height · width``. Products are summed in float32.
+Images are stored as ``(planes, pixels)``: a plane is one channel of one client and learner, and its pixels
+are those of all rows of the batch, ``pixels = n · height · width``. Products are summed in float32.
+
+Names: ``place`` numbers the pixels of a plane, ``there`` masks places that exist, ``slope`` is a gradient.
 """
 
 import triton
 import triton.language as tl
 
-# ---------------------------------------------------------------------- one filter a channel
+# ---------------------------------------------------------------------- depthwise convolution
 
 
-# The nine taps of a filter are unrolled: what a tap adds to an address is known to the compiler, and only
-# the border asks for more. Computing places anew for each tap takes longer than all the memory traffic.
+# The nine taps of a filter are unrolled, so the compiler knows each tap's address offset and only the
+# border needs a mask. Computing the positions again for every tap took longer than all memory traffic.
 
 
 @triton.jit
 def _inside(there, above, below, left, right, TAP: tl.constexpr):
-    """Which pixels have the neighbour that a tap looks at; ``above`` says which have a row above."""
+    """Mask the pixels whose neighbour at a tap exists; ``above`` masks pixels that have a row above."""
     if TAP < 3:
         there = there & above
     if TAP >= 6:
@@ -34,7 +36,7 @@ def depthwise(
     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``out[p, n, y, x] = Σ weight[p, dy, dx] · images[p, n, s·y + dy - 1, s·x + dx - 1]``."""
+    """Compute ``out[p, n, y, x] = Σ weight[p, dy, dx] · images[p, n, s·y + dy - 1, s·x + dx - 1]``."""
     plane = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = place < pixels
@@ -56,14 +58,14 @@ def depthwise_images(
     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the images, ``pixels = n · H · W``, from that of the output."""
+    """Compute the gradient of the images, ``pixels = n · H · W``, from the gradient of the output."""
     plane = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = place < pixels
     image, row, column = place // (H * W), (place // W) % H, place % W
     source = gradient + plane * (pixels // (H * W)) * (OH * OW) + image * (OH * OW)
     total = tl.zeros([BLOCK], tl.float32)
-    if STRIDE == 1:  # the same filter turned round
+    if STRIDE == 1:  # the same convolution with the filter reversed
         above, below, left, right = row > 0, row + 1 < H, column > 0, column + 1 < W
         centre = source + row * W + column
         for tap in tl.static_range(9):
@@ -84,7 +86,7 @@ def depthwise_images(
 def _neighbour(
     centre, slope, there, above, below, left, right, W: tl.constexpr, TAP: tl.constexpr
 ):  # fmt: skip
-    """The slopes times what a tap looks at."""
+    """Return the gradients times the pixels at a tap."""
     inside = _inside(there, above, below, left, right, TAP)
     seen = tl.load(centre + ((TAP // 3 - 1) * W + TAP % 3 - 1), mask=inside, other=0.0)
     return slope * seen.to(tl.float32)
@@ -96,7 +98,7 @@ def depthwise_weights(
     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one plane's nine weights, each with a sum of its own: pixels are read once."""
+    """Compute the gradient of a plane's nine weights; nine sums, so that pixels are read once."""
     plane = tl.program_id(0).to(tl.int64)
     source = images + plane * (pixels // (OH * OW)) * (H * W)
     a = tl.zeros([BLOCK], tl.float32)
@@ -135,7 +137,7 @@ def depthwise_weights(
 
 @triton.jit
 def _activated(z, HIGHEST: tl.constexpr):
-    """The identity for ``HIGHEST < 0``, ReLU for 0, else ReLU with a ceiling."""
+    """Apply the identity for ``HIGHEST < 0``, ReLU for 0, else ReLU with a ceiling."""
     if HIGHEST >= 0:
         z = tl.maximum(z, 0.0)
     if HIGHEST > 0:
@@ -145,7 +147,7 @@ def _activated(z, HIGHEST: tl.constexpr):
 
 @triton.jit
 def _slope(z, gradient, HIGHEST: tl.constexpr):
-    """The gradient before the activation."""
+    """Return the gradient before the activation."""
     if HIGHEST >= 0:
         gradient = tl.where(z > 0.0, gradient, 0.0)
     if HIGHEST > 0:
@@ -155,7 +157,7 @@ def _slope(z, gradient, HIGHEST: tl.constexpr):
 
 @triton.jit
 def _known_pixels(counts, plane, pixels, channels, PADDED: tl.constexpr, PLACE: tl.constexpr):
-    """Pixels of a plane's rows that are there; they come first. ``PLACE`` is the pixels of one row."""
+    """Return the number of pixels of a plane without padding; ``PLACE`` is the number of pixels per row."""
     if PADDED:
         pixels = tl.load(counts + plane // channels) * PLACE
     return pixels
@@ -167,10 +169,10 @@ def normalise(
     out, means, variances, new_mean, new_variance, pixels, channels, eps, momentum,
     PADDED: tl.constexpr, HIGHEST: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each plane by the mean and variance of its own rows that are there, then the activation.
+    """Normalise each plane by mean and variance of its rows without padding, then apply the activation.
 
-    Running statistics move towards those of the batch; their variance is the unbiased one. ``counts``
-    is ``(G,)``, read where rows are ``PADDED``.
+    Running statistics move towards those of the batch, with the unbiased variance. ``counts`` is ``(G,)``
+    and read only if ``PADDED``.
     """
     plane = tl.program_id(0).to(tl.int64)
     images += plane * pixels
@@ -195,7 +197,7 @@ def normalise(
         place = first + tl.arange(0, BLOCK)
         centred = tl.load(images + place, mask=place < known, other=0.0).to(tl.float32) - mean
         z = _activated(centred * scale + shift, HIGHEST)
-        if PADDED:  # what is not there would grow from layer to layer
+        if PADDED:  # otherwise padding would grow from layer to layer
             z = tl.where(place < known, z, 0.0)
         tl.store(out + place, z.to(out.dtype.element_ty), mask=place < pixels)
     tl.store(means + plane, mean)
@@ -213,7 +215,7 @@ def normalise_backward(
     pixels, channels, eps,
     PADDED: tl.constexpr, HIGHEST: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the images, scales and shifts; rows that are not there have none."""
+    """Compute the gradients of images, scales and shifts; padding has gradient zero."""
     plane = tl.program_id(0).to(tl.int64)
     images += plane * pixels
     gradient += plane * pixels
@@ -252,7 +254,7 @@ def normalise_backward(
 def scale_and_shift(
     images, scale, shift, out, pixels, HIGHEST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """``activation(images · scale + shift)``, one scale and shift a plane."""
+    """Compute ``activation(images · scale + shift)`` with one scale and shift per plane."""
     plane = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = place < pixels

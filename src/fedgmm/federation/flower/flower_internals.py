@@ -1,8 +1,8 @@
-"""All touches of Flower's inner interfaces; written for the versions that ``pyproject.toml`` allows.
+"""Use of Flower's internal interfaces, for the versions that ``pyproject.toml`` allows.
 
-Flower starts a new Python process for every message, and runs in it whatever program the server sends.
-Here the long-lived process takes its tasks itself, by the same interface as Flower's own workers: it is
-fast, and of what a server sends only messages are read, never a program.
+Flower starts a new Python process for every message and runs the program that the server sends in it. Here
+our long-lived process takes the tasks itself, through the interface of Flower's own workers. This is fast,
+and it reads only messages: a program that a server sends is never run.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
-from fedgmm.federation.flower.guard import SECRET_HEADER
-from fedgmm.federation.flower.pace import fetch_sooner
+from fedgmm.federation.flower.access import SECRET_HEADER
+from fedgmm.federation.flower.supernode import fetch_faster
 from fedgmm.federation.messages import LARGEST_MESSAGE
 
 APP_FOLDER = Path(__file__).parent / "app"
 _ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 _HEARTBEAT = 10.0
-_FEW_PIECES, _SMALLEST_PIECE = 64, 1024 * 1024  # Flower cuts arrays into pieces of 5 MB
-_PATIENCE = 30.0  # seconds for a task to appear after its run was started
+_FEW_PARTS, _SMALLEST_PART = 64, 1024 * 1024  # Flower splits arrays into parts of 5 MB
+_TASK_TIMEOUT = 30.0  # seconds for a task to appear after its run was started
 
 
-class _Secret:
-    """Shows the secret at the private door."""
+class _SecretHeader:
+    """Add the secret for the local port to every request."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -74,92 +74,92 @@ class _Secret:
         return response
 
 
-class _Arriving:
-    """An answer of which not all pieces may be there yet."""
+class _PartialReply:
+    """A reply that may not have arrived completely."""
 
-    def __init__(self, told: Any, tree: Any, limit_bytes: int) -> None:
-        self.number: str = told.metadata.message_id
-        self.question: str = told.metadata.reply_to_message_id
-        # one more than is allowed is enough to know
-        most = _FEW_PIECES + limit_bytes // _SMALLEST_PIECE
+    def __init__(self, announced: Any, tree: Any, limit_bytes: int) -> None:
+        self.message_id: str = announced.metadata.message_id
+        self.request_id: str = announced.metadata.reply_to_message_id
+        most = _FEW_PARTS + limit_bytes // _SMALLEST_PART
+        # reading one more than allowed is enough to find that there are too many
         self._missing = [one.object_id for one in islice(iterate_object_tree(tree), most + 1)]
         self._too_many = len(self._missing) > most
-        self._room = limit_bytes + _FEW_PIECES * _SMALLEST_PIECE
-        self._pieces: dict[str, bytes] = {}
+        self._bytes_left = limit_bytes + _FEW_PARTS * _SMALLEST_PART
+        self._parts: dict[str, bytes] = {}
 
-    def is_whole(self, pull: Callable[[str], bytes]) -> bool:
-        """Fetch what is there.
+    def is_complete(self, pull: Callable[[str], bytes]) -> bool:
+        """Fetch the parts that have arrived; return whether the reply is complete.
 
         Raises:
-            ValueError: it is larger than any message may be.
+            ValueError: the reply exceeds the largest message.
         """
         if self._too_many:
-            raise ValueError("it is in too many pieces")
+            raise ValueError("it has too many parts")
         while self._missing:
             try:
-                piece = pull(self._missing[-1])
+                part = pull(self._missing[-1])
             except ObjectUnavailableError:
                 return False
-            self._room -= len(piece)
-            if self._room < 0:
+            self._bytes_left -= len(part)
+            if self._bytes_left < 0:
                 raise ValueError("it is larger than the largest message")
-            self._pieces[self._missing.pop()] = piece
+            self._parts[self._missing.pop()] = part
         return True
 
     def message(self) -> FlowerMessage:
-        message = inflate_object_from_contents(self.number, self._pieces)
+        message = inflate_object_from_contents(self.message_id, self._parts)
         if not isinstance(message, FlowerMessage):
-            raise TypeError("it is no message")
-        message.metadata.__dict__["_message_id"] = self.number
+            raise TypeError("it is not a message")
+        message.metadata.__dict__["_message_id"] = self.message_id
         return message
 
 
 class _CarefulGrid(HttpGrid):
-    """A grid on which an answer that cannot be read, or never arrives whole, holds nobody up."""
+    """A grid on which an unreadable or incomplete reply does not delay the replies of other nodes."""
 
-    _arriving: tuple[_Arriving, ...] = ()
+    _partial: tuple[_PartialReply, ...] = ()
     limit_bytes: int = LARGEST_MESSAGE
 
-    def fail_at_once(self) -> None:
-        """Do not try again behind our back: the engine is on this machine, and we look after it."""
+    def disable_retries(self) -> None:
+        """Raise errors at once: the SuperLink is on this machine, and the caller watches it."""
         self.__dict__["_retry_invoker"] = None
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[FlowerMessage]:
-        """Answers to messages; an answer that cannot be read comes as an error."""
+        """Return the complete replies to messages; an unreadable reply is returned as an error."""
         client, run_id, wanted = self._runtime_client, self.run.run_id, set(message_ids)
-        arriving = list(self._arriving)
-        # Flower forgets a question as soon as it has announced the answer
-        if unanswered := wanted - {one.question for one in arriving}:
+        partial = list(self._partial)
+        # Flower forgets a request as soon as it has announced the reply
+        if unanswered := wanted - {one.request_id for one in partial}:
             found = client.PullMessages(PullAppMessagesRequest(message_ids=unanswered))
             new = zip(found.messages_list, found.message_object_trees, strict=True)
-            arriving += [_Arriving(told, tree, self.limit_bytes) for told, tree in new]
+            partial += [_PartialReply(message, tree, self.limit_bytes) for message, tree in new]
         pull = make_pull_object_fn_protobuf(client.PullObject, self.node, run_id)
         messages, rest = [], []
-        for one in arriving:
-            if one.question not in wanted:
-                continue  # nobody waits for it any more
+        for one in partial:
+            if one.request_id not in wanted:
+                continue  # its deadline has passed
             try:
-                if not one.is_whole(pull):
+                if not one.is_complete(pull):
                     rest.append(one)
                     continue
-                self._put_away(one)
+                self._confirm(one)
                 messages.append(one.message())
-            except Exception as error:  # whatever a hostile sender made of it
+            except Exception as error:  # a hostile sender can cause errors of any kind
                 with contextlib.suppress(Exception):
-                    self._put_away(one)
-                messages.append(self._unreadable(one.question, error))
-        self._arriving = tuple(rest)
+                    self._confirm(one)
+                messages.append(self._unreadable(one.request_id, error))
+        self._partial = tuple(rest)
         return messages
 
-    def _put_away(self, one: _Arriving) -> None:
-        """Flower need not keep the pieces any longer."""
+    def _confirm(self, one: _PartialReply) -> None:
+        """Confirm that a reply was received, so that Flower deletes its parts."""
         self._runtime_client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(
-                node=self.node, run_id=self.run.run_id, message_object_id=one.number
+                node=self.node, run_id=self.run.run_id, message_object_id=one.message_id
             )
         )
 
-    def _unreadable(self, question: str, error: Exception) -> FlowerMessage:
+    def _unreadable(self, request_id: str, error: Exception) -> FlowerMessage:
         metadata = Metadata(
             run_id=self.run.run_id,
             message_id="",
@@ -168,7 +168,7 @@ class _CarefulGrid(HttpGrid):
             message_type=SYSTEM_MESSAGE_TYPE,
             group_id="",
             ttl=0,
-            reply_to_message_id=question,
+            reply_to_message_id=request_id,
             created_at=now().timestamp(),
         )
         reason = f"{type(error).__name__}: {error}"[:200]
@@ -180,7 +180,7 @@ def _address(port: int) -> str:
 
 
 def _worker_client(port: int, secret: str) -> RuntimeHttpClient:
-    """Who asks for tasks."""
+    """Return a client that acquires tasks."""
     return RuntimeHttpClient.from_server_address(
         _address(port),
         True,
@@ -195,7 +195,7 @@ def _worker_client(port: int, secret: str) -> RuntimeHttpClient:
 
 
 def _token_client(port: int, token: str, component: str) -> RuntimeHttpClient:
-    """Who works on a task."""
+    """Return a client that works on one task."""
     return RuntimeHttpClient.from_server_address(
         _address(port),
         True,
@@ -208,13 +208,13 @@ def _token_client(port: int, token: str, component: str) -> RuntimeHttpClient:
 
 
 @contextlib.contextmanager
-def _alive(client: RuntimeHttpClient) -> Iterator[None]:
-    """Tell Flower now and then that a task is being worked on."""
+def _heartbeats(client: RuntimeHttpClient) -> Iterator[None]:
+    """Send Flower regular heartbeats while a task is being worked on."""
     done = threading.Event()
 
     def beat() -> None:
         while not done.wait(_HEARTBEAT):
-            with contextlib.suppress(Exception):  # the next one may get through
+            with contextlib.suppress(Exception):  # the next one may succeed
                 client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -229,22 +229,22 @@ def _alive(client: RuntimeHttpClient) -> Iterator[None]:
 
 @contextlib.contextmanager
 def started_run(
-    port: int, task_secret: str, door_secret: str, *, limit_bytes: int = LARGEST_MESSAGE
+    port: int, task_secret: str, control_secret: str, *, limit_bytes: int = LARGEST_MESSAGE
 ) -> Iterator[HttpGrid]:
-    """Start our app on a SuperLink, take its task, and yield the grid that it works on.
+    """Start our app on a SuperLink, acquire its task, and yield the grid that it works on.
 
     Args:
-        port: of the private door.
-        task_secret: for taking tasks.
-        door_secret: for starting runs.
-        limit_bytes: the largest message that is fetched.
+        port: local port of the SuperLink.
+        task_secret: secret for acquiring tasks.
+        control_secret: secret for starting runs.
+        limit_bytes: size of the largest message that is fetched.
     """
     content = build_fab_from_disk(APP_FOLDER)
     control = ControlHttpClient.from_server_address(
         _address(port),
         True,
         None,
-        [_Secret(door_secret), RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+        [_SecretHeader(control_secret), RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
     )
     with contextlib.closing(control):
         bundle = Fab(hashlib.sha256(content).hexdigest(), content, {})
@@ -254,11 +254,11 @@ def started_run(
     token = _task_token(port, task_secret)
     grid = _CarefulGrid(_address(port), insecure=True, token=token)
     grid.limit_bytes = limit_bytes
-    grid.fail_at_once()
+    grid.disable_retries()
     client = grid._runtime_client
-    status, details = SubStatus.FAILED, "It was interrupted."
+    status, details = SubStatus.FAILED, "The run was interrupted."
     try:
-        with _alive(client):
+        with _heartbeats(client):
             task = client.PullTaskInput(PullTaskInputRequest())
             TaskIdentity.task_id = task.task_id
             TaskIdentity.run_id = task.run.run_id
@@ -275,66 +275,66 @@ def started_run(
 def _task_token(port: int, secret: str) -> str:
     pause = threading.Event()
     with contextlib.closing(_worker_client(port, secret)) as worker:
-        for _ in range(int(_PATIENCE / 0.1)):
+        for _ in range(int(_TASK_TIMEOUT / 0.1)):
             request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-            answer = worker.AcquireTask(request)
-            if answer.HasField("task") and answer.token:
-                return str(answer.token)
+            acquired = worker.AcquireTask(request)
+            if acquired.HasField("task") and acquired.token:
+                return str(acquired.token)
             pause.wait(0.1)
     raise RuntimeError("Flower did not hand out the task of the run; see its log.")
 
 
 class Tasks:
-    """Questions that a SuperNode has taken in, one after the other.
+    """The requests that a SuperNode has received, one at a time.
 
     Args:
-        port: of the SuperNode's interface on this machine.
-        secret: between it and us.
+        port: port of the SuperNode on this machine.
+        secret: shared secret of the SuperNode and this process.
     """
 
     def __init__(self, port: int, secret: str) -> None:
-        fetch_sooner()
+        fetch_faster()
         self._port = port
         self._worker = _worker_client(port, secret)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._worker.close()
 
     @contextlib.contextmanager
     def next(self) -> Iterator[Task | None]:
-        """The next question, if there is one; while it is held, Flower is told that we work on it.
+        """Yield the next request, or ``None``; heartbeats are sent until the block ends.
 
         Raises:
-            httpx.HTTPError: the SuperNode is not there.
+            httpx.HTTPError: the SuperNode does not respond.
         """
         request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
-        answer = self._worker.AcquireTask(request)
-        if not (answer.HasField("task") and answer.token):
+        acquired = self._worker.AcquireTask(request)
+        if not (acquired.HasField("task") and acquired.token):
             yield None
             return
-        client = _token_client(self._port, answer.token, "flwr-clientapp")
-        with contextlib.closing(client), _alive(client):
+        client = _token_client(self._port, acquired.token, "flwr-clientapp")
+        with contextlib.closing(client), _heartbeats(client):
             yield Task(client)
 
 
 class Task:
-    """One question, and the way back for its answer."""
+    """One request, which expects one reply."""
 
     def __init__(self, client: RuntimeHttpClient) -> None:
         from flwr.supernode.runtime.run_clientapp import pull_task_input
 
         self._client = client
-        # the program that the server sent along is dropped here unread
+        # the program that the server sent with the message is ignored
         self._message, self._context, _, _ = pull_task_input(client)
 
     @property
     def content(self) -> RecordDict:
-        """What was asked."""
+        """The records of the request."""
         return self._message.content
 
     def reply(self, content: RecordDict) -> None:
-        """Answer, and put the task away."""
+        """Send the reply and complete the task."""
         from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
         push_message(self._client, FlowerMessage(content, reply_to=self._message), self._context)
