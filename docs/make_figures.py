@@ -18,8 +18,8 @@ from rich.table import Table
 from sklearn.mixture import GaussianMixture
 
 from fedgmm import FederatedGaussianMixture
-from fedgmm.experiments.demo import run_demo
-from fedgmm.report.plots import COLOURS, INK, draw_ellipses, plot_demo
+from fedgmm.experiments.demo import plot_demo, run_demo
+from fedgmm.report.plots import COLOURS, INK, draw_ellipses
 
 IMAGES = Path(__file__).parent / "images"
 FloatArray = NDArray[np.float64]

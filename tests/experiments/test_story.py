@@ -4,15 +4,20 @@ import numpy as np
 import pytest
 
 from fedgmm.data.digits import WHITE, heterogeneous_digits
-from fedgmm.experiments.story import adapt_newcomer, find_novel_images, shrink, tell_story
-from fedgmm.experiments.story_figure import plot_story
+from fedgmm.experiments.story import (
+    adapt_newcomer,
+    find_novel_images,
+    plot_story,
+    run_story,
+    shrink,
+)
 from fedgmm.training.local import train
 
 
 @pytest.fixture(scope="module")
 def story():
     lines: list[str] = []
-    return tell_story(seed=1, notify=lines.append), lines
+    return run_story(seed=1, notify=lines.append), lines
 
 
 def test_story_shows_what_it_claims(story, tmp_path):

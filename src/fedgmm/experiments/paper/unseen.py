@@ -1,7 +1,7 @@
-"""Table 4: clients that were not there in training, and what learning only their weights is worth.
+"""Table 4: clients that did not take part in training, and the accuracy of learning only their weights.
 
-A share of the clients is held out whole: no row of theirs trains a learner, a Gaussian or the principal
-components. Then each of them learns its weights on half of its rows and is tested on the other half.
+A share of the clients is held out completely: none of their rows is used to train learners, Gaussians or
+principal components. Then each of them learns its weights on half of its rows and is tested on the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,29 +18,32 @@ from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.labels import LabelFrequencies
-from fedgmm.core.params import expand_clients
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
-from fedgmm.experiments.image_study import ImageStudy, check_trainable, dealt, encoded
-from fedgmm.experiments.image_trials import (
-    chosen,
-    facts_of,
+from fedgmm.experiments.settings import ImageStudy
+from fedgmm.experiments.study import (
+    StudyContext,
+    check_trainable,
+    complete_methods,
+    deal_images,
+    describe_divergence,
+    describe_options,
+    encode,
     features_of,
     of_method,
     run_study,
-    stopped_early,
-    tabulated,
+    training_facts,
     write_study,
 )
-from fedgmm.experiments.results import markdown_table, mean_and_spread, printed
-from fedgmm.experiments.trial_files import Trial, trained
-from fedgmm.experiments.workplace import Workplace
+from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value
+from fedgmm.experiments.trials import Record, Trial
+from fedgmm.methods.averaging import FedAvgPlus
 from fedgmm.methods.base import TITLES, Prediction
 from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.model.model import FederatedModel
-from fedgmm.training.build import build
-from fedgmm.training.options import TrainingOptions
+from fedgmm.nets.learners import expand_clients
+from fedgmm.training.local import TrainingOptions, build
 from fedgmm.wording import counted
 
 PAPER_ACCURACY = {
@@ -56,11 +59,11 @@ WAYS = {
     "as it is": "the federation's own model",
     "tuned": "global learner tuned on the adaptation rows",
     "labels": "weights from labelled rows",
-    "labels, frequencies": "label frequencies, too, from labelled rows",
+    "labels, frequencies": "also label frequencies, from labelled rows",
     "no labels": "weights from rows without labels",
-    "no labels, frequencies": "label frequencies, too, from rows without labels",
+    "no labels, frequencies": "also label frequencies, from rows without labels",
 }
-"""What an unseen client may do before it is tested."""
+"""Preparations of an unseen client before it is tested: name in the files, text in the table."""
 
 _FREQUENCIES = ", frequencies"
 _PRINTED = {"fedavg": "as it is", "fedavg+": "tuned", "fedem": "labels", "fedgmm": "labels"}
@@ -68,12 +71,12 @@ _PRINTED = {"fedavg": "as it is", "fedavg+": "tuned", "fedem": "labels", "fedgmm
 
 @dataclass(frozen=True)
 class UnseenStudy(ImageStudy):
-    """What is run; the defaults are the paper's, and attributes not named here are those of its base.
+    """Settings of the study; see :class:`ImageStudy` for the other attributes.
 
     Attributes:
-        methods: among ``METHODS``; nobody says how the others would take in a new client.
-        held_out: share of the clients that are not there in training.
-        iterations: after how many EM iterations of the weights to test, for the curve.
+        methods: among ``METHODS``; the paper does not define new clients for the others.
+        held_out: share of the clients that do not train.
+        iterations: numbers of EM iterations of the weights at which the curve is evaluated.
     """
 
     methods: tuple[str, ...] = METHODS
@@ -92,12 +95,12 @@ class UnseenStudy(ImageStudy):
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A client that was not there in training.
+    """A client that does not train.
 
     Attributes:
-        name: of the client.
-        adaptation: what it learns its weights from.
-        test: what it is tested on; no row is in both.
+        name: name of the client.
+        adaptation: rows that it learns its weights from.
+        test: rows that it is tested on; disjoint from ``adaptation``.
     """
 
     name: Hashable
@@ -107,11 +110,11 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A federation, and clients that it never saw.
+    """A federation and its held-out clients.
 
     Attributes:
         dataset: the clients that train.
-        newcomers: the others.
+        newcomers: the held-out clients.
     """
 
     dataset: FederatedDataset
@@ -120,56 +123,56 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class UnseenOutcome:
-    """Mean test accuracy of the unseen clients: for each method and way, one value a seed."""
+    """Results of the study.
+
+    Attributes:
+        accuracy: mean test accuracy of the unseen clients by method and way, one value per seed.
+        details: results of all trials.
+    """
 
     accuracy: dict[str, dict[str, list[float]]]
-    details: list[dict[str, Any]]
+    details: list[Record]
 
 
-def hold_out_clients(study: UnseenStudy, seed: int, workplace: Workplace) -> HeldOut:
-    """The clients of a seed; principal components know nothing of those that are held out."""
-    everyone = dealt(study, seed, workplace, shift=study.shift).dataset
+def hold_out_clients(study: UnseenStudy, seed: int, context: StudyContext) -> HeldOut:
+    """Return the clients of a seed; features are computed without the held-out clients."""
+    everyone = deal_images(study, seed, context, shift=study.shift).dataset
     names = list(everyone.names)
     count = round(study.held_out * len(names))
     if not 0 < count < len(names):
         raise ValueError(
-            f"held_out={study.held_out:g} of {counted(len(names), 'client')} leaves nobody to "
-            "train or nobody to hold out; use more clients."
+            f"held_out={study.held_out:g} of {counted(len(names), 'client')} leaves no client to train "
+            "or none to hold out; use more clients."
         )
     drawn = np.random.default_rng([seed, len(names)]).permutation(len(names))[:count].tolist()
     away = [names[code] for code in sorted(drawn)]
-    at_home = [name for name in names if name not in set(away)]
-    training, unseen = everyone.select(at_home), everyone.select(away)
-    _check_halves(unseen)
+    training = everyone.select([name for name in names if name not in set(away)])
+    unseen = everyone.select(away)
+    rows = torch.stack([unseen.split(split).features.rows_per_client for split in SPLITS]).sum(0)
+    for name, own in zip(unseen.names, rows.tolist(), strict=True):
+        if own < 2:
+            raise ValueError(
+                f"Unseen client {name!r} has {counted(own, 'row')}, too few for two halves; use fewer "
+                "clients or more images."
+            )
     check_trainable(study, seed, training)
-    if "fedgmm" not in study.methods:  # nobody has Gaussians that would see features
+    if "fedgmm" not in study.methods:  # no method has Gaussians that use features
         return HeldOut(training, _newcomers(unseen, seed))
-    known = encoded(study, training, workplace)
-    attached = known.feature_map.attach(unseen, workplace.tell_encoded)
+    known = encode(study, training, context)
+    attached = known.feature_map.attach(unseen, context.report_encoded)
     return HeldOut(known.dataset, _newcomers(attached, seed))
 
 
-def _check_halves(unseen: FederatedDataset) -> None:
-    """Raise unless every client has rows to learn from and others to be tested on."""
-    rows = torch.stack([unseen.split(split).features.rows_per_client for split in SPLITS]).sum(0)
-    for name, count in zip(unseen.names, rows.tolist(), strict=True):
-        if count < 2:
-            raise ValueError(
-                f"Unseen client {name!r} has {counted(count, 'row')}, too few for two halves; use fewer "
-                "clients or more images."
-            )
-
-
 def _newcomers(unseen: FederatedDataset, seed: int) -> list[Newcomer]:
-    """All rows of each client, whatever their split, in two random halves."""
+    """Divide all rows of each client, regardless of their split, into two random halves."""
     parts = [unseen.split(split) for split in SPLITS]
-    seen = torch.cat([chunk for part in parts for chunk in part.features.chunks])
+    features = torch.cat([chunk for part in parts for chunk in part.features.chunks])
     inputs = torch.cat([part.inputs for part in parts])
     labels = torch.cat([part.labels for part in parts])
     codes = torch.cat([part.codes for part in parts]).numpy()
 
     def rows(which: NDArray[np.int64], name: Hashable) -> LabelledRows:
-        own = ClientRows((seen[which],), torch.zeros(len(which), dtype=torch.int64), (name,))
+        own = ClientRows((features[which],), torch.zeros(len(which), dtype=torch.int64), (name,))
         return LabelledRows(own, inputs[which], labels[which], features_are_inputs=False)
 
     newcomers = []
@@ -181,56 +184,59 @@ def _newcomers(unseen: FederatedDataset, seed: int) -> list[Newcomer]:
     return newcomers
 
 
-# ---------------------------------------------------------------------- what newcomers do
+# ---------------------------------------------------------------------- adaptation
 
 
 def accuracy_of(model: FederatedModel, rows: LabelledRows, client: Hashable | None) -> float:
-    """Share of the rows that are predicted right, for a known client or by the federation's weights."""
-    x, features = _arrays(rows)
-    return float((model.predict(x, client, features=features) == _labels(model, rows)).mean())
-
-
-def _arrays(rows: LabelledRows) -> tuple[NDArray[Any], NDArray[Any]]:
-    return rows.inputs.numpy(), features_of(rows)
-
-
-def _labels(model: FederatedModel, rows: LabelledRows) -> NDArray[Any]:
-    return np.asarray(model.classes[rows.labels.numpy()])
+    """Return the accuracy for a client of the model, or with the federation's weights for ``None``."""
+    predicted = model.predict(rows.inputs.numpy(), client, features=features_of(rows))
+    return float((predicted == model.classes[rows.labels.numpy()]).mean())
 
 
 def adapted_accuracy(
     model: FederatedModel, newcomer: Newcomer, labels: bool, iterations: int = 200
 ) -> float:
-    """Test accuracy after the client has learned its weights ``π``, and label frequencies that count."""
-    x, features = _arrays(newcomer.adaptation)
-    y = _labels(model, newcomer.adaptation) if labels else None
-    known = replace(model)  # a copy: the client does not stay
-    known.adapt(newcomer.name, x, y, features=features, max_rounds=iterations)
+    """Return the test accuracy after a client has learned its weights ``π``.
+
+    Args:
+        model: the federation's model, which is not changed; if it uses label frequencies, the client
+            learns these as well.
+        newcomer: the client.
+        labels: whether the client uses the labels of its adaptation rows.
+        iterations: number of EM iterations.
+    """
+    rows = newcomer.adaptation
+    y = np.asarray(model.classes[rows.labels.numpy()]) if labels else None
+    known = replace(model)  # a copy, because the client is not kept
+    known.adapt(
+        newcomer.name, rows.inputs.numpy(), y, features=features_of(rows), max_rounds=iterations
+    )
     return accuracy_of(known, newcomer.test, newcomer.name)
 
 
 def tuned_model(
     model: FederatedModel, newcomers: list[Newcomer], options: TrainingOptions
 ) -> FederatedModel:
-    """FedAvg+ on new clients: each tunes the global learner on its adaptation rows.
+    """Return FedAvg+ for new clients: each tunes the global learner on its adaptation rows.
 
     Args:
-        model: trained by FedAvg+.
-        newcomers: who tunes.
-        options: of the training.
+        model: a model trained by FedAvg+.
+        newcomers: the new clients.
+        options: options of the training run.
     """
     prediction = model.prediction
+    method = cast(FedAvgPlus, build(options, prediction.net))
     place = prediction.default_learner
     assert place is not None
     start = {name: value[place : place + 1] for name, value in prediction.learners.items()}
     device = next(iter(start.values())).device
-    rows = _side_by_side([newcomer.adaptation for newcomer in newcomers]).to(device)
-    training = build(options, prediction.net).training
+    rows = _concatenate([newcomer.adaptation for newcomer in newcomers]).to(device)
+    training = method.average.training
     tuned = training.train_personal(
         expand_clients(start, len(newcomers)),
         rows,
         training.rounds + 1,
-        replace(training.sgd, epochs=options.finetune_epochs),
+        replace(training.sgd, epochs=method.epochs),
     )
     own = Prediction(
         prediction.net,
@@ -240,8 +246,8 @@ def tuned_model(
     return replace(model, prediction=recompute_statistics(own, rows), names=list(rows.names))
 
 
-def _side_by_side(clients: list[LabelledRows]) -> LabelledRows:
-    """One client's rows after the other's."""
+def _concatenate(clients: list[LabelledRows]) -> LabelledRows:
+    """Return the rows of all clients, one client after the other."""
     counts = torch.tensor([len(rows) for rows in clients])
     codes = torch.repeat_interleave(torch.arange(len(clients)), counts)
     features = torch.cat([torch.cat(rows.features.chunks) for rows in clients])
@@ -257,22 +263,22 @@ def _side_by_side(clients: list[LabelledRows]) -> LabelledRows:
 # ---------------------------------------------------------------------- the study
 
 
-def reproduce_unseen(folder: Path, study: UnseenStudy, workplace: Workplace) -> UnseenOutcome:
-    """One row of Table 4 and its curve; what is in ``folder`` already is not done again.
+def reproduce_unseen(folder: Path, study: UnseenStudy, context: StudyContext) -> UnseenOutcome:
+    """Reproduce one row of Table 4 and its curve; trials in the folder are not run again.
 
     Args:
-        folder: for JSON, Markdown and the figure.
-        study: what is run.
-        workplace: where data are found and kept, and who is told.
+        folder: folder for JSON, Markdown and the figure.
+        study: the settings.
+        context: data folder, cache and progress.
     """
     from fedgmm.report.plots import plot_adaptation
 
-    trials, _ = run_study(folder, "unseen", study, workplace, hold_out_clients, _one_trial)
-    study, details = tabulated(trials, study)
+    trials, _ = run_study(folder, "unseen", study, context, hold_out_clients, _run_trial)
+    study, details = complete_methods(trials, study)
     accuracy = {
         method: {
             way: [_mean(one["unseen"][way]) for one in of_method(details, method)]
-            for way in _ways_of_all(of_method(details, method), "unseen")
+            for way in _common_ways(of_method(details, method), "unseen")
         }
         for method in study.methods
     }
@@ -282,34 +288,15 @@ def reproduce_unseen(folder: Path, study: UnseenStudy, workplace: Workplace) -> 
         plot_adaptation(
             [0, *study.iterations],
             curves,
-            f"{study.dataset}: clients that were not there in training",
-            folder / f"{trials.name}.png",
+            f"{study.dataset}: clients that did not take part in training",
+            folder / f"{trials.path.name}.png",
         )
     return outcome
 
 
-def _adaptations(method: str, frequencies: LabelFrequencies | None) -> list[str]:
-    """Ways in which a newcomer adapts: by weights alone, and with label frequencies where they count."""
-    ways = {"fedem": ["labels"], "fedgmm": ["labels", "no labels"]}.get(method, [])
-    if frequencies is not None:
-        ways = [*ways, f"labels{_FREQUENCIES}"]
-        if frequencies.guess_rows:
-            ways = [*ways, f"no labels{_FREQUENCIES}"]
-    return ways
-
-
-def _ways_of_all(trials: list[dict[str, Any]], entry: str) -> list[str]:
-    """The ways that every seed has: whether labels can be guessed may differ."""
-    return [way for way in trials[0][entry] if all(way in one[entry] for one in trials)]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _one_trial(trial: Trial[UnseenStudy], held_out: HeldOut) -> dict[str, Any]:
-    """Train on the clients that are there, then let the others in, one by one."""
-    model = trained(trial, held_out.dataset)
+def _run_trial(trial: Trial[UnseenStudy], held_out: HeldOut) -> Record:
+    """Train on the other clients, then adapt and test the held-out clients one by one."""
+    model = trial.train(held_out.dataset)
     newcomers = held_out.newcomers
     started = time.perf_counter()
     unseen = {"as it is": [accuracy_of(model, one.test, None) for one in newcomers]}
@@ -334,18 +321,35 @@ def _one_trial(trial: Trial[UnseenStudy], held_out: HeldOut) -> dict[str, Any]:
         "unseen": unseen,
         "adaptation_curves": curves,
         "adaptation_seconds": time.perf_counter() - started,
-        **facts_of(model),
+        **training_facts(model),
     }
 
 
-def _curves(
-    study: UnseenStudy, details: list[dict[str, Any]]
-) -> dict[tuple[str, str], list[float]]:
-    """Mean over seeds after each number of iterations, from none on, for each method and way."""
+def _adaptations(method: str, frequencies: LabelFrequencies | None) -> list[str]:
+    """Return the ways in which a newcomer adapts: by weights, and by label frequencies if used."""
+    ways = {"fedem": ["labels"], "fedgmm": ["labels", "no labels"]}.get(method, [])
+    if frequencies is not None:
+        ways = [*ways, f"labels{_FREQUENCIES}"]
+        if frequencies.guess_rows:
+            ways = [*ways, f"no labels{_FREQUENCIES}"]
+    return ways
+
+
+def _common_ways(trials: list[Record], field: str) -> list[str]:
+    """Return the ways that all seeds have, because labels can be guessed with some seeds only."""
+    return [way for way in trials[0][field] if all(way in one[field] for one in trials)]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _curves(study: UnseenStudy, details: list[Record]) -> dict[tuple[str, str], list[float]]:
+    """Return the mean accuracy over seeds after 0 and more iterations, by method and way."""
     curves = {}
     for method in study.methods:
         own = of_method(details, method)
-        for way in _ways_of_all(own, "adaptation_curves"):
+        for way in _common_ways(own, "adaptation_curves"):
             runs = [
                 [_mean(one["unseen"]["as it is"]), *one["adaptation_curves"][way]] for one in own
             ]
@@ -353,8 +357,8 @@ def _curves(
     return curves
 
 
-def _in_some_seeds(outcome: UnseenOutcome) -> str:
-    """Which ways have no row, since not every seed has them."""
+def _missing_ways(outcome: UnseenOutcome) -> str:
+    """Name the ways without a row in the table, because not all seeds have them."""
     sentences = []
     for method, ways in outcome.accuracy.items():
         own = of_method(outcome.details, method)
@@ -362,8 +366,8 @@ def _in_some_seeds(outcome: UnseenOutcome) -> str:
             seeds = [one["seed"] for one in own if way in one["unseen"]]
             if seeds and way not in ways:
                 sentences.append(
-                    f" {TITLES[method]} has {WAYS[way]} with seed {', '.join(map(str, seeds))} alone, "
-                    "so there is no row."
+                    f" {TITLES[method]}: {WAYS[way]} has no row, because only seed "
+                    f"{', '.join(map(str, seeds))} has it."
                 )
     return "".join(sentences)
 
@@ -374,32 +378,24 @@ def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
     for method, ways in outcome.accuracy.items():
         own = of_method(outcome.details, method)
         seen = mean_and_spread([one["seen"]["mean_accuracy"] for one in own])
+        options = describe_options(own[0])
         for way, values in ways.items():
-            given = printed(paper.get(method) if way == _PRINTED[method] else None)
-            rows.append(
-                [TITLES[method], WAYS[way], mean_and_spread(values), given, seen, chosen(own[0])]
-            )
-    newcomers = counted(
-        len(outcome.details[0]["newcomers"]),
-        "client that was not there in training",
-        "clients that were not there in training",
-    )
+            given = paper_value(paper.get(method) if way == _PRINTED[method] else None)
+            rows.append([TITLES[method], WAYS[way], mean_and_spread(values), given, seen, options])
+    newcomers = counted(len(outcome.details[0]["newcomers"]), "unseen client")
+    header = [
+        "method",
+        "a new client has",
+        "accuracy (%)",
+        "paper (%)",
+        "training clients (%)",
+        "learning rate",
+    ]
     return (
-        f"# {study.dataset}: test accuracy of {newcomers} "
-        f"({study.track} track)\n\n"
-        + markdown_table(
-            [
-                "method",
-                "a new client has",
-                "accuracy (%)",
-                "paper (%)",
-                "training clients (%)",
-                "learning rate",
-            ],
-            rows,
-        )
-        + f"\n{100 * study.held_out:g} % of the clients are held out whole: their rows are in no "
-        "training and in no principal component. Each learns on half of its rows and is tested on the "
-        "other half; mean over clients. Training clients are tested on their own test rows. "
-        f"{study.protocol()}{_in_some_seeds(outcome)}{stopped_early(outcome.details)}\n"
+        f"# {study.dataset}: test accuracy of {newcomers} ({study.track} track)\n\n"
+        + markdown_table(header, rows)
+        + f"\n{100 * study.held_out:g} % of the clients are held out: no training run and no principal "
+        "component uses their rows. Each learns on half of its rows and is tested on the other half; "
+        "mean over clients. Training clients are tested on their own test rows. "
+        f"{study.protocol()}{_missing_ways(outcome)}{describe_divergence(outcome.details)}\n"
     )
