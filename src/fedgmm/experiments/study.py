@@ -136,13 +136,7 @@ def encode(
 
 
 def check_trainable(study: ImageStudy, seed: int, dataset: FederatedDataset) -> None:
-    """Raise ``ValueError`` before hours of encoding and training if a method cannot be trained.
-
-    Args:
-        study: its methods and options must suit the data.
-        seed: seed of the training runs.
-        dataset: must have validation and test rows.
-    """
+    """Raise ``ValueError`` before hours of encoding if a method cannot be trained and tested."""
     for method in study.methods:
         check_training(dataset, study.options(method, seed))
     for split in ("validation", "test"):
@@ -225,13 +219,7 @@ def run_trials(
 ) -> list[Record]:
     """Run every variant of every method with every seed, except trials that are in the folder.
 
-    Args:
-        folder: the folder of the trials.
-        study: the settings.
-        prepare: prepares the clients of a seed; called at most once per seed, and only when a trial
-            has to be run.
-        run: trains and tests a trial and returns its result.
-        notify: called with a line before each trial.
+    ``prepare`` is called at most once per seed, and only if a trial has to be run.
 
     Returns:
         The results, seed by seed.
@@ -249,22 +237,22 @@ def run_trials(
                 notify(f"{variant.title}, seed {seed}")
                 name = f"{variant.name}-{seed}"
                 trial = Trial(folder, name, variant.study, method, seed, chosen)
-                record = folder.run_once(name, partial(_run_trial, run, trial, federation))
-                if tuned_options(record) != chosen:
-                    raise StudyFolderError(
-                        f"{folder.record_file(name)} was trained with {tuned_options(record)}, but "
-                        f"tuning chose {chosen}; delete the file to train it again."
-                    )
-                records.append(record)
+                records.append(_run_once(trial, federation, run))
     return records
 
 
-def _run_trial(
-    run: Callable[[Trial[StudyT], FederationT], Record],
+def _run_once(
     trial: Trial[StudyT],
     federation: Callable[[], FederationT],
+    run: Callable[[Trial[StudyT], FederationT], Record],
 ) -> Record:
-    return run(trial, federation())
+    record = trial.folder.run_once(trial.name, lambda: run(trial, federation()))
+    if tuned_options(record) != trial.chosen:
+        raise StudyFolderError(
+            f"{trial.folder.record_file(trial.name)} was trained with {tuned_options(record)}, but "
+            f"tuning chose {trial.chosen}; delete the file to train it again."
+        )
+    return record
 
 
 # ---------------------------------------------------------------------- tables
@@ -273,14 +261,9 @@ def _run_trial(
 def write_study(
     folder: Path, trials: TrialFolder, study: ImageStudy, found: Record, markdown: str
 ) -> None:
-    """Write the results of a study as JSON and Markdown, with a description of the clients.
+    """Write the fields ``found`` as JSON and the table as Markdown, both named like ``trials``.
 
-    Args:
-        folder: folder of the results, which are named like the folder of the trials.
-        trials: the folder of the trials.
-        study: the settings.
-        found: fields of the JSON file.
-        markdown: the table.
+    Both files also describe the clients.
     """
     clients = trials.clients(study)
     if clients:
@@ -295,10 +278,7 @@ def complete_methods(
 ) -> tuple[StudyT, list[Record]]:
     """Find every method whose trials are all in the folder, also if another program ran them.
 
-    Args:
-        folder: the folder of the trials.
-        study: the settings; all trials of its own methods are in the folder.
-        needed: names of further results that a method needs to be complete.
+    ``needed`` names further results without which a method is not complete.
 
     Returns:
         The study with the complete methods in their usual order, and the results, seed by seed.

@@ -51,12 +51,7 @@ def choose_options(
 ) -> dict[str, Any]:
     """Return the best values of the options in :meth:`ImageStudy.choices`.
 
-    Args:
-        folder: the folder of the trials.
-        study: the settings.
-        method: name of the method.
-        federation: returns the clients of the first seed; called only if something has to be trained.
-        notify: called with a line before each training run.
+    ``federation`` returns the clients of the first seed; it is called only if training is needed.
 
     Raises:
         StudyFolderError: the folder holds options or checkpoints of another search.
@@ -138,10 +133,7 @@ def _search(trial: Trial[ImageStudy], federation: Federation, notify: Notify) ->
 class _Search:
     """The search among the choices of one list.
 
-    Attributes:
-        start: the trial with the options chosen before; its name is empty for the first list.
-        dataset: the clients.
-        notify: called with a line before each training run.
+    ``start`` is the trial with the options chosen before; its name is empty for the first list.
     """
 
     start: Trial[ImageStudy]
@@ -157,13 +149,14 @@ class _Search:
             """Train choices in this order until ``wanted`` of them have not diverged."""
             found: Scores = {}
             order = list(labels)
-            if order and not self._is_scored(labelled[order[0]], until, metric):
-                # the stage starts now: other choices need their checkpoints no more
+            names = [f"{self._name(labelled[label])}-{metric}-{until}" for label in order]
+            if names and not self.start.folder.record_file(names[0]).is_file():
+                # the stage starts now, so other choices no longer need their checkpoints
                 self.drop(labelled[label] for label in labelled if label not in order[:wanted])
-            for label in order:
+            for label, name in zip(order, names, strict=True):
                 if sum(map(math.isfinite, found.values())) == wanted:
                     break
-                found[label] = self._score(labelled[label], until, metric)
+                found[label] = self._score(name, labelled[label], until, metric)
             return found
 
         if len(choices) <= _IN_FULL:
@@ -195,13 +188,7 @@ class _Search:
     def _name(self, choice: Choice) -> str:
         return f"{self.start.method}-{_label(choice).replace(' ', '-')}-{self.start.seed}"
 
-    def _score_name(self, choice: Choice, until: int, metric: Metric) -> str:
-        return f"{self._name(choice)}-{metric}-{until}"
-
-    def _is_scored(self, choice: Choice, until: int, metric: Metric) -> bool:
-        return self.start.folder.record_file(self._score_name(choice, until, metric)).is_file()
-
-    def _score(self, choice: Choice, until: int, metric: Metric) -> float:
+    def _score(self, name: str, choice: Choice, until: int, metric: Metric) -> float:
         """Return the score of a choice after some rounds, keeping its checkpoint."""
         trial = self.trial(choice)
 
@@ -213,7 +200,6 @@ class _Search:
             judge = validation_score if metric == "validation_score" else validation_accuracy
             return {"score": _finite(judge(model))}
 
-        name = self._score_name(choice, until, metric)
         score = trial.folder.run_once(name, run, "score", keep_checkpoint=True)["score"]
         return -math.inf if score is None else float(score)
 

@@ -158,6 +158,29 @@ def finished(tmp_path_factory, femnist):
     return folder, reproduce_classification(folder, ImageStudy(**SOME), StudyContext(femnist))
 
 
+def test_names_of_files_and_fields_stay_the_same(finished):
+    """Folders of version 0.1 must resume, so their files may not be renamed."""
+    folder = finished[0] / "classification-femnist-tuned"
+    names = {file.name for file in folder.iterdir()}
+    for method in ("fedavg", "fedgmm"):
+        assert {f"{method}-tuning.json", f"{method}-0.json"} <= names
+        assert f"{method}-lr-0.316228-server_momentum-0.9-0-validation_score-1.json" in names
+    assert "fedgmm-independence-10000-0-validation_accuracy-2.json" in names
+    assert {"study.json", "clients-0.json"} <= names
+    fields = {
+        "study.json": "dataset track rounds tuning_rounds clients fraction shift encoder image_size "
+        "features encoder_dtype learner pretrained components learners covariance_type reg_covar "
+        "pretrained_sha256 data",
+        "clients-0.json": "description",
+        "fedgmm-tuning.json": "search chosen seed winner scores",
+        "fedgmm-0.json": "method seed lr server_momentum independence personal_labels mean_accuracy "
+        "weighted_accuracy worst_decile worst_accuracy mean_log_loss mean_calibration_error rounds "
+        "stopped seconds environment curve likelihood",
+    }
+    for name, expected in fields.items():
+        assert set(json.loads((folder / name).read_text())) == set(expected.split()), name
+
+
 def test_finished_trials_are_not_run_again(tmp_path, femnist, finished, runs, monkeypatch):
     study, (folder, first) = ImageStudy(**SOME), finished
     shutil.copytree(folder, tmp_path / "out")

@@ -183,7 +183,7 @@ def test_tuning_is_one_epoch_from_the_global_learner(femnist):
     held_out = hold_out_clients(SMALL, 0, StudyContext(femnist))
     study = replace(SMALL, track="paper")
     model, options = fitted(study, held_out, "fedavg+")
-    tuned = tuned_model(model, held_out.newcomers, options)
+    tuned = tuned_model(model, held_out.adaptation, options)
     assert tuned.names == [newcomer.name for newcomer in held_out.newcomers]
     place = model.prediction.default_learner
     for code, newcomer in enumerate(held_out.newcomers):

@@ -49,13 +49,7 @@ class ImageOutcome:
 def reproduce_classification(
     folder: Path, study: ImageStudy, context: StudyContext
 ) -> ImageOutcome:
-    """Reproduce one row of Table 2; trials that are in the folder are not run again.
-
-    Args:
-        folder: folder for JSON, Markdown and the figure.
-        study: the settings.
-        context: data folder, cache and progress.
-    """
+    """Run the study and write one row of Table 2 and its curves into ``folder``."""
     from fedgmm.report.image_figures import plot_curves
 
     trials, _ = run_study(folder, "classification", study, context, prepare_federation, _run_trial)

@@ -88,13 +88,7 @@ class NoveltyOutcome:
 
 
 def reproduce_novelty(folder: Path, study: NoveltyStudy, context: StudyContext) -> NoveltyOutcome:
-    """Reproduce Table 3 and its figures; trials in the folder are not run again.
-
-    Args:
-        folder: folder for JSON, Markdown and the figures.
-        study: the settings.
-        context: data folder, cache and progress.
-    """
+    """Run the study and write Table 3 and its figures into ``folder``."""
     has_density = "fedgmm" in study.methods
     trials, details = run_study(
         folder,
@@ -291,12 +285,9 @@ def joint_scores(scores: Scores) -> Scores:
 
 
 def draw_figures(folder: Path, name: str, study: NoveltyStudy) -> None:
-    """Draw histograms and scatter plots of the first seed from the scores on file.
+    """Draw histograms and scatter plots of the first seed from the scores in ``folder / name``.
 
-    Args:
-        folder: folder of the results.
-        name: prefix of the figures' names, and name of the folder of the trials.
-        study: the settings.
+    The figures are written into ``folder``, and their names start with ``name``.
     """
     from fedgmm.report.image_figures import plot_groups, plot_likelihoods
 

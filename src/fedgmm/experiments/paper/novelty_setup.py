@@ -333,13 +333,8 @@ def choose_density(
 
     First the representation and the number of features are chosen, then the number of Gaussians and
     ``reg_covar``. Every candidate writes a file. Test rows are encoded, because the cache keeps all rows
-    of a client together, but neither they nor novel images influence the choice.
-
-    Args:
-        trials: the folder of the trials.
-        study: the settings.
-        context: data folder, cache and progress.
-        lock: called with the seed and the clients before anything is encoded or written.
+    of a client together, but neither they nor novel images influence the choice. ``lock`` is called
+    before anything is encoded or written.
     """
     if (known := density_on_file(trials, study)) is not None:
         return known

@@ -85,14 +85,8 @@ class SensitivityOutcome:
 def reproduce_sensitivity(
     folder: Path, study: SensitivityStudy, context: StudyContext
 ) -> SensitivityOutcome:
-    """Reproduce the grid as a table and a heat map; trials in the folder are not run again.
-
-    Args:
-        folder: folder for JSON, Markdown and the figure.
-        study: the settings.
-        context: data folder, cache and progress.
-    """
-    from fedgmm.report.plots import plot_heat_map
+    """Run the study and write the grid as a table and a heat map into ``folder``."""
+    from fedgmm.report.image_figures import plot_heat_map
 
     trials, details = run_study(
         folder, "sensitivity", study, context, prepare_federation, _run_trial

@@ -40,7 +40,7 @@ from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_val
 from fedgmm.experiments.trials import Record, Trial
 from fedgmm.methods.averaging import FedAvgPlus
 from fedgmm.methods.base import TITLES, Prediction
-from fedgmm.methods.batch_statistics import recompute_statistics
+from fedgmm.methods.batch_statistics import settled
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.learners import expand_clients
 from fedgmm.training.local import TrainingOptions, build
@@ -114,11 +114,21 @@ class HeldOut:
 
     Attributes:
         dataset: the clients that train.
-        newcomers: the held-out clients.
+        adaptation: rows that the held-out clients learn from.
+        test: rows of the same clients for the test.
     """
 
     dataset: FederatedDataset
-    newcomers: list[Newcomer]
+    adaptation: LabelledRows
+    test: LabelledRows
+
+    @property
+    def newcomers(self) -> list[Newcomer]:
+        """The held-out clients one by one."""
+        return [
+            Newcomer(name, self.adaptation.client(code), self.test.client(code))
+            for code, name in enumerate(self.test.names)
+        ]
 
 
 @dataclass(frozen=True)
@@ -157,31 +167,31 @@ def hold_out_clients(study: UnseenStudy, seed: int, context: StudyContext) -> He
             )
     check_trainable(study, seed, training)
     if "fedgmm" not in study.methods:  # no method has Gaussians that use features
-        return HeldOut(training, _newcomers(unseen, seed))
+        return HeldOut(training, *_halves(unseen, seed))
     known = encode(study, training, context)
     attached = known.feature_map.attach(unseen, context.report_encoded)
-    return HeldOut(known.dataset, _newcomers(attached, seed))
+    return HeldOut(known.dataset, *_halves(attached, seed))
 
 
-def _newcomers(unseen: FederatedDataset, seed: int) -> list[Newcomer]:
+def _halves(unseen: FederatedDataset, seed: int) -> tuple[LabelledRows, LabelledRows]:
     """Divide all rows of each client, regardless of their split, into two random halves."""
     parts = [unseen.split(split) for split in SPLITS]
     features = torch.cat([chunk for part in parts for chunk in part.features.chunks])
     inputs = torch.cat([part.inputs for part in parts])
     labels = torch.cat([part.labels for part in parts])
-    codes = torch.cat([part.codes for part in parts]).numpy()
+    codes = torch.cat([part.codes for part in parts])
+    halves: tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]] = ([], [])
+    for code, key in enumerate(client_keys(unseen.names).tolist()):
+        order = np.random.default_rng([seed, key]).permutation(np.flatnonzero(codes == code))
+        for half, rows in zip(halves, np.split(order, [len(order) // 2]), strict=True):
+            half.append(rows)
 
-    def rows(which: NDArray[np.int64], name: Hashable) -> LabelledRows:
-        own = ClientRows((features[which],), torch.zeros(len(which), dtype=torch.int64), (name,))
-        return LabelledRows(own, inputs[which], labels[which], features_are_inputs=False)
+    def labelled(which: list[NDArray[np.int64]]) -> LabelledRows:
+        places = torch.from_numpy(np.concatenate(which))
+        own = ClientRows((features[places],), codes[places], unseen.names)
+        return LabelledRows(own, inputs[places], labels[places], features_are_inputs=False)
 
-    newcomers = []
-    for code, name in enumerate(unseen.names):
-        generator = np.random.default_rng([seed, int(client_keys([name])[0])])
-        order = generator.permutation(np.flatnonzero(codes == code))
-        half = len(order) // 2
-        newcomers.append(Newcomer(name, rows(order[:half], name), rows(order[half:], name)))
-    return newcomers
+    return labelled(halves[0]), labelled(halves[1])
 
 
 # ---------------------------------------------------------------------- adaptation
@@ -215,14 +225,11 @@ def adapted_accuracy(
 
 
 def tuned_model(
-    model: FederatedModel, newcomers: list[Newcomer], options: TrainingOptions
+    model: FederatedModel, adaptation: LabelledRows, options: TrainingOptions
 ) -> FederatedModel:
     """Return FedAvg+ for new clients: each tunes the global learner on its adaptation rows.
 
-    Args:
-        model: a model trained by FedAvg+.
-        newcomers: the new clients.
-        options: options of the training run.
+    ``model`` was trained by FedAvg+ with ``options``.
     """
     prediction = model.prediction
     method = cast(FedAvgPlus, build(options, prediction.net))
@@ -230,10 +237,10 @@ def tuned_model(
     assert place is not None
     start = {name: value[place : place + 1] for name, value in prediction.learners.items()}
     device = next(iter(start.values())).device
-    rows = _concatenate([newcomer.adaptation for newcomer in newcomers]).to(device)
+    rows = adaptation.to(device)
     training = method.average.training
     tuned = training.train_personal(
-        expand_clients(start, len(newcomers)),
+        expand_clients(start, len(rows.names)),
         rows,
         training.rounds + 1,
         replace(training.sgd, epochs=method.epochs),
@@ -241,37 +248,17 @@ def tuned_model(
     own = Prediction(
         prediction.net,
         {name: value[:, 0] for name, value in tuned.items()},
-        assignment=torch.arange(len(newcomers)),
+        assignment=torch.arange(len(rows.names)),
     )
-    return replace(model, prediction=recompute_statistics(own, rows), names=list(rows.names))
-
-
-def _concatenate(clients: list[LabelledRows]) -> LabelledRows:
-    """Return the rows of all clients, one client after the other."""
-    counts = torch.tensor([len(rows) for rows in clients])
-    codes = torch.repeat_interleave(torch.arange(len(clients)), counts)
-    features = torch.cat([torch.cat(rows.features.chunks) for rows in clients])
-    names = tuple(name for rows in clients for name in rows.names)
-    return LabelledRows(
-        ClientRows((features,), codes, names),
-        torch.cat([rows.inputs for rows in clients]),
-        torch.cat([rows.labels for rows in clients]),
-        features_are_inputs=False,
-    )
+    return replace(model, prediction=settled(own, rows), names=list(rows.names))
 
 
 # ---------------------------------------------------------------------- the study
 
 
 def reproduce_unseen(folder: Path, study: UnseenStudy, context: StudyContext) -> UnseenOutcome:
-    """Reproduce one row of Table 4 and its curve; trials in the folder are not run again.
-
-    Args:
-        folder: folder for JSON, Markdown and the figure.
-        study: the settings.
-        context: data folder, cache and progress.
-    """
-    from fedgmm.report.plots import plot_adaptation
+    """Run the study and write one row of Table 4 and its curve into ``folder``."""
+    from fedgmm.report.image_figures import plot_adaptation
 
     trials, _ = run_study(folder, "unseen", study, context, hold_out_clients, _run_trial)
     study, details = complete_methods(trials, study)
@@ -302,7 +289,7 @@ def _run_trial(trial: Trial[UnseenStudy], held_out: HeldOut) -> Record:
     unseen = {"as it is": [accuracy_of(model, one.test, None) for one in newcomers]}
     curves: dict[str, list[float]] = {}
     if trial.method == "fedavg+":
-        tuned = tuned_model(model, newcomers, trial.options)
+        tuned = tuned_model(model, held_out.adaptation, trial.options)
         unseen["tuned"] = [accuracy_of(tuned, one.test, one.name) for one in newcomers]
     weights_alone = replace(model, prediction=replace(model.prediction, labels=None))
     for way in _adaptations(trial.method, model.prediction.labels):
