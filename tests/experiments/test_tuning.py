@@ -14,7 +14,8 @@ from fedgmm.experiments.paper.sensitivity import SensitivityStudy, reproduce_sen
 from fedgmm.experiments.settings import ImageStudy
 from fedgmm.experiments.study import StudyContext, prepare_federation
 from fedgmm.experiments.trials import DamagedRecordError, StudyFolderError, Trial
-from fedgmm.training.local import Checkpoint, train
+from fedgmm.training.checkpoint import Checkpoint
+from fedgmm.training.local import train
 from tiny_images import FAST
 
 STUDY = ImageStudy(methods=("fedgmm",), track="tuned", **FAST)

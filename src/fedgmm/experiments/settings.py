@@ -13,7 +13,7 @@ from fedgmm.data.images.federated import check_fraction
 from fedgmm.methods.base import SHARED_LEARNERS, TITLES
 from fedgmm.nets.networks import LEARNERS
 from fedgmm.runs.comparison import PAPER_GRID
-from fedgmm.training.local import TrainingOptions
+from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
 
 Track = Literal["paper", "tuned"]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.core.labels import LabelFrequencies
+from fedgmm.core.params import expand_clients
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
@@ -38,12 +38,11 @@ from fedgmm.experiments.study import (
 )
 from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value
 from fedgmm.experiments.trials import Record, Trial
-from fedgmm.methods.averaging import FedAvgPlus
 from fedgmm.methods.base import TITLES, Prediction
 from fedgmm.methods.batch_statistics import settled
 from fedgmm.model.model import FederatedModel
-from fedgmm.nets.learners import expand_clients
-from fedgmm.training.local import TrainingOptions, build
+from fedgmm.training.build import build
+from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
 
 PAPER_ACCURACY = {
@@ -232,18 +231,17 @@ def tuned_model(
     ``model`` was trained by FedAvg+ with ``options``.
     """
     prediction = model.prediction
-    method = cast(FedAvgPlus, build(options, prediction.net))
     place = prediction.default_learner
     assert place is not None
     start = {name: value[place : place + 1] for name, value in prediction.learners.items()}
     device = next(iter(start.values())).device
     rows = adaptation.to(device)
-    training = method.average.training
+    training = build(options, prediction.net).training
     tuned = training.train_personal(
         expand_clients(start, len(rows.names)),
         rows,
         training.rounds + 1,
-        replace(training.sgd, epochs=method.epochs),
+        replace(training.sgd, epochs=options.finetune_epochs),
     )
     own = Prediction(
         prediction.net,
