@@ -71,6 +71,15 @@ def test_the_first_of_two_studies_that_start_at_once_keeps_the_folder(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["study.json"]
 
 
+def test_the_first_of_two_data_sets_keeps_the_folder(tmp_path):
+    """Both programs have found the folder empty, with the same settings."""
+    one, two = TrialFolder.open(tmp_path, STUDY), TrialFolder.open(tmp_path, STUDY)
+    one.lock(STUDY, "some images")
+    with pytest.raises(StudyFolderError, match="other images"):
+        two.lock(STUDY, "others")
+    two.lock(STUDY, "some images")
+
+
 def lock_at_once(path, rounds, barrier, failures):
     """Run in a process of its own."""
     study = ImageStudy(rounds=rounds)
