@@ -50,7 +50,7 @@ def reproduce_classification(
     folder: Path, study: ImageStudy, context: StudyContext
 ) -> ImageOutcome:
     """Run the study and write one row of Table 2 and its curves into ``folder``."""
-    from fedgmm.report.image_figures import plot_curves
+    from fedgmm.report.plots import plot_curves
 
     trials, _ = run_study(folder, "classification", study, context, prepare_federation, _run_trial)
     study, details = complete_methods(trials, study)

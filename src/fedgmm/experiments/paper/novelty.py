@@ -289,7 +289,7 @@ def draw_figures(folder: Path, name: str, study: NoveltyStudy) -> None:
 
     The figures are written into ``folder``, and their names start with ``name``.
     """
-    from fedgmm.report.image_figures import plot_groups, plot_likelihoods
+    from fedgmm.report.plots import plot_groups, plot_likelihoods
 
     trials, seed = folder / name, study.seeds[0]
     shown = [method for method in _WITH_HISTOGRAM if method in study.methods]

@@ -86,7 +86,7 @@ def reproduce_sensitivity(
     folder: Path, study: SensitivityStudy, context: StudyContext
 ) -> SensitivityOutcome:
     """Run the study and write the grid as a table and a heat map into ``folder``."""
-    from fedgmm.report.image_figures import plot_heat_map
+    from fedgmm.report.plots import plot_heat_map
 
     trials, details = run_study(
         folder, "sensitivity", study, context, prepare_federation, _run_trial

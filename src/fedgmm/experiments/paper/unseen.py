@@ -39,7 +39,7 @@ from fedgmm.experiments.study import (
 from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value
 from fedgmm.experiments.trials import Record, Trial
 from fedgmm.methods.base import TITLES, Prediction
-from fedgmm.methods.batch_statistics import settled
+from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.model.model import FederatedModel
 from fedgmm.training.build import build
 from fedgmm.training.options import TrainingOptions
@@ -248,7 +248,7 @@ def tuned_model(
         {name: value[:, 0] for name, value in tuned.items()},
         assignment=torch.arange(len(rows.names)),
     )
-    return replace(model, prediction=settled(own, rows), names=list(rows.names))
+    return replace(model, prediction=recompute_statistics(own, rows), names=list(rows.names))
 
 
 # ---------------------------------------------------------------------- the study
@@ -256,7 +256,7 @@ def tuned_model(
 
 def reproduce_unseen(folder: Path, study: UnseenStudy, context: StudyContext) -> UnseenOutcome:
     """Run the study and write one row of Table 4 and its curve into ``folder``."""
-    from fedgmm.report.image_figures import plot_adaptation
+    from fedgmm.report.plots import plot_adaptation
 
     trials, _ = run_study(folder, "unseen", study, context, hold_out_clients, _run_trial)
     study, details = complete_methods(trials, study)
