@@ -1,4 +1,4 @@
-"""The numbers and the picture of aggregation.md, and the demo's picture for the README.
+"""Compute the numbers and the picture of aggregation.md, and draw the demo's picture for the README.
 
 python docs/make_figures.py
 """
@@ -18,8 +18,8 @@ from rich.table import Table
 from sklearn.mixture import GaussianMixture
 
 from fedgmm import FederatedGaussianMixture
-from fedgmm.experiments.demo import run_demo
-from fedgmm.report.plots import COLOURS, INK, draw_ellipses, plot_demo
+from fedgmm.experiments.demo import plot_demo, run_demo
+from fedgmm.report.plots import COLOURS, INK, draw_ellipses
 
 IMAGES = Path(__file__).parent / "images"
 FloatArray = NDArray[np.float64]
@@ -34,7 +34,7 @@ VARIANCES = np.array([[9.0, 0.49], [1.0, 1.0]])
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of some clients, and as many rows that no fit sees."""
+    """Rows of some clients, and held-out rows that no fit uses."""
 
     name: str
     rows: FloatArray
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one way of aggregating found."""
+    """The mixture found with one way of aggregating."""
 
     means: FloatArray
     covariances: FloatArray
@@ -53,16 +53,16 @@ class Outcome:
 
 
 def draw(rows: int, generator: np.random.Generator) -> tuple[FloatArray, NDArray[np.int64]]:
-    """Rows ``(N, 2)`` and the component of each, two thirds from the long one."""
+    """Draw rows ``(N, 2)`` and their components, two thirds from the long one."""
     labels = (generator.uniform(size=rows) < 1 / 3).astype(np.int64)
     noise = generator.standard_normal((rows, 2))
     return MEANS[labels] + noise * np.sqrt(VARIANCES[labels]), labels
 
 
 def sliced_clients(blur: float, clients: int = 6, rows: int = 1800) -> Case:
-    """Every client sees one part of the long component, cut along the first column.
+    """Give every client one part of the long component, cut along the first column.
 
-    ``blur`` is the deviation of the cuts: with 0 the parts do not overlap.
+    ``blur`` is the standard deviation of the cuts: with 0 the parts do not overlap.
     """
     generator = np.random.default_rng(0)
     x, labels = draw(rows, generator)
@@ -75,7 +75,7 @@ def sliced_clients(blur: float, clients: int = 6, rows: int = 1800) -> Case:
 
 
 def mixed_clients(clients: int, rows_each: int) -> Case:
-    """Clients differ only in how much of each component they hold."""
+    """Make clients that differ only in their weights of the components."""
     generator = np.random.default_rng(1)
     owner = np.repeat(np.arange(clients), rows_each)
     share = generator.dirichlet([0.4, 0.4], size=clients)[:, 1]
@@ -87,7 +87,7 @@ def mixed_clients(clients: int, rows_each: int) -> Case:
 
 
 def fit_all(case: Case) -> dict[str, Outcome]:
-    """The three fits: one common set of weights, the same start, the same rounds."""
+    """Fit three mixtures with common weights from the same start for the same number of rounds."""
     start: dict[str, Any] = {
         "weights_init": [0.5, 0.5],
         "means_init": MEANS + 0.5,
@@ -113,7 +113,7 @@ def fit_all(case: Case) -> dict[str, Outcome]:
 
 
 def print_case(case: Case, found: dict[str, Outcome], console: Console) -> None:
-    """Variances of the two components, held-out log-likelihood, and how the rounds went."""
+    """Print variances of both components, held-out log-likelihood, and rounds that decreased it."""
     table = Table(title=case.name, title_justify="left")
     table.add_column("aggregation")
     for heading in (
@@ -143,7 +143,7 @@ def print_case(case: Case, found: dict[str, Outcome], console: Console) -> None:
 
 
 def draw_case(case: Case, found: dict[str, Outcome], path: Path) -> Path:
-    """Rows by client with the three answers, and the log-likelihood over the rounds."""
+    """Draw rows by client with the three mixtures, and the log-likelihood by round."""
     figure = Figure(figsize=(10.0, 4.0), layout="constrained")
     plane, curve = figure.subplots(1, 2, width_ratios=(1.6, 1.0))
     shades = np.array(["#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc", "#f4a6bf", "#bdbdbd"])
@@ -164,7 +164,7 @@ def draw_case(case: Case, found: dict[str, Outcome], path: Path) -> Path:
     figure.legend(
         *plane.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
     )
-    curve.set_title("Log-likelihood a row, by round", color=INK)
+    curve.set_title("Log-likelihood per row, by round", color=INK)
     for axes in (plane, curve):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
@@ -174,7 +174,7 @@ def draw_case(case: Case, found: dict[str, Outcome], path: Path) -> Path:
 
 
 def main() -> None:
-    """Print every number of the page and write both pictures."""
+    """Print the numbers of the page and write both pictures."""
     console = Console(width=110)
     drawn = sliced_clients(blur=1.0)
     cases = (drawn, sliced_clients(blur=0.0), mixed_clients(20, 500), mixed_clients(1000, 10))

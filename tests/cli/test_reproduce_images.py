@@ -133,7 +133,7 @@ def test_a_number_of_gaussians_leaves_novelty_nothing_to_choose(tmp_path, monkey
         seen.append(study)
         (out / f"novelty-{study.label}.md").write_text("# done")
 
-    monkeypatch.setattr("fedgmm.experiments.novelty.reproduce_novelty", reproduced)
+    monkeypatch.setattr("fedgmm.experiments.paper.novelty.reproduce_novelty", reproduced)
     arguments = ["reproduce", "novelty", "--out", str(tmp_path), "--components", "7"]
     assert runner.invoke(app, arguments).exit_code == 0
     _, sizes = seen[0].density_choices
@@ -150,11 +150,11 @@ def test_encoded_images_are_kept_beside_the_results(tmp_path, monkeypatch, optio
     monkeypatch.chdir(tmp_path)
     seen = []
 
-    def look(out, study, workplace):
-        seen.append(workplace.cache)
+    def look(out, study, context):
+        seen.append(context.cache)
         raise ValueError("that is all")
 
-    monkeypatch.setattr("fedgmm.experiments.classification.reproduce_classification", look)
+    monkeypatch.setattr("fedgmm.experiments.paper.classification.reproduce_classification", look)
     result = runner.invoke(app, ["reproduce", "classification", "--out", "o", *options])
     assert "that is all" in result.output
     assert seen == [None if kept is None else Path(kept)]

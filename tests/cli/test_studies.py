@@ -154,7 +154,7 @@ def test_a_full_gpu_is_reported_with_a_remedy(monkeypatch, tmp_path, message, ex
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError(message)
 
-    monkeypatch.setattr("fedgmm.experiments.story.tell_story", full)
+    monkeypatch.setattr("fedgmm.experiments.story.run_story", full)
     result = runner.invoke(app, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stderr == f"Error: {expected}\n"

@@ -1,4 +1,4 @@
-"""Data sets of images in little, for every study on them."""
+"""Small image data sets for the studies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tiny_images import write_femnist, write_mnist
 
 @pytest.fixture
 def painted():
-    """The test looks at pictures."""
+    """Let pictures be rendered in a test that looks at them."""
 
 
 @pytest.fixture(autouse=True)
-def sketched(request, monkeypatch):
-    """Pictures are put together, but painted only for tests that look at them."""
+def unrendered(request, monkeypatch):
+    """Compose pictures but render them only for tests that look at them."""
     if "painted" not in request.fixturenames:
 
         def save(figure, path):
@@ -26,15 +26,18 @@ def sketched(request, monkeypatch):
         monkeypatch.setattr(plots, "_save", save)
 
 
-@pytest.fixture
-def femnist(tmp_path):
-    """A data folder with FEMNIST in little."""
-    write_femnist(tmp_path / "data")
-    return tmp_path / "data"
+@pytest.fixture(scope="session")
+def femnist(tmp_path_factory):
+    """A data folder with a small FEMNIST; tests do not change it."""
+    folder = tmp_path_factory.mktemp("femnist")
+    write_femnist(folder)
+    return folder
 
 
-@pytest.fixture
-def mnist(tmp_path, monkeypatch):
-    """A data folder with MNIST in little."""
-    write_mnist(tmp_path / "data", monkeypatch)
-    return tmp_path / "data"
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory):
+    """A data folder with a small MNIST; tests do not change it."""
+    folder = tmp_path_factory.mktemp("mnist")
+    with pytest.MonkeyPatch.context() as patch:
+        write_mnist(folder, patch)
+        yield folder

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from fedgmm.experiments.demo import make_clients, run_demo
+from fedgmm.experiments.demo import demo_table, make_clients, plot_demo, run_demo
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +58,37 @@ def test_every_round_is_reported():
     seen = []
     result = run_demo(clients=2, seed=0, on_round=[lambda number, info: seen.append(number)])
     assert seen == list(range(1, result.rounds + 1))
+
+
+# ---------------------------------------------------------------------- table and picture
+
+
+def text_of(table):
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_the_table_has_a_line_per_client_and_the_mean_error(result):
+    text = text_of(demo_table(result))
+    for name, error in zip(result.data.rows, result.weight_errors, strict=True):
+        (line,) = [line for line in text.splitlines() if f" {name} " in line]
+        assert f"{error:.3f}" in line
+    assert f"{result.weight_errors.mean():.3f}" in text
+
+
+def test_the_table_leaves_out_clients_beyond_a_number(result):
+    text = text_of(demo_table(result, most_clients=2))
+    assert "client 2" in text
+    assert "client 3" not in text
+    assert "6 more" in text
+
+
+@pytest.mark.parametrize("clients", [2, 20])
+def test_plot_demo_writes_a_png(clients, tmp_path):
+    path = plot_demo(run_demo(clients=clients, seed=0), tmp_path / "new" / "picture.png")
+    header = path.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(header[k : k + 4], "big") for k in (16, 20))
+    assert width > height > 300

@@ -4,39 +4,44 @@ import numpy as np
 import pytest
 
 from fedgmm.data.digits import WHITE, heterogeneous_digits
-from fedgmm.experiments.story import adapt_newcomer, find_novel_images, shrink, tell_story
-from fedgmm.experiments.story_figure import plot_story
+from fedgmm.experiments.story import (
+    adapt_newcomer,
+    find_novel_images,
+    plot_story,
+    run_story,
+    shrink,
+)
 from fedgmm.training.local import train
 
 
 @pytest.fixture(scope="module")
 def story():
     lines: list[str] = []
-    return tell_story(seed=1, notify=lines.append), lines
+    return run_story(seed=1, notify=lines.append), lines
 
 
 def test_story_shows_what_it_claims(story, tmp_path):
-    told, lines = story
-    accuracy = {one.algorithm: one.summary["mean_accuracy"] for one in told.digits.contestants}
+    shown, lines = story
+    accuracy = {one.algorithm: one.summary["mean_accuracy"] for one in shown.digits.contestants}
     assert len(accuracy) == 8
     assert accuracy["fedgmm"] == max(accuracy.values())
     assert accuracy["fedgmm"] > 0.85
     on_synthetic = {
-        one.algorithm: one.summary["mean_accuracy"] for one in told.synthetic.contestants
+        one.algorithm: one.summary["mean_accuracy"] for one in shown.synthetic.contestants
     }
-    assert told.bayes > on_synthetic["fedgmm"] > told.bayes - 0.02
+    assert shown.bayes > on_synthetic["fedgmm"] > shown.bayes - 0.02
     assert any("fedprox" in line for line in lines)
-    picture = plot_story(told, tmp_path / "story.png")
+    picture = plot_story(shown, tmp_path / "story.png")
     assert picture.stat().st_size > 10_000
 
 
 def test_newcomer_and_novelty(story):
-    told, _ = story
-    assert told.newcomer.labelled > 0.8
-    assert told.newcomer.milliseconds < 50
-    assert told.novelty.metrics.auroc > 0.95
-    assert told.novelty.false_alarms < 0.12
-    assert told.novelty.found > 0.9
+    shown, _ = story
+    assert shown.newcomer.labelled > 0.8
+    assert shown.newcomer.milliseconds < 50
+    assert shown.novelty.metrics.auroc > 0.95
+    assert shown.novelty.false_alarms < 0.12
+    assert shown.novelty.found > 0.9
 
 
 def test_newcomer_is_not_in_training():

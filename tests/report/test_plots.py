@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from fedgmm.experiments.demo import run_demo
 from fedgmm.report import plots
 from fedgmm.report.plots import (
     COLOURS,
@@ -16,22 +15,7 @@ from fedgmm.report.plots import (
     draw_weights,
     plot_adaptation,
     plot_curves,
-    plot_demo,
 )
-
-
-def size_of_png(path):
-    """Return width and height from the file's header."""
-    header = path.read_bytes()[:24]
-    assert header.startswith(b"\x89PNG\r\n\x1a\n")
-    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
-
-
-@pytest.mark.parametrize("clients", [2, 20])
-def test_plot_demo_writes_a_png(clients, tmp_path):
-    path = plot_demo(run_demo(clients=clients, seed=0), tmp_path / "new" / "picture.png")
-    width, height = size_of_png(path)
-    assert width > height > 300
 
 
 def test_ellipses_lie_where_the_gaussian_does():

@@ -168,7 +168,7 @@ def reproduce(
     }
     with working() as notify:
         if experiment in _ON_IMAGES:
-            from fedgmm.experiments.workplace import Workplace
+            from fedgmm.experiments.study import StudyContext
 
             make, run = _study(experiment)
             given = _given({**common, **images})
@@ -184,7 +184,7 @@ def reproduce(
                 load_images(study.dataset, data_dir, download=True)
             if cache is None and study.encoder != "pixels":  # pixels need no cache
                 cache = out / "encoded"
-            run(out, study, Workplace(data_dir, cache, notify))
+            run(out, study, StudyContext(data_dir, cache, notify))
             table = out / f"{experiment.value}-{study.label}.md"
         else:
             _without_images(experiment, out, _given({**common, "rows": rows}), notify)
@@ -218,21 +218,21 @@ def _study(experiment: Experiment) -> tuple[Any, Any]:
     """Return the class of a study on images and the function that runs it."""
     match experiment:
         case Experiment.CLASSIFICATION:
-            from fedgmm.experiments.classification import reproduce_classification
-            from fedgmm.experiments.image_study import ImageStudy
+            from fedgmm.experiments.paper.classification import reproduce_classification
+            from fedgmm.experiments.settings import ImageStudy
 
             return ImageStudy, reproduce_classification
         case Experiment.UNSEEN:
-            from fedgmm.experiments.unseen import UnseenStudy, reproduce_unseen
+            from fedgmm.experiments.paper.unseen import UnseenStudy, reproduce_unseen
 
             return UnseenStudy, reproduce_unseen
         case Experiment.NOVELTY:
-            from fedgmm.experiments.novelty import reproduce_novelty
-            from fedgmm.experiments.novelty_study import NoveltyStudy
+            from fedgmm.experiments.paper.novelty import reproduce_novelty
+            from fedgmm.experiments.paper.novelty_setup import NoveltyStudy
 
             return NoveltyStudy, reproduce_novelty
         case _:
-            from fedgmm.experiments.sensitivity import SensitivityStudy, reproduce_sensitivity
+            from fedgmm.experiments.paper.sensitivity import SensitivityStudy, reproduce_sensitivity
 
             return SensitivityStudy, reproduce_sensitivity
 
@@ -240,11 +240,11 @@ def _study(experiment: Experiment) -> tuple[Any, Any]:
 def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], notify: Any) -> None:
     """Run an experiment without images."""
     if experiment is Experiment.ILLUSTRATION:
-        from fedgmm.experiments.illustration import reproduce_illustration
+        from fedgmm.experiments.paper.illustration import reproduce_illustration
 
         reproduce_illustration(out)
         return
-    from fedgmm.experiments.synthetic import Size, reproduce_gaussian, reproduce_non_gaussian
+    from fedgmm.experiments.paper.synthetic import Size, reproduce_gaussian, reproduce_non_gaussian
 
     if experiment is Experiment.SYNTHETIC:
         reproduce_gaussian(out, Size(**given), notify)

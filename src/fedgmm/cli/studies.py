@@ -59,7 +59,7 @@ def demo(
     console.rule("1. A density for clients that do not share their rows")
     result = _run_demo_with_progress(clients, seed, console)
 
-    from fedgmm.report.plots import plot_demo
+    from fedgmm.experiments.demo import plot_demo
 
     _print_demo(result, plot_demo(result, out / "demo.png"), console)
     _run_story(seed, out, console)
@@ -67,12 +67,11 @@ def demo(
 
 def _run_story(seed: int, out: Path, console: Console) -> None:
     """Run and print parts 2 to 4 of the demo."""
-    from fedgmm.experiments.story import tell_story
-    from fedgmm.experiments.story_figure import plot_story
+    from fedgmm.experiments.story import plot_story, run_story
     from fedgmm.experiments.tables import comparison_table
 
     with console.status("two federations") as status:
-        story = tell_story(seed, lambda line: status.update(line))
+        story = run_story(seed, lambda line: status.update(line))
     console.rule("2. Methods compared, each tuned on validation rows")
     console.print(comparison_table(story.synthetic, "Synthetic mixture", story.bayes))
     console.print(comparison_table(story.digits, "Handwritten digits, half of them changed"))
@@ -257,7 +256,7 @@ def _run_demo_with_progress(clients: int, seed: int, console: Console) -> DemoRe
 
 def _print_demo(result: DemoResult, picture: Path, console: Console) -> None:
     """Print part 1 of the demo."""
-    from fedgmm.experiments.tables import demo_table
+    from fedgmm.experiments.demo import demo_table
 
     gain = result.log_likelihood - result.common_log_likelihood
     console.print(demo_table(result))

@@ -1,1 +1,1 @@
-"""One file a table, figure or demonstration."""
+"""Demonstrations, and studies that repeat the paper's experiments (one module each in ``paper``)."""

@@ -1,7 +1,7 @@
-"""A federated Gaussian mixture in a few seconds: synthetic clients, one fit, and what it found.
+"""First part of ``fedgmm demo``: a federated Gaussian mixture in a few seconds, as a table and a picture.
 
-The clients are the paper's synthetic ones, in two columns so that they can be drawn: shared Gaussians,
-and weights ``π_c`` of each client from a Dirichlet distribution with ``α = 0.4``.
+The clients resemble the paper's synthetic ones: they share Gaussians, and each draws its weights ``π_c``
+from a Dirichlet distribution with ``α = 0.4``. Rows have two columns so that they can be drawn.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,12 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from fedgmm.estimators import FederatedGaussianMixture
+from fedgmm.report.plots import colour_of, draw_ellipses, draw_rows, draw_weights, label_component
 from fedgmm.training.loop import OnRound
+from fedgmm.wording import counted
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FloatArray = NDArray[np.float64]
 
@@ -27,7 +33,7 @@ _DIRICHLET_ALPHA = 0.4
 _FEWEST_ROWS, _MOST_ROWS = 150, 600
 _ROUNDS_OF_COMPARISON = 20
 
-# Four Gaussians in the plane: mean, the deviations along their two axes, and the turn in degrees.
+# Four Gaussians in the plane: mean, standard deviations along the axes, rotation in degrees.
 _SHAPES = (
     ((-3.6, 1.6), (1.9, 0.55), 40),
     ((0.6, -2.2), (2.2, 0.6), -12),
@@ -38,13 +44,13 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class DemoData:
-    """What the clients hold, and the truth behind it.
+    """Rows of all clients and the parameters that they were drawn with.
 
     Attributes:
-        rows: of each client, ``(N_c, 2)``.
-        fresh_rows: as many again that no fit sees.
-        weights: ``π_c`` that the rows were drawn with, ``(C, M)``.
-        means: ``μ``, ``(M, 2)``.
+        rows: training rows of each client, ``(N_c, 2)``.
+        fresh_rows: the same number of rows per client, not used by any fit.
+        weights: true ``π_c``, ``(C, M)``.
+        means: true ``μ``, ``(M, 2)``.
     """
 
     rows: dict[Hashable, FloatArray]
@@ -55,20 +61,20 @@ class DemoData:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the federation learned; components stand in the order of the true ones.
+    """The fitted mixture, with its components in the order of the true ones.
 
     Attributes:
         data: the clients.
-        rounds: how many rounds were run.
-        converged: whether the last round changed little.
-        means: ``μ``, ``(M, 2)``.
-        covariances: ``Σ``, ``(M, 2, 2)``.
+        rounds: number of rounds run.
+        converged: whether the log-likelihood changed by less than the tolerance in the last round.
+        means: learned ``μ``, ``(M, 2)``.
+        covariances: learned ``Σ``, ``(M, 2, 2)``.
         weights: learned ``π_c``, ``(C, M)``.
         labels: the most likely component of every row, client after client, ``(N,)``.
-        log_likelihood: mean over rows no fit saw, each client with its own weights.
-        common_log_likelihood: the same rows with one common set of weights.
-        pooled_difference: the largest difference, over rounds, of the mean log-likelihood between
-            the federated fit with common weights and scikit-learn's on the pooled rows.
+        log_likelihood: mean over the fresh rows, each client with its own weights.
+        common_log_likelihood: mean over the fresh rows with one common set of weights.
+        pooled_difference: the largest difference over rounds between the mean log-likelihood of
+            the federated fit with common weights and that of scikit-learn on the pooled rows.
     """
 
     data: DemoData
@@ -84,17 +90,17 @@ class DemoResult:
 
     @property
     def weight_errors(self) -> FloatArray:
-        """Total variation distance of learned and true weights, ``(C,)``: 0 is right, 1 is worst."""
+        """Total variation distance between learned and true weights, ``(C,)``, from 0 to 1."""
         return np.asarray(np.abs(self.weights - self.data.weights).sum(-1) / 2)
 
 
 def run_demo(clients: int = 8, seed: int = 0, on_round: Iterable[OnRound] = ()) -> DemoResult:
-    """Make clients, fit them together, and compare with a fit on the pooled rows.
+    """Draw clients, fit the mixture, and compare it with a fit on the pooled rows.
 
     Args:
-        clients: how many.
+        clients: number of clients.
         seed: of the data and of the fit.
-        on_round: called after every round, for a progress bar.
+        on_round: callbacks after every round, for example a progress bar.
     """
     data = make_clients(clients, seed)
     model = FederatedGaussianMixture(
@@ -118,7 +124,7 @@ def run_demo(clients: int = 8, seed: int = 0, on_round: Iterable[OnRound] = ()) 
 
 
 def make_clients(clients: int, seed: int) -> DemoData:
-    """Clients that share four Gaussians and mix them differently."""
+    """Draw clients that share four Gaussians and have different weights."""
     generator = np.random.default_rng(seed)
     means, factors = _shared_gaussians()
     names: list[Hashable] = [f"client {number}" for number in range(1, clients + 1)]
@@ -138,7 +144,7 @@ def make_clients(clients: int, seed: int) -> DemoData:
 
 
 def _shared_gaussians() -> tuple[FloatArray, FloatArray]:
-    """Means ``(M, 2)`` and factors ``A`` ``(M, 2, 2)`` with ``Σ = A Aᵀ``."""
+    """Return means ``(M, 2)`` and factors ``A`` ``(M, 2, 2)`` with ``Σ = A Aᵀ``."""
     turns = np.deg2rad([turn for _, _, turn in _SHAPES])
     rotations = np.array([[np.cos(turns), -np.sin(turns)], [np.sin(turns), np.cos(turns)]])
     deviations = np.array([deviation for _, deviation, _ in _SHAPES])
@@ -147,7 +153,7 @@ def _shared_gaussians() -> tuple[FloatArray, FloatArray]:
 
 
 def _order_of_truth(learned: FloatArray, true: FloatArray) -> NDArray[np.int64]:
-    """Which learned component belongs to each true one, by the distances of their means, ``(M,)``."""
+    """Match each true component to a learned one by the distances of their means, ``(M,)``."""
     distances = np.linalg.norm(true[:, None] - learned[None], axis=-1)
     return np.asarray(linear_sum_assignment(distances)[1])
 
@@ -155,10 +161,9 @@ def _order_of_truth(learned: FloatArray, true: FloatArray) -> NDArray[np.int64]:
 def _compare_with_pooled(
     model: FederatedGaussianMixture, data: DemoData
 ) -> tuple[FederatedGaussianMixture, float]:
-    """The model with one common ``π``, and how far it is from scikit-learn's on the pooled rows.
+    """Return a fit with one common ``π`` and its largest difference from a fit on the pooled rows.
 
-    Both start from the same parameters, some way off, and run the same rounds. Pooling needs all
-    rows in one place; it stands here only as the yardstick.
+    Both fits start from the same parameters, moved away from the optimum, and run the same rounds.
     """
     whiteners = model.precisions_cholesky_
     start: dict[str, Any] = {
@@ -175,3 +180,75 @@ def _compare_with_pooled(
         pooled = GaussianMixture(m, **start).fit(np.concatenate(list(data.rows.values())))
     difference = np.abs(np.subtract(common.lower_bounds_, pooled.lower_bounds_)).max()
     return common, float(difference)
+
+
+def demo_table(result: DemoResult, most_clients: int = 12) -> Table:
+    """Return a table with the rows, the true and the learned weights and their error for each client.
+
+    Args:
+        result: the demo's result.
+        most_clients: clients beyond this number are counted in one line.
+    """
+    from rich.table import Table
+
+    errors = result.weight_errors
+    table = Table(title="Components of each client's data")
+    table.add_column("client")
+    table.add_column("rows", justify="right")
+    table.add_column("true weights", justify="right")
+    table.add_column("learned weights", justify="right")
+    table.add_column("error", justify="right")
+    for number, (name, rows) in enumerate(list(result.data.rows.items())[:most_clients]):
+        table.add_row(
+            str(name),
+            f"{len(rows):,}",
+            _weights(result.data.weights[number]),
+            _weights(result.weights[number]),
+            f"{errors[number]:.3f}",
+        )
+    hidden = len(errors) - most_clients
+    if hidden > 0:
+        table.add_row(f"… {hidden} more", "", "", "", "")
+    table.add_section()
+    total = sum(map(len, result.data.rows.values()))
+    table.add_row("all", f"{total:,}", "", "", f"{errors.mean():.3f}")
+    table.caption = "error: half the sum of absolute differences, from 0 (equal) to 1"
+    return table
+
+
+def _weights(weights: NDArray[np.float64]) -> str:
+    return "  ".join(f"{weight:.2f}" for weight in weights)
+
+
+def plot_demo(result: DemoResult, path: Path) -> Path:
+    """Draw the rows with the shared Gaussians and, beside them, the weights of every client.
+
+    Args:
+        result: the demo's result.
+        path: PNG file to write; its folder is created.
+
+    Returns:
+        ``path``.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+    rows_axes, weights_axes = figure.subplots(1, 2, width_ratios=(1.25, 1.0))
+    rows = np.concatenate(list(result.data.rows.values()))
+    draw_rows(rows_axes, rows, result.labels)
+    for component, (mean, covariance) in enumerate(
+        zip(result.means, result.covariances, strict=True)
+    ):
+        draw_ellipses(rows_axes, mean, covariance, colour_of(component))
+        label_component(rows_axes, mean, component)
+    clients = len(result.data.rows)
+    rows_axes.set_title(
+        f"{counted(len(rows), 'row')} of {counted(clients, 'client')}, and the Gaussians they share",
+        pad=12,
+    )
+    draw_weights(
+        weights_axes, list(map(str, result.data.rows)), result.weights, result.data.weights
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    return path

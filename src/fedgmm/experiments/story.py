@@ -1,13 +1,16 @@
-"""The whole story in under a minute: methods compared, an unseen client, novel samples.
+"""Second part of ``fedgmm demo``: methods compared, a new client, novel samples; with its picture.
 
-Two federations: the paper's synthetic mixture, whose best possible accuracy is known, and real
-handwritten digits made heterogeneous as in the paper.
+Two federations are used: the paper's synthetic mixture, for which the best possible accuracy is known, and
+handwritten digits that are made heterogeneous as in the paper.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,24 +20,30 @@ from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.base import TITLES
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import NoveltyMetrics, novelty_metrics
+from fedgmm.report.plots import COLOURS, INK
 from fedgmm.runs.comparison import Comparison, Notify, compare
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FloatArray = NDArray[np.float64]
 
 _GRID = (10**-0.5, 10**-1.0, 10**-1.5, 10**-2.0)
 _QUICK = ("local", "fedavg", "fedem", "fedgmm")
+_PALE = "#B8C4CE"
+_IMAGES_SHOWN = 6
 
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A client that was not there in training.
+    """Accuracy of a client that did not take part in training.
 
     Attributes:
-        rows: that its weights were learned from.
-        milliseconds: that learning took.
+        rows: number of rows that its weights were learned from.
+        milliseconds: time that learning the weights took.
         before: accuracy on its other rows with the federation's weights.
-        labelled: with weights learned from labelled rows.
-        unlabelled: with weights learned from the inputs alone.
+        labelled: accuracy with weights learned from labelled rows.
+        unlabelled: accuracy with weights learned from the inputs alone.
     """
 
     rows: int
@@ -46,15 +55,15 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class Novelty:
-    """Known images beside shrunken ones that nobody has seen.
+    """Scores of known images and of shrunken, novel ones.
 
     Attributes:
         known: ``log P(x)`` of test images, ``(n,)``.
-        novel: of novel ones, ``(n,)``.
-        metrics: of telling them apart by ``log P(x)``.
+        novel: ``log P(x)`` of novel images, ``(n,)``.
+        metrics: separation of the two groups by ``log P(x)``.
         false_alarms: share of known images that were flagged.
         found: share of novel images that were flagged.
-        asked: false-alarm rate that was asked for.
+        asked: the requested false-alarm rate.
     """
 
     known: FloatArray
@@ -67,7 +76,7 @@ class Novelty:
 
 @dataclass(frozen=True)
 class Story:
-    """Everything the demonstration shows."""
+    """Results of all parts of the demonstration."""
 
     synthetic: Comparison
     bayes: float
@@ -77,8 +86,8 @@ class Story:
     novelty: Novelty
 
 
-def tell_story(seed: int = 0, notify: Notify = lambda _: None) -> Story:
-    """Run all acts."""
+def run_story(seed: int = 0, notify: Notify = lambda _: None) -> Story:
+    """Compare the methods on both federations, then adapt a new client and detect novel images."""
     notify("synthetic clients")
     federation = synthetic(40, 600, seed=seed)
     on_synthetic = compare(
@@ -101,7 +110,7 @@ def tell_story(seed: int = 0, notify: Notify = lambda _: None) -> Story:
         seed=seed,
         components=2,
         learners=2,
-        reg_covar=0.1,  # 64 columns, a thousand rows: rare pixels need a wide berth
+        reg_covar=0.1,  # 64 columns and a thousand rows: pixels that are rarely set vary little
         notify=lambda line: notify(f"handwritten digits, {line}"),
     )
     model = on_digits.contestants[-1].model
@@ -130,7 +139,7 @@ def adapt_newcomer(model: FederatedModel, digits: Digits) -> Newcomer:
 
 
 def find_novel_images(model: FederatedModel, digits: Digits, asked: float = 0.05) -> Novelty:
-    """Test images as they are, and the same images at half their size, turned and flipped."""
+    """Score test images, and the same images at half their size, rotated and flipped."""
     rows = digits.dataset.test
     known = rows.inputs.numpy()
     novel = shrink(known)
@@ -147,7 +156,7 @@ def find_novel_images(model: FederatedModel, digits: Digits, asked: float = 0.05
 
 
 def shrink(images: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Images ``(n, 64)`` at half their size on the background of their corners, turned and flipped."""
+    """Return images ``(n, 64)`` at half their size, rotated and flipped, on their own background."""
     squares = images.reshape(-1, SIDE, SIDE)
     small = squares.reshape(-1, SIDE // 2, 2, SIDE // 2, 2).mean((2, 4))
     light = squares[:, 0, 0] > WHITE / 2
@@ -155,3 +164,84 @@ def shrink(images: NDArray[np.floating]) -> NDArray[np.float32]:
     edge = SIDE // 4
     canvas[:, edge:-edge, edge:-edge] = np.rot90(small, axes=(1, 2))[:, :, ::-1]
     return canvas.reshape(len(images), -1).astype(np.float32)
+
+
+def plot_story(story: Story, path: Path) -> Path:
+    """Draw accuracies on both federations, some images, and the scores of known and novel images."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 7.0), layout="constrained")
+    axes = figure.subplot_mosaic([["synthetic", "digits"], ["images", "novelty"]])
+    _draw_accuracies(axes["synthetic"], story.synthetic, {"best possible": story.bayes})
+    axes["synthetic"].set_title("Synthetic mixture: test accuracy (%), mean over clients", pad=16)
+    _draw_accuracies(axes["digits"], story.digits, {})
+    axes["digits"].set_title("Handwritten digits, half of them changed", pad=16)
+    _draw_images(axes["images"], story)
+    _draw_novelty(axes["novelty"], story.novelty)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    return path
+
+
+def _draw_accuracies(axes: Axes, comparison: Comparison, lines: Mapping[str, float]) -> None:
+    """Draw one bar per method, FedGMM in colour, and a dashed line for each value in ``lines``."""
+    names = [TITLES[one.algorithm] for one in comparison.contestants]
+    values = [100.0 * one.summary["mean_accuracy"] for one in comparison.contestants]
+    colours = [COLOURS[0] if name == TITLES["fedgmm"] else _PALE for name in names]
+    bars = axes.barh(names, values, color=colours)
+    axes.bar_label(bars, fmt="%.1f", padding=3, color=INK)
+    for label, value in lines.items():
+        axes.axvline(100.0 * value, color=COLOURS[1], linestyle="--", linewidth=1.5)
+        top = len(names) - 0.45
+        axes.text(100.0 * value, top, f"{label} {100.0 * value:.1f}", color=COLOURS[1], ha="center")
+    axes.set_xlim(0, 112)
+    axes.set_xticks([])
+    _frameless(axes)
+
+
+def _draw_images(axes: Axes, story: Story) -> None:
+    """Draw one line each of plain, changed and novel images."""
+    images, changed = story.images.images, story.images.changed
+    plain = images[~changed][:_IMAGES_SHOWN]
+    rows = [plain, images[changed][:_IMAGES_SHOWN], shrink(plain)]
+    sheet = np.concatenate(
+        [
+            np.concatenate(
+                [np.pad(image.reshape(SIDE, SIDE), 1, constant_values=8) for image in row], 1
+            )
+            for row in rows
+        ]
+    )
+    axes.imshow(sheet, cmap="gray_r", interpolation="nearest")
+    height = SIDE + 2
+    axes.set_yticks(
+        [height * (k + 0.5) - 0.5 for k in range(3)],
+        ["plain", "changed,\nother labels", "novel"],
+    )
+    axes.set_xticks([])
+    axes.set_title("Images of the clients, and novel images")
+    _frameless(axes)
+
+
+def _draw_novelty(axes: Axes, novelty: Novelty) -> None:
+    scores = np.concatenate([novelty.known, novelty.novel])
+    low, high = np.quantile(scores, [0.01, 1.0])
+    edges = np.linspace(low, high, 50).tolist()
+    for values, colour, label in (
+        (novelty.known, COLOURS[0], "known"),
+        (novelty.novel, COLOURS[1], "novel"),
+    ):
+        axes.hist(values.clip(low, high), edges, color=colour, alpha=0.75, label=label)
+    axes.set_title(
+        f"log P(x) of known and novel images: AUROC {novelty.metrics.auroc:.3f},\n"
+        f"{100 * novelty.found:.0f} % found at {100 * novelty.asked:.0f} % false alarms"
+    )
+    axes.set_yticks([])
+    axes.legend(frameon=False)
+    _frameless(axes)
+
+
+def _frameless(axes: Axes) -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0, colors=INK)

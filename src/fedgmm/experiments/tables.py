@@ -1,53 +1,50 @@
-"""Tables for the terminal."""
+"""Tables of results: Markdown and JSON files, and tables for the terminal."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table
 
 from fedgmm.methods.base import TITLES
-
-if TYPE_CHECKING:
-    from fedgmm.experiments.demo import DemoResult
-    from fedgmm.runs.comparison import Comparison, Tuning
+from fedgmm.nets.devices import environment
+from fedgmm.runs.comparison import Comparison, Tuning
 
 
-def demo_table(result: DemoResult, most_clients: int = 12) -> Table:
-    """Every client's rows, its true and its learned weights, and the error between them."""
-    errors = result.weight_errors
-    table = Table(title="What each client's data are made of")
-    table.add_column("client")
-    table.add_column("rows", justify="right")
-    table.add_column("true weights", justify="right")
-    table.add_column("learned weights", justify="right")
-    table.add_column("error", justify="right")
-    for number, (name, rows) in enumerate(list(result.data.rows.items())[:most_clients]):
-        table.add_row(
-            str(name),
-            f"{len(rows):,}",
-            _weights(result.data.weights[number]),
-            _weights(result.weights[number]),
-            f"{errors[number]:.3f}",
-        )
-    hidden = len(errors) - most_clients
-    if hidden > 0:
-        table.add_row(f"… {hidden} more", "", "", "", "")
-    table.add_section()
-    total = sum(map(len, result.data.rows.values()))
-    table.add_row("all", f"{total:,}", "", "", f"{errors.mean():.3f}")
-    table.caption = "error: half the sum of absolute differences; 0 is right, 1 is worst"
-    return table
+def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
+    """Format shares as percentages, ``mean ± standard deviation``; one value has no deviation."""
+    percent = 100.0 * np.asarray(values, dtype=np.float64)
+    if len(percent) == 1:
+        return f"{percent[0]:.{digits}f}"
+    return f"{percent.mean():.{digits}f} ± {percent.std(ddof=1):.{digits}f}"
 
 
-def _weights(weights: NDArray[np.float64]) -> str:
-    return "  ".join(f"{weight:.2f}" for weight in weights)
+def paper_value(value: float | None) -> str:
+    """Format a number of the paper, or "not given" for ``None``."""
+    return "not given" if value is None else f"{value:.2f}"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with the first column aligned left and the others right."""
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def write_results(folder: Path, name: str, record: dict[str, Any], markdown: str) -> None:
+    """Write ``name.json``, with the environment added, and ``name.md`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {**record, "environment": environment()}
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(markdown)
 
 
 def comparison_table(comparison: Comparison, title: str, bayes: float | None = None) -> Table:
-    """Every method's accuracy, log-loss, rounds, seconds and learning rate."""
+    """Return accuracy, log-loss, rounds, seconds and learning rate of each method for the terminal."""
     table = Table(title=title)
     table.add_column("method")
     for column in ("accuracy", "worst tenth", "log-loss", "rounds", "seconds", "learning rate"):
@@ -71,11 +68,11 @@ def comparison_table(comparison: Comparison, title: str, bayes: float | None = N
 
 
 def tuning_table(tuning: Tuning, title: str) -> Table:
-    """The validation log-likelihood of every learning rate."""
+    """Return the validation log-likelihood of each learning rate for the terminal."""
     table = Table(title=title)
     table.add_column("learning rate", justify="right")
     table.add_column("validation log-likelihood", justify="right")
     for rate, score in tuning.scores.items():
-        told = f"{score:.4f}" if np.isfinite(score) else "diverged"
-        table.add_row(f"{rate:.3g}", told, style="bold" if rate == tuning.best else None)
+        shown = f"{score:.4f}" if np.isfinite(score) else "diverged"
+        table.add_row(f"{rate:.3g}", shown, style="bold" if rate == tuning.best else None)
     return table

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
     from matplotlib.typing import LineStyleType
 
-    from fedgmm.experiments.demo import DemoResult
-
 FloatArray = NDArray[np.float64]
 
 # Distinguishable with any kind of colour vision (Okabe and Ito).
@@ -35,40 +33,6 @@ _MOST_POINTS = 1200  # per group of a scatter plot
 _FEW_POINTS = 8
 _LINES = ("o-", "s--", "^:", "v-.")
 _TAIL = 1.0  # percent at either end that are drawn in the last bar
-
-
-def plot_demo(result: DemoResult, path: Path) -> Path:
-    """Draw the rows with the shared Gaussians and, beside them, the weights of every client.
-
-    Args:
-        result: what :func:`fedgmm.experiments.demo.run_demo` returned.
-        path: where the PNG goes; its folder is made if it is missing.
-
-    Returns:
-        ``path``.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
-    rows_axes, weights_axes = figure.subplots(1, 2, width_ratios=(1.25, 1.0))
-    rows = np.concatenate(list(result.data.rows.values()))
-    draw_rows(rows_axes, rows, result.labels)
-    for component, (mean, covariance) in enumerate(
-        zip(result.means, result.covariances, strict=True)
-    ):
-        draw_ellipses(rows_axes, mean, covariance, colour_of(component))
-        label_component(rows_axes, mean, component)
-    clients = len(result.data.rows)
-    rows_axes.set_title(
-        f"{counted(len(rows), 'row')} of {counted(clients, 'client')}, and the Gaussians they share",
-        pad=12,
-    )
-    draw_weights(
-        weights_axes, list(map(str, result.data.rows)), result.weights, result.data.weights
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    return path
 
 
 def colour_of(component: int) -> str:

@@ -1,10 +1,10 @@
-"""The study on novel images in little."""
+"""Small settings of the study on novel images."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fedgmm.experiments.novelty_study import NoveltyStudy
+from fedgmm.experiments.paper.novelty_setup import NoveltyStudy
 from tiny_images import FAST
 
 SMALL = NoveltyStudy(
@@ -21,4 +21,4 @@ SMALL = NoveltyStudy(
 """Two representations to choose from."""
 
 FIXED = replace(SMALL, representation_choices=("direction",))
-"""With nothing to choose."""
+"""One density, so no choice."""

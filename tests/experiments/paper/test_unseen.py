@@ -1,4 +1,4 @@
-"""Clients held out whole: no row of theirs is seen in training, and they learn their weights alone."""
+"""Held-out clients: no training run uses their rows, and they learn only their weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
-from fedgmm.experiments import image_study, trial_files, unseen, workplace
-from fedgmm.experiments.unseen import (
+from fedgmm.experiments import study as engine
+from fedgmm.experiments import trials
+from fedgmm.experiments.paper import unseen
+from fedgmm.experiments.paper.unseen import (
     UnseenStudy,
     accuracy_of,
     adapted_accuracy,
@@ -20,7 +22,8 @@ from fedgmm.experiments.unseen import (
     reproduce_unseen,
     tuned_model,
 )
-from fedgmm.experiments.workplace import Workplace
+from fedgmm.experiments.study import StudyContext
+from fedgmm.experiments.trials import tuned_options
 from fedgmm.training.local import train
 from tiny_images import FAST, write_femnist
 
@@ -38,12 +41,12 @@ def seen_by_gaussians(rows):
     return torch.cat(rows.features.chunks).numpy()
 
 
-# ---------------------------------------------------------------------- who is held out
+# ---------------------------------------------------------------------- the held-out clients
 
 
-def test_held_out_clients_are_whole_and_split_in_two(tmp_path):
+def test_held_out_clients_are_complete_and_split_in_two(tmp_path):
     pictures, labels, owners = write_femnist(tmp_path, rows=41)
-    held_out = hold_out_clients(replace(SMALL, shift=False), 0, Workplace(tmp_path))
+    held_out = hold_out_clients(replace(SMALL, shift=False), 0, StudyContext(tmp_path))
     names = [newcomer.name for newcomer in held_out.newcomers]
     assert len(names) == 2
     assert sorted([*names, *held_out.dataset.names]) == [f"f{writer:04d}" for writer in range(5)]
@@ -60,24 +63,23 @@ def test_held_out_clients_are_whole_and_split_in_two(tmp_path):
         found = [image.tobytes() for part in parts for image in part.inputs.numpy()]
         assert sorted(found) == sorted(image.tobytes() for image in pictures[own])
         assert not training & set(found)
-        told = dict(
-            zip(found, np.concatenate([part.labels.numpy() for part in parts]), strict=True)
-        )
+        found_labels = np.concatenate([part.labels.numpy() for part in parts])
+        by_image = dict(zip(found, found_labels, strict=True))
         for image, label in zip(pictures[own], labels[own], strict=True):
-            assert told[image.tobytes()] == label
+            assert by_image[image.tobytes()] == label
 
 
-def test_others_are_held_out_with_another_seed(femnist):
+def test_another_seed_holds_out_other_clients(femnist):
     drawn = {
-        tuple(one.name for one in hold_out_clients(SMALL, seed, Workplace(femnist)).newcomers)
+        tuple(one.name for one in hold_out_clients(SMALL, seed, StudyContext(femnist)).newcomers)
         for seed in range(6)
     }
     assert len(drawn) > 1
 
 
-def test_principal_components_know_nothing_of_them(tmp_path):
+def test_principal_components_do_not_depend_on_them(tmp_path):
     pictures, labels, owners = write_femnist(tmp_path)
-    before = hold_out_clients(SMALL, 0, Workplace(tmp_path))
+    before = hold_out_clients(SMALL, 0, StudyContext(tmp_path))
     away = [int(newcomer.name[1:]) for newcomer in before.newcomers]
     pictures[np.isin(owners, away)] ^= 0xFF
     np.savez(
@@ -87,7 +89,7 @@ def test_principal_components_know_nothing_of_them(tmp_path):
         writers=owners,
         writer_names=np.array([f"f{writer:04d}" for writer in range(5)]),
     )
-    after = hold_out_clients(SMALL, 0, Workplace(tmp_path))
+    after = hold_out_clients(SMALL, 0, StudyContext(tmp_path))
     for split in ("train", "validation", "test"):
         np.testing.assert_array_equal(
             seen_by_gaussians(before.dataset.split(split)),
@@ -97,18 +99,27 @@ def test_principal_components_know_nothing_of_them(tmp_path):
     assert not np.allclose(*changed)
 
 
-def test_no_training_sees_them(tmp_path, femnist, monkeypatch):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, femnist):
+    """A finished study: its folder, its outcome, and the data sets of all training runs."""
     seen = []
 
     def watched(dataset, *args, **kwargs):
         seen.append(dataset)
         return train(dataset, *args, **kwargs)
 
-    monkeypatch.setattr(trial_files, "train", watched)
-    outcome = reproduce_unseen(tmp_path / "out", SMALL, Workplace(femnist))
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "train", watched)
+        outcome = reproduce_unseen(folder, SMALL, StudyContext(femnist))
+    return folder, outcome, seen
+
+
+def test_no_training_run_sees_them(finished):
+    _, outcome, seen = finished
     away = set(outcome.details[0]["newcomers"])
     assert len(away) == 2
-    # ten choices for a while, half of them for longer, two to the end, and the trial of each method;
+    # ten choices, half of them for longer, two to the end, and the trial of each method;
     # FedGMM with and without independence, and three of them with and without label frequencies
     assert len(seen) == len(SMALL.methods) * (10 + 5 + 2 + 1) + 2 + 3 * 2
     for dataset in seen:
@@ -117,12 +128,12 @@ def test_no_training_sees_them(tmp_path, femnist, monkeypatch):
             assert not away & set(dataset.split(split).names)
 
 
-# ---------------------------------------------------------------------- what they do
+# ---------------------------------------------------------------------- adaptation
 
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_weights_by_hand(femnist, labelled):
-    held_out = hold_out_clients(SMALL, 0, Workplace(femnist))
+    held_out = hold_out_clients(SMALL, 0, StudyContext(femnist))
     model, _ = fitted(SMALL, held_out, "fedgmm")
     newcomer, gaussians = held_out.newcomers[0], model.prediction.gaussians
 
@@ -161,7 +172,7 @@ def test_weights_by_hand(femnist, labelled):
 
     known = list(model.names)
     assert adapted_accuracy(model, newcomer, labelled, 7) == expected
-    assert model.names == known  # the client did not stay
+    assert model.names == known  # the client was not kept
     x, y = newcomer.adaptation.inputs.numpy(), newcomer.adaptation.labels.numpy()
     seen = seen_by_gaussians(newcomer.adaptation)
     found = model.adapt("new", x, y if labelled else None, features=seen, max_rounds=7).weights
@@ -169,10 +180,10 @@ def test_weights_by_hand(femnist, labelled):
 
 
 def test_tuning_is_one_epoch_from_the_global_learner(femnist):
-    held_out = hold_out_clients(SMALL, 0, Workplace(femnist))
+    held_out = hold_out_clients(SMALL, 0, StudyContext(femnist))
     study = replace(SMALL, track="paper")
     model, options = fitted(study, held_out, "fedavg+")
-    tuned = tuned_model(model, held_out.newcomers, options)
+    tuned = tuned_model(model, held_out.adaptation, options)
     assert tuned.names == [newcomer.name for newcomer in held_out.newcomers]
     place = model.prediction.default_learner
     for code, newcomer in enumerate(held_out.newcomers):
@@ -195,26 +206,25 @@ def test_tuning_is_one_epoch_from_the_global_learner(femnist):
 # ---------------------------------------------------------------------- the study
 
 
-@pytest.mark.usefixtures("painted")
-def test_table_and_curve(tmp_path, femnist, monkeypatch):
-    outcome = reproduce_unseen(tmp_path / "out", SMALL, Workplace(femnist))
-    trials = {one["method"]: one for one in outcome.details}
-    others = {m: [w for w in one["unseen"] if w not in FREQUENCIES] for m, one in trials.items()}
+def test_table_and_curve(finished, femnist, monkeypatch):
+    folder, outcome, _ = finished
+    details = {one["method"]: one for one in outcome.details}
+    others = {m: [w for w in one["unseen"] if w not in FREQUENCIES] for m, one in details.items()}
     assert others == {
         "fedavg": ["as it is"],
         "fedavg+": ["as it is", "tuned"],
         "fedem": ["as it is", "labels"],
         "fedgmm": ["as it is", "labels", "no labels"],
     }
-    for one in trials.values():
+    for one in details.values():
         assert (FREQUENCIES[0] in one["unseen"]) == one.get("personal_labels", False)
         assert list(outcome.accuracy[one["method"]]) == list(one["unseen"])
-    assert any(one.get("personal_labels") for one in trials.values())  # or this shows too little
-    gmm = trials["fedgmm"]
+    assert any(one.get("personal_labels") for one in details.values())  # else the test is too weak
+    gmm = details["fedgmm"]
     assert all(len(curve) == 2 for curve in gmm["adaptation_curves"].values())
     assert list(gmm["adaptation_curves"]) == list(gmm["unseen"])[1:]
-    held_out = hold_out_clients(SMALL, 0, Workplace(femnist))
-    chosen = trial_files.chosen_of(gmm)
+    held_out = hold_out_clients(SMALL, 0, StudyContext(femnist))
+    chosen = tuned_options(gmm)
     model = train(held_out.dataset, options=replace(SMALL.options("fedgmm", 0), **chosen))
     plain = replace(model, prediction=replace(model.prediction, labels=None))
     for way in list(gmm["unseen"])[1:]:
@@ -226,82 +236,82 @@ def test_table_and_curve(tmp_path, femnist, monkeypatch):
         accuracy_of(model, one.test, None) for one in held_out.newcomers
     ]
 
-    table = (tmp_path / "out" / f"{NAME}.md").read_text()
-    assert table.count("\n| ") == 1 + sum(len(one["unseen"]) for one in trials.values())
+    table = (folder / f"{NAME}.md").read_text()
+    assert table.count("\n| ") == 1 + sum(len(one["unseen"]) for one in details.values())
     row = next(line for line in table.splitlines() if "| FedGMM | weights from labelled" in line)
     assert "| 78.51 |" in row
     assert f"{100 * outcome.accuracy['fedgmm']['labels'][0]:.2f}" in row
     assert "51.00" in next(line for line in table.splitlines() if "tuned on the adaptation" in line)
-    record = json.loads((tmp_path / "out" / f"{NAME}.json").read_text())
+    record = json.loads((folder / f"{NAME}.json").read_text())
     assert record["accuracy"] == outcome.accuracy
-    assert 5_000 < (tmp_path / "out" / f"{NAME}.png").stat().st_size < 150_000
+    assert 5_000 < (folder / f"{NAME}.png").stat().st_size < 150_000
 
-    monkeypatch.setattr(trial_files, "train", None)
-    monkeypatch.setattr(workplace, "load_images", None)
-    assert reproduce_unseen(tmp_path / "out", SMALL, Workplace(femnist)) == outcome
+    monkeypatch.setattr(trials, "train", None)
+    monkeypatch.setattr(engine, "load_images", None)
+    assert reproduce_unseen(folder, SMALL, StudyContext(femnist)) == outcome
 
 
 def test_methods_without_gaussians_need_no_encoder(tmp_path, femnist, monkeypatch):
     some = replace(SMALL, methods=("fedavg", "fedavg+", "fedem"))
-    whole = reproduce_unseen(tmp_path / "whole", replace(SMALL, track="paper"), Workplace(femnist))
-    monkeypatch.setattr(image_study, "encoder", None)
-    alone = reproduce_unseen(tmp_path / "alone", replace(some, track="paper"), Workplace(femnist))
+    whole = reproduce_unseen(
+        tmp_path / "whole", replace(SMALL, track="paper"), StudyContext(femnist)
+    )
+    monkeypatch.setattr(engine, "encoder", None)
+    alone = reproduce_unseen(
+        tmp_path / "alone", replace(some, track="paper"), StudyContext(femnist)
+    )
     assert alone.accuracy == {method: whole.accuracy[method] for method in some.methods}
 
 
-def test_every_method_that_is_whole_on_file_is_in_the_table(tmp_path, femnist):
+def test_every_complete_method_is_in_the_table(tmp_path, femnist):
     for method in ("fedem", "fedavg"):
         study = replace(SMALL, methods=(method,), track="paper")
-        outcome = reproduce_unseen(tmp_path, study, Workplace(femnist))
+        outcome = reproduce_unseen(tmp_path, study, StudyContext(femnist))
     assert list(outcome.accuracy) == ["fedavg", "fedem"]
     table = (tmp_path / "unseen-femnist-paper.md").read_text()
     assert table.index("| FedAvg |") < table.index("| FedEM |")
 
 
-def test_ways_that_only_some_seeds_have_are_not_in_the_table(tmp_path, femnist, monkeypatch):
+def test_ways_that_not_all_seeds_have_are_not_in_the_table(tmp_path, femnist, monkeypatch):
     """Whether labels of newcomers can be guessed depends on the rows of a seed."""
     study = replace(SMALL, methods=("fedgmm",), seeds=(0, 1))
     given = iter([list(FREQUENCIES), [FREQUENCIES[0]]])
     monkeypatch.setattr(unseen, "_adaptations", lambda *_: next(given))
-    outcome = reproduce_unseen(tmp_path, study, Workplace(femnist))
+    outcome = reproduce_unseen(tmp_path, study, StudyContext(femnist))
     assert list(outcome.accuracy["fedgmm"]) == ["as it is", FREQUENCIES[0]]
     table = (tmp_path / f"unseen-{study.label}.md").read_text()
-    assert "rows without labels with seed 0 alone, so there is no row." in table
+    assert "rows without labels has no row, because only seed 0 has it." in table
 
 
 def test_without_mixtures_there_is_no_curve(tmp_path, femnist):
     study = replace(SMALL, methods=("fedavg",), track="paper")
-    reproduce_unseen(tmp_path, study, Workplace(femnist))
+    reproduce_unseen(tmp_path, study, StudyContext(femnist))
     assert (tmp_path / f"unseen-{study.label}.md").exists()
     assert not list(tmp_path.glob("*.png"))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"methods": ("local",)}, "methods must be one of"),
-        ({"held_out": 1.0}, "held_out must lie between 0 and 1"),
-        ({"iterations": (0,)}, "iterations must be at least 1"),
-    ],
+    "change", [{"methods": ("local",)}, {"held_out": 1.0}, {"iterations": (0,)}], ids=str
 )
-def test_bad_settings(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_settings_are_refused_by_name(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=name):
         UnseenStudy(**change)
 
 
 def test_too_few_clients(femnist):
-    with pytest.raises(ValueError, match=r"held_out=0\.05 of 5 clients leaves nobody"):
-        hold_out_clients(replace(SMALL, held_out=0.05), 0, Workplace(femnist))
+    with pytest.raises(ValueError, match=r"held_out=0\.05 of 5 clients"):
+        hold_out_clients(replace(SMALL, held_out=0.05), 0, StudyContext(femnist))
 
 
 def test_too_few_rows(tmp_path):
     write_femnist(tmp_path, rows=1)
-    with pytest.raises(ValueError, match=r"has 1 row, too few for two halves"):
-        hold_out_clients(replace(SMALL, features=1), 0, Workplace(tmp_path))
+    with pytest.raises(ValueError, match="too few for two halves"):
+        hold_out_clients(replace(SMALL, features=1), 0, StudyContext(tmp_path))
 
 
 def test_no_rows_to_judge_the_training_by(tmp_path):
-    """Told before anything is trained."""
+    """Refused before any training run."""
     write_femnist(tmp_path, rows=2)  # one to train, one in another split
-    with pytest.raises(ValueError, match="so small that none has a test row; use fewer clients"):
-        hold_out_clients(replace(SMALL, features=1), 0, Workplace(tmp_path))
+    with pytest.raises(ValueError, match="none has a test row"):
+        hold_out_clients(replace(SMALL, features=1), 0, StudyContext(tmp_path))

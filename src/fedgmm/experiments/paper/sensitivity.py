@@ -1,32 +1,37 @@
-"""How much do the numbers of Gaussians and of learners matter? Test accuracy over a grid of both."""
+"""Sensitivity to the numbers of Gaussians and learners: test accuracy over a grid of both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_integer
-from fedgmm.experiments.image_study import Choice, ImageStudy, Variant, prepare_federation
-from fedgmm.experiments.image_trials import facts_of, run_study, stopped_early, write_study
-from fedgmm.experiments.image_tuning import Federation
-from fedgmm.experiments.results import markdown_table, mean_and_spread
-from fedgmm.experiments.trial_files import Trial, trained
-from fedgmm.experiments.workplace import Workplace
+from fedgmm.experiments.settings import Choice, ImageStudy, Variant
+from fedgmm.experiments.study import (
+    StudyContext,
+    describe_divergence,
+    prepare_federation,
+    run_study,
+    training_facts,
+    write_study,
+)
+from fedgmm.experiments.tables import markdown_table, mean_and_spread
+from fedgmm.experiments.trials import Federation, Record, Trial
 from fedgmm.wording import counted
 
 
 @dataclass(frozen=True)
 class SensitivityStudy(ImageStudy):
-    """What is run; attributes not named here are those of its base.
+    """Settings of the study; see :class:`ImageStudy` for the other attributes.
 
     Attributes:
-        methods: FedGMM, which alone has both numbers.
-        seeds: one federation each.
+        methods: only FedGMM, because it alone has both numbers.
+        seeds: one federation per seed.
         component_choices: values of ``M1``.
         learner_choices: values of ``M2``.
     """
@@ -47,11 +52,11 @@ class SensitivityStudy(ImageStudy):
                 check_integer(name, choice, 1)
 
     def choices(self, method: str) -> list[list[Choice]]:
-        """Rates alone: a pull towards independence would hide what is measured."""
+        """Return learning rates only, because tuning independence would hide the effect of the grid."""
         return super().choices(method)[:1]
 
     def variants(self, method: str) -> list[Variant[Self]]:
-        """Every cell of the grid; the learning rate is the one chosen at the study's own numbers."""
+        """Return every cell of the grid; all use the rate chosen at ``components`` and ``learners``."""
         return [
             Variant(
                 f"{method}-{m1}x{m2}",
@@ -64,33 +69,27 @@ class SensitivityStudy(ImageStudy):
 
 @dataclass(frozen=True)
 class SensitivityOutcome:
-    """Accuracies over the grid.
+    """Accuracies over the grid, mean over clients, ``(seeds, M1 choices, M2 choices)``.
 
     Attributes:
-        accuracy: of test rows, mean over clients, ``(seeds, M1 choices, M2 choices)``.
-        validation: the same of validation rows, by which one would choose.
-        details: everything that was recorded.
+        accuracy: accuracy on test rows.
+        validation: accuracy on validation rows.
+        details: results of all trials.
     """
 
     accuracy: NDArray[np.float64]
     validation: NDArray[np.float64]
-    details: list[dict[str, Any]]
+    details: list[Record]
 
 
 def reproduce_sensitivity(
-    folder: Path, study: SensitivityStudy, workplace: Workplace
+    folder: Path, study: SensitivityStudy, context: StudyContext
 ) -> SensitivityOutcome:
-    """The grid as a table and a heat map; what is in ``folder`` already is not done again.
-
-    Args:
-        folder: for JSON, Markdown and the figure.
-        study: what is run.
-        workplace: where data are found and kept, and who is told.
-    """
+    """Run the study and write the grid as a table and a heat map into ``folder``."""
     from fedgmm.report.plots import plot_heat_map
 
     trials, details = run_study(
-        folder, "sensitivity", study, workplace, prepare_federation, _one_training
+        folder, "sensitivity", study, context, prepare_federation, _run_trial
     )
     shape = (len(study.seeds), len(study.component_choices), len(study.learner_choices))
     outcome = SensitivityOutcome(
@@ -105,13 +104,13 @@ def reproduce_sensitivity(
         study.component_choices,
         study.learner_choices,
         f"{study.dataset}: test accuracy (%), mean over clients",
-        folder / f"{trials.name}.png",
+        folder / f"{trials.path.name}.png",
     )
     return outcome
 
 
-def _one_training(trial: Trial[SensitivityStudy], federation: Federation) -> dict[str, Any]:
-    model = trained(trial, federation.dataset)
+def _run_trial(trial: Trial[SensitivityStudy], federation: Federation) -> Record:
+    model = trial.train(federation.dataset)
     return {
         "method": trial.method,
         "seed": trial.seed,
@@ -120,7 +119,7 @@ def _one_training(trial: Trial[SensitivityStudy], federation: Federation) -> dic
         **trial.chosen,
         "validation_accuracy": model.evaluate("validation").mean_accuracy,
         **model.evaluate("test").summary(),
-        **facts_of(model),
+        **training_facts(model),
     }
 
 
@@ -139,11 +138,11 @@ def _markdown(study: SensitivityStudy, outcome: SensitivityOutcome) -> str:
         f"# {study.dataset}: FedGMM's test accuracy (%) by its numbers of Gaussians and learners "
         f"({study.track} track)\n\n"
         + markdown_table(header, rows)
-        + f"\nMean over clients. Between the best and the worst cell lie "
+        + f"\nMean over clients. The best and the worst cell differ by "
         f"{100 * (mean.max() - mean.min()):.2f} points. Validation rows choose "
         f"{counted(study.component_choices[i], 'Gaussian')} and "
         f"{counted(study.learner_choices[j], 'learner')} ({100 * mean[i, j]:.2f} % on test "
         "rows). The paper prints a figure without numbers and names two and two as the best. "
-        f"{study.protocol()} One learning rate for the whole grid, chosen at {study.components} and "
-        f"{study.learners}.{stopped_early(outcome.details)}\n"
+        f"{study.protocol()} The whole grid has one learning rate, chosen at {study.components} and "
+        f"{study.learners}.{describe_divergence(outcome.details)}\n"
     )

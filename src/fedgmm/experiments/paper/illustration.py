@@ -1,8 +1,8 @@
 """The one-dimensional illustration of the paper's introduction.
 
-Two components, ``N(-2, 1.5)`` with ``y = 1{x < -2}`` and ``N(2, 1.5)`` with ``y = 1{x < 2}``. A method
-that takes the inputs' distribution to be the same everywhere must give one answer for a client at any
-given ``x`` that mixes both rules; the density tells which rule applies where.
+Two components: ``N(-2, 1.5)`` with ``y = 1{x < -2}`` and ``N(2, 1.5)`` with ``y = 1{x < 2}``. A method
+that assumes the same input distribution everywhere mixes both rules with the same weights at every ``x``.
+The density shows which rule applies at a given ``x``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.experiments.results import markdown_table, write_results
+from fedgmm.experiments.tables import markdown_table, write_results
+from fedgmm.report.plots import COLOURS, INK
 from fedgmm.training.local import train
 
 FloatArray = NDArray[np.float64]
@@ -26,13 +27,13 @@ DEVIATION = float(np.sqrt(1.5))
 
 @dataclass(frozen=True)
 class Illustration:
-    """What two methods learned on a line.
+    """Class probabilities of two methods on a line.
 
     Attributes:
         grid: points on the line, ``(n,)``.
         truth: ``P(y = 1|x)`` of a client with equal weights, ``(n,)``.
-        curves: what each method says, by its name.
-        accuracy: of each method on test rows, and ``"bayes"``.
+        curves: ``P(y = 1|x)`` by method, ``(n,)`` each.
+        accuracy: test accuracy by method, and under ``"bayes"`` that of Bayes' rule.
     """
 
     grid: FloatArray
@@ -42,7 +43,7 @@ class Illustration:
 
 
 def illustrate(clients: int = 20, rows: int = 500, seed: int = 0) -> Illustration:
-    """Fit FedEM and FedGMM to clients that mix the two components half and half."""
+    """Fit FedEM and FedGMM to clients that have equal weights for both components."""
     generator = np.random.default_rng(seed)
     total = clients * rows
     z = generator.integers(2, size=total)
@@ -69,9 +70,7 @@ def _truth(x: FloatArray) -> FloatArray:
 
 
 def reproduce_illustration(folder: Path, seed: int = 0) -> Illustration:
-    """The figure and its numbers."""
-    from fedgmm.experiments.story_figure import plot_illustration
-
+    """Write the figure and its numbers into a folder."""
     result = illustrate(seed=seed)
     names = {"fedem": "FedEM", "fedgmm": "FedGMM", "bayes": "Bayes, true parameters"}
     markdown = "# Two rules on a line: test accuracy\n\n" + markdown_table(
@@ -81,3 +80,27 @@ def reproduce_illustration(folder: Path, seed: int = 0) -> Illustration:
     write_results(folder, "illustration", {"seed": seed, "accuracy": result.accuracy}, markdown)
     plot_illustration(result, folder / "illustration.png")
     return result
+
+
+def plot_illustration(result: Illustration, path: Path) -> Path:
+    """Draw ``P(y = 1|x)`` of both methods and the truth."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {
+        "fedem": "FedEM: one input density for all",
+        "fedgmm": "FedGMM: a density per component",
+    }
+    for axes, (name, curve) in zip(panels, result.curves.items(), strict=True):
+        axes.plot(result.grid, result.truth, color="#B8C4CE", linewidth=5, label="truth")
+        axes.plot(result.grid, curve, color=COLOURS[0], linewidth=1.8, label="learned")
+        axes.set_title(f"{titles[name]} ({100 * result.accuracy[name]:.1f} %)")
+        axes.set_xlabel("x")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(length=0, colors=INK)
+    panels[0].set_ylabel("P(y = 1 | x)")
+    panels[1].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    return path

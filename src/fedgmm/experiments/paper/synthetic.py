@@ -1,20 +1,16 @@
-"""The paper's synthetic experiments: Gaussian components (Table 2) and others (appendix)."""
+"""The paper's synthetic experiments: Gaussian mixtures (Table 2) and other distributions (appendix)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedgmm.data.synthetic import SyntheticFederation, synthetic
-from fedgmm.experiments.results import (
-    check_methods_and_seeds,
-    markdown_table,
-    mean_and_spread,
-    printed,
-    write_results,
-)
+from fedgmm.experiments.settings import check_methods_and_seeds
+from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value, write_results
 from fedgmm.methods.base import TITLES
 from fedgmm.runs.comparison import PAPER_GRID, Notify, compare
 from fedgmm.wording import counted
@@ -46,17 +42,17 @@ PAPER_NON_GAUSSIAN = {
 
 @dataclass(frozen=True)
 class Size:
-    """How large an experiment is; the defaults are the paper's.
+    """Size of an experiment; the defaults are the paper's.
 
     Attributes:
-        clients: how many.
-        rows: about so many a client, before the split into 60/20/20.
-        seeds: one federation each.
-        rounds: of the final training.
-        tuning_rounds: of each trial of a learning rate.
+        clients: number of clients.
+        rows: approximate rows per client, before the split into 60/20/20.
+        seeds: one federation per seed.
+        rounds: rounds of the final training run.
+        tuning_rounds: rounds of each trial of a learning rate.
         grid: learning rates.
-        methods: which methods.
-        device: where to train.
+        methods: names of the methods.
+        device: device to train on.
     """
 
     clients: int = 300
@@ -74,13 +70,13 @@ class Size:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Test accuracies of one setting, a value a seed.
+    """Test accuracies of one setting, one value per seed.
 
     Attributes:
         setting: its name.
-        accuracy: of every method, mean over clients, last round.
-        bayes: of Bayes' rule with the true parameters.
-        details: everything that was recorded, a list a seed.
+        accuracy: accuracy by method, mean over clients in the last round.
+        bayes: accuracy of Bayes' rule with the true parameters.
+        details: the record of the comparison for each seed.
     """
 
     setting: str
@@ -91,15 +87,15 @@ class Outcome:
 
 def run_setting(
     setting: str,
-    make: Callable[[int], SyntheticFederation],
+    make: Callable[..., SyntheticFederation],
     size: Size,
     notify: Notify,
     **changes: Any,
 ) -> Outcome:
-    """All methods on one federation a seed, tuned alike."""
+    """Tune and train all methods on one federation per seed."""
     outcome = Outcome(setting, {method: [] for method in size.methods}, [])
     for seed in size.seeds:
-        federation = make(seed)
+        federation = make(seed=seed)
         outcome.bayes.append(federation.bayes_accuracy())
         comparison = compare(
             federation.dataset,
@@ -121,11 +117,10 @@ def run_setting(
 def reproduce_gaussian(
     folder: Path, size: Size | None = None, notify: Notify = lambda _: None
 ) -> Outcome:
-    """The synthetic row of Table 2."""
+    """Reproduce the synthetic row of Table 2."""
     size = size or Size()
-    outcome = run_setting(
-        "gaussian", lambda seed: synthetic(size.clients, size.rows, seed=seed), size, notify
-    )
+    make = partial(synthetic, size.clients, size.rows)
+    outcome = run_setting("gaussian", make, size, notify)
     markdown = (
         f"# Synthetic mixture: test accuracy, mean over {counted(size.clients, 'client')}\n\n"
         + markdown_table(
@@ -150,46 +145,30 @@ def reproduce_gaussian(
 def reproduce_non_gaussian(
     folder: Path, size: Size | None = None, notify: Notify = lambda _: None
 ) -> list[Outcome]:
-    """Settings 1 and 2 of the appendix: other distributions, and some clients wholly different."""
+    """Reproduce the appendix: other distributions for all clients, or for a third of them."""
     size = size or Size(clients=30)
     others = size.clients // 3
     outcomes = []
     for kind in ("beta", "laplace"):
+        everywhere = partial(synthetic, size.clients, size.rows, distribution=kind)
+        partly = partial(synthetic, size.clients, size.rows, other=kind, other_clients=others)
+        outcomes.append(run_setting(kind, everywhere, size, notify))
+        # a third of the clients has a second family of three components
         outcomes.append(
-            run_setting(
-                kind,
-                lambda seed, kind=kind: synthetic(  # type: ignore[misc]
-                    size.clients, size.rows, distribution=kind, seed=seed
-                ),
-                size,
-                notify,
-            )
-        )
-        outcomes.append(
-            run_setting(
-                f"{kind}/partial",
-                lambda seed, kind=kind: synthetic(  # type: ignore[misc]
-                    size.clients, size.rows, other=kind, other_clients=others, seed=seed
-                ),
-                size,
-                notify,
-                # two families of three components each live side by side
-                components=6,
-                learners=6,
-            )
+            run_setting(f"{kind}/partial", partly, size, notify, components=6, learners=6)
         )
     rows = []
     for outcome in outcomes:
         paper = PAPER_NON_GAUSSIAN[outcome.setting]
-        for method, values in outcome.accuracy.items():
-            rows.append(
-                [
-                    outcome.setting,
-                    TITLES[method],
-                    mean_and_spread(values),
-                    printed(paper.get(method)),
-                ]
-            )
+        rows += [
+            [
+                outcome.setting,
+                TITLES[method],
+                mean_and_spread(values),
+                paper_value(paper.get(method)),
+            ]
+            for method, values in outcome.accuracy.items()
+        ]
         rows.append([outcome.setting, "Bayes", mean_and_spread(outcome.bayes), "not given"])
     markdown = (
         f"# Non-Gaussian mixtures: test accuracy, mean over {counted(size.clients, 'client')}\n\n"
@@ -202,7 +181,7 @@ def reproduce_non_gaussian(
 
 
 def _gap(bayes: Sequence[float], values: Sequence[float]) -> float:
-    """Points of accuracy below Bayes' rule, mean over seeds."""
+    """Return the percentage points below Bayes' rule, mean over seeds."""
     return 100.0 * (sum(bayes) - sum(values)) / len(values)
 
 
@@ -213,6 +192,6 @@ def _footnote(size: Size) -> str:
         "(60/20/20), d = 32, seeds "
         f"{', '.join(map(str, size.seeds))}; at most {counted(size.rounds, 'round')}, the last "
         "one is reported. "
-        f"Learning rates chosen on validation rows among {rates}, the same for every method with one. "
-        "The paper does not publish its means and directions, so its figures are another draw.\n"
+        f"Learning rates are chosen on validation rows among {rates} for every method that has one. "
+        "The paper does not publish its means and directions, so its numbers come from another draw.\n"
     )

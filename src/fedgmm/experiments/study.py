@@ -1,0 +1,348 @@
+"""The engine of all studies on images: tune and train every method with every seed, then tabulate.
+
+A study consists of settings (:class:`ImageStudy` or a subclass), a function that prepares the clients of a
+seed, and a function that trains and tests one trial. :func:`run_study` runs the trials that are missing in
+the study's folder, so an interrupted study resumes where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.embeddings import (
+    EncodedFederation,
+    Features,
+    Progress,
+    encode_federation,
+    encoder,
+)
+from fedgmm.data.images.federated import FederatedImages, federated_images
+from fedgmm.data.images.files import ImageData, load_images
+from fedgmm.experiments.settings import ImageStudy, StudyT
+from fedgmm.experiments.tables import write_results
+from fedgmm.experiments.trials import (
+    Federation,
+    Record,
+    StudyFolderError,
+    Trial,
+    TrialFolder,
+    tuned_options,
+)
+from fedgmm.experiments.tuning import choose_options, chosen_before
+from fedgmm.methods.base import TITLES
+from fedgmm.model.model import FederatedModel
+from fedgmm.nets.devices import environment, resolve_device
+from fedgmm.runs.comparison import Notify
+from fedgmm.training.local import check_training
+from fedgmm.wording import counted
+
+FederationT = TypeVar("FederationT", bound=Federation)
+Lock = Callable[[int, FederatedDataset], None]
+"""Locks the folder of a study; called with a seed and its clients when the data are ready."""
+
+
+@dataclass(frozen=True)
+class StudyContext:
+    """The places and callbacks that a study uses; they do not influence its results.
+
+    Attributes:
+        data_dir: the data folder; ``None`` means the folder named by ``FEDGMM_DATA``.
+        cache: folder for encoded images; ``None`` keeps none.
+        notify: called with a line before each step.
+        on_images: called with each data set after it is loaded and before it is used.
+    """
+
+    data_dir: Path | None = None
+    cache: Path | None = None
+    notify: Notify = lambda _: None
+    on_images: Callable[[ImageData], None] = lambda _: None
+
+    def load(self, name: str) -> ImageData:
+        """Load a data set from the data folder."""
+        images = load_images(name, self.data_dir)  # type: ignore[arg-type]
+        self.on_images(images)
+        return images
+
+    @property
+    def report_encoded(self) -> Progress | None:
+        """A callback that reports encoded images client by client.
+
+        ``None`` without a cache, because then all images are encoded in one call, which is faster.
+        """
+        if self.cache is None:
+            return None
+        return lambda done, total: self.notify(f"{done:,} of {total:,} images are encoded")
+
+
+# ---------------------------------------------------------------------- the clients of a seed
+
+
+def prepare_federation(
+    study: ImageStudy, seed: int, context: StudyContext
+) -> EncodedFederation | FederatedImages:
+    """Return the clients of a seed, with features if a method has Gaussians that use them."""
+    federation = deal_images(study, seed, context, shift=study.shift)
+    check_trainable(study, seed, federation.dataset)
+    if "fedgmm" not in study.methods:
+        return federation
+    return encode(study, federation.dataset, context)
+
+
+def deal_images(
+    study: ImageStudy, seed: int, context: StudyContext, *, shift: bool
+) -> FederatedImages:
+    """Distribute the images over the clients; ``shift`` transforms and relabels half of them."""
+    federation = federated_images(
+        context.load(study.dataset),
+        clients=study.clients,
+        shift=shift,
+        fraction=study.fraction,
+        seed=seed,
+    )
+    context.notify(federation.description.splitlines()[0])
+    return federation
+
+
+def encode(
+    study: ImageStudy, dataset: FederatedDataset, context: StudyContext
+) -> EncodedFederation:
+    """Add the features that the study's Gaussians see to a data set of images."""
+    check_rows(len(dataset.train), study.features)
+    dtype = study.encoder_dtype
+    if dtype == "auto":
+        dtype = "float32" if resolve_device(study.device).type == "cpu" else "bfloat16"
+    return encode_federation(
+        dataset,
+        encoder(
+            study.encoder,
+            context.data_dir,
+            size=study.image_size,
+            device=study.device,
+            dtype=dtype,
+        ),
+        components=study.features,
+        scale=True,
+        cache=context.cache,
+        progress=context.report_encoded,
+    )
+
+
+def check_trainable(study: ImageStudy, seed: int, dataset: FederatedDataset) -> None:
+    """Raise ``ValueError`` before hours of encoding if a method cannot be trained and tested."""
+    for method in study.methods:
+        check_training(dataset, study.options(method, seed))
+    for split in ("validation", "test"):
+        if not len(dataset.split(split)):
+            raise ValueError(
+                f"The clients are too small: none has a {split} row. Use fewer clients or a larger "
+                "fraction of the images (--clients and --fraction on the command line)."
+            )
+
+
+def check_rows(rows: int, features: int) -> None:
+    """Raise ``ValueError`` if there are fewer training images than principal components.
+
+    PCA's own error asks for fewer components, for which the command line has no option.
+    """
+    if rows < features:
+        raise ValueError(
+            f"{counted(features, 'principal component')} cannot be computed from "
+            f"{counted(rows, 'training image')}; use more images: a larger fraction or, for FEMNIST, "
+            "more clients (--fraction and --clients on the command line)."
+        )
+
+
+# ---------------------------------------------------------------------- running the trials
+
+
+def run_study(
+    folder: Path,
+    experiment: str,
+    study: StudyT,
+    context: StudyContext,
+    prepare: Callable[[StudyT, int, StudyContext], FederationT],
+    run: Callable[[Trial[StudyT], FederationT], Record],
+    complete: Callable[[TrialFolder, StudyT, StudyContext, Lock], StudyT] | None = None,
+) -> tuple[TrialFolder, list[Record]]:
+    """Run every trial of a study that is not yet in its folder.
+
+    Args:
+        folder: folder of the results; the trials have a folder of their own in it.
+        experiment: first word of the names of the results and of the trials' folder.
+        study: the settings.
+        context: data folder, cache and progress.
+        prepare: prepares the clients of a seed.
+        run: trains and tests a trial and returns its result.
+        complete: chooses settings that the study leaves open; must call its last argument with a seed
+            and the clients before it writes a file.
+
+    Returns:
+        The folder of the trials, and their results, seed by seed.
+    """
+    trials = TrialFolder.open(folder / f"{experiment}-{study.label}", study)
+    fingerprint: str | None = None
+
+    def check_images(images: ImageData) -> None:
+        nonlocal fingerprint
+        fingerprint = images.fingerprint
+        trials.check_data(fingerprint)
+
+    def lock(seed: int, dataset: FederatedDataset) -> None:
+        trials.lock(study, fingerprint)
+        trials.describe_clients(seed, dataset)
+
+    checked = replace(context, on_images=check_images)
+    completed = study if complete is None else complete(trials, study, checked, lock)
+
+    def prepare_seed(seed: int) -> FederationT:
+        federation = prepare(completed, seed, checked)
+        lock(seed, federation.dataset)
+        return federation
+
+    return trials, run_trials(trials, completed, prepare_seed, run, context.notify)
+
+
+def run_trials(
+    folder: TrialFolder,
+    study: StudyT,
+    prepare: Callable[[int], FederationT],
+    run: Callable[[Trial[StudyT], FederationT], Record],
+    notify: Notify,
+) -> list[Record]:
+    """Run every variant of every method with every seed, except trials that are in the folder.
+
+    ``prepare`` is called at most once per seed, and only if a trial has to be run.
+
+    Returns:
+        The results, seed by seed.
+
+    Raises:
+        StudyFolderError: a result was trained with other options than those that were chosen.
+    """
+    records = []
+    for seed in study.seeds:
+        # one federation at a time, because two may not fit into memory
+        federation = cache(partial(prepare, seed))
+        for method in study.methods:
+            chosen = choose_options(folder, study, method, federation, notify)
+            for variant in study.variants(method):
+                notify(f"{variant.title}, seed {seed}")
+                name = f"{variant.name}-{seed}"
+                trial = Trial(folder, name, variant.study, method, seed, chosen)
+                records.append(_run_once(trial, federation, run))
+    return records
+
+
+def _run_once(
+    trial: Trial[StudyT],
+    federation: Callable[[], FederationT],
+    run: Callable[[Trial[StudyT], FederationT], Record],
+) -> Record:
+    record = trial.folder.run_once(trial.name, lambda: run(trial, federation()))
+    if tuned_options(record) != trial.chosen:
+        raise StudyFolderError(
+            f"{trial.folder.record_file(trial.name)} was trained with {tuned_options(record)}, but "
+            f"tuning chose {trial.chosen}; delete the file to train it again."
+        )
+    return record
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def write_study(
+    folder: Path, trials: TrialFolder, study: ImageStudy, found: Record, markdown: str
+) -> None:
+    """Write the fields ``found`` as JSON and the table as Markdown, both named like ``trials``.
+
+    Both files also describe the clients.
+    """
+    clients = trials.clients(study)
+    if clients:
+        seed, text = next(iter(clients.items()))
+        markdown += f"\nClients of {seed}, with the labels used in training: {text}.\n"
+    record = {"study": asdict(study), "clients": clients, **found}
+    write_results(folder, trials.path.name, record, markdown)
+
+
+def complete_methods(
+    folder: TrialFolder, study: StudyT, needed: Mapping[str, Sequence[str]] | None = None
+) -> tuple[StudyT, list[Record]]:
+    """Find every method whose trials are all in the folder, also if another program ran them.
+
+    ``needed`` names further results without which a method is not complete.
+
+    Returns:
+        The study with the complete methods in their usual order, and the results, seed by seed.
+    """
+    further = needed or {}
+    found = {
+        method: records
+        for method in TITLES
+        if (records := _records_by_seed(folder, study, method)) is not None
+        and all(folder.read(name) is not None for name in further.get(method, ()))
+    }
+    details = [one for seed in study.seeds for own in found.values() for one in own[seed]]
+    return replace(study, methods=tuple(found)), details
+
+
+def _records_by_seed(
+    folder: TrialFolder, study: StudyT, method: str
+) -> dict[int, list[Record]] | None:
+    """Return a method's results by seed; ``None`` if one is missing or used other options."""
+    chosen = chosen_before(folder, study, method)
+    if chosen is None:
+        return None
+    records: dict[int, list[Record]] = {seed: [] for seed in study.seeds}
+    for seed, variant in product(study.seeds, study.variants(method)):
+        record = folder.read(f"{variant.name}-{seed}")
+        if record is None or tuned_options(record) != chosen:
+            return None
+        records[seed].append(record)
+    return records
+
+
+def training_facts(model: FederatedModel) -> Record:
+    """Return the fields of a trial's result that describe the training run."""
+    return {
+        "rounds": len(model.history),
+        "stopped": model.stopped,
+        "seconds": model.history[-1]["seconds"] if model.history else 0.0,
+        "environment": environment(),
+        "curve": [entry.get("validation_accuracy") for entry in model.history],
+        "likelihood": [entry["log_likelihood"] for entry in model.history],
+    }
+
+
+def describe_options(record: Record) -> str:
+    """Describe the tuned options of a trial for a table, learning rate first."""
+    others = {"server_momentum": "server momentum", "independence": "independence"}
+    parts = [f"{title} {record[name]:g}" for name, title in others.items() if name in record]
+    if record.get("personal_labels"):
+        parts.append("own label frequencies")
+    return ", ".join([f"{record['lr']:.3g}", *parts])
+
+
+def describe_divergence(details: Sequence[Record]) -> str:
+    """Return a sentence that names the trials that diverged, empty if none did."""
+    lost = [f"{TITLES[one['method']]} (seed {one['seed']})" for one in details if one["stopped"]]
+    return f" Diverged, last good round reported: {', '.join(lost)}." if lost else ""
+
+
+def of_method(details: Sequence[Record], method: str) -> list[Record]:
+    """Return the results of one method, in the order of the seeds."""
+    return [one for one in details if one["method"] == method]
+
+
+def features_of(rows: LabelledRows) -> Features:
+    """Return the features that the Gaussians see, ``(n, k)``."""
+    features: Features = torch.cat(rows.features.chunks).numpy()
+    return features
