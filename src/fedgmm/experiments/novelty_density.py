@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.embeddings import Encoder, FeatureMap, Features, encode_splits, federated_pca
+from fedgmm.data.embeddings import Encoder, FeatureMap, encode_splits, federated_pca
 from fedgmm.data.representations import layout_of, represented
 from fedgmm.experiments.image_study import check_rows
 from fedgmm.experiments.image_trials import Bind
@@ -55,7 +56,7 @@ def choose_density(
         return settled
 
     @once
-    def prepared() -> tuple[FederatedDataset, dict[str, Features], Encoder]:
+    def prepared() -> tuple[FederatedDataset, dict[str, Tensor], Encoder]:
         dataset = deal_images(study, study.seeds[0], workplace)
         base = study_encoder(study, workplace.data_dir)
         bind(study.seeds[0], dataset)
@@ -97,7 +98,7 @@ def density_on_file(trials: Path, study: NoveltyStudy) -> NoveltyStudy | None:
 def missing_class_auroc(
     study: NoveltyStudy,
     dataset: FederatedDataset,
-    codes: dict[str, Features],
+    codes: dict[str, Tensor],
     base: Encoder,
 ) -> float:
     """How well ``log P(x)`` tells validation rows of a class that was left out from the others.
@@ -124,7 +125,7 @@ def missing_class_auroc(
     for label in _classes_to_miss(labels, held_labels):
         there = labels != label
         check_rows(int(there.sum()), study.features)
-        pca = federated_pca([torch.from_numpy(rows[there])], study.features)
+        pca = federated_pca([rows[torch.from_numpy(there)]], study.features)
         features = FeatureMap(base, pca, scale=True)
         mixture = FederatedGaussianMixture(
             study.components,
@@ -136,8 +137,9 @@ def missing_class_auroc(
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a comparison of short fits
-            mixture.fit(features.project(rows[there]), clients=owners[there])
-        scores = mixture.score_samples(features.project(held))
+            seen = features.project(rows[torch.from_numpy(there)])
+            mixture.fit(seen.cpu().numpy(), clients=owners[there])
+        scores = mixture.score_samples(features.project(held).cpu().numpy())
         missing = held_labels == label
         found.append(novelty_metrics(scores[~missing], scores[missing]).auroc)
     if not found:
