@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.data.digits import SIDE, WHITE, Digits, heterogeneous_digits
+from fedgmm.data.examples import SIDE, WHITE, Digits, heterogeneous_digits
 from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.base import TITLES
 from fedgmm.model.model import FederatedModel

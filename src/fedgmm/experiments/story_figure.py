@@ -57,7 +57,7 @@ def draw_accuracies(axes: Axes, comparison: Comparison, lines: Mapping[str, floa
 
 def _draw_images(axes: Axes, story: Story) -> None:
     """Images as they were, changed ones, and novel ones, a row each."""
-    from fedgmm.data.digits import SIDE
+    from fedgmm.data.examples import SIDE
     from fedgmm.experiments.story import shrink
 
     images, changed = story.images.images, story.images.changed
