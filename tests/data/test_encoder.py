@@ -196,7 +196,7 @@ class Counting:
         return torch.cat([flat.mean(2), flat.amax(2)], dim=1)
 
 
-def test_images_are_encoded_once_in_whatever_order(rng, tmp_path):
+def test_images_are_encoded_once_in_any_order(rng, tmp_path):
     images, own = bytes_of(rng), Counting()
     rows = cached(images, own, tmp_path / "cache")
     np.testing.assert_array_equal(rows, encode(Counting(), images))
@@ -345,7 +345,7 @@ def test_validation_and_test_rows_have_no_say(rng):
     assert torch.equal(first.mean, second.mean)
 
 
-def test_a_client_is_encoded_once_whatever_the_split(tmp_path):
+def test_a_client_is_encoded_once_for_any_split(tmp_path):
     own, calls = Counting(), []
     data = cameras(np.random.default_rng(4))
     first = encode_federation(

@@ -395,10 +395,12 @@ def test_results_say_what_the_clients_have(tmp_path):
     study = ImageStudy(**{**FAST, "methods": ("fedavg",)})
     reproduce_classification(tmp_path, study, Workplace(tmp_path))
     # half of the images have other labels, hence seven of four
-    told = "5 clients with 200 rows; rows a client: 40 to 40 (median 40); classes a client: 7 to 7"
-    assert told in (tmp_path / "classification-femnist-paper.md").read_text()
+    facts = (
+        "5 clients with 200 rows; rows per client: 40 to 40 (median 40); classes per client: 7 to 7"
+    )
+    assert facts in (tmp_path / "classification-femnist-paper.md").read_text()
     record = json.loads((tmp_path / "classification-femnist-paper.json").read_text())
-    assert record["clients"]["seed 0"].startswith(told)
+    assert record["clients"]["seed 0"].startswith(facts)
     assert record["clients"]["seed 0"].endswith("; train 120, validation 40, test 40")
 
 

@@ -113,7 +113,9 @@ class ClientRows:
         if self.device.type != "cpu" or not self._grouped:
             totals.index_add_(0, self.codes[place], values)
             return
-        codes = self.codes[place].numpy()  # sum runs of equal codes, which is faster than adding rows
+        codes = self.codes[
+            place
+        ].numpy()  # sum runs of equal codes, which is faster than adding rows
         starts = np.concatenate([[0], np.flatnonzero(codes[1:] != codes[:-1]) + 1])
         sums = np.add.reduceat(values.mT.numpy(), starts, axis=1)
         totals.numpy()[codes[starts]] += sums.T

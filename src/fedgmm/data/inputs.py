@@ -106,7 +106,9 @@ def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:
             rows = array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
         except (TypeError, ValueError) as error:
             raise ValueError(f"Client {name!r} holds data that are not numeric: {error}.") from None
-        if rows.ndim != 2 and rows.shape != (0,):  # an empty list is reported as an empty client below
+        if rows.ndim != 2 and rows.shape != (
+            0,
+        ):  # an empty list is reported as an empty client below
             raise ValueError(
                 f"Client {name!r}: expected a 2D array of rows and columns, got {rows.ndim}D."
             )
