@@ -91,8 +91,8 @@ class ResNet18Encoder:
     """The 512 features of a frozen ImageNet ResNet-18 before its classifier.
 
     Args:
-        weights: a safetensors file with torchvision's names. There is no default, because random
-            weights say little about images.
+        weights: a safetensors file with torchvision's names. It is required, because random weights
+            say little about images.
         size: images are resized to ``size × size`` pixels, bilinearly.
         device: ``"cpu"``, ``"cuda"``, ``"auto"``.
         batch_size: number of images that pass through the network together.
@@ -220,7 +220,7 @@ def _checked(images: Tensor) -> Tensor:
 def encode_images(images: Tensor, encoder: Encoder, cache: str | Path | None = None) -> Tensor:
     """Return rows ``(n, d)`` of images, from the cache if they are there.
 
-    The cache has one file per collection of images (a client's), whatever their order.
+    The cache has one file per collection of images (a client's), in any order.
 
     Args:
         images: ``(n, channels, height, width)`` uint8.

@@ -33,7 +33,7 @@ _NAMES = "it has so many different values that they look like names"
 _TOO_LARGE = "its numbers are too large to be squared"
 _CONSTANT = "all its values are equal"
 _OTHER_DATE = re.compile(r"\d{1,2}([./-])\d{1,2}\1(\d{2}|\d{4})( .*)?")  # not ISO 8601
-_ROUNDING = 1e-12  # relative to the mean: what rounding leaves of a deviation of zero
+_ROUNDING = 1e-12  # relative to the mean; a smaller deviation is rounding
 
 
 class DisagreementError(ValueError):

@@ -28,7 +28,7 @@ class TableError(ValueError):
         Args:
             path: the file.
             problem: one sentence, for people who may see the file.
-            public: the same without values of rows; required wherever ``problem`` quotes one.
+            public: the same without values of rows; required if ``problem`` quotes one.
         """
         super().__init__(f"{path}: {problem}")
         self.path = Path(path)

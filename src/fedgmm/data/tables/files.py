@@ -168,8 +168,10 @@ class TableFile:
             if not table.num_rows:
                 raise TableError(self.path, "it has no rows.")
             self.rows = table.num_rows
-            for name, values in zip(table.column_names, table.columns, strict=True):
-                self.columns[name] = self._converted(name, values, name in as_text)
+            columns = table.columns[::-1]
+            del table  # each column is released after it is converted
+            for name in wanted:
+                self.columns[name] = self._converted(name, columns.pop(), name in as_text)
         except TableError:
             raise
         except (OSError, pa.ArrowException) as error:

@@ -158,7 +158,7 @@ class Tables:
         """Return all labelled rows as numbers, in their splits.
 
         Args:
-            preprocessing: what all clients agreed on.
+            preprocessing: the agreement of all clients.
             notify: called with a line before each file.
             keep_columns: keep the parsed columns in memory, so that loading again does not parse again.
         """
@@ -423,7 +423,7 @@ def read_rows(
 
 
 def _encoded(file: TableFile, preprocessing: Preprocessing) -> EncodedRows:
-    """Encode the rows of a file, reading what is not kept of it."""
+    """Encode the rows of a file, after reading the columns that are not kept yet."""
     used = preprocessing.used
     texts = {c.name for c in used if c.needs_text(file.columns.get(c.name))}
     file.read({column.name for column in used}, texts)

@@ -40,7 +40,7 @@ KIND_NAMES: dict[Kind, str] = {
     "boolean": "true and false",
     "text": "text",
 }
-_BLOCK_ROWS = 65_536
+_BLOCK_ROWS = 16_384
 _FARTHEST = 1e12  # standard deviations; among n training rows none lies farther than √n
 _MOST_CLASSES = 1000
 _MOST_FRACTIONS = 20
@@ -202,7 +202,7 @@ def _label_reader(texts: list[str]) -> Callable[[str], Any]:
 
 
 def _truth(text: str) -> bool:
-    """Read a truth value; ``0`` and ``1`` count beside true and false, alone they are numbers."""
+    """Read a truth value; next to true and false, ``0`` and ``1`` count as truth values."""
     found = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
     if text.lower() not in found:
         raise ValueError(text)
@@ -268,7 +268,7 @@ class Column:
         return (*(f"{self.name}={category}" for category in shown), *missing)
 
     def needs_text(self, values: ColumnValues | None) -> bool:
-        """Return whether the column must be read as text, given what is kept of it."""
+        """Return whether the column must be read as text; ``values`` are those that are kept."""
         if self.role != "category":
             return False
         # truth values are the same category however they are written
@@ -373,7 +373,7 @@ class EncodedRows:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The conversion of files to what a model expects.
+    """The conversion of files to the matrix and the classes of a model.
 
     Attributes:
         columns: in the order of the first client's file.
@@ -426,12 +426,12 @@ class Preprocessing:
         encoded, unknown = [], {}
         for column in self.used:
             try:
-                own, strange = column.encode(columns[column.name])
+                own, count = column.encode(columns[column.name])
             except ValueKindError as error:
                 raise TableError(path, str(error), public=error.public) from None
             encoded.append(own)
-            if strange:
-                unknown[column.name] = strange
+            if count:
+                unknown[column.name] = count
         return EncodedRows(self.used, encoded, unknown)
 
     def record(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedgmm.core.moments import Pooled, pool
 from fedgmm.data.tables.columns import ColumnValues, FloatArray, IntArray, Kind, without_point
 
-_BLOCK_ROWS = 65_536
+_BLOCK_ROWS = 16_384
 _ALWAYS_LISTED = 100  # any client may list this many distinct texts
 _MOST_LISTED = 2000  # and none lists more than this many
 _NAMES_FROM = 20  # from this many distinct texts on, texts that hardly ever repeat are names
