@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from small_learners import drawn, rows
 from torch.nn.functional import cross_entropy
 
 from fedgmm.core.newton import contrasts, newton_step, newton_sums
 from fedgmm.nets.learners import log_likelihoods
 from fedgmm.nets.networks import Dense
-from small_learners import drawn, rows
 
 
 def weighted_loss(beta, x, y, w, classes):
