@@ -1,8 +1,7 @@
-"""From silo files to answers: reading beside training, memory, and the commands on many rows.
+"""Time and memory of ``fit``, ``predict``, ``adapt`` and ``detect`` on CSV files of many clients.
 
-Writes CSV files of many clients into a temporary folder, then runs the commands on them as a user
-would, each in a process of its own. Memory is the peak of the process, less what a process needs that
-only imports the package; beside it stands the size of the rows as float32.
+Writes CSV files into a temporary folder, then runs each command in its own process. Memory is the peak
+of the process minus that of a process that only imports the package, relative to the rows as float32.
 
     python benchmarks/files.py            # 1,000,000 rows x 50 columns over 100 files
     python benchmarks/files.py --quick    # some seconds
@@ -28,13 +27,13 @@ ROUNDS = 20
 @dataclass(frozen=True)
 class Size:
     files: int
-    rows: int  # a file
+    rows: int  # per file
     columns: int  # with the label
     later_rows: int  # for predict, adapt and detect
 
 
 def write_files(folder: Path, size: Size) -> None:
-    """Clients with inputs of their own: two groups of rows in shares that differ."""
+    """Write one file per client: two groups of rows, in shares that differ between clients."""
     import numpy as np
     import pyarrow as pa
     from pyarrow import csv
@@ -56,7 +55,7 @@ def write_files(folder: Path, size: Size) -> None:
 
 
 def in_process(job: str, *arguments: Any) -> dict[str, float]:
-    """Run a job in a fresh process; its wall and CPU seconds after imports, and its peak memory."""
+    """Run a job in a new process; return its wall and CPU seconds after imports, and its peak memory."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_work, (job, arguments))
 
@@ -68,7 +67,7 @@ def _work(job: str, arguments: tuple[Any, ...]) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(threads)
-    # what every training and every answer needs
+    # imported by every command
     import sklearn.cluster  # noqa: F401
 
     from fedgmm.cli.output import write_columns
@@ -76,12 +75,12 @@ def _work(job: str, arguments: tuple[Any, ...]) -> dict[str, float]:
 
     imported = _peak()
     wall, cpu = time.perf_counter(), time.process_time()
-    told: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     match job:
         case "fit":
             _, folder, run = arguments
             done = fit([f"{folder}/site_*.csv"], "label", run, rounds=ROUNDS, tol=None)
-            told = dict(done.metrics["seconds"])
+            seconds = dict(done.metrics["seconds"])
         case "predict":
             _, run, later, out = arguments
             write_columns(open_run(run).predict(later, "site_000").columns(), Path(out))
@@ -96,7 +95,7 @@ def _work(job: str, arguments: tuple[Any, ...]) -> dict[str, float]:
         "cpu_seconds": time.process_time() - cpu,
         "peak_megabytes": _peak(),
         "imports_megabytes": imported,
-        **told,
+        **seconds,
     }
 
 

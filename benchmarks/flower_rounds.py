@@ -74,7 +74,7 @@ class Side:
 
 def write_files(home: Path, clients: int) -> list[Path]:
     """Write the tables of the given number of hospitals."""
-    from fedgmm.data.hospitals import write_hospitals
+    from fedgmm.data.examples import write_hospitals
 
     tables = [path for path in write_hospitals(home / "data") if path.name.startswith("site_")]
     return tables[:clients]
@@ -95,7 +95,7 @@ def _fit(files: list[str], out: str, rounds: int) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    from fedgmm.data.hospitals import LABEL
+    from fedgmm.data.examples import LABEL
     from fedgmm.runs import fit
 
     marks = [(time.perf_counter(), time.process_time())]
@@ -149,7 +149,7 @@ class Federation:
             end_all(self.processes.values())
 
     def _prepare(self) -> None:
-        from fedgmm.data.hospitals import LABEL
+        from fedgmm.data.examples import LABEL
 
         make_keys(self.home, [path.stem for path in self.tables])
         (self.home / "federation.toml").write_text(
@@ -250,7 +250,7 @@ class SitesInMemory:
 
 def bytes_of(files: Sequence[Path], home: Path, **training: Any) -> tuple[float, float]:
     """Return the bytes to and from a client in a round of a method, from the server's history."""
-    from fedgmm.data.hospitals import LABEL
+    from fedgmm.data.examples import LABEL
     from fedgmm.data.tables.preprocessing import TableOptions
     from fedgmm.federation.server import run_federation
     from fedgmm.federation.settings import FederationSettings

@@ -75,7 +75,7 @@ def of_synthetic():
 def of_digits():
     """All methods on digits."""
     import fedgmm
-    from fedgmm.data.digits import heterogeneous_digits
+    from fedgmm.data.examples import heterogeneous_digits
 
     dataset = heterogeneous_digits(clients=6, seed=1).dataset
     return digests({m: fedgmm.train(dataset, m, covariance_type="diag", **SMALL) for m in METHODS})
@@ -84,7 +84,7 @@ def of_digits():
 def of_hospitals():
     """All methods on files."""
     import fedgmm
-    from fedgmm.data.hospitals import LABEL, write_hospitals
+    from fedgmm.data.examples import LABEL, write_hospitals
 
     with tempfile.TemporaryDirectory() as home:
         write_hospitals(Path(home) / "data", seed=2)

@@ -1,4 +1,4 @@
-"""What the Gaussians see of images: encoders, the cache, and federated PCA on training rows."""
+"""Features of images for the Gaussians: encoders, the cache, and federated PCA on training rows."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ from fedgmm.training.local import train
 
 def bytes_of(rng, n=10, channels=3, size=6):
     return rng.integers(256, size=(n, channels, size, size), dtype=np.uint8)
+
+
+def encode(own, images):
+    return own.encode(torch.from_numpy(images)).numpy()
+
+
+def cached(images, own, cache=None):
+    return encode_images(torch.from_numpy(images), own, cache).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +65,7 @@ def resnet(weights):
 def test_pixels_are_scaled_to_one(rng):
     images = bytes_of(rng)
     images[0, 0, 0, 0] = 255
-    rows = PixelEncoder().encode(images)
+    rows = encode(PixelEncoder(), images)
     assert rows.dtype == np.float32
     np.testing.assert_array_equal(rows, images.reshape(10, -1).astype(np.float32) / 255)
     assert rows[0, 0] == 1.0
@@ -78,7 +86,7 @@ def by_hand(weights, images, size, antialias=False):
 
 def test_resnet_sees_resized_and_normalised_images(rng, resnet, weights):
     images = bytes_of(rng, size=12)
-    rows = resnet.encode(images)
+    rows = encode(resnet, images)
     assert rows.shape == (10, 512)
     assert rows.dtype == np.float32
     np.testing.assert_allclose(rows, by_hand(weights, images, 32), atol=1e-4, rtol=1e-4)
@@ -88,36 +96,36 @@ def test_resnet_sees_resized_and_normalised_images(rng, resnet, weights):
 def test_images_that_shrink_are_smoothed(rng, resnet, weights):
     images = bytes_of(rng, n=2, size=100)
     expected = by_hand(weights, images, 32, antialias=True)
-    np.testing.assert_allclose(resnet.encode(images), expected, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(encode(resnet, images), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_grey_images_count_as_three_equal_channels(rng, resnet):
     grey = bytes_of(rng, channels=1)
-    np.testing.assert_array_equal(resnet.encode(grey), resnet.encode(np.repeat(grey, 3, axis=1)))
+    np.testing.assert_array_equal(encode(resnet, grey), encode(resnet, np.repeat(grey, 3, axis=1)))
 
 
 def test_batches_and_company_do_not_matter(rng, resnet, weights):
     images = bytes_of(rng)
-    rows = resnet.encode(images)
-    np.testing.assert_allclose(rows[7:8], resnet.encode(images[7:8]), atol=1e-4, rtol=1e-4)
-    at_once = ResNet18Encoder(weights, size=32, device="cpu", batch_size=10).encode(images)
+    rows = encode(resnet, images)
+    np.testing.assert_allclose(rows[7:8], encode(resnet, images[7:8]), atol=1e-4, rtol=1e-4)
+    at_once = encode(ResNet18Encoder(weights, size=32, device="cpu", batch_size=10), images)
     np.testing.assert_allclose(rows, at_once, atol=1e-4, rtol=1e-4)
-    np.testing.assert_array_equal(rows, resnet.encode(images))  # frozen: no statistic has moved
+    np.testing.assert_array_equal(rows, encode(resnet, images))  # frozen: no statistic has moved
 
 
 def test_bfloat16_is_near(rng, resnet, weights):
     images = bytes_of(rng, n=4)
-    half = ResNet18Encoder(weights, size=32, device="cpu", dtype="bfloat16").encode(images)
-    full = resnet.encode(images)
+    half = encode(ResNet18Encoder(weights, size=32, device="cpu", dtype="bfloat16"), images)
+    full = encode(resnet, images)
     assert half.dtype == np.float32
     assert 0 < np.abs(half - full).max() < 0.1 * np.abs(full).max()
 
 
 def test_no_images_give_no_rows(resnet):
-    assert resnet.encode(np.empty((0, 3, 8, 8), dtype=np.uint8)).shape == (0, 512)
+    assert encode(resnet, np.empty((0, 3, 8, 8), dtype=np.uint8)).shape == (0, 512)
 
 
-def test_the_name_tells_weights_size_and_precision(weights, resnet, tmp_path):
+def test_the_name_depends_on_weights_size_and_precision(weights, resnet, tmp_path):
     save_file(ResNet18(None).state_dict(), tmp_path / "other.safetensors")
     others = [
         ResNet18Encoder(weights, size=33, device="cpu"),
@@ -134,15 +142,13 @@ def test_the_name_tells_weights_size_and_precision(weights, resnet, tmp_path):
 )
 @pytest.mark.parametrize("kind", ["pixels", "resnet18"])
 def test_only_bytes_are_images(kind, images, resnet):
-    with pytest.raises(
-        ValueError, match=r"bytes \(uint8\) of shape \(n, channels, height, width\)"
-    ):
-        (resnet if kind == "resnet18" else PixelEncoder()).encode(images)
+    with pytest.raises(ValueError, match="uint8"):
+        encode(resnet if kind == "resnet18" else PixelEncoder(), images)
 
 
 def test_two_channels_are_refused(rng, resnet):
-    with pytest.raises(ValueError, match="1 or 3 channels, got 2"):
-        resnet.encode(bytes_of(rng, channels=2))
+    with pytest.raises(ValueError, match="channels"):
+        encode(resnet, bytes_of(rng, channels=2))
 
 
 # ---------------------------------------------------------------------- encoders by name
@@ -153,7 +159,7 @@ def test_encoders_by_name(folder, monkeypatch):
     given = encoder("resnet18", folder, size=32, device="cpu")
     monkeypatch.setenv("FEDGMM_DATA", str(folder))
     assert encoder("resnet18", size=32, device="cpu").name == given.name
-    with pytest.raises(ValueError, match=r"one of \['resnet18', 'pixels'\], got 'vgg'"):
+    with pytest.raises(ValueError, match="vgg"):
         encoder("vgg")
 
 
@@ -164,14 +170,14 @@ def test_without_weights_there_is_an_error_that_offers_pixels(tmp_path, monkeypa
     monkeypatch.delenv("FEDGMM_DATA", raising=False)
     with pytest.raises(WeightsError, match=r"FEDGMM_DATA.*resnet18_imagenet.*'pixels'"):
         encoder("resnet18")
-    with pytest.raises(WeightsError, match="needs a file of pretrained weights"):
+    with pytest.raises(WeightsError, match="pretrained"):
         ResNet18Encoder(None)
 
 
 def test_broken_weights_are_an_error_too(tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "resnet18_imagenet.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(WeightsError, match=r"cannot be read.*'pixels'"):
+    with pytest.raises(WeightsError, match="'pixels'"):
         encoder("resnet18", tmp_path)
 
 
@@ -179,23 +185,23 @@ def test_broken_weights_are_an_error_too(tmp_path):
 
 
 class Counting:
-    """Anybody's encoder: means and maxima of the channels; it counts the images it has seen."""
+    """A user's encoder: means and maxima of the channels; it counts the images it has seen."""
 
     def __init__(self, name="counting"):
         self.name, self.seen = name, 0
 
     def encode(self, images):
         self.seen += len(images)
-        flat = images.reshape(*images.shape[:2], -1).astype(np.float32)
-        return np.concatenate([flat.mean(2), flat.max(2)], axis=1)
+        flat = images.flatten(2).float()
+        return torch.cat([flat.mean(2), flat.amax(2)], dim=1)
 
 
-def test_images_are_encoded_once_in_whatever_order(rng, tmp_path):
+def test_images_are_encoded_once_in_any_order(rng, tmp_path):
     images, own = bytes_of(rng), Counting()
-    rows = encode_images(images, own, tmp_path / "cache")
-    np.testing.assert_array_equal(rows, Counting().encode(images))
+    rows = cached(images, own, tmp_path / "cache")
+    np.testing.assert_array_equal(rows, encode(Counting(), images))
     order = rng.permutation(10)
-    again = encode_images(images[order], own, tmp_path / "cache")
+    again = cached(images[order], own, tmp_path / "cache")
     np.testing.assert_array_equal(again, rows[order])
     assert own.seen == 10
     assert len(list((tmp_path / "cache").iterdir())) == 1
@@ -203,30 +209,30 @@ def test_images_are_encoded_once_in_whatever_order(rng, tmp_path):
 
 def test_repeated_images_are_encoded_once(rng):
     images, own = bytes_of(rng, n=3), Counting()
-    rows = encode_images(images[[0, 1, 0, 2, 1]], own)
-    np.testing.assert_array_equal(rows, Counting().encode(images)[[0, 1, 0, 2, 1]])
+    rows = cached(images[[0, 1, 0, 2, 1]], own)
+    np.testing.assert_array_equal(rows, encode(Counting(), images)[[0, 1, 0, 2, 1]])
     assert own.seen == 3
 
 
 def test_other_images_shapes_or_encoders_are_another_file(rng, tmp_path):
     images = bytes_of(rng, n=4, channels=1, size=4)
     own = Counting()
-    encode_images(images, own, tmp_path)
+    cached(images, own, tmp_path)
     changed = images.copy()
     changed[2, 0, 3, 3] ^= 1
     for other in (changed, images[:3], images.reshape(4, 1, 2, 8)):
         before = own.seen
-        encode_images(other, own, tmp_path)
+        cached(other, own, tmp_path)
         assert own.seen == before + len(other)
     stranger = Counting("another")
-    encode_images(images, stranger, tmp_path)
+    cached(images, stranger, tmp_path)
     assert stranger.seen == 4
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "nonsense", "rows", "keys"])
-def test_a_damaged_cache_is_computed_anew_and_mended(rng, tmp_path, damage):
+def test_a_damaged_cache_is_computed_and_written_again(rng, tmp_path, damage):
     images, own = bytes_of(rng), Counting()
-    rows = encode_images(images, own, tmp_path)
+    rows = cached(images, own, tmp_path)
     (file,) = tmp_path.iterdir()
     data = bytearray(file.read_bytes())
     if damage == "flipped":
@@ -238,29 +244,29 @@ def test_a_damaged_cache_is_computed_anew_and_mended(rng, tmp_path, damage):
     else:
         cut = {"empty": b"", "cut": data[:-7], "flipped": data, "nonsense": b"x" * 500}
         file.write_bytes(cut[damage])
-    np.testing.assert_array_equal(encode_images(images, own, tmp_path), rows)
+    np.testing.assert_array_equal(cached(images, own, tmp_path), rows)
     assert own.seen == 20
-    np.testing.assert_array_equal(encode_images(images, own, tmp_path), rows)
-    assert own.seen == 20  # mended
+    np.testing.assert_array_equal(cached(images, own, tmp_path), rows)
+    assert own.seen == 20  # the file is whole again
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(rng, tmp_path):
     (tmp_path / "file").write_text("in the way")
     images = bytes_of(rng)
-    with pytest.warns(UserWarning, match="could not be kept"):
-        rows = encode_images(images, Counting(), tmp_path / "file")
-    np.testing.assert_array_equal(rows, Counting().encode(images))
+    with pytest.warns(UserWarning, match="kept"):
+        rows = cached(images, Counting(), tmp_path / "file")
+    np.testing.assert_array_equal(rows, encode(Counting(), images))
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
-    [(np.zeros(10), "one row for each of 10"), (np.full((10, 2), np.nan), "gave NaN or infinity")],
+    ("rows", "word"),
+    [(torch.zeros(10), "shape"), (torch.full((10, 2), torch.nan), "NaN")],
 )
-def test_an_encoder_that_misbehaves_is_named(rng, tmp_path, answer, message):
+def test_an_encoder_that_misbehaves_is_named(rng, tmp_path, rows, word):
     own = Counting("odd")
-    own.encode = lambda images: answer
-    with pytest.raises(ValueError, match=f"'odd'.*{message}"):
-        encode_images(bytes_of(rng), own, tmp_path)
+    own.encode = lambda images: rows
+    with pytest.raises(ValueError, match=f"'odd'.*{word}"):
+        cached(bytes_of(rng), own, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -339,7 +345,7 @@ def test_validation_and_test_rows_have_no_say(rng):
     assert torch.equal(first.mean, second.mean)
 
 
-def test_a_client_is_encoded_once_whatever_the_split(tmp_path):
+def test_a_client_is_encoded_once_for_any_split(tmp_path):
     own, calls = Counting(), []
     data = cameras(np.random.default_rng(4))
     first = encode_federation(
@@ -350,7 +356,7 @@ def test_a_client_is_encoded_once_whatever_the_split(tmp_path):
         progress=lambda done, total: calls.append((done, total)),
     )
     assert own.seen == 90
-    assert len(list(tmp_path.iterdir())) == 4  # one file a client
+    assert len(list(tmp_path.iterdir())) == 4  # one file per client
     assert calls == [(17, 90), (59, 90), (60, 90), (90, 90)]
     again = encode_federation(data, own, components=2, cache=tmp_path)
     resplit = cameras(np.random.default_rng(4), seed=1)
@@ -389,30 +395,30 @@ def test_resnet_features_train_a_model(rng, resnet, tmp_path):
     np.testing.assert_allclose(chances.sum(1), 1, atol=1e-6)
 
 
-def test_a_federation_without_images_is_told(rng):
+def test_a_federation_without_images_is_an_error(rng):
     data = FederatedDataset.from_arrays(rng.normal(size=(20, 4)), np.arange(20) % 2)
-    with pytest.raises(ValueError, match="images as bytes"):
+    with pytest.raises(ValueError, match="uint8"):
         encode_federation(data, PixelEncoder(), components=2)
 
 
-def test_too_many_components_are_told(rng):
-    with pytest.raises(ValueError, match="components=48 is more than"):
+def test_too_many_components_are_an_error(rng):
+    with pytest.raises(ValueError, match="components=48"):
         encode_federation(cameras(rng), PixelEncoder())
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "word"),
     [
-        (lambda f: f.update(test=f["test"][1:]), "split 'test' must be a matrix with"),
-        (lambda f: f.update(train=f["train"][:, 0]), "split 'train' must be a matrix with"),
-        (lambda f: f.update(validation=f["validation"][:, :1]), "1 column, but .* have 2"),
-        (lambda f: f["test"].fill(np.inf), "split 'test' contain NaN or infinity"),
+        (lambda f: f.update(test=f["test"][1:]), "'test'.*matrix"),
+        (lambda f: f.update(train=f["train"][:, 0]), "'train'.*matrix"),
+        (lambda f: f.update(validation=f["validation"][:, :1]), "column"),
+        (lambda f: f["test"].fill_(torch.inf), "infinity"),
     ],
 )
-def test_features_must_fit_the_rows(rng, change, message):
+def test_features_must_fit_the_rows(rng, change, word):
     data = cameras(rng)
-    features = {name: np.ones((len(data.split(name)), 2), np.float32) for name in SPLITS}
+    features = {name: torch.ones(len(data.split(name)), 2) for name in SPLITS}
     assert with_features(data, **features).train.features.columns == 2
     change(features)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=word):
         with_features(data, **features)

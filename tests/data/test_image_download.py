@@ -24,7 +24,7 @@ def source_of(path, folder, members=(), **changes):
 
 @pytest.fixture
 def archive(tmp_path):
-    """A tar archive with two wanted files, one in a folder, and one that nobody asked for."""
+    """A tar archive with two wanted files, one in a folder, and one that is not wanted."""
     path = tmp_path / "official" / "set.tar.gz"
     path.parent.mkdir()
     with tarfile.open(path, "w:gz") as tar:
@@ -52,7 +52,7 @@ def test_an_archive_is_fetched_checked_and_taken_apart(tmp_path, archive, monkey
 def test_another_file_than_the_official_one_is_not_kept(tmp_path, archive, monkeypatch, changes):
     source = source_of(archive, "set", ("train.bin",), **changes)
     monkeypatch.setitem(image_download.SOURCES, "cifar10", (source,))
-    with pytest.raises(ImageFileError, match=r"set.tar.gz did not give the official file"):
+    with pytest.raises(ImageFileError, match=r"set.tar.gz.*official"):
         load_images("cifar10", tmp_path / "data", download=True)
     assert not list((tmp_path / "data" / "set").iterdir())
 
@@ -61,7 +61,7 @@ def test_a_place_that_does_not_answer_is_named(tmp_path, archive, monkeypatch):
     source = source_of(archive, "set")
     archive.unlink()
     monkeypatch.setitem(image_download.SOURCES, "mnist", (source,))
-    with pytest.raises(ImageFileError, match=r"set.tar.gz could not be fetched .* by hand"):
+    with pytest.raises(ImageFileError, match=r"set.tar.gz.*by hand"):
         load_images("mnist", tmp_path / "data", download=True)
 
 
@@ -72,7 +72,7 @@ def test_trouble_on_the_way_names_the_place(tmp_path, archive, monkeypatch, trou
 
     monkeypatch.setitem(image_download.SOURCES, "mnist", (source_of(archive, "MNIST/raw"),))
     monkeypatch.setattr(image_download.urllib.request, "urlopen", fail)
-    with pytest.raises(ImageFileError, match="could not be fetched"):
+    with pytest.raises(ImageFileError, match="downloaded"):
         load_images("mnist", tmp_path / "data", download=True)
 
 

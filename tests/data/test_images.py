@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from fedgmm.data.images import files as images
-from fedgmm.data.images.files import ImageData, ImageFileError, load_images
+from fedgmm.data.images.files import (
+    DamagedFileError,
+    ImageData,
+    ImageFileError,
+    MissingFileError,
+    load_images,
+)
 
 ROWS = {"train": 5, "t10k": 3}
 
@@ -160,60 +166,60 @@ def edit(path, change):
 @pytest.mark.parametrize(
     ("file", "change", "problem"),
     [
-        ("train-labels-idx1-ubyte", lambda b: b[:-1], "it has 12 bytes, not 13"),
-        ("train-labels-idx1-ubyte", lambda b: b[:-1] + b"\x0a", "labels .* to 10, not 0 to 9"),
-        ("t10k-labels-idx1-ubyte", lambda b: b"\x00\x00\x08\x03" + b[4:], "header is 00000803"),
-        ("train-images-idx3-ubyte.gz", lambda b: b[:-30], "cannot be unpacked"),
-        ("train-images-idx3-ubyte.gz", lambda b: b"no archive at all", "cannot be unpacked"),
+        ("train-labels-idx1-ubyte", lambda b: b[:-1], "12 bytes"),
+        ("train-labels-idx1-ubyte", lambda b: b[:-1] + b"\x0a", "labels .* to 10"),
+        ("t10k-labels-idx1-ubyte", lambda b: b"\x00\x00\x08\x03" + b[4:], "00000803"),
+        ("train-images-idx3-ubyte.gz", lambda b: b[:-30], "decompressed"),
+        ("train-images-idx3-ubyte.gz", lambda b: b"no archive at all", "decompressed"),
         (
             "train-images-idx3-ubyte.gz",
             lambda b: gzip.compress(gzip.decompress(b)[:-1]),
-            "does not hold the 3,920 bytes",
+            "3,920",
         ),
         (
             "train-images-idx3-ubyte.gz",
             lambda b: gzip.compress(gzip.decompress(b) + b"x"),
-            "does not hold the 3,920 bytes",
+            "3,920",
         ),
         (
             "t10k-images-idx3-ubyte.gz",
             lambda b: gzip.compress(gzip.decompress(b)[:7] + b"\x02" + gzip.decompress(b)[8:]),
-            "dimensions 3 × 28 × 28",
+            "3 × 28 × 28",
         ),
         (
             "train-images-idx3-ubyte.gz",
             lambda b: gzip.compress(gzip.decompress(b)[: -2 * 784] + bytes(2 * 784)),
-            "its last 2 images are nothing but zeros",
+            "last 2 images",
         ),
         (
             "train-images-idx3-ubyte.gz",
             lambda b: gzip.compress(gzip.decompress(b)[:16] + bytes(5 * 784)),
-            "its last 5 images are nothing but zeros",
+            "last 5 images",
         ),
     ],
 )
 def test_a_damaged_mnist_file_is_named(tmp_path, mnist, file, change, problem):
     edit(tmp_path / "MNIST" / "raw" / file, change)
-    with pytest.raises(ImageFileError, match=problem) as caught:
+    with pytest.raises(DamagedFileError, match=problem) as caught:
         load_images("mnist", tmp_path)
-    assert f"{file} is damaged" in str(caught.value)
-    assert "delete it and get it from https" in str(caught.value)
+    assert file in str(caught.value)
+    assert "https" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda b: b[:-3073], "it has 9,219 bytes, not 12,292"),
-        (lambda b: b[:-1], "it has 12,291 bytes"),
-        (lambda b: b"\xff" + b[1:], "labels . to 255, not 0 to 9"),
-        (lambda b: b[:4000] + bytes(len(b) - 4000), "last 2 images are nothing but zeros"),
+        (lambda b: b[:-3073], "9,219"),
+        (lambda b: b[:-1], "12,291"),
+        (lambda b: b"\xff" + b[1:], "255"),
+        (lambda b: b[:4000] + bytes(len(b) - 4000), "zeros"),
     ],
 )
 def test_a_damaged_cifar_file_is_named(tmp_path, cifar10, change, problem):
     edit(tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin", change)
-    with pytest.raises(ImageFileError, match=problem) as caught:
+    with pytest.raises(DamagedFileError, match=problem) as caught:
         load_images("cifar10", tmp_path)
-    assert "data_batch_1.bin is damaged" in str(caught.value)
+    assert "data_batch_1.bin" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -228,53 +234,53 @@ def test_a_cifar100_class_with_two_superclasses_is_damage(tmp_path, cifar100, fi
         tmp_path / "cifar-100-binary" / file,
         lambda b: b[: row * 3074] + b"\x05" + b[row * 3074 + 1 :],
     )
-    # nobody can tell which of the two files it is
-    with pytest.raises(ImageFileError, match=r"over train.bin and test.bin.* than one superclass"):
+    # either file may be the wrong one
+    with pytest.raises(DamagedFileError, match=r"train.bin and test.bin.*superclass"):
         load_images("cifar100", tmp_path)
 
 
 def test_cifar100_needs_the_names_of_its_classes(tmp_path, cifar100):
     path = tmp_path / "cifar-100-binary" / "fine_label_names.txt"
     path.write_text("apple\npear\n")
-    with pytest.raises(ImageFileError, match=r"fine_label_names.txt is damaged: it holds 2 names"):
+    with pytest.raises(DamagedFileError, match=r"fine_label_names.txt.* 2 "):
         load_images("cifar100", tmp_path)
     path.write_text("\n".join([*(f"thing_{k}" for k in range(100)), "thing_7"]))
-    with pytest.raises(ImageFileError, match="101 names of classes, 100 of them different"):
+    with pytest.raises(DamagedFileError, match="101"):
         load_images("cifar100", tmp_path)
     path.unlink()
-    with pytest.raises(ImageFileError, match=r"fine_label_names.txt is missing; unpack https"):
+    with pytest.raises(MissingFileError, match=r"fine_label_names.txt"):
         load_images("cifar100", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"labels": np.array([0, 1, 2, 3, 62])}, "labels 0 to 62, not 0 to 61"),
-        ({"labels": np.array([0, 1, 2, 3])}, "labels are not one whole number for each of the 5"),
-        ({"labels": np.zeros(5)}, "labels are not one whole number"),
-        ({"writers": np.array([0, 0, 0, 0, 2])}, "writers 0 to 2, not 0 to 1"),
+        ({"labels": np.array([0, 1, 2, 3, 62])}, "labels 0 to 62"),
+        ({"labels": np.array([0, 1, 2, 3])}, "labels.*integers"),
+        ({"labels": np.zeros(5)}, "labels.*integers"),
+        ({"writers": np.array([0, 0, 0, 0, 2])}, "writers 0 to 2"),
         ({"writers": np.array([0, 0, 0, 0, -1])}, "writers -1 to 0"),
-        ({"images": np.zeros((5, 28, 28))}, "images are float64"),
-        ({"images": np.eye(28, dtype=np.uint8)[None].repeat(5, 0)}, "pixels are 0 or 1, not 0 to"),
-        ({"images": np.zeros((5, 784), dtype=np.uint8)}, r"\(5, 784\), not uint8 \(N, 28, 28\)"),
-        ({"writer_names": np.array(["a", None])}, "cannot be read"),  # it would need pickle
-        ({"writer_names": np.array("a")}, "writer_names are not a different name a writer"),
-        ({"writer_names": np.array(["a", "a"])}, "writer_names are not a different name a writer"),
+        ({"images": np.zeros((5, 28, 28))}, "float64"),
+        ({"images": np.eye(28, dtype=np.uint8)[None].repeat(5, 0)}, "pixels"),
+        ({"images": np.zeros((5, 784), dtype=np.uint8)}, r"\(5, 784\)"),
+        ({"writer_names": np.array(["a", None])}, "read"),  # it would need pickle
+        ({"writer_names": np.array("a")}, "writer_names"),
+        ({"writer_names": np.array(["a", "a"])}, "writer_names"),
     ],
 )
 def test_a_damaged_npz_is_named(tmp_path, changes, problem):
     write_femnist(tmp_path / "femnist", **changes)
-    with pytest.raises(ImageFileError, match=problem) as caught:
+    with pytest.raises(DamagedFileError, match=problem) as caught:
         load_images("femnist", tmp_path)
-    assert "some.npz is damaged" in str(caught.value)
+    assert "some.npz" in str(caught.value)
     assert "LEAF" in str(caught.value)
 
 
-def test_images_of_one_colour_are_told(tmp_path):
+def test_a_warning_about_images_of_one_colour(tmp_path):
     images = np.full((5, 28, 28), 200, dtype=np.uint8)
     images[0, 3] = 7
     write_femnist(tmp_path / "femnist", images=images)
-    with pytest.warns(UserWarning, match=r"4 of the 5 images in .*some.npz have a single colour"):
+    with pytest.warns(UserWarning, match=r"some.npz.*colour"):
         assert len(load_images("femnist", tmp_path)) == 5
 
 
@@ -286,14 +292,14 @@ def test_one_half_of_leaf_s_files_is_not_all(tmp_path, rng, missing):
         if part != missing:
             content = leaf(a=(rng.random((1, 784)), [0]))
             (folder / "part.json").write_text(json.dumps(content))
-    with pytest.raises(ImageFileError, match=rf"{missing}/\*\.json is missing; make it with LEAF"):
+    with pytest.raises(MissingFileError, match=rf"{missing}/\*\.json"):
         load_images("femnist", tmp_path)
 
 
 def test_an_npz_cut_short_is_named(tmp_path):
     write_femnist(tmp_path / "femnist")
     edit(tmp_path / "femnist" / "some.npz", lambda b: b[: len(b) // 2])
-    with pytest.raises(ImageFileError, match=r"some.npz is damaged: it cannot be read"):
+    with pytest.raises(DamagedFileError, match=r"some.npz"):
         load_images("femnist", tmp_path)
 
 
@@ -301,14 +307,14 @@ def test_an_npz_with_a_single_array_is_named(tmp_path):
     (tmp_path / "femnist").mkdir()
     with (tmp_path / "femnist" / "some.npz").open("wb") as file:
         np.save(file, np.zeros((5, 28, 28), dtype=np.uint8))
-    with pytest.raises(ImageFileError, match=r"some.npz is damaged: it is no archive"):
+    with pytest.raises(DamagedFileError, match=r"some.npz.*archive"):
         load_images("femnist", tmp_path)
 
 
 def test_two_npz_files_are_one_too_many(tmp_path):
     write_femnist(tmp_path / "femnist")
     (tmp_path / "femnist" / "other.npz").touch()
-    with pytest.raises(ImageFileError, match=r"other.npz, some.npz\); keep one"):
+    with pytest.raises(ImageFileError, match="several"):
         load_images("femnist", tmp_path)
 
 
@@ -317,44 +323,44 @@ def test_two_npz_files_are_one_too_many(tmp_path):
     [
         (leaf(a=(np.full((1, 784), 1.5), [0])), "outside"),
         (leaf(a=(np.full((1, 784), np.nan), [0])), "outside"),
-        (leaf(a=(np.full((1, 784), "0.5"), [0])), "a pixel is no number"),
+        (leaf(a=(np.full((1, 784), "0.5"), [0])), "number"),
         (leaf(a=(np.zeros((1, 784)), [62])), "labels 62 to 62"),
-        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": [2]}, "user a does not have 2"),
-        (leaf(a=(np.zeros((2, 784)), [0])), "2 images but 1 label"),
-        (leaf(a=(np.zeros((1, 783)), [0])), "not LEAF's JSON"),
-        (leaf(a=(np.zeros((1, 784)), [0])) | {"users": ["b"]}, "do not agree"),
-        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": []}, "do not agree"),
-        (leaf(a=(np.zeros((1, 784)), [0])) | {"users": None}, "not LEAF's JSON"),
-        (leaf(a=(np.zeros((1, 784)), [0])) | {"users": ["a", 1]}, "do not agree"),
-        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": 1}, "not LEAF's JSON"),
-        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": ["2"]}, "not LEAF's JSON"),
-        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": [None]}, "not LEAF's JSON"),
-        (leaf(a=(np.zeros((1, 784)), [0.5])), "no whole number"),
-        (leaf(a=(np.zeros((1, 784)), ["0"])), "no whole number"),
-        (leaf(a=(np.zeros((1, 784)), [10**30])), "no whole number"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": [2]}, "user a"),
+        (leaf(a=(np.zeros((2, 784)), [0])), "1 label"),
+        (leaf(a=(np.zeros((1, 783)), [0])), "JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"users": ["b"]}, "agree"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": []}, "agree"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"users": None}, "JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"users": ["a", 1]}, "agree"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": 1}, "JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": ["2"]}, "JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0])) | {"num_samples": [None]}, "JSON"),
+        (leaf(a=(np.zeros((1, 784)), [0.5])), "integer"),
+        (leaf(a=(np.zeros((1, 784)), ["0"])), "integer"),
+        (leaf(a=(np.zeros((1, 784)), [10**30])), "integer"),
         (leaf(a=(np.zeros((1, 1568)), [0, 1])), "784 pixels"),
-        (leaf(), "has no users"),
-        (leaf(a=(np.zeros((0, 784)), [])), "has no users with images"),
-        ({"users": []}, "not LEAF's JSON"),
-        ([1], "not LEAF's JSON"),
+        (leaf(), "users"),
+        (leaf(a=(np.zeros((0, 784)), [])), "users"),
+        ({"users": []}, "JSON"),
+        ([1], "JSON"),
     ],
 )
 def test_a_damaged_leaf_file_is_named(tmp_path, content, problem):
     (tmp_path / "femnist").mkdir()
     (tmp_path / "femnist" / "part.json").write_text(json.dumps(content))
-    with pytest.raises(ImageFileError, match=problem) as caught:
+    with pytest.raises(DamagedFileError, match=problem) as caught:
         load_images("femnist", tmp_path)
-    assert "part.json is damaged" in str(caught.value)
+    assert "part.json" in str(caught.value)
 
 
 def test_a_leaf_file_nested_too_deeply_is_named(tmp_path):
     (tmp_path / "femnist").mkdir()
     (tmp_path / "femnist" / "part.json").write_text("[" * 100_000)
-    with pytest.raises(ImageFileError, match=r"part.json is damaged: it is not LEAF's JSON"):
+    with pytest.raises(DamagedFileError, match=r"part.json"):
         load_images("femnist", tmp_path)
 
 
-def test_a_leaf_user_without_images_is_no_writer(tmp_path):
+def test_a_leaf_user_without_images_is_not_a_writer(tmp_path):
     (tmp_path / "femnist").mkdir()
     content = leaf(a=(np.zeros((2, 784)), [0, 1]), b=(np.zeros((0, 784)), []))
     (tmp_path / "femnist" / "part.json").write_text(json.dumps(content))
@@ -365,7 +371,7 @@ def test_a_wrong_label_in_a_packed_file_names_the_packed_file(tmp_path, mnist):
     path = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     path.unlink()
     write_idx(path.with_name(path.name + ".gz"), np.array([0, 10, 1]))
-    with pytest.raises(ImageFileError, match=r"labels-idx1-ubyte.gz is damaged: it holds labels 0"):
+    with pytest.raises(DamagedFileError, match=r"labels-idx1-ubyte.gz"):
         load_images("mnist", tmp_path)
 
 
@@ -373,14 +379,14 @@ def test_a_wrong_label_in_a_packed_file_names_the_packed_file(tmp_path, mnist):
     ("name", "file", "remedy"),
     [
         ("mnist", "train-images-idx3-ubyte.gz", "download=True"),
-        ("mnist", "train-images-idx3-ubyte.gz", "--download on the command line"),
-        ("cifar10", "data_batch_1.bin", "cifar-10-binary.tar.gz into the data folder"),
-        ("cifar100", "train.bin", "cifar-100-binary.tar.gz into the data folder"),
+        ("mnist", "train-images-idx3-ubyte.gz", "--download"),
+        ("cifar10", "data_batch_1.bin", "cifar-10-binary.tar.gz"),
+        ("cifar100", "train.bin", "cifar-100-binary.tar.gz"),
         ("femnist", "femnist", "preprocess.sh"),
     ],
 )
 def test_a_missing_file_is_named_with_a_remedy(tmp_path, name, file, remedy):
-    with pytest.raises(ImageFileError, match="is missing") as caught:
+    with pytest.raises(MissingFileError) as caught:
         load_images(name, tmp_path)
     assert file in str(caught.value)
     assert remedy in str(caught.value)
@@ -391,14 +397,12 @@ def test_the_data_folder_comes_from_the_environment(tmp_path, mnist, monkeypatch
     monkeypatch.setenv("FEDGMM_DATA", str(tmp_path))
     assert len(load_images("mnist")) == 8
     monkeypatch.delenv("FEDGMM_DATA")
-    with pytest.raises(
-        ImageFileError, match=r"\(--data-dir on the command line\), or set FEDGMM_DATA"
-    ):
+    with pytest.raises(ImageFileError, match="FEDGMM_DATA"):
         load_images("mnist")
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="name must be one of"):
+    with pytest.raises(ValueError, match="imagenet"):
         load_images("imagenet", tmp_path)
 
 

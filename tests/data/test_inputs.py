@@ -111,13 +111,13 @@ def test_all_ids_missing():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1, 2, 3], r"clients has 3 entries, but X has 4 rows"),
-        ([], r"clients has 0 entries, but X has 4 rows"),
-        ([[1], [2], [3], [4]], r"one id per row \(1D\), got shape \(4, 1\)"),
-        ("oslo", r"one id per row \(1D\), got shape \(\)"),
+        ([1, 2, 3], "3 entries"),
+        ([], "0 entries"),
+        ([[1], [2], [3], [4]], r"\(4, 1\)"),
+        ("oslo", r"\(\)"),
     ],
 )
-def test_not_one_id_a_row(ids, message):
+def test_not_one_id_per_row(ids, message):
     with pytest.raises(ValueError, match=message):
         encode_clients(ids, 4)
 
@@ -198,21 +198,21 @@ def test_matrices_of_pairs_keep_names_and_order(sizes):
 @pytest.mark.parametrize(
     ("pairs", "error", "message"),
     [
-        ([], ValueError, "holds no client"),
-        ([("a", X), ("a", X)], ValueError, "Client 'a' appears more than once"),
-        ([("a", X), ("b", np.empty((0, 3)))], ValueError, "Client 'b' is empty"),
-        ([("a", X), ("b", [])], ValueError, "Client 'b' is empty"),
-        ([("a", np.empty((4, 0)))], ValueError, "Client 'a' has no columns"),
-        ([("a", X), ("b", X[:, :2])], ValueError, "'b' has 2 columns, but client 'a' has 3"),
-        ([("a", X), ("b", X[0])], ValueError, "Client 'b': expected a 2D array.*got 1D"),
-        ([("a", X), ("b", 7)], ValueError, "Client 'b': expected a 2D array.*got 0D"),
-        ([("a", X), ("b", [["x", "y", "z"]])], ValueError, "'b' holds data.*not numeric.*'x'"),
-        ([("b", [[1, 2], [3]])], ValueError, "'b' holds data that are not numeric"),
-        ([("b", X + 1j)], ValueError, "'b' holds data.*not numeric.*complex"),
-        ([("b", X.astype("M8[D]"))], ValueError, "'b' holds data.*not numeric.*datetime"),
-        ([("b", sparse.csr_matrix(X))], TypeError, "Client 'b': sparse"),
-        ([("a", X), X], TypeError, "pairs, got ndarray"),
-        ([("a", X, 1)], TypeError, "pairs, got tuple"),
+        ([], ValueError, "client"),
+        ([("a", X), ("a", X)], ValueError, "'a'.*once"),
+        ([("a", X), ("b", np.empty((0, 3)))], ValueError, "'b' is empty"),
+        ([("a", X), ("b", [])], ValueError, "'b' is empty"),
+        ([("a", np.empty((4, 0)))], ValueError, "'a'.*columns"),
+        ([("a", X), ("b", X[:, :2])], ValueError, "'b'.*2 columns"),
+        ([("a", X), ("b", X[0])], ValueError, "'b'.*1D"),
+        ([("a", X), ("b", 7)], ValueError, "'b'.*0D"),
+        ([("a", X), ("b", [["x", "y", "z"]])], ValueError, "'b'.*numeric.*'x'"),
+        ([("b", [[1, 2], [3]])], ValueError, "'b'.*numeric"),
+        ([("b", X + 1j)], ValueError, "'b'.*complex"),
+        ([("b", X.astype("M8[D]"))], ValueError, "'b'.*datetime"),
+        ([("b", sparse.csr_matrix(X))], TypeError, "'b'.*sparse"),
+        ([("a", X), X], TypeError, "ndarray"),
+        ([("a", X, 1)], TypeError, "tuple"),
     ],
 )
 def test_bad_pairs(pairs, error, message):
@@ -237,7 +237,7 @@ def test_column_names_must_agree_between_tables():
     assert columns_of_pairs([("a", X), ("b", table), ("c", table)]) == ["x", "y", "z"]
     assert columns_of_pairs([("a", X)]) is None
     assert columns_of_pairs([("a", pd.DataFrame(X))]) is None  # numbers are not names
-    with pytest.raises(ValueError, match=r"Client 'b' has the columns \['z', 'y', 'x'\].*'a'"):
+    with pytest.raises(ValueError, match=r"'b'.*'z'"):
         columns_of_pairs([("a", table), ("b", table[["z", "y", "x"]])])
 
 
@@ -251,7 +251,7 @@ def test_column_names_must_agree_between_tables():
         (np.nan, "NaN", np.float32),
         (np.inf, "infinity", np.float64),
         (-np.inf, "infinity", np.float32),
-        (-1e200, r"-1e\+200, a value too large to square", np.float64),
+        (-1e200, r"-1e\+200", np.float64),
     ],
 )
 def test_bad_values_are_named_with_client_column_and_row(value, what, dtype):
@@ -267,7 +267,7 @@ def test_bad_values_are_named_with_client_column_and_row(value, what, dtype):
 def test_float32_products_allow_smaller_numbers():
     big = np.full((2, 1), 1e17)
     checked_rows([big], np.zeros(2, dtype=np.int64), ["a"])
-    with pytest.raises(ValueError, match=r"1e\+17, a value too large to square in float32"):
+    with pytest.raises(ValueError, match="float32"):
         checked_rows([big], np.zeros(2, dtype=np.int64), ["a"], dtype=torch.float32)
 
 
@@ -279,5 +279,5 @@ def test_bad_value_in_a_later_chunk_of_a_large_client():
 
 
 def test_a_row_without_a_client():
-    with pytest.raises(ValueError, match="Row 2 has no client"):
+    with pytest.raises(ValueError, match="Row 2"):
         checked_rows([X], np.array([0, 0, NO_CLIENT, 0]), ["a"])

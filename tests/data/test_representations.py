@@ -1,4 +1,4 @@
-"""Other ways to read an encoder's numbers."""
+"""Representations of an encoder's rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from fedgmm.data.representations import (
     Layout,
     Represented,
     StageEncoder,
-    represented,
 )
+from fedgmm.data.representations import represented as represented_tensor
 from fedgmm.nets.backbones import ResNet18
+
+
+def represented(rows, *args):
+    return represented_tensor(torch.from_numpy(rows), *args).numpy()
 
 
 def test_representations(rng):
@@ -53,8 +57,8 @@ def test_representations(rng):
     assert all(np.isfinite(represented(codes, how)).all() for how in REPRESENTATIONS)
 
 
-def test_a_representation_has_a_name_of_its_own():
-    """Or the cache would take one for the other."""
+def test_each_representation_has_its_own_name():
+    """Otherwise the cache would mix them up."""
     base = PixelEncoder()
     assert len({base.name, *(Represented(base, how).name for how in REPRESENTATIONS)}) == 6
 
@@ -64,9 +68,9 @@ def test_stages_of_the_network(rng, tmp_path):
     network = ResNet18(classes=10)
     save_file(dict(network.state_dict()), tmp_path / "weights.safetensors")
     base = ResNet18Encoder(tmp_path / "weights.safetensors", size=32, device="cpu")
-    images = rng.integers(256, size=(3, 1, 28, 28)).astype(np.uint8)
+    images = torch.from_numpy(rng.integers(256, size=(3, 1, 28, 28)).astype(np.uint8))
     stages = StageEncoder(base)
-    found = stages.encode(images)
+    found = stages.encode(images).numpy()
     layout = stages.layout
     assert found.shape == (3, sum(layout.means) + sum(layout.deviations))
     assert np.isfinite(found).all()  # the last stage has a single place

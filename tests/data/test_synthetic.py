@@ -1,4 +1,4 @@
-"""The paper's generators: what they draw, how they label, and the accuracy nobody can beat."""
+"""The paper's generators: their draws, their labels, and the best possible accuracy."""
 
 from __future__ import annotations
 
@@ -189,9 +189,9 @@ def test_the_last_clients_come_from_another_family(other):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"distribution": "cauchy"}, "distribution must be one of.*'cauchy'"),
-        ({"other": "cauchy", "other_clients": 1}, "other must be one of.*'cauchy'"),
-        ({"other": "beta", "other_clients": 9}, "other_clients must lie between 0 and 3, got 9"),
+        ({"distribution": "cauchy"}, "distribution.*'cauchy'"),
+        ({"other": "cauchy", "other_clients": 1}, "other.*'cauchy'"),
+        ({"other": "beta", "other_clients": 9}, "other_clients"),
     ],
 )
 def test_options_that_are_refused(options, message):

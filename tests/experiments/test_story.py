@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedgmm.data.digits import WHITE, heterogeneous_digits
+from fedgmm.data.examples import WHITE, heterogeneous_digits
 from fedgmm.experiments.story import (
     adapt_newcomer,
     find_novel_images,

@@ -344,15 +344,15 @@ def test_codes_of_clusters_follow_the_names_while_a_round_waits(files, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "word"),
     [
-        ({"without": ("dose",)}, "the column 'dose' is missing"),
-        ({"extra": "bmi"}, "the column 'bmi' was not there in training; take it out"),
-        ({"text": "age"}, "the column 'age' holds text where training had numbers"),
-        ({"label": "dying"}, "it has a label that the federation does not know"),
+        ({"without": ("dose",)}, "'dose'"),
+        ({"extra": "bmi"}, "'bmi'"),
+        ({"text": "age"}, "'age'"),
+        ({"label": "dying"}, "label"),
     ],
 )
-def test_a_late_table_that_does_not_fit_is_refused(files, tmp_path, change, reason):
+def test_a_late_table_that_does_not_fit_is_refused(files, tmp_path, change, word):
     rows = draw_rows(np.random.default_rng(8), 40)
     for row in rows:
         row |= {change["extra"]: "1"} if "extra" in change else {}
@@ -369,7 +369,8 @@ def test_a_late_table_that_does_not_fit_is_refused(files, tmp_path, change, reas
     lines = []
     settings = federation_settings(3, **SIZE, rounds=6)
     run_federation(settings, sites, tmp_path / "server", notify=lines.append)
-    assert [line for line in lines if "late is refused" in line] == [f"late is refused: {reason}"]
+    (refusal,) = (line for line in lines if "late is refused" in line)
+    assert word in refusal
     assert not any(
         "secret" in line or "dying" in line or str(tmp_path / "late") in line for line in lines
     )
@@ -393,9 +394,8 @@ def test_a_table_that_disagrees_at_the_start_is_refused_where_enough_are_left(fi
     odd = write_csv(tmp_path / "zz.csv", rows, without=("dose",))
     sites = InMemorySites([*files, odd], tmp_path)
     _, lines = federate([], tmp_path, sites=sites, **SIZE, rounds=2, min_clients=3)
-    refused = "zz is refused: the column 'dose' is missing, which 'bergen' has; take it out"
-    assert any(line.startswith(refused) for line in lines)
-    with pytest.raises(FederationError, match=r"Client 'zz': the column 'dose' is missing"):
+    assert any(line.startswith("zz is refused: the column 'dose'") for line in lines)
+    with pytest.raises(FederationError, match=r"Client 'zz': the column 'dose'"):
         federate([*files, odd], tmp_path / "strict", **SIZE, rounds=2)
 
 
@@ -413,11 +413,9 @@ def test_a_table_that_cannot_be_read_is_told_of_without_its_path(files, tmp_path
     settings = federation_settings(4, **SIZE, start_timeout=0.2)
     with pytest.raises(FederationError, match="Only 3 of 4"):
         run_federation(settings, sites, tmp_path / "server", notify=lines.append)
-    told = [line for line in lines if line.startswith("a client cannot take part")]
-    assert told == [
-        "a client cannot take part: the client reports: there is no label column 'state'; the columns "
-        "are age, dose"
-    ]
+    (line,) = (line for line in lines if line.startswith("a client cannot take part"))
+    assert "'state'" in line
+    assert "broken" not in line
 
 
 # ---------------------------------------------------------------------- after the end

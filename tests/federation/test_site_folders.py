@@ -264,9 +264,9 @@ def test_settings_that_make_no_sense(tmp_path, text, reason):
 
 
 def test_a_site_needs_one_table(files, tmp_path):
-    with pytest.raises(ValueError, match="one table, but 3 were given"):
+    with pytest.raises(ValueError, match="one table"):
         Site(SiteSettings((files[0].parent,), tmp_path / "out"))
     with pytest.raises(ValueError, match="no such file"):
         Site(SiteSettings((tmp_path / "nothing.csv",), tmp_path / "out"))
-    with pytest.raises(ValueError, match="needs a name"):
+    with pytest.raises(ValueError, match="name"):
         Site(SiteSettings((files[0],), tmp_path / "out", name=" "))

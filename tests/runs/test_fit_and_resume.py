@@ -12,7 +12,7 @@ from sklearn.datasets import load_wine
 from sklearn.linear_model import LogisticRegression
 
 import fedgmm
-from fedgmm.data.tables.files import TableError
+from fedgmm.data.tables.errors import TableError
 from fedgmm.runs.config import config_from, read_config
 from fedgmm.runs.fitting import fit_config
 from fedgmm.runs.folder import RunError, read_history

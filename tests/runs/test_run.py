@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedgmm
-from fedgmm.data.tables.files import TableError
+from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.loading import read_rows
 from fedgmm.runs.folder import RunError
 from small_runs import SMALL, bytes_of, draw_rows, write_csv, write_sites

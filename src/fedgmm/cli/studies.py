@@ -47,7 +47,7 @@ def demo(
     Example: fedgmm demo --write-files hospitals
     """
     if write_files is not None:
-        from fedgmm.data.hospitals import write_hospitals
+        from fedgmm.data.examples import write_hospitals
 
         for path in write_hospitals(write_files, seed):
             typer.echo(str(path))

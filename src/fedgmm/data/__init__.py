@@ -1,1 +1,1 @@
-"""What clients hold."""
+"""Data of clients, as stacked rows: arrays, tables, images, synthetic and example data."""

@@ -1,4 +1,4 @@
-"""Named clients with labelled rows, split into training, validation and test."""
+"""Labelled rows of named clients, stacked, in training, validation and test splits."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SPLIT_STREAM, _SHUFFLE_STREAM = 101, 211
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Labelled rows of many clients; a client's rows stand together, in the order of ``names``.
+    """Labelled rows of many clients, sorted by client in the order of ``names``.
 
     Attributes:
-        features: what the Gaussians see.
-        inputs: what the learners see, ``(N, *shape)``.
+        features: rows for the Gaussians.
+        inputs: rows for the learners, ``(N, *shape)``.
         labels: class indices, ``(N,)`` int64.
-        features_are_inputs: the Gaussians see what the learners see, flattened.
+        features_are_inputs: whether the features are the inputs, flattened.
     """
 
     features: ClientRows
@@ -56,46 +56,47 @@ class LabelledRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """The device of the rows."""
         return self.inputs.device
 
     @cached_property
     def offsets(self) -> Tensor:
-        """First row of each client and, last, the number of rows, ``(C + 1,)``."""
+        """First row of each client, and the number of rows as the last entry, ``(C + 1,)``."""
         counts = self.features.rows_per_client
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
     @cached_property
     def _sorting_words(self) -> tuple[NDArray[np.int64], int, int]:
-        """A number a row: the client in its high bits, the place within the client in its low ones.
+        """A number per row with the client in its high bits and the position in its low bits.
 
-        Also where the free bits between the two begin, and how many there are.
+        Returns:
+            The numbers ``(N,)``, the first free bit between the two, and the number of free bits.
         """
         codes, positions = self.codes.cpu().numpy(), self.features.positions
         first = int(positions.max(initial=0)).bit_length()
-        # as many in every federation, so that other clients do not change the order
+        # the same number in every federation, so that other clients do not change the order
         free = min(40, 63 - first - int(codes.max(initial=0)).bit_length())
         return codes << (first + free) | positions, first, free
 
     def __len__(self) -> int:
-        """How many rows there are in all."""
+        """Return the number of rows."""
         return len(self.labels)
 
     def shuffled(self, seed: int, round_number: int, epoch: int) -> Tensor:
-        """The row numbers with every client's rows in random order, ``(N,)``.
+        """Return row indices ``(N,)`` with each client's rows in random order.
 
-        The order depends on the seed, the round, the epoch and the client's name only.
+        The order depends only on the seed, the round, the epoch and the client's name.
         """
         stream = _SHUFFLE_STREAM + 1_000_003 * round_number + epoch
         keys = self.features.keys[self.codes.cpu().numpy()]
         draws = row_uniforms(seed, stream, keys, self.features.positions)
-        # by client, then draw, then place: no two words are equal, whatever the draws
+        # sort by client, then draw, then position: no two words are equal, even if draws are
         words, first, free = self._sorting_words
         words = words | (draws * 2.0**free).astype(np.int64) << first
-        return torch.from_numpy(words).to(self.device).argsort()  # a third of NumPy's time
+        return torch.from_numpy(words).to(self.device).argsort()  # three times as fast as NumPy
 
     def select(self, clients: Tensor) -> LabelledRows:
-        """Only some clients, given as sorted codes."""
+        """Return the rows of some clients, given as sorted codes."""
         if len(clients) == len(self.names):
             return self
         wanted = torch.zeros(len(self.names), dtype=torch.bool, device=self.device)
@@ -111,7 +112,7 @@ class LabelledRows:
         return replace(self, features=features, inputs=inputs, labels=labels)
 
     def keep(self, wanted: Tensor) -> LabelledRows:
-        """Only the rows where ``wanted`` ``(N,)`` is true, copied; the clients stay the same."""
+        """Return a copy of the rows where ``wanted`` ``(N,)`` is true; the clients stay the same."""
         return replace(
             self,
             features=self.features.keep(wanted),
@@ -120,17 +121,17 @@ class LabelledRows:
         )
 
     def client(self, code: int) -> LabelledRows:
-        """The rows of one client."""
+        """Return the rows of one client."""
         return self.select(torch.tensor([code], device=self.device))
 
     def to(self, device: torch.device) -> LabelledRows:
-        """The same rows on another device."""
+        """Return the same rows on another device."""
         if self.device == device:
             return self
         return self.with_inputs(self.inputs.to(device))
 
     def with_inputs(self, inputs: Tensor) -> LabelledRows:
-        """The same rows with other inputs ``(N, *shape)``, on the device of these."""
+        """Return the same rows with other inputs ``(N, *shape)``, on the device of the inputs."""
         device = inputs.device
         if self.features_are_inputs:
             features = _features_of(inputs, self.codes.to(device), self.names)
@@ -140,7 +141,7 @@ class LabelledRows:
 
 
 def _features_of(inputs: Tensor, codes: Tensor, names: tuple[Hashable, ...]) -> ClientRows:
-    """The inputs as the Gaussians see them: flat, over the same memory; bytes stay bytes."""
+    """Return the inputs flattened, over the same memory; bytes stay bytes."""
     return ClientRows((inputs.flatten(1),), codes, names)
 
 
@@ -151,11 +152,10 @@ class FederatedDataset:
     Make one with :meth:`from_arrays` or :meth:`from_clients`.
 
     Attributes:
-        train, validation, test: the splits; every client is in ``names``, whether or not it has rows
-            in a split.
-        names: the clients.
-        classes: the labels as they were given, sorted, ``(K,)``.
-        column_names: names of the inputs' columns, where they have any.
+        train, validation, test: the splits; a client may have no rows in a split.
+        names: the clients, in the order of the codes of all splits.
+        classes: the distinct labels as they were given, sorted, ``(K,)``.
+        column_names: names of the inputs' columns, or ``None``.
     """
 
     train: LabelledRows
@@ -176,15 +176,15 @@ class FederatedDataset:
         split: Sequence[float] = PAPER_SPLIT,
         seed: int = 0,
     ) -> FederatedDataset:
-        """A data set from rows with one client id each.
+        """Return a data set from rows with one client id each.
 
         Args:
             X: inputs, ``(N, d)`` or ``(N, channels, height, width)``.
             y: labels of any kind, ``(N,)``.
             clients: one id per row; ``None`` means one client.
-            features: what the Gaussians see, ``(N, d')``; ``None`` means the inputs, flattened.
-            split: shares of training, validation and test rows within every client.
-            seed: of the split.
+            features: rows for the Gaussians, ``(N, d')``; ``None`` means the inputs, flattened.
+            split: shares of training, validation and test rows within each client.
+            seed: seed of the split.
         """
         column_names = tuple(map(str, X.columns)) if hasattr(X, "columns") else None
         inputs = numeric(X, "X")
@@ -212,20 +212,20 @@ class FederatedDataset:
         split: Sequence[float] = PAPER_SPLIT,
         seed: int = 0,
     ) -> FederatedDataset:
-        """A data set from ``{client: (X, y)}`` or an iterable of such pairs."""
+        """Return a data set from ``{client: (X, y)}`` or an iterable of such pairs."""
         pairs = list(clients.items() if isinstance(clients, Mapping) else clients)
         if not pairs:
-            raise ValueError("There is no client; give at least one (client, (X, y)) pair.")
+            raise ValueError("No clients were given; pass at least one (client, (X, y)) pair.")
         names = [name for name, _ in pairs]
         if any(is_missing(name) for name in names):
-            raise ValueError("A client has no name (it is None or NaN); every client needs one.")
+            raise ValueError("The name of a client is None or NaN; give every client a name.")
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
         column_names = columns_of_pairs([(name, X) for name, (X, _) in pairs])
         for name, (X, _) in pairs:
             if not np.size(X):
-                raise ValueError(f"Client {name!r} is empty; leave it out.")
+                raise ValueError(f"Client {name!r} is empty; omit it.")
         inputs = [numeric(X, f"Client {name!r}") for name, (X, _) in pairs]
         labels = [np.asarray(y) for _, (_, y) in pairs]
         for name, own, own_labels in zip(names, inputs, labels, strict=True):
@@ -282,18 +282,18 @@ class FederatedDataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one input."""
+        """The shape of one input."""
         return tuple(self.train.inputs.shape[1:])
 
     def split(self, name: str) -> LabelledRows:
-        """A split by its name."""
+        """Return a split by its name."""
         if name not in SPLITS:
             raise ValueError(f"split must be one of {list(SPLITS)}, got {name!r}.")
         rows: LabelledRows = getattr(self, name)
         return rows
 
     def select(self, clients: Sequence[Hashable]) -> FederatedDataset:
-        """The same data set with only some clients, in the order they have here."""
+        """Return the data set with only some clients, in their order here."""
         keep, known = set(clients), set(self.names)
         for name in clients:
             if name not in known:
@@ -310,7 +310,7 @@ class FederatedDataset:
         )
 
     def __repr__(self) -> str:
-        """One screen: how many clients, rows, columns and classes."""
+        """Return a few lines with the numbers of clients, rows, columns and classes."""
         rows = torch.stack(
             [s.features.rows_per_client for s in (self.train, self.validation, self.test)]
         )
@@ -322,7 +322,7 @@ class FederatedDataset:
         return (
             f"FederatedDataset: {counted(len(self.names), 'client')} ({shown})\n"
             f"  rows     {int(rows.sum())} (train {int(rows[0].sum())}, validation {int(rows[1].sum())}, "
-            f"test {int(rows[2].sum())}); {int(per_client.min())} to {int(per_client.max())} a client\n"
+            f"test {int(rows[2].sum())}); {int(per_client.min())} to {int(per_client.max())} per client\n"
             f"  inputs   {shape} {str(self.train.inputs.dtype).removeprefix('torch.')}\n"
             f"  classes  {len(self.classes)}: {', '.join(map(str, self.classes[:10].tolist()))}"
             f"{', …' if len(self.classes) > 10 else ''}"
@@ -330,10 +330,14 @@ class FederatedDataset:
 
 
 def numeric(values: Any, what: str) -> NDArray[Any]:
-    """Rows as float32, float64 or uint8, ``(n, ...)``.
+    """Return rows as float32, float64 or uint8, ``(n, ...)``.
+
+    Args:
+        values: an array or a table.
+        what: name of the data in error messages.
 
     Raises:
-        ValueError: no columns, or data that are not numbers; ``what`` says whose.
+        ValueError: no columns, or data that are not numbers.
     """
     rows = np.asarray(values)
     if rows.ndim < 2:
@@ -355,13 +359,13 @@ def _as_float(rows: NDArray[Any]) -> NDArray[np.floating]:
 def _encode_labels(
     labels: NDArray[Any], codes: NDArray[np.int64], names: Sequence[Hashable]
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Sorted classes and the index of every label."""
+    """Return the sorted classes, and the class index of each label."""
     if labels.dtype.kind == "f":
         bad = ~np.isfinite(labels)
     elif labels.dtype.kind == "O":
         bad = np.array([is_missing(label) for label in labels.tolist()], dtype=bool)
     else:
-        bad = labels != labels  # dates know one that is missing
+        bad = labels != labels  # NaT, the missing date, differs from itself
     if bad.any():
         row = int(np.argmax(bad))
         raise ValueError(
@@ -380,10 +384,16 @@ def _encode_labels(
 def split_rows(
     codes: NDArray[np.int64], keys: NDArray[np.uint64], split: Sequence[float], seed: int
 ) -> list[NDArray[np.int64]]:
-    """Row numbers of the training, validation and test rows, a client's rows together.
+    """Return the indices of the training, validation and test rows, each sorted by client.
 
-    Every client keeps at least one training row; a client with a single row only trains. The draw
-    belongs to the client's name and the row, so other clients do not change it.
+    Every client has at least one training row, so a client with one row has no other rows. The draw of
+    a row depends on the client's name and the row's position, so other clients do not change it.
+
+    Args:
+        codes: the client of each row, ``(N,)``.
+        keys: a number per client that depends only on its name, ``(C,)``.
+        split: shares of training, validation and test rows.
+        seed: seed of the draws.
     """
     if len(split) != 3 or min(split) < 0 or abs(sum(split) - 1) > 1e-9:
         raise ValueError(f"split must be three shares that sum to 1, got {tuple(split)}.")
@@ -397,14 +407,9 @@ def split_rows(
     training = np.maximum(1, np.round(split[0] * sizes)).astype(np.int64)
     validation = np.minimum(np.round((split[0] + split[1]) * sizes).astype(np.int64), sizes)
     part = np.where(positions < training, 0, np.where(positions < validation, 1, 2))
-    # within a split, rows keep the order in which they came
-    return [
-        np.sort(mixed[part == k])[_by_client(codes, np.sort(mixed[part == k]))] for k in range(3)
-    ]
-
-
-def _by_client(codes: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.argsort(codes[rows], kind="stable")
+    rows = [np.sort(mixed[part == k]) for k in range(3)]
+    # sorted by client; the rows of a client keep their order
+    return [own[np.argsort(codes[own], kind="stable")] for own in rows]
 
 
 def _labelled(

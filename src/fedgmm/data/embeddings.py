@@ -1,4 +1,4 @@
-"""What the Gaussians see of an image: a frozen encoder, then federated PCA.
+"""Features of images for the Gaussians: a frozen encoder, then federated PCA.
 
 ::
 
@@ -6,8 +6,8 @@
     model = train(encoded.dataset, ...)
     unseen = encoded.feature_map.attach(unseen_clients)
 
-Every client encodes its own images, once. The principal components come from sums over the clients'
-training rows, and from nothing else.
+Every client encodes its own images, once. The principal components come only from sums over the
+clients' training rows. Encoded images stay on the encoder's device until they are features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedgmm.core.checks import check_choice, check_flag, check_integer
 from fedgmm.core.pca import PCA, fit_pca, moments_of
-from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
+from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import write_atomically
 from fedgmm.nets.backbones import (
@@ -47,23 +47,31 @@ from fedgmm.wording import counted
 Images = NDArray[np.uint8]
 Features = NDArray[np.float32]
 Progress = Callable[[int, int], None]
-"""Called with the number of images that are encoded and the number of all."""
+"""Called with the number of images encoded so far and the number of all images."""
 
 ENCODERS = ("resnet18", "pixels")
 PRECISIONS = ("float32", "bfloat16")
 
 
 class Encoder(Protocol):
-    """Anything that turns an image into a row of numbers, each image by itself."""
+    """An encoder turns each image into a row of numbers, independently of the other images.
+
+    An encoder on an accelerator has an attribute ``device``.
+    """
 
     @property
     def name(self) -> str:
-        """Says all that decides the numbers, weights included; it is part of the cache's key."""
+        """A text that identifies the numbers, weights included; part of the key of the cache."""
         ...
 
-    def encode(self, images: Images) -> Features:
-        """Rows ``(n, d)`` float32 of images ``(n, channels, height, width)`` uint8."""
+    def encode(self, images: Tensor) -> Tensor:
+        """Return rows ``(n, d)`` float32 of images ``(n, channels, height, width)`` uint8."""
         ...
+
+
+def device_of(encoder: Encoder) -> torch.device:
+    """Return the device of an encoder's rows."""
+    return torch.device(getattr(encoder, "device", "cpu"))
 
 
 # ---------------------------------------------------------------------- encoders
@@ -74,23 +82,22 @@ class PixelEncoder:
 
     name = "pixels"
 
-    def encode(self, images: Images) -> Features:
-        """Rows ``(n, channels · height · width)``."""
-        flat = _checked(images).reshape(len(images), -1)
-        return np.divide(flat, np.float32(255), dtype=np.float32)
+    def encode(self, images: Tensor) -> Tensor:
+        """Return rows ``(n, channels · height · width)``."""
+        return _checked(images).cpu().flatten(1).float() / 255
 
 
 class ResNet18Encoder:
-    """The 512 numbers that a frozen ImageNet ResNet-18 has for an image before its classifier.
+    """The 512 features of a frozen ImageNet ResNet-18 before its classifier.
 
     Args:
-        weights: a safetensors file with torchvision's names; there is no default, and never a
-            network with random weights.
+        weights: a safetensors file with torchvision's names. It is required, because random weights
+            say little about images.
         size: images are resized to ``size × size`` pixels, bilinearly.
         device: ``"cpu"``, ``"cuda"``, ``"auto"``.
-        batch_size: images that pass through the network together.
-        dtype: ``"float32"``, or ``"bfloat16"`` for convolutions in half precision, which is faster on
-            accelerators and good to about two digits.
+        batch_size: number of images that pass through the network together.
+        dtype: ``"float32"``, or ``"bfloat16"`` for convolutions in half precision, which are faster on
+            accelerators and accurate to about two digits.
     """
 
     def __init__(
@@ -107,7 +114,7 @@ class ResNet18Encoder:
         check_choice("dtype", dtype, PRECISIONS)
         if weights is None:
             raise WeightsError(
-                "ResNet18Encoder needs a file of pretrained weights, since random ones say little "
+                "ResNet18Encoder needs a file of pretrained weights, because random weights say little "
                 "about images; give weights=FILE or use PixelEncoder."
             )
         self.size, self.batch_size, self.dtype = size, batch_size, dtype
@@ -118,24 +125,23 @@ class ResNet18Encoder:
         self._network = network.eval().requires_grad_(False)
         self._network.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def encode(self, images: Images) -> Features:
-        """Rows ``(n, 512)``; grey images count as three equal channels."""
+    def encode(self, images: Tensor) -> Tensor:
+        """Return rows ``(n, 512)`` on the encoder's device; a grey image is three equal channels."""
         images = _checked(images)
         if images.shape[1] not in (1, 3):
             raise ValueError(
                 f"ResNet-18 reads images with 1 or 3 channels, got {images.shape[1]} "
-                f"(images of shape {images.shape[1:]})."
+                f"(images of shape {tuple(images.shape[1:])})."
             )
-        out = np.empty((len(images), self._network.feature_size), dtype=np.float32)
+        out = torch.empty(len(images), self._network.feature_size, device=self.device)
         with torch.inference_mode(), self._precision():
             for start in range(0, len(images), self.batch_size):
-                batch = torch.from_numpy(images[start : start + self.batch_size])
-                rows = self._network(self._prepared(batch))
-                out[start : start + self.batch_size] = rows.float().cpu().numpy()
+                batch = slice(start, start + self.batch_size)
+                out[batch] = self._network(self._prepared(images[batch])).float()
         return out
 
     def _prepared(self, batch: Tensor) -> Tensor:
-        """Bytes ``(n, 1 or 3, height, width)`` as the network was trained to see them."""
+        """Return bytes ``(n, 1 or 3, height, width)`` scaled as in the network's training."""
         x = batch.to(self.device).float() / 255
         if x.shape[2:] != (self.size, self.size):
             shrinks = min(x.shape[2:]) > self.size
@@ -148,7 +154,7 @@ class ResNet18Encoder:
 
     @contextmanager
     def _precision(self) -> Iterator[None]:
-        """Half precision if it was asked for; else all of float32, which CUDA's default is not."""
+        """Use half precision if it is set, else full float32, which CUDA does not use by default."""
         half = self.dtype == "bfloat16"
         exact = (
             torch.backends.cudnn.flags(allow_tf32=False)
@@ -167,17 +173,17 @@ def encoder(
     device: str = "auto",
     dtype: str = "float32",
 ) -> Encoder:
-    """An encoder by its name.
+    """Return an encoder by its name.
 
     Args:
         name: ``"resnet18"`` (its weights must be in the data folder) or ``"pixels"``.
         data_dir: the data folder; ``None`` takes the environment variable ``FEDGMM_DATA``.
-        size: pixels a side that ResNet-18 sees.
-        device: where it runs.
+        size: side in pixels of the images that ResNet-18 sees.
+        device: the device of ResNet-18.
         dtype: ``"float32"`` or ``"bfloat16"``, see :class:`ResNet18Encoder`.
 
     Raises:
-        WeightsError: the weights are not there, or do not fit.
+        WeightsError: weights that are missing or do not fit.
     """
     check_choice("encoder", name, ENCODERS)
     if name == "pixels":
@@ -198,69 +204,66 @@ def encoder(
         raise WeightsError(f"{reason}, or use encoder 'pixels', which needs none.") from None
 
 
-def _checked(images: NDArray[Any]) -> Images:
-    """The images, if they are bytes ``(n, channels, height, width)``."""
-    if images.dtype != np.uint8 or images.ndim != 4:
+def _checked(images: Tensor) -> Tensor:
+    """Return the images after a check that they are bytes ``(n, channels, height, width)``."""
+    if images.dtype != torch.uint8 or images.ndim != 4:
         raise ValueError(
             "Encoders read images as bytes (uint8) of shape (n, channels, height, width), got "
-            f"{images.dtype} of shape {images.shape}."
+            f"{str(images.dtype).removeprefix('torch.')} of shape {tuple(images.shape)}."
         )
-    return np.ascontiguousarray(images)
+    return images.contiguous()
 
 
 # ---------------------------------------------------------------------- encoding with a cache
 
 
-def encode_images(images: Images, encoder: Encoder, cache: str | Path | None = None) -> Features:
-    """Rows ``(n, d)`` of images ``(n, channels, height, width)``, from the cache if they are there.
+def encode_images(images: Tensor, encoder: Encoder, cache: str | Path | None = None) -> Tensor:
+    """Return rows ``(n, d)`` of images, from the cache if they are there.
 
-    The cache holds one file for one collection of images (a client's), in whatever order they come.
+    The cache has one file per collection of images (a client's), in any order.
 
     Args:
-        images: uint8.
-        encoder: what encodes them.
-        cache: a folder; ``None`` keeps nothing.
+        images: ``(n, channels, height, width)`` uint8.
+        encoder: encodes images that are not in the cache.
+        cache: a folder; ``None`` means no cache.
     """
     images = _checked(images)
-    digests = [hashlib.sha256(image).digest() for image in images]
-    # One order for a collection: the same batches, hence the same bits, and repeats only once.
+    digests = [hashlib.sha256(image).digest() for image in images.cpu().numpy()]
+    # Distinct images in one order: the same batches and so the same bits in every call.
     distinct = sorted(set(digests))
-    place = {digest: k for k, digest in enumerate(distinct)}
-    first_seen: dict[bytes, int] = {}
-    for row, digest in enumerate(digests):
-        first_seen.setdefault(digest, row)
-    ordered = [first_seen[digest] for digest in distinct]
-
-    file: Path | None = None
-    codes: Features | None = None
-    if cache is not None:
-        facts = f"1 {encoder.name} {images.shape[1:]} ".encode()
+    first_row = {digest: row for row, digest in reversed(list(enumerate(digests)))}
+    ordered = images[[first_row[digest] for digest in distinct]]
+    if cache is None:
+        rows = _encoded(ordered, encoder)
+    else:
+        facts = f"1 {encoder.name} {tuple(images.shape[1:])} ".encode()
         key = hashlib.sha256(facts + b"".join(distinct)).hexdigest()
         file = Path(cache) / f"{key}.safetensors"
-        codes = _read_codes(file, len(distinct))
-    if codes is None:
-        codes = _encoded(images[ordered], encoder)
-        if file is not None:
-            _write_codes(file, codes)
-    rows: Features = codes[[place[digest] for digest in digests]]
-    return rows
+        held = _read_cached(file, len(distinct))
+        if held is None:
+            rows = _encoded(ordered, encoder)
+            _write_cached(file, rows)
+        else:
+            rows = held.to(device_of(encoder))
+    place = {digest: row for row, digest in enumerate(distinct)}
+    return rows[[place[digest] for digest in digests]]
 
 
-def _encoded(images: Images, encoder: Encoder) -> Features:
-    """What the encoder says, checked: it may be anybody's."""
-    codes = np.asarray(encoder.encode(images))
-    if codes.ndim != 2 or len(codes) != len(images):
+def _encoded(images: Tensor, encoder: Encoder) -> Tensor:
+    """Encode images and check the result, because users may bring their own encoders."""
+    rows = encoder.encode(images)
+    if rows.ndim != 2 or len(rows) != len(images):
         raise ValueError(
             f"Encoder {encoder.name!r} must give one row for each of "
-            f"{counted(len(images), 'image')}, got an array of shape {codes.shape}."
+            f"{counted(len(images), 'image')}, got shape {tuple(rows.shape)}."
         )
-    if not np.isfinite(codes).all():
+    if not bool(torch.isfinite(rows).all()):
         raise ValueError(f"Encoder {encoder.name!r} gave NaN or infinity.")
-    return codes.astype(np.float32, copy=False)
+    return rows.float()
 
 
-def _read_codes(file: Path, rows: int) -> Features | None:
-    """Cached rows ``(rows, d)``, or ``None`` where there are none that can be trusted."""
+def _read_cached(file: Path, rows: int) -> Tensor | None:
+    """Return cached rows ``(rows, d)``, or ``None`` if the file is missing or damaged."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -270,14 +273,16 @@ def _read_codes(file: Path, rows: int) -> Features | None:
     except (OSError, SafetensorError, KeyError):
         return None
     whole = codes.dtype == np.float32 and codes.ndim == 2 and len(codes) == rows
-    return codes if whole and checksum.tobytes() == hashlib.sha256(codes.data).digest() else None
+    if not whole or checksum.tobytes() != hashlib.sha256(codes.data).digest():
+        return None
+    return torch.from_numpy(codes)
 
 
-def _write_codes(file: Path, codes: Features) -> None:
-    """Keep rows for the next time; a cache that cannot be written costs only time."""
+def _write_cached(file: Path, rows: Tensor) -> None:
+    """Keep rows for the next run; if the cache cannot be written, only time is lost."""
     from safetensors.numpy import save
 
-    codes = np.ascontiguousarray(codes)
+    codes = np.ascontiguousarray(rows.cpu().numpy())
     checksum = np.frombuffer(hashlib.sha256(codes.data).digest(), dtype=np.uint8)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -294,10 +299,10 @@ def _write_codes(file: Path, codes: Features) -> None:
 
 
 def federated_pca(clients: Sequence[Tensor], components: int) -> PCA:
-    """Principal components of the clients' pooled rows, from sums over clients alone.
+    """Return the principal components of the clients' pooled rows, from sums over clients alone.
 
     Args:
-        clients: the rows of each, ``(n_c, d)``; some may have none.
+        clients: the rows of each client, ``(n_c, d)``; some may be empty.
         components: ``k``.
     """
     # First the common mean, Σ_c Σ_i x / Σ_c n_c, then the moments around it.
@@ -308,13 +313,13 @@ def federated_pca(clients: Sequence[Tensor], components: int) -> PCA:
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """From images to what the Gaussians see; made by :func:`encode_federation`.
+    """The map from images to features, made by :func:`encode_federation`.
 
     Attributes:
         encoder: the first step.
-        pca: the second.
-        whiten: every feature has variance one over the training rows.
-        scale: all features are divided by one number, so that the first has variance one.
+        pca: the second step.
+        whiten: whether each feature has variance one over the training rows.
+        scale: whether all features are divided by one number, so that the first has variance one.
         cache: the folder of encoded images, or ``None``.
     """
 
@@ -325,31 +330,32 @@ class FeatureMap:
     cache: Path | None = None
 
     def __call__(self, images: Images) -> Features:
-        """Features ``(n, k)`` of images ``(n, channels, height, width)``."""
-        return self.project(encode_images(images, self.encoder, self.cache))
+        """Return features ``(n, k)`` of images ``(n, channels, height, width)``."""
+        rows = encode_images(torch.from_numpy(np.asarray(images)), self.encoder, self.cache)
+        return self.project(rows).cpu().numpy()
 
-    def project(self, codes: Features) -> Features:
-        """Features ``(n, k)`` of encoded images ``(n, d)``."""
-        features = self.pca.apply(torch.from_numpy(codes), whiten=self.whiten)
+    def project(self, rows: Tensor) -> Tensor:
+        """Return features ``(n, k)`` of encoded images ``(n, d)``, on the same device."""
+        features = self.pca.apply(rows, whiten=self.whiten)
         largest = float(self.pca.variances[0].sqrt())
         if self.scale and not self.whiten and largest > 0:
             features = features / largest
-        return features.float().numpy()
+        return features.float()
 
     def attach(
         self, dataset: FederatedDataset, progress: Progress | None = None
     ) -> FederatedDataset:
-        """A data set of images, perhaps of clients that were not here before, with these features."""
-        codes = encode_splits(dataset, self.encoder, self.cache, progress)
-        return with_features(dataset, *(self.project(codes[name]) for name in SPLITS))
+        """Return a data set of images with these features; its clients may be new."""
+        rows = encode_splits(dataset, self.encoder, self.cache, progress)
+        return with_features(dataset, *(self.project(rows[name]) for name in SPLITS))
 
 
 @dataclass(frozen=True)
 class EncodedFederation:
-    """A data set with features for the Gaussians, and how they were made.
+    """A data set with features for the Gaussians, and the map that made them.
 
     Attributes:
-        dataset: the images for the learners, the features for the Gaussians.
+        dataset: images for the learners, features for the Gaussians.
         feature_map: gives the features of further images.
     """
 
@@ -372,79 +378,70 @@ def encode_federation(
     Args:
         dataset: inputs are images, uint8 ``(N, channels, height, width)``.
         encoder: see :func:`encoder`.
-        components: features that are kept, ``k``.
+        components: number of features, ``k``.
         whiten: give every feature variance one.
-        scale: divide all features by the deviation of the first: distances keep their proportions and
-            ``reg_covar`` counts in shares of the largest variance.
-        cache: a folder for encoded images; ``None`` keeps nothing.
+        scale: divide all features by the deviation of the first, so that distances keep their
+            proportions and ``reg_covar`` is relative to the largest variance.
+        cache: a folder for encoded images; ``None`` means no cache.
         progress: called after every client.
     """
     check_integer("components", components, 1)
     check_flag("whiten", whiten)
     check_flag("scale", scale)
     folder = None if cache is None else Path(cache)
-    codes = encode_splits(dataset, encoder, folder, progress)
-    training = torch.from_numpy(codes["train"]).to(getattr(encoder, "device", "cpu"))
-    pca = federated_pca(torch.split(training, _rows_of_clients(dataset.train)), components)
+    rows = encode_splits(dataset, encoder, folder, progress)
+    sizes: list[int] = dataset.train.features.rows_per_client.tolist()
+    pca = federated_pca(torch.split(rows["train"], sizes), components)
     feature_map = FeatureMap(encoder, pca, whiten, scale, folder)
-    features = [feature_map.project(codes[name]) for name in SPLITS]
+    features = [feature_map.project(rows[name]) for name in SPLITS]
     return EncodedFederation(with_features(dataset, *features), feature_map)
-
-
-def _rows_of_clients(rows: LabelledRows) -> list[int]:
-    counts: list[int] = rows.features.rows_per_client.tolist()
-    return counts
 
 
 def encode_splits(
     dataset: FederatedDataset, encoder: Encoder, cache: Path | None, progress: Progress | None
-) -> dict[str, Features]:
-    """The encoded images of each split ``(N, d)``: every client's in one go, as the cache keeps them.
+) -> dict[str, Tensor]:
+    """Return the encoded images of each split, ``(N, d)``, on the encoder's device.
 
-    Without a cache and without ``progress`` all are encoded in one go, which is faster on an accelerator.
+    The images of a client are encoded together, because the cache has one file per client. Without a
+    cache and without ``progress``, all images are encoded at once, which is faster on an accelerator.
 
     Args:
         dataset: inputs are images, uint8 ``(N, channels, height, width)``.
         encoder: see :func:`encoder`.
-        cache: a folder for encoded images; ``None`` keeps nothing.
+        cache: a folder for encoded images; ``None`` means no cache.
         progress: called after every client.
     """
     splits = [dataset.split(name) for name in SPLITS]
     if cache is None and progress is None:
-        images = np.concatenate([rows.inputs.cpu().numpy() for rows in splits])
-        edges = np.cumsum([len(rows) for rows in splits])[:-1]
-        pieces = np.split(_encoded(_checked(images), encoder), edges)
+        rows = _encoded(_checked(torch.cat([one.inputs for one in splits])), encoder)
+        pieces = torch.split(rows, [len(one) for one in splits])
         return dict(zip(SPLITS, pieces, strict=True))
-    total, done = sum(len(rows) for rows in splits), 0
-    offsets = [rows.offsets.tolist() for rows in splits]
-    parts: list[list[Features]] = [[], [], []]
-    for client in range(len(dataset.names)):
-        own = [
-            rows.inputs[start[client] : start[client + 1]].cpu().numpy()
-            for rows, start in zip(splits, offsets, strict=True)
-        ]
-        edges = np.cumsum([len(images) for images in own])
-        if not edges[-1]:
+    total, done = sum(len(one) for one in splits), 0
+    own_images = [torch.split(one.inputs, one.features.rows_per_client.tolist()) for one in splits]
+    parts: list[list[Tensor]] = [[], [], []]
+    for own in zip(*own_images, strict=True):
+        sizes = [len(images) for images in own]
+        if not sum(sizes):
             continue
-        codes = encode_images(np.concatenate(own), encoder, cache)
-        for part, piece in zip(parts, np.split(codes, edges[:-1]), strict=True):
+        rows = encode_images(torch.cat(own), encoder, cache)
+        for part, piece in zip(parts, torch.split(rows, sizes), strict=True):
             part.append(piece)
-        done += int(edges[-1])
+        done += len(rows)
         if progress is not None:
             progress(done, total)
-    return {name: np.concatenate(part) for name, part in zip(SPLITS, parts, strict=True)}
+    return {name: torch.cat(part) for name, part in zip(SPLITS, parts, strict=True)}
 
 
 def with_features(
-    dataset: FederatedDataset, train: Features, validation: Features, test: Features
+    dataset: FederatedDataset, train: Tensor, validation: Tensor, test: Tensor
 ) -> FederatedDataset:
-    """The same data set with other features for the Gaussians.
+    """Return the same data set with other features for the Gaussians.
 
     Args:
-        dataset: as it is.
+        dataset: keeps its inputs and labels.
         train: features ``(N, k)`` of the training rows, in their order.
-        validation: the same of the validation rows.
-        test: the same of the test rows.
+        validation: features of the validation rows.
+        test: features of the test rows.
     """
     changed = {}
     for name, features in zip(SPLITS, (train, validation, test), strict=True):
@@ -452,17 +449,15 @@ def with_features(
         if features.ndim != 2 or len(features) != len(rows):
             raise ValueError(
                 f"The features of split {name!r} must be a matrix with "
-                f"{counted(len(rows), 'row')}, got shape {features.shape}."
+                f"{counted(len(rows), 'row')}, got shape {tuple(features.shape)}."
             )
         if features.shape[1] != train.shape[1]:
             raise ValueError(
                 f"The features of split {name!r} have {counted(features.shape[1], 'column')}, "
                 f"but those of the training rows have {train.shape[1]}."
             )
-        if not np.isfinite(features).all():
+        if not bool(torch.isfinite(features).all()):
             raise ValueError(f"The features of split {name!r} contain NaN or infinity.")
-        seen = torch.from_numpy(np.ascontiguousarray(features)).to(rows.device)
-        changed[name] = replace(
-            rows, features=ClientRows((seen,), rows.codes, rows.names), features_are_inputs=False
-        )
+        seen = ClientRows((features.contiguous().to(rows.device),), rows.codes, rows.names)
+        changed[name] = replace(rows, features=seen, features_are_inputs=False)
     return replace(dataset, **changed)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Rows of many clients, kept as they came."""
+"""Rows of many clients, stacked: one matrix for all clients, and a code per row that names its client.
+
+The matrix is kept in chunks, so that large arrays of the caller are not copied.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from torch import Tensor
 from fedgmm.core.randomness import client_keys
 from fedgmm.core.streaming import Block, block_rows, blocks_of
 
-# Clients with fewer rows are copied together into common chunks, so that no block is tiny.
+# Matrices with fewer rows are copied into common chunks, because tiny blocks are slow.
 _OWN_CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class ClientRows:
-    """The rows of ``C`` clients, in chunks that are views of the caller's arrays where possible.
+    """The rows of ``C`` clients. Chunks are views of the caller's arrays where possible.
 
     Attributes:
         chunks: matrices ``(n_k, d)``; together ``N`` rows.
@@ -35,27 +38,27 @@ class ClientRows:
 
     @property
     def columns(self) -> int:
-        """``d``."""
+        """Number of columns, ``d``."""
         return int(self.chunks[0].shape[1])
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """The device of the rows."""
         return self.chunks[0].device
 
     @cached_property
     def rows_per_client(self) -> Tensor:
-        """``N_c``, ``(C,)`` int64."""
+        """Number of rows of each client, ``N_c``, ``(C,)`` int64."""
         return torch.bincount(self.codes, minlength=len(self.names))
 
     @cached_property
     def keys(self) -> NDArray[np.uint64]:
-        """A fixed number for each client's name, for random draws; ``(C,)``."""
+        """A number that depends only on the client's name, for random draws; ``(C,)``."""
         return client_keys(self.names)
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
-        """Each row's place within its client, ``(N,)``."""
+        """The position of each row within its client, ``(N,)``."""
         codes = self.codes.cpu().numpy()
         order = np.argsort(codes, kind="stable")
         places = np.empty(len(codes), dtype=np.int64)
@@ -63,7 +66,10 @@ class ClientRows:
         return places
 
     def positions_at(self, place: slice) -> NDArray[np.int64]:
-        """The same for a run of rows ``(n,)``; needs no memory where clients' rows stand together."""
+        """Return the positions of consecutive rows, ``(n,)``.
+
+        If the rows are sorted by client, this does not compute the positions of all rows.
+        """
         if not self._grouped:
             return self.positions[place]
         own = self._starts[self.codes[place].cpu().numpy()]
@@ -71,12 +77,13 @@ class ClientRows:
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """Where each client's rows would begin if they stood together, ``(C,)``."""
+        """The first row of each client if rows were sorted by client, ``(C,)``."""
         counts = self.rows_per_client.cpu().numpy()
         return np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
 
     @cached_property
     def _grouped(self) -> bool:
+        """Whether the rows are sorted by client."""
         return bool((self.codes[1:] >= self.codes[:-1]).all())
 
     @cached_property
@@ -85,17 +92,17 @@ class ClientRows:
         return [0, *np.cumsum(lengths).tolist()]
 
     def __len__(self) -> int:
-        """How many rows there are in all."""
+        """Return the number of rows."""
         return len(self.codes)
 
     def blocks(self, components: int) -> list[Block]:
-        """Cut the rows into blocks for ``components`` residuals a row."""
+        """Return blocks of rows small enough for ``components`` residuals per row."""
         item_bytes = self.chunks[0].element_size()
         rows = block_rows(components, self.columns, self.device, item_bytes)
         return blocks_of([len(chunk) for chunk in self.chunks], rows)
 
     def read(self, block: Block) -> tuple[Tensor, Tensor, slice]:
-        """Rows ``(n, d)`` and client codes ``(n,)`` of a block, and its place among all rows."""
+        """Return rows ``(n, d)`` and client codes ``(n,)`` of a block, and its place among all rows."""
         chunk, start, stop = block
         first = self._first_rows[chunk]
         place = slice(first + start, first + stop)
@@ -106,13 +113,15 @@ class ClientRows:
         if self.device.type != "cpu" or not self._grouped:
             totals.index_add_(0, self.codes[place], values)
             return
-        codes = self.codes[place].numpy()  # in runs, which are summed faster than single rows
+        codes = self.codes[
+            place
+        ].numpy()  # sum runs of equal codes, which is faster than adding rows
         starts = np.concatenate([[0], np.flatnonzero(codes[1:] != codes[:-1]) + 1])
         sums = np.add.reduceat(values.mT.numpy(), starts, axis=1)
         totals.numpy()[codes[starts]] += sums.T
 
     def take(self, indices: Tensor) -> Tensor:
-        """The rows with these places among all rows, ``(k, d)`` float64."""
+        """Return the rows with these indices, ``(k, d)`` float64."""
         out = torch.empty(len(indices), self.columns, dtype=torch.float64, device=self.device)
         edges = torch.tensor(self._first_rows[1:], device=indices.device)
         chunk_of = torch.searchsorted(edges, indices, right=True)
@@ -122,7 +131,7 @@ class ClientRows:
         return out
 
     def select(self, clients: Tensor) -> ClientRows:
-        """Only the rows of some clients, given as sorted codes; these rows are copied."""
+        """Return a copy of the rows of some clients, given as sorted codes."""
         new_code = torch.full((len(self.names),), -1, dtype=torch.int64, device=self.device)
         new_code[clients] = torch.arange(len(clients), device=self.device)
         codes = new_code[self.codes]
@@ -135,7 +144,7 @@ class ClientRows:
         return ClientRows(tuple(chunks), codes[codes >= 0], names)
 
     def keep(self, wanted: Tensor) -> ClientRows:
-        """Only the rows where ``wanted`` ``(N,)`` is true, copied; the clients stay the same."""
+        """Return a copy of the rows where ``wanted`` ``(N,)`` is true; the clients stay the same."""
         chunks = [
             chunk[wanted[first : first + len(chunk)]]
             for chunk, first in zip(self.chunks, self._first_rows, strict=False)
@@ -143,7 +152,7 @@ class ClientRows:
         return ClientRows(tuple(chunks), self.codes[wanted], self.names)
 
     def to(self, device: torch.device) -> ClientRows:
-        """The same rows on another device."""
+        """Return the same rows on another device."""
         if self.device == device:
             return self
         return ClientRows(
@@ -154,7 +163,7 @@ class ClientRows:
 def client_rows(
     matrices: Sequence[NDArray[np.floating]], codes: NDArray[np.int64], names: Iterable[Hashable]
 ) -> ClientRows:
-    """Rows from checked matrices ``(n_k, d)`` and the client of each row, ``(N,)``."""
+    """Stack matrices ``(n_k, d)`` that were checked; ``codes`` ``(N,)`` is the client of each row."""
     return ClientRows(
         tuple(_view(chunk) for chunk in _merge_small(matrices)),
         torch.from_numpy(np.ascontiguousarray(codes, dtype=np.int64)),
@@ -163,7 +172,7 @@ def client_rows(
 
 
 def _merge_small(matrices: Sequence[NDArray[np.floating]]) -> list[NDArray[np.floating]]:
-    """Copy runs of small matrices into larger ones; leave large ones where they are."""
+    """Join consecutive small matrices; large ones are not copied."""
     merged: list[NDArray[np.floating]] = []
     waiting: list[NDArray[np.floating]] = []
     rows_waiting = 0
@@ -183,8 +192,8 @@ def _merge_small(matrices: Sequence[NDArray[np.floating]]) -> list[NDArray[np.fl
 
 
 def _view(matrix: NDArray[np.floating]) -> Tensor:
-    """A tensor over the same memory. It is only ever read."""
-    # torch wants strides that count whole numbers; a field of a record array may have others.
+    """Return a tensor over the same memory, which is never written to."""
+    # a field of a record array may have strides that torch does not support
     if any(stride < 0 or stride % matrix.itemsize for stride in matrix.strides):
         matrix = matrix.copy()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""From what a user passes to checked rows of named clients, with errors that name the culprit."""
+"""Checks of user input: rows and client ids become stacked rows, or an error names the client."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.wording import counted
 
 NO_CLIENT = -1
-"""Code of a row that belongs to no client."""
+"""Code of a row without a client."""
 
 Pairs = list[tuple[Hashable, Any]]
 
 
 def as_pairs(X: Any) -> Pairs | None:
-    """``(client, rows)`` pairs if ``X`` is a mapping or an iterable of pairs, else ``None``."""
+    """Return ``(client, rows)`` pairs if ``X`` is a mapping or an iterable of pairs, else ``None``."""
     if hasattr(X, "shape") or hasattr(X, "__array__") or isinstance(X, str):
         return None  # arrays and tables; some sparse matrices are mappings too
     if isinstance(X, Mapping):
@@ -32,7 +32,7 @@ def as_pairs(X: Any) -> Pairs | None:
 
 
 def _is_pair(item: Any) -> bool:
-    """A client's name and something that holds rows; a plain row of two numbers is not one."""
+    """Return whether an item is a client's name with rows; a row of two numbers is not a pair."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
     return isinstance(item[0], Hashable) and (
@@ -41,10 +41,10 @@ def _is_pair(item: Any) -> bool:
 
 
 def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Hashable]]:
-    """Numeric matrices with the same columns, and the clients' names.
+    """Return numeric matrices with the same number of columns, and the clients' names.
 
     Raises:
-        ValueError: no client, a client twice, an empty client, or different column counts.
+        ValueError: no client, a repeated client, an empty client, or different numbers of columns.
         TypeError: an entry that is not a pair.
     """
     if not pairs:
@@ -73,7 +73,7 @@ def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Ha
 
 
 def columns_of_pairs(pairs: Pairs) -> list[str] | None:
-    """The column names of the clients' tables; ``None`` where no client has a table with names.
+    """Return the column names of the clients' tables; ``None`` if no client has column names.
 
     Raises:
         ValueError: two tables whose columns differ in name or order.
@@ -106,7 +106,9 @@ def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:
             rows = array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
         except (TypeError, ValueError) as error:
             raise ValueError(f"Client {name!r} holds data that are not numeric: {error}.") from None
-        if rows.ndim != 2 and rows.shape != (0,):  # an empty list is an empty client, see below
+        if rows.ndim != 2 and rows.shape != (
+            0,
+        ):  # an empty list is reported as an empty client below
             raise ValueError(
                 f"Client {name!r}: expected a 2D array of rows and columns, got {rows.ndim}D."
             )
@@ -118,10 +120,12 @@ def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:
 
 
 def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], list[Hashable]]:
-    """Codes ``(N,)`` and the distinct clients, sorted where they can be; no id is ``NO_CLIENT``.
+    """Return the code of each row's client ``(N,)``, and the distinct clients.
+
+    Clients are sorted if their ids can be compared. A missing id becomes ``NO_CLIENT``.
 
     Raises:
-        ValueError: not one id a row.
+        ValueError: not one id per row.
     """
     ids = _ids(clients)
     if ids.ndim != 1:
@@ -133,17 +137,17 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
         )
     if not rows:
         return np.zeros(0, dtype=np.int64), []
-    # Rows of a client usually stand together: work on runs, not on rows.
+    # Rows of a client are usually consecutive, so work on runs of equal ids.
     try:
         changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1
-    except TypeError:  # pandas' NA refuses to be compared
+    except TypeError:  # pandas' NA cannot be compared
         changes = np.arange(1, len(ids))
     starts = np.concatenate([[0], changes])
     run_ids = ids[starts].tolist()
     known = [name for name in run_ids if not is_missing(name)]
     try:
         names = sorted(set(known))
-    except TypeError:  # names of several kinds keep the order of their first appearance
+    except TypeError:  # names of several types keep the order of their first appearance
         names = list(dict.fromkeys(known))
     code_of = {name: code for code, name in enumerate(names)}
     run_codes = np.array([code_of.get(name, NO_CLIENT) for name in run_ids], dtype=np.int64)
@@ -151,7 +155,7 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
 
 
 def _ids(clients: ArrayLike) -> NDArray[Any]:
-    """Ids as an array in which each keeps its kind: NumPy makes ``"nan"`` of NaN beside a string."""
+    """Return ids as an array without conversion; NumPy would turn NaN next to a string into ``"nan"``."""
     ids = np.asarray(clients)
     if isinstance(clients, (list, tuple)) and ids.ndim == 1 and ids.dtype.kind in "US":
         kind = str if ids.dtype.kind == "U" else bytes
@@ -162,8 +166,8 @@ def _ids(clients: ArrayLike) -> NDArray[Any]:
 
 
 def is_missing(name: Any) -> bool:
-    """Whether a client's id says that there is none: ``None``, NaN, NaT or NA."""
-    # NaN is the only value that differs from itself; pandas' NA refuses to be compared.
+    """Return whether a client's id is ``None``, NaN, NaT or NA."""
+    # only NaN differs from itself; pandas' NA cannot be compared
     return name is None or type(name).__name__ in ("NAType", "NaTType") or bool(name != name)
 
 
@@ -174,29 +178,29 @@ def checked_rows(
     column_names: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> ClientRows:
-    """Rows of named clients, all finite.
+    """Return stacked rows after a check that all values can be used.
 
     Args:
         matrices: ``(n_k, d)``; together ``N`` rows.
         codes: the client of each row, ``(N,)``.
         names: the clients.
-        column_names: for messages.
+        column_names: for error messages.
         dtype: the precision in which the numbers will be squared.
 
     Raises:
-        ValueError: a row without a client; NaN, infinity or a number too large to square, with the
-            client and the column.
+        ValueError: a row without a client, or NaN, infinity or a number too large to square; the
+            message names the client and the column.
     """
     if (codes == NO_CLIENT).any():
         row = int(np.argmax(codes == NO_CLIENT))
         raise ValueError(
-            f"Row {row} has no client (its id is missing); every row needs one in fit."
+            f"Row {row} has no client (its id is missing); give every row a client in fit."
         )
     rows = client_rows(matrices, codes, names)
     largest = torch.finfo(dtype).max ** 0.5 * 1e-4
     first = 0
     for chunk in rows.chunks:
-        smallest, greatest = torch.aminmax(chunk)  # NaN comes through as NaN
+        smallest, greatest = torch.aminmax(chunk)  # NaN stays NaN
         if not (abs(float(smallest)) < largest and abs(float(greatest)) < largest):
             row, column = torch.nonzero(~(chunk.abs() < largest))[0].tolist()
             _raise_bad_value(
@@ -223,12 +227,12 @@ def _raise_bad_value(
 
 
 def codes_of_known_clients(clients: Any, rows: int, known: Sequence[Hashable]) -> NDArray[np.int64]:
-    """Positions in ``known`` of each row's client, ``(N,)``; ``NO_CLIENT`` for a row without one.
+    """Return the index in ``known`` of each row's client, ``(N,)``; ``NO_CLIENT`` without one.
 
     Args:
         clients: one id per row, one id for all rows, or ``None``.
         rows: ``N``.
-        known: the clients there are.
+        known: all clients of the model.
 
     Raises:
         ValueError: an id that is not among ``known``.
@@ -250,7 +254,7 @@ def codes_of_known_clients(clients: Any, rows: int, known: Sequence[Hashable]) -
         )
         raise ValueError(
             f"Unknown client {unknown[0]!r}: the model knows {counted(len(known), 'client')} ({shown}). "
-            "Leave the client out to use the federation's own weights."
+            "Omit the client to use the weights of the whole federation."
         )
     lookup = np.array([*(position[name] for name in names), NO_CLIENT], dtype=np.int64)
     return np.asarray(lookup[codes])

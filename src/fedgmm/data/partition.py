@@ -1,4 +1,4 @@
-"""How pooled rows become clients that differ: by label, by inputs, by the meaning of labels."""
+"""Partitions of pooled rows into clients that differ in labels, inputs, or the meaning of labels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ FloatArray = NDArray[np.float64]
 def dirichlet_by_label(
     labels: NDArray[np.integer], clients: int, alpha: float = 0.4, seed: int = 0
 ) -> IntArray:
-    """Deal the rows of each class over clients with shares from ``Dir(alpha)``: the client of each row.
+    """Deal the rows of each class over clients with shares from ``Dir(alpha)``.
 
-    Every client gets at least one row where there are enough; it takes one draw a class and ends for
-    every ``alpha`` and every number of clients.
+    There is one draw per class. A client without rows then gets one row of the largest client.
 
     Args:
         labels: classes, ``(N,)``.
-        clients: ``C``, at most ``N``.
+        clients: number of clients ``C``, at most ``N``.
         alpha: small values give clients few classes.
-        seed: of the draws.
+        seed: seed of the draws.
+
+    Returns:
+        The client of each row, ``(N,)``.
     """
     labels = np.asarray(labels)
     _check_clients(clients, len(labels))
@@ -34,7 +36,7 @@ def dirichlet_by_label(
     owner = np.empty(len(labels), dtype=np.int64)
     for label in np.unique(labels):
         rows = generator.permutation(np.flatnonzero(labels == label))
-        # at tiny alpha a Dirichlet draw underflows to all zeros; gamma draws in logs do not
+        # for a tiny alpha a Dirichlet draw underflows to zeros, while logs of gamma draws do not
         shares = _log_dirichlet(alpha, clients, generator)
         edges = np.round(np.cumsum(shares) * len(rows)).astype(np.int64)
         owner[rows] = np.searchsorted(edges, np.arange(len(rows)), side="right").clip(
@@ -44,15 +46,15 @@ def dirichlet_by_label(
 
 
 def _log_dirichlet(alpha: float, size: int, generator: np.random.Generator) -> FloatArray:
-    """A Dirichlet draw that is exact for every ``alpha``, ``(size,)``."""
+    """Return a Dirichlet draw ``(size,)`` that does not underflow for a small ``alpha``."""
     logs = _log_gammas(alpha, size, generator)
     weights = np.exp(logs - logs.max())
     return np.asarray(weights / weights.sum())
 
 
 def _log_gammas(alpha: float, size: int, generator: np.random.Generator) -> FloatArray:
-    """``log Gamma(α)`` draws, ``(size,)``: ``Gamma(α) = Gamma(α + 1) · U^(1/α)`` never underflows."""
-    alpha = min(max(alpha, 1e-300), 1e300)  # beyond these the arithmetic itself gives out
+    """Return draws of ``log Gamma(α)``, ``(size,)``, by ``Gamma(α) = Gamma(α + 1) · U^(1/α)``."""
+    alpha = min(max(alpha, 1e-300), 1e300)  # more extreme values overflow
     logs = np.log(generator.gamma(alpha + 1.0, size=size))
     logs += np.log(generator.uniform(size=size)) / alpha
     return np.asarray(logs)
@@ -90,20 +92,23 @@ def pachinko(
     alpha_fine: float = 10.0,
     seed: int = 0,
 ) -> IntArray:
-    """Pachinko allocation (Reddi et al. 2021): the client of each row, ``(N,)``.
+    """Deal rows by Pachinko allocation (Reddi et al. 2021).
 
-    A client draws a distribution over coarse labels and, within each coarse label, one over its fine
-    labels; then its rows, one after the other and without replacement. A label that has run out
-    leaves the distribution, which is renormalised. Every row is dealt and all clients have as many,
-    give or take one. Clients are served in turn, so the last ones take what is left.
+    A client draws a distribution over coarse labels and, for each coarse label, one over its fine
+    labels. It then draws its rows one by one without replacement. A label without rows leaves the
+    distribution, which is renormalised. All rows are dealt, and the sizes of clients differ by at most
+    one. Clients draw one after the other, so the last ones get the rows that are left.
 
     Args:
         coarse: superclasses, ``(N,)``.
         fine: classes, ``(N,)``.
-        clients: ``C``, at most ``N``.
-        alpha_coarse: of ``Dir(alpha_coarse)`` over coarse labels; small values give a client few.
-        alpha_fine: of ``Dir(alpha_fine)`` over the fine labels of a coarse one.
-        seed: of the draws.
+        clients: number of clients ``C``, at most ``N``.
+        alpha_coarse: parameter of the distribution over coarse labels; small values give a client few.
+        alpha_fine: parameter of the distribution over the fine labels of a coarse label.
+        seed: seed of the draws.
+
+    Returns:
+        The client of each row, ``(N,)``.
     """
     coarse, fine = np.asarray(coarse), np.asarray(fine)
     if coarse.shape != fine.shape or coarse.ndim != 1:
@@ -125,7 +130,7 @@ def pachinko(
         logs = _log_gammas(alpha_coarse, len(piles), generator)
         from_coarse = _draw_counts(size, logs, room, generator)
         for k in np.flatnonzero(from_coarse):
-            # other coarse labels give this client nothing, so their distributions need no draw
+            # coarse labels without rows for this client need no draw
             logs = _log_gammas(alpha_fine, len(piles[k]), generator)
             counts = _draw_counts(int(from_coarse[k]), logs, left[k], generator)
             for pile, top, count in zip(piles[k], left[k], counts, strict=True):
@@ -137,7 +142,7 @@ def pachinko(
 def _shuffled_piles(
     labels: NDArray[np.integer], here: NDArray[np.bool_], generator: np.random.Generator
 ) -> list[IntArray]:
-    """Row numbers of each label among the rows ``here`` ``(N,)``, in random order."""
+    """Return the indices of each label's rows among the rows ``here`` ``(N,)``, in random order."""
     return [
         generator.permutation(np.flatnonzero(here & (labels == label)))
         for label in np.unique(labels[here])
@@ -147,16 +152,16 @@ def _shuffled_piles(
 def _draw_counts(
     draws: int, logs: FloatArray, room: IntArray, generator: np.random.Generator
 ) -> IntArray:
-    """How often each label comes up in draws without replacement, ``(L,)``.
+    """Return how often each label is drawn without replacement, ``(L,)``.
 
-    Draws of a label that has run out are made again among the others, in proportion: the same as to
-    renormalise after each draw. Every pass but the last uses a label up, so it ends.
+    Draws of a label without rows are repeated among the other labels, which is the same as
+    renormalising after each draw. Every pass but the last exhausts a label, so the loop ends.
 
     Args:
-        draws: how many, at most ``room.sum()``.
+        draws: number of draws, at most ``room.sum()``.
         logs: logarithms of the labels' weights, ``(L,)``.
-        room: rows there are of each label, ``(L,)``.
-        generator: of the draws.
+        room: number of rows of each label, ``(L,)``.
+        generator: random generator.
     """
     taken = np.zeros(len(room), dtype=np.int64)
     while missing := draws - int(taken.sum()):
@@ -170,7 +175,7 @@ def _draw_counts(
 
 
 def natural(writers: ArrayLike) -> IntArray:
-    """Whoever wrote a row holds it: the client of each row, ``(N,)``, in the sorted order of ids."""
+    """Return the client of each row ``(N,)`` if each writer is a client; clients are sorted by id."""
     writers = np.asarray(writers)
     if writers.ndim != 1 or not len(writers):
         raise ValueError(f"writers must hold one id per row, got shape {writers.shape}.")
@@ -178,7 +183,7 @@ def natural(writers: ArrayLike) -> IntArray:
 
 
 def describe(owner: IntArray, labels: NDArray[np.integer]) -> str:
-    """What a partition made, in a line: clients, rows a client, classes a client.
+    """Describe a partition in one line: clients, rows per client, classes per client.
 
     Args:
         owner: the client of each row, ``(N,)``.
@@ -189,7 +194,7 @@ def describe(owner: IntArray, labels: NDArray[np.integer]) -> str:
     rows, classes = np.bincount(codes), np.bincount(pairs[0])
     return (
         f"{counted(len(rows), 'client')} with {counted(len(codes), 'row')}; "
-        f"rows a client: {_spread(rows)}; classes a client: {_spread(classes)}"
+        f"rows per client: {_spread(rows)}; classes per client: {_spread(classes)}"
     )
 
 
@@ -198,27 +203,27 @@ def _spread(counts: IntArray) -> str:
 
 
 def transform_images(images: NDArray[Any], largest: float) -> NDArray[Any]:
-    """The paper's ``T``: turned by 90 degrees, flipped left to right, and inverted.
+    """Rotate images by 90 degrees, flip them left to right, and invert them (the paper's ``T``).
 
-    Applied twice it gives the images back.
+    Applied twice, it returns the original images.
 
     Args:
         images: ``(N, ..., height, width)``, square, of any number type, which is kept.
-        largest: the value of white, from which inversion subtracts.
+        largest: the value of white; inversion subtracts from it.
     """
     if images.ndim < 3 or images.shape[-1] != images.shape[-2]:
-        raise ValueError(f"images must be (N, ..., side, side) to be turned, got {images.shape}.")
+        raise ValueError(f"images must have shape (N, ..., side, side), got {images.shape}.")
     if images.dtype.kind == "u" and images.size and images.max() > largest:
         raise ValueError(
             f"largest is {largest:g}, but an image holds {images.max()}; give the value of white."
         )
     turned = np.rot90(images, axes=(-2, -1))
-    # white in the images' own type: bytes stay bytes, and no copy in float64 is made
+    # white has the type of the images, so that bytes stay bytes
     return np.ascontiguousarray(images.dtype.type(largest) - turned[..., ::-1])
 
 
 def draw_joint_shift(rows: int, classes: int, seed: int = 0) -> tuple[NDArray[np.bool_], IntArray]:
-    """Which half of the rows is to be changed, ``(N,)``, and the new label of each class, ``(K,)``."""
+    """Draw which half of the rows to change, ``(N,)``, and the new label of each class, ``(K,)``."""
     generator = np.random.default_rng(seed)
     changed = generator.permutation(rows) < rows // 2
     return changed, generator.permutation(classes)
@@ -227,13 +232,13 @@ def draw_joint_shift(rows: int, classes: int, seed: int = 0) -> tuple[NDArray[np
 def joint_shift(
     images: NDArray[Any], labels: NDArray[np.integer], largest: float, seed: int = 0
 ) -> tuple[NDArray[Any], IntArray, NDArray[np.bool_]]:
-    """Half of the images transformed, with their labels under one random permutation.
+    """Transform half of the images, and permute their labels by one random permutation.
 
     Args:
         images: ``(N, ..., height, width)``.
         labels: ``0 … K-1``, ``(N,)``.
         largest: the value of white.
-        seed: of the choice of images and of the permutation.
+        seed: seed of the choice of images and of the permutation.
 
     Returns:
         Images, labels, and which rows were changed, ``(N,)``.

@@ -1,8 +1,8 @@
-"""Other ways to read an encoder's numbers: their direction, their length, and several stages.
+"""Representations of an encoder's rows: direction, length, and several stages of the network.
 
-An encoder's numbers shrink with the object in the picture. Gaussians that see them plainly find small
-objects near the middle of all others; the direction of the numbers tells them apart. How much a channel
-varies over the places of a picture tells them apart better still than its mean.
+The numbers of an encoder shrink with the object in the image. So Gaussians on the plain numbers put
+small objects near the mean of all others, while the direction of the numbers separates them. The
+variation of a channel over the places of an image separates them better than its mean.
 """
 
 from __future__ import annotations
@@ -11,28 +11,32 @@ from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from fedgmm.core.checks import check_choice
-from fedgmm.data.embeddings import Encoder, Features, Images, ResNet18Encoder, encode_images
+from fedgmm.data.embeddings import Encoder, ResNet18Encoder, device_of, encode_images
 from fedgmm.nets.backbones import ResNet18
 
 REPRESENTATIONS = ("plain", "direction", "direction and length", "stages", "deviations")
-"""What becomes of an encoder's numbers: nothing; length one; length one, and the length's logarithm; the
-last of these for each stage of the network, where the encoder tells of several; and the same for the square
-roots of the channels' standard deviations over places, where it tells of those."""
+"""Ways to represent a row.
+
+``plain``: the encoder's numbers. ``direction``: scaled to length one. ``direction and length``: also the
+logarithm of the length. ``stages``: direction and length of each stage of the network. ``deviations``:
+the same for the square roots of the channels' standard deviations over the places of an image.
+"""
 
 _NO_LENGTH = 1e-6
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How an encoder's row is made up: means of some stages, then deviations of some.
+    """The parts of an encoder's row: means of some stages, then deviations of some stages.
 
     Attributes:
-        means: numbers of each stage, the last the encoder's own; empty means that all numbers are.
-        deviations: numbers of each stage; may be empty.
+        means: number of columns per stage; the last stage is the encoder's own output. Empty means that
+            all columns are.
+        deviations: number of columns per stage; may be empty.
     """
 
     means: tuple[int, ...] = ()
@@ -50,8 +54,8 @@ class _Stages(torch.nn.Module):
         self.network = network
         self.feature_size = sum(_STAGES.means) + sum(_STAGES.deviations)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows ``(n, 1856)`` of images ``(n, 3, height, width)``."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Return rows ``(n, 1856)`` of images ``(n, 3, height, width)``."""
         net = self.network
         x = net.maxpool(torch.relu(net.bn1(net.conv1(x))))
         stages = []
@@ -63,10 +67,11 @@ class _Stages(torch.nn.Module):
 
 
 class StageEncoder:
-    """A ResNet-18 encoder that tells what all stages of the network see, not only the last.
+    """A ResNet-18 encoder with the output of all stages of the network, not only the last.
 
     Attributes:
-        layout: of its rows.
+        layout: the parts of its rows.
+        device: the device of the network.
     """
 
     layout = _STAGES
@@ -74,37 +79,38 @@ class StageEncoder:
     def __init__(self, base: ResNet18Encoder) -> None:
         self._encoder = copy(base)
         self._encoder._network = _Stages(base._network)  # type: ignore[assignment]
+        self.device = base.device
         self.name = f"means of stages 2 to 4 and deviations of 1 to 4 of {base.name}"
 
-    def encode(self, images: Images) -> Features:
-        """Rows ``(n, 1856)`` of images ``(n, channels, height, width)``."""
+    def encode(self, images: Tensor) -> Tensor:
+        """Return rows ``(n, 1856)`` of images ``(n, channels, height, width)``."""
         return self._encoder.encode(images)
 
 
-def represented(codes: Features, how: str, layout: Layout | None = None) -> Features:
-    """An encoder's rows as one of ``REPRESENTATIONS``, ``(n, k)``.
+def represented(rows: Tensor, how: str, layout: Layout | None = None) -> Tensor:
+    """Return an encoder's rows ``(n, d)`` in one of ``REPRESENTATIONS``, ``(n, k)``.
 
     Args:
-        codes: ``(n, d)``.
-        how: which representation; ``"stages"`` takes the means of all stages, ``"deviations"`` their
-            deviations if there are any, and all others the means of the last.
-        layout: of the rows; ``None`` means that all numbers are the encoder's own.
+        rows: ``(n, d)``.
+        how: the representation. ``"stages"`` uses the means of all stages, ``"deviations"`` their
+            deviations if the layout has them, and the others use the means of the last stage.
+        layout: the parts of a row; ``None`` means that all columns are the encoder's own output.
     """
     check_choice("representation", how, REPRESENTATIONS)
     layout = layout or Layout()
-    means = layout.means or (codes.shape[1],)
-    stages = np.split(codes, np.cumsum((*means, *layout.deviations))[:-1], axis=1)
+    means = layout.means or (rows.shape[1],)
+    stages = torch.split(rows, [*means, *layout.deviations], dim=1)
     own = stages[len(means) - 1]
     if how == "plain":
         return own
-    seen = stages[: len(means)] if how in ("stages", "deviations") else [own]
+    seen = stages[: len(means)] if how in ("stages", "deviations") else (own,)
     if how == "deviations" and layout.deviations:
-        seen = [np.sqrt(stage) for stage in stages[len(means) :]]
-    parts = []
+        seen = tuple(stage.sqrt() for stage in stages[len(means) :])
+    parts: list[Tensor] = []
     for stage in seen:
-        lengths = np.maximum(np.linalg.norm(stage, axis=1, keepdims=True), _NO_LENGTH)
-        parts += [stage / lengths] + ([] if how == "direction" else [np.log(lengths)])
-    return np.hstack(parts).astype(np.float32)
+        lengths = torch.linalg.vector_norm(stage, dim=1, keepdim=True).clamp_min(_NO_LENGTH)
+        parts += [stage / lengths] if how == "direction" else [stage / lengths, lengths.log()]
+    return torch.cat(parts, dim=1)
 
 
 class Represented:
@@ -113,19 +119,21 @@ class Represented:
     Attributes:
         base: the encoder.
         how: one of ``REPRESENTATIONS``.
-        cache: a folder for what the encoder says, whatever becomes of it; ``None`` keeps nothing.
+        cache: a folder for the rows of ``base``, which all representations share; ``None`` means none.
+        device: the device of the rows.
     """
 
     def __init__(self, base: Encoder, how: str, cache: Path | None = None) -> None:
         self.base, self.how, self.cache = base, how, cache
+        self.device = device_of(base)
         self.name = f"{how}, {base.name}"
 
-    def encode(self, images: Images) -> Features:
-        """Rows of images ``(n, channels, height, width)``."""
-        codes = encode_images(images, self.base, self.cache)
-        return represented(codes, self.how, layout_of(self.base))
+    def encode(self, images: Tensor) -> Tensor:
+        """Return rows of images ``(n, channels, height, width)``."""
+        rows = encode_images(images, self.base, self.cache)
+        return represented(rows, self.how, layout_of(self.base))
 
 
 def layout_of(base: Encoder) -> Layout | None:
-    """How an encoder's rows are made up; ``None`` where all numbers are alike."""
+    """Return the parts of an encoder's rows; ``None`` if all columns are its own output."""
     return base.layout if isinstance(base, StageEncoder) else None

@@ -1,8 +1,8 @@
-"""The paper's synthetic data, with the accuracy that nobody can beat on them.
+"""The paper's synthetic data, and the best possible accuracy on them.
 
-A client draws its weights ``π_c`` from a Dirichlet distribution; a row picks a component, draws its
-inputs from the component's distribution and gets the component's own label, ``1{(x - μ_m)ᵀ v_m > 0}``.
-The paper does not publish ``μ`` and ``v``; they are drawn uniformly here.
+A client draws its weights ``π_c`` from a Dirichlet distribution. A row draws a component, then its
+inputs from the component's distribution, and gets the component's label, ``1{(x - μ_m)ᵀ v_m > 0}``.
+The paper does not publish ``μ`` and ``v``, so they are drawn uniformly here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Components:
     """Base distributions with independent columns, and their labels.
 
     Attributes:
-        distribution: what each column follows.
+        distribution: the distribution of each column.
         first: means of Gaussians and Laplacians, or ``α`` of Betas, ``(M, d)``.
-        second: ``β`` of Betas, ``(M, d)``; one otherwise.
+        second: ``β`` of Betas, else scales of one, ``(M, d)``.
         directions: ``v_m``, ``(M, d)``.
     """
 
@@ -48,7 +48,7 @@ class Components:
         return self.first
 
     def draw(self, labels: NDArray[np.int64], generator: np.random.Generator) -> FloatArray:
-        """One row for each entry of ``labels``, the component it comes from: ``(n, d)``."""
+        """Draw one row per entry of ``labels``, which are components: ``(n, d)``."""
         first, second = self.first[labels], self.second[labels]
         match self.distribution:
             case "gaussian":
@@ -56,11 +56,11 @@ class Components:
             case "laplace":
                 return generator.laplace(first, second)
             case _:
-                # a float32 of exactly one has no density
+                # the density at exactly zero or one may be infinite
                 return generator.beta(first, second).clip(_SMALLEST, 1.0 - _SMALLEST)
 
     def log_densities(self, x: FloatArray) -> FloatArray:
-        """``log P^(m)(x_i)``, ``(n, M)``."""
+        """Return ``log P^(m)(x_i)``, ``(n, M)``."""
         family = {"gaussian": stats.norm, "laplace": stats.laplace, "beta": stats.beta}
         density = family[self.distribution].logpdf
         columns = [
@@ -70,19 +70,19 @@ class Components:
         return np.stack(columns, axis=-1)
 
     def labels(self, x: FloatArray) -> NDArray[np.int64]:
-        """What each component would call each row, ``(n, M)``."""
+        """Return the label that each component gives to each row, ``(n, M)``."""
         scores: FloatArray = np.einsum("nmd,md->nm", x[:, None] - self.means, self.directions)
         return (scores > 0).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class SyntheticFederation:
-    """A data set whose truth is known.
+    """A data set with known parameters.
 
     Attributes:
         dataset: the clients.
-        components: the base distribution of each client's family; most federations have one family.
-        family: which of ``components`` a client draws from, ``(C,)``.
+        components: one set of components per family; most federations have one family.
+        family: the family of each client, an index into ``components``, ``(C,)``.
         client_weights: true ``π_c``, ``(C, M)``.
     """
 
@@ -92,7 +92,7 @@ class SyntheticFederation:
     client_weights: FloatArray
 
     def bayes_accuracy(self, split: str = "test") -> float:
-        """Accuracy of Bayes' rule with the true parameters, mean over clients."""
+        """Return the accuracy of Bayes' rule with the true parameters, averaged over clients."""
         rows = self.dataset.split(split)
         right = self.bayes_probabilities(rows).argmax(-1) == rows.labels.numpy()
         codes = rows.codes.numpy()
@@ -100,7 +100,7 @@ class SyntheticFederation:
         return float(np.mean([right[codes == code].mean() for code in present]))
 
     def bayes_probabilities(self, rows: LabelledRows) -> FloatArray:
-        """True ``P_c(y|x)``, ``(N, 2)``."""
+        """Return the true ``P_c(y|x)``, ``(N, 2)``."""
         x, codes = rows.inputs.numpy().astype(np.float64), rows.codes.numpy()
         result = np.empty((len(x), 2))
         for index, family in enumerate(self.components):
@@ -126,19 +126,20 @@ def synthetic(
     other_clients: int = 0,
     seed: int = 0,
 ) -> SyntheticFederation:
-    """The paper's generator.
+    """Draw the paper's synthetic data.
 
     Args:
-        clients: ``C``.
-        rows: about this many rows a client, before the split.
-        dimensions: ``d``.
-        components: ``M``.
-        alpha: of the Dirichlet distribution of the clients' weights.
+        clients: number of clients, ``C``.
+        rows: mean number of rows per client, before the split.
+        dimensions: number of columns, ``d``.
+        components: number of components, ``M``.
+        alpha: parameter of the Dirichlet distribution of the clients' weights.
         separation: means are uniform in ``[-separation, separation]``.
-        distribution: of the components.
-        other: of the components of the last ``other_clients`` clients (setting 2 of the paper).
-        other_clients: how many clients are wholly different.
-        seed: of everything.
+        distribution: distribution of the components.
+        other: distribution of the components of the last ``other_clients`` clients (setting 2 of the
+            paper).
+        other_clients: number of clients with components of their own.
+        seed: seed of all draws.
     """
     for name, kind in (("distribution", distribution), ("other", other or distribution)):
         if kind not in DISTRIBUTIONS:

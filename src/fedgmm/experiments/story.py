@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.data.digits import SIDE, WHITE, Digits, heterogeneous_digits
+from fedgmm.data.examples import SIDE, WHITE, Digits, heterogeneous_digits
 from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.base import TITLES
 from fedgmm.model.model import FederatedModel

@@ -33,8 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedgmm.data.tables.agreement import DisagreementError, agree
-from fedgmm.data.tables.first_pass import settle_kinds
+from fedgmm.data.tables.agreement import DisagreementError, agree, agree_on_kinds
 from fedgmm.data.tables.summaries import ClientSummary
 from fedgmm.federation.job import Job, check_for_tables, shared_model
 from fedgmm.federation.members import Members, Notify
@@ -397,7 +396,7 @@ def _with_common_kinds(
                 raise FederationError(f"{name} could not read its table again: {error}") from None
         return found
 
-    return settle_kinds(summaries, members.settings.config.table, read_again)
+    return agree_on_kinds(summaries, members.settings.config.table, read_again)
 
 
 def training_rows(rows: Iterable[int], share: float) -> int:

@@ -1,44 +1,41 @@
-"""A site's own table: its summary, and its rows as numbers once all agreed on the preprocessing."""
+"""A site's own table: its summary, and its rows as numbers after all sites agreed on the columns."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.tables.errors import ConversionError, TableError, quoted
-from fedgmm.data.tables.files import Notify, client_name, find_tables, read_header
-from fedgmm.data.tables.loading import ONE_CLIENT, Tables, read_tables
+from fedgmm.data.tables.errors import TableError, quoted
+from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
+from fedgmm.data.tables.loading import ONE_CLIENT, ClientsFile, Tables, summarise_files
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.data.tables.summaries import ClientSummary
-
-_EXAMPLE = re.compile(r" such as ('[^']*'|\"[^\"]*\"|\S+)")
 
 
 @dataclass
 class SiteTable:
-    """The file of one site.
+    """The file of one site, parsed once and kept while the process lives.
 
     Attributes:
-        path: the file.
-        name: of the site.
+        file: the file with the columns that were read.
+        name: the name of the site.
         notify: called with a line before each step.
     """
 
-    path: Path
+    file: TableFile
     name: str
     notify: Notify
-    _known: tuple[TableOptions, Preprocessing, FederatedDataset, Tables] | None = field(
+    _loaded: tuple[TableOptions, Preprocessing, FederatedDataset, Tables] | None = field(
         default=None, repr=False
     )
 
     @classmethod
     def found(cls, data: tuple[Path, ...], name: str | None, notify: Notify) -> SiteTable:
-        """The one file that the settings lead to.
+        """Return the table of the one file that the settings lead to, with its header read.
 
         Raises:
-            ValueError: no file, or several.
+            ValueError: no file, several files, or a file that cannot be read.
         """
         paths = find_tables(data)
         if len(paths) > 1:
@@ -48,56 +45,51 @@ class SiteTable:
             )
         own = client_name(paths[0]) if name is None else name
         if not own.strip() or not own.isprintable():
-            raise ValueError("The site needs a name that can be read; say --name NAME.")
-        read_header(paths[0])  # a file that nobody can read is told of at once
-        return cls(paths[0], own, notify)
+            raise ValueError("The site needs a printable name; use --name NAME.")
+        return cls(TableFile(paths[0], notify), own, notify)
+
+    @property
+    def path(self) -> Path:
+        """The path of the file."""
+        return self.file.path
 
     def summary(self, options: TableOptions, as_categories: list[str]) -> ClientSummary:
-        """What the site tells before training; some columns may be wanted as categories."""
+        """Return the summary that the site sends; ``as_categories`` names columns to take as text."""
         wanted = replace(options, categorical=(*options.categorical, *as_categories))
-        return read_tables([self.path], wanted, self.notify).summaries[self.name]
+        return self._tables(wanted).summaries[self.name]
 
     def load(
         self, options: TableOptions, preprocessing: Preprocessing
     ) -> tuple[FederatedDataset, Tables]:
-        """Rows as numbers, in their splits; read once and kept."""
-        known = self._known
-        if known is not None and known[:2] == (options, preprocessing):
-            return known[2], known[3]
-        preprocessing.check_header(
-            self.path, read_header(self.path), label_needed=options.label is not None
-        )
-        as_text = [column.name for column in preprocessing.columns if column.role == "category"]
-        wanted = replace(options, categorical=(*options.categorical, *as_text))
-        tables = read_tables([self.path], wanted, self.notify)
-        summary = tables.summaries[self.name]
-        strange = [text for text in summary.labels if not _is_class(text, preprocessing)]
-        if strange:
-            raise TableError(
-                self.path,
-                f"it has a label that the federation does not know: {quoted(strange[0])}.",
-            )
-        if ONE_CLIENT in tables.notes:  # as it should be here
+        """Return the rows as numbers, in their splits; the last result is kept."""
+        if self._loaded is not None and self._loaded[:2] == (options, preprocessing):
+            return self._loaded[2:]
+        file = self._current_file()
+        preprocessing.check_header(self.path, file.header, label_needed=options.label is not None)
+        texts = {c.name for c in preprocessing.used if c.needs_text(file.columns.get(c.name))}
+        names = set(file.header) - set(options.ignore)
+        file.read(names, texts if options.label is None else {*texts, options.label})
+        tables = self._tables(options)
+        _, unknown = preprocessing.labels.encode(tables.summaries[self.name].labels)
+        if unknown:
+            problem = "it has a label that the federation does not know"
+            raise TableError(self.path, f"{problem}: {quoted(unknown[0])}.", public=problem)
+        if ONE_CLIENT in tables.notes:  # a site is always one client
             tables.notes.remove(ONE_CLIENT)
-        dataset = tables.load(preprocessing, self.notify)
-        self._known = (options, preprocessing, dataset, tables)
+        dataset = tables.load(preprocessing, self.notify, keep_columns=True)
+        self._loaded = (options, preprocessing, dataset, tables)
         return dataset, tables
 
+    def _current_file(self) -> TableFile:
+        """Return the file; one that changed on disk is read again from its header on."""
+        if not self.file.is_unchanged():
+            self.file = TableFile(self.path, self.notify)
+        return self.file
 
-def _is_class(text: str, preprocessing: Preprocessing) -> bool:
-    import pyarrow as pa
-
-    _, strange = preprocessing.labels.encode(pa.array([text], pa.string()))
-    return not strange
+    def _tables(self, options: TableOptions) -> Tables:
+        return summarise_files([ClientsFile(self._current_file(), options)], options)
 
 
 def public_reason(error: Exception) -> str:
-    """What the server may know of a table that cannot be used: no path, and no value of a row."""
-    if isinstance(error, ConversionError):
-        return f"the column {quoted(error.column)} holds text where numbers belong"
-    text = str(error)
-    if isinstance(error, TableError):
-        text = text.removeprefix(f"{error.path}: ")
-        if "a label that the federation does not know" in text:
-            return "it has a label that the federation does not know"
-    return _EXAMPLE.sub("", text).rstrip(".")
+    """Return the reason that the server may know: without a path and without a value of a row."""
+    return error.public if isinstance(error, TableError) else str(error).rstrip(".")

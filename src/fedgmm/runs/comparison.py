@@ -298,7 +298,7 @@ def data_to_compare(
 def built_in_data(name: str, seed: int) -> tuple[FederatedDataset, float | None]:
     """Return a built-in data set and the accuracy of its Bayes classifier, if it is known."""
     if name == "digits":
-        from fedgmm.data.digits import heterogeneous_digits
+        from fedgmm.data.examples import heterogeneous_digits
 
         return heterogeneous_digits(seed=seed).dataset, None
     from fedgmm.data.synthetic import synthetic

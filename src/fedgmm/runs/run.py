@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_choice
-from fedgmm.data.tables.files import Notify, TableError, client_name, find_tables
-from fedgmm.data.tables.labels import UNKNOWN
+from fedgmm.data.tables.errors import TableError
+from fedgmm.data.tables.files import Notify, client_name, find_tables
 from fedgmm.data.tables.loading import Rows, read_rows
-from fedgmm.data.tables.preprocessing import Preprocessing
+from fedgmm.data.tables.preprocessing import UNKNOWN, Preprocessing
 from fedgmm.methods.base import DENSITY
 from fedgmm.model.adaptation import Adaptation
 from fedgmm.model.metrics import Evaluation, evaluate

@@ -1,4 +1,4 @@
-"""Kinds of values, and values as numbers and categories."""
+"""Kinds of values, and columns as numbers and as codes of texts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fedgmm.data.tables.columns import categories, kind_of, numbers, stored_kind
+from fedgmm.data.tables.columns import column_values, kind_of_text, stored_kind, without_point
 
 DAY = datetime.date(1970, 1, 3)
 NOON = datetime.datetime(1970, 1, 3, 12)
+
+
+def converted(*chunks):
+    return column_values(pa.chunked_array(chunks))
 
 
 @pytest.mark.parametrize(
@@ -40,33 +44,60 @@ NOON = datetime.datetime(1970, 1, 3, 12)
     ],
 )
 def test_numbers(values, kind, expected):
-    assert kind_of(values) == kind
-    found = numbers(values)
-    assert found.dtype == np.float64
-    np.testing.assert_array_equal(found, np.array(expected, dtype=float))
+    found = converted(values)
+    assert found.kind == kind
+    assert found.numbers.dtype == np.float64
+    np.testing.assert_array_equal(found.numbers, np.array(expected, dtype=float))
 
 
-def test_text_is_no_number():
+def test_text_is_not_a_number():
     for texts in (["1", "x"], ["1", "true"], ["1", "2020-01-01"], ["5%"], ["1,5"]):
-        assert kind_of(pa.array(texts)) == "text"
-        assert numbers(pa.array(texts)) is None
+        found = converted(pa.array(texts))
+        assert (found.kind, found.numbers) == ("text", None)
 
 
-def test_values_that_are_no_table_values():
-    for kind in (pa.list_(pa.int8()), pa.struct({"a": pa.int8()}), pa.map_(pa.string(), pa.int8())):
+def test_types_that_tables_do_not_have():
+    for kind in (
+        pa.list_(pa.int8()),
+        pa.struct({"a": pa.int8()}),
+        pa.map_(pa.string(), pa.int8()),
+        pa.month_day_nano_interval(),
+    ):
         assert stored_kind(kind) is None
 
 
-def test_categories():
-    codes, texts = categories(pa.array(["b", None, "a", "b"]))
-    assert [None if code < 0 else texts[code] for code in codes] == ["b", None, "a", "b"]
-    codes, texts = categories(pa.array([True, None]))
-    assert (codes.tolist(), texts) == ([0, -1], ["true"])
+def named(values):
+    texts = values.texts.to_pylist()
+    return [None if code < 0 else texts[code] for code in values.codes]
+
+
+def test_codes_of_texts():
+    found = converted(pa.array(["b", None, "a"]), pa.array(["b", "c"]))
+    assert named(found) == ["b", None, "a", "b", "c"]
+    assert found.as_written
+
+
+def test_blanks_and_words_for_missing_values():
+    found = converted(pa.array([" b", "NA", "b ", " ? ", "a", "b"]))
+    assert named(found) == ["b", None, "b", None, "a", "b"]
+    assert found.texts.to_pylist() == ["b", "a"]
+    assert converted(pa.array([" ", "NA"])).kind == "empty"
+
+
+def test_truth_values_have_codes_and_numbers_do_not():
+    found = converted(pa.array([True, None, False]))
+    assert named(found) == ["true", None, "false"]
+    assert not found.as_written
+    found = converted(pa.array([1.5, None]))
+    assert found.codes is None
+    assert not found.as_written
+
+
+def test_kinds_of_single_texts():
+    texts = ["1e3", "TRUE", "2020-01-01", "12:30", "x"]
+    assert [kind_of_text(text) for text in texts] == ["number", "boolean", "date", "date", "text"]
 
 
 def test_whole_numbers_have_one_name():
-    values = pa.array(["1.0", "1", "-2.00", None, "1.5", "1.0.0", "x"])
-    codes, texts = categories(values, whole_numbers=True)
-    named = [None if code < 0 else texts[code] for code in codes]
-    assert named == ["1", "1", "-2", None, "1.5", "1.0.0", "x"]
-    assert categories(values)[1] == ["1.0", "1", "-2.00", "1.5", "1.0.0", "x"]
+    texts = ["1.0", "1", "-2.00", "1.5", "1.0.0", "x"]
+    assert [without_point(text) for text in texts] == ["1", "1", "-2", "1.5", "1.0.0", "x"]

@@ -1,4 +1,4 @@
-"""What is in the files, and what will hurt."""
+"""Facts about clients and columns, and warnings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fedgmm.data.tables.inspection import inspect_tables
 
 
 @pytest.fixture
-def inspected(write, first_pass):
+def inspected(write, read):
     def of(label="y", ignore=(), **files):
         paths = [write(f"{name}.csv", content) for name, content in files.items()]
-        return inspect_tables(first_pass(*paths, label=label, ignore=ignore))
+        return inspect_tables(read(*paths, label=label, ignore=ignore))
 
     return of
 
@@ -55,17 +55,17 @@ def test_warnings(inspected):
         b=site([100, 101, ""], ["p", "p", ""]),
         d=site([""] * 30, ["r"] * 30),
     )
-    told = "\n".join(found.warnings)
+    warnings = "\n".join(found.warnings)
     for words in (
-        "Client 'b': 1 row has no label",
-        "b has 2 rows only",
-        "b has no row of class 'q', 'r'",
-        "d has no value in column 'x'",
+        "1 row has no label",
+        "only 2 rows",
+        "'q', 'r'",
+        "no value in column 'x'",
         "b lies +",
-        "d has other labels than the rest",
-        "Class 'r' lives at d only",
+        "d has other labels",
+        "only at d",
     ):
-        assert words in told
+        assert words in warnings
     assert len(set(found.warnings)) == len(found.warnings)
 
 
@@ -76,7 +76,7 @@ def test_labels_are_counted_as_classes(inspected):
 
 
 def test_labels_that_cannot_be_learned_are_a_warning(inspected):
-    assert any("only the class 'p'" in w for w in inspected(a=site([0, 1], "pp")).warnings)
+    assert any("class 'p'" in w for w in inspected(a=site([0, 1], "pp")).warnings)
     measured = inspected(a=site(range(30), [i / 7 for i in range(1, 31)]))
     assert any("measurement" in warning for warning in measured.warnings)
 
@@ -90,15 +90,16 @@ def test_without_a_label(inspected):
 
 def test_files_that_do_not_fit_together(inspected, fails):
     message = fails(inspected, a=site([0], "p"), b=site([0], "p", header="x,d,y"))
-    assert "b.csv: the column 'c' is missing" in message
+    assert "b.csv" in message
+    assert "'c'" in message
 
 
-def test_what_concerns_everybody_comes_first(inspected):
+def test_warnings_about_all_clients_come_first(inspected):
     found = inspected(
         a=site([0, 1] * 20, ["p", "q"] * 20), b=site(range(5), ["r", "s", "p", "q", "p"])
     )
     first, second, *rest = found.warnings
-    assert first == "Class 'r' lives at b only."
-    assert second == "Class 's' lives at b only."
-    assert any(note.startswith("b has 5 rows only") for note in rest)
-    assert any("a has no row of class 'r', 's'." in note for note in rest)
+    assert "'r'" in first
+    assert "'s'" in second
+    assert any(note.startswith("b has only 5 rows") for note in rest)
+    assert any("'r', 's'" in note for note in rest)

@@ -1,4 +1,4 @@
-"""What a client tells: counts, sums and lists of categories."""
+"""Summaries of a client: counts, sums and lists of categories."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgmm.data.tables.summaries import BatchValues, SummaryOfColumns, look_like_names
+from fedgmm.data.tables.columns import column_values
+from fedgmm.data.tables.summaries import ClientPart, look_like_names, summarise_columns
 
 
-def summary(*batches, **options):
-    names = list(batches[0])
-    found = SummaryOfColumns(names)
-    for batch in batches:
-        values = BatchValues(pa.RecordBatch.from_pydict(batch), **options)
-        found.add(values, slice(None))
-    return found.result()
+def summary(*parts):
+    """The summary of column ``a`` of a client with rows in several files."""
+    files = [{"a": column_values(pa.chunked_array([pa.array(part)]))} for part in parts]
+    return summarise_columns(
+        [ClientPart(own, np.arange(len(part))) for own, part in zip(files, parts, strict=True)],
+        ["a"],
+    )["a"]
 
 
 numbers_or_none = st.lists(
@@ -28,19 +29,30 @@ numbers_or_none = st.lists(
 @given(values=numbers_or_none, cut=st.integers(0, 30))
 def test_moments_are_those_of_all_rows_however_they_are_cut(values, cut):
     parts = [part for part in (values[:cut], values[cut:]) if part]
-    told = summary(*({"a": pa.array(part, pa.float64())} for part in parts))["a"]
+    found = summary(*(pa.array(part, pa.float64()) for part in parts))
     present = np.array([value for value in values if value is not None])
-    assert (told.count, told.missing) == (len(present), len(values) - len(present))
-    assert told.mean == pytest.approx(present.mean(), rel=1e-12, abs=1e-9)
-    assert told.squares == pytest.approx(
+    assert (found.count, found.missing) == (len(present), len(values) - len(present))
+    assert found.mean == pytest.approx(present.mean(), rel=1e-12, abs=1e-9)
+    assert found.squares == pytest.approx(
         ((present - present.mean()) ** 2).sum(), rel=1e-9, abs=1e-6
     )
 
 
 def test_moments_far_from_zero_keep_their_digits(rng):
     values = 1e9 + rng.normal(size=1000)
-    told = summary(*({"a": part} for part in np.split(values, 10)))["a"]
-    assert told.squares == pytest.approx(((values - values.mean()) ** 2).sum(), rel=1e-10)
+    found = summary(*np.split(values, 10))
+    assert found.squares == pytest.approx(((values - values.mean()) ** 2).sum(), rel=1e-10)
+
+
+def test_long_columns_are_summed_in_blocks(rng, monkeypatch):
+    monkeypatch.setattr("fedgmm.data.tables.summaries._BLOCK_ROWS", 7)
+    values = 1e9 + rng.normal(size=100)
+    values[::9] = np.nan
+    found = summary(values)
+    present = values[~np.isnan(values)]
+    assert (found.count, found.missing) == (len(present), 12)
+    assert found.mean == pytest.approx(present.mean(), rel=1e-15)
+    assert found.squares == pytest.approx(((present - present.mean()) ** 2).sum(), rel=1e-9)
 
 
 def test_missing_values_are_counted_once_in_every_kind():
@@ -52,35 +64,29 @@ def test_missing_values_are_counted_once_in_every_kind():
         pa.array([True, None]),
         pa.array(["True", None]),
     ):
-        assert summary({"a": values})["a"].missing == 1
-        assert summary({"a": values}, as_categories=["a"])["a"].missing == 1
-    assert summary({"a": pa.nulls(2)})["a"].missing == 2
+        assert summary(values).missing == 1
+        assert summary(values, pa.nulls(2)).missing == 3
+    assert summary(pa.nulls(2)).missing == 2
 
 
-def test_text_that_looked_like_numbers_at_first():
-    told = summary({"a": ["1", "2"]}, {"a": ["2.0", None]}, {"a": ["x", "x"]})["a"]
-    assert (told.kind, told.missing) == ("text", 1)
-    assert told.categories == {"1": 1, "2": 2, "x": 2}
-
-
-def test_numbers_that_are_names_of_groups():
-    assert summary({"a": ["1", "2", "1"]})["a"].kind == "number"
-    told = summary({"a": ["1", "2", "1"]}, as_categories=["a"])["a"]
-    assert (told.kind, told.categories) == ("text", {"1": 2, "2": 1})
+def test_text_that_looks_like_numbers_in_one_file():
+    found = summary(["1", "2"], ["2.0", None], ["x", "x"])
+    assert (found.kind, found.missing) == ("text", 1)
+    assert found.categories == {"1": 1, "2": 2, "x": 2}
 
 
 def test_a_client_keeps_names_to_itself():
     people = [f"person {i}" for i in range(30)]
-    assert summary({"a": people})["a"].categories is None
-    told = summary(*({"a": [f"{b} {i}" for i in range(1000)]} for b in range(3)))["a"]
-    assert told.categories is None
-    assert summary({"a": people * 4})["a"].categories is not None
-    assert summary({"a": people[:3]})["a"].categories is not None
+    assert summary(people).categories is None
+    found = summary(*([f"{b} {i}" for i in range(1000)] for b in range(3)))
+    assert found.categories is None
+    assert summary(people * 4).categories is not None
+    assert summary(people[:3]).categories is not None
 
 
-def test_numbers_too_large_to_be_squared_warn_nobody(recwarn):
-    told = summary({"a": [1e308, -1e308, 1e308]}, {"a": [1.0, 2.0, 3.0]})["a"]
-    assert not np.isfinite(told.squares)
+def test_numbers_too_large_to_be_squared_raise_no_warning(recwarn):
+    found = summary([1e308, -1e308, 1e308], [1.0, 2.0, 3.0])
+    assert not np.isfinite(found.squares)
     assert not list(recwarn)
 
 

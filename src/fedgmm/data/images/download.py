@@ -1,4 +1,4 @@
-"""Image data sets from their official places, checked byte for byte."""
+"""Downloads of image data sets from their official servers, with checksums."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 from fedgmm.files import write_atomically
 
 Progress = Callable[[str, int, int], None]
-"""Told a file's name, how many of its bytes have come, and how many there are."""
+"""Called with a file's name, the number of bytes received so far, and the number of all bytes."""
 
 _BLOCK_BYTES = 1024 * 1024
 _TIMEOUT_SECONDS = 60
 
 
 class DownloadError(ValueError):
-    """A file that could not be had, with its name and what to do."""
+    """A download that failed; the message names the file and a remedy."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file at its official place.
+    """A file on an official server.
 
     Attributes:
-        url: where it is.
-        size: in bytes.
-        sha256: of the whole file, in hexadecimal digits.
-        folder: where it goes, relative to the data folder.
-        members: for a tar archive, the files to take out of it; empty keeps the file itself.
+        url: its address.
+        size: its size in bytes.
+        sha256: its checksum, in hexadecimal digits.
+        folder: where to put it, relative to the data folder.
+        members: files to extract from a tar archive; empty keeps the file itself.
     """
 
     url: str
@@ -43,11 +43,11 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The file's own name."""
+        """The name of the file."""
         return self.url.rpartition("/")[2]
 
 
-_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"  # the author's page serves them no more
+_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"  # the author's page no longer has them
 _CIFAR = "https://www.cs.toronto.edu/~kriz/"
 
 SOURCES: dict[str, tuple[Source, ...]] = {
@@ -96,19 +96,19 @@ SOURCES: dict[str, tuple[Source, ...]] = {
         ),
     ),
 }
-"""Where the files of a data set come from. FEMNIST has no official file: LEAF's script makes it."""
+"""The files of each data set. FEMNIST has no official file, because LEAF's script makes it."""
 
 
 def download(name: str, data_dir: Path, progress: Progress | None = None) -> None:
-    """Fetch what is missing of a data set; files that are there are left alone.
+    """Download the files of a data set that are missing.
 
     Args:
         name: a key of ``SOURCES``.
-        data_dir: the data folder; it is made if it is missing.
-        progress: told after every block.
+        data_dir: the data folder; it is created if it is missing.
+        progress: called after every block.
 
     Raises:
-        DownloadError: no connection, or a file that is not the official one.
+        DownloadError: no connection, or a file with another checksum.
     """
     for source in SOURCES[name]:
         folder = data_dir / source.folder
@@ -119,50 +119,50 @@ def download(name: str, data_dir: Path, progress: Progress | None = None) -> Non
         if source.members:
             archive = folder / source.name
             _fetch(source, archive, progress)
-            _take_out(source, archive)
+            _extract(source, archive)
             archive.unlink()
         else:
             _fetch(source, folder / source.name, progress)
 
 
 def _is_there(path: Path) -> bool:
-    """Whether the file is there, packed or not."""
+    """Return whether the file is there, compressed or not."""
     return path.exists() or path.with_name(path.name.removesuffix(".gz")).exists()
 
 
 def _fetch(source: Source, path: Path, progress: Progress | None) -> None:
-    """Write the file beside its place, check it, and only then give it its name."""
+    """Download to a temporary name, check the file, and only then rename it."""
     draft = path.with_name(path.name + ".part")
-    digest, come = hashlib.sha256(), 0
+    digest, received = hashlib.sha256(), 0
     try:
         with (
-            urllib.request.urlopen(source.url, timeout=_TIMEOUT_SECONDS) as answer,
+            urllib.request.urlopen(source.url, timeout=_TIMEOUT_SECONDS) as response,
             draft.open("wb") as file,
         ):
-            # one byte too many is enough to know; a server cannot fill the disk
-            while come <= source.size and (block := answer.read(_BLOCK_BYTES)):
+            # stop after the official size, so that a server cannot fill the disk
+            while received <= source.size and (block := response.read(_BLOCK_BYTES)):
                 file.write(block)
                 digest.update(block)
-                come += len(block)
+                received += len(block)
                 if progress is not None:
-                    progress(source.name, come, source.size)
-        if come != source.size or digest.hexdigest() != source.sha256:
+                    progress(source.name, received, source.size)
+        if received != source.size or digest.hexdigest() != source.sha256:
             raise DownloadError(
-                f"{source.url} did not give the official file ({come:,} of {source.size:,} bytes, or "
-                f"another checksum); try again, or fetch it by hand into {path.parent}."
+                f"{source.url} is not the official file ({received:,} of {source.size:,} bytes, or "
+                f"another checksum); try again, or download it by hand into {path.parent}."
             )
         draft.replace(path)
-    except (OSError, HTTPException) as error:  # an answer cut short, or a full disk, too
+    except (OSError, HTTPException) as error:  # a broken connection, or a full disk
         raise DownloadError(
-            f"{source.url} could not be fetched ({error}); try again, or fetch it by hand into "
+            f"{source.url} could not be downloaded ({error}); try again, or download it by hand into "
             f"{path.parent}."
         ) from None
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _take_out(source: Source, archive: Path) -> None:
-    """Write the wanted members, by name alone: no path of the archive reaches the disk."""
+def _extract(source: Source, archive: Path) -> None:
+    """Write the wanted members by their names alone, so that no path of the archive is used."""
     with tarfile.open(archive) as tar:
         for member in tar:
             name = Path(member.name).name

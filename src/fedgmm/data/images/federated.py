@@ -1,4 +1,4 @@
-"""Images in the hands of clients, as the paper deals them: partition, joint shift, 60/20/20."""
+"""Image data sets dealt over clients as in the paper: partition, joint shift, and splits."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from fedgmm.wording import counted
 IntArray = NDArray[np.int64]
 
 PAPER_CLIENTS = {"mnist": 80, "cifar10": 80, "cifar100": 100}
-"""How many clients a data set has by default; FEMNIST has its writers."""
+"""Default number of clients of each data set; the clients of FEMNIST are its writers."""
 
-_ALPHA_FINE = 10.0  # of FedEM's CIFAR-100, which the paper follows
-_ROWS_AT_ONCE = 4096  # images transformed in one go
+_ALPHA_FINE = 10.0  # as in FedEM's CIFAR-100, which the paper follows
+_BLOCK_ROWS = 4096  # images transformed at once
 
 
 @dataclass(frozen=True, eq=False)
 class FederatedImages:
-    """Images of many clients, and what was done to them.
+    """Images of many clients, and a record of their changes.
 
     Attributes:
-        name: of the data set.
-        dataset: the clients; inputs are bytes ``(N, channels, height, width)``, and the Gaussians see
-            the same memory, flattened.
+        name: name of the data set.
+        dataset: the clients; inputs are bytes ``(N, channels, height, width)``, and the features are the
+            same memory, flattened.
         class_names: ``(K,)``, in the order of the labels.
         changed: for each split, which of its rows were transformed and relabelled, ``(N,)``.
-        rows: for each split, the place of its rows in the data set as it was loaded, ``(N,)``.
-        new_labels: what each class is called in changed rows, ``(K,)``.
-        description: what was made, in a few lines.
+        rows: for each split, the indices of its rows in the loaded data set, ``(N,)``.
+        new_labels: the label of each class in changed rows, ``(K,)``.
+        description: a few lines for people.
     """
 
     name: str
@@ -62,7 +62,7 @@ class FederatedImages:
     description: str
 
     def __repr__(self) -> str:
-        """The description, under the type's name."""
+        """Return the description."""
         return f"FederatedImages {self.description}"
 
 
@@ -75,27 +75,27 @@ def federated_images(
     fraction: float = 1.0,
     seed: int = 0,
 ) -> FederatedImages:
-    """Deal images over clients in the data set's own way, and shift half of them.
+    """Deal images over clients, and apply the joint shift to half of them.
 
-    Images with superclasses are dealt by Pachinko allocation, images with writers stay with them, all
-    others are dealt by label from a Dirichlet distribution. The joint shift is drawn image by image
-    and knows nothing of clients: the partition sees the classes before they are renamed.
+    Images with superclasses are dealt by Pachinko allocation, images with writers stay with their
+    writers, and all others are dealt by label from a Dirichlet distribution. The joint shift is drawn
+    per image, independently of the client, and the partition uses the labels before the shift.
 
     Args:
-        data: what :func:`fedgmm.data.images.files.load_images` returned.
-        clients: how many; ``None`` means the paper's number. Of writers, that many are drawn.
-        alpha: of the Dirichlet distribution over clients or, in Pachinko allocation, over superclasses;
-            writers have no use for it.
-        shift: half of the images are turned by 90 degrees, flipped and inverted, with their labels
-            under one random permutation.
-        fraction: share of the images to use, drawn at random; of writers, whole ones are drawn.
-        seed: of everything.
+        data: from :func:`fedgmm.data.images.files.load_images`.
+        clients: number of clients; ``None`` means the paper's number. Writers are drawn at random.
+        alpha: parameter of the Dirichlet distribution over clients or, in Pachinko allocation, over
+            superclasses; not used with writers.
+        shift: whether half of the images are rotated by 90 degrees, flipped and inverted, and their
+            labels permuted by one random permutation.
+        fraction: share of the images to use, drawn at random; writers are drawn as a whole.
+        seed: seed of all draws.
 
     Returns:
-        Clients whose rows are split into 60 % training, 20 % validation and 20 % test.
+        Clients with splits of 60 % training, 20 % validation and 20 % test rows.
     """
     check_fraction(fraction)
-    # independent draws, whatever each step consumes
+    # independent seeds, so that no step depends on the draws of another
     sample_seed, deal_seed, shift_seed = np.random.SeedSequence(seed).generate_state(3).tolist()
     if data.writers is not None and data.writer_names is not None:
         used = _draw_writers(data.writers, clients, fraction, sample_seed)
@@ -126,9 +126,9 @@ def federated_images(
     )
     sizes = ", ".join(f"{name} {len(part):,}" for name, part in zip(SPLITS, parts, strict=True))
     altered = (
-        f"{counted(int(changed.sum()), 'image')} turned by 90 degrees, flipped, inverted and relabelled"
+        f"{counted(int(changed.sum()), 'image')} rotated by 90 degrees, flipped, inverted and relabelled"
         if shift
-        else "images as they are"
+        else "images unchanged"
     )
     description = (
         f"{data.name}, dealt {how}\n  {describe(owner, data.labels[used])}\n  {sizes}\n  {altered}"
@@ -145,13 +145,13 @@ def federated_images(
 
 
 def check_fraction(fraction: float) -> None:
-    """Raise unless it is a share of the images that leaves some."""
+    """Raise ``ValueError`` for a share of images outside ``(0, 1]``."""
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must lie above 0 and not above 1, got {fraction!r}.")
+        raise ValueError(f"fraction must be above 0 and at most 1, got {fraction!r}.")
 
 
 def _draw_rows(rows: int, fraction: float, seed: int) -> IntArray:
-    """Sorted numbers of a random share of the rows, at least one."""
+    """Return sorted indices of a random share of the rows, at least one."""
     if fraction == 1:
         return np.arange(rows)
     kept = max(1, round(fraction * rows))
@@ -159,9 +159,9 @@ def _draw_rows(rows: int, fraction: float, seed: int) -> IntArray:
 
 
 def _draw_writers(writers: IntArray, clients: int | None, fraction: float, seed: int) -> IntArray:
-    """Rows of writers drawn at random, all rows of each.
+    """Return the indices of all rows of writers drawn at random.
 
-    Writers are added while they fit into ``fraction`` of the rows; then ``clients`` of them stay.
+    Writers are drawn until they have ``fraction`` of the rows; then the first ``clients`` are kept.
     """
     known, counts = np.unique(writers, return_counts=True)
     order = np.random.default_rng(seed).permutation(len(known))
@@ -184,15 +184,16 @@ def _labelled(
     codes: IntArray,
     names: list[str],
 ) -> LabelledRows:
-    """One split. Its images are copied once, and those that change are changed in that copy.
+    """Return one split. Its images are copied once, and changed ones are changed in the copy.
 
-    ``FederatedDataset.from_arrays`` would also keep every pixel as float32, four times the memory.
+    ``FederatedDataset.from_arrays`` would also keep every pixel as float32, which is four times the
+    memory.
     """
     own = images[rows]
     places = np.flatnonzero(changed)
-    for first in range(0, len(places), _ROWS_AT_ONCE):
-        some = places[first : first + _ROWS_AT_ONCE]
+    for first in range(0, len(places), _BLOCK_ROWS):
+        some = places[first : first + _BLOCK_ROWS]
         own[some] = transform_images(own[some], WHITE)
     inputs = torch.from_numpy(own)
-    seen = ClientRows((inputs.flatten(1),), torch.from_numpy(codes), tuple(names))
-    return LabelledRows(seen, inputs, torch.from_numpy(labels))
+    features = ClientRows((inputs.flatten(1),), torch.from_numpy(codes), tuple(names))
+    return LabelledRows(features, inputs, torch.from_numpy(labels))

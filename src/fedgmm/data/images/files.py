@@ -1,4 +1,4 @@
-"""MNIST, CIFAR-10, CIFAR-100 and FEMNIST from their standard files: bytes, checked, never pickled.
+"""MNIST, CIFAR-10, CIFAR-100 and FEMNIST from their standard files, without pickle.
 
 =========  ======================================================================  ================
 name       files in the data folder                                                255 is
@@ -9,7 +9,7 @@ cifar100   ``cifar-100-binary/{train,test}.bin`` and the names of the labels    
 femnist    ``femnist/*.npz``, or LEAF's JSON files under ``femnist``               background
 =========  ======================================================================  ================
 
-Training and test files are pooled, as in the paper: every client splits its own rows.
+Training and test files are pooled, as in the paper, because each client splits its own rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DATA_VARIABLE = "FEDGMM_DATA"
 """The environment variable that names the data folder."""
 
 WHITE = 255
-"""Largest value of a byte: what inversion subtracts from."""
+"""Largest value of a byte; inversion subtracts from it."""
 
 ByteArray = NDArray[np.uint8]
 IntArray = NDArray[np.int64]
@@ -60,7 +60,7 @@ _MNIST_ROWS = {"train": 60_000, "t10k": 10_000}
 _CIFAR10_ROWS = {**{f"data_batch_{i}.bin": 10_000 for i in range(1, 6)}, "test_batch.bin": 10_000}
 _CIFAR100_ROWS = {"train.bin": 50_000, "test.bin": 10_000}
 _GREY_SIDE, _COLOUR_SIDE = 28, 32
-_MOST_BLANK = 0.01  # share of a file's images; a writer may have left a field empty
+_MOST_BLANK = 0.01  # largest share of blank images, because a writer may leave a field empty
 _IDX_IMAGES, _IDX_LABELS = 0x803, 0x801  # bytes in three dimensions, bytes in one
 
 _FETCH = "load with download=True (--download on the command line)"
@@ -81,7 +81,15 @@ _HOW_TO_GET = {
 
 
 class ImageFileError(ValueError):
-    """A missing or damaged file of a data set: which one, and how to get it."""
+    """A problem with the files of a data set; the message names the file and a remedy."""
+
+
+class MissingFileError(ImageFileError):
+    """A file that is not in the data folder."""
+
+
+class DamagedFileError(ImageFileError):
+    """A file that does not hold the data set."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,14 +97,14 @@ class ImageData:
     """All images of a data set, as bytes.
 
     Attributes:
-        name: of the data set.
-        images: ``(N, channels, height, width)`` uint8, as the files have them: MNIST is white ink on
-            black (0), FEMNIST black ink on white (255).
+        name: name of the data set.
+        images: ``(N, channels, height, width)`` uint8, as in the files: MNIST is white ink on black
+            (0), FEMNIST black ink on white (255).
         labels: classes, ``(N,)`` int64.
         class_names: ``(K,)``, in the order of the labels.
-        coarse: superclasses, ``(N,)`` int64, where there are any.
-        writers: who wrote each image, an index into ``writer_names``, ``(N,)`` int64, where known.
-        writer_names: the writers, where known.
+        coarse: superclasses, ``(N,)`` int64, or ``None``.
+        writers: the writer of each image, an index into ``writer_names``, ``(N,)`` int64, or ``None``.
+        writer_names: the writers, or ``None``.
     """
 
     name: str
@@ -123,19 +131,19 @@ class ImageData:
             _check_codes(self.writers, len(self.images), names, f"writers of {self.name}")
 
     def __len__(self) -> int:
-        """How many images there are."""
+        """Return the number of images."""
         return len(self.images)
 
     @property
     def fingerprint(self) -> str:
-        """A number that any other image, label or writer would change."""
+        """A checksum of all images, labels and writers."""
         digest = hashlib.sha256(repr((self.class_names, self.writer_names)).encode())
         for array in (self.images, self.labels, self.coarse, self.writers):
             digest.update(b"none" if array is None else np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def __repr__(self) -> str:
-        """One screen: how many images, of what size, in which classes."""
+        """Return a few lines with the number of images, their size and their classes."""
         shape = "×".join(map(str, self.images.shape[1:]))
         lines = [
             f"ImageData {self.name}: {counted(len(self), 'image')} of {shape} bytes",
@@ -162,11 +170,11 @@ def load_images(
     Args:
         name: ``"mnist"``, ``"cifar10"``, ``"cifar100"`` or ``"femnist"``.
         data_dir: the data folder; ``None`` means the one that ``FEDGMM_DATA`` names.
-        download: fetch missing files from their official places first.
-        progress: told a file's name, the bytes that have come, and all of them.
+        download: download missing files from their official servers first.
+        progress: called with a file's name, the bytes received so far, and all bytes.
 
     Raises:
-        ImageFileError: no data folder, or a missing or damaged file.
+        ImageFileError: no data folder, a failed download, or a missing or damaged file.
     """
     if name not in IMAGE_NAMES:
         raise ValueError(f"name must be one of {list(IMAGE_NAMES)}, got {name!r}.")
@@ -189,7 +197,7 @@ def _data_folder(data_dir: Path | str | None) -> Path:
     folder = data_dir if data_dir is not None else os.environ.get(DATA_VARIABLE)
     if not folder:
         raise ImageFileError(
-            f"There is no data folder: pass data_dir (--data-dir on the command line), or set "
+            f"No data folder is set: pass data_dir (--data-dir on the command line), or set "
             f"{DATA_VARIABLE} to the folder that holds the data sets."
         )
     return Path(folder).expanduser()
@@ -213,7 +221,7 @@ def _read_mnist(folder: Path) -> ImageData:
 
 
 def _idx_file(path: Path) -> Path:
-    """The file itself or, where only that is there, the packed one."""
+    """Return the file or, if only that is there, the compressed file."""
     packed = path.with_name(path.name + ".gz")
     if not path.exists() and not packed.exists():
         raise _missing(packed, "mnist")
@@ -221,7 +229,7 @@ def _idx_file(path: Path) -> Path:
 
 
 def _read_idx(path: Path, magic: int, shape: tuple[int, ...]) -> ByteArray:
-    """An idx file of bytes, packed or not; its header must say what is expected."""
+    """Read an idx file of bytes, compressed or not, after a check of its header."""
     header = np.array([magic, *shape], dtype=">u4").tobytes()
     size = math.prod(shape)
     if path.suffix != ".gz":
@@ -229,16 +237,16 @@ def _read_idx(path: Path, magic: int, shape: tuple[int, ...]) -> ByteArray:
         content: ByteArray = np.memmap(path, dtype=np.uint8, mode="r")
     else:
         try:
-            with gzip.open(path) as file:  # one byte more than expected shows a longer file
+            with gzip.open(path) as file:  # one more byte, to notice a longer file
                 content = np.frombuffer(file.read(len(header) + size + 1), dtype=np.uint8)
         except (OSError, EOFError, zlib.error) as error:
-            raise _damaged(path, f"it cannot be unpacked ({error})", "mnist") from None
+            raise _damaged(path, f"it cannot be decompressed ({error})", "mnist") from None
     found = content[: len(header)].tobytes()
     if found != header:
         expected = f"magic number {magic:#06x} and dimensions {' × '.join(map(str, shape))}"
         raise _damaged(path, f"its header is {found.hex()}, not {expected}", "mnist")
     if len(content) != len(header) + size:
-        problem = f"it does not hold the {size:,} bytes that its header tells"
+        problem = f"it does not hold the {size:,} bytes of its header"
         raise _damaged(path, problem, "mnist")
     return content[len(header) :].reshape(shape)
 
@@ -266,9 +274,9 @@ def _read_cifar100(folder: Path) -> ImageData:
 def _read_cifar(
     folder: Path, rows_of: dict[str, int], classes: tuple[int, ...], name: str
 ) -> tuple[ByteArray, list[IntArray]]:
-    """Images ``(N, 3, 32, 32)`` and, for each label byte of a record, labels ``(N,)``.
+    """Return images ``(N, 3, 32, 32)`` and, for each label byte of a record, labels ``(N,)``.
 
-    A record is its label bytes and 3072 bytes: the red plane, the green one, the blue one, by lines.
+    A record has its label bytes and 3072 bytes of pixels: the red, green and blue plane, row by row.
     """
     shape = (3, _COLOUR_SIDE, _COLOUR_SIDE)
     width = len(classes) + math.prod(shape)
@@ -293,7 +301,7 @@ def _read_names(path: Path) -> tuple[str, ...]:
     names = tuple(path.read_text(encoding="utf-8", errors="replace").split())
     if not len(names) == len(set(names)) == 100:
         different = f"{len(set(names))} of them different"
-        problem = f"it holds {counted(len(names), 'name')} of classes, {different}, not 100"
+        problem = f"it holds {counted(len(names), 'class name')}, {different}, instead of 100"
         raise _damaged(path, problem, "cifar100")
     return names
 
@@ -316,7 +324,7 @@ def _read_femnist(folder: Path) -> ImageData:
 
 
 def _read_femnist_npz(path: Path) -> ImageData:
-    """Arrays ``images (N, 28, 28)``, ``labels (N,)``, ``writers (N,)`` and ``writer_names (W,)``."""
+    """Read ``images (N, 28, 28)``, ``labels (N,)``, ``writers (N,)`` and ``writer_names (W,)``."""
     try:
         with np.load(path, allow_pickle=False) as packed:
             images, labels, writers, names = (
@@ -325,17 +333,17 @@ def _read_femnist_npz(path: Path) -> ImageData:
     except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise _damaged(path, f"it cannot be read ({str(error).rstrip('.')})", "femnist") from None
     except TypeError:  # a single array, which has no names
-        raise _damaged(path, "it is no archive of named arrays", "femnist") from None
+        raise _damaged(path, "it is not an archive of named arrays", "femnist") from None
     if images.dtype != np.uint8 or images.shape[1:] != (_GREY_SIDE, _GREY_SIDE):
         problem = f"its images are {images.dtype} {images.shape}, not uint8 (N, 28, 28)"
         raise _damaged(path, problem, "femnist")
     _check_pixels(images, path, "femnist")
     for key, codes in (("labels", labels), ("writers", writers)):
         if codes.dtype.kind not in "iu" or codes.shape != (len(images),):
-            problem = f"its {key} are not one whole number for each of the {counted(len(images), 'image')}"
+            problem = f"its {key} must be {counted(len(images), 'integer')}, one per image"
             raise _damaged(path, problem, "femnist")
     if names.ndim != 1 or len(np.unique(names)) != len(names):
-        raise _damaged(path, "its writer_names are not a different name a writer", "femnist")
+        raise _damaged(path, "its writer_names must be distinct, one per writer", "femnist")
     _check_labels(labels, len(FEMNIST_CLASSES), path, "femnist")
     _check_labels(writers, len(names), path, "femnist", "writer")
     return ImageData(
@@ -349,44 +357,44 @@ def _read_femnist_npz(path: Path) -> ImageData:
 
 
 def _leaf_files(folder: Path) -> list[Path]:
-    """LEAF's files: the split ones if there are any, else the sample, else all data."""
+    """Return LEAF's files: training and test files, else the sample, else all data."""
     for root in (folder, folder / "data"):
         for parts in (("train", "test"), ("sampled_data",), ("all_data",), ("",)):
             found = {part: sorted((root / part).glob("*.json")) for part in parts}
             if any(found.values()):
                 for part, files in found.items():
-                    if not files:  # the other half alone would look like all
+                    if not files:  # one half alone would look complete
                         raise _missing(root / part / "*.json", "femnist")
                 return [path for files in found.values() for path in files]
     return []
 
 
 def _read_leaf(files: Sequence[Path]) -> ImageData:
-    """LEAF's JSON: ``users``, and for each of them ``x`` in [0, 1] and ``y``; 1.0 is background."""
+    """Read LEAF's JSON: ``users``, and for each user ``x`` in [0, 1] and ``y``; 1.0 is background."""
     images: list[ByteArray] = []
     labels: list[IntArray] = []
     owners: list[str] = []
     for path in files:
         try:
             with path.open(encoding="utf-8") as file:
-                # the hook sees the innermost objects first: one user's floats at a time are in memory
+                # the hook converts one user at a time, so only one user's floats are in memory
                 content = json.load(file, object_hook=_user_as_bytes)
             rows_of = content["user_data"]
             users = list(map(str, content["users"]))
-            told = list(map(operator.index, content["num_samples"]))
+            counts = list(map(operator.index, content["num_samples"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(path, f"it is not LEAF's JSON ({error})", "femnist") from None
         agree = isinstance(rows_of, dict) and sorted(users) == sorted(rows_of)
-        if not agree or len(told) != len(users):
+        if not agree or len(counts) != len(users):
             problem = "its users, num_samples and user_data do not agree"
             raise _damaged(path, problem, "femnist")
-        for user, count in zip(users, told, strict=True):
+        for user, count in zip(users, counts, strict=True):
             if not isinstance(rows_of[user], tuple) or len(rows_of[user][0]) != count:
                 problem = f"user {user} does not have {counted(count, 'image')} with labels"
                 raise _damaged(path, problem, "femnist")
             own_images, own_labels = rows_of[user]
             if not len(own_labels):
-                continue  # whoever wrote nothing is no client
+                continue  # a user without images is not a client
             _check_labels(own_labels, len(FEMNIST_CLASSES), path, "femnist")
             images.append(own_images)
             labels.append(own_labels)
@@ -405,12 +413,12 @@ def _read_leaf(files: Sequence[Path]) -> ImageData:
 
 
 def _user_as_bytes(content: dict[str, Any]) -> Any:
-    """Images ``(n, 1, 28, 28)`` and labels ``(n,)`` of a user; other objects as they are."""
+    """Return images ``(n, 1, 28, 28)`` and labels ``(n,)`` of a user, and other objects unchanged."""
     if content.keys() != {"x", "y"}:
         return content
     pixels = np.array(content["x"])
     if pixels.size and pixels.dtype.kind not in "fi":
-        raise ValueError("a pixel is no number")
+        raise ValueError("a pixel is not a number")
     pixels = pixels.astype(np.float32)
     if len(pixels) and pixels.shape[1:] != (_GREY_SIDE**2,):
         raise ValueError(f"images have shape {pixels.shape[1:]}, not {_GREY_SIDE**2} pixels")
@@ -422,7 +430,7 @@ def _user_as_bytes(content: dict[str, Any]) -> Any:
             f"a user has {counted(len(pixels), 'image')} but {counted(labels.size, 'label')}"
         )
     if len(labels) and labels.dtype.kind != "i":
-        raise ValueError("a label is no whole number")
+        raise ValueError("a label is not an integer")
     square = (len(pixels), 1, _GREY_SIDE, _GREY_SIDE)
     return np.rint(pixels * WHITE).astype(np.uint8).reshape(square), labels.astype(np.int64)
 
@@ -450,7 +458,7 @@ def _check_labels(
 
 
 def _check_pixels(images: NDArray[np.uint8], path: Path, name: str) -> None:
-    """Raise where bytes cannot be pictures, and warn where they hardly can: none has a single colour."""
+    """Raise for bytes that cannot be images; warn if many images have a single colour."""
     rows = images.reshape(len(images), -1)
     if not len(rows):
         raise _damaged(path, "it holds no images", name)
@@ -459,15 +467,15 @@ def _check_pixels(images: NDArray[np.uint8], path: Path, name: str) -> None:
         raise _damaged(path, f"its pixels are 0 or 1, not 0 to {WHITE}", name)
     written = np.flatnonzero(highest)
     empty = len(rows) - (int(written[-1]) + 1 if len(written) else 0)
-    if empty:  # what a full disk leaves
+    if empty:  # the disk was full while the file was written
         zeros = counted(empty, "image is", "images are")
-        raise _damaged(path, f"its last {zeros} nothing but zeros", name)
+        raise _damaged(path, f"its last {zeros} all zeros", name)
     blank = lowest == highest
     if blank.sum() <= _MOST_BLANK * len(rows):
         return
     warnings.warn(
         f"{int(blank.sum()):,} of the {counted(len(rows), 'image')} in {path} have a single colour; if "
-        f"they should not, {_HOW_TO_GET[name]}.",
+        f"that is wrong, {_HOW_TO_GET[name]}.",
         stacklevel=2,
     )
 
@@ -478,12 +486,12 @@ def _check_size(path: Path, size: int, name: str) -> None:
         raise _damaged(path, f"it has {found:,} bytes, not {size:,}", name)
 
 
-def _missing(path: Path, name: str) -> ImageFileError:
-    return ImageFileError(f"{path} is missing; {_HOW_TO_GET[name]}.")
+def _missing(path: Path, name: str) -> MissingFileError:
+    return MissingFileError(f"{path} is missing; {_HOW_TO_GET[name]}.")
 
 
-def _damaged(path: Path, problem: str, name: str) -> ImageFileError:
-    return ImageFileError(f"{path} is damaged: {problem}; delete it and {_HOW_TO_GET[name]}.")
+def _damaged(path: Path, problem: str, name: str) -> DamagedFileError:
+    return DamagedFileError(f"{path} is damaged: {problem}; delete it and {_HOW_TO_GET[name]}.")
 
 
 def _few(names: Sequence[str]) -> str:

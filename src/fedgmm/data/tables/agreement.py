@@ -1,7 +1,7 @@
-"""What all clients agree on, from their summaries alone.
+"""Agreement of all clients on one preprocessing, from their summaries alone.
 
-It is the same as on pooled rows: the means and variances of number columns, the union of the
-categories, which columns need an indicator of missing values.
+The result is the same as for pooled rows: means and variances of number columns, the union of the
+categories, and the columns that need an indicator of missing values.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
-import pyarrow as pa
+import numpy as np
 
-from fedgmm.data.tables.columns import kind_of
+from fedgmm.core.moments import pool
+from fedgmm.data.tables.columns import TRUTH, kind_of_text
 from fedgmm.data.tables.errors import NOT_EVERYWHERE, listed, quoted
-from fedgmm.data.tables.labels import Labels
 from fedgmm.data.tables.preprocessing import (
     KIND_NAMES,
     OTHER,
-    TRUTH,
     Column,
+    Labels,
     Preprocessing,
     Role,
     TableOptions,
@@ -30,17 +31,18 @@ from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary, look_like
 
 _NAMES = "it has so many different values that they look like names"
 _TOO_LARGE = "its numbers are too large to be squared"
+_CONSTANT = "all its values are equal"
 _OTHER_DATE = re.compile(r"\d{1,2}([./-])\d{1,2}\1(\d{2}|\d{4})( .*)?")  # not ISO 8601
-_ROUNDING = 1e-12  # of the mean: what rounding leaves of a deviation that is zero
+_ROUNDING = 1e-12  # relative to the mean; a smaller deviation is rounding
 
 
 class DisagreementError(ValueError):
-    """Clients whose columns do not fit together.
+    """A client whose columns do not fit those of the others.
 
     Attributes:
-        client: whose file it is about.
-        column: which column.
-        problem: in words.
+        client: the client.
+        column: the column.
+        problem: one sentence.
     """
 
     def __init__(self, client: str, column: str, problem: str) -> None:
@@ -51,10 +53,10 @@ class DisagreementError(ValueError):
 def agree(
     summaries: Mapping[str, ClientSummary], options: TableOptions
 ) -> tuple[Preprocessing, list[str]]:
-    """One preprocessing for all clients, from their summaries, and what is worth knowing about it.
+    """Return one preprocessing for all clients, and notes about it.
 
     Raises:
-        DisagreementError: a client that lacks a column, has one more, or has another kind of values.
+        DisagreementError: a client that lacks a column, has an extra one, or has values of another kind.
     """
     columns, notes = agree_on_columns(summaries, options)
     if not any(column.outputs for column in columns):
@@ -69,11 +71,11 @@ def agree(
 def agree_on_columns(
     summaries: Mapping[str, ClientSummary], options: TableOptions
 ) -> tuple[list[Column], list[str]]:
-    """What becomes of each column, and what is worth knowing about it."""
-    clients = list(summaries)
-    # a column that is ignored may be at some clients only
-    names = [name for name in summaries[clients[0]].columns if name not in options.ignore]
-    _check_same_columns(summaries, names, clients[0], options.ignore)
+    """Return the conversion of each column, and notes about them."""
+    first = next(iter(summaries))
+    names = [name for name in summaries[first].columns if name not in options.ignore]
+    _check_same_columns(summaries, names, first, options.ignore)
+    # an ignored column may be in some files only
     names += dict.fromkeys(n for s in summaries.values() for n in s.columns if n in options.ignore)
     for name in (*options.categorical, *options.ignore):
         if name not in (*names, options.label, options.client_column):
@@ -82,10 +84,7 @@ def agree_on_columns(
     rows = sum(summary.rows for summary in summaries.values())
     columns = []
     for name in names:
-        own = {
-            c: summary.columns[name] for c, summary in summaries.items() if name in summary.columns
-        }
-        column = _agree_on(name, own, rows, options)
+        column = _agree_on(name, _of_column(summaries, name), rows, options)
         if column.role == "ignored" and name not in options.ignore:
             notes.append(f"Column {quoted(name)} is not used: {column.reason}.")
         if column.categories and column.categories[-1] == OTHER:
@@ -102,31 +101,29 @@ def agree_on_columns(
     return columns, notes
 
 
+def _of_column(summaries: Mapping[str, ClientSummary], name: str) -> dict[str, ColumnSummary]:
+    return {c: s.columns[name] for c, s in summaries.items() if name in s.columns}
+
+
 def _check_same_columns(
     summaries: Mapping[str, ClientSummary], names: list[str], first: str, ignore: Collection[str]
 ) -> None:
     for client, summary in summaries.items():
         for name in names:
             if name not in summary.columns:
-                raise DisagreementError(
-                    client,
-                    name,
-                    f"the column {quoted(name)} is missing, which {first!r} has; {NOT_EVERYWHERE}.",
-                )
+                problem = f"the column {quoted(name)} is missing, but {first!r} has it"
+                raise DisagreementError(client, name, f"{problem}; {NOT_EVERYWHERE}.")
         for name in summary.columns:
             if name not in names and name not in ignore:
-                raise DisagreementError(
-                    client,
-                    name,
-                    f"there is a column {quoted(name)}, which {first!r} does not have; {NOT_EVERYWHERE}.",
-                )
+                problem = f"there is a column {quoted(name)}, which {first!r} does not have"
+                raise DisagreementError(client, name, f"{problem}; {NOT_EVERYWHERE}.")
 
 
 def _agree_on(
     name: str, own: Mapping[str, ColumnSummary], rows: int, options: TableOptions
 ) -> Column:
     if name in options.ignore:
-        return Column(name, "ignored", reason="it was asked for")
+        return Column(name, "ignored", reason="the options ignore it")
     missing = sum(column.missing for column in own.values())
     if missing >= rows:
         return Column(name, "ignored", reason="it has no values")
@@ -138,35 +135,34 @@ def _agree_on(
         return _number_column(name, "date", list(own.values()), indicator)
     if kinds <= {"number", "boolean"}:
         return _number_column(name, "number", [_zeros_and_ones(s) for s in own.values()], indicator)
-    # the caller reads such columns as text, if that can help
+    # agree_on_kinds has already read such columns as text if that helps
     raise _disagreement(name, own)
 
 
 def _disagreement(name: str, own: Mapping[str, ColumnSummary]) -> DisagreementError:
-    """Blame the first client whose values are of another kind than those of most."""
+    """Blame the first client whose values are of another kind than those of most clients."""
     kinds = Counter(s.kind for s in own.values() if s.kind != "empty")
     usual = max(kinds, key=lambda kind: (kinds[kind], kind != "text"))
     first = next(client for client, s in own.items() if s.kind == usual)
     client, odd = next((c, s) for c, s in own.items() if s.kind not in ("empty", usual))
-    texts = sorted(odd.categories or {})
-    example = next((text for text in texts if kind_of(pa.array([text])) != usual), None)
+    example = next((t for t in sorted(odd.categories or {}) if kind_of_text(t) != usual), None)
     such = f" such as {quoted(example)}" if example is not None else ""
     return DisagreementError(
         client,
         name,
-        f"the column {quoted(name)} holds {KIND_NAMES[odd.kind]}{such}, where {first!r} has "
-        f"{KIND_NAMES[usual]}; correct it, ignore the column or name it as categorical.",
+        f"the column {quoted(name)} holds {KIND_NAMES[odd.kind]}{such}, but {first!r} has "
+        f"{KIND_NAMES[usual]}; correct it, ignore the column or declare it categorical.",
     )
 
 
-def _zeros_and_ones(told: ColumnSummary) -> ColumnSummary:
-    """Counts of true and false as the moments of 0 and 1."""
-    if told.kind != "boolean":
-        return told
-    counts = _lowered(told.categories or {})
+def _zeros_and_ones(own: ColumnSummary) -> ColumnSummary:
+    """Return counts of true and false as the moments of 0 and 1."""
+    if own.kind != "boolean":
+        return own
+    counts = _lowered(own.categories or {})
     ones, zeros = counts["true"], counts["false"]
     count = ones + zeros
-    return ColumnSummary("number", told.missing, count, ones / count, ones * zeros / count)
+    return ColumnSummary("number", own.missing, count, ones / count, ones * zeros / count)
 
 
 def _lowered(counts: Mapping[str, int]) -> Counter[str]:
@@ -177,30 +173,16 @@ def _lowered(counts: Mapping[str, int]) -> Counter[str]:
 
 
 def _number_column(name: str, role: Role, own: Sequence[ColumnSummary], indicator: bool) -> Column:
-    """Mean and deviation of the pooled values.
-
-    With ``n = Σ n_c``: ``mean = Σ n_c mean_c / n`` and ``variance = Σ [s_c + n_c (mean_c - mean)²] / n``,
-    where means are told as distances from the first one, so that none of their digits is lost.
-    """
-    told = [column for column in own if column.count]
-    if not all(math.isfinite(column.mean) and math.isfinite(column.squares) for column in told):
-        return Column(name, "ignored", reason=_TOO_LARGE)
-    count = math.fsum(column.count for column in told)
-    start = told[0].mean
-    gaps = [column.mean - start + column.mean_rest for column in told]
-    try:
-        gap = math.fsum(c.count * own_gap for c, own_gap in zip(told, gaps, strict=True)) / count
-        mean = start + gap
-        squares = math.fsum(
-            c.squares + c.count * (own_gap - gap) ** 2
-            for c, own_gap in zip(told, gaps, strict=True)
-        )
-        variance = squares / count
-    except OverflowError:
+    """Return the conversion of numbers by the mean and deviation of the pooled values."""
+    moments = np.array([(c.count, c.mean, c.squares, c.mean_rest) for c in own if c.count])
+    with np.errstate(over="ignore", invalid="ignore"):
+        counts, means, squares, _ = pool(*moments.T[..., None])
+    mean, variance = float(means[0]), float(squares[0] / counts[0])
+    if not (math.isfinite(mean) and math.isfinite(variance)):
         return Column(name, "ignored", reason=_TOO_LARGE)
     if variance < sys.float_info.min or math.sqrt(variance) <= _ROUNDING * abs(mean):
         if not indicator:
-            return Column(name, "ignored", mean, reason="all its values are equal")
+            return Column(name, "ignored", mean, reason=_CONSTANT)
         return Column(name, role, mean, 1.0, indicator=True)
     return Column(name, role, mean, math.sqrt(variance), indicator=indicator)
 
@@ -213,54 +195,74 @@ def _category_column(
         if column.categories is None:
             return Column(name, "ignored", reason=_NAMES)
         total.update(column.categories)
-    if {column.kind for column in own.values()} <= {"boolean", "empty"}:
+    truth = {column.kind for column in own.values()} <= {"boolean", "empty"}
+    if truth:
         total = _lowered(total)
-        if len(total) == 1 and not indicator:
-            return Column(name, "ignored", reason="all its values are equal")
-        return Column(name, "category", categories=TRUTH, indicator=indicator)
-    if look_like_names(len(total), total.total()):
+    elif look_like_names(len(total), total.total()):
         return Column(name, "ignored", reason=_NAMES)
     if len(total) == 1 and not indicator:
-        return Column(name, "ignored", reason="all its values are equal")
+        return Column(name, "ignored", reason=_CONSTANT)
+    if truth:
+        return Column(name, "category", categories=TRUTH, indicator=indicator)
     chosen = sorted(total)
     if len(total) > options.max_categories:
-        # most frequent first, ties by name: the same for every order of clients
+        # most frequent first and ties by name, so the order of clients does not matter
         ranked = sorted(total.keys() - {OTHER}, key=lambda text: (-total[text], text))
         chosen = [*sorted(ranked[: options.max_categories - 1]), OTHER]
     return Column(name, "category", categories=tuple(chosen), indicator=indicator)
 
 
-def needs_text(
+# ---------------------------------------------------------------------- columns of several kinds
+
+
+def agree_on_kinds(
+    summaries: Mapping[str, ClientSummary],
+    options: TableOptions,
+    read_as_text: Callable[[dict[str, set[str]]], dict[str, ClientSummary]],
+) -> dict[str, ClientSummary]:
+    """Return summaries in which a column that is text for one client is text for all, if possible.
+
+    Args:
+        summaries: the summary of each client, as each read its own rows.
+        options: how tables are read.
+        read_as_text: returns new summaries of clients that read the named columns as categories.
+    """
+    wanted = columns_to_read_as_text(summaries, options)
+    found = {**summaries, **(read_as_text(wanted) if wanted else {})}
+    for name in sorted(set().union(*wanted.values())):
+        before = _of_column(summaries, name)
+        numeric = any(own.kind in ("number", "date") for own in before.values())
+        if numeric and _has_too_many_categories(_of_column(found, name), options):
+            # these are numbers next to text after all, and the agreement says which client is wrong
+            for client, own in before.items():
+                found[client] = replace(found[client], columns={**found[client].columns, name: own})
+    return found
+
+
+def columns_to_read_as_text(
     summaries: Mapping[str, ClientSummary], options: TableOptions
 ) -> dict[str, set[str]]:
-    """Columns that some client must read again as text, because others have text there.
+    """Return, for each client, the columns it must read as text because other clients have text.
 
-    Numbers and dates become categories only beside a client that has few different texts.
-
-    Returns:
-        For each client that has other values there, the names of those columns.
+    Numbers and dates become categories only if the texts of the other clients are few.
     """
-    again: dict[str, set[str]] = {}
+    found: dict[str, set[str]] = {}
     for name in next(iter(summaries.values())).columns:
-        own = {c: s.columns[name] for c, s in summaries.items() if name in s.columns}
+        own = _of_column(summaries, name)
         texts = [s.categories for s in own.values() if s.kind == "text"]
         if not texts:
             continue
         few = all(t is not None and len(t) <= options.max_categories for t in texts)
-        for client, told in own.items():
-            if told.kind == "boolean" or (few and told.kind in ("number", "date")):
-                again.setdefault(client, set()).add(name)
-    return again
+        for client, column in own.items():
+            if column.kind == "boolean" or (few and column.kind in ("number", "date")):
+                found.setdefault(client, set()).add(name)
+    return found
 
 
-def too_many_categories(
-    summaries: Mapping[str, ClientSummary], name: str, options: TableOptions
-) -> bool:
-    """Whether a column that was read as text turned out to hold no categories."""
-    found: set[str] = set()
-    for summary in summaries.values():
-        own = summary.columns[name].categories if name in summary.columns else {}
-        if own is None:
+def _has_too_many_categories(own: Mapping[str, ColumnSummary], options: TableOptions) -> bool:
+    texts: set[str] = set()
+    for column in own.values():
+        if column.categories is None:
             return True
-        found |= set(own)
-    return len(found) > options.max_categories
+        texts |= set(column.categories)
+    return len(texts) > options.max_categories

@@ -1,8 +1,9 @@
-"""Values of a column as numbers or as categories, whatever type a file gave them."""
+"""Columns of a file, converted once from Arrow to NumPy: numbers, or codes of distinct texts."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -11,17 +12,60 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 Kind = Literal["empty", "number", "date", "boolean", "text"]
-"""What values look like. ``empty`` means that all of them are missing and they may be anything."""
+"""The kind of a column's values. All values of an ``empty`` column are missing, so it fits any kind."""
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+CodeArray = NDArray[np.int32]
 
-_MICROSECONDS_A_DAY = 86_400e6
-_FIRST_LOOK = 8  # most text shows itself at once; to fail on all of it takes much longer
+MISSING = (
+    "", "NA", "N/A", "n/a", "na", "#N/A", "#NA", "<NA>", "?", "nan", "NaN", "NAN", "-nan", "-NaN",
+    "null", "NULL", "Null", "None",
+)  # fmt: skip
+"""Texts that mean a missing value."""
+
+TRUTH = ("false", "true")
+
+_MICROSECONDS_PER_DAY = 86_400e6
+_FIRST_LOOK = 8  # most text fails in the first values, which is faster than casting all of them
 _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
 
 
+@dataclass(frozen=True)
+class ColumnValues:
+    """The values of one column, ``n`` rows.
+
+    Attributes:
+        kind: kind of the values; text that holds only numbers, truth values or dates counts as those.
+        numbers: ``(n,)`` float64, NaN where missing; ``None`` for text. Dates are days since 1970, times
+            are fractions of a day, truth values are 0 and 1, infinities are missing.
+        codes: ``(n,)`` indices into ``texts``, -1 where missing; ``None`` for numbers and dates that
+            were not read as text.
+        texts: the distinct texts without surrounding blanks.
+        as_written: whether ``texts`` are exactly as the file writes them. A parsed number does not keep
+            its text: ``007`` and ``7``, or ``1.50`` and ``1.5``, become equal.
+    """
+
+    kind: Kind
+    numbers: FloatArray | None
+    codes: CodeArray | None
+    texts: pa.StringArray
+    as_written: bool
+
+    def categories(self) -> tuple[CodeArray, list[str]]:
+        """Return the codes and their texts."""
+        assert self.codes is not None
+        return self.codes, self.texts.to_pylist()
+
+
+def without_point(text: str) -> str:
+    """Return ``1`` for ``1.0``, because programs write whole numbers both ways."""
+    found = _WHOLE_WITH_POINT.fullmatch(text)
+    return text if found is None else found[1]
+
+
 def stored_kind(kind: pa.DataType) -> Kind | None:
-    """What the type of a column says; ``None`` for types that are no table values."""
+    """Return the kind that an Arrow type stands for; ``None`` for lists, structures and the like."""
     types = pa.types
     if types.is_null(kind):
         return "empty"
@@ -29,97 +73,83 @@ def stored_kind(kind: pa.DataType) -> Kind | None:
         return "boolean"
     if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
         return "number"
-    if types.is_date(kind) or types.is_timestamp(kind) or types.is_time(kind):
+    if types.is_temporal(kind) and not types.is_interval(kind):
         return "date"
-    if types.is_duration(kind):
-        return "date"
-    if types.is_string(kind) or types.is_large_string(kind):
+    if types.is_string(kind):
         return "text"
     return None
 
 
-def kind_of(values: pa.Array) -> Kind:
-    """What the values look like, reading text that holds numbers, truth values or dates."""
+def column_values(values: pa.ChunkedArray) -> ColumnValues:
+    """Convert a column of an Arrow table whose type has a :func:`stored_kind`."""
     kind = stored_kind(values.type)
     assert kind is not None
     if values.null_count == len(values):
-        return "empty"
-    if kind != "text":
-        return kind
-    if _cast(values, pa.float64()) is not None:
-        return "number"
-    if _is_truth(values):
-        return "boolean"
-    return "text" if _as_dates(values) is None else "date"
-
-
-def numbers(values: pa.Array) -> FloatArray | None:
-    """The values as float64 with NaN for missing ones, ``(n,)``.
-
-    Dates are days since 1970, times are parts of a day, truth values are 0 and 1. Infinities count as
-    missing. ``None`` where some value is not a number.
-    """
-    kind = stored_kind(values.type)
-    if kind == "empty":
-        return np.full(len(values), np.nan)
+        nothing = np.full(len(values), np.nan)
+        codes = np.full(len(values), -1, dtype=np.int32)
+        return ColumnValues("empty", nothing, codes, pa.array([], pa.string()), True)
     if kind == "text":
-        found = _cast(values, pa.float64())
-        if found is not None:
-            return _finite(found)
-        if _is_truth(values):
-            return _finite(pc.equal(pc.utf8_lower(values), "true").cast(pa.float64()))
-        found = _as_dates(values)
-        return None if found is None else _days(found)
-    if kind == "date":
-        return _days(values)
-    return _finite(values.cast(pa.float64(), safe=False))
+        return _text_values(values)
+    numbers = _days(values) if kind == "date" else _finite(values.cast(pa.float64(), safe=False))
+    if kind == "boolean":
+        codes = np.where(np.isnan(numbers), -1, numbers).astype(np.int32)
+        return ColumnValues(kind, numbers, codes, pa.array(TRUTH), False)
+    return ColumnValues(kind, numbers, None, pa.array([], pa.string()), False)
 
 
-def categories(
-    values: pa.Array, *, whole_numbers: bool = False
-) -> tuple[NDArray[np.int64], list[str]]:
-    """Codes ``(n,)``, with -1 for missing values, and the texts that they stand for.
-
-    Args:
-        values: text without surrounding blanks, or truth values.
-        whole_numbers: take ``1.0`` for ``1``, since programs write whole numbers both ways.
-    """
-    if stored_kind(values.type) != "text":
-        values = values.cast(pa.string())
-    encoded = values.dictionary_encode()
-    texts: list[str] = encoded.dictionary.to_pylist()
-    if whole_numbers:
-        texts = [_without_point(text) for text in texts]
-    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    if len(set(texts)) < len(texts):
-        unique = sorted(set(texts))
-        place = {text: code for code, text in enumerate(unique)}
-        lookup = np.array([*(place[text] for text in texts), -1], dtype=np.int64)
-        return lookup[codes], unique
-    return codes, texts
+def _text_values(values: pa.ChunkedArray) -> ColumnValues:
+    """Encode texts; only the distinct ones are trimmed and cast."""
+    encoded = values.dictionary_encode().combine_chunks()
+    codes = np.asarray(encoded.indices.fill_null(-1), dtype=np.int32)
+    texts = encoded.dictionary
+    trimmed = pc.utf8_trim_whitespace(texts)
+    missing = pc.is_in(trimmed, value_set=pa.array(MISSING))
+    clean = pc.if_else(missing, pa.scalar(None, pa.string()), trimmed)
+    if not clean.equals(texts):
+        again = clean.dictionary_encode()
+        lookup = np.append(np.asarray(again.indices.fill_null(-1), dtype=np.int32), np.int32(-1))
+        codes, texts = lookup[codes], again.dictionary
+    kind, numbers = _kind_and_numbers(texts)
+    if numbers is not None:
+        numbers = np.append(numbers, np.nan)[codes]
+    return ColumnValues(kind, numbers, codes, texts, True)
 
 
-def _without_point(text: str) -> str:
-    found = _WHOLE_WITH_POINT.fullmatch(text)
-    return text if found is None else found[1]
+def kind_of_text(text: str) -> Kind:
+    """Return the kind of a single text."""
+    return _kind_and_numbers(pa.array([text], pa.string()))[0]
 
 
-def _finite(values: pa.Array) -> FloatArray:
-    found: FloatArray = np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.float64)
+def _kind_and_numbers(texts: pa.StringArray) -> tuple[Kind, FloatArray | None]:
+    """Return the kind that fits all texts, and their numbers unless they are text."""
+    if not len(texts):
+        return "empty", np.empty(0)
+    found = _cast(texts, pa.float64())
+    if found is not None:
+        return "number", _finite(found)
+    lowered = pc.utf8_lower(texts)
+    if pc.all(pc.is_in(lowered, value_set=pa.array(TRUTH))).as_py():
+        return "boolean", _finite(pc.equal(lowered, "true").cast(pa.float64()))
+    found = _as_dates(texts)
+    return ("text", None) if found is None else ("date", _days(found))
+
+
+def _finite(values: pa.Array | pa.ChunkedArray) -> FloatArray:
+    """Return float64 values with NaN for missing and infinite ones."""
+    found: FloatArray = np.asarray(values, dtype=np.float64)
     infinite = np.isinf(found)
     return np.where(infinite, np.nan, found) if infinite.any() else found
 
 
-def _days(values: pa.Array) -> FloatArray:
+def _days(values: pa.Array | pa.ChunkedArray) -> FloatArray:
     if pa.types.is_time(values.type):
         values = values.cast(pa.time64("us"), safe=False)
     elif pa.types.is_duration(values.type):
         values = values.cast(pa.duration("us"), safe=False)
     else:
         values = values.cast(pa.timestamp("us"), safe=False)
-    microseconds = values.cast(pa.int64()).to_numpy(zero_copy_only=False)
-    found: FloatArray = np.asarray(microseconds, dtype=np.float64)
-    return found / _MICROSECONDS_A_DAY
+    microseconds: FloatArray = np.asarray(values.cast(pa.int64()), dtype=np.float64)
+    return microseconds / _MICROSECONDS_PER_DAY
 
 
 def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
@@ -130,18 +160,13 @@ def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
         return None
 
 
-def _is_truth(values: pa.Array) -> bool:
-    known = pc.is_in(pc.utf8_lower(values), value_set=pa.array(["true", "false", None]))
-    return bool(pc.all(known, min_count=0).as_py())
-
-
 def _as_dates(values: pa.Array) -> pa.Array | None:
-    """Text as dates or as times of the day; ``None`` where it is something else."""
+    """Return texts as dates or times of the day; ``None`` if some text is neither."""
     found = _cast(values, pa.timestamp("us"))
     if found is not None:
         return found
     zoned = _cast(values, pa.timestamp("us", tz="UTC"))
     if zoned is not None:
         return zoned.cast(pa.timestamp("us"))
-    # there is no cast to a time; as a time of the first day it comes to the same
+    # Arrow cannot cast text to a time, so a time is read as one of the first day
     return _cast(pc.binary_join_element_wise("1970-01-01", values, " "), pa.timestamp("us"))

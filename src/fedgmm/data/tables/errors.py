@@ -1,4 +1,4 @@
-"""What is wrong with a file, in one sentence."""
+"""Errors about table files, with a text that may leave the machine."""
 
 from __future__ import annotations
 
@@ -6,39 +6,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-NOT_EVERYWHERE = "take it out everywhere, or have it ignored (--ignore)"
-"""What to do with a column that not all have."""
+NOT_EVERYWHERE = "remove it from all files, or ignore it (--ignore)"
+"""Advice about a column that only some files have."""
 
 _MOST_CHARACTERS = 60
 _MOST_NAMES = 12
 
 
 class TableError(ValueError):
-    """A file that cannot be used, with its name, what is wrong and where."""
-
-    def __init__(self, path: Path | str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
-        self.path = Path(path)
-
-
-class ConversionError(TableError):
-    """A value that does not fit the type that its column has elsewhere.
+    """A file that cannot be used: its name, the problem, and the place.
 
     Attributes:
-        column: whose value it is.
-        value: as it is written; empty where it is not known.
+        path: the file.
+        public: the problem without the path and without any value of a row, so that a site may send it
+            to the server of a federation.
     """
 
-    def __init__(self, path: Path | str, column: str, value: str) -> None:
-        shown = f" ({quoted(value)})" if value else ""
-        super().__init__(
-            path, f"the column {quoted(column)} holds text{shown} where numbers belong."
-        )
-        self.column, self.value = column, value
+    def __init__(self, path: Path | str, problem: str, *, public: str | None = None) -> None:
+        """Describe the problem.
+
+        Args:
+            path: the file.
+            problem: one sentence, for people who may see the file.
+            public: the same without values of rows; required if ``problem`` quotes one.
+        """
+        super().__init__(f"{path}: {problem}")
+        self.path = Path(path)
+        self.public = (problem if public is None else public).rstrip(".")
+
+
+class ValueKindError(ValueError):
+    """A column whose values are of another kind than in training.
+
+    Attributes:
+        public: the problem without an example of a value.
+    """
+
+    def __init__(self, problem: str, public: str) -> None:
+        super().__init__(problem)
+        self.public = public
 
 
 def quoted(value: Any) -> str:
-    """A name or value for a message: in quotes, on one line, not too long."""
+    """Return a name or value for a message: in quotes, on one line, shortened."""
     text = repr(value)
     if len(text) <= _MOST_CHARACTERS:
         return text
@@ -46,6 +56,6 @@ def quoted(value: Any) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of some names, for a message."""
+    """Return the first few names for a message."""
     shown = [quoted(name)[1:-1] for name in names[:_MOST_NAMES]]
     return ", ".join(shown) + (", …" if len(names) > _MOST_NAMES else "")

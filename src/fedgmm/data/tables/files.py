@@ -1,49 +1,37 @@
-"""Files of rows: CSV, TSV, Parquet and npz, read in batches."""
+"""Files of rows (CSV, TSV, Parquet, npz): find them, and read each column once."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedgmm.data.tables.binary_files import (
-    npz_batches,
-    npz_header,
-    parquet_batches,
-    parquet_header,
-)
-from fedgmm.data.tables.columns import stored_kind
-from fedgmm.data.tables.errors import ConversionError, TableError, listed, quoted
-from fedgmm.data.tables.text_files import MISSING, sniff, text_batches
-
-__all__ = [
-    "MISSING",
-    "ConversionError",
-    "Notify",
-    "TableError",
-    "client_name",
-    "find_tables",
-    "read_batches",
-    "read_header",
-]
+from fedgmm.data.tables.columns import ColumnValues, column_values, stored_kind
+from fedgmm.data.tables.errors import TableError, listed, quoted
+from fedgmm.data.tables.text_files import Dialect, parse_text, sniff
+from fedgmm.wording import counted
 
 _SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".csv.gz", ".tsv.gz")
+_INDEX = re.compile(r"__index_level_\d+__")  # the name that pandas gives to an unnamed index
 
 Notify = Callable[[str], None]
-"""Called with a line that says what is being done."""
+"""Called with one line before each step."""
 
 
-# ---------------------------------------------------------------------- which files
+# ---------------------------------------------------------------------- find files
 
 
 def find_tables(sources: Iterable[str | Path]) -> list[Path]:
-    """Files from names, folders and patterns such as ``site_*.csv``, each once.
+    """Return the files that names, folders and patterns such as ``site_*.csv`` lead to, each once.
 
     Raises:
-        TableError: a source that leads to no table.
+        TableError: a source without any table.
     """
     found: list[Path] = []
     for source in sources:
@@ -78,14 +66,14 @@ def _tables_of(source: str | Path) -> list[Path]:
 
 
 def _matching(pattern: str) -> list[Path]:
-    if "\x00" in pattern:  # no file has such a name
+    if "\x00" in pattern:  # not allowed in a file name, so glob would raise
         return []
     found = (Path(name) for name in glob.glob(pattern, recursive=True))  # noqa: PTH207 - any folder
     return sorted(path for path in found if path.is_file())
 
 
 def client_name(path: Path) -> str:
-    """The client whose rows a file holds: ``oslo`` for ``data/oslo.csv.gz``."""
+    """Return the client whose rows a file holds: ``oslo`` for ``data/oslo.csv.gz``."""
     name = path.name
     for suffix in sorted(_SUFFIXES, key=len, reverse=True):
         if name.lower().endswith(suffix):
@@ -97,34 +85,138 @@ def _is_table(path: Path) -> bool:
     return path.name.lower().endswith(_SUFFIXES) and not path.name.startswith(".")
 
 
-# ---------------------------------------------------------------------- reading
+# ---------------------------------------------------------------------- read files
 
 
-def read_header(path: Path) -> dict[str, str]:
-    """Names of the columns without surrounding blanks, and what the file calls them.
+class TableFile:
+    """One file whose header is read at once and whose columns are read on demand and kept.
 
-    A column without a name is an index that some program wrote; it is left out.
-
-    Raises:
-        TableError: a file that cannot be read, or two columns of one name.
+    Attributes:
+        path: the file; its ending says how it is stored.
+        header: names of the columns without surrounding blanks, and their names in the file. A column
+            without a name is left out, because it is an index that some program wrote.
+        columns: the values of the columns that were read.
+        rows: number of rows, known after the first read.
     """
-    lowered = path.name.lower()
-    try:
-        if lowered.endswith(".parquet"):
-            raw = parquet_header(path)
-        elif lowered.endswith(".npz"):
-            raw = npz_header(path)
-        else:
-            raw = list(sniff(path).header)
-    except TableError:
-        raise
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
-    return {name: old for name, old in zip(_checked_names(path, raw), raw, strict=True) if name}
+
+    def __init__(self, path: Path, notify: Notify = lambda _: None) -> None:
+        """Read the header.
+
+        Args:
+            path: the file.
+            notify: called with a line before the file is parsed.
+
+        Raises:
+            TableError: a file that cannot be read, or two columns of one name.
+        """
+        self.path, self._notify = path, notify
+        self.columns: dict[str, ColumnValues] = {}
+        self.rows = 0
+        self._dialect: Dialect | None = None
+        self._state = self._current_state()
+        lowered = path.name.lower()
+        try:
+            if lowered.endswith(".parquet"):
+                raw = _parquet_header(path)
+            elif lowered.endswith(".npz"):
+                raw = list(_npz_columns(path))
+            else:
+                self._dialect = sniff(path)
+                raw = list(self._dialect.header)
+        except TableError:
+            raise
+        except (OSError, pa.ArrowException) as error:
+            raise _unreadable(path, error) from None
+        names = _checked_names(path, raw)
+        self.header = {name: old for name, old in zip(names, raw, strict=True) if name}
+
+    def read(self, names: Collection[str], as_text: Collection[str] = ()) -> None:
+        """Read columns that are not kept yet, in one pass over the file.
+
+        A column that is kept as numbers is read again if it is wanted as text, because numbers do not
+        keep how they were written.
+
+        Args:
+            names: the columns; those that the file does not have are skipped.
+            as_text: columns whose values are wanted as they are written.
+
+        Raises:
+            TableError: a file that cannot be read, that changed since its header was read, or without
+                rows.
+        """
+        wanted = {
+            name: raw
+            for name, raw in self.header.items()
+            if name in names
+            and (
+                name not in self.columns or (name in as_text and not self.columns[name].as_written)
+            )
+        }
+        if not wanted:
+            return
+        self.check_unchanged()
+        again = [name for name in wanted if name in self.columns]
+        reason = f" again: {listed(again)} is needed as text" if again else ""
+        self._notify(f"reading {self.path.name}{reason}")
+        lowered = self.path.name.lower()
+        try:
+            if self._dialect is not None:
+                table = parse_text(self.path, self._dialect, wanted, as_text)
+            else:
+                load = _read_parquet if lowered.endswith(".parquet") else _read_npz
+                table = load(self.path, list(wanted.values())).rename_columns(list(wanted))
+            if not table.num_rows:
+                raise TableError(self.path, "it has no rows.")
+            self.rows = table.num_rows
+            columns = table.columns[::-1]
+            del table  # each column is released after it is converted
+            for name in wanted:
+                self.columns[name] = self._converted(name, columns.pop(), name in as_text)
+        except TableError:
+            raise
+        except (OSError, pa.ArrowException) as error:
+            raise _unreadable(self.path, error) from None
+
+    def _converted(self, name: str, values: pa.ChunkedArray, as_text: bool) -> ColumnValues:
+        """Convert a column, after a check that its type is one that tables have."""
+        if _is_stored_text(values.type):
+            values = values.cast(pa.string())
+        kind = stored_kind(values.type)
+        if kind is None:
+            shown = quoted(str(values.type))[1:-1]
+            raise TableError(
+                self.path,
+                f"the column {quoted(name)} holds {shown}, which is not a type for tables.",
+            )
+        if as_text and kind != "empty":
+            values = values.cast(pa.string())
+        return column_values(values)
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`TableError` if the file changed since its header was read."""
+        if self._current_state() != self._state:
+            raise TableError(
+                self.path, "it changed while it was read; try again when no program writes to it."
+            )
+
+    def is_unchanged(self) -> bool:
+        """Return whether the file is still there as it was when its header was read."""
+        try:
+            return self._current_state() == self._state
+        except TableError:
+            return False
+
+    def _current_state(self) -> tuple[int, int]:
+        """Return the size of the file and the time of its last change."""
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+        return found.st_size, found.st_mtime_ns
 
 
 def _checked_names(path: Path, names: Collection[str]) -> list[str]:
-    """Column names without surrounding blanks; they must differ where they are not empty."""
+    """Return column names without surrounding blanks; those that are not empty must differ."""
     stripped = [str(name).removeprefix("\ufeff").strip() for name in names]
     seen: set[str] = set()
     for name in stripped:
@@ -136,73 +228,14 @@ def _checked_names(path: Path, names: Collection[str]) -> list[str]:
     return stripped
 
 
-def read_batches(
-    path: Path,
-    *,
-    as_text: Collection[str] = (),
-    only: Collection[str] | None = None,
-) -> Iterator[pa.RecordBatch]:
-    """Rows of a file, some thousands at a time; every batch has the same columns.
-
-    Args:
-        path: the file; its ending says what it is.
-        as_text: columns whose values are wanted as they are written.
-        only: the columns that are wanted; ``None`` means all. A column that is not there is no error.
-
-    Raises:
-        TableError: a file that cannot be read, with the reason in one sentence.
-    """
-    header = read_header(path)
-    wanted = {name: raw for name, raw in header.items() if only is None or name in only}
-    if not wanted:
-        return
-    lowered = path.name.lower()
-    try:
-        if lowered.endswith(".parquet"):
-            batches = _renamed(parquet_batches(path, list(wanted.values())), wanted)
-        elif lowered.endswith(".npz"):
-            batches = _renamed(npz_batches(path, list(wanted.values())), wanted)
-        else:
-            batches = text_batches(path, wanted, as_text)
-        for batch in batches:
-            if len(batch):
-                yield _cleaned(batch, as_text)
-    except TableError:
-        raise
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
-
-
-def _renamed(
-    batches: Iterator[pa.RecordBatch], wanted: Mapping[str, str]
-) -> Iterator[pa.RecordBatch]:
-    new = {raw: name for name, raw in wanted.items()}
-    for batch in batches:
-        yield batch.rename_columns([new[raw] for raw in batch.schema.names])
-
-
 def _unreadable(path: Path, error: Exception) -> TableError:
     if isinstance(error, OSError) and error.strerror:
         return TableError(path, f"it cannot be read ({error.strerror}).")
-    return TableError(path, "it is damaged, or no file of the kind that its ending says.")
-
-
-# ---------------------------------------------------------------------- cleaning
-
-
-def _cleaned(batch: pa.RecordBatch, as_text: Collection[str]) -> pa.RecordBatch:
-    """Text without surrounding blanks, missing where it says so; other types as text if wanted."""
-    columns = []
-    for field, values in zip(batch.schema, batch.columns, strict=True):
-        kind = field.type
-        if _is_stored_text(kind) or (field.name in as_text and _is_plain(kind)):
-            values = values.cast(pa.string())
-        columns.append(_without_blanks(values) if pa.types.is_string(values.type) else values)
-    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
+    return TableError(path, "it is damaged, or it is not the kind of file that its ending says.")
 
 
 def _is_stored_text(kind: pa.DataType) -> bool:
-    """Texts of any make; old programs do not say that their bytes are text."""
+    """Return whether a type holds text; old programs store text as bytes."""
     types = pa.types
     return bool(
         types.is_large_string(kind)
@@ -212,11 +245,95 @@ def _is_stored_text(kind: pa.DataType) -> bool:
     )
 
 
-def _is_plain(kind: pa.DataType) -> bool:
-    return stored_kind(kind) not in (None, "empty")
+# ---------------------------------------------------------------------- Parquet
 
 
-def _without_blanks(values: pa.Array) -> pa.Array:
-    trimmed = pc.utf8_trim_whitespace(values)
-    missing = pc.is_in(trimmed, value_set=pa.array(MISSING))
-    return pc.if_else(missing, pa.scalar(None, pa.string()), trimmed)
+def _parquet_header(path: Path) -> list[str]:
+    from pyarrow import parquet
+
+    names = parquet.read_schema(path).names
+    return ["" if _INDEX.fullmatch(name) else str(name) for name in names]
+
+
+def _read_parquet(path: Path, names: Collection[str]) -> pa.Table:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        # asked for "a", some versions of the reader also bring a column "a.b"
+        found = file.read(columns=list(names)).select(list(names))
+    return pa.table([_decoded(values) for values in found.columns], found.column_names)
+
+
+def _decoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return plain values for dictionary and run-end encoded ones."""
+    if pa.types.is_dictionary(values.type):
+        return values.cast(values.type.value_type)
+    if pa.types.is_run_end_encoded(values.type):
+        return pa.chunked_array([pc.run_end_decode(chunk) for chunk in values.chunks])
+    return values
+
+
+# ---------------------------------------------------------------------- npz
+
+
+def _read_npz(path: Path, names: Collection[str]) -> pa.Table:
+    columns = _npz_columns(path)
+    first, rows = next((name, len(values)) for name, values in columns.items())
+    for name, values in columns.items():
+        if len(values) != rows:
+            raise TableError(
+                path,
+                f"{quoted(name)} has {counted(len(values), 'row')}, but {quoted(first)} has {rows}.",
+            )
+    return pa.table({name: _arrow(path, name, columns[name]) for name in names})
+
+
+def _npz_columns(path: Path) -> Mapping[str, Any]:
+    """Return one-dimensional arrays under their names, and a matrix ``X`` as ``X_0``, ``X_1``, …."""
+    columns: dict[str, Any] = {}
+    for name, values in _npz_arrays(path).items():
+        if values.ndim == 1:
+            own = {name: values}
+        elif values.ndim == 2:
+            own = {f"{name}_{j}": values[:, j] for j in range(values.shape[1])}
+        else:
+            raise TableError(
+                path,
+                f"{quoted(name)} has {counted(values.ndim, 'dimension')}; tables have one or two.",
+            )
+        twice = [column for column in own if column in columns]
+        if twice:
+            raise TableError(
+                path, f"two arrays become the column {quoted(twice[0])}; rename one of them."
+            )
+        columns |= own
+    return columns
+
+
+def _npz_arrays(path: Path) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    name = ""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            for name in archive.files:
+                arrays[name] = archive[name]
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive fails in many ways
+        if "Object arrays" in str(error):
+            raise TableError(
+                path, f"{quoted(name)} holds Python objects; save numbers or texts instead."
+            ) from None
+        raise TableError(path, "it is not a readable npz file.") from None
+    return arrays
+
+
+def _arrow(path: Path, name: str, values: Any) -> pa.Array:
+    try:
+        if values.dtype.kind == "S":
+            values = np.char.decode(values, "utf-8")
+        return pa.array(values.astype(values.dtype.newbyteorder("=")))
+    except (pa.ArrowException, UnicodeError, ValueError):
+        raise TableError(
+            path, f"{quoted(name)} is of type {values.dtype}, which is not a type for tables."
+        ) from None

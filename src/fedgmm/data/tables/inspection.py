@@ -1,4 +1,4 @@
-"""What is in the files of a federation, and what will hurt."""
+"""Overview of the files of a federation: clients, columns, and warnings before training."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from typing import Any
 
 from fedgmm.data.tables.agreement import DisagreementError, agree_on_columns
 from fedgmm.data.tables.errors import quoted
-from fedgmm.data.tables.labels import Labels, as_classes
 from fedgmm.data.tables.loading import Tables
-from fedgmm.data.tables.preprocessing import Column
+from fedgmm.data.tables.preprocessing import Column, Labels, as_classes
 from fedgmm.data.tables.summaries import ClientSummary
 from fedgmm.wording import counted
 
 _FEW_ROWS = 20
-_FAR = 1.0  # deviations
+_FAR = 1.0  # standard deviations
 _MANY_MISSING = 0.5
 _RARE_CLASS = 0.01
-_OTHER_LABELS = 0.5  # total variation
+_OTHER_LABELS = 0.5  # total variation distance
 
 
 @dataclass(frozen=True)
 class ClientFacts:
-    """One client beside all others.
+    """One client compared with all clients.
 
     Attributes:
         name: the client.
-        rows: how many.
-        missing: share of values that are missing.
-        classes: how often each label occurs.
-        marginal_shift: how far its number columns lie from the federation's, in deviations: root mean
-            square over columns.
-        farthest_column: the column that lies farthest, and how far.
-        label_shift: total variation between its labels and the federation's, from 0 to 1.
+        rows: number of rows.
+        missing: share of missing values.
+        classes: how often each class occurs.
+        marginal_shift: distance of the means of its number columns from those of all clients, in
+            standard deviations: root mean square over columns.
+        farthest_column: the column with the largest distance, and that distance.
+        label_shift: total variation distance between its labels and those of all clients, 0 to 1.
     """
 
     name: str
@@ -52,11 +51,11 @@ class ColumnFacts:
     """One column over all clients.
 
     Attributes:
-        name: of the column.
-        role: what becomes of it.
+        name: the column.
+        role: its role in the preprocessing.
         missing: share of missing values.
-        outputs: how many columns it becomes.
-        detail: mean and deviation, categories, or why it is not used.
+        outputs: number of matrix columns that it becomes.
+        detail: mean and deviation, categories, or the reason why it is not used.
     """
 
     name: str
@@ -68,7 +67,7 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Clients, columns, and warnings for what will hurt."""
+    """Facts about clients and columns, and warnings about likely problems."""
 
     clients: list[ClientFacts]
     columns: list[ColumnFacts]
@@ -76,12 +75,12 @@ class Inspection:
     warnings: list[str]
 
     def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def inspect_tables(tables: Tables) -> Inspection:
-    """Describe files that :func:`read_tables` looked at; nothing but their summaries is used."""
+    """Describe files that :func:`read_tables` read, from their summaries alone."""
     summaries = tables.summaries
     try:
         columns, notes = agree_on_columns(summaries, tables.options)
@@ -105,20 +104,19 @@ def inspect_tables(tables: Tables) -> Inspection:
 
 
 def _classes_of(tables: Tables) -> dict[str, Counter[str]]:
-    """How often each client has each class; ``1`` and ``1.0`` may be one class."""
+    """Count the classes of each client; ``1`` and ``1.0`` may be the same class."""
     counts: dict[str, Counter[str]] = {client: Counter() for client in tables.summaries}
     if tables.options.label is None:
         return counts
-    told = {client: summary.labels for client, summary in tables.summaries.items()}
-    classes = as_classes(text for own in told.values() for text in own)
-    for client, own in told.items():
-        for text, count in own.items():
+    classes = as_classes(text for own in tables.summaries.values() for text in own.labels)
+    for client, own in tables.summaries.items():
+        for text, count in own.labels.items():
             counts[client][str(classes[text])] += count
     return counts
 
 
 def _label_problems(tables: Tables) -> list[str]:
-    """Why the labels cannot be learned, if they cannot."""
+    """Return the reason why the labels cannot be learned, if there is one."""
     if tables.options.label is None:
         return []
     try:
@@ -140,9 +138,9 @@ def _client(
     missing = sum(column.missing for column in looked_at) / max(1, own.rows * len(looked_at))
     gaps = {}
     for column in columns:
-        told = own.columns.get(column.name)
-        if column.role in ("number", "date") and told is not None and told.count:
-            gaps[column.name] = (told.mean - column.mean) / column.scale
+        mine = own.columns.get(column.name)
+        if column.role in ("number", "date") and mine is not None and mine.count:
+            gaps[column.name] = (mine.mean - column.mean) / column.scale
     shift = math.sqrt(sum(gap**2 for gap in gaps.values()) / len(gaps)) if gaps else 0.0
     farthest = max(gaps, key=lambda column: abs(gaps[column]), default=None)
     return ClientFacts(
@@ -164,8 +162,9 @@ def _total_variation(own: Mapping[str, int], whole: Mapping[str, int]) -> float:
 
 
 def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -> ColumnFacts:
-    told = [own.columns[column.name] for own in summaries.values() if column.name in own.columns]
-    missing = sum(own.missing for own in told)
+    missing = sum(
+        own.columns[column.name].missing for own in summaries.values() if column.name in own.columns
+    )
     match column.role:
         case "number":
             detail = f"mean {column.mean:.4g}, deviation {column.scale:.4g}"
@@ -188,9 +187,9 @@ def _warnings(
 ) -> list[str]:
     found = []
     used = {facts.name for facts in columns if facts.role != "ignored"}
-    # what concerns everybody comes first: only so many are shown
+    # warnings about all clients come first, because callers may show only the first few
     found += [
-        f"Column {quoted(facts.name)} misses {100 * facts.missing:.0f} % of its values."
+        f"Column {quoted(facts.name)} lacks {100 * facts.missing:.0f} % of its values."
         for facts in columns
         if facts.name in used and facts.missing > _MANY_MISSING
     ]
@@ -198,13 +197,13 @@ def _warnings(
     for label, count in classes.items():
         owners = [client.name for client in clients if label in client.classes]
         if len(owners) == 1 and len(clients) > 1:
-            found.append(f"Class {quoted(label)} lives at {owners[0]} only.")
+            found.append(f"Class {quoted(label)} occurs only at {owners[0]}.")
         elif count < _RARE_CLASS * total:
             found.append(f"Class {quoted(label)} is rare: {count} of {counted(total, 'row')}.")
     for client in clients:
         if client.rows < _FEW_ROWS:
             found.append(
-                f"{client.name} has {counted(client.rows, 'row')} only; its figures will be noisy."
+                f"{client.name} has only {counted(client.rows, 'row')}; its figures will be noisy."
             )
         absent = sorted(label for label in classes if label not in client.classes)
         if absent:
@@ -217,11 +216,12 @@ def _warnings(
         if client.farthest_column and abs(client.farthest_column[1]) > _FAR:
             column, gap = client.farthest_column
             found.append(
-                f"{client.name} lies {gap:+.1f} deviations from the others in column {quoted(column)}."
+                f"{client.name} lies {gap:+.1f} standard deviations from the mean of all clients in column "
+                f"{quoted(column)}."
             )
         if client.label_shift > _OTHER_LABELS:
             found.append(
-                f"{client.name} has other labels than the rest (shift {client.label_shift:.2f})."
+                f"{client.name} has other labels than most clients (shift {client.label_shift:.2f})."
             )
     return found
 

@@ -1,110 +1,258 @@
-"""Tables of many clients to a :class:`FederatedDataset`, in two passes over the files.
+"""Files of many clients to a :class:`FederatedDataset`, and later files to rows for a fitted model.
 
-The first pass takes every client's summary and its labels; the second one turns rows into numbers and
-puts each straight into its split. At no time are two copies of the numbers in memory.
+Each file is parsed once. Its columns stay in memory (8 bytes per number) while all clients agree on the
+preprocessing from their summaries. They are then written as float32 into the splits and released, file
+by file.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import client_rows
-from fedgmm.data.tables.agreement import DisagreementError, agree
-from fedgmm.data.tables.errors import TableError, quoted
-from fedgmm.data.tables.files import Notify, client_name, find_tables
-from fedgmm.data.tables.first_pass import (
-    IntArray,
-    TableFile,
-    state_of,
-    summarise_one_by_one,
-    summarise_together,
+from fedgmm.data.tables.agreement import (
+    DisagreementError,
+    agree,
+    agree_on_kinds,
+    columns_to_read_as_text,
 )
-from fedgmm.data.tables.labels import UNKNOWN
-from fedgmm.data.tables.later_files import Rows, read_rows
-from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
-from fedgmm.data.tables.summaries import ClientSummary
+from fedgmm.data.tables.columns import IntArray, Kind
+from fedgmm.data.tables.errors import NOT_EVERYWHERE, TableError, listed, quoted
+from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
+from fedgmm.data.tables.preprocessing import NO_LABEL, EncodedRows, Preprocessing, TableOptions
+from fedgmm.data.tables.summaries import (
+    ClientPart,
+    ClientSummary,
+    ColumnSummary,
+    summarise_columns,
+)
 from fedgmm.wording import counted
 
-__all__ = ["Rows", "Tables", "agreement", "load_federation", "read_rows", "read_tables"]
-
-_CHANGED = "it changed while it was read; start again when nothing writes to it."
-
 ONE_CLIENT = (
-    "There is one client only; a federation needs several: give more files, or say --client-column if a "
-    "column names the client."
+    "There is only one client, but a federation needs several: give more files, or use --client-column "
+    "if a column names the client."
 )
-"""What is noted of tables with a single client."""
+"""The note about tables with a single client."""
 
 _LEFT_OUT = ("row has no label and is left out", "rows have no label and are left out")
 
 
-@dataclass(frozen=True)
-class Tables:
-    """Clients' files, looked at once.
+class ClientsFile:
+    """A file, and the client of each of its rows.
 
     Attributes:
-        summaries: what each client tells, in the order of their names.
-        options: how they were read.
-        files: of each client; several where a client's rows stand in several files.
-        notes: what is worth knowing.
+        file: the file.
+        as_categories: columns whose values are categories even if they look like numbers or dates.
+        names: the clients that have rows here.
+        clients: the client of each row, an index into ``names``, ``(n,)``.
+    """
+
+    def __init__(self, file: TableFile, options: TableOptions) -> None:
+        """Check the header, then read all columns that the options do not ignore."""
+        self.file, self.options = file, options
+        self.as_categories = set(options.categorical) - {options.label, options.client_column}
+        self.ignored = [name for name in file.header if name in options.ignore]
+        self._check_header()
+        self.read()
+        if options.client_column is None:
+            self.names = [options.client or client_name(file.path)]
+            self.clients: NDArray[np.integer] = np.zeros(file.rows, dtype=np.int64)
+            return
+        self.clients, self.names = file.columns[options.client_column].categories()
+        if (self.clients < 0).any():
+            raise TableError(
+                file.path,
+                f"row {int(np.argmax(self.clients < 0)) + 1} below the header has no client: the "
+                f"column {quoted(options.client_column)} is empty there.",
+            )
+
+    @property
+    def used(self) -> list[str]:
+        """The columns to learn from."""
+        options = self.options
+        special = (options.label, options.client_column, *options.ignore)
+        return [name for name in self.file.header if name not in special]
+
+    def _check_header(self) -> None:
+        names = list(self.file.header)
+        options = self.options
+        for name, role in ((options.label, "label"), (options.client_column, "client")):
+            if name is not None and name not in names:
+                problem = f"there is no {role} column {quoted(name)}"
+                raise TableError(
+                    self.file.path, f"{problem}; the columns are {listed(names)}.", public=problem
+                )
+        if not self.used:
+            others = " and those to ignore" if self.ignored else ""
+            raise TableError(
+                self.file.path, f"there is no column to learn from besides the label{others}."
+            )
+
+    def read(self) -> None:
+        """Read the columns that are not kept yet."""
+        options = self.options
+        special = {n for n in (options.label, options.client_column) if n is not None}
+        self.file.read({*self.used, *special}, {*self.as_categories, *special})
+
+    def read_as_categories(self, columns: set[str]) -> None:
+        """Take columns as text from now on."""
+        self.as_categories |= columns
+        self.read()
+
+    def kind(self, name: str) -> Kind:
+        """Return the kind of a column's values."""
+        kind = self.file.columns[name].kind
+        return "text" if name in self.as_categories and kind != "empty" else kind
+
+    def labels(self) -> tuple[IntArray, list[str]]:
+        """Return the label of each row as an index into texts, -1 where it is missing."""
+        if self.options.label is None:
+            return np.zeros(self.file.rows, dtype=np.int64), [NO_LABEL]
+        codes, texts = self.file.columns[self.options.label].categories()
+        return codes.astype(np.int64), texts
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Files of clients, parsed and summarised.
+
+    Attributes:
+        summaries: the summary of each client, sorted by name.
+        options: how the files were read.
+        files: sorted by the client's name; a client may have rows in several files.
+        notes: remarks for the user.
     """
 
     summaries: dict[str, ClientSummary]
     options: TableOptions
-    files: list[TableFile]
+    files: list[ClientsFile]
     notes: list[str] = field(default_factory=list)
 
     @property
     def paths(self) -> list[Path]:
-        """The files, in order."""
-        return [file.path for file in self.files]
+        """The paths of the files, in order."""
+        return [own.file.path for own in self.files]
 
     def error(self, client: str, problem: str) -> TableError:
-        """What is wrong with a client, with the name of its file."""
-        path = next(file.path for file in self.files if client in file.names)
+        """Return the error for a problem of a client, with the name of its file."""
+        path = next(own.file.path for own in self.files if client in own.names)
         named = "" if self.options.client_column is None else f"client {quoted(client)}: "
         return TableError(path, f"{named}{problem}")
 
     def load(
-        self, preprocessing: Preprocessing, notify: Notify = lambda _: None
+        self,
+        preprocessing: Preprocessing,
+        notify: Notify = lambda _: None,
+        *,
+        keep_columns: bool = False,
     ) -> FederatedDataset:
-        """The second pass: all rows as numbers, in their splits."""
-        return _load(self, preprocessing, notify)
+        """Return all labelled rows as numbers, in their splits.
+
+        Args:
+            preprocessing: the agreement of all clients.
+            notify: called with a line before each file.
+            keep_columns: keep the parsed columns in memory, so that loading again does not parse again.
+        """
+        names = list(self.summaries)
+        place = {name: code for code, name in enumerate(names)}
+        kept, codes, labels = [], [], []
+        for own in self.files:
+            own.file.check_unchanged()
+            own.read()
+            own_labels, texts = own.labels()
+            encoded = np.append(preprocessing.labels.encode(texts)[0], -1)[own_labels]
+            kept.append(encoded >= 0)
+            labels.append(encoded[kept[-1]])
+            codes.append(np.array([place[n] for n in own.names])[own.clients[kept[-1]]])
+        all_codes, all_labels = np.concatenate(codes), np.concatenate(labels)
+        options = self.options
+        splits = split_rows(all_codes, client_keys(names), options.split, options.seed)
+        # the split of each row, and its place within that split
+        part = np.empty(len(all_codes), dtype=np.int8)
+        row_in_part = np.empty(len(all_codes), dtype=np.int64)
+        for number, rows in enumerate(splits):
+            part[rows] = number
+            row_in_part[rows] = np.arange(len(rows))
+        width = len(preprocessing.feature_names)
+        matrices = [np.empty((len(rows), width), dtype=np.float32) for rows in splits]
+        first = 0
+        for own, keep in zip(self.files, kept, strict=True):
+            notify(f"preparing {own.file.path.name}")
+            start = 0
+            for block in _encoded(own.file, preprocessing).blocks():
+                values = block[keep[start : start + len(block)]]
+                start += len(block)
+                stop = first + len(values)
+                for number, matrix in enumerate(matrices):
+                    mine = part[first:stop] == number
+                    matrix[row_in_part[first:stop][mine]] = values[mine]
+                first = stop
+            if not keep_columns:
+                own.file.columns.clear()
+        train, validation, test = (
+            LabelledRows(
+                client_rows([matrix], all_codes[rows], names),
+                torch.from_numpy(matrix),
+                torch.from_numpy(all_labels[rows]),
+            )
+            for matrix, rows in zip(matrices, splits, strict=True)
+        )
+        classes, columns = preprocessing.labels.array, preprocessing.feature_names
+        return FederatedDataset(train, validation, test, tuple(names), classes, columns)
+
+
+# ---------------------------------------------------------------------- the files of training
+
+
+def load_federation(
+    sources: Sequence[str | Path], options: TableOptions, notify: Notify = lambda _: None
+) -> tuple[FederatedDataset, Preprocessing, Tables]:
+    """Return the data set of some files, the preprocessing of all clients, and the summaries."""
+    tables = read_tables(sources, options, notify)
+    preprocessing = agreement(tables)
+    return tables.load(preprocessing, notify), preprocessing, tables
 
 
 def read_tables(
     sources: Sequence[str | Path], options: TableOptions, notify: Notify = lambda _: None
 ) -> Tables:
-    """The first pass: every client's summary.
+    """Parse files and summarise every client.
 
     Args:
         sources: files, folders or patterns.
         options: which column is the label, and so on.
-        notify: called with a line before each file.
+        notify: called with a line before each file is read.
 
     Raises:
         TableError: a file that cannot be used.
     """
-    # sorted, so that nothing depends on the order in which they were named
+    # sorted, so that the order in which files are named does not matter
     paths = sorted(find_tables(sources), key=lambda path: (client_name(path), path))
     _check_names(paths, options)
-    if options.client is not None and len(paths) > 1:
-        raise TableError(paths[1], f"client {quoted(options.client)} has one file, not several.")
-    categorical = set(options.categorical) - {options.label, options.client_column}
-    as_text = categorical | {n for n in (options.label, options.client_column) if n is not None}
-    files = [TableFile(path, set(as_text), set(categorical)) for path in paths]
-    if options.client_column is not None:
-        summaries = summarise_together(files, options, notify)
+    return summarise_files(
+        [ClientsFile(TableFile(path, notify), options) for path in paths], options
+    )
+
+
+def summarise_files(files: list[ClientsFile], options: TableOptions) -> Tables:
+    """Summarise every client of files that are read.
+
+    Raises:
+        TableError: files that do not fit together, or a client without labelled rows.
+    """
+    if options.client_column is None:
+        summaries = _summarise_one_by_one(files, options)
     else:
-        summaries = summarise_one_by_one(files, options, notify)
+        summaries = _summarise_together(files, options)
     summaries = dict(sorted(summaries.items()))
     notes = [
         f"Client {client!r}: {counted(s.unlabelled, *_LEFT_OUT)}."
@@ -120,17 +268,8 @@ def read_tables(
     return tables
 
 
-def load_federation(
-    sources: Sequence[str | Path], options: TableOptions, notify: Notify = lambda _: None
-) -> tuple[FederatedDataset, Preprocessing, Tables]:
-    """Files to a data set, with the preprocessing that all clients agreed on."""
-    tables = read_tables(sources, options, notify)
-    preprocessing = agreement(tables)
-    return tables.load(preprocessing, notify), preprocessing, tables
-
-
 def agreement(tables: Tables) -> Preprocessing:
-    """The preprocessing of all clients; a disagreement is told with the file's name."""
+    """Return the preprocessing of all clients; an error names the file."""
     try:
         preprocessing, notes = agree(tables.summaries, tables.options)
     except DisagreementError as error:
@@ -140,6 +279,8 @@ def agreement(tables: Tables) -> Preprocessing:
 
 
 def _check_names(paths: Sequence[Path], options: TableOptions) -> None:
+    if options.client is not None and len(paths) > 1:
+        raise TableError(paths[1], f"client {quoted(options.client)} has one file, not several.")
     if options.client_column is not None:
         return
     seen: dict[str, Path] = {}
@@ -147,70 +288,143 @@ def _check_names(paths: Sequence[Path], options: TableOptions) -> None:
         name = client_name(path)
         if name in seen:
             raise TableError(
-                path, f"it is named like {seen[name]}; each client needs a file name of its own."
+                path, f"it has the same name as {seen[name]}; each client needs its own file name."
             )
         seen[name] = path
 
 
-# ---------------------------------------------------------------------- the second pass
+def _summarise_one_by_one(
+    files: list[ClientsFile], options: TableOptions
+) -> dict[str, ClientSummary]:
+    """Summarise clients that have one file each."""
+    summaries: dict[str, ClientSummary] = {}
+    for own in files:
+        summaries |= _summaries([own])
+    of_client = {own.names[0]: own for own in files}
+
+    def read_as_text(columns: dict[str, set[str]]) -> dict[str, ClientSummary]:
+        found: dict[str, ClientSummary] = {}
+        for client, wanted in columns.items():
+            of_client[client].read_as_categories(wanted)
+            found |= _summaries([of_client[client]])
+        return found
+
+    return agree_on_kinds(summaries, options, read_as_text)
 
 
-def _load(tables: Tables, preprocessing: Preprocessing, notify: Notify) -> FederatedDataset:
-    names = list(tables.summaries)
-    place = {name: code for code, name in enumerate(names)}
-    codes = [_look_up(file.clients, [place[n] for n in file.names]) for file in tables.files]
-    labels = [_label_codes(file, preprocessing) for file in tables.files]
-    kept = [own >= 0 for own in labels]
-    all_codes = np.concatenate([c[k] for c, k in zip(codes, kept, strict=True)])
-    all_labels = np.concatenate([own[k] for own, k in zip(labels, kept, strict=True)])
-    options = tables.options
-    splits = split_rows(all_codes, client_keys(names), options.split, options.seed)
-    # the split of each row, and its place within that split
-    part = np.empty(len(all_codes), dtype=np.int8)
-    row_in_part = np.empty(len(all_codes), dtype=np.int64)
-    for number, rows in enumerate(splits):
-        part[rows] = number
-        row_in_part[rows] = np.arange(len(rows))
-    width = len(preprocessing.feature_names)
-    matrices = [np.empty((len(rows), width), dtype=np.float32) for rows in splits]
-    wanted = {column.name for column in preprocessing.columns if column.outputs}
-    first = 0
-    for file, keep in zip(tables.files, kept, strict=True):
-        notify(f"preparing {file.path.name}")
-        start = 0
-        if state_of(file.path) != file.state:
-            raise TableError(file.path, _CHANGED)
-        for batch in file.batches(only=wanted):
-            here = keep[start : start + len(batch)]
-            start += len(batch)
-            if len(here) < len(batch):
-                raise TableError(file.path, _CHANGED)
-            values = preprocessing.transform(file.path, batch)
-            if not here.all():
-                values = values[here]
-            stop = first + len(values)
-            for number, matrix in enumerate(matrices):
-                mine = part[first:stop] == number
-                matrix[row_in_part[first:stop][mine]] = values[mine]
-            first = stop
-        if start != len(keep):
-            raise TableError(file.path, _CHANGED)
-    train, validation, test = (
-        LabelledRows(
-            client_rows([matrix], all_codes[rows], names),
-            torch.from_numpy(matrix),
-            torch.from_numpy(all_labels[rows]),
+def _summarise_together(
+    files: list[ClientsFile], options: TableOptions
+) -> dict[str, ClientSummary]:
+    """Summarise clients that a column names; a client may have rows in several files."""
+    used = set(files[0].used)
+    for own in files:
+        odd = sorted(used ^ set(own.used))
+        if odd:
+            problem = f"the column {quoted(odd[0])} is not in all files; {NOT_EVERYWHERE}."
+            raise TableError(own.file.path, problem)
+    for name in used:
+        if len({own.kind(name) for own in files} - {"empty"}) > 1:
+            for own in files:  # its texts are counted, so they are needed as they are written
+                own.file.read({name}, {name})
+    while True:
+        summaries = _summaries(files)
+        wanted = set().union(*columns_to_read_as_text(summaries, options).values())
+        if wanted <= files[0].as_categories:
+            return summaries
+        for own in files:
+            own.read_as_categories(wanted)
+
+
+def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
+    """Return the summaries of all clients that have rows in some files."""
+    parts: dict[str, list[ClientPart]] = {}
+    labels: dict[str, Counter[str]] = {}
+    unlabelled: Counter[str] = Counter()
+    for own in files:
+        columns = {name: replace(own.file.columns[name], kind=own.kind(name)) for name in own.used}
+        codes, texts = own.labels()
+        order = np.argsort(own.clients, kind="stable")
+        ends = np.cumsum(np.bincount(own.clients, minlength=len(own.names)))
+        for client, rows in zip(own.names, np.split(order, ends[:-1]), strict=True):
+            found = np.bincount(codes[rows] + 1, minlength=len(texts) + 1)
+            unlabelled[client] += int(found[0])
+            counts = labels.setdefault(client, Counter())
+            for code in np.flatnonzero(found[1:]).tolist():
+                counts[texts[code]] += int(found[code + 1])
+            labelled = rows[codes[rows] >= 0] if found[0] else rows
+            parts.setdefault(client, []).append(ClientPart(columns, labelled))
+    ignored = dict.fromkeys((n for own in files for n in own.ignored), ColumnSummary("empty", 0))
+    return {
+        client: ClientSummary(
+            sum(len(part.rows) for part in own),
+            unlabelled[client],
+            {**summarise_columns(own, files[0].used), **ignored},
+            dict(labels[client]),
         )
-        for matrix, rows in zip(matrices, splits, strict=True)
-    )
-    classes, columns = preprocessing.labels.array, preprocessing.feature_names
-    return FederatedDataset(train, validation, test, tuple(names), classes, columns)
+        for client, own in parts.items()
+    }
 
 
-def _look_up(codes: IntArray, values: list[int]) -> IntArray:
-    return np.array(values, dtype=np.int64)[codes]
+# ---------------------------------------------------------------------- later files
 
 
-def _label_codes(file: TableFile, preprocessing: Preprocessing) -> IntArray:
-    encoded, _ = preprocessing.labels.encode(pa.array(file.label_texts, pa.string()))
-    return np.append(encoded, UNKNOWN)[file.labels]
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a file that came after training.
+
+    Attributes:
+        matrix: ``(n, d)`` float32.
+        labels: class indices ``(n,)``, -1 where the label is missing; ``None`` without a label column.
+        clients: the client of each row, if the file has the client column; else ``None``.
+        unknown_labels: texts that were not a class in training.
+        notes: remarks for the user.
+    """
+
+    matrix: NDArray[np.float32]
+    labels: IntArray | None
+    clients: list[str] | None
+    unknown_labels: list[str]
+    notes: list[str]
+
+
+def read_rows(
+    path: Path,
+    preprocessing: Preprocessing,
+    *,
+    label_needed: bool = False,
+    notify: Notify = lambda _: None,
+) -> Rows:
+    """Return a later file as the model expects it; columns are found by name.
+
+    Raises:
+        TableError: a column that is missing, unknown, or of another kind than in training.
+    """
+    find_tables([path])
+    file = TableFile(path, notify)
+    preprocessing.check_header(path, file.header, label_needed=label_needed)
+    label, client = preprocessing.labels.name, preprocessing.client_column
+    texts = {c.name for c in preprocessing.used if c.role == "category"}
+    texts |= {name for name in (label, client) if name in file.header}
+    file.read({*texts, *(column.name for column in preprocessing.used)}, texts)
+    encoded = _encoded(file, preprocessing)
+    labels, clients = None, None
+    unknown: list[str] = []
+    if label in file.header:
+        labels, unknown = preprocessing.labels.encode_column(file.columns[label])
+    if client is not None and client in file.header:
+        codes, names = file.columns[client].categories()
+        clients = [names[code] if code >= 0 else "" for code in codes.tolist()]
+    notes = [
+        f"{path.name}: column {quoted(column)} has {counted(count, 'value')} that no client had in "
+        "training."
+        for column, count in encoded.unknown.items()
+    ]
+    return Rows(np.concatenate(list(encoded.blocks())), labels, clients, sorted(unknown), notes)
+
+
+def _encoded(file: TableFile, preprocessing: Preprocessing) -> EncodedRows:
+    """Encode the rows of a file, after reading the columns that are not kept yet."""
+    used = preprocessing.used
+    texts = {c.name for c in used if c.needs_text(file.columns.get(c.name))}
+    file.read({column.name for column in used}, texts)
+    return preprocessing.encode(file.path, file.columns)

@@ -1,34 +1,50 @@
-"""From a table to the matrix that learners see, as all clients agreed."""
+"""Conversion of table columns to the matrix that learners see, and of labels to classes."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import NonNegativeInt, Text, Texts, check_fields, integer, number
-from fedgmm.data.tables.columns import FloatArray, Kind, categories, kind_of, numbers, stored_kind
-from fedgmm.data.tables.errors import TableError, listed, quoted
-from fedgmm.data.tables.labels import Labels
+from fedgmm.data.tables.columns import (
+    TRUTH,
+    ColumnValues,
+    FloatArray,
+    IntArray,
+    Kind,
+    kind_of_text,
+    without_point,
+)
+from fedgmm.data.tables.errors import TableError, ValueKindError, listed, quoted
 
 Role = Literal["number", "date", "category", "ignored"]
 
 OTHER = "(other)"
 MISSING_NAME = "(missing)"
-TRUTH = ("false", "true")
-_FARTHEST = 1e12  # deviations; n rows of the training cannot lie farther than √n
+NO_LABEL = "(none)"
+"""The class of all rows if no column is to be predicted."""
+
+UNKNOWN = -1
+"""The code of a label that is missing, or that no client had in training."""
+
 KIND_NAMES: dict[Kind, str] = {
     "number": "numbers",
     "date": "dates",
     "boolean": "true and false",
     "text": "text",
 }
+_BLOCK_ROWS = 16_384
+_FARTHEST = 1e12  # standard deviations; among n training rows none lies farther than √n
+_MOST_CLASSES = 1000
+_MOST_FRACTIONS = 20
+_LARGEST_NUMBER = 2.0**53
 
 
 def _check_split(name: str, value: Any) -> None:
@@ -44,18 +60,18 @@ def _check_split(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """How tables are read, beyond what they say themselves.
+    """Options for reading tables.
 
     Attributes:
-        label: the column to predict; ``None`` only to look at files.
-        client_column: the column that names the client; ``None`` means one file a client.
+        label: the column to predict; ``None`` without one.
+        client_column: the column that names the client; ``None`` means one file per client.
         categorical: number columns whose values are names of groups.
         ignore: columns to leave out.
-        max_categories: of one column; the rarest beyond it become one.
-        indicator_from: share of missing values from which a column gets an indicator of them.
-        split: shares of training, validation and test rows within every client.
-        seed: of the split.
-        client: what the client of the only file is called; ``None`` takes the file's name.
+        max_categories: most categories of one column; the rarest are joined.
+        indicator_from: share of missing values from which on a column gets an indicator of them.
+        split: shares of training, validation and test rows within each client.
+        seed: seed of the split.
+        client: name of the client if there is only one file; ``None`` means the file's name.
     """
 
     label: Text | None
@@ -71,29 +87,165 @@ class TableOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.client is not None and self.client_column is not None:
-            raise ValueError(
-                "client and client_column cannot both be given; leave out one of them."
-            )
+            raise ValueError("client and client_column exclude each other; omit one of them.")
         if self.label is not None and self.client_column == self.label:
-            raise ValueError(f"The label and the client cannot both be column {self.label!r}.")
+            raise ValueError(f"Column {self.label!r} cannot be both the label and the client.")
         for name in (self.label, self.client_column):
             if name is not None and name in self.ignore:
-                raise ValueError(f"Column {name!r} is needed and cannot be ignored.")
+                raise ValueError(f"Column {name!r} is the label or the client; do not ignore it.")
+
+
+# ---------------------------------------------------------------------- labels
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The label column and its classes.
+
+    Attributes:
+        name: name of the column.
+        classes: sorted truth values, whole numbers, numbers or texts.
+    """
+
+    name: str
+    classes: tuple[Any, ...]
+
+    @classmethod
+    def agreed(cls, name: str, counts: Iterable[Mapping[str, int]]) -> Labels:
+        """Return the union of all clients' labels.
+
+        Args:
+            name: name of the column.
+            counts: for each client, how often each label occurs, as it is written.
+
+        Raises:
+            ValueError: a single class, or measurements instead of classes.
+        """
+        read = as_classes(text for own in counts for text in own)
+        classes = tuple(sorted(set(read.values())))
+        fractions = [c for c in classes if isinstance(c, float)]
+        if len(classes) > _MOST_CLASSES or len(fractions) > _MOST_FRACTIONS:
+            raise ValueError(
+                f"The label column {name!r} has {len(classes)} different values, such as "
+                f"{quoted(classes[0])} and {quoted(classes[1])}; it looks like a measurement, not a "
+                "class."
+            )
+        if len(classes) < 2:
+            only = f"only the class {quoted(classes[0])}" if classes else "no values"
+            raise ValueError(
+                f"The label column {name!r} has {only} in all files; classification needs two classes."
+            )
+        return cls(name, classes)
+
+    @classmethod
+    def absent(cls) -> Labels:
+        """Return labels for data without a label column: one class for all rows."""
+        return cls("", (NO_LABEL,))
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The classes as an array, ``(K,)``."""
+        return np.array(self.classes)
+
+    def encode(self, texts: Iterable[str]) -> tuple[IntArray, list[str]]:
+        """Return the class index of each text, and the texts that are not a class.
+
+        The index of a text that is not a class is :data:`UNKNOWN`.
+        """
+        read = _label_reader([str(c) for c in self.classes])
+        place = {label: index for index, label in enumerate(self.classes)}
+        indices, unknown = [], []
+        for text in texts:
+            try:
+                label = read(text)
+            except ValueError:
+                label = text
+            indices.append(place.get(label, UNKNOWN))
+            if indices[-1] == UNKNOWN:
+                unknown.append(text)
+        return np.array(indices, dtype=np.int64), unknown
+
+    def encode_column(self, values: ColumnValues) -> tuple[IntArray, list[str]]:
+        """Return the class index of each row ``(n,)``, and the texts that are not a class."""
+        codes, texts = values.categories()
+        indices, unknown = self.encode(texts)
+        return np.append(indices, UNKNOWN)[codes], unknown  # the code of a missing value is -1
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {"name": self.name, "classes": list(self.classes)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Labels:
+        """Invert :meth:`record`."""
+        return cls(str(record["name"]), tuple(record["classes"]))
+
+
+def as_classes(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the class that each text stands for, given all texts that occur."""
+    known = sorted(set(texts))
+    read = _label_reader(known)
+    return {text: read(text) for text in known}
+
+
+def _label_reader(texts: list[str]) -> Callable[[str], Any]:
+    """Return the first of whole number, number, truth value and text that can read all labels."""
+    readers: tuple[Callable[[str], Any], ...] = (_whole, _number, _truth)
+    for read in readers:
+        try:
+            for text in texts:
+                read(text)
+        except ValueError:
+            continue
+        return read
+    return str
+
+
+def _truth(text: str) -> bool:
+    """Read a truth value; next to true and false, ``0`` and ``1`` count as truth values."""
+    found = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if text.lower() not in found:
+        raise ValueError(text)
+    return found[text.lower()]
+
+
+def _whole(text: str) -> int:
+    """Read ``1`` and ``1.0`` as 1, because programs write whole numbers both ways; ``007`` is text."""
+    found = re.fullmatch(r"([+-]?(?:0|[1-9]\d*))(?:\.0*)?", text, flags=re.ASCII)
+    if found is None:
+        raise ValueError(text)
+    if abs(whole := int(found[1])) >= 2**63:  # does not fit into an array of integers
+        raise ValueError(text)
+    return whole
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(
+        r"[+-]?(?:0|[1-9]\d*|(?=\.))(?:\.\d*)?(?:[eE][+-]?\d+)?", text, flags=re.ASCII
+    ):
+        raise ValueError(text)
+    number = float(text)
+    if abs(number) > _LARGEST_NUMBER:  # distinct texts may be the same number there
+        raise ValueError(text)
+    return number
+
+
+# ---------------------------------------------------------------------- columns
 
 
 @dataclass(frozen=True)
 class Column:
-    """What becomes of one column.
+    """The conversion of one column.
 
     Attributes:
-        name: in the file.
-        role: ``"number"`` and ``"date"`` are standardised, ``"category"`` is one column a category
-            (one for both where there are two), ``"ignored"`` may be there and is not used.
-        mean: of all clients' values; missing ones are put there.
-        scale: their deviation, or one where all are equal.
-        categories: sorted, ``"(other)"`` last where the rarest were joined.
-        indicator: whether a column of ones and zeros tells which values are missing.
-        reason: why it is ignored.
+        name: name in the file.
+        role: ``"number"`` and ``"date"`` are standardised; ``"category"`` becomes one column per
+            category, or one column if there are two; ``"ignored"`` is not used and may be missing.
+        mean: mean over all clients; it replaces missing values.
+        scale: standard deviation, or one if all values are equal.
+        categories: sorted, with ``"(other)"`` last if the rarest were joined.
+        indicator: whether a column of zeros and ones marks missing values.
+        reason: the reason why the column is ignored.
     """
 
     name: str
@@ -106,7 +258,7 @@ class Column:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the columns that it becomes."""
+        """Names of the matrix columns that it becomes."""
         if self.role == "ignored":
             return ()
         missing = (f"{self.name}={MISSING_NAME}",) if self.indicator else ()
@@ -115,89 +267,128 @@ class Column:
         shown = self.categories[1:] if len(self.categories) == 2 else self.categories
         return (*(f"{self.name}={category}" for category in shown), *missing)
 
-    def fill(self, values: pa.Array, out: FloatArray) -> int:
-        """Write the values into ``out`` ``(k, n)``; how many categories were unknown.
-
-        Raises:
-            ValueError: values of another kind than in training.
-        """
-        if self.role == "category":
-            return self._fill_categories(values, out)
-        self._check_kind(values)
-        found = numbers(values)
-        assert found is not None
-        missing = np.isnan(found)
-        np.subtract(found, self.mean, out=out[0])
-        out[0] /= self.scale
-        np.clip(out[0], -_FARTHEST, _FARTHEST, out=out[0])
-        out[0][missing] = 0.0
-        if self.indicator:
-            out[1] = missing
-        return 0
-
-    def _check_kind(self, values: pa.Array) -> None:
-        # truth values are the numbers 0 and 1 wherever some client wrote them so
-        fitting = ("date", "empty") if self.role == "date" else ("number", "boolean", "empty")
-        kind = kind_of(values)
-        if kind in fitting:
-            return
-        such = ""
-        if kind == "text":
-            odd = (
-                text
-                for text in values.drop_null()
-                if kind_of(pa.array([text.as_py()])) not in fitting
-            )
-            such = f" such as {quoted(next(odd).as_py())}"
-        known = KIND_NAMES["date" if self.role == "date" else "number"]
-        raise ValueError(
-            f"the column {quoted(self.name)} holds {KIND_NAMES[kind]}{such} where training had {known}"
+    def needs_text(self, values: ColumnValues | None) -> bool:
+        """Return whether the column must be read as text; ``values`` are those that are kept."""
+        if self.role != "category":
+            return False
+        # truth values are the same category however they are written
+        return values is None or not (
+            values.as_written or (values.kind == "boolean" and self.categories == TRUTH)
         )
 
-    def _fill_categories(self, values: pa.Array, out: FloatArray) -> int:
-        codes, texts = categories(values, whole_numbers=True)
+    def encode(self, values: ColumnValues) -> tuple[FloatArray | IntArray, int]:
+        """Return numbers or indices of categories ``(n,)``, and the number of unknown categories.
+
+        The index of an unknown category is ``len(categories)``, that of a missing value one more.
+
+        Raises:
+            ValueKindError: values of another kind than in training.
+        """
+        if self.role == "category":
+            return self._encode_categories(values)
+        self._check_kind(values)
+        assert values.numbers is not None
+        return values.numbers, 0
+
+    def fill(self, encoded: FloatArray | IntArray, out: FloatArray) -> None:
+        """Write encoded rows ``(n,)`` into ``out``, ``(len(outputs), n)``."""
+        if self.role == "category":
+            first = 1 if len(self.categories) == 2 else 0
+            for row, index in enumerate(range(first, len(self.categories))):
+                out[row] = encoded == index
+            missing = encoded == len(self.categories) + 1
+        else:
+            missing = np.isnan(encoded)
+            np.subtract(encoded, self.mean, out=out[0])
+            out[0] /= self.scale
+            np.clip(out[0], -_FARTHEST, _FARTHEST, out=out[0])
+            out[0][missing] = 0.0
+        if self.indicator:
+            out[-1] = missing
+
+    def _check_kind(self, values: ColumnValues) -> None:
+        # some clients write 0 and 1, others false and true
+        fitting = ("date", "empty") if self.role == "date" else ("number", "boolean", "empty")
+        if values.kind in fitting:
+            return
+        texts = values.texts.to_pylist() if values.kind == "text" else []
+        example = next((text for text in texts if kind_of_text(text) not in fitting), None)
+        such = "" if example is None else f" such as {quoted(example)}"
+        known = KIND_NAMES["date" if self.role == "date" else "number"]
+        raise self._kind_error(values.kind, such, known)
+
+    def _kind_error(self, kind: Kind, such: str, known: str) -> ValueKindError:
+        holds = f"the column {quoted(self.name)} holds {KIND_NAMES[kind]}"
+        return ValueKindError(
+            f"{holds}{such}, but training had {known}.", f"{holds}, but training had {known}"
+        )
+
+    def _encode_categories(self, values: ColumnValues) -> tuple[IntArray, int]:
+        codes, texts = values.categories()
+        texts = [without_point(text) for text in texts]
         if self.categories == TRUTH:
             written = {"0": "false", "1": "true"}
             texts = [written.get(text, text.lower()) for text in texts]
         place = {category: index for index, category in enumerate(self.categories)}
         if texts and not any(text in place for text in texts) and OTHER not in place:
-            self._check_strangers(values)
+            # new texts may be new categories, but numbers are another kind of column
+            known = {kind_of_text(category) for category in self.categories}
+            if values.kind in ("number", "date") and values.kind not in known:
+                raise self._kind_error(values.kind, "", listed(self.categories))
         unknown = place.get(OTHER, len(self.categories))
         missing = len(self.categories) + 1
         lookup = np.array([*(place.get(text, unknown) for text in texts), missing], dtype=np.int64)
-        own = lookup[codes]  # the code of a missing value is -1: the last
-        first = 1 if len(self.categories) == 2 else 0
-        for row, index in enumerate(range(first, len(self.categories))):
-            out[row] = own == index
-        if self.indicator:
-            out[-1] = own == missing
-        return int((own == len(self.categories)).sum())
+        encoded = lookup[codes]  # the code of a missing value is -1: the last entry
+        return encoded, int((encoded == len(self.categories)).sum())
 
-    def _check_strangers(self, values: pa.Array) -> None:
-        """No value is known: texts may be new categories, but numbers are another kind of column."""
-        kind = kind_of(values)
-        known = {kind_of(pa.array([category])) for category in self.categories}
-        if kind in ("number", "date") and kind not in known:
-            raise ValueError(
-                f"the column {quoted(self.name)} holds {KIND_NAMES[kind]} where training had "
-                f"{listed(self.categories)}"
-            )
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """The rows of a file, ready to be written as a matrix.
+
+    Attributes:
+        columns: the conversions with outputs.
+        encoded: of each, the encoded rows ``(n,)``.
+        unknown: number of values per column that are categories which no client had in training.
+    """
+
+    columns: list[Column]
+    encoded: list[FloatArray | IntArray]
+    unknown: dict[str, int]
+
+    def blocks(self) -> Iterator[NDArray[np.float32]]:
+        """Yield the matrix in blocks of rows ``(b, d)``, so that no second copy of it is held."""
+        width = sum(len(column.outputs) for column in self.columns)
+        rows = len(self.encoded[0])
+        for start in range(0, rows, _BLOCK_ROWS):
+            stop = min(start + _BLOCK_ROWS, rows)
+            out = np.empty((width, stop - start))
+            first = 0
+            for column, encoded in zip(self.columns, self.encoded, strict=True):
+                size = len(column.outputs)
+                column.fill(encoded[start:stop], out[first : first + size])
+                first += size
+            yield np.ascontiguousarray(out.T, dtype=np.float32)
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Everything that turns a later file into what the model expects.
+    """The conversion of files to the matrix and the classes of a model.
 
     Attributes:
         columns: in the order of the first client's file.
         labels: the label column and its classes.
-        client_column: the column that names the client, if there is one.
+        client_column: the column that names the client, or ``None``.
     """
 
     columns: tuple[Column, ...]
     labels: Labels
     client_column: str | None = None
-    _unknown: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
+
+    @property
+    def used(self) -> list[Column]:
+        """The columns that are not ignored."""
+        return [column for column in self.columns if column.outputs]
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -205,9 +396,9 @@ class Preprocessing:
         return tuple(output for column in self.columns for output in column.outputs)
 
     def check_header(
-        self, path: Any, names: Collection[str], *, label_needed: bool = False
+        self, path: Path | str, names: Collection[str], *, label_needed: bool = False
     ) -> None:
-        """Raise :class:`TableError` for the first column that is missing or that nobody knows."""
+        """Raise :class:`TableError` for the first column that is missing or unknown."""
         here = set(names)
         for column in self.columns:
             if column.role != "ignored" and column.name not in here:
@@ -219,34 +410,32 @@ class Preprocessing:
         for name in names:
             if name not in known:
                 raise TableError(
-                    path, f"the column {quoted(name)} was not there in training; take it out."
+                    path, f"the column {quoted(name)} was not there in training; remove it."
                 )
 
-    def transform(self, path: Any, batch: pa.RecordBatch) -> NDArray[np.float32]:
-        """The matrix of a batch, ``(n, d)``, in any order of its columns."""
-        out = np.empty((len(self.feature_names), len(batch)))
-        first = 0
-        for column in self.columns:
-            size = len(column.outputs)
-            if not size:
-                continue
-            values = batch.column(column.name)
-            check_type(path, column.name, values.type)
-            try:
-                unknown = column.fill(values, out[first : first + size])
-            except ValueError as error:
-                raise TableError(path, f"{error}.") from None
-            if unknown:
-                self._unknown[column.name] += unknown
-            first += size
-        return np.ascontiguousarray(out.T, dtype=np.float32)
+    def encode(self, path: Path | str, columns: Mapping[str, ColumnValues]) -> EncodedRows:
+        """Encode the rows of a file.
 
-    def unknown_categories(self) -> dict[str, int]:
-        """How many values so far were categories that no client had in training, per column."""
-        return dict(self._unknown)
+        Args:
+            path: the file, for errors.
+            columns: its columns, in any order; categories must be kept as text.
+
+        Raises:
+            TableError: values of another kind than in training.
+        """
+        encoded, unknown = [], {}
+        for column in self.used:
+            try:
+                own, count = column.encode(columns[column.name])
+            except ValueKindError as error:
+                raise TableError(path, str(error), public=error.public) from None
+            encoded.append(own)
+            if count:
+                unknown[column.name] = count
+        return EncodedRows(self.used, encoded, unknown)
 
     def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "columns": [asdict(column) for column in self.columns],
             "labels": self.labels.record(),
@@ -255,7 +444,7 @@ class Preprocessing:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Preprocessing:
-        """The inverse of :meth:`record`."""
+        """Invert :meth:`record`."""
         columns = tuple(
             Column(**{**column, "categories": tuple(column["categories"])})
             for column in record["columns"]
@@ -264,12 +453,5 @@ class Preprocessing:
             if column.role not in ("number", "date", "category", "ignored") or not (
                 math.isfinite(column.mean) and 0 < column.scale < math.inf
             ):
-                raise ValueError(f"the preprocessing of column {column.name!r} makes no sense")
+                raise ValueError(f"the preprocessing of column {column.name!r} is not valid")
         return cls(columns, Labels.from_record(record["labels"]), record["client_column"])
-
-
-def check_type(path: Any, name: str, kind: pa.DataType) -> None:
-    """Raise :class:`TableError` for lists, pictures and other values that are no table values."""
-    if stored_kind(kind) is None:
-        shown = quoted(str(kind))[1:-1]
-        raise TableError(path, f"the column {quoted(name)} holds {shown}, which is no table value.")

@@ -1,30 +1,36 @@
-"""What a client tells about its table: counts, sums and lists of categories; never a row.
+"""Summaries of a client's table: counts, sums and lists of categories, but never a row.
 
-Number columns are told by how many values there are, their mean and the sum of squares around it.
-These add up over clients without loss: the mean and variance of the pooled rows follow exactly.
+A number column is summarised by its count, its mean and the sum of squares around the mean. From these
+the server gets exactly the mean and variance of the pooled rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from fedgmm.data.tables.columns import FloatArray, Kind, categories, kind_of, numbers
+from fedgmm.core.moments import Pooled, pool
+from fedgmm.data.tables.columns import ColumnValues, FloatArray, IntArray, Kind, without_point
 
-_ALWAYS_LISTED = 100  # distinct values that any client may list …
-_EVER_LISTED = 2000  # … and those that none lists beyond
-_NAMES_FROM = 20  # distinct values that may be names, if hardly any occurs twice
+_BLOCK_ROWS = 16_384
+_ALWAYS_LISTED = 100  # any client may list this many distinct texts
+_MOST_LISTED = 2000  # and none lists more than this many
+_NAMES_FROM = 20  # from this many distinct texts on, texts that hardly ever repeat are names
 
 
 def look_like_names(distinct: int, present: int) -> bool:
-    """Whether texts are names, numbers of persons or free text rather than categories."""
+    """Return whether texts are names, identifiers or free text rather than categories.
+
+    Args:
+        distinct: number of distinct texts.
+        present: number of values that are not missing.
+    """
     unique = distinct >= _NAMES_FROM and distinct > 0.9 * present
-    return unique or distinct > max(_ALWAYS_LISTED, present // 2) or distinct > _EVER_LISTED
+    return unique or distinct > max(_ALWAYS_LISTED, present // 2) or distinct > _MOST_LISTED
 
 
 @dataclass(frozen=True)
@@ -32,15 +38,15 @@ class ColumnSummary:
     """One column of one client.
 
     Attributes:
-        kind: what its values look like.
-        missing: how many values are missing.
-        count: how many numbers there are; zero for text.
-        mean: of the numbers.
+        kind: kind of its values.
+        missing: number of missing values.
+        count: number of numbers; zero for text.
+        mean: mean of the numbers.
         squares: ``Σ (x - mean)²``.
-        categories: how often each text occurs; ``None`` where they look like names, numbers of
-            persons or free text, which a client keeps to itself.
-        mean_rest: what rounding left out of the mean; it matters for numbers far from zero, whose
-            means differ in their last digits only.
+        categories: how often each text occurs; ``None`` if the texts look like names, identifiers or
+            free text, which never leave a client.
+        mean_rest: the part of the mean that rounding left out. It matters for numbers far from zero,
+            whose means differ in their last digits only.
     """
 
     kind: Kind
@@ -54,12 +60,12 @@ class ColumnSummary:
 
 @dataclass(frozen=True)
 class ClientSummary:
-    """All that leaves a client before training.
+    """Everything that leaves a client before training.
 
     Attributes:
-        rows: how many rows it has.
-        unlabelled: how many more have no label; they are left out.
-        columns: in the order of its file; those to ignore come last, as empty ones.
+        rows: number of rows with a label.
+        unlabelled: number of rows without a label; they are left out.
+        columns: in the order of the client's file; ignored columns come last and are empty.
         labels: how often each label occurs, as it is written.
     """
 
@@ -69,131 +75,100 @@ class ClientSummary:
     labels: Mapping[str, int]
 
 
-class SummaryOfColumns:
-    """Adds up batches of one client's rows."""
+@dataclass(frozen=True)
+class ClientPart:
+    """The rows of one client in one file.
 
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-        self.rows = 0
-        self._missing = np.zeros(len(names), dtype=np.int64)
-        self._count = np.zeros(len(names))
-        self._mean = np.zeros(len(names))
-        self._rest = np.zeros(len(names))
-        self._squares = np.zeros(len(names))
-        self._kinds: list[set[Kind]] = [set() for _ in names]
-        self._texts: list[Counter[str] | None] = [Counter() for _ in names]
+    Attributes:
+        columns: all rows of the file.
+        rows: indices of the client's rows, ``(n,)``.
+    """
 
-    def add(self, batch: BatchValues, rows: NDArray[np.int64] | slice) -> None:
-        """Add some rows of a batch."""
-        matrix = batch.matrix[:, rows]
-        self.rows += matrix.shape[1]
-        self._add_numbers(batch.number_columns, matrix)
-        numeric = set(batch.number_columns.tolist())
-        for column, (codes, texts) in batch.texts.items():
-            missing = self._add_texts(column, codes[rows], texts)
-            if column not in numeric:  # else they are counted already
-                self._missing[column] += missing
-        for column, kind in enumerate(batch.kinds):
-            self._kinds[column].add(kind)
-
-    def _add_numbers(self, columns: NDArray[np.int64], values: FloatArray) -> None:
-        """Merge counts, means and squares (Chan, Golub and LeVeque 1979); ``values`` is ``(k, n)``."""
-        if not len(columns) or not values.shape[1]:
-            return
-        present = ~np.isnan(values)
-        count = present.sum(1).astype(np.float64)
-        self._missing[columns] += values.shape[1] - present.sum(1)
-        filled = np.where(present, values, 0.0)
-        # numbers whose squares are too large become infinite; the column is not used then
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean = filled.sum(1) / np.maximum(count, 1.0)
-            around = np.where(present, filled - mean[:, None], 0.0)
-            rest = around.sum(1) / np.maximum(count, 1.0)
-            squares = (around**2).sum(1) - count * rest**2
-            before, total = self._count[columns], self._count[columns] + count
-            share = count / np.maximum(total, 1.0)
-            old_mean = np.where(before > 0, self._mean[columns], mean)
-            old_rest = np.where(before > 0, self._rest[columns], rest)
-            gap = (mean - old_mean) + (rest - old_rest)
-            step = old_rest + gap * share
-            self._mean[columns] = old_mean + step
-            self._rest[columns] = step - (self._mean[columns] - old_mean)
-            self._squares[columns] += squares + gap**2 * before * share
-        self._count[columns] = total
-
-    def _add_texts(self, column: int, codes: NDArray[np.int64], texts: list[str]) -> int:
-        """Count texts; how many are missing."""
-        counts = np.bincount(codes + 1, minlength=len(texts) + 1)
-        known = self._texts[column]
-        if known is not None:
-            for code in np.flatnonzero(counts[1:]).tolist():
-                known[texts[code]] += int(counts[code + 1])
-            if len(known) > _EVER_LISTED:
-                self._texts[column] = None
-        return int(counts[0])
-
-    def result(self) -> dict[str, ColumnSummary]:
-        """The summary of each column."""
-        return {name: self._column(index) for index, name in enumerate(self.names)}
-
-    def _column(self, index: int) -> ColumnSummary:
-        kind = _common_kind(self._kinds[index])
-        missing = int(self._missing[index])
-        if kind in ("number", "date"):
-            return ColumnSummary(
-                kind,
-                missing,
-                int(self._count[index]),
-                float(self._mean[index]),
-                float(self._squares[index]),
-                mean_rest=float(self._rest[index]),
-            )
-        texts = self._texts[index]
-        if texts is not None and look_like_names(len(texts), texts.total()):
-            texts = None
-        return ColumnSummary(kind, missing, categories=None if texts is None else dict(texts))
+    columns: Mapping[str, ColumnValues]
+    rows: IntArray
 
 
-def _common_kind(kinds: set[Kind]) -> Kind:
-    found = kinds - {"empty"}
+def summarise_columns(
+    parts: Sequence[ClientPart], names: Iterable[str]
+) -> dict[str, ColumnSummary]:
+    """Return the summary of each column of a client, over all files that hold its rows."""
+    kinds = {name: _common_kind(part.columns[name].kind for part in parts) for name in names}
+    numeric = [name for name, kind in kinds.items() if kind in ("number", "date")]
+    rows = sum(len(part.rows) for part in parts)
+    numbers = dict(zip(numeric, _number_summaries(parts, numeric, kinds, rows), strict=True))
+    return {
+        name: numbers[name] if name in numbers else _text_summary(parts, name, kind)
+        for name, kind in kinds.items()
+    }
+
+
+def _common_kind(kinds: Iterable[Kind]) -> Kind:
+    found = set(kinds) - {"empty"}
     if not found:
         return "empty"
     return found.pop() if len(found) == 1 else "text"
 
 
-class BatchValues:
-    """The columns of a batch, read once for all clients in it.
+def _number_summaries(
+    parts: Sequence[ClientPart], names: list[str], kinds: Mapping[str, Kind], rows: int
+) -> list[ColumnSummary]:
+    if not names or not rows:
+        return [ColumnSummary(kinds[name], 0) for name in names]
+    # sums that are too large become infinite, and the agreement then ignores the column
+    with np.errstate(over="ignore", invalid="ignore"):
+        blocks = [
+            _moments(np.stack([numbers_of(part, name)[block] for name in names]))
+            for part in parts
+            for block in _blocks(part.rows)
+        ]
+        counts, means, squares, rests = pool(*map(np.stack, zip(*blocks, strict=True)))
+    return [
+        ColumnSummary(
+            kinds[name],
+            rows - int(counts[j]),
+            int(counts[j]),
+            float(means[j]),
+            float(squares[j]),
+            mean_rest=float(rests[j]),
+        )
+        for j, name in enumerate(names)
+    ]
 
-    Attributes:
-        kinds: what each column looks like in this batch.
-        number_columns: which columns hold numbers or dates, ``(k,)``.
-        matrix: their values with NaN for missing ones, ``(k, n)``.
-        texts: codes and texts of the columns that were read as text or truth values.
-    """
 
-    def __init__(self, batch: pa.RecordBatch, as_categories: Collection[str] = ()) -> None:
-        """Read a batch.
+def numbers_of(part: ClientPart, name: str) -> FloatArray:
+    """Return a column of numbers of all rows of a part's file."""
+    numbers = part.columns[name].numbers
+    assert numbers is not None
+    return numbers
 
-        Args:
-            batch: some rows of a file.
-            as_categories: columns of text that is not to be taken for numbers.
-        """
-        self.kinds: list[Kind] = []
-        self.texts: dict[int, tuple[NDArray[np.int64], list[str]]] = {}
-        columns, rows = [], []
-        for index, name in enumerate(batch.schema.names):
-            values = batch.column(index)
-            kind = kind_of(values)
-            if name in as_categories and kind != "empty":
-                kind = "text"
-            self.kinds.append(kind)
-            if kind in ("number", "date", "empty"):
-                found = numbers(values)
-                assert found is not None
-                columns.append(index)
-                rows.append(found)
-            # text that looks like numbers here may be text in the next batch
-            if kind in ("text", "boolean") or (kind != "empty" and pa.types.is_string(values.type)):
-                self.texts[index] = categories(values, whole_numbers=True)
-        self.number_columns = np.array(columns, dtype=np.int64)
-        self.matrix = np.stack(rows) if rows else np.empty((0, len(batch)))
+
+def _blocks(rows: IntArray) -> list[IntArray]:
+    return [rows[start : start + _BLOCK_ROWS] for start in range(0, len(rows), _BLOCK_ROWS)]
+
+
+def _moments(values: FloatArray) -> Pooled:
+    """Return the moments of values ``(k, n)``, NaN where missing; each is ``(k,)``."""
+    present = ~np.isnan(values)
+    count = present.sum(1).astype(np.float64)
+    filled = np.where(present, values, 0.0)
+    mean = filled.sum(1) / np.maximum(count, 1.0)
+    around = np.where(present, filled - mean[:, None], 0.0)
+    rest = around.sum(1) / np.maximum(count, 1.0)
+    return Pooled(count, mean, (around**2).sum(1) - count * rest**2, rest)
+
+
+def _text_summary(parts: Sequence[ClientPart], name: str, kind: Kind) -> ColumnSummary:
+    counts: Counter[str] = Counter()
+    missing = 0
+    for part in parts:
+        values = part.columns[name]
+        assert values.codes is not None
+        found: NDArray[np.int64] = np.bincount(
+            values.codes[part.rows] + 1, minlength=len(values.texts) + 1
+        )
+        missing += int(found[0])
+        codes = np.flatnonzero(found[1:])
+        for code, text in zip(codes.tolist(), values.texts.take(codes).to_pylist(), strict=True):
+            counts[without_point(text)] += int(found[code + 1])
+    names = look_like_names(len(counts), counts.total())
+    return ColumnSummary(kind, missing, categories=None if names else dict(counts))

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.data.dataset import SPLITS, FederatedDataset
@@ -26,7 +27,6 @@ from fedgmm.data.embeddings import (
     EncodedFederation,
     Encoder,
     FeatureMap,
-    Features,
     Images,
     ResNet18Encoder,
     encode_federation,
@@ -340,7 +340,7 @@ def choose_density(
         return known
 
     @cache
-    def prepared() -> tuple[FederatedDataset, dict[str, Features], Encoder]:
+    def prepared() -> tuple[FederatedDataset, dict[str, Tensor], Encoder]:
         dataset = known_images(study, study.seeds[0], context)
         base = study_encoder(study, context.data_dir)
         lock(study.seeds[0], dataset)
@@ -383,7 +383,7 @@ def density_on_file(trials: TrialFolder, study: NoveltyStudy) -> NoveltyStudy | 
 def missing_class_auroc(
     study: NoveltyStudy,
     dataset: FederatedDataset,
-    codes: dict[str, Features],
+    codes: dict[str, Tensor],
     base: Encoder,
 ) -> float:
     """Return how well ``log P(x)`` separates validation rows of a missing class from the others.
@@ -413,7 +413,7 @@ def missing_class_auroc(
         if not present.any() or missing.all():
             continue
         check_rows(int(present.sum()), study.features)
-        pca = federated_pca([torch.from_numpy(rows[present])], study.features)
+        pca = federated_pca([rows[torch.from_numpy(present)]], study.features)
         features = FeatureMap(base, pca, scale=True)
         mixture = FederatedGaussianMixture(
             study.components,
@@ -425,8 +425,9 @@ def missing_class_auroc(
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # short fits suffice to compare
-            mixture.fit(features.project(rows[present]), clients=owners[present])
-        scores = mixture.score_samples(features.project(held))
+            seen = features.project(rows[torch.from_numpy(present)])
+            mixture.fit(seen.cpu().numpy(), clients=owners[present])
+        scores = mixture.score_samples(features.project(held).cpu().numpy())
         found.append(novelty_metrics(scores[~missing], scores[missing]).auroc)
     if not found:
         raise ValueError(

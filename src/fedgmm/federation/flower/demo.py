@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedgmm.data.hospitals import LABEL, NEWCOMER, SITES, write_hospitals
+from fedgmm.data.examples import LABEL, NEWCOMER, SITES, write_hospitals
 from fedgmm.federation.flower.processes import free_port
 from fedgmm.runs.folder import read_json
 

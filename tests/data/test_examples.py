@@ -1,4 +1,4 @@
-"""The example files: what they hold, and that they show what they are meant to show."""
+"""The example files of hospitals: their content, and that FedGMM has an advantage on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedgmm
-from fedgmm.data.hospitals import LABEL, NEWCOMER, SITES, draw_patients, write_hospitals
+from fedgmm.data.examples import LABEL, NEWCOMER, SITES, draw_patients, write_hospitals
 from small_runs import bytes_of
 
 
@@ -24,7 +24,7 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def test_there_is_a_file_a_hospital_and_three_for_later(folder, tmp_path):
+def test_one_file_per_hospital_and_three_for_later(folder, tmp_path):
     names = {path.name for path in folder.iterdir()}
     assert names == {
         *(f"site_{site}.csv" for site in SITES),

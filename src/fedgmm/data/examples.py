@@ -1,7 +1,6 @@
-"""Example files: a network of hospitals whose patients differ, and whose diagnoses do too.
+"""Example data without a download: handwritten digits, and files of a network of hospitals.
 
-Three kinds of patients are spread over the hospitals in different shares. What the measurements mean
-differs between the kinds: the same values speak for an illness in one and against it in another.
+In both, clients differ in their rows and in the meaning of the labels, as in the paper.
 """
 
 from __future__ import annotations
@@ -13,6 +12,66 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.partition import dirichlet_by_label, joint_shift
+
+# ---------------------------------------------------------------------- digits
+
+WHITE = 16.0
+"""Largest grey value of scikit-learn's digits."""
+
+SIDE = 8
+"""Side of an image of a digit, in pixels."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The digits of several clients.
+
+    Attributes:
+        dataset: rows are images of 8 × 8 pixels, flattened.
+        newcomer: rows and labels of a client that is not in ``dataset``.
+        images: all images as the clients hold them, ``(N, 64)``.
+        changed: which images were transformed and relabelled, ``(N,)``.
+    """
+
+    dataset: FederatedDataset
+    newcomer: tuple[NDArray[np.float32], NDArray[np.int64]]
+    images: NDArray[np.float32]
+    changed: NDArray[np.bool_]
+
+
+def heterogeneous_digits(clients: int = 12, alpha: float = 0.4, seed: int = 0) -> Digits:
+    """Return scikit-learn's digits, dealt over clients and made heterogeneous as in the paper.
+
+    Half of the images are rotated, flipped and inverted, and their labels permuted. The shares of each
+    digit, and of changed images, differ between clients. One more client is kept apart as a newcomer.
+
+    Args:
+        clients: number of clients.
+        alpha: parameter of the Dirichlet distribution over clients, per digit and kind of image.
+        seed: seed of all draws.
+    """
+    from sklearn.datasets import load_digits
+
+    raw = load_digits()
+    images = raw.images.astype(np.float32)
+    shifted, labels, changed = joint_shift(images, raw.target, WHITE, seed)
+    kinds = labels + 10 * changed
+    owner = dirichlet_by_label(kinds, clients + 1, alpha, seed)
+    x = shifted.reshape(len(shifted), -1).astype(np.float32)
+    apart = owner == clients
+    dataset = FederatedDataset.from_arrays(
+        x[~apart],
+        labels[~apart],
+        np.array([f"client {c + 1:02d}" for c in owner[~apart]]),
+        seed=seed,
+    )
+    return Digits(dataset, (x[apart], labels[apart]), x, changed)
+
+
+# ---------------------------------------------------------------------- hospitals
+
 SITES = {
     "oslo": 420,
     "trondheim": 350,
@@ -21,6 +80,8 @@ SITES = {
     "drammen": 330,
     "bodo": 180,
 }
+"""Number of patients of each hospital that takes part."""
+
 NEWCOMER, NEWCOMER_ROWS = "bergen", 240
 LABEL = "diagnosis"
 
@@ -42,19 +103,28 @@ _MEANING = np.array(
 )
 _WARDS = ("emergency", "medical", "surgical")
 _WARD_SHARES = np.array([[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.2, 0.5, 0.3]])
-_SHARPNESS = 3.0  # of the diagnosis; its odds are e to this times the margin
+_SHARPNESS = 3.0  # the odds of the diagnosis are exp(sharpness · margin)
 
 
 @dataclass(frozen=True)
 class Patients:
-    """Rows of one file: texts as they are written, and whether the patient is ill."""
+    """Rows of one file: texts as they are written, and whether each patient is ill."""
 
     rows: list[dict[str, str]]
     ill: NDArray[np.bool_]
 
 
 def draw_patients(rng: np.random.Generator, shares: NDArray[np.float64], rows: int) -> Patients:
-    """Patients of a hospital with the given shares of the three kinds, ``(3,)``."""
+    """Draw the patients of a hospital.
+
+    There are three kinds of patients. The same measurements suggest an illness in one kind and health in
+    another.
+
+    Args:
+        rng: random generator.
+        shares: share of each kind of patient, ``(3,)``.
+        rows: number of patients.
+    """
     kinds = rng.choice(3, size=rows, p=shares)
     deviations = rng.standard_normal((rows, len(_COLUMNS)))
     values = _CENTRES[kinds] + deviations * _SCALES
@@ -78,13 +148,13 @@ def draw_patients(rng: np.random.Generator, shares: NDArray[np.float64], rows: i
 
 
 def write_hospitals(folder: Path, seed: int = 0) -> list[Path]:
-    """Write one file a hospital, and three that come after the training; returns all of them.
+    """Write one file per hospital and three files for later; return their paths.
 
     ==================  ==============================================================
     ``site_*.csv``      six hospitals with diagnoses
     ``new_patients.csv`` patients of Oslo without diagnoses
     ``bergen.csv``      a hospital that did not take part
-    ``batch.csv``       patients of whom every fourth is unlike anything seen
+    ``batch.csv``       patients, every fourth of them unlike any seen in training
     ==================  ==============================================================
     """
     rng = np.random.default_rng(seed)
@@ -99,7 +169,7 @@ def write_hospitals(folder: Path, seed: int = 0) -> list[Path]:
     newcomer = draw_patients(rng, shares[NEWCOMER], NEWCOMER_ROWS)
     written.append(_write(folder / f"{NEWCOMER}.csv", newcomer, True))
     batch = draw_patients(rng, np.full(3, 1 / 3), 200)
-    for row in batch.rows[::4]:  # measurements that no patient of the three kinds has together
+    for row in batch.rows[::4]:  # a combination of measurements that no patient has
         row["heart_rate"], row["glucose"] = (
             f"{rng.normal(150, 5):.1f}",
             f"{rng.normal(1.5, 0.2):.1f}",
