@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgmm.core.gaussians import gaussians
-from fedgmm.core.predictive import adapt_weights, log_class_probabilities, log_marginal
+from fedgmm.core.predictive import log_class_probabilities, log_marginal, new_client_weights
 from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import FederatedModel
@@ -165,7 +165,7 @@ def test_new_weights_are_those_of_plain_em(rng):
     log_likelihood = rng.normal(size=(50, 4)) * 2
     start = rng.dirichlet(np.ones(4))
     expected, bounds = plain_em(np.exp(log_likelihood), start, 25)
-    actual, history = adapt_weights(
+    actual, history = new_client_weights(
         torch.from_numpy(log_likelihood), torch.from_numpy(start), max_rounds=25, tol=-1.0
     )
     np.testing.assert_allclose(actual, expected, atol=1e-12)
@@ -186,7 +186,7 @@ def test_the_likelihood_never_falls_and_zeros_stay(n, m, spread, seed, off):
     if off and m > 1:
         start[0] = 0.0
         start /= start.sum()
-    weights, history = adapt_weights(log_likelihood, torch.from_numpy(start))
+    weights, history = new_client_weights(log_likelihood, torch.from_numpy(start))
     assert np.isfinite(history).all()
     assert (np.diff(history) >= -1e-10 * (1 + np.abs(history[:-1]))).all()
     np.testing.assert_allclose(weights.sum(), 1.0, atol=1e-12)
@@ -199,12 +199,12 @@ def test_a_row_that_only_a_switched_off_component_explains_still_counts():
     """Its likelihood under the others underflows beside the best one, which may not have it."""
     log_likelihood = torch.tensor([[0.0, -2000.0, -3000.0], [0.0, -1.0, -1.0]]).double()
     start = torch.tensor([0.0, 0.5, 0.5]).double()
-    weights, history = adapt_weights(log_likelihood, start, max_rounds=1)
+    weights, history = new_client_weights(log_likelihood, start, max_rounds=1)
     np.testing.assert_allclose(weights, [0.0, 0.75, 0.25], atol=1e-12)
     np.testing.assert_allclose(history, [(-2000.0 - 1.0 + np.log(0.5)) / 2])
 
 
 def test_it_stops_when_nothing_is_gained(rng):
     log_likelihood = torch.from_numpy(rng.normal(size=(30, 1)))
-    _, history = adapt_weights(log_likelihood, torch.ones(1).double())
+    _, history = new_client_weights(log_likelihood, torch.ones(1).double())
     assert len(history) == 2

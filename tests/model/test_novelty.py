@@ -1,4 +1,4 @@
-"""Novel samples: p-values that hold, and scores against scikit-learn and by hand."""
+"""Novel rows: valid p-values, and scores against scikit-learn and by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sklearn.metrics import f1_score
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.synthetic import synthetic
-from fedgmm.model.novelty import conformal_p_values, detect, novelty_metrics
+from fedgmm.model.novelty import conformal_p_values, flag_novel_rows, novelty_metrics
 from fedgmm.training.local import train
 from supervised import federation, tiny
 
@@ -26,7 +26,7 @@ def test_p_values_count_what_is_no_more_familiar(calibration, scores):
     np.testing.assert_allclose(conformal_p_values(calibration, scores), expected)
 
 
-def test_p_values_of_known_rows_are_valid_whatever_the_scores():
+def test_p_values_of_known_rows_are_valid_for_any_scores():
     """``P(p ≤ α) ≤ α``, over draws of both the held-out and the new rows."""
     rng = np.random.default_rng(0)
     p = np.array(
@@ -41,7 +41,7 @@ def test_p_values_of_known_rows_are_valid_whatever_the_scores():
 
 
 def test_rows_are_flagged_at_the_asked_rate():
-    result = detect(np.arange(99.0), [-1.0, 4.0, 3.0, 50.0], 0.05)
+    result = flag_novel_rows(np.arange(99.0), [-1.0, 4.0, 3.0, 50.0], 0.05)
     np.testing.assert_allclose(result.p_values, [0.01, 0.06, 0.05, 0.52])
     assert result.novel.tolist() == [True, False, True, False]
     assert result.false_alarm_rate == 0.05
@@ -50,23 +50,25 @@ def test_rows_are_flagged_at_the_asked_rate():
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, np.nan])
 def test_a_rate_lies_between_zero_and_one(rate):
     with pytest.raises(ValueError, match="false_alarm_rate"):
-        detect([1.0], [1.0], rate)
+        flag_novel_rows([1.0], [1.0], rate)
 
 
-def test_a_rate_that_few_rows_cannot_give_is_told(recwarn):
-    detect(np.arange(19.0), [-1e9], 0.05)  # the smallest p-value is 1 / 20
-    assert detect(np.arange(48.0), [-1e9], 1 / 49).novel.all()  # though (1 / 49) · 49 is below one
+def test_a_rate_that_few_rows_cannot_reach_warns(recwarn):
+    flag_novel_rows(np.arange(19.0), [-1e9], 0.05)  # the smallest p-value is 1 / 20
+    assert flag_novel_rows(
+        np.arange(48.0), [-1e9], 1 / 49
+    ).novel.all()  # though (1 / 49) · 49 is below one
     assert not recwarn
-    with pytest.warns(UserWarning, match=r"with 18 held-out rows no p-value is below 0\.0526"):
-        assert not detect(np.arange(18.0), [-1e9], 0.05).novel.any()
+    with pytest.warns(UserWarning, match="18 held-out rows"):
+        assert not flag_novel_rows(np.arange(18.0), [-1e9], 0.05).novel.any()
 
 
 def test_without_held_out_rows_there_is_no_p_value():
-    with pytest.raises(ValueError, match="no calibration scores"):
+    with pytest.raises(ValueError, match="calibration"):
         conformal_p_values([], [1.0])
 
 
-# ---------------------------------------------------------------------- how well scores tell
+# ---------------------------------------------------------------------- how well scores separate
 
 
 def test_metrics_by_hand(rng):
@@ -123,7 +125,7 @@ def test_wrong_labels_are_seen_by_the_conditional_and_the_joint_score(fitted):
     assert inputs.auroc == 0.5  # the inputs themselves are not novel
 
 
-def test_scores_are_what_they_are_called(fitted):
+def test_scores_by_name(fitted):
     data, model = fitted
     x, y = data.test.inputs.numpy(), data.classes[data.test.labels.numpy()]
     codes = data.test.codes.numpy()
@@ -188,15 +190,15 @@ def test_calibration_on_other_data_finds_the_clients_and_classes_by_name(fitted)
     model.calibrate()
 
 
-def test_methods_without_a_density_say_so(rng):
+def test_methods_without_a_density_are_refused(rng):
     data = federation(rng)
     x = data.test.inputs.numpy()
     for algorithm in ("fedem", "fedavg", "fedavg+", "clustered", "pfedme", "local"):
         model = train(data, algorithm, rounds=1)
         for call in (model.score_samples, model.novelty_scores):
-            with pytest.raises(ValueError, match=f"{algorithm}.*no density".replace("+", r"\+")):
+            with pytest.raises(ValueError, match="density"):
                 call(x)
-        with pytest.raises(ValueError, match="no density"):
+        with pytest.raises(ValueError, match="density"):
             model.log_joint(x, data.test.labels.numpy(), "oslo")
 
 
@@ -207,19 +209,19 @@ def test_the_baselines_have_their_confidence(rng, algorithm):
     x = data.test.inputs.numpy()
     result = model.novelty(x, score="confidence", false_alarm_rate=0.1)
     assert result.novel.mean() < 0.4
-    with pytest.raises(ValueError, match="no density"):
+    with pytest.raises(ValueError, match="density"):
         model.novelty(x)
-    with pytest.raises(ValueError, match="no density"):
+    with pytest.raises(ValueError, match="density"):
         model.client_novelty(x)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"score": "z"}, "score must be one of.*'z'"),
-        ({"score": "clients"}, "score must be one of"),
-        ({"score": "y"}, "needs labels"),
-        ({"score": "joint"}, "needs labels"),
+        ({"score": "z"}, "score"),
+        ({"score": "clients"}, "score"),
+        ({"score": "y"}, "labels"),
+        ({"score": "joint"}, "labels"),
     ],
 )
 def test_scores_that_are_refused(fitted, options, message):
@@ -252,7 +254,7 @@ def test_the_false_alarm_rate_holds_on_fresh_rows():
 # ---------------------------------------------------------------------- strange clients
 
 
-def test_a_strange_client_is_told_from_an_ordinary_one():
+def test_a_strange_client_has_a_small_p_value():
     truth = synthetic(25, 300, dimensions=4, separation=2.0, seed=3)
     known = truth.dataset.select(list(range(20)))
     model = train(known, rounds=15)
@@ -273,7 +275,7 @@ def test_a_strange_client_is_told_from_an_ordinary_one():
     assert np.array_equal(model.client_weights, weights)
 
 
-def test_a_client_is_judged_by_two_rows_at_least(fitted):
+def test_the_p_value_of_a_client_needs_two_rows(fitted):
     data, model = fitted
-    with pytest.raises(ValueError, match="at least two rows"):
+    with pytest.raises(ValueError, match="two rows"):
         model.client_novelty(data.test.inputs[:1].numpy())

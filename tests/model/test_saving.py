@@ -1,4 +1,4 @@
-"""Models on disk: the same bits back, nothing that can run, and clear words about damage."""
+"""Models on disk: the same bits come back, no code runs, and damage is reported."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ class Custom(nn.Module):
         return self.out(torch.tanh(x))
 
 
-def test_a_learner_of_ones_own_must_be_brought_along(rng, tmp_path):
+def test_a_custom_learner_must_be_passed(rng, tmp_path):
     data = federation(rng)
     model = train(data, rounds=1, components=2, learners=2, learner=Custom)
     model.save(tmp_path)
-    with pytest.raises(ModelFileError, match=r"learner of your own; pass it: load\(.*learner="):
+    with pytest.raises(ModelFileError, match="custom learner"):
         load(tmp_path)
     x = data.test.inputs.numpy()
     assert_same_predictions(load(tmp_path, learner=Custom), model, x, ["oslo", None])
-    with pytest.raises(ModelFileError, match="does not fit"):
+    with pytest.raises(ModelFileError, match="learners"):
         load(tmp_path, learner=lambda: nn.Linear(3, 2))
 
 
@@ -112,7 +112,7 @@ def test_what_was_learned_later_is_saved_too(rng, tmp_path):
     assert np.array_equal(actual.p_values, expected.p_values)
     assert loaded.client_novelty(x) == strange
     loaded.adapt("later still", x)
-    with pytest.raises(ValueError, match="no data set at hand"):
+    with pytest.raises(ValueError, match="dataset"):
         loaded.evaluate()
 
 
@@ -127,7 +127,7 @@ def test_features_of_their_own_come_back(rng, tmp_path):
     assert np.array_equal(
         loaded.score_samples(x, features=seen), model.score_samples(x, features=seen)
     )
-    with pytest.raises(ValueError, match="pass features="):
+    with pytest.raises(ValueError, match="features"):
         loaded.predict(x)
 
 
@@ -172,12 +172,12 @@ def test_a_model_that_never_trained_can_be_saved(rng, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"names": [("oslo", 1), "b"]}, r"Client name \('oslo', 1\) cannot be saved"),
-        ({"classes": np.array(["2020", "2021"], dtype="M8[Y]")}, "cannot be saved; use strings"),
-        ({"classes": np.array([(1, 2), "a"], dtype=object)}, r"Label \(1, 2\) cannot be saved"),
+        ({"names": [("oslo", 1), "b"]}, "Client name"),
+        ({"classes": np.array(["2020", "2021"], dtype="M8[Y]")}, "Labels of type"),
+        ({"classes": np.array([(1, 2), "a"], dtype=object)}, "Label"),
     ],
 )
-def test_what_json_cannot_hold_is_told_before_anything_is_written(rng, tmp_path, change, message):
+def test_unsuitable_values_are_refused_before_anything_is_written(rng, tmp_path, change, message):
     data = federation(rng, sizes=(20, 20))
     model = replace(train(data, "fedavg", rounds=1), **change)
     with pytest.raises(ValueError, match=message):
@@ -212,11 +212,11 @@ def test_no_pickle_on_the_way_out_or_in(rng, tmp_path, monkeypatch):
         assert b"fedgmm." not in data  # no names of classes either
 
 
-def test_a_name_of_the_numbers_cannot_lead_out_of_the_folder(rng, tmp_path):
+def test_the_name_of_the_numbers_file_cannot_leave_the_folder(rng, tmp_path):
     model = train(federation(rng), rounds=1, components=2)
     home = model.save(tmp_path / "model")
     forge(home, lambda facts: facts.update(numbers="../../../../etc/passwd"))
-    with pytest.raises(ModelFileError, match="damaged or was changed"):
+    with pytest.raises(ModelFileError, match="checksum"):
         load(home)
 
 
@@ -301,7 +301,7 @@ def test_a_forged_but_consistent_model_loads(home):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
-def test_a_truncated_file_is_told(home, share):
+def test_a_truncated_file_is_refused(home, share):
     for path in (numbers_of(home), home / "model.json"):
         data = path.read_bytes()
         path.write_bytes(data[: int(share * len(data))])
@@ -310,20 +310,20 @@ def test_a_truncated_file_is_told(home, share):
         path.write_bytes(data)
 
 
-def test_a_flipped_bit_in_the_numbers_is_told(home):
+def test_a_flipped_bit_in_the_numbers_is_refused(home):
     path = numbers_of(home)
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(bytes(data))
-    with pytest.raises(ModelFileError, match="damaged: its checksum"):
+    with pytest.raises(ModelFileError, match="checksum"):
         load(home)
 
 
-def test_a_changed_label_in_the_json_is_told(home):
+def test_a_changed_label_in_the_json_is_refused(home):
     path = home / "model.json"
     text = path.read_text()
     path.write_text(text.replace('"oslo"', '"oslp"'))
-    with pytest.raises(ModelFileError, match="damaged or was changed"):
+    with pytest.raises(ModelFileError, match="checksum"):
         load(home)
 
 
@@ -349,19 +349,19 @@ def test_label_frequencies_that_make_no_sense(tmp_path, rng, change):
 
 def test_a_newer_format_is_refused_with_advice(home):
     forge(home, lambda facts: facts.update(format=FORMAT + 1))
-    with pytest.raises(ModelFileError, match=rf"newer fedgmm \(format {FORMAT + 1}.*upgrade"):
+    with pytest.raises(ModelFileError, match="upgrade"):
         load(home)
 
 
-def test_what_is_not_a_model_is_told(tmp_path, home):
+def test_folders_without_a_model_are_refused(tmp_path, home):
     for folder in (tmp_path / "nowhere", tmp_path, home / "model.json"):
-        with pytest.raises(ModelFileError, match="is this a model folder"):
+        with pytest.raises(ModelFileError, match="Cannot read"):
             load(folder)
     (tmp_path / "model.json").write_text("[1, 2]")
-    with pytest.raises(ModelFileError, match="not a saved model"):
+    with pytest.raises(ModelFileError, match="saved model"):
         load(tmp_path)
     numbers_of(home).unlink()
-    with pytest.raises(ModelFileError, match=r"Cannot read .*weights-"):
+    with pytest.raises(ModelFileError, match="weights-"):
         load(home)
 
 
@@ -369,9 +369,9 @@ def test_what_is_not_a_model_is_told(tmp_path, home):
     "name",
     ["names", "classes", "class_dtype", "input_shape", "options", "history", "covariance_type"],
 )
-def test_a_missing_fact_is_told(home, name):
+def test_a_missing_fact_is_refused(home, name):
     forge(home, lambda facts: facts.pop(name))
-    with pytest.raises(ModelFileError, match=f"not a whole model.*{name}"):
+    with pytest.raises(ModelFileError, match=name):
         load(home)
 
 
@@ -399,7 +399,7 @@ def test_a_missing_fact_is_told(home, name):
 )
 def test_facts_that_do_not_fit_the_numbers_are_refused(home, change):
     forge(home, change)
-    with pytest.raises(ModelFileError, match="not a whole model"):
+    with pytest.raises(ModelFileError, match="valid model"):
         load(home)
 
 
@@ -436,15 +436,15 @@ def spoil(name, value):
 )
 def test_numbers_that_do_not_fit_are_refused(home, change):
     forge(home, change_tensors=change)
-    with pytest.raises(ModelFileError, match="not a whole model"):
+    with pytest.raises(ModelFileError, match="valid model"):
         load(home)
 
 
-def test_an_assignment_to_nobody_is_refused(rng, tmp_path):
+def test_an_assignment_to_an_unknown_learner_is_refused(rng, tmp_path):
     home = train(federation(rng), "clustered", rounds=1).save(tmp_path)
     for change in (spoil("assignment", 5), spoil("assignment", -1)):
         forge(home, change_tensors=change)
-        with pytest.raises(ModelFileError, match="assignment does not fit"):
+        with pytest.raises(ModelFileError, match="assignment"):
             load(home)
         forge(home, change_tensors=spoil("assignment", 0))
     forge(home, lambda facts: facts.update(default_learner=9))
@@ -463,7 +463,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-def loads_or_tells(folder):
+def loads_or_raises_model_file_error(folder):
     with contextlib.suppress(ModelFileError):
         assert isinstance(load(folder), FederatedModel)
 
@@ -486,7 +486,7 @@ def test_damaged_bytes_never_cause_another_error(saved, tmp_path_factory, data):
     else:
         content = data.draw(st.binary(max_size=200))
     path.write_bytes(bytes(content))
-    loads_or_tells(folder)
+    loads_or_raises_model_file_error(folder)
 
 
 @given(field=st.integers(0, 20), value=JSON_VALUES)
@@ -504,7 +504,7 @@ def test_forged_facts_never_cause_another_error(saved, tmp_path_factory, field, 
         facts[names[field % len(names)]] = value
 
     forge(folder, change)
-    loads_or_tells(folder)
+    loads_or_raises_model_file_error(folder)
 
 
 @given(
@@ -526,10 +526,10 @@ def test_forged_numbers_never_cause_another_error(
         tensors[names[name % len(names)]] = torch.full(shape, safe).to(kind)
 
     forge(folder, change_tensors=change)
-    loads_or_tells(folder)
+    loads_or_raises_model_file_error(folder)
 
 
-def test_bytes_that_are_no_numbers_are_told_even_with_the_right_checksum(home):
+def test_bytes_that_are_not_numbers_are_refused_even_with_the_right_checksum(home):
     numbers_of(home).unlink()
     data = b"\xff" * 100
     facts = json.loads((home / "model.json").read_text())
@@ -541,7 +541,7 @@ def test_bytes_that_are_no_numbers_are_told_even_with_the_right_checksum(home):
         load(home)
 
 
-def test_deeply_nested_json_is_told(home):
+def test_deeply_nested_json_is_refused(home):
     (home / "model.json").write_text("[" * 200_000)
     with pytest.raises(ModelFileError, match="damaged"):
         load(home)

@@ -355,3 +355,47 @@ def test_wrong_arguments_are_refused(run, finished):
     for rate in (0.0, 1.0, 7.0, float("nan")):
         with pytest.raises(ValueError, match="false_alarm_rate"):
             run.detect(finished / "new.csv", false_alarm_rate=rate)
+
+
+# ---------------------------------------------------------------------- each row is evaluated once
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """The number of rows in each evaluation of the Gaussians."""
+    from fedgmm.model import predictions
+
+    rows = []
+    original = predictions.log_densities
+
+    def counted(difference, gaussians):
+        rows.append(difference.shape[-2])
+        return original(difference, gaussians)
+
+    monkeypatch.setattr(predictions, "log_densities", counted)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda run, path: run.predict(path, "oslo"),
+        lambda run, path: run.detect(path),
+        lambda run, path: run.detect(path, score="joint"),
+    ],
+)
+def test_each_row_of_a_file_is_evaluated_once(run, finished, evaluated, call):
+    call(run, finished / "newcomer.csv")
+    assert sum(evaluated) == 40
+
+
+def test_files_are_evaluated_in_log_space(run, finished):
+    """Steep learners make probabilities underflow; the loss must not depend on that."""
+    for value in run.model.prediction.learners.values():
+        value.mul_(1e5)
+    path = shutil.copy(finished / "newcomer.csv", finished / "oslo.csv")
+    rows = read_rows(path, run.preprocessing, label_needed=True)
+    labels = run.model.classes[rows.labels]
+    expected = np.maximum(run.model.log_conditional(rows.matrix, labels, "oslo"), -700.0)
+    assert expected.min() == -700.0
+    assert run.evaluate([path]).log_loss[0] == pytest.approx(-expected.mean(), rel=1e-12)

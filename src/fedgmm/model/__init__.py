@@ -1,1 +1,1 @@
-"""What a fitted model is for."""
+"""The fitted model: predict, evaluate, adapt to new clients, detect novel rows, save and load."""

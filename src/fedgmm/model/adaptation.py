@@ -1,8 +1,8 @@
-"""Clients that join a fitted model by their weights ``π_c`` alone; nobody else changes."""
+"""The weights ``π_c`` of a client that joins a fitted model; all other parameters stay fixed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,22 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.em import add_likelihoods, responsibilities, towards_independence
-from fedgmm.core.labels import guessed_labels, label_counts
-from fedgmm.core.predictive import adapt_weights
+from fedgmm.core.labels import add_label_counts, guess_label_counts
+from fedgmm.core.predictive import new_client_weights
 from fedgmm.methods.base import Prediction, count_learners
-from fedgmm.model.likelihoods import log_gaussians, log_learners
 from fedgmm.nets.learners import at_labels
 
-_LABEL_ROUNDS = 3  # of guessing the labels of a client that tells none
-_RAISED = 1e-3  # share of the start that all pairs have alike: weights of zero could never grow
+_GUESS_ROUNDS = 3  # iterations that guess label frequencies
+_RAISED = 1e-3  # share of the start that is uniform, because a weight of zero could never grow
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """A client that joined by its weights alone.
+    """The weights of a client that joined a fitted model.
 
     Attributes:
-        client: its name.
+        client: name of the client.
         weights: ``π_c(m1, m2)``, ``(M1, M2)``.
         log_likelihoods: mean log-likelihood before each iteration.
     """
@@ -37,125 +36,111 @@ class Adaptation:
 
 
 @dataclass(frozen=True)
-class Newcomer:
-    """What is learned of a client that joins.
+class NewClient:
+    """Everything that was learned about a client from its rows.
 
     Attributes:
         weights: ``π_c(m1, m2)``, ``(M1, M2)``.
         log_likelihoods: mean log-likelihood before each iteration.
-        label_rows: expected rows of its labels, ``(M1 · M2, K)``; ``None`` where they do not count, or
-            are not known.
-        from_labels: whether it told its labels.
+        label_counts: expected rows ``n_c(m, y)``, ``(M1 · M2, K)``; ``None`` if unknown, or if the model
+            has no label frequencies.
+        labelled: whether the counts come from given labels and not from guesses.
     """
 
     weights: Tensor
     log_likelihoods: list[float]
-    label_rows: Tensor | None = None
-    from_labels: bool = False
+    label_counts: Tensor | None = None
+    labelled: bool = False
 
 
-def learn_from_inputs(prediction: Prediction, x: Tensor, seen: Tensor, max_rounds: int) -> Newcomer:
-    """The part of ``π_c`` that inputs decide; learners keep the federation's shares of each Gaussian.
-
-    Where label frequencies count, they are learned as well, from what the learners say of the rows, if
-    that would have helped the clients that were there.
-
-    Args:
-        prediction: a mixture with Gaussians, or with label frequencies.
-        x: the client's rows as learners see them, ``(n, *shape)``.
-        seen: as the Gaussians see them, ``(n, d)``.
-        max_rounds: most iterations.
-    """
-    guesses = prediction.labels is not None and prediction.labels.guess_rows > 0
-    log_y = log_learners(prediction, x) if guesses else None
-    return learn_from_answers(prediction, log_gaussians(prediction, seen), log_y, max_rounds)
+def can_guess_labels(prediction: Prediction) -> bool:
+    """Return whether the label frequencies of a client without labels may be guessed."""
+    return prediction.labels is not None and prediction.labels.guess_rows > 0
 
 
-def learn_from_answers(
+def adapt_without_labels(
     prediction: Prediction, log_x: Tensor | None, log_y: Tensor | None, max_rounds: int
-) -> Newcomer:
-    """:func:`learn_from_inputs` where it is known what Gaussians and learners say of the rows.
+) -> NewClient:
+    """Learn the weights of the Gaussians; within each, learners keep the federation's shares.
 
     Args:
-        prediction: as there.
+        prediction: a mixture with Gaussians, or with label frequencies that can be guessed.
         log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``; ``None`` where labels are not to be guessed.
-        max_rounds: most iterations.
+        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``, to guess label frequencies; ``None`` leaves that out.
+        max_rounds: maximal number of iterations.
     """
-    weights = _start(prediction)
-    history, rows = list[float](), None
+    weights, history, counts = _initial_weights(prediction), list[float](), None
     if log_x is not None:
-        marginal, history = adapt_weights(log_x, weights.sum(-1), max_rounds)
+        marginal, history = new_client_weights(log_x, weights.sum(-1), max_rounds)
         weights = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
     if log_y is not None:
         assert prediction.labels is not None
-        own = weights.log().expand(len(log_y), *weights.shape).clone()
-        joint = add_likelihoods(own, log_x)
-        rows = guessed_labels(prediction.labels, joint, log_y, min(max_rounds, _LABEL_ROUNDS))
-    return Newcomer(weights, history, rows)
+        joint = add_likelihoods(weights.log().expand(len(log_y), -1, -1).clone(), log_x)
+        rounds = min(max_rounds, _GUESS_ROUNDS)
+        counts = guess_label_counts(prediction.labels, joint, log_y, rounds)
+    return NewClient(weights, history, counts)
 
 
-def learn_from_labels(
+def adapt_with_labels(
     prediction: Prediction,
-    x: Tensor,
-    seen: Tensor,
+    log_x: Tensor | None,
+    log_y: Tensor,
     labels: Tensor,
     max_rounds: int,
     independence: float,
-) -> Newcomer:
-    """All of ``π_c``, from labelled rows; where label frequencies count, the labels are counted, too.
+) -> NewClient:
+    """Learn all of ``π_c`` from labelled rows, and count their labels.
 
     Args:
         prediction: a mixture.
-        x: the client's rows as learners see them, ``(n, *shape)``.
-        seen: as the Gaussians see them, ``(n, d)``.
-        labels: their classes, ``(n,)``.
-        max_rounds: most iterations.
-        independence: the prior that clients' weights were trained with, see
+        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
+        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
+        labels: ``y_i``, ``(n,)``.
+        max_rounds: maximal number of iterations.
+        independence: strength of the prior that the other clients were trained with, in rows, see
             :func:`fedgmm.core.em.towards_independence`.
     """
-    weights = _start(prediction)
-    log_x = log_gaussians(prediction, seen)
-    log_y = at_labels(log_learners(prediction, x), labels)
-    nothing = weights.new_zeros(len(x), *weights.shape)  # in place of log π_c, which is yet to come
-    likelihoods = add_likelihoods(nothing, log_x, log_y).flatten(1)
-    pull = None if log_x is None else _pull(count_learners(prediction), independence)
-    own, history = adapt_weights(likelihoods, weights.reshape(-1), max_rounds, pull=pull)
+    weights, learners = _initial_weights(prediction), count_learners(prediction)
+    zeros = weights.new_zeros(len(labels), *weights.shape)
+    log_likelihood = add_likelihoods(zeros, log_x, at_labels(log_y, labels)).flatten(1)
+
+    def prior(counts: Tensor) -> Tensor:
+        return towards_independence(counts, learners, independence)
+
+    own, history = new_client_weights(
+        log_likelihood,
+        weights.reshape(-1),
+        max_rounds,
+        prior=prior if independence and log_x is not None else None,
+    )
     counts = None
     if prediction.labels is not None:
-        q, _ = responsibilities(likelihoods + own.log())
+        q, _ = responsibilities(log_likelihood + own.log())
         counts = torch.zeros_like(prediction.labels.federation)
-        label_counts(q, labels, torch.zeros_like(labels), counts[None])
-    return Newcomer(own.reshape(weights.shape), history, counts, from_labels=True)
+        add_label_counts(counts[None], q, labels, torch.zeros_like(labels))
+    return NewClient(own.reshape(weights.shape), history, counts, labelled=True)
 
 
-def with_client(prediction: Prediction, place: int | None, newcomer: Newcomer) -> Prediction:
-    """The same with another client; ``place`` is the code of a known one, who is learned anew.
+def with_client(prediction: Prediction, code: int | None, client: NewClient) -> Prediction:
+    """Return a copy with a new client, or with new weights of the known client ``code``.
 
-    What a known client's label frequencies are is not guessed: without labels they stay.
+    A known client without labels keeps its label frequencies, because counts are better than guesses.
     """
     table, labels = prediction.client_weights, prediction.labels
     assert table is not None
-    own = newcomer.weights.reshape(-1)
-    if place is None:
+    own = client.weights.reshape(-1)
+    if code is None:
         table = torch.cat([table, own[None]])
     else:
         table = table.clone()
-        table[place] = own
-    if labels is not None and (place is None or newcomer.from_labels):
-        labels = labels.with_client(place, newcomer.label_rows)
+        table[code] = own
+    if labels is not None and (code is None or client.labelled):
+        labels = labels.with_client(code, client.label_counts)
     return replace(prediction, client_weights=table, labels=labels)
 
 
-def _start(prediction: Prediction) -> Tensor:
-    """The federation's weights, all of them a little above zero, ``(M1, M2)``."""
+def _initial_weights(prediction: Prediction) -> Tensor:
+    """Return the federation's weights, mixed with a few uniform ones, ``(M1, M2)``."""
     assert prediction.weights is not None
     weights = prediction.weights.reshape(-1, count_learners(prediction))
     return (weights + _RAISED / weights.numel()) / (1.0 + _RAISED)
-
-
-def _pull(learners: int, independence: float) -> Callable[[Tensor], Tensor] | None:
-    """What the prior makes of a client's counts ``(M1 · M2,)``."""
-    if not independence:
-        return None
-    return lambda counts: towards_independence(counts, learners, independence)

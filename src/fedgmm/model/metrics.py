@@ -1,4 +1,4 @@
-"""How good predictions are: per client, and over clients."""
+"""Metrics of predictions: accuracy, log-loss and calibration, per client and over clients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
 _BINS = 15
+_SMALLEST_LOG_PROBABILITY = -700.0  # so that a row with probability zero has a finite loss
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class Evaluation:
     """Metrics of every client that has rows.
 
     Attributes:
-        clients: their names.
-        rows: how many rows each has, ``(C,)``.
-        accuracy: ``(C,)``.
+        clients: names of the clients.
+        rows: number of rows of each, ``(C,)``.
+        accuracy: share of rows whose most likely class is right, ``(C,)``.
         log_loss: mean of ``-log P_c(y|x)``, ``(C,)``.
         calibration_error: expected calibration error, ``(C,)``.
     """
@@ -34,26 +35,26 @@ class Evaluation:
 
     @property
     def mean_accuracy(self) -> float:
-        """Mean over clients: every client counts the same."""
+        """Mean accuracy over clients; every client counts the same."""
         return float(self.accuracy.mean())
 
     @property
     def weighted_accuracy(self) -> float:
-        """Mean over rows."""
+        """Mean accuracy over rows."""
         return float(np.average(self.accuracy, weights=self.rows))
 
     @property
     def worst_decile(self) -> float:
-        """Accuracy that nine of ten clients reach."""
+        """Accuracy that nine of ten clients reach: the 10 % quantile over clients."""
         return float(np.quantile(self.accuracy, 0.1))
 
     @property
     def mean_log_loss(self) -> float:
-        """Mean over clients."""
+        """Mean log-loss over clients."""
         return float(self.log_loss.mean())
 
     def summary(self) -> dict[str, float]:
-        """The figures that stand for all clients."""
+        """Return the metrics that summarise all clients."""
         return {
             "mean_accuracy": self.mean_accuracy,
             "weighted_accuracy": self.weighted_accuracy,
@@ -64,7 +65,7 @@ class Evaluation:
         }
 
     def __repr__(self) -> str:
-        """One line."""
+        """Return one line with the main metrics."""
         return (
             f"Evaluation of {counted(len(self.clients), 'client')}: accuracy "
             f"{self.mean_accuracy:.4f} mean, "
@@ -79,7 +80,14 @@ def evaluate(
     codes: NDArray[np.int64],
     names: tuple[Hashable, ...],
 ) -> Evaluation:
-    """Metrics from ``log P(y|x)`` ``(N, K)``, true classes ``(N,)`` and clients ``(N,)``."""
+    """Return the metrics of every client.
+
+    Args:
+        log_probabilities: ``log P_c(y|x)`` of every class, ``(n, K)``.
+        labels: the true class of each row, ``(n,)``.
+        codes: the client of each row, an index into ``names``, ``(n,)``.
+        names: the clients.
+    """
     counts = np.bincount(codes, minlength=len(names))
     present = np.flatnonzero(counts)
 
@@ -88,7 +96,7 @@ def evaluate(
 
     right = (log_probabilities.argmax(-1) == labels).astype(np.float64)
     own = log_probabilities[np.arange(len(labels)), labels]
-    losses = -np.maximum(own, -700.0)  # a class thought impossible costs much, not everything
+    losses = -np.maximum(own, _SMALLEST_LOG_PROBABILITY)
     return Evaluation(
         tuple(names[code] for code in present),
         counts[present],
@@ -101,7 +109,7 @@ def evaluate(
 def _calibration_errors(
     confidence: FloatArray, right: FloatArray, codes: NDArray[np.int64], clients: int
 ) -> FloatArray:
-    """``Σ_bins |accuracy - confidence| · share`` of each client, ``(C,)``."""
+    """Return ``Σ_bins |accuracy - confidence| · share`` of each client, ``(C,)``."""
     bins = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
     cell = codes * _BINS + bins
     gaps = np.bincount(cell, weights=confidence - right, minlength=clients * _BINS)

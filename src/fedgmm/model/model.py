@@ -1,64 +1,85 @@
-"""A fitted model: predictions, densities, new clients, novel samples."""
+"""The fitted model: predictions, densities, new clients, novel rows."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from fedgmm.core.checks import check_choice
 from fedgmm.core.moments import Scaling
-from fedgmm.core.predictive import adapt_weights
+from fedgmm.core.predictive import new_client_weights
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction, count_learners
 from fedgmm.model.adaptation import (
     Adaptation,
-    learn_from_inputs,
-    learn_from_labels,
+    adapt_with_labels,
+    adapt_without_labels,
+    can_guess_labels,
     with_client,
 )
-from fedgmm.model.label_counting import ClientLabels, count_labels
-from fedgmm.model.likelihoods import (
-    assigned_classes,
-    log_density,
-    log_gaussians,
-    mixed_classes,
-)
+from fedgmm.model.label_frequencies import ClientLabels, estimate_label_frequencies
 from fedgmm.model.metrics import Evaluation, evaluate
-from fedgmm.model.novelty import NoveltyResult, conformal_p_values, detect
-from fedgmm.model.rows import RowReader, class_positions, client_codes
+from fedgmm.model.novelty import (
+    SCORES,
+    NoveltyResult,
+    Score,
+    conformal_p_values,
+    flag_novel_rows,
+)
+from fedgmm.model.predictions import (
+    EvaluatedRows,
+    RowEvaluator,
+    class_codes,
+    client_codes,
+    log_learners,
+)
 from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
-Score = Literal["x", "y", "joint", "confidence"]
-SCORES = ("x", "y", "joint", "confidence")
+IntArray = NDArray[np.int64]
+
 CALIBRATIONS = (*SCORES, "clients")
-"""Scores that are kept of held-out rows; the last are means over each client's rows."""
+"""Kinds of calibration scores; ``"clients"`` are means over the rows of each client."""
+
+
+@dataclass(frozen=True)
+class LogPredictions:
+    """Predictions of rows, in log space.
+
+    Attributes:
+        log_proba: ``log P_c(y|x)`` of every class, ``(n, K)``.
+        log_density: ``log P_c(x)``, ``(n,)``; ``None`` without Gaussians.
+    """
+
+    log_proba: FloatArray
+    log_density: FloatArray | None
 
 
 @dataclass(repr=False)
 class FederatedModel:
-    """What training leaves behind.
+    """The result of training.
 
     Attributes:
-        algorithm: the method's name.
-        prediction: parameters, in the scaled coordinates.
+        algorithm: name of the method.
+        prediction: fitted parameters, for scaled inputs.
         names: the clients, in the order of their weights.
         classes: the labels, ``(K,)``.
-        input_shape: of one row.
-        scaling: of the inputs, or ``None``.
-        options: what the model was trained with.
-        history: one dictionary a round.
-        stopped: why training ended before its last round, or ``None``.
-        calibration: scores of held-out rows, per kind of score; filled on first use.
-        features_are_inputs: the Gaussians see the inputs, not features of their own.
-        dataset: the data set of the training, if it is still at hand; never saved.
+        input_shape: shape of one row.
+        scaling: scaling of the inputs, or ``None``.
+        options: training options.
+        history: one dictionary per round.
+        stopped: reason why training ended before its last round, or ``None``.
+        calibration: scores of held-out rows by kind, see ``CALIBRATIONS``; computed on first use.
+        features_are_inputs: whether the Gaussians use the inputs and not separate features.
+        dataset: training data, if it is in memory; never saved.
     """
 
     algorithm: str
@@ -75,7 +96,7 @@ class FederatedModel:
     dataset: FederatedDataset | None = None
 
     def __repr__(self) -> str:
-        """One screen: the method, its size, how long it was trained."""
+        """Return three lines: the method, its size, and the number of rounds."""
         mixed = self.prediction.client_weights is not None
         size = f"{counted(self.n_learners, 'learner')} of {counted(len(self.classes), 'class', 'classes')}"
         if self.prediction.gaussians is not None:
@@ -87,8 +108,6 @@ class FederatedModel:
             f"  {size}, rows of shape {self.input_shape}\n"
             f"  {counted(len(self.history), 'round')}{ended}"
         )
-
-    # ------------------------------------------------------------------ shapes
 
     @property
     def n_learners(self) -> int:
@@ -104,15 +123,16 @@ class FederatedModel:
     @property
     def client_weights(self) -> FloatArray:
         """``π_c(m1, m2)``, ``(C, M1, M2)``."""
-        weights = self._mixed("client_weights")
+        weights = self._mixture_weights("client_weights")
         return np.asarray(weights.cpu().numpy().reshape(len(self.names), -1, self.n_learners))
 
     @property
     def weights(self) -> FloatArray:
         """The federation's weights ``π(m1, m2)``, ``(M1, M2)``."""
-        return np.asarray(self._mixed("weights").cpu().numpy().reshape(-1, self.n_learners))
+        weights = self._mixture_weights("weights")
+        return np.asarray(weights.cpu().numpy().reshape(-1, self.n_learners))
 
-    def _mixed(self, name: str) -> Tensor:
+    def _mixture_weights(self, name: str) -> Tensor:
         value: Tensor | None = getattr(self.prediction, name)
         if value is None:
             raise ValueError(
@@ -125,66 +145,80 @@ class FederatedModel:
     def predict_proba(
         self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
     ) -> FloatArray:
-        """``P_c(y|x)`` of every class, ``(n, K)``.
+        """Return ``P_c(y|x)`` of every class, equation (3), ``(n, K)``.
 
         Args:
             X: rows, ``(n, *input_shape)``.
-            client: a known client, one a row, or ``None`` for the federation's own weights.
-            features: what the Gaussians see, if that is not the inputs.
+            client: a known client, one client per row, or ``None`` for the federation's own weights.
+            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
         """
-        return np.exp(self._log_proba(X, client, features))
+        return np.exp(self.predict_log_proba(X, client, features=features))
+
+    def predict_log_proba(
+        self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
+    ) -> FloatArray:
+        """Return ``log P_c(y|x)`` of every class, ``(n, K)``; arguments as in :meth:`predict_proba`."""
+        rows = self._evaluator.from_arrays(X, features)
+        return self._log_proba(rows, self._codes(client, len(rows)))
 
     def predict(
         self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
     ) -> NDArray[Any]:
-        """The most likely class of every row, ``(n,)``."""
-        return np.asarray(self.classes[self._log_proba(X, client, features).argmax(-1)])
+        """Return the most likely class of every row, ``(n,)``."""
+        log_proba = self.predict_log_proba(X, client, features=features)
+        return np.asarray(self.classes[log_proba.argmax(-1)])
+
+    def log_predictions(
+        self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
+    ) -> LogPredictions:
+        """Return ``log P_c(y|x)`` and ``log P_c(x)``, with the Gaussians evaluated once for both."""
+        rows = self._evaluator.from_arrays(X, features)
+        codes = self._codes(client, len(rows))
+        density = None if rows.log_x is None else rows.log_density(codes)
+        return LogPredictions(self._log_proba(rows, codes), density)
 
     def score_samples(
         self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
     ) -> FloatArray:
-        """``log P(x)`` of every row, ``(n,)``: low for rows unlike anything seen."""
-        self._need_density()
-        x, seen = self._reader.of_arrays(X, features)
-        return self._log_density(seen, self._codes(client, len(x)))
+        """Return ``log P_c(x)`` of every row, ``(n,)``: low for rows unlike anything seen."""
+        return self.novelty_scores(X, None, client, score="x", features=features)
 
     def log_conditional(
         self, X: ArrayLike, y: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
     ) -> FloatArray:
-        """``log P_c(y|x)`` of given labels, ``(n,)``."""
-        log_proba = self._log_proba(X, client, features)
-        labels = class_positions(y, len(log_proba), self.classes)
-        return np.asarray(log_proba[np.arange(len(labels)), labels])
+        """Return ``log P_c(y|x)`` of given labels, ``(n,)``."""
+        return self.novelty_scores(X, y, client, score="y", features=features)
 
     def log_joint(
         self, X: ArrayLike, y: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
     ) -> FloatArray:
-        """``log P_c(x, y)`` of rows with given labels, ``(n,)``."""
-        return self.score_samples(X, client, features=features) + self.log_conditional(
-            X, y, client, features=features
-        )
+        """Return ``log P_c(x, y)`` of rows with given labels, ``(n,)``."""
+        return self.novelty_scores(X, y, client, score="joint", features=features)
 
     def evaluate(self, split: str = "test", dataset: FederatedDataset | None = None) -> Evaluation:
-        """Accuracy, log-loss and calibration of every client's own predictions.
+        """Return accuracy, log-loss and calibration of every client's own predictions.
 
         Args:
             split: ``"train"``, ``"validation"`` or ``"test"``.
-            dataset: another data set than the one of the training; its clients must be known.
+            dataset: data of known clients; ``None`` means the training data.
         """
         data = self._data(dataset)
         rows = data.split(split)
         if not len(rows):
             raise ValueError(f"The {split} split has no rows.")
-        log_proba = self._classes_of(*self._reader.of_split(rows), client_codes(rows, self.names))
+        log_proba = self._log_proba(
+            self._evaluator.from_split(rows), client_codes(rows, self.names)
+        )
         log_proba, labels = self._with_unseen_classes(log_proba, rows, data)
         return evaluate(log_proba, labels, rows.codes.cpu().numpy(), rows.names)
 
     def _with_unseen_classes(
         self, log_proba: FloatArray, rows: LabelledRows, data: FederatedDataset
-    ) -> tuple[FloatArray, NDArray[np.int64]]:
-        """Add a column for classes that training never saw, and index the labels into the columns.
+    ) -> tuple[FloatArray, IntArray]:
+        """Return ``log_proba`` with a column for unseen classes, and the column of each row's label.
 
-        Such a class has probability zero: its rows count as wrong, at the largest loss.
+        A class that is not in the training data has probability zero, so its rows count as wrong, with
+        the largest loss.
         """
         known = len(self.classes)
         position = {label: index for index, label in enumerate(self.classes.tolist())}
@@ -192,7 +226,7 @@ class FederatedModel:
         impossible = np.full((len(log_proba), 1), -np.inf)
         return np.hstack([log_proba, impossible]), lookup[rows.labels.cpu().numpy()]
 
-    # ------------------------------------------------------------------ unseen clients
+    # ------------------------------------------------------------------ new clients
 
     def adapt(
         self,
@@ -203,89 +237,83 @@ class FederatedModel:
         features: ArrayLike | None = None,
         max_rounds: int = 200,
     ) -> Adaptation:
-        """Bring in a client by learning only its weights ``π``; nobody else changes.
+        """Add a client by learning only its weights ``π_c``; other clients do not change.
 
-        Where label frequencies count, see :meth:`learn_labels`, the client gets its own: by counting its
-        labels or, if it is new and has none, by what the learners say of its rows, where that would have
-        helped the clients that were there.
+        If the model has label frequencies, see :meth:`learn_labels`, the client gets its own. They are
+        counted from its labels. For a new client without labels they are guessed from the learners'
+        predictions, if guesses helped the known clients.
 
         Args:
-            client: a new name; a known one gets new weights.
-            X: its rows, ``(n, *input_shape)``.
-            y: their labels; ``None`` learns the part of ``π`` that the inputs decide and takes the
-                learners' shares within each Gaussian from the federation. Methods without Gaussians
-                need labels, or a model that counts label frequencies.
-            features: what the Gaussians see, if that is not the inputs.
-            max_rounds: most iterations.
+            client: a new name; a known client gets new weights.
+            X: rows of the client, ``(n, *input_shape)``.
+            y: labels of the rows. Without them only the weights of the Gaussians are learned, and
+                learners keep the federation's shares within each Gaussian. Methods without Gaussians
+                need labels, or label frequencies that can be guessed.
+            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
+            max_rounds: maximal number of iterations.
         """
-        self._mixed("weights")  # or it is refused
-        x, seen = self._reader.of_arrays(X, features)
-        if not len(x):
+        self._mixture_weights("weights")
+        rows = self._evaluator.from_arrays(X, features)
+        prediction = self.prediction
+        if not len(rows):
             raise ValueError(f"Client {client!r} has no rows to adapt to.")
         if y is not None:
-            labels = torch.from_numpy(class_positions(y, len(x), self.classes)).to(x.device)
-            prior = float(self.options.get("independence", 0.0))
-            found = learn_from_labels(self.prediction, x, seen, labels, max_rounds, prior)
-        elif self._tells_without_labels:
-            found = learn_from_inputs(self.prediction, x, seen, max_rounds)
+            labels = torch.from_numpy(class_codes(y, len(rows), self.classes)).to(rows.x.device)
+            independence = float(self.options.get("independence", 0.0))
+            log_y = log_learners(prediction, rows.x)
+            found = adapt_with_labels(
+                prediction, rows.log_x, log_y, labels, max_rounds, independence
+            )
+        elif rows.log_x is not None or can_guess_labels(prediction):
+            guessed = log_learners(prediction, rows.x) if can_guess_labels(prediction) else None
+            found = adapt_without_labels(prediction, rows.log_x, guessed, max_rounds)
         else:
             raise ValueError(
-                f"{self.algorithm} has no density, and no label frequencies that its learners could guess "
-                "(learn_labels), so it cannot adapt without labels; give y."
+                f"{self.algorithm} cannot adapt without labels: it has no density of the inputs and no "
+                "label frequencies that can be guessed; pass y."
             )
-        place = self.names.index(client) if client in self.names else None
-        if place is None:
+        code = self.names.index(client) if client in self.names else None
+        if code is None:
             self.names = [*self.names, client]
-        self.prediction = with_client(self.prediction, place, found)
+        self.prediction = with_client(prediction, code, found)
         return Adaptation(client, found.weights.cpu().numpy(), found.log_likelihoods)
 
-    @property
-    def _tells_without_labels(self) -> bool:
-        labels = self.prediction.labels
-        return self.prediction.gaussians is not None or (
-            labels is not None and labels.guess_rows > 0
-        )
-
-    # ------------------------------------------------------------------ labels' frequencies
-
     def learn_labels(self, dataset: FederatedDataset | None = None) -> None:
-        """Let it count how frequent labels are at each client, within each Gaussian and learner.
+        """Estimate the label frequencies of every client, and correct its predictions by them.
 
-        Learners are shared, and so is their idea of which labels are frequent. This corrects it for
-        every client by its own training rows, see :mod:`fedgmm.core.labels`. Nothing is trained. How much
-        a client's own count is decided by validation rows, or by the training rows where there are none.
-        Rows without a client stay as they are, and so do clients without rows here. The model, and its
-        files, then hold how frequent labels are at each client.
+        Shared learners assume the label frequencies of the federation. The correction replaces these by
+        the frequencies of the client within each Gaussian and learner, see :mod:`fedgmm.core.labels`.
+        Nothing is trained. Training rows are counted, and validation rows decide how much a client's own
+        frequencies count; without validation rows the training rows decide. Clients without rows, and
+        rows without a client, keep their predictions. The model and its files then contain how frequent
+        each label is at each client.
 
         Args:
-            dataset: another data set than the one of the training, with rows of all clients; they
-                must be known.
+            dataset: data of known clients; ``None`` means the training data.
         """
         if self.algorithm == DENSITY:
             raise ValueError(f"A model without labels ({DENSITY!r}) has no label frequencies.")
         if self.algorithm not in SHARED_LEARNERS:
             raise ValueError(
-                f"The learners of {self.algorithm} are each client's own, and know its labels; label "
-                f"frequencies are for {', '.join(SHARED_LEARNERS)}."
+                f"{self.algorithm} trains learners of each client's own, which already know its label "
+                f"frequencies; learn_labels is for {', '.join(SHARED_LEARNERS)}."
             )
         data = self._data(dataset)
 
-        def known(rows: LabelledRows) -> ClientLabels:
-            x, seen = self._reader.of_split(rows)
-            given = class_positions(
-                data.classes[rows.labels.cpu().numpy()], len(rows), self.classes
-            )
-            codes = client_codes(rows, self.names)
-            return ClientLabels(
-                x, seen, *(torch.from_numpy(n).to(x.device) for n in (given, codes))
-            )
+        def labelled(split: LabelledRows) -> ClientLabels:
+            names = data.classes[split.labels.cpu().numpy()]
+            labels = torch.from_numpy(class_codes(names, len(split), self.classes))
+            codes = torch.from_numpy(client_codes(split, self.names))
+            rows = self._evaluator.from_split(split)
+            device = rows.x.device
+            return ClientLabels(rows.x, rows.log_x, labels.to(device), codes.to(device))
 
-        held = known(data.validation) if len(data.validation) else None
-        counted = count_labels(self.prediction, known(data.train), held)
-        self.prediction = replace(self.prediction, labels=counted)
+        held_out = labelled(data.validation) if len(data.validation) else None
+        found = estimate_label_frequencies(self.prediction, labelled(data.train), held_out)
+        self.prediction = replace(self.prediction, labels=found)
         self.options = {**self.options, "personal_labels": True}
 
-    # ------------------------------------------------------------------ novel samples
+    # ------------------------------------------------------------------ novel rows
 
     def novelty_scores(
         self,
@@ -296,50 +324,63 @@ class FederatedModel:
         score: Score = "x",
         features: ArrayLike | None = None,
     ) -> FloatArray:
-        """Scores that are low for novel rows, ``(n,)``.
+        """Return scores that are low for novel rows, ``(n,)``.
 
         Args:
-            X: rows.
-            y: labels, which ``"y"`` and ``"joint"`` need.
+            X: rows, ``(n, *input_shape)``.
+            y: labels, required by ``"y"`` and ``"joint"``.
             client: as in :meth:`predict_proba`.
-            score: ``"x"`` is ``log P(x)``, ``"y"`` is ``log P(y|x)``, ``"joint"`` is ``log P(x, y)``;
-                ``"confidence"`` is the largest class probability, for methods without a density.
-            features: what the Gaussians see, if that is not the inputs.
+            score: ``"x"`` is ``log P(x)``, ``"y"`` is ``log P(y|x)``, ``"joint"`` is ``log P(x, y)``, and
+                ``"confidence"`` is the largest ``log P(y|x)`` of any class, which needs no density.
+            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
         """
-        if score not in SCORES:
-            raise ValueError(f"score must be one of {list(SCORES)}, got {score!r}.")
+        self._check_score(score, y)
+        rows = self._evaluator.from_arrays(X, features)
+        return self._score(rows, y, self._codes(client, len(rows)), score)
+
+    def _check_score(self, score: str, y: ArrayLike | None) -> None:
+        check_choice("score", score, SCORES)
         if score in ("y", "joint") and y is None:
             raise ValueError(f"score={score!r} needs labels; pass y, or use score='x'.")
-        match score:
-            case "x":
-                return self.score_samples(X, client, features=features)
-            case "confidence":
-                return np.asarray(self._log_proba(X, client, features).max(-1))
-            case "y":
-                assert y is not None
-                return self.log_conditional(X, y, client, features=features)
-            case _:
-                assert y is not None
-                return self.log_joint(X, y, client, features=features)
+        if score in ("x", "joint"):
+            self._need_density()
+
+    def _score(
+        self, rows: EvaluatedRows, y: ArrayLike | None, codes: IntArray, score: Score
+    ) -> FloatArray:
+        if score == "x":
+            return rows.log_density(codes)
+        log_proba = self._log_proba(rows, codes)
+        if score == "confidence":
+            return np.asarray(log_proba.max(-1))
+        assert y is not None
+        labels = class_codes(y, len(rows), self.classes)
+        conditional = np.asarray(log_proba[np.arange(len(rows)), labels])
+        return conditional if score == "y" else rows.log_density(codes) + conditional
 
     def calibrate(self, dataset: FederatedDataset | None = None, split: str = "validation") -> None:
-        """Remember the scores of held-out rows, globally weighted; :meth:`novelty` needs them."""
+        """Store the scores of held-out rows, from which :meth:`novelty` takes its threshold.
+
+        Args:
+            dataset: data of known clients; ``None`` means the training data.
+            split: the held-out rows.
+        """
         data = self._data(dataset)
-        rows = data.split(split)
-        if not len(rows):
+        held_out = data.split(split)
+        if not len(held_out):
             raise ValueError(f"The {split} split has no rows to calibrate on.")
-        nobody = np.full(len(rows), NO_CLIENT, dtype=np.int64)
-        x, seen = self._reader.of_split(rows)
-        log_proba = self._classes_of(x, seen, nobody)
-        wide, labels = self._with_unseen_classes(log_proba, rows, data)
-        own = wide[np.arange(len(labels)), labels]
-        scores = {"confidence": log_proba.max(-1), "y": own}
-        if self.prediction.gaussians is not None:
-            density = self._log_density(seen, nobody)
-            scores |= {"x": density, "joint": density + own}
-            codes = rows.codes.cpu().numpy()
-            at_home = self._log_density(seen, client_codes(rows, self.names))
-            sums, sizes = np.bincount(codes, weights=at_home), np.bincount(codes)
+        rows = self._evaluator.from_split(held_out)
+        no_client = np.full(len(rows), NO_CLIENT, dtype=np.int64)
+        log_proba = self._log_proba(rows, no_client)
+        with_unseen, labels = self._with_unseen_classes(log_proba, held_out, data)
+        conditional = with_unseen[np.arange(len(labels)), labels]
+        scores = {"confidence": log_proba.max(-1), "y": conditional}
+        if rows.log_x is not None:
+            density = rows.log_density(no_client)
+            scores |= {"x": density, "joint": density + conditional}
+            own_density = rows.log_density(client_codes(held_out, self.names))
+            codes = held_out.codes.cpu().numpy()
+            sums, sizes = np.bincount(codes, weights=own_density), np.bincount(codes)
             scores["clients"] = sums[sizes > 0] / sizes[sizes > 0]
         self.calibration = scores
 
@@ -351,41 +392,52 @@ class FederatedModel:
         score: Score = "x",
         false_alarm_rate: float = 0.05,
         features: ArrayLike | None = None,
+        batch: bool = False,
     ) -> NoveltyResult:
-        """Which rows are novel, at a chosen false-alarm rate.
+        """Flag novel rows at a chosen false-alarm rate.
 
-        Scores use the federation's own weights. The threshold comes from held-out rows of all
-        clients; the rate holds for new rows drawn like them.
+        Scores use the federation's own weights. The threshold comes from held-out rows of all clients,
+        so the rate holds for new rows drawn like them.
+
+        Args:
+            X: rows, ``(n, *input_shape)``.
+            y: labels, required by ``"y"`` and ``"joint"``.
+            score: as in :meth:`novelty_scores`.
+            false_alarm_rate: share of ordinary rows that may be flagged.
+            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
+            batch: whether to compute :meth:`client_novelty` of the rows as well.
         """
         if not self.calibration:
             self.calibrate()
-        if score not in self.calibration:
-            self._need_density()
-        scores = self.novelty_scores(X, y, score=score, features=features)
-        return detect(self.calibration[score], scores, false_alarm_rate)
+        self._check_score(score, y)
+        rows = self._evaluator.from_arrays(X, features)
+        scores = self._score(rows, y, self._codes(None, len(rows)), score)
+        result = flag_novel_rows(self.calibration[score], scores, false_alarm_rate)
+        return replace(result, batch_p_value=self._client_p_value(rows)) if batch else result
 
     def client_novelty(self, X: ArrayLike, *, features: ArrayLike | None = None) -> float:
-        """Is this a kind of client that the federation has not seen? A conformal p-value.
+        """Return a conformal p-value of rows as one new client; small means an unfamiliar client.
 
-        Half of the rows adapt the client's weights, the other half is scored; the mean
-        log-likelihood is compared with those of the federation's clients on held-out rows. Small
-        means strange; it cannot be smaller than ``1 / (1 + clients)``.
+        Half of the rows learn the client's weights, and the other half is scored. Its mean
+        log-likelihood is compared with those of the federation's clients on held-out rows, so the
+        p-value is at least ``1 / (1 + clients)``.
         """
         if not self.calibration:
             self.calibrate()
         self._need_density()
-        x, seen = self._reader.of_arrays(X, features)
-        if len(x) < 2:
-            raise ValueError("client_novelty needs at least two rows.")
-        log_x = log_gaussians(self.prediction, seen)
-        assert log_x is not None
-        start = self._mixed("weights").reshape(-1, self.n_learners).sum(-1)
-        own, _ = adapt_weights(log_x[::2], start)
-        held_out = torch.logsumexp(log_x[1::2] + own.log(), -1) - self._reader.log_volume
-        p = conformal_p_values(self.calibration["clients"], [float(held_out.mean())])
-        return float(p[0])
+        return self._client_p_value(self._evaluator.from_arrays(X, features))
 
-    # ------------------------------------------------------------------ on disk
+    def _client_p_value(self, rows: EvaluatedRows) -> float:
+        if len(rows) < 2:
+            raise ValueError("The p-value of a client needs at least two rows.")
+        self._need_density()
+        assert rows.log_x is not None
+        start = self._mixture_weights("weights").reshape(-1, self.n_learners).sum(-1)
+        own, _ = new_client_weights(rows.log_x[::2], start)
+        scored = torch.logsumexp(rows.log_x[1::2] + own.log(), -1) - rows.log_volume
+        return float(conformal_p_values(self.calibration["clients"], [float(scored.mean())])[0])
+
+    # ------------------------------------------------------------------ files and helpers
 
     def save(self, folder: str | Path) -> Path:
         """Write the model into a folder (safetensors and JSON); see :func:`fedgmm.load`."""
@@ -393,12 +445,10 @@ class FederatedModel:
 
         return save(self, folder)
 
-    # ------------------------------------------------------------------ inside
-
     def _data(self, dataset: FederatedDataset | None) -> FederatedDataset:
         data = dataset or self.dataset
         if data is None:
-            raise ValueError("The model has no data set at hand (it was loaded); pass dataset=.")
+            raise ValueError("The model was loaded without its training data; pass dataset=.")
         return data
 
     def _need_density(self) -> None:
@@ -407,26 +457,18 @@ class FederatedModel:
                 f"{self.algorithm} has no density of the inputs; use 'fedgmm', or score='confidence'."
             )
 
-    def _codes(self, client: Any, rows: int) -> NDArray[np.int64]:
+    def _codes(self, client: Any, rows: int) -> IntArray:
         return codes_of_known_clients(client if rows else None, rows, self.names)
 
     @property
-    def _reader(self) -> RowReader:
-        return RowReader(self.prediction, self.input_shape, self.scaling, self.features_are_inputs)
+    def _evaluator(self) -> RowEvaluator:
+        return RowEvaluator(
+            self.prediction, self.input_shape, self.scaling, self.features_are_inputs
+        )
 
-    def _log_proba(self, X: ArrayLike, client: Any, features: ArrayLike | None) -> FloatArray:
-        x, seen = self._reader.of_arrays(X, features)
-        return self._classes_of(x, seen, self._codes(client, len(x)))
-
-    def _classes_of(self, x: Tensor, seen: Tensor, codes: NDArray[np.int64]) -> FloatArray:
-        """``log P_c(y|x)`` of every class, ``(n, K)``."""
-        prediction = self.prediction
-        if prediction.assignment is None:
-            return mixed_classes(prediction, x, seen, codes)
-        if (codes == NO_CLIENT).any() and prediction.default_learner is None:
-            raise ValueError(f"{self.algorithm} has no global model; name a client.")
-        return assigned_classes(prediction, x, codes)
-
-    def _log_density(self, seen: Tensor, codes: NDArray[np.int64]) -> FloatArray:
-        """``log P_c(x)`` in the original coordinates, ``(n,)``."""
-        return log_density(self.prediction, seen, codes) - self._reader.log_volume
+    def _log_proba(self, rows: EvaluatedRows, codes: IntArray) -> FloatArray:
+        """Return ``log P_c(y|x)`` of every class, ``(n, K)``."""
+        common = self.prediction.weights is not None or self.prediction.default_learner is not None
+        if not common and (codes == NO_CLIENT).any():
+            raise ValueError(f"{self.algorithm} has no common model; name a client.")
+        return rows.log_proba(codes)

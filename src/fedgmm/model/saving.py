@@ -1,8 +1,8 @@
-"""Models on disk: numbers in safetensors, everything else in JSON. Nothing that could run.
+"""Models on disk: numbers in safetensors, everything else in JSON, and no code.
 
-A folder holds ``model.json`` (format, classes, clients, options, history, checksums) and the numbers
-in ``weights-….safetensors``, whose name is part of their checksum. The new numbers are written beside
-the old ones and the JSON is replaced last, in one step: a crash at any moment leaves a whole model.
+A folder holds ``model.json`` (format, classes, clients, options, history, checksums) and
+``weights-….safetensors``, whose name contains its checksum. Saving writes the new numbers beside the old
+ones and then replaces the JSON in one step, so a crash at any moment leaves a complete model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians
+from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians, covariance_shape
 from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.moments import Scaling
 from fedgmm.files import write_atomically
-from fedgmm.methods.base import Prediction
-from fedgmm.model.likelihoods import log_weights
+from fedgmm.methods.base import Prediction, count_learners
 from fedgmm.model.model import CALIBRATIONS, FederatedModel
 from fedgmm.nets.networks import ModuleFactory, Network, network
 
 FORMAT = 2
 """Version of the layout; a newer one is refused."""
 
-_WITHOUT_LABELS = 1  # such models can be read by older versions, too
+_FORMAT_WITHOUT_LABELS = 1  # for models without label frequencies; older versions read it as well
 _JSON = "model.json"
-_CLASS_KINDS = "biufUO"  # labels that JSON can hold
+_CLASS_KINDS = "biufUO"  # kinds of labels that JSON can hold
 _LONGEST_LABEL = 4096
 
 
 class ModelFileError(ValueError):
-    """A saved model that cannot be read, with the file and the reason."""
+    """A saved model that cannot be read; the message has the file and the reason."""
 
 
 # ---------------------------------------------------------------------- writing
@@ -49,11 +49,11 @@ def save(model: FederatedModel, folder: str | Path) -> Path:
     """Write a model into ``folder`` and return the folder."""
     from safetensors.torch import save as to_bytes
 
-    facts = _facts_of(model)  # what cannot be saved is told before anything is written
+    facts = _facts(model)  # raises for values that cannot be saved, before anything is written
     data = to_bytes(
         {
             name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, value in _tensors_of(model).items()
+            for name, value in _tensors(model).items()
         }
     )
     facts["numbers"] = hashlib.sha256(data).hexdigest()
@@ -69,7 +69,7 @@ def save(model: FederatedModel, folder: str | Path) -> Path:
     return home
 
 
-def _tensors_of(model: FederatedModel) -> dict[str, Tensor]:
+def _tensors(model: FederatedModel) -> dict[str, Tensor]:
     prediction = model.prediction
     tensors = {f"learners/{name}": value for name, value in prediction.learners.items()}
     for name in ("client_weights", "weights", "assignment"):
@@ -92,37 +92,37 @@ def _tensors_of(model: FederatedModel) -> dict[str, Tensor]:
     return tensors
 
 
-def _facts_of(model: FederatedModel) -> dict[str, Any]:
+def _facts(model: FederatedModel) -> dict[str, Any]:
+    """Return all that is not a tensor, as JSON can hold it."""
     gaussians = model.prediction.gaussians
     if model.classes.dtype.kind not in _CLASS_KINDS:
         raise ValueError(f"Labels of type {model.classes.dtype} cannot be saved; use strings.")
     return {
-        "format": FORMAT if model.prediction.labels is not None else _WITHOUT_LABELS,
+        "format": FORMAT if model.prediction.labels is not None else _FORMAT_WITHOUT_LABELS,
         "algorithm": model.algorithm,
-        "names": [_plain(name, "Client name") for name in model.names],
-        "classes": [_plain(label, "Label") for label in model.classes.tolist()],
+        "names": [_json_value(name, "Client name") for name in model.names],
+        "classes": [_json_value(label, "Label") for label in model.classes.tolist()],
         "class_dtype": model.classes.dtype.str,
         "input_shape": list(model.input_shape),
         "features_are_inputs": model.features_are_inputs,
         "covariance_type": None if gaussians is None else gaussians.covariance_type,
         "default_learner": model.prediction.default_learner,
-        "options": {name: _plain(value, name) for name, value in model.options.items()},
+        "options": {name: _json_value(value, name) for name, value in model.options.items()},
         "history": model.history,
         "stopped": model.stopped,
     }
 
 
-def _plain(value: Hashable, what: str) -> Any:
-    """A value as JSON can hold it."""
+def _json_value(value: Hashable, name: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (str, int, float)) or value is None:
         return value
-    raise ValueError(f"{what} {value!r} cannot be saved; use strings or numbers.")
+    raise ValueError(f"{name} {value!r} cannot be saved; use strings or numbers.")
 
 
 def _checksum(facts: dict[str, Any]) -> str:
-    """Of everything in the JSON but the checksum itself."""
+    """Return the checksum of everything in the JSON except the checksum itself."""
     rest = {name: value for name, value in facts.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -135,24 +135,24 @@ def _numbers_file(digest: str) -> str:
 
 
 def load(folder: str | Path, *, learner: ModuleFactory | None = None) -> FederatedModel:
-    """Read a model that :func:`save` wrote; it predicts the same bits.
+    """Read a model that :func:`save` wrote; its predictions are bit for bit the same.
 
     Args:
-        folder: where it is.
-        learner: the module factory, for a model that was trained with one of your own.
+        folder: folder of the model.
+        learner: module factory, required if the model was trained with a custom learner.
 
     Raises:
-        ModelFileError: a missing, damaged or newer file.
+        ModelFileError: a file is missing, damaged or newer than this version.
     """
     home = Path(folder)
     facts = _read_facts(home / _JSON)
     tensors = _read_tensors(home / _numbers_file(facts["numbers"]), facts["numbers"])
     try:
-        return _assemble(facts, tensors, learner)
+        return _build_model(facts, tensors, learner)
     except ModelFileError as error:
-        raise ModelFileError(f"{home} is not a whole model: {error}") from None
+        raise ModelFileError(f"{home} does not contain a valid model: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise ModelFileError(f"{home} is not a whole model: {e!r}.") from None
+        raise ModelFileError(f"{home} does not contain a valid model: {e!r}.") from None
 
 
 def _read(path: Path) -> bytes:
@@ -160,7 +160,9 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ModelFileError(f"Cannot read {path} ({reason}); is this a model folder?") from None
+        raise ModelFileError(
+            f"Cannot read {path} ({reason}); check that this is the folder of a saved model."
+        ) from None
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
@@ -173,13 +175,13 @@ def _read_facts(path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{path} is not a saved model.")
     if facts["format"] > FORMAT:
         raise ModelFileError(
-            f"{path} was written by a newer fedgmm (format {facts['format']}, this one reads up to "
-            f"{FORMAT}); upgrade fedgmm to load it."
+            f"{path} was written by a newer version of fedgmm (format {facts['format']}; this version "
+            f"reads up to format {FORMAT}); upgrade fedgmm to load it."
         )
-    # the digest is also a file name: it must not lead out of the folder
-    named = re.fullmatch("[0-9a-f]{64}", str(facts.get("numbers")))
-    if not named or facts.get("checksum") != _checksum(facts):
-        raise ModelFileError(f"{path} is damaged or was changed: its checksum does not fit.")
+    # The digest becomes a file name, so anything but hexadecimal digits could leave the folder.
+    valid = re.fullmatch("[0-9a-f]{64}", str(facts.get("numbers")))
+    if not valid or facts.get("checksum") != _checksum(facts):
+        raise ModelFileError(f"{path} is damaged or was edited: its checksum is wrong.")
     return facts
 
 
@@ -189,27 +191,27 @@ def _read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
 
     data = _read(path)
     if hashlib.sha256(data).hexdigest() != digest:
-        raise ModelFileError(f"{path} is damaged: its checksum does not fit.")
+        raise ModelFileError(f"{path} is damaged: its checksum is wrong.")
     try:
         return from_bytes(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise ModelFileError(f"{path} is damaged: {error}.") from None
 
 
-def _assemble(
+def _build_model(
     facts: dict[str, Any], tensors: dict[str, Tensor], learner: ModuleFactory | None
 ) -> FederatedModel:
-    """A model from facts and tensors that fit each other."""
-    options = dict(facts["options"])
+    """Return the model, or raise if facts and tensors are inconsistent."""
+    options, names = dict(facts["options"]), list(facts["names"])
     kind = options.get("learner", "linear")
-    if kind == "custom" and learner is None:
-        raise ModelFileError("it has a learner of your own; pass it: load(..., learner=...).")
-    shape = tuple(facts["input_shape"])
-    _need(bool(shape) and all(type(size) is int and size > 0 for size in shape), "input_shape")
-    classes = _classes(facts)
-    net = network(
-        learner if kind == "custom" and learner is not None else kind, shape, len(classes)
-    )
+    if kind == "custom":
+        if learner is None:
+            raise ModelFileError("it uses a custom learner; pass it: load(..., learner=...).")
+        kind = learner
+    shape, classes = tuple(facts["input_shape"]), _classes(facts)
+    _require(bool(shape) and all(type(size) is int and size > 0 for size in shape), "input_shape")
+    _require(len(set(names)) == len(names), "names")
+    net = network(kind, shape, len(classes))
     prediction = Prediction(
         net,
         _learners(_under(tensors, "learners/"), net),
@@ -218,18 +220,16 @@ def _assemble(
         tensors.get("weights"),
         tensors.get("assignment"),
         facts["default_learner"],
-        _labels(facts, tensors),
     )
-    names = list(facts["names"])
-    _need(len(set(names)) == len(names), "names")
-    _check_clients(prediction, len(names))
-    _check_labels(prediction, len(classes))
+    pairs = _check_clients(prediction, len(names))
+    labels = _labels(facts, tensors, (len(names), pairs, len(classes)))
     calibration = {name: value.numpy() for name, value in _under(tensors, "calibration/").items()}
     for name, scores in calibration.items():
-        _need(name in CALIBRATIONS and scores.ndim == 1 and len(scores) > 0, f"calibration/{name}")
+        valid = name in CALIBRATIONS and scores.ndim == 1 and len(scores) > 0
+        _require(valid, f"calibration/{name}")
     return FederatedModel(
         str(facts["algorithm"]),
-        prediction,
+        replace(prediction, labels=labels),
         names,
         classes,
         shape,
@@ -242,26 +242,27 @@ def _assemble(
     )
 
 
-def _need(fits: bool, what: str) -> None:
-    if not fits:
-        raise ModelFileError(f"{what} does not fit the rest.")
+def _require(valid: bool, name: str) -> None:
+    if not valid:
+        raise ModelFileError(f"{name} is invalid or does not match the rest; save the model again.")
 
 
 def _classes(facts: dict[str, Any]) -> NDArray[Any]:
     dtype = np.dtype(facts["class_dtype"])
-    _need(dtype.kind in _CLASS_KINDS and dtype.itemsize <= 4 * _LONGEST_LABEL, "class_dtype")
+    _require(dtype.kind in _CLASS_KINDS and dtype.itemsize <= 4 * _LONGEST_LABEL, "class_dtype")
     classes: NDArray[Any] = np.array(facts["classes"], dtype=dtype)
-    _need(classes.ndim == 1 and len(set(classes.tolist())) == len(classes) > 0, "classes")
+    _require(classes.ndim == 1 and len(set(classes.tolist())) == len(classes) > 0, "classes")
     return classes
 
 
 def _learners(learners: dict[str, Tensor], net: Network) -> dict[str, Tensor]:
     shapes = net.parameter_shapes
-    _need(set(learners) == set(shapes), "learners")
+    _require(set(learners) == set(shapes), "learners")
     count = len(next(iter(learners.values())))
     for name, value in learners.items():
-        _need(tuple(value.shape) == (count, *shapes[name]), f"learners/{name}")
-        _need(value.is_floating_point() and bool(torch.isfinite(value).all()), f"learners/{name}")
+        _require(tuple(value.shape) == (count, *shapes[name]), f"learners/{name}")
+        finite = value.is_floating_point() and bool(torch.isfinite(value).all())
+        _require(finite, f"learners/{name}")
     return learners
 
 
@@ -269,76 +270,70 @@ def _gaussians(facts: dict[str, Any], tensors: dict[str, Tensor], columns: int) 
     kind = facts["covariance_type"]
     if kind is None:
         return None
-    _need(kind in COVARIANCE_TYPES, "covariance_type")
+    _require(kind in COVARIANCE_TYPES, "covariance_type")
     means, covariances, whiteners = (
         tensors[f"gaussians/{name}"] for name in ("means", "covariances", "precisions_cholesky")
     )
     m, d = means.shape
-    _need(d == columns or not facts["features_are_inputs"], "gaussians/means")
-    shape = {"full": (m, d, d), "tied": (d, d), "diag": (m, d)}.get(kind, (m,))
-    _need(covariances.shape == whiteners.shape == shape, "gaussians/covariances")
+    _require(d == columns or not facts["features_are_inputs"], "gaussians/means")
+    shape = covariance_shape(kind, m, d)
+    _require(covariances.shape == whiteners.shape == shape, "gaussians/covariances")
     for value in (means, covariances, whiteners):
-        _need(value.dtype == torch.float64 and bool(torch.isfinite(value).all()), "gaussians")
+        _require(value.dtype == torch.float64 and bool(torch.isfinite(value).all()), "gaussians")
     scales = whiteners.diagonal(dim1=-2, dim2=-1) if kind in ("full", "tied") else whiteners
-    _need(bool((scales > 0).all()), "gaussians/precisions_cholesky")
+    _require(bool((scales > 0).all()), "gaussians/precisions_cholesky")
     return Gaussians(means, covariances, whiteners, kind)
 
 
-def _check_clients(prediction: Prediction, clients: int) -> None:
-    """Either every client has weights over all pairs, or a learner that exists."""
-    learners = len(next(iter(prediction.learners.values())))
-    if prediction.assignment is not None:
-        default = prediction.default_learner
-        _need(prediction.client_weights is None and prediction.weights is None, "assignment")
-        _need(prediction.assignment.shape == (clients,), "assignment")
-        _need(
-            bool(((prediction.assignment >= 0) & (prediction.assignment < learners)).all()),
-            "assignment",
-        )
-        _need(
-            default is None or (type(default) is int and 0 <= default < learners), "default_learner"
-        )
-        return
+def _check_clients(prediction: Prediction, clients: int) -> int:
+    """Check that clients have weights over all pairs, or an existing learner; return the pairs."""
+    learners = count_learners(prediction)
+    assignment, default = prediction.assignment, prediction.default_learner
+    if assignment is not None:
+        _require(prediction.client_weights is None and prediction.weights is None, "assignment")
+        _require(assignment.shape == (clients,), "assignment")
+        _require(bool(((assignment >= 0) & (assignment < learners)).all()), "assignment")
+        valid = default is None or (type(default) is int and 0 <= default < learners)
+        _require(valid, "default_learner")
+        return learners
     components = 1 if prediction.gaussians is None else len(prediction.gaussians.means)
     pairs = components * learners
     for name, shape in (("weights", (pairs,)), ("client_weights", (clients, pairs))):
         value = getattr(prediction, name)
-        _need(value is not None and value.dtype == torch.float64 and value.shape == shape, name)
-        _need(bool((value >= 0).all()) and bool(((value.sum(-1) - 1).abs() < 1e-6).all()), name)
+        _require(value is not None and value.shape == shape, name)
+        _require(bool((value >= 0).all()) and _sums_to_one(value), name)
+    return pairs
 
 
-def _labels(facts: dict[str, Any], tensors: dict[str, Tensor]) -> LabelFrequencies | None:
-    if facts["format"] == _WITHOUT_LABELS:
+def _labels(
+    facts: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int, int]
+) -> LabelFrequencies | None:
+    """Return the label frequencies ``(C, M, K)``, or ``None`` for a model without any."""
+    if facts["format"] == _FORMAT_WITHOUT_LABELS:
         return None
-    prior, guess = tensors["labels/prior_rows"], tensors["labels/guess_rows"]
-    _need(prior.shape == (1,) and 0 < float(prior) < math.inf, "labels/prior_rows")
-    _need(guess.shape == (1,) and 0 <= float(guess) < math.inf, "labels/guess_rows")
-    return LabelFrequencies(
-        tensors["labels/clients"], tensors["labels/federation"], float(prior), float(guess)
-    )
+    names = ("clients", "federation", "prior_rows", "guess_rows")
+    clients, federation, prior, guess = (tensors[f"labels/{name}"] for name in names)
+    _require(prior.shape == (1,) and 0 < float(prior) < math.inf, "labels/prior_rows")
+    _require(guess.shape == (1,) and 0 <= float(guess) < math.inf, "labels/guess_rows")
+    for name, value, expected in (
+        ("labels/clients", clients, shape),
+        ("labels/federation", federation, shape[1:]),
+    ):
+        _require(value.shape == expected and bool((value > 0).all()), name)
+        _require(_sums_to_one(value), name)
+    return LabelFrequencies(clients, federation, float(prior), float(guess))
 
 
-def _check_labels(prediction: Prediction, classes: int) -> None:
-    """Frequencies of every class for each pair of a Gaussian and a learner, where there are any."""
-    labels = prediction.labels
-    if labels is None:
-        return
-    clients, *pairs = log_weights(prediction).shape
-    shape = (math.prod(pairs), classes)
-    _need(labels.clients.shape == (clients - 1, *shape), "labels/clients")
-    _need(labels.federation.shape == shape, "labels/federation")
-    for name in ("clients", "federation"):
-        value = getattr(labels, name)
-        _need(value.dtype == torch.float64 and bool((value > 0).all()), f"labels/{name}")
-        _need(bool(((value.sum(-1) - 1).abs() < 1e-6).all()), f"labels/{name}")
+def _sums_to_one(value: Tensor) -> bool:
+    return value.dtype == torch.float64 and bool(((value.sum(-1) - 1).abs() < 1e-6).all())
 
 
 def _scaling(tensors: dict[str, Tensor], columns: int) -> Scaling | None:
     if "scaling/mean" not in tensors:
         return None
     mean, scale = tensors["scaling/mean"], tensors["scaling/scale"]
-    _need(mean.shape == scale.shape == (columns,), "scaling")
-    _need(bool(torch.isfinite(mean).all()) and bool((scale > 0).all()), "scaling")
+    _require(mean.shape == scale.shape == (columns,), "scaling")
+    _require(bool(torch.isfinite(mean).all()) and bool((scale > 0).all()), "scaling")
     return Scaling(mean, scale)
 
 

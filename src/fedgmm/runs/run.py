@@ -19,8 +19,8 @@ from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.methods.base import DENSITY
 from fedgmm.model.adaptation import Adaptation
 from fedgmm.model.metrics import Evaluation, evaluate
-from fedgmm.model.model import SCORES, FederatedModel, Score
-from fedgmm.model.novelty import NoveltyResult
+from fedgmm.model.model import FederatedModel
+from fedgmm.model.novelty import SCORES, NoveltyResult, Score
 from fedgmm.model.saving import load
 from fedgmm.runs.config import RunConfig, config_from, read_config
 from fedgmm.runs.folder import RunError, RunFolder, check_files_unchanged, read_json, write_json
@@ -183,9 +183,8 @@ class FederatedRun:
             if names is None:
                 names = [client_name(path)] * len(rows.matrix)
             own = np.array(self._full_names(names, path), dtype=object)[kept]
-            found = self.model.predict_proba(rows.matrix[kept], own)
             owners += own.tolist()
-            log_proba.append(np.log(np.maximum(found, 1e-300)))
+            log_proba.append(self.model.predict_log_proba(rows.matrix[kept], own))
             labels.append(rows.labels[kept])
         code_of = {name: code for code, name in enumerate(dict.fromkeys(owners))}
         codes = np.array([code_of[name] for name in owners], dtype=np.int64)
@@ -220,12 +219,10 @@ class FederatedRun:
                 f"The federation's weights were used; for those of {name} add --client {name}."
             )
         notify("predicting")
-        probabilities = self.model.predict_proba(rows.matrix, owner)
-        density = None
-        if self.model.prediction.gaussians is not None:
-            density = self.model.score_samples(rows.matrix, owner)
-        classes = np.asarray(self.model.classes)
-        return Predictions(classes[probabilities.argmax(1)], probabilities, classes, density, notes)
+        found = self.model.log_predictions(rows.matrix, owner)
+        probabilities, classes = np.exp(found.log_proba), np.asarray(self.model.classes)
+        labels = classes[probabilities.argmax(1)]
+        return Predictions(labels, probabilities, classes, found.log_density, notes)
 
     def detect(
         self,
@@ -278,12 +275,13 @@ class FederatedRun:
             labels = np.asarray(self.model.classes)[rows.labels]
         notify("looking for novel rows")
         result = self.model.novelty(
-            rows.matrix, labels, score=score, false_alarm_rate=false_alarm_rate
+            rows.matrix,
+            labels,
+            score=score,
+            false_alarm_rate=false_alarm_rate,
+            batch="clients" in self.model.calibration and len(rows.matrix) >= 2,
         )
-        batch = None
-        if "clients" in self.model.calibration and len(rows.matrix) >= 2:
-            batch = self.model.client_novelty(rows.matrix)
-        return Detection(result, score, batch, rows.notes)
+        return Detection(result, score, result.batch_p_value, rows.notes)
 
     def adapt(
         self,

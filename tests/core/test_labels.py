@@ -1,4 +1,4 @@
-"""Frequencies of labels: against counting by hand, Bayes' rule, and limits."""
+"""Label frequencies against counting by hand, Bayes' rule, and limits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedgmm.core import labels as module
 from fedgmm.core.labels import (
     PRIORS,
     LabelFrequencies,
-    guessed_labels,
-    label_counts,
+    add_label_counts,
+    guess_label_counts,
     label_frequencies,
     prior_scores,
 )
@@ -31,8 +31,8 @@ def drawn(seed, rows=40, clients=3, pairs=4, classes=5):
 
 def test_counts_by_a_plain_loop():
     q, labels, codes, counts = drawn(0)
-    label_counts(q[:25], labels[:25], codes[:25], counts)
-    label_counts(q[25:], labels[25:], codes[25:], counts)  # rows may come in parts
+    add_label_counts(counts, q[:25], labels[:25], codes[:25])
+    add_label_counts(counts, q[25:], labels[25:], codes[25:])  # rows may come in parts
     expected = torch.zeros_like(counts)
     for row, label, code in zip(q, labels, codes, strict=True):
         expected[code, :, label] += row
@@ -42,12 +42,12 @@ def test_counts_by_a_plain_loop():
 @given(st.integers(0, 1000))
 def test_frequencies_are_frequencies(seed):
     q, labels, codes, counts = drawn(seed)
-    label_counts(q, labels, codes, counts)
+    add_label_counts(counts, q, labels, codes)
     found = label_frequencies(counts, counts.sum(0), 10.0)
     for value in (found.clients, found.federation):
         assert (value > 0).all()
         torch.testing.assert_close(value.sum(-1), torch.ones_like(value[..., 0]))
-    assert not found.log_ratios(torch.tensor([0, -1]))[1].any()  # nobody's client
+    assert not found.log_ratios(torch.tensor([0, -1]))[1].any()  # rows without a client
 
 
 def test_frequencies_by_hand():
@@ -135,7 +135,7 @@ def test_the_strongest_prior_changes_nothing():
     assert list(PRIORS) == sorted(PRIORS, reverse=True)
 
 
-# ---------------------------------------------------------------------- newcomers without labels
+# ---------------------------------------------------------------------- new clients without labels
 
 
 def spoken(rng, frequencies, rows=600):
@@ -152,22 +152,22 @@ def federation(prior, m1=1, m2=1, guess_rows=1e9):
     return LabelFrequencies(pairs[None], pairs, prior, guess_rows)
 
 
-def test_learners_tell_which_labels_a_newcomer_has(rng):
+def test_learners_guess_the_labels_of_a_new_client(rng):
     labels, log_y = spoken(rng, [0.7, 0.0, 0.3])
     joint = torch.zeros(len(labels), 1, 1, dtype=torch.float64)
-    rows = guessed_labels(federation(3.0), joint, log_y, 30)
+    rows = guess_label_counts(federation(3.0), joint, log_y, 30)
     np.testing.assert_allclose(rows.sum(), len(labels))
     np.testing.assert_allclose(rows[0] / len(labels), [0.7, 0.0, 0.3], atol=0.06)
-    few = guessed_labels(federation(3.0), joint, log_y, 3)
+    few = guess_label_counts(federation(3.0), joint, log_y, 3)
     np.testing.assert_allclose(few[0], rows[0], atol=0.1 * len(labels))
-    assert not guessed_labels(federation(3.0), joint, log_y, 0).any()
-    half = guessed_labels(federation(3.0, guess_rows=len(labels) / 2), joint, log_y, 30)
+    assert not guess_label_counts(federation(3.0), joint, log_y, 0).any()
+    half = guess_label_counts(federation(3.0, guess_rows=len(labels) / 2), joint, log_y, 30)
     np.testing.assert_allclose(half.sum(), len(labels) / 2)
     # a prior that knows better than the rows, and learners that know nothing
-    kept = guessed_labels(federation(1e5), joint, log_y, 30)
+    kept = guess_label_counts(federation(1e5), joint, log_y, 30)
     np.testing.assert_allclose(kept[0], log_y.exp().sum(0)[0], rtol=0.02)
     nothing = torch.full_like(log_y, np.log(1 / 3))
-    kept = guessed_labels(federation(0.1), joint, nothing, 30)
+    kept = guess_label_counts(federation(0.1), joint, nothing, 30)
     np.testing.assert_allclose(kept[0], len(labels) / 3)
 
 
@@ -182,7 +182,7 @@ def test_guesses_by_a_plain_loop(rng, monkeypatch):
     known, log_joint, log_y = guessing(rng, 11)
     shared, (n, m1, m2) = known.federation, log_joint.shape
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)  # in parts
-    found = guessed_labels(known, log_joint, log_y, 2)
+    found = guess_label_counts(known, log_joint, log_y, 2)
     own = shared.clone()
     for _ in range(2):
         expected = torch.zeros_like(shared)
@@ -202,7 +202,7 @@ def test_guesses_become_likelier(rng):
     known, log_joint, log_y = guessing(rng, 60)
     values = []
     for count in range(30):
-        own = known.of_counts(guessed_labels(known, log_joint, log_y, count))
+        own = known.from_counts(guess_label_counts(known, log_joint, log_y, count))
         ratios = (own.log() - known.federation.log()).view(2, 3, -1)
         rows = (log_joint[..., None] + log_y[:, None] + ratios).flatten(1).logsumexp(-1).sum()
         values.append(float(rows + known.prior_rows * (known.federation * own.log()).sum()))

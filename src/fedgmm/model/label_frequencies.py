@@ -1,0 +1,161 @@
+"""Label frequencies of the clients of a fitted model, estimated from their rows without training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.em import add_likelihoods, responsibilities
+from fedgmm.core.labels import (
+    PRIORS,
+    LabelFrequencies,
+    add_label_counts,
+    label_frequencies,
+    predicted_label_counts,
+    prior_scores,
+)
+from fedgmm.core.predictive import log_class_probabilities
+from fedgmm.methods.base import Prediction
+from fedgmm.model.adaptation import adapt_without_labels
+from fedgmm.model.predictions import log_learners, log_weights
+from fedgmm.nets.learners import at_labels
+
+_ROWS_AT_ONCE = 4096
+_TRIED_CLIENTS = 100  # clients on which guesses are tried; more would hardly change the estimate
+_ADAPTATION_ROUNDS = 200
+_STANDARD_ERRORS = 2.0  # by which the mean gain of guesses must exceed zero
+
+
+@dataclass(frozen=True)
+class ClientLabels:
+    """Labelled rows of clients.
+
+    Attributes:
+        x: scaled inputs of the learners, ``(n, *shape)``.
+        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
+        labels: ``y_i``, ``(n,)``.
+        codes: the client of each row, ``(n,)``.
+    """
+
+    x: Tensor
+    log_x: Tensor | None
+    labels: Tensor
+    codes: Tensor
+
+    def take(self, which: slice | Tensor) -> ClientLabels:
+        """Return some of the rows."""
+        log_x = None if self.log_x is None else self.log_x[which]
+        return ClientLabels(self.x[which], log_x, self.labels[which], self.codes[which])
+
+    def blocks(self) -> Iterator[ClientLabels]:
+        """Yield blocks of rows."""
+        for start in range(0, len(self.x), _ROWS_AT_ONCE):
+            yield self.take(slice(start, start + _ROWS_AT_ONCE))
+
+
+def estimate_label_frequencies(
+    prediction: Prediction, rows: ClientLabels, held_out: ClientLabels | None = None
+) -> LabelFrequencies:
+    """Estimate ``P_c(y|m)`` of clients, see :mod:`fedgmm.core.labels`.
+
+    A model that has label frequencies keeps its ``P(y|m)``, its prior, and the frequencies of clients
+    without rows.
+
+    Args:
+        prediction: learners that are mixed, or assigned to clients.
+        rows: rows whose labels are counted.
+        held_out: rows that choose the prior and decide whether labels of new clients are guessed.
+            ``None`` uses ``rows``, each left out of the counts of its client.
+    """
+    log_pi, known = log_weights(prediction), prediction.labels
+    counts = log_pi.new_zeros(len(log_pi) - 1, log_pi[0].numel(), prediction.net.classes)
+    predicted = torch.zeros_like(counts[0])
+    for block in rows.blocks():
+        joint, log_y = _terms(prediction, log_pi, block)
+        predicted += predicted_label_counts(joint, log_y)
+        q = _responsibilities(joint, log_y, block.labels)
+        add_label_counts(counts, q, block.labels, block.codes)
+    if known is not None:
+        present = counts.sum((1, 2))[:, None, None] > 0
+        own = known.from_counts(counts)
+        return replace(known, clients=torch.where(present, own, known.clients))
+
+    judges = held_out or rows
+    uncorrected = label_frequencies(counts, predicted, PRIORS[0])
+    prior = _best_prior(prediction, uncorrected, counts, judges, leave_out=held_out is None)
+    found = label_frequencies(counts, predicted, prior)
+    return replace(found, guess_rows=_guess_rows(replace(prediction, labels=found), judges))
+
+
+def _best_prior(
+    prediction: Prediction,
+    frequencies: LabelFrequencies,
+    counts: Tensor,
+    rows: ClientLabels,
+    *,
+    leave_out: bool,
+) -> float:
+    """Return the one of ``PRIORS`` under which the labels of rows are most likely.
+
+    Args:
+        prediction: the fitted parameters.
+        frequencies: their ``P(y|m)`` is used.
+        counts: ``n_c(m, y)``, ``(C, M, K)``.
+        rows: labelled rows.
+        leave_out: whether the rows were counted, so that each must be left out.
+    """
+    log_pi = log_weights(prediction)
+    scores = log_pi.new_zeros(len(PRIORS))
+    for block in rows.blocks():
+        joint, log_y = _terms(prediction, log_pi, block)
+        own = counts[block.codes]
+        if leave_out:
+            place = torch.arange(len(own), device=own.device)
+            own[place, :, block.labels] -= _responsibilities(joint, log_y, block.labels)
+            own.clamp_min_(0.0)
+        scores += prior_scores(frequencies, own, joint, log_y, block.labels)
+    return PRIORS[int(scores.argmax())]
+
+
+def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
+    """Return the number of rows that guessed labels may count for; zero if guesses do not help.
+
+    Known clients are treated as new ones without labels. Guesses are allowed only if these clients
+    gain beyond chance, because harm to a client without labels could not be noticed.
+    """
+    labels = prediction.labels
+    clients = torch.unique(rows.codes)
+    tried = clients[:: 1 + (len(clients) - 1) // _TRIED_CLIENTS]
+    if labels is None or prediction.client_weights is None or len(tried) < 2:
+        return 0.0  # only mixtures adapt, and the gain of one client has no standard error
+    guessing = replace(prediction, labels=replace(labels, guess_rows=float(len(rows.x))))
+    gains = []
+    for code in tried:
+        own = rows.take(rows.codes == code)
+        log_y = log_learners(prediction, own.x)
+        found = adapt_without_labels(guessing, own.log_x, log_y, _ADAPTATION_ROUNDS)
+        assert found.label_counts is not None
+        shape = found.weights.shape
+        ratios = labels.log_ratios_from_counts(found.label_counts).view(*shape, -1)
+        terms = (found.weights.log().expand(len(own.x), *shape), own.log_x, log_y)
+        gain = log_class_probabilities(*terms, ratios) - log_class_probabilities(*terms)
+        gains.append(gain.gather(-1, own.labels[:, None]).mean())
+    gain = torch.stack(gains)
+    if gain.mean() < _STANDARD_ERRORS * gain.std() / len(gain) ** 0.5:
+        return 0.0
+    return len(rows.x) / len(clients)
+
+
+def _terms(prediction: Prediction, log_pi: Tensor, rows: ClientLabels) -> tuple[Tensor, Tensor]:
+    """Return ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``, and ``log P_θm2(y|x_i)``."""
+    joint = add_likelihoods(log_pi[rows.codes], rows.log_x)
+    return joint, log_learners(prediction, rows.x)
+
+
+def _responsibilities(joint: Tensor, log_y: Tensor, labels: Tensor) -> Tensor:
+    """Return ``q_i(m)`` of labelled rows, ``(n, M)``."""
+    log_joint = add_likelihoods(joint.clone(), None, at_labels(log_y, labels))
+    return responsibilities(log_joint.flatten(1))[0]

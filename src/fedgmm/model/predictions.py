@@ -1,0 +1,283 @@
+"""Rows of a fitted model: checked, scaled, and evaluated for equation (3).
+
+Shapes: ``n`` rows, ``C`` clients, ``M1`` Gaussians, ``M2`` learners, ``K`` classes. A client's code is its
+position among the model's clients. Code -1 stands for rows without a client; tables of clients have one
+more row for it, the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.moments import Scaling
+from fedgmm.core.params import Params
+from fedgmm.core.predictive import log_class_probabilities, log_marginal
+from fedgmm.core.streaming import Block, accumulate, blocks_of
+from fedgmm.data.dataset import LabelledRows, numeric
+from fedgmm.methods.base import Prediction, count_learners
+from fedgmm.nets.pixels import as_numbers
+from fedgmm.wording import counted
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+_ROWS_AT_ONCE = 4096  # residuals take components × columns numbers per row
+
+
+# ---------------------------------------------------------------------- the terms of equation (3)
+
+
+def log_weights(prediction: Prediction) -> Tensor:
+    """Return ``log π_c`` of every client and, last, of the federation: ``(C + 1, M1, M2)``.
+
+    A client that is assigned to a learner has all its weight there, with ``M1 = 1``.
+    """
+    learners = count_learners(prediction)
+    if prediction.assignment is not None:
+        assigned = _assigned_learners(prediction)
+        places = torch.arange(learners, device=assigned.device)
+        return (assigned[:, None] == places).double().log()[:, None]
+    assert prediction.client_weights is not None
+    assert prediction.weights is not None
+    table = torch.cat([prediction.client_weights, prediction.weights[None]])
+    return table.log().reshape(len(table), -1, learners)
+
+
+def log_gaussians(prediction: Prediction, features: Tensor) -> Tensor | None:
+    """Return ``log N(x_i; μ_m1, Σ_m1)`` of features ``(n, d)``: ``(n, M1)``; ``None`` without Gaussians."""
+    gaussians = prediction.gaussians
+    if gaussians is None:
+        return None
+    out = features.new_empty(len(features), len(gaussians.means), dtype=torch.float64)
+
+    def evaluate(rows: slice) -> None:
+        difference = residuals(features[rows], gaussians.means, torch.float64)
+        out[rows] = log_densities(difference, gaussians)
+
+    _for_blocks(len(features), evaluate, features.device)
+    return out
+
+
+def log_learners(prediction: Prediction, x: Tensor, learners: Params | None = None) -> Tensor:
+    """Return ``log P_θm2(y|x_i)`` of every class, ``(n, M2, K)`` float64.
+
+    Args:
+        prediction: the fitted parameters.
+        x: inputs, ``(n, *shape)``.
+        learners: parameters ``(M2, ...)`` to use instead of all learners.
+    """
+    params = prediction.learners if learners is None else learners
+    with torch.inference_mode():
+        inputs = as_numbers(x, next(iter(params.values())).dtype)
+        return torch.log_softmax(prediction.net.logits(params, inputs).double(), -1)
+
+
+# ---------------------------------------------------------------------- rows and their predictions
+
+
+@dataclass(frozen=True)
+class EvaluatedRows:
+    """Rows for which the Gaussians of a model were evaluated, once.
+
+    Attributes:
+        prediction: the fitted parameters.
+        x: scaled inputs of the learners, ``(n, *shape)``.
+        log_x: ``log N(x_i; μ_m1, Σ_m1)`` of the scaled rows, ``(n, M1)``; ``None`` without Gaussians.
+        log_volume: difference of ``log_x`` to the log density in the units of the unscaled rows.
+    """
+
+    prediction: Prediction
+    x: Tensor
+    log_x: Tensor | None
+    log_volume: float = 0.0
+
+    def __len__(self) -> int:
+        """Return ``n``."""
+        return len(self.x)
+
+    def log_density(self, codes: IntArray) -> FloatArray:
+        """Return ``log P_c(x)`` in the units of the unscaled rows, ``(n,)``."""
+        log_x, log_pi = self.log_x, log_weights(self.prediction)
+        assert log_x is not None
+        who = torch.from_numpy(codes).to(log_x.device)
+        out = np.empty(len(self))
+
+        def write(rows: slice) -> None:
+            out[rows] = log_marginal(log_pi[who[rows]], log_x[rows]).cpu().numpy()
+
+        _for_blocks(len(self), write, log_x.device)
+        return out - self.log_volume
+
+    def log_proba(self, codes: IntArray) -> FloatArray:
+        """Return ``log P_c(y|x)`` of every class, equation (3), ``(n, K)``."""
+        out = np.empty((len(self), self.prediction.net.classes))
+        who = torch.from_numpy(codes).to(self.x.device)
+        if self.prediction.assignment is not None:
+            self._write_assigned(out, who)
+        else:
+            self._write_mixed(out, who)
+        return out
+
+    def _write_mixed(self, out: FloatArray, who: Tensor) -> None:
+        """Mix all learners by the weights of each row's client."""
+        prediction, log_x, log_pi = self.prediction, self.log_x, log_weights(self.prediction)
+        ratios: Tensor | None = None
+        if (
+            prediction.labels is not None
+        ):  # only of clients that have rows: there may be many others
+            present, place = torch.unique(who, return_inverse=True)
+            ratios = prediction.labels.log_ratios(present).view(len(present), *log_pi.shape[1:], -1)
+
+        def write(rows: slice) -> None:
+            log_proba = log_class_probabilities(
+                log_pi[who[rows]],
+                None if log_x is None else log_x[rows],
+                log_learners(prediction, self.x[rows]),
+                None if ratios is None else ratios[place[rows]],
+            )
+            out[rows] = log_proba.cpu().numpy()
+
+        _for_blocks(len(self), write, self.x.device)
+
+    def _write_assigned(self, out: FloatArray, who: Tensor) -> None:
+        """Use the learner that each row's client is assigned to, or the default learner."""
+        prediction = self.prediction
+        learner_of = _assigned_learners(prediction)[who]
+        for place in torch.unique(learner_of).tolist():
+            rows = torch.nonzero(learner_of == place).flatten()
+            learner = {n: value[place : place + 1] for n, value in prediction.learners.items()}
+            log_proba = log_learners(prediction, self.x[rows], learner)[:, 0]
+            if prediction.labels is not None:
+                ratios = prediction.labels.log_ratios(who[rows])[:, place]
+                log_proba = torch.log_softmax(log_proba + ratios, -1)
+            out[rows.cpu().numpy()] = log_proba.cpu().numpy()
+
+
+@dataclass(frozen=True)
+class RowEvaluator:
+    """Checks and scales rows, and evaluates the Gaussians of a fitted model for them.
+
+    Attributes:
+        prediction: the fitted parameters.
+        input_shape: shape of one row.
+        scaling: scaling of the inputs, or ``None``.
+        features_are_inputs: whether the Gaussians use the scaled inputs and not separate features.
+    """
+
+    prediction: Prediction
+    input_shape: tuple[int, ...]
+    scaling: Scaling | None
+    features_are_inputs: bool
+
+    def from_arrays(self, X: ArrayLike, features: ArrayLike | None) -> EvaluatedRows:
+        """Evaluate inputs ``(n, *shape)`` and, where the model needs them, features ``(n, d)``."""
+        inputs = numeric(X, "X")
+        self._check(inputs.shape[1:], features is not None)
+        x = _finite_tensor(inputs, "X")
+        gaussians = self.prediction.gaussians
+        if features is None or gaussians is None:
+            return self._evaluate(x, None)
+        separate = numeric(features, "features")
+        if separate.shape != (len(x), gaussians.means.shape[1]):
+            expected = (len(x), gaussians.means.shape[1])
+            raise ValueError(f"features must have shape {expected}, got {separate.shape}.")
+        return self._evaluate(x, _finite_tensor(separate, "features"))
+
+    def from_split(self, rows: LabelledRows) -> EvaluatedRows:
+        """Evaluate rows of a data set, which were checked when it was made."""
+        separate = not (rows.features_are_inputs or self.prediction.gaussians is None)
+        self._check(tuple(rows.inputs.shape[1:]), separate)
+        return self._evaluate(rows.inputs, torch.cat(rows.features.chunks) if separate else None)
+
+    def _check(self, shape: tuple[int, ...], separate: bool) -> None:
+        if shape != self.input_shape:
+            raise ValueError(f"Rows must have shape {self.input_shape}, got {shape}.")
+        if self.prediction.gaussians is None or separate != self.features_are_inputs:
+            return
+        if separate:
+            raise ValueError("The Gaussians of this model use the inputs; do not pass features.")
+        raise ValueError("The Gaussians of this model use separate features; pass features=.")
+
+    def _evaluate(self, inputs: Tensor, features: Tensor | None) -> EvaluatedRows:
+        parameter = next(iter(self.prediction.learners.values()))
+        x, log_volume = inputs.to(parameter.device), 0.0
+        if self.scaling is not None:
+            x = self.scaling.apply(x, parameter.dtype)
+            log_volume = self.scaling.log_volume if self.features_are_inputs else 0.0
+        seen = x.flatten(1) if features is None else features.to(parameter.device)
+        return EvaluatedRows(self.prediction, x, log_gaussians(self.prediction, seen), log_volume)
+
+
+# ---------------------------------------------------------------------- labels and clients by name
+
+
+def class_codes(y: ArrayLike, rows: int, classes: NDArray[Any]) -> IntArray:
+    """Return the position of each row's label among ``classes``, ``(n,)``.
+
+    Raises:
+        ValueError: not one label per row, or an unknown label.
+    """
+    labels = np.asarray(y)
+    if labels.shape != (rows,):
+        raise ValueError(
+            f"y must hold one label per row: {counted(rows, 'row')}, y has shape {labels.shape}."
+        )
+    position = {label: index for index, label in enumerate(classes.tolist())}
+    unknown = [label for label in labels.tolist() if label not in position]
+    if unknown:
+        raise ValueError(
+            f"Label {unknown[0]!r} was not seen in training; the classes are {classes.tolist()[:20]}."
+        )
+    return np.array([position[label] for label in labels.tolist()], dtype=np.int64)
+
+
+def client_codes(rows: LabelledRows, names: Sequence[Hashable]) -> IntArray:
+    """Return the position of each row's client among ``names``, ``(n,)``.
+
+    Raises:
+        ValueError: an unknown client.
+    """
+    position = {name: code for code, name in enumerate(names)}
+    unknown = [name for name in rows.names if name not in position]
+    if unknown:
+        raise ValueError(
+            f"Unknown client {unknown[0]!r}: the model knows {counted(len(names), 'client')}. "
+            "Add it with adapt()."
+        )
+    codes = np.array([position[name] for name in rows.names], dtype=np.int64)
+    return np.asarray(codes[rows.codes.cpu().numpy()])
+
+
+# ---------------------------------------------------------------------- helpers
+
+
+def _assigned_learners(prediction: Prediction) -> Tensor:
+    """Return the learner of every client and, last, the default learner, ``(C + 1,)``; -1 if missing."""
+    assignment, default = prediction.assignment, prediction.default_learner
+    assert assignment is not None
+    return torch.cat([assignment, assignment.new_tensor([-1 if default is None else default])])
+
+
+def _for_blocks(rows: int, visit: Callable[[slice], None], device: torch.device) -> None:
+    """Call ``visit`` for blocks of rows on all threads, so that temporaries stay small."""
+
+    def visit_block(_: None, block: Block) -> None:
+        visit(slice(block[1], block[2]))
+
+    accumulate(blocks_of([rows], _ROWS_AT_ONCE), lambda: None, visit_block, device)
+
+
+def _finite_tensor(rows: NDArray[Any], name: str) -> Tensor:
+    """Return rows as a tensor, or raise for NaN and infinity."""
+    if not np.isfinite(rows).all():
+        row, column = np.argwhere(~np.isfinite(rows.reshape(len(rows), -1)))[0].tolist()
+        raise ValueError(f"Input {name} contains NaN or infinity: row {row}, column {column}.")
+    return torch.from_numpy(np.ascontiguousarray(rows))
