@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that names the culprit, before any work is done."""
+"""Bad input raises an error that names the client, column or parameter, before any computation."""
 
 from __future__ import annotations
 
@@ -40,58 +40,59 @@ def with_value(value, row=5, column=1):
 )
 def test_a_bad_number_is_named_with_client_and_column(value, what):
     bad = with_value(value)
-    pattern = f"contains .*{what}.*client 'bergen', column 1"
-    with pytest.raises(ValueError, match=pattern):
-        FederatedGaussianMixture(2).fit(bad, clients=IDS)
-    with pytest.raises(ValueError, match=pattern):
-        FederatedGaussianMixture(2).fit({name: bad[name == IDS] for name in ("oslo", "bergen")})
     frame = pd.DataFrame(bad, columns=["age", "height", "weight"])
-    with pytest.raises(ValueError, match=f"{what}.*client 'bergen', column 'height'"):
-        FederatedGaussianMixture(2).fit(frame, clients=IDS)
-    with pytest.raises(ValueError, match=f"{what}.*client 'bergen', column 'height'"):
-        FederatedGaussianMixture(2).fit(dict(iter(frame.groupby(IDS))))
+    for rows, clients, column in (
+        (bad, IDS, "column 1"),
+        ({name: bad[name == IDS] for name in ("oslo", "bergen")}, None, "column 1"),
+        (frame, IDS, "'height'"),
+        (dict(iter(frame.groupby(IDS))), None, "'height'"),
+    ):
+        with pytest.raises(ValueError, match=what) as caught:
+            FederatedGaussianMixture(2).fit(rows, clients=clients)
+        assert "'bergen'" in str(caught.value)
+        assert column in str(caught.value)
 
 
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(
     ("rows", "clients", "error", "message"),
     [
-        ({"a": X, "b": X[:, :2]}, None, ValueError, "'b' has 2 columns, but client 'a' has 3"),
-        ({"a": X, "b": X[:0]}, None, ValueError, "Client 'b' is empty"),
-        ([("a", X), ("b", [])], None, ValueError, "Client 'b' is empty"),
-        ([("b", []), ("a", X)], None, ValueError, "Client 'b' is empty"),
-        ({}, None, ValueError, "holds no client"),
-        (iter([]), None, ValueError, "holds no client"),
-        ([("a", X), ("a", X)], None, ValueError, "Client 'a' appears more than once"),
-        ({"a": X[0]}, None, ValueError, "Client 'a': expected a 2D array.*1D"),
-        ([("a", X[0])], None, ValueError, "Client 'a': expected a 2D array.*1D"),
-        ({"a": X, None: X}, None, ValueError, "None cannot name a client"),
-        ({float("nan"): X}, None, ValueError, "nan cannot name a client"),
-        ({"a": np.empty((3, 0))}, None, ValueError, "Client 'a' has no columns"),
-        (X[:1], None, ValueError, r"n_components=2 rows over all clients, got n_samples = 1"),
-        ({"a": X[:1]}, None, ValueError, r"n_components=2 rows over all clients"),
-        ({"a": [["x", "y"]]}, None, ValueError, "Client 'a' holds data.*not numeric.*'x'"),
-        ({"a": X * 1j}, None, ValueError, "Client 'a' holds data.*not numeric.*complex"),
-        ([["x", "y"], ["z", "w"]], None, ValueError, "could not convert string to float: 'x'"),
+        ({"a": X, "b": X[:, :2]}, None, ValueError, "'b'"),
+        ({"a": X, "b": X[:0]}, None, ValueError, "empty"),
+        ([("a", X), ("b", [])], None, ValueError, "empty"),
+        ([("b", []), ("a", X)], None, ValueError, "empty"),
+        ({}, None, ValueError, "no client"),
+        (iter([]), None, ValueError, "no client"),
+        ([("a", X), ("a", X)], None, ValueError, "more than once"),
+        ({"a": X[0]}, None, ValueError, "2D"),
+        ([("a", X[0])], None, ValueError, "2D"),
+        ({"a": X, None: X}, None, ValueError, "None"),
+        ({float("nan"): X}, None, ValueError, "nan"),
+        ({"a": np.empty((3, 0))}, None, ValueError, "no columns"),
+        (X[:1], None, ValueError, "n_components=2"),
+        ({"a": X[:1]}, None, ValueError, "n_components=2"),
+        ({"a": [["x", "y"]]}, None, ValueError, "numeric"),
+        ({"a": X * 1j}, None, ValueError, "complex"),
+        ([["x", "y"], ["z", "w"]], None, ValueError, "'x'"),
         (X * 1j, None, ValueError, "Complex data"),
         (pd.DataFrame({"city": ["oslo", "bergen"]}), None, ValueError, "'oslo'"),
         (sparse.csr_matrix(X), None, TypeError, "[Ss]parse"),
-        ({"a": sparse.csr_matrix(X)}, None, TypeError, "Client 'a': sparse"),
-        (X[0], None, ValueError, "Expected 2D array, got 1D"),
+        ({"a": sparse.csr_matrix(X)}, None, TypeError, "sparse"),
+        (X[0], None, ValueError, "2D"),
         (X[None], None, ValueError, "dim 3"),
-        (X[:0], None, ValueError, r"Found array with 0 sample"),
-        (X[:, :0], None, ValueError, r"0 feature"),
-        (None, None, ValueError, "Expected 2D array, got scalar"),
+        (X[:0], None, ValueError, "0 sample"),
+        (X[:, :0], None, ValueError, "0 feature"),
+        (None, None, ValueError, "scalar"),
         ("rows", None, ValueError, "rows"),
-        (iter(X), None, TypeError, r"Expected \(client, rows\) pairs, got ndarray"),
-        (X, IDS[:-1], ValueError, "clients has 11 entries, but X has 12 rows"),
-        (X, [*IDS, "oslo"], ValueError, "clients has 13 entries, but X has 12 rows"),
-        (X, "oslo", ValueError, r"one id per row \(1D\), got shape \(\)"),
-        (X, IDS.reshape(-1, 1), ValueError, r"got shape \(12, 1\)"),
-        (X, [*IDS[:7], None, *IDS[8:]], ValueError, "Row 7 has no client"),
-        (X, [*IDS[:7], np.nan, *IDS[8:]], ValueError, "Row 7 has no client"),
-        (X, [None] * 12, ValueError, "Row 0 has no client"),
-        ({"a": X}, IDS, ValueError, "already names its clients"),
+        (iter(X), None, TypeError, "pairs"),
+        (X, IDS[:-1], ValueError, "11 entries"),
+        (X, [*IDS, "oslo"], ValueError, "13 entries"),
+        (X, "oslo", ValueError, "one id per row"),
+        (X, IDS.reshape(-1, 1), ValueError, "one id per row"),
+        (X, [*IDS[:7], None, *IDS[8:]], ValueError, "Row 7"),
+        (X, [*IDS[:7], np.nan, *IDS[8:]], ValueError, "Row 7"),
+        (X, [None] * 12, ValueError, "Row 0"),
+        ({"a": X}, IDS, ValueError, "already"),
     ],
 )
 def test_bad_rows_and_clients(rows, clients, error, message):
@@ -102,7 +103,7 @@ def test_bad_rows_and_clients(rows, clients, error, message):
 @pytest.mark.usefixtures("no_work")
 def test_tables_whose_columns_are_swapped():
     table = pd.DataFrame(X, columns=["x", "y", "z"])
-    with pytest.raises(ValueError, match=r"Client 'b' has the columns \['z', 'y', 'x'\]"):
+    with pytest.raises(ValueError, match="'b'"):
         FederatedGaussianMixture(2).fit({"a": table, "b": table[["z", "y", "x"]]})
 
 
@@ -113,79 +114,81 @@ def test_tables_whose_columns_are_swapped():
 @pytest.mark.parametrize(
     ("parameters", "error", "message"),
     [
-        ({"n_components": 0}, ValueError, "n_components must be at least 1, got 0"),
-        ({"n_components": -2}, ValueError, "n_components must be at least 1, got -2"),
-        ({"n_components": 2.0}, TypeError, r"n_components must be an integer, got 2\.0"),
-        ({"n_components": "3"}, TypeError, "n_components must be an integer, got '3'"),
-        ({"n_components": True}, TypeError, "n_components must be an integer, got True"),
-        ({"n_components": None}, TypeError, "n_components must be an integer, got None"),
-        ({"max_iter": 0}, ValueError, "max_iter must be at least 1, got 0"),
-        ({"max_iter": -1}, ValueError, "max_iter must be at least 1, got -1"),
-        ({"max_iter": 1.5}, TypeError, r"max_iter must be an integer, got 1\.5"),
-        ({"n_init": 0}, ValueError, "n_init must be at least 1, got 0"),
-        ({"n_init": 1.0}, TypeError, r"n_init must be an integer, got 1\.0"),
-        ({"verbose": -1}, ValueError, "verbose must be at least 0, got -1"),
-        ({"tol": -1e-3}, ValueError, r"tol must be finite and not negative, got -0\.001"),
-        ({"tol": np.nan}, ValueError, "tol must be finite and not negative, got nan"),
-        ({"tol": "small"}, TypeError, "tol must be a number, got 'small'"),
-        ({"reg_covar": -1.0}, ValueError, r"reg_covar must be finite and not negative, got -1\.0"),
-        ({"reg_covar": np.inf}, ValueError, "reg_covar must be finite and not negative, got inf"),
-        ({"reg_covar": None}, TypeError, "reg_covar must be a number, got None"),
-        ({"covariance_type": "round"}, ValueError, "covariance_type must be one of .*got 'round'"),
-        ({"covariance_type": None}, ValueError, "covariance_type must be one of .*got None"),
-        ({"aggregation": "mean"}, ValueError, "aggregation must be one of .*got 'mean'"),
-        ({"init_params": "magic"}, ValueError, "init_params must be one of .*got 'magic'"),
-        ({"shared_weights": "no"}, TypeError, "shared_weights must be True or False, got 'no'"),
-        ({"warm_start": 1}, TypeError, "warm_start must be True or False, got 1"),
-        ({"dtype": "float16"}, ValueError, "dtype must be one of .*got 'float16'"),
-        ({"device": "abacus"}, ValueError, "device='abacus' cannot be used"),
-        ({"random_state": "dice"}, ValueError, "'dice' cannot be used to seed"),
+        ({"n_components": 0}, ValueError, "n_components"),
+        ({"n_components": -2}, ValueError, "n_components"),
+        ({"n_components": 2.0}, TypeError, "n_components"),
+        ({"n_components": "3"}, TypeError, "n_components"),
+        ({"n_components": True}, TypeError, "n_components"),
+        ({"n_components": None}, TypeError, "n_components"),
+        ({"max_iter": 0}, ValueError, "max_iter"),
+        ({"max_iter": -1}, ValueError, "max_iter"),
+        ({"max_iter": 1.5}, TypeError, "max_iter"),
+        ({"n_init": 0}, ValueError, "n_init"),
+        ({"n_init": 1.0}, TypeError, "n_init"),
+        ({"verbose": -1}, ValueError, "verbose"),
+        ({"tol": -1e-3}, ValueError, "tol"),
+        ({"tol": np.nan}, ValueError, "tol"),
+        ({"tol": "small"}, TypeError, "tol"),
+        ({"reg_covar": -1.0}, ValueError, "reg_covar"),
+        ({"reg_covar": np.inf}, ValueError, "reg_covar"),
+        ({"reg_covar": None}, TypeError, "reg_covar"),
+        ({"covariance_type": "round"}, ValueError, "covariance_type"),
+        ({"covariance_type": None}, ValueError, "covariance_type"),
+        ({"aggregation": "mean"}, ValueError, "aggregation"),
+        ({"init_params": "magic"}, ValueError, "init_params"),
+        ({"shared_weights": "no"}, TypeError, "shared_weights"),
+        ({"warm_start": 1}, TypeError, "warm_start"),
+        ({"dtype": "float16"}, ValueError, "dtype"),
+        ({"device": "abacus"}, ValueError, "abacus"),
+        ({"random_state": "dice"}, ValueError, "dice"),
         ({"random_state": -1}, ValueError, "Seed"),
-        ({"weights_init": [0.5, 0.5, 0.0]}, ValueError, r"weights_init must have shape \(2,\)"),
-        ({"weights_init": [0.5, 0.6]}, ValueError, "weights_init must be .*sum to 1"),
-        ({"weights_init": [1.5, -0.5]}, ValueError, "weights_init must be non-negative"),
-        ({"weights_init": [np.nan, 1.0]}, ValueError, "weights_init contains NaN"),
-        ({"weights_init": ["a", "b"]}, ValueError, "weights_init must be numeric"),
-        ({"means_init": X[:3]}, ValueError, r"means_init must have shape \(2, 3\), got \(3, 3\)"),
-        ({"means_init": X[:2, :2]}, ValueError, r"shape \(2, 3\), got \(2, 2\)"),
-        ({"means_init": X[:2] * np.inf}, ValueError, "means_init contains NaN or infinity"),
+        ({"weights_init": [0.5, 0.5, 0.0]}, ValueError, "shape"),
+        ({"weights_init": [0.5, 0.6]}, ValueError, "sum to 1"),
+        ({"weights_init": [1.5, -0.5]}, ValueError, "non-negative"),
+        ({"weights_init": [np.nan, 1.0]}, ValueError, "NaN"),
+        ({"weights_init": ["a", "b"]}, ValueError, "numeric"),
+        ({"means_init": X[:3]}, ValueError, "shape"),
+        ({"means_init": X[:2, :2]}, ValueError, "shape"),
+        ({"means_init": X[:2] * np.inf}, ValueError, "infinity"),
         (
             {"precisions_init": np.eye(3)},
             ValueError,
-            r"precisions_init must have shape \(2, 3, 3\)",
+            "shape",
         ),
         (
             {"precisions_init": np.eye(3)[None] * [[[1.0]], [[-1.0]]]},
             ValueError,
-            "precisions_init must be positive definite",
+            "definite",
         ),
         (
             {"precisions_init": np.triu(np.ones((3, 3))), "covariance_type": "tied"},
             ValueError,
-            "precisions_init must be symmetric",
+            "symmetric",
         ),
         (
             {"precisions_init": [[1.0, 0.0, 1.0]] * 2, "covariance_type": "diag"},
             ValueError,
-            "precisions_init must be positive",
+            "positive",
         ),
         (
             {"precisions_init": [1.0, -1.0], "covariance_type": "spherical"},
             ValueError,
-            "precisions_init must be positive",
+            "positive",
         ),
         (
             {"precisions_init": [1.0, 1.0], "covariance_type": "identity"},
             ValueError,
-            "precisions_init cannot be given",
+            "identity",
         ),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
 def test_bad_parameters(parameters, error, message):
     model = FederatedGaussianMixture(**{"n_components": 2, **parameters})
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         model.fit(X, clients=IDS)
+    (name, *_) = parameters
+    assert name in str(caught.value) or name == "random_state"  # scikit-learn checks the seed
 
 
 def test_numpy_numbers_are_numbers():
@@ -219,21 +222,21 @@ METHODS = ["predict", "predict_proba", "score_samples", "score", "bic", "aic"]
         (
             X,
             "paris",
-            r"Unknown client 'paris': the model knows 3 clients \('bergen', 'bodø', 'oslo'\)",
+            "paris",
         ),
-        (X, [*IDS[:-1], "paris"], "Unknown client 'paris'"),
-        (X, [*IDS[:-1], 7], "Unknown client 7"),
-        (X, 1.5, r"Unknown client 1\.5"),
-        ({"paris": X}, None, "Unknown client 'paris'"),
-        ({"oslo": X, "paris": X}, None, "Unknown client 'paris'"),
-        (X, IDS[:-1], "clients has 11 entries, but X has 12 rows"),
-        (X[:, :2], None, "2 features.*expecting 3"),
-        ({"oslo": X[:, :2]}, None, "X has 2 columns, but the model was fitted on 3"),
-        ({"oslo": X, "bodø": X[:, :2]}, None, "'bodø' has 2 columns"),
-        ({"oslo": X}, IDS, "already names its clients"),
-        (with_value(np.nan), IDS, "NaN: client 'bergen', column 1, row 5"),
-        (with_value(np.inf), None, "infinity: .*column 1, row 5"),
-        ({}, None, "holds no client"),
+        (X, [*IDS[:-1], "paris"], "paris"),
+        (X, [*IDS[:-1], 7], "client 7"),
+        (X, 1.5, r"1\.5"),
+        ({"paris": X}, None, "paris"),
+        ({"oslo": X, "paris": X}, None, "paris"),
+        (X, IDS[:-1], "11 entries"),
+        (X[:, :2], None, "2 features"),
+        ({"oslo": X[:, :2]}, None, "2 columns"),
+        ({"oslo": X, "bodø": X[:, :2]}, None, "bodø"),
+        ({"oslo": X}, IDS, "already"),
+        (with_value(np.nan), IDS, "bergen"),
+        (with_value(np.inf), None, "row 5"),
+        ({}, None, "no client"),
     ],
 )
 def test_bad_input_to_predictions(fitted, method, rows, clients, message):
@@ -243,5 +246,5 @@ def test_bad_input_to_predictions(fitted, method, rows, clients, message):
 
 def test_a_long_list_of_clients_is_cut_short():
     model = FederatedGaussianMixture(1).fit(X, clients=np.arange(12))
-    with pytest.raises(ValueError, match=r"12 clients \(0, 1, 2, 3, 4, …\)"):
+    with pytest.raises(ValueError, match="4, …"):
         model.predict(X, clients=99)

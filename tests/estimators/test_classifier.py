@@ -1,4 +1,4 @@
-"""The scikit-learn face of personalised classification."""
+"""The personalised classifier as a scikit-learn estimator."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_scikit_learn_is_satisfied_with_other_methods(algorithm):
     assert not failed
 
 
-def test_sites_are_told_apart(fitted, world):
+def test_sites_have_rules_of_their_own(fitted, world):
     x, y, sites = world
     assert fitted.score(x, y, clients=sites) > 0.95
     assert fitted.score(x, y) < 0.8  # the federation's own weights know one rule at best
@@ -102,7 +102,7 @@ def test_labels_as_a_column_are_scored_row_by_row(fitted, world):
     expected = fitted.score(x, y, clients=sites)
     assert fitted.score(x, y[:, None], clients=sites) == expected
     for few in (y[:1], y[:10]):
-        with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+        with pytest.raises(ValueError, match="inconsistent"):
             fitted.score(x, few, clients=sites)
 
 
@@ -129,7 +129,7 @@ def test_tables_have_named_columns(world):
     assert model.feature_names_in_.tolist() == ["a", "b", "c"]
     expected = clone(model).fit(x, y, clients=sites).predict_proba(x, clients=sites)
     np.testing.assert_array_equal(model.predict_proba(table, clients=pd.Series(sites)), expected)
-    with pytest.raises(ValueError, match="feature names should match"):
+    with pytest.raises(ValueError, match="feature names"):
         model.predict(table[["b", "a", "c"]])
 
 
@@ -187,7 +187,7 @@ def test_a_grid_search_passes_the_clients_on(world):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_method_has_this_face(world, algorithm):
+def test_every_method_can_be_used(world, algorithm):
     x, y, sites = world
     model = FedGMMClassifier(2, 2, algorithm=algorithm, rounds=2, random_state=0)
     model.fit(x, y, clients=sites)
@@ -195,7 +195,7 @@ def test_every_method_has_this_face(world, algorithm):
     assert hasattr(model, "score_samples") == (algorithm == "fedgmm")
 
 
-def test_a_method_without_a_density_says_so(world):
+def test_a_method_without_a_density_has_no_score_samples(world):
     x, y, _ = world
     model = FedGMMClassifier(algorithm="fedavg", rounds=1).fit(x, y)
     with pytest.raises(AttributeError, match="score_samples") as error:
@@ -223,7 +223,9 @@ def test_sites_may_have_label_frequencies_of_their_own(skewed, tmp_path, algorit
     own.fit(x[train], y[train], clients=sites[train])
     gain = own.score(x[test], y[test], clients=sites[test])
     assert gain > plain.score(x[test], y[test], clients=sites[test]) + 0.1
-    np.testing.assert_allclose(own.predict_proba(x), plain.predict_proba(x))  # nobody's rows
+    np.testing.assert_allclose(
+        own.predict_proba(x), plain.predict_proba(x)
+    )  # rows without a client
     assert clone(own).personal_labels is True
     expected = own.predict_proba(x, clients=sites)
     again = clone(own).fit(x[train], y[train], clients=sites[train])
@@ -243,9 +245,9 @@ def test_a_site_that_joins_later_has_label_frequencies_too(skewed):
     assert model.score(rows, truth, clients="ward") > model.score(rows, truth) + 0.1
 
 
-def test_label_frequencies_are_refused_where_learners_are_trained_at_home(world):
+def test_label_frequencies_are_refused_for_personal_learners(world):
     x, y, _ = world
-    with pytest.raises(ValueError, match=r"personal_labels is for fedgmm, .*not for 'local'"):
+    with pytest.raises(ValueError, match="personal_labels"):
         FedGMMClassifier(algorithm="local", personal_labels=True).fit(x, y)
 
 
@@ -281,10 +283,10 @@ def test_a_bad_parameter_is_named(world, options, error):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, y, c: (x, y, c[:-1]), "clients has 359 entries, but X has 360 rows"),
-        (lambda x, y, c: (x, y, [None, *c[1:]]), "Row 0 has no client"),
+        (lambda x, y, c: (x, y, c[:-1]), "359 entries"),
+        (lambda x, y, c: (x, y, [None, *c[1:]]), "Row 0"),
         (lambda x, y, c: (np.where(x == x[3, 1], np.nan, x), y, c), "NaN"),
-        (lambda x, y, c: (x, np.full(360, "a"), c), "only one class"),
+        (lambda x, y, c: (x, np.full(360, "a"), c), "one class"),
         (lambda x, y, c: (x, x[:, 0], c), "Unknown label type"),
     ],
 )
@@ -295,5 +297,5 @@ def test_bad_rows_are_refused(world, change, message):
 
 
 def test_an_unknown_client_is_named(fitted, world):
-    with pytest.raises(ValueError, match="Unknown client 'mars'"):
+    with pytest.raises(ValueError, match="mars"):
         fitted.predict(world[0], clients="mars")

@@ -81,7 +81,7 @@ def test_stacked_equals_looped_on_random_problems(
 
 
 def test_private_weights_and_the_scatter_make_a_difference(rng):
-    # Otherwise the comparisons above could not tell the modes apart.
+    # Otherwise the comparisons above could not distinguish the modes.
     X, labels = blobs(rng, rows=180, separation=4.0)
     ids = np.where(rng.uniform(size=180) < 0.8, labels, rng.integers(3, size=180))
     start = random_start(rng, X, "full", M)

@@ -1,4 +1,4 @@
-"""Starts, stopping, going on, and the ways of handing in rows."""
+"""Starts, stopping, warm starts, and the forms of rows."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_same_seed_gives_the_same_bits_on_two_threads(federation, threads):
 
 
 @quiet
-def test_a_random_state_goes_on_and_none_is_allowed(federation):
+def test_a_random_state_advances_and_none_is_allowed(federation):
     X, ids = federation
     generator = np.random.RandomState(3)
     first = mixture(random_state=generator, init_params="random").fit(X, clients=ids)
@@ -196,7 +196,7 @@ def test_given_starts_are_neither_changed_nor_kept(federation):
     assert not np.shares_memory(model.means_, start["means_init"])
 
 
-# ---------------------------------------------------------------------- going on
+# ---------------------------------------------------------------------- warm starts
 
 
 @quiet
@@ -214,7 +214,7 @@ def test_twice_five_rounds_are_ten(federation, kind, shared_weights):
 
 
 @quiet
-def test_without_warm_start_a_fit_begins_anew(federation):
+def test_without_warm_start_a_fit_starts_again(federation):
     X, ids = federation
     model = mixture().fit(X, clients=ids)
     before = model.means_
@@ -242,11 +242,11 @@ def test_warm_start_with_other_clients(federation):
 def test_warm_start_needs_the_same_model(federation):
     X, ids = federation
     model = mixture(warm_start=True, covariance_type="tied").fit(X, clients=ids)
-    with pytest.raises(ValueError, match=r"covariance_type='tied', got 'diag'"):
+    with pytest.raises(ValueError, match="covariance_type"):
         model.set_params(covariance_type="diag").fit(X, clients=ids)
-    with pytest.raises(ValueError, match=r"shape \(3, 3\), got n_components=4"):
+    with pytest.raises(ValueError, match="n_components=4"):
         model.set_params(covariance_type="tied", n_components=4).fit(X, clients=ids)
-    with pytest.raises(ValueError, match=r"shape \(3, 3\).*2 columns"):
+    with pytest.raises(ValueError, match="2 columns"):
         model.set_params(n_components=3).fit(X[:, :2], clients=ids)
     assert model.predict(X).shape == (240,)  # the old fit is whole
 

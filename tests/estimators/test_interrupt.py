@@ -43,7 +43,7 @@ def test_the_finished_rounds_are_kept(federation):
     X, ids = federation
     options = {"tol": 0.0, "random_state": 0}
     model = FederatedGaussianMixture(3, max_iter=50, **options)
-    with pytest.warns(RuntimeWarning, match=r"interrupted.*round 4"):
+    with pytest.warns(RuntimeWarning, match="round 4"):
         model.fit_with_callbacks(X, clients=ids, on_round=[interrupt_in(4)])
     expected = FederatedGaussianMixture(3, max_iter=4, **options).fit(X, clients=ids)
     assert model.n_iter_ == 4
@@ -59,7 +59,7 @@ def test_the_best_of_the_starts_so_far_is_kept(federation):
     options = {"init_params": "random", "tol": 0.0, "random_state": 0}
     whole = FederatedGaussianMixture(3, max_iter=30, **options).fit(X, clients=ids)
     model = FederatedGaussianMixture(3, max_iter=30, n_init=5, **options)
-    with pytest.warns(RuntimeWarning, match="best parameters so far"):
+    with pytest.warns(RuntimeWarning, match="interrupted"):
         model.fit_with_callbacks(X, clients=ids, on_round=[interrupt_in(1, start=2)])
     # One round of the second start is worse than thirty of the first.
     assert model.lower_bound_ == pytest.approx(whole.lower_bound_, rel=1e-12)

@@ -1,4 +1,4 @@
-"""What a fitted model says of rows, with and without clients, against brute force."""
+"""Predictions of a fitted mixture, with and without clients, against brute force."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_dictionaries_and_pairs(fitted):
     for form in (clients, list(clients.items())):
         assert_close(model.score_samples(form), logsumexp(joint, axis=1), 1e-10)
     assert np.array_equal(model.predict(iter(clients.items())), joint.argmax(axis=1))
-    # Rows of nobody in a dictionary.
+    # Rows without a client in a dictionary.
     joint = expected_joint(model, X, model.weights_)
     assert_close(model.score_samples({None: X}), logsumexp(joint, axis=1), 1e-10)
 
@@ -213,13 +213,13 @@ def test_the_seed_decides_the_sample(fitted):
 
 def test_bad_samples(fitted):
     model, *_ = fitted
-    with pytest.raises(ValueError, match="n_samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n_samples"):
         model.sample(0)
-    with pytest.raises(TypeError, match=r"n_samples must be an integer, got 2\.5"):
+    with pytest.raises(TypeError, match="n_samples"):
         model.sample(2.5)
-    with pytest.raises(ValueError, match="Unknown client 'paris'"):
+    with pytest.raises(ValueError, match="paris"):
         model.sample(3, clients="paris")
-    with pytest.raises(ValueError, match="Unknown client 'paris'"):
+    with pytest.raises(ValueError, match="paris"):
         model.sample(2, clients=["oslo", "paris"])
-    with pytest.raises(ValueError, match="clients has 2 entries, but n_samples=3"):
+    with pytest.raises(ValueError, match="2 entries"):
         model.sample(3, clients=["oslo", "oslo"])

@@ -134,7 +134,7 @@ def test_set_params_asks_for_a_new_fit_but_leaves_the_old_one_whole(fitted):
     assert model.sample(4)[0].shape == (4, 3)
     model.fit(X, clients=ids)
     assert model.covariances_.shape == (2, 3)
-    with pytest.raises(ValueError, match="Invalid parameter 'clusters'"):
+    with pytest.raises(ValueError, match="clusters"):
         model.set_params(clusters=3)
 
 
@@ -167,7 +167,7 @@ def test_data_frames(fitted):
     with pytest.raises(ValueError, match="feature names"):
         tables.predict(frame[["b", "a", "c"]])
     frame.iloc[3, 1] = np.nan  # row 3 belongs to oslo
-    with pytest.raises(ValueError, match="NaN: client 'oslo', column 'b', row 3"):
+    with pytest.raises(ValueError, match="oslo"):
         tables.fit(frame, clients=series)
 
 
@@ -178,7 +178,7 @@ def test_data_frames_of_clients(fitted):
     tables = FederatedGaussianMixture(3, random_state=0, max_iter=5).fit(clients)
     assert tables.feature_names_in_.tolist() == ["a", "b", "c"]
     assert_close(tables.means_, model.means_, 1e-10)
-    with pytest.raises(ValueError, match=r"columns \['c', 'b', 'a'\], but the model was fitted on"):
+    with pytest.raises(ValueError, match="columns"):
         tables.predict({"oslo": frame[["c", "b", "a"]]})
     # Plain arrays afterwards: the old names must not outlive their fit.
     tables.fit({name: x.to_numpy()[:, :2] for name, x in clients.items()})

@@ -1,4 +1,4 @@
-"""The paper's theorem: the total log-likelihood never falls, whatever the data and the clients."""
+"""The paper's theorem: the total log-likelihood never falls, for any data and clients."""
 
 from __future__ import annotations
 

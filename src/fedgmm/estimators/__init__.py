@@ -1,4 +1,4 @@
-"""The scikit-learn face of the package."""
+"""Estimators for scikit-learn: a personalised classifier and a federated Gaussian mixture."""
 
 from fedgmm.estimators.classifier import FedGMMClassifier
 from fedgmm.estimators.gaussian_mixture import FederatedGaussianMixture

@@ -18,6 +18,7 @@ from fedgmm.core.checks import array_of_names, check_choice, check_integer, chec
 from fedgmm.model.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
+_DTYPES = [np.float64, np.float32, np.uint8]
 
 
 def _has_density(classifier: FedGMMClassifier) -> bool:
@@ -29,19 +30,19 @@ def _has_density(classifier: FedGMMClassifier) -> bool:
 
 
 class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A classifier for rows of several owners that differ in inputs and in how labels follow.
+    """Personalised classifier for the rows of several clients.
 
     All clients share ``n_components`` Gaussians and ``n_learners`` learners; each client mixes them
-    with weights of its own.
+    with its own weights, so clients may differ in their inputs and in how labels depend on them.
 
     Parameters
     ----------
     n_components : int, default=3
-        Gaussians ``M1``.
+        Number of Gaussians ``M1``.
     n_learners : int, default=3
-        Learners ``M2``.
+        Number of learners ``M2``.
     learner : {"linear", "mlp", "cnn"} or callable, default="linear"
-        The learners' network, or a function that makes a ``torch.nn.Module``.
+        Network of the learners, or a function that returns a ``torch.nn.Module``.
     algorithm : str, default="fedgmm"
         Also ``"fedem"``, ``"fedavg"``, ``"fedprox"``, ``"fedavg+"``, ``"local"``, ``"clustered"``,
         ``"pfedme"``.
@@ -49,26 +50,27 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     local_epochs : int, default=1
     batch_size : int, default=128
     lr : float, default=0.1
-        Of local gradient steps; linear learners of FedGMM and FedEM take exact steps instead.
+        Learning rate of local gradient steps; linear learners of FedGMM and FedEM take exact steps.
     solver : {"auto", "sgd", "newton"}, default="auto"
     start : {"auto", "tied", "split", "random"}, default="auto"
-        How the learners start.
+        Initial learners.
     warmup : int, default=0
-        Rounds of one shared learner before the learners part.
+        Rounds that train one shared learner, from which all learners then start.
     momentum, weight_decay : float, default=0.0
     clip_norm : float or None, default=None
-        Largest norm of a gradient in local steps; larger ones are scaled down. Exact steps are not limited.
+        Largest norm of a gradient in local steps; larger gradients are scaled down. Exact steps are not
+        limited.
     personal_labels : bool, default=False
-        After the last round, count how frequent labels are at each client and let that correct its
-        predictions, and those of clients that :meth:`adapt` brings in with labels. Nothing is trained;
-        predictions without a client stay as they are. For FedGMM, FedEM, FedAvg and FedProx.
+        After the last round, estimate the label frequencies of each client and correct its predictions
+        by them, also for clients that :meth:`adapt` adds. Nothing is trained, and predictions without a
+        client do not change. For FedGMM, FedEM, FedAvg, FedProx and Clustered FL.
     server : {"average", "momentum", "adam"}, default="average"
     participation : float, default=1.0
         Share of the clients that take part in a round.
     patience : int or None, default=None
-        Stop after so many rounds without a better validation log-likelihood; holds out
-        ``validation_fraction`` of every client's rows.
+        Stop after this many rounds without a better validation log-likelihood.
     validation_fraction : float, default=0.2
+        Share of every client's rows that is held out, if ``patience`` is set.
     covariance_type : {"full", "tied", "diag", "spherical"}, default="full"
     reg_covar : float, default=1e-2
         Added to every variance of the standardised inputs.
@@ -81,12 +83,12 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     classes_ : ndarray (n_classes,)
     clients_ : ndarray (n_clients,)
     model_ : FederatedModel
-        Everything the classifier knows, with densities, adaptation and novelty.
+        The fitted model, with densities, adaptation and novelty detection.
     n_features_in_ : int
     feature_names_in_ : ndarray (n_features,)
         Only where ``X`` has string column names.
     n_iter_ : int
-        Rounds that were run.
+        Number of rounds.
 
     Examples
     --------
@@ -167,19 +169,12 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         from fedgmm.training.local import train
         from fedgmm.training.options import ALGORITHMS
 
-        X, y = validate_data(
-            self,
-            X,
-            y,
-            dtype=[np.float64, np.float32, np.uint8],
-            allow_nd=True,
-            ensure_min_samples=2,
-        )
+        X, y = validate_data(self, X, y, dtype=_DTYPES, allow_nd=True, ensure_min_samples=2)
         check_classification_targets(y)
-        check_choice("algorithm", self.algorithm, ALGORITHMS)  # all of them learn labels
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
         check_integer("n_components", self.n_components, 1)
         check_integer("n_learners", self.n_learners, 1)
-        check_non_negative("validation_fraction", self.validation_fraction)
+        check_non_negative("validation_fraction", self.validation_fraction)  # its type
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
                 f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}."
@@ -220,20 +215,20 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             device=self.device,
             dtype=self.dtype,
         )
-        self.model_.dataset = None  # the estimator does not keep the rows
+        self.model_.dataset = None  # so that the estimator does not keep the rows
         self.clients_ = array_of_names(self.model_.names)
         self.n_iter_ = len(self.model_.history)
         return self
 
     def predict_proba(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> FloatArray:
-        """``P(y|x)`` of every class, ``(n_rows, n_classes)``.
+        """Return ``P_c(y|x)`` of every class, ``(n_rows, n_classes)``.
 
-        ``clients`` is one known id per row, or one for all; ``None`` uses the federation's weights.
+        ``clients`` is one known id per row, or one for all rows; ``None`` uses the federation's weights.
         """
         return self._fitted().predict_proba(self._rows(X), clients)
 
     def predict(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> NDArray[Any]:
-        """The most likely class of every row, ``(n_rows,)``."""
+        """Return the most likely class of every row, ``(n_rows,)``."""
         return self._fitted().predict(self._rows(X), clients)
 
     def score(
@@ -244,21 +239,21 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         *,
         clients: ArrayLike | None = None,
     ) -> float:
-        """Accuracy."""
+        """Return the accuracy."""
         return float(
             accuracy_score(y, self.predict(X, clients=clients), sample_weight=sample_weight)
         )
 
     @available_if(_has_density)  # type: ignore[untyped-decorator]
     def score_samples(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> FloatArray:
-        """``log P(x)`` of every row, ``(n_rows,)``: low for rows unlike anything seen.
+        """Return ``log P_c(x)`` of every row, ``(n_rows,)``: low for rows unlike anything seen.
 
-        Only ``algorithm="fedgmm"`` has it.
+        Requires ``algorithm="fedgmm"``.
         """
         return self._fitted().score_samples(self._rows(X), clients)
 
     def adapt(self, client: Hashable, X: ArrayLike, y: ArrayLike | None = None) -> Self:
-        """Bring in a client by learning only its weights, from labelled or unlabelled rows."""
+        """Add a client by learning only its weights, from labelled or unlabelled rows."""
         self._fitted().adapt(client, self._rows(X), y)
         self.clients_ = array_of_names(self.model_.names)
         return self
@@ -268,8 +263,4 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self.model_
 
     def _rows(self, X: ArrayLike) -> NDArray[Any]:
-        return np.asarray(
-            validate_data(
-                self, X, reset=False, dtype=[np.float64, np.float32, np.uint8], allow_nd=True
-            )
-        )
+        return np.asarray(validate_data(self, X, reset=False, dtype=_DTYPES, allow_nd=True))

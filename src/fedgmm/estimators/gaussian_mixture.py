@@ -30,6 +30,7 @@ from fedgmm.core.gaussians import (
     CovarianceType,
     Gaussians,
     covariance_parameters,
+    covariance_shape,
     log_densities,
     residuals,
 )
@@ -55,45 +56,41 @@ from fedgmm.wording import counted
 
 Rows = ArrayLike | Mapping[Any, ArrayLike] | Iterable[tuple[Any, ArrayLike]]
 FloatArray = NDArray[np.float64]
+Matrix = NDArray[np.floating]
 MixtureRun = Run[MixtureShared, Tensor]
 
 
-def bound(run: MixtureRun) -> float:
-    """The last mean log-likelihood of a run; minus infinity if no round was finished."""
-    return run.history[-1].log_likelihood if run.history else -np.inf
-
-
 class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
-    """A Gaussian mixture whose rows belong to several owners.
+    """Gaussian mixture of rows that belong to several clients.
 
-    All clients share the means and covariances; each client keeps its own weights. With exact
+    All clients share the means and covariances; each client has its own weights. With exact
     aggregation and ``shared_weights=True`` the fit equals scikit-learn's ``GaussianMixture`` on the
-    pooled rows, however they are split.
+    pooled rows, for any split into clients.
 
     Parameters
     ----------
     n_components : int, default=1
         Number of Gaussians ``M``.
     covariance_type : {"full", "tied", "diag", "spherical", "identity"}, default="full"
-        ``"identity"`` holds every covariance at the identity and learns means and weights only: the
-        setting of the paper's theorem.
+        ``"identity"`` fixes every covariance at the identity and learns only means and weights, as in
+        the paper's theorem.
     shared_weights : bool, default=False
-        One common set of weights instead of one a client.
+        Use one set of weights for all clients.
     aggregation : {"exact", "paper"}, default="exact"
-        ``"paper"`` averages the clients' covariances around their own means, as the paper writes;
-        that drops the scatter between clients.
+        ``"paper"`` averages the clients' covariances around their own means, as in the paper, so it
+        drops the scatter between clients.
     tol : float, default=1e-3
-        Stop when the mean log-likelihood changes by less in a round.
+        Stop when a round changes the mean log-likelihood by less.
     reg_covar : float, default=1e-6
         Added to every variance.
     max_iter : int, default=100
-        Most rounds.
+        Maximal number of rounds.
     n_init : int, default=1
-        Number of starts; the best is kept.
+        Number of starts; the best fit is kept.
     init_params : {"kmeans", "k-means++", "random"}, default="kmeans"
         ``"kmeans"``: each client clusters its rows and sends centroids with counts, the server
-        clusters those. ``"k-means++"``: the server picks far-apart centroids. ``"random"``: random
-        responsibilities. No raw row leaves a client.
+        clusters those. ``"k-means++"``: the server picks distant centroids. ``"random"``: random
+        responsibilities. No row leaves its client.
     weights_init, means_init, precisions_init : array-like, default=None
         Given parts of the start, shaped as in scikit-learn.
     random_state : int, RandomState or None, default=None
@@ -105,14 +102,14 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     dtype : {"float64", "float32"}, default="float64"
         Precision of the products. Sums and parameters are always float64.
     verbose : int, default=0
-        1 prints a line a start, 2 a line a round.
+        1 prints every tenth round, 2 prints every round.
 
     Attributes
     ----------
     means_ : ndarray (n_components, n_features)
     covariances_, precisions_cholesky_ : ndarray, shaped by ``covariance_type``
     weights_ : ndarray (n_components,)
-        The federation's weights: the clients' weights, averaged by their rows.
+        The federation's weights: the mean of the clients' weights, weighted by their rows.
     client_weights_ : ndarray (n_clients, n_components)
     clients_ : ndarray (n_clients,)
     n_iter_ : int
@@ -177,7 +174,9 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     # ------------------------------------------------------------------ fitting
 
     def fit(self, X: Rows, y: object = None, *, clients: ArrayLike | None = None) -> Self:
-        """Fit to rows of one or many clients.
+        """Fit to the rows of one or many clients.
+
+        Ctrl-C keeps the best parameters so far and warns.
 
         Parameters
         ----------
@@ -189,63 +188,59 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         Returns
         -------
         self
-            Ctrl-C keeps the best parameters so far and warns.
         """
         return self.fit_with_callbacks(X, clients=clients)
 
     def fit_with_callbacks(
         self, X: Rows, *, clients: ArrayLike | None = None, on_round: Iterable[OnRound] = ()
     ) -> Self:
-        """Like :meth:`fit`, calling each of ``on_round`` with the round's number and its facts."""
+        """Like :meth:`fit`; calls each of ``on_round`` with a round's number and its diagnostics."""
         before = dict(vars(self))
         try:
             best, rows = self._best_run(X, clients, on_round)
-        except BaseException:  # bad input, or Ctrl-C before the first round: the last fit stays
+        except BaseException:  # bad input, or Ctrl-C before the first round: keep the last fit
             self.__dict__ = before
             raise
-        self._keep(best, rows)
+        self._set_fitted(best, rows)
         self._warn(best)
         return self
+
+    def fit_predict(
+        self, X: Rows, y: object = None, *, clients: ArrayLike | None = None
+    ) -> NDArray[np.int64]:
+        """Fit, then return the most likely component of every row under its own client's weights."""
+        X = as_pairs(X) or X
+        return self.fit(X, clients=clients).predict(X, clients=clients)
 
     def _best_run(
         self, X: Rows, clients: ArrayLike | None, on_round: Iterable[OnRound]
     ) -> tuple[MixtureRun, ClientRows]:
-        """The best of ``n_init`` runs, and the rows it saw."""
-        method = self._method()
-        device = resolve_device(self.device)
-        rows = self._rows_to_fit(X, clients).to(device)
+        """Return the best of ``n_init`` runs, and the rows."""
+        method = self._checked_method()
+        rows = self._rows_to_fit(X, clients)
         if len(rows) < self.n_components:
             raise ValueError(
                 f"Expected at least n_components={self.n_components} rows over all clients, "
                 f"got n_samples = {len(rows)}."
             )
-        given = self._given_start(rows.columns, device)
-        warm = self._warm_state(rows) if self.warm_start and hasattr(self, "means_") else None
+        given = self._given_start(rows)
+        warm = self._warm_start(rows) if self.warm_start and hasattr(self, "means_") else None
         seeds = check_random_state(self.random_state).randint(
             np.iinfo(np.int32).max, size=1 if warm else self.n_init
         )
         best: MixtureRun | None = None
-        for number, seed in enumerate(seeds.tolist()):
+        for number, seed in enumerate(seeds.tolist(), 1):
             try:
-                if warm is None:
-                    shared = method.start(rows, self.init_params, seed, given)  # type: ignore[arg-type]
-                    personal = shared.weights.expand(len(rows.names), -1)
-                else:
-                    shared, personal = warm
-                run: MixtureRun = run_rounds(
-                    method,
-                    Run(shared, personal),
-                    StackedClients(rows),
-                    last_round=self.max_iter,
-                    tol=self.tol,
-                    on_round=[*on_round, *self._console(number)],
-                )
-            except KeyboardInterrupt:  # during a start; a run itself ends in an orderly way
+                shared = warm[0] if warm else method.start(rows, self.init_params, seed, given)  # type: ignore[arg-type]
+                personal = warm[1] if warm else shared.weights.expand(len(rows.names), -1)
+                callbacks = [*on_round, *([self._printer(number)] if self.verbose else [])]
+                run = self._run(method, shared, personal, rows, callbacks)
+            except KeyboardInterrupt:  # during a start; within rounds the run itself ends
                 if best is None:
                     raise
                 best.interrupted = True
                 break
-            if best is None or bound(run) > bound(best):
+            if best is None or _last_bound(run) > _last_bound(best):
                 best = run
             if run.interrupted:
                 best.interrupted = True
@@ -253,23 +248,32 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         assert best is not None
         return best, rows
 
-    def fit_predict(
-        self, X: Rows, y: object = None, *, clients: ArrayLike | None = None
-    ) -> NDArray[np.int64]:
-        """Fit, then the most likely component of every row under its own client's weights."""
-        X = as_pairs(X) or X
-        return self.fit(X, clients=clients).predict(X, clients=clients)
+    def _run(
+        self,
+        method: FederatedGMM,
+        shared: MixtureShared,
+        personal: Tensor,
+        rows: ClientRows,
+        on_round: list[OnRound],
+    ) -> MixtureRun:
+        """Run the rounds from one start."""
+        return run_rounds(
+            method,
+            Run(shared, personal),
+            StackedClients(rows),
+            last_round=self.max_iter,
+            tol=self.tol,
+            on_round=on_round,
+        )
 
-    def _method(self) -> FederatedGMM:
-        """The method with checked parameters."""
-        check_integer("n_components", self.n_components, 1)
-        check_integer("max_iter", self.max_iter, 1)
-        check_integer("n_init", self.n_init, 1)
-        check_integer("verbose", self.verbose, 0)
-        check_non_negative("tol", self.tol)
-        check_non_negative("reg_covar", self.reg_covar)
-        check_flag("shared_weights", self.shared_weights)
-        check_flag("warm_start", self.warm_start)
+    def _checked_method(self) -> FederatedGMM:
+        """Check the parameters and return the method."""
+        for name, smallest in {"n_components": 1, "max_iter": 1, "n_init": 1, "verbose": 0}.items():
+            check_integer(name, getattr(self, name), smallest)
+        for name in ("tol", "reg_covar"):
+            check_non_negative(name, getattr(self, name))
+        for name in ("shared_weights", "warm_start"):
+            check_flag(name, getattr(self, name))
         check_choice("covariance_type", self.covariance_type, COVARIANCE_TYPES)
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
         check_choice("init_params", self.init_params, STARTS)
@@ -282,50 +286,9 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
             dtype=resolve_dtype(self.dtype),
         )
 
-    def _rows_to_fit(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
-        pairs = as_pairs(X)
-        names: list[Hashable]
-        if pairs is None:
-            matrix = validate_data(self, X, dtype=[np.float64, np.float32], ensure_all_finite=False)
-            if clients is None:
-                codes, names = np.zeros(len(matrix), dtype=np.int64), [0]
-            else:
-                codes, names = encode_clients(clients, len(matrix))
-            matrices = [matrix]
-        else:
-            matrices, codes, names = self._rows_of_pairs(pairs, clients)
-            if any(map(is_missing, names)):
-                unnamed = next(filter(is_missing, names))
-                raise ValueError(f"{unnamed!r} cannot name a client; in fit each has a name.")
-            self.n_features_in_ = matrices[0].shape[1]
-            columns = columns_of_pairs(pairs)
-            if columns is not None:
-                self.feature_names_in_ = np.array(columns, dtype=object)
-            elif hasattr(self, "feature_names_in_"):
-                del self.feature_names_in_  # of an earlier fit
-        return self._checked(matrices, codes, names)
-
-    def _checked(
-        self,
-        matrices: list[NDArray[np.floating]],
-        codes: NDArray[np.int64],
-        names: list[Hashable],
-    ) -> ClientRows:
-        columns = getattr(self, "feature_names_in_", None)
-        return checked_rows(matrices, codes, names, columns, resolve_dtype(self.dtype))
-
-    def _rows_of_pairs(
-        self, pairs: list[tuple[Hashable, Any]], clients: ArrayLike | None
-    ) -> tuple[list[NDArray[np.floating]], NDArray[np.int64], list[Hashable]]:
-        if clients is not None:
-            raise ValueError("X already names its clients; do not pass clients as well.")
-        matrices, names = matrices_of_pairs(pairs)
-        codes = np.repeat(np.arange(len(names)), [len(matrix) for matrix in matrices])
-        return matrices, codes, names
-
-    def _given_start(self, columns: int, device: torch.device) -> GivenStart:
-        """The parts of the start that the user gave, checked."""
-        m, kind = self.n_components, self.covariance_type
+    def _given_start(self, rows: ClientRows) -> GivenStart:
+        """Return the parts of the start that the user gave, checked."""
+        m, d, kind = self.n_components, rows.columns, self.covariance_type
         weights = means = covariances = None
         if self.weights_init is not None:
             weights = given_array("weights_init", self.weights_init, (m,))
@@ -334,27 +297,22 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
                     f"weights_init must be non-negative and sum to 1, got {self.weights_init!r}."
                 )
         if self.means_init is not None:
-            means = given_array("means_init", self.means_init, (m, columns))
+            means = given_array("means_init", self.means_init, (m, d))
         if self.precisions_init is not None:
             if kind == "identity":
                 raise ValueError("precisions_init cannot be given with covariance_type='identity'.")
-            shapes = {
-                "full": (m, columns, columns),
-                "tied": (columns, columns),
-                "diag": (m, columns),
-            }
-            precisions = given_array(
-                "precisions_init", self.precisions_init, shapes.get(kind, (m,))
-            )
+            shape = covariance_shape(kind, m, d)  # type: ignore[arg-type]
+            precisions = given_array("precisions_init", self.precisions_init, shape)
             covariances = inverse_of_precisions(precisions, kind)
+        return GivenStart(
+            *(
+                None if part is None else torch.from_numpy(part).to(rows.device)
+                for part in (weights, means, covariances)
+            )
+        )
 
-        def tensor(array: FloatArray | None) -> Tensor | None:
-            return None if array is None else torch.from_numpy(array).to(device)
-
-        return GivenStart(tensor(weights), tensor(means), tensor(covariances))
-
-    def _warm_state(self, rows: ClientRows) -> tuple[MixtureShared, Tensor]:
-        """Where the last fit ended; a client that was not there starts at the federation's weights."""
+    def _warm_start(self, rows: ClientRows) -> tuple[MixtureShared, Tensor]:
+        """Return the end of the last fit; new clients start with the federation's weights."""
         if self.means_.shape != (self.n_components, rows.columns):
             raise ValueError(
                 f"warm_start needs the last fit's shape {self.means_.shape}, got n_components="
@@ -365,31 +323,26 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
                 f"warm_start needs the last fit's covariance_type={self._kind!r}, got "
                 f"{self.covariance_type!r}; set warm_start=False."
             )
-        shared = MixtureShared(
-            self._gaussians(rows.device), torch.from_numpy(self.weights_).to(rows.device)
-        )
+        weights = torch.from_numpy(self.weights_).to(rows.device)
         known = {name: code for code, name in enumerate(self.clients_.tolist())}
-        table = np.vstack([self.client_weights_, self.weights_])
-        personal = table[[known.get(name, NO_CLIENT) for name in rows.names]]
+        personal = self._weights_table()[[known.get(name, NO_CLIENT) for name in rows.names]]
+        shared = MixtureShared(self._gaussians(rows.device), weights)
         return shared, torch.from_numpy(personal).to(rows.device)
 
-    def _console(self, start: int) -> list[OnRound]:
-        if not self.verbose:
-            return []
+    def _printer(self, start: int) -> OnRound:
+        """Return a callback that prints the log-likelihood of every round, or of every tenth."""
         every = 1 if self.verbose > 1 else 10
 
         def show(number: int, info: RoundInfo) -> None:
             if number % every == 0 or number == 1:
-                print(
-                    f"start {start + 1}, round {number}: log-likelihood {info.log_likelihood:.6f}"
-                )
+                print(f"start {start}, round {number}: log-likelihood {info.log_likelihood:.6f}")
 
-        return [show]
+        return show
 
-    def _keep(self, run: MixtureRun, rows: ClientRows) -> None:
+    def _set_fitted(self, run: MixtureRun, rows: ClientRows) -> None:
         """Set the fitted attributes."""
         shared = run.shared
-        # What the fitted arrays mean must not change with set_params.
+        # set_params may change covariance_type, so the type of the fitted arrays is kept
         self._kind: CovarianceType = shared.gaussians.covariance_type
         personal = shared.weights.expand_as(run.personal) if self.shared_weights else run.personal
         self.means_ = shared.gaussians.means.cpu().numpy().copy()
@@ -399,69 +352,173 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         self.weights_ = shared.weights.cpu().numpy().copy()
         self.clients_ = array_of_names(rows.names)
         self.lower_bounds_ = [info.log_likelihood for info in run.history]
-        self.lower_bound_ = bound(run)
+        self.lower_bound_ = _last_bound(run)
         self.n_iter_ = len(run.history)
         self.converged_ = run.converged
 
     def _warn(self, run: MixtureRun) -> None:
+        def warn(message: str, category: type[Warning]) -> None:
+            warnings.warn(message, category, stacklevel=5)  # the line that calls fit
+
         if run.interrupted:
-            warnings.warn(
+            warn(
                 f"fit was interrupted; the best parameters so far are kept (round {self.n_iter_}).",
                 RuntimeWarning,
-                stacklevel=4,
             )
         elif not run.converged and self.tol > 0:
-            warnings.warn(
+            warn(
                 f"fit did not converge in max_iter={self.max_iter} rounds; raise max_iter or tol, "
                 "or check the data.",
                 ConvergenceWarning,
-                stacklevel=4,
             )
         if run.history and run.history[-1].empty_components:
-            warnings.warn(
-                f"No row belongs to component(s) {list(run.history[-1].empty_components)} any more; their "
-                "parameters were left as they were. Fewer components may do.",
+            warn(
+                f"Component(s) {list(run.history[-1].empty_components)} have no rows left and keep "
+                "their last parameters; use fewer components.",
                 ConvergenceWarning,
-                stacklevel=4,
             )
 
-    # ------------------------------------------------------------------ what the model says
+    # ------------------------------------------------------------------ rows
+
+    def _rows_to_fit(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
+        """Return checked rows, and record their columns."""
+        matrices, names = self._read(X, clients, reset=True)
+        if names is not None:
+            unnamed = [name for name in names if is_missing(name)]
+            if unnamed:
+                raise ValueError(f"{unnamed[0]!r} cannot name a client; fit needs a name for each.")
+            codes = np.repeat(np.arange(len(names)), [len(matrix) for matrix in matrices])
+        elif clients is None:
+            codes, names = np.zeros(len(matrices[0]), dtype=np.int64), [0]
+        else:
+            codes, names = encode_clients(clients, len(matrices[0]))
+        return self._client_rows(matrices, codes, names)
+
+    def _rows_to_score(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
+        """Return checked rows whose codes index :meth:`_weights_table`."""
+        check_is_fitted(self, "means_")
+        matrices, names = self._read(X, clients, reset=False)
+        if names is not None:
+            clients = np.repeat(array_of_names(names), [len(matrix) for matrix in matrices])
+        codes = self._codes(clients, sum(map(len, matrices)))
+        codes = np.where(codes == NO_CLIENT, len(self.clients_), codes)
+        return self._client_rows(matrices, codes, [*self.clients_.tolist(), None])
+
+    def _read(
+        self, X: Rows, clients: ArrayLike | None, *, reset: bool
+    ) -> tuple[list[Matrix], list[Hashable] | None]:
+        """Return matrices, and the client of each matrix if ``X`` names its clients.
+
+        ``reset`` records the columns; otherwise they must equal those of the fit.
+        """
+        pairs = as_pairs(X)
+        if pairs is None:
+            matrix = validate_data(
+                self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite=False
+            )
+            return [matrix], None
+        if clients is not None:
+            raise ValueError("X already names its clients; do not pass clients as well.")
+        matrices, names = matrices_of_pairs(pairs)
+        count, columns = matrices[0].shape[1], columns_of_pairs(pairs)
+        if reset:
+            self.n_features_in_ = count
+            self.__dict__.pop("feature_names_in_", None)
+            if columns is not None:
+                self.feature_names_in_ = np.array(columns, dtype=object)
+            return matrices, names
+        if count != self.n_features_in_:
+            raise ValueError(
+                f"X has {counted(count, 'column')}, but the model was fitted on {self.n_features_in_}."
+            )
+        fitted = getattr(self, "feature_names_in_", None)
+        if columns is not None and fitted is not None and columns != fitted.tolist():
+            raise ValueError(
+                f"X has the columns {columns}, but the model was fitted on {fitted.tolist()}."
+            )
+        return matrices, names
+
+    def _client_rows(
+        self, matrices: list[Matrix], codes: NDArray[np.int64], names: list[Hashable]
+    ) -> ClientRows:
+        """Return finite rows on the device."""
+        columns = getattr(self, "feature_names_in_", None)
+        rows = checked_rows(matrices, codes, names, columns, resolve_dtype(self.dtype))
+        return rows.to(resolve_device(self.device))
+
+    def _codes(self, clients: ArrayLike | None, rows: int) -> NDArray[np.int64]:
+        """Return the position in ``clients_`` of each row's client, or ``NO_CLIENT``."""
+        return codes_of_known_clients(clients, rows, self.clients_.tolist())
+
+    # ------------------------------------------------------------------ the fitted mixture
 
     def score_samples(self, X: Rows, *, clients: ArrayLike | None = None) -> FloatArray:
-        """Log-likelihood of every row, ``(n_rows,)``.
+        """Return the log-likelihood of every row, ``(n_rows,)``.
 
-        ``clients`` gives one known client id per row, or one id for all; rows without an id, and
+        ``clients`` is one known client id per row, or one id for all rows. Rows without an id, and
         ``clients=None``, use the federation's ``weights_``.
         """
-        rows = self._rows_to_score(X, clients)
-        out = np.empty(len(rows))
-        self._for_blocks(rows, lambda joint, place: _write(out, place, joint.logsumexp(-1)))
-        return out
+        return self._evaluate(X, clients, lambda log_joint: log_joint.logsumexp(-1))
 
     def score(self, X: Rows, y: object = None, *, clients: ArrayLike | None = None) -> float:
-        """Mean log-likelihood of the rows."""
+        """Return the mean log-likelihood of the rows."""
         return float(self.score_samples(X, clients=clients).mean())
 
     def predict(self, X: Rows, *, clients: ArrayLike | None = None) -> NDArray[np.int64]:
-        """The most likely component of every row, ``(n_rows,)``."""
-        rows = self._rows_to_score(X, clients)
-        out = np.empty(len(rows), dtype=np.int64)
-        self._for_blocks(rows, lambda joint, place: _write(out, place, joint.argmax(-1)))
-        return out
+        """Return the most likely component of every row, ``(n_rows,)``."""
+        return self._evaluate(X, clients, lambda log_joint: log_joint.argmax(-1))
 
     def predict_proba(self, X: Rows, *, clients: ArrayLike | None = None) -> FloatArray:
-        """Responsibilities of the components for every row, ``(n_rows, n_components)``."""
+        """Return the responsibilities of the components for every row, ``(n_rows, n_components)``."""
+        return self._evaluate(X, clients, lambda log_joint: responsibilities(log_joint)[0])
+
+    def _evaluate(
+        self, X: Rows, clients: ArrayLike | None, reduce: Callable[[Tensor], Tensor]
+    ) -> NDArray[Any]:
+        """Return ``reduce`` of ``log π_c(m) + log N(x; μ_m, Σ_m)``, ``(n_rows, ...)``."""
         rows = self._rows_to_score(X, clients)
-        out = np.empty((len(rows), len(self.weights_)))
-        self._for_blocks(rows, lambda joint, place: _write(out, place, responsibilities(joint)[0]))
-        return out
+        shared, dtype = self._gaussians(rows.device), resolve_dtype(self.dtype)
+        log_pi = torch.log(torch.from_numpy(self._weights_table()).to(rows.device))
+        found: dict[int, NDArray[Any]] = {}
+
+        def visit(_: None, block: Block) -> None:
+            x, codes, place = rows.read(block)
+            densities = log_densities(residuals(x, shared.means, dtype), shared)
+            found[place.start] = reduce(densities + log_pi[codes]).cpu().numpy()
+
+        accumulate(rows.blocks(len(self.weights_)), lambda: None, visit, rows.device)
+        return np.concatenate([found[start] for start in sorted(found)])
+
+    def bic(self, X: Rows, *, clients: ArrayLike | None = None) -> float:
+        """Return the Bayesian information criterion on rows; lower is better."""
+        return self._criterion(X, clients, lambda rows: float(np.log(rows)))
+
+    def aic(self, X: Rows, *, clients: ArrayLike | None = None) -> float:
+        """Return the Akaike information criterion on rows; lower is better."""
+        return self._criterion(X, clients, lambda _: 2.0)
+
+    def _criterion(
+        self, X: Rows, clients: ArrayLike | None, penalty: Callable[[int], float]
+    ) -> float:
+        """Return ``-2 log L + parameters · penalty(rows)``; each client's own weights count."""
+        pairs = as_pairs(X)
+        scores = self.score_samples(pairs or X, clients=clients)
+        m, d = self.means_.shape
+        weight_sets = 1
+        if not self.shared_weights:
+            if pairs is not None:
+                weight_sets = len(pairs)
+            elif clients is not None:
+                weight_sets = len(np.unique(self._codes(clients, len(scores))))
+        parameters = covariance_parameters(self._kind, m, d) + m * d + weight_sets * (m - 1)
+        return float(-2.0 * scores.sum() + parameters * penalty(len(scores)))
 
     def sample(
         self, n_samples: int = 1, *, clients: ArrayLike | None = None
     ) -> tuple[FloatArray, NDArray[np.int64]]:
-        """Draw rows and the components they came from.
+        """Draw rows and return them with their components.
 
-        ``clients`` is one id for all rows or one per row; ``None`` draws from the federation.
+        ``clients`` is one id for all rows or one id per row; ``None`` draws from the federation.
         """
         check_is_fitted(self, "means_")
         check_integer("n_samples", n_samples, 1)
@@ -471,108 +528,35 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
             counts = generator.multinomial(n_samples, weights / weights.sum())
             labels = np.repeat(np.arange(len(weights)), counts)
         else:
-            if len(np.asarray(clients)) != n_samples:
+            entries = len(np.asarray(clients))
+            if entries != n_samples:
                 raise ValueError(
-                    f"clients has {counted(len(np.asarray(clients)), 'entry', 'entries')}, but "
-                    f"n_samples={n_samples}; give one id for all, or one per row."
+                    f"clients has {counted(entries, 'entry', 'entries')}, but n_samples={n_samples}; "
+                    "give one id for all rows, or one per row."
                 )
             weights = self._weights_table()[self._codes(clients, n_samples)]
             draws = generator.uniform(size=(n_samples, 1)) * weights.sum(-1, keepdims=True)
             labels = (draws >= weights.cumsum(-1)).sum(-1).clip(max=weights.shape[1] - 1)
         noise = torch.from_numpy(generator.standard_normal((len(labels), self.n_features_in_)))
-        return _colour(noise, labels, self._gaussians(torch.device("cpu"))), labels
-
-    def bic(self, X: Rows, *, clients: ArrayLike | None = None) -> float:
-        """Bayesian information criterion on rows; lower is better."""
-        log_likelihood, rows, parameters = self._fit_and_size(X, clients)
-        return -2.0 * log_likelihood + parameters * float(np.log(rows))
-
-    def aic(self, X: Rows, *, clients: ArrayLike | None = None) -> float:
-        """Akaike information criterion on rows; lower is better."""
-        log_likelihood, _, parameters = self._fit_and_size(X, clients)
-        return -2.0 * log_likelihood + 2.0 * parameters
-
-    def _fit_and_size(self, X: Rows, clients: ArrayLike | None) -> tuple[float, int, int]:
-        """Summed log-likelihood, rows, and the free parameters behind them."""
-        pairs = as_pairs(X)
-        scores = self.score_samples(pairs or X, clients=clients)
-        m, d = self.means_.shape
-        if self.shared_weights or (clients is None and pairs is None):
-            weight_sets = 1
-        elif pairs is not None:
-            weight_sets = len(pairs)
-        else:
-            weight_sets = len(np.unique(self._codes(clients, len(scores))))
-        parameters = covariance_parameters(self._kind, m, d) + m * d + weight_sets * (m - 1)
-        return float(scores.sum()), len(scores), parameters
+        return _transform_noise(noise, labels, self._gaussians(torch.device("cpu"))), labels
 
     def _gaussians(self, device: torch.device) -> Gaussians:
-        return Gaussians(
-            torch.from_numpy(self.means_).to(device),
-            torch.from_numpy(self.covariances_).to(device),
-            torch.from_numpy(self.precisions_cholesky_).to(device),
-            self._kind,
-        )
+        fitted = (self.means_, self.covariances_, self.precisions_cholesky_)
+        means, covariances, whiteners = (torch.from_numpy(array).to(device) for array in fitted)
+        return Gaussians(means, covariances, whiteners, self._kind)
 
     def _weights_table(self) -> FloatArray:
-        """``(C + 1, M)``: the clients' weights and, last, the federation's (code ``NO_CLIENT``)."""
+        """Return the clients' weights and, last, the federation's, ``(C + 1, M)``."""
         return np.vstack([self.client_weights_, self.weights_])
 
-    def _rows_to_score(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
-        """Checked rows whose codes index :meth:`_weights_table`."""
-        check_is_fitted(self, "means_")
-        pairs = as_pairs(X)
-        if pairs is None:
-            matrices = [
-                validate_data(
-                    self, X, reset=False, dtype=[np.float64, np.float32], ensure_all_finite=False
-                )
-            ]
-        else:
-            matrices, row_codes, names = self._rows_of_pairs(pairs, clients)
-            clients = array_of_names(names)[row_codes]
-            if matrices[0].shape[1] != self.n_features_in_:
-                raise ValueError(
-                    f"X has {counted(matrices[0].shape[1], 'column')}, but the model was fitted on "
-                    f"{self.n_features_in_}."
-                )
-            columns = columns_of_pairs(pairs)
-            fitted_columns = getattr(self, "feature_names_in_", np.array(columns))
-            if columns is not None and columns != fitted_columns.tolist():
-                raise ValueError(
-                    f"X has the columns {columns}, but the model was fitted on "
-                    f"{fitted_columns.tolist()}."
-                )
-        codes = self._codes(clients, sum(map(len, matrices)))
-        codes = np.where(codes == NO_CLIENT, len(self.clients_), codes)
-        names = [*self.clients_.tolist(), None]
-        rows = self._checked(matrices, codes, names)
-        return rows.to(resolve_device(self.device))
 
-    def _codes(self, clients: ArrayLike | None, rows: int) -> NDArray[np.int64]:
-        """Positions in ``clients_`` of each row's client, or ``NO_CLIENT``."""
-        return codes_of_known_clients(clients, rows, self.clients_.tolist())
-
-    def _for_blocks(self, rows: ClientRows, write: Callable[[Tensor, slice], None]) -> None:
-        """Call ``write`` with ``log π(m) + log N(x; μ_m, Σ_m)`` of every block and its place."""
-        shared = self._gaussians(rows.device)
-        log_pi = torch.log(torch.from_numpy(self._weights_table()).to(rows.device))
-        dtype = resolve_dtype(self.dtype)
-
-        def visit(_: None, block: Block) -> None:
-            x, codes, place = rows.read(block)
-            densities = log_densities(residuals(x, shared.means, dtype), shared)
-            write(densities + log_pi[codes], place)
-
-        accumulate(rows.blocks(len(self.weights_)), lambda: None, visit, rows.device)
+def _last_bound(run: MixtureRun) -> float:
+    """Return the last mean log-likelihood of a run; minus infinity if no round was finished."""
+    return run.history[-1].log_likelihood if run.history else -np.inf
 
 
-def _write(out: NDArray[Any], place: slice, values: Tensor) -> None:
-    out[place] = values.cpu().numpy()
-
-
-def _colour(noise: Tensor, labels: NDArray[np.int64], shared: Gaussians) -> FloatArray:
-    """Standard normal rows ``(n, d)`` turned into rows of their components: ``μ + z W⁻¹``."""
+def _transform_noise(noise: Tensor, labels: NDArray[np.int64], shared: Gaussians) -> FloatArray:
+    """Turn standard normal rows ``z`` ``(n, d)`` into rows of their components: ``μ + z W⁻¹``."""
     whiteners, rows = shared.precisions_cholesky, torch.empty_like(noise)
     for component in np.unique(labels).tolist():
         here = torch.from_numpy(labels == component)

@@ -17,13 +17,13 @@ Criterion = Literal["bic", "aic"]
 
 @dataclass(frozen=True)
 class ComponentSelection:
-    """The outcome of :func:`select_components`.
+    """Result of :func:`select_components`.
 
     Attributes:
-        n_components: the choice.
-        best: the estimator fitted with it.
+        n_components: the chosen number.
+        best: the estimator fitted with that number.
         scores: criterion of every candidate; lower is better.
-        criterion: which one.
+        criterion: ``"bic"`` or ``"aic"``.
     """
 
     n_components: int
@@ -40,9 +40,9 @@ def select_components(
     criterion: Criterion = "bic",
     **parameters: Any,
 ) -> ComponentSelection:
-    """Fit one model per candidate and keep the one with the lowest criterion.
+    """Fit one mixture per candidate and keep the one with the lowest criterion.
 
-    The criterion needs each client's summed log-likelihood and its number of rows, nothing else.
+    The criterion uses only sums over clients: log-likelihoods and numbers of rows.
 
     Args:
         X: rows, as in :meth:`FederatedGaussianMixture.fit`.
@@ -57,15 +57,15 @@ def select_components(
     """
     check_choice("criterion", criterion, get_args(Criterion))
     if not isinstance(candidates, Iterable):
-        raise TypeError(f"candidates must be several numbers of components, got {candidates!r}.")
+        raise TypeError(f"candidates must be an iterable of integers, got {candidates!r}.")
     sizes = list(candidates)
     if not sizes:
-        raise ValueError("candidates is empty; give at least one number of components.")
+        raise ValueError("candidates is empty; pass at least one number of components.")
     for size in sizes:
         check_integer("candidates", size, 1)
     sizes = sorted(set(sizes))
     if "n_components" in parameters:
-        raise ValueError("n_components is what is being chosen; pass candidates instead.")
+        raise ValueError("n_components cannot be given, it is chosen; pass candidates instead.")
     rows = as_pairs(X) or X
     fitted = {
         size: FederatedGaussianMixture(size, **parameters).fit(rows, clients=clients)
