@@ -18,8 +18,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from fedgmm import FedGMMClassifier
+from fedgmm.methods.base import SHARED_LEARNERS
 from fedgmm.model.saving import load
-from fedgmm.training.local import SHARED_LEARNERS
 from fedgmm.training.options import ALGORITHMS
 from supervised import images
 
