@@ -189,31 +189,15 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"Classifier can't train when only one class is present: {self.classes_[0]!r}."
             )
+        options = self.get_params(deep=False)
+        for name in ("n_components", "n_learners", "validation_fraction", "random_state"):
+            del options[name]
         self.model_: FederatedModel = train(
             dataset,
-            self.algorithm,
-            rounds=self.rounds,
             components=self.n_components,
             learners=self.n_learners,
-            learner=self.learner,
-            solver=self.solver,
-            start=self.start,
-            warmup=self.warmup,
-            lr=self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            clip_norm=self.clip_norm,
-            personal_labels=self.personal_labels,
-            local_epochs=self.local_epochs,
-            batch_size=self.batch_size,
-            server=self.server,
-            participation=self.participation,
-            patience=self.patience,
-            covariance_type=self.covariance_type,
-            reg_covar=self.reg_covar,
             seed=seed,
-            device=self.device,
-            dtype=self.dtype,
+            **options,
         )
         self.model_.dataset = None  # so that the estimator does not keep the rows
         self.clients_ = array_of_names(self.model_.names)

@@ -206,9 +206,8 @@ class FederatedModel:
         rows = data.split(split)
         if not len(rows):
             raise ValueError(f"The {split} split has no rows.")
-        log_proba = self._log_proba(
-            self._evaluator.from_split(rows), client_codes(rows, self.names)
-        )
+        codes = client_codes(rows, self.names)
+        log_proba = self._log_proba(self._evaluator.from_split(rows), codes)
         log_proba, labels = self._with_unseen_classes(log_proba, rows, data)
         return evaluate(log_proba, labels, rows.codes.cpu().numpy(), rows.names)
 
