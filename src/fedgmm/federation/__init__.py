@@ -1,1 +1,1 @@
-"""Where a method runs."""
+"""Server and sites of a federation, and the messages between them."""
