@@ -68,7 +68,7 @@ def gpu(monkeypatch):
 
 
 def room_for(most):
-    """Return a visitor of groups, and the sizes it saw, on a GPU that others left room for so many clients."""
+    """Return a visitor of groups with room for so many clients, and the sizes that it saw."""
     tried = []
 
     def visit(results, clients):
