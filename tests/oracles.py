@@ -114,6 +114,15 @@ def reduce_covariances(full, counts, kind, reg_covar):
     return np.ones(len(full))
 
 
+def second_moments_of_kind(second, kind):
+    """What a covariance type keeps of second moments ``(..., M, d, d)``."""
+    return {
+        "full": second,
+        "tied": second.sum(-3),
+        "diag": np.diagonal(second, axis1=-2, axis2=-1),
+    }.get(kind, np.trace(second, axis1=-2, axis2=-1))
+
+
 def log_joint(X, weights, means, full):
     """``log π(m) + log N(x; μ_m, Σ_m)``, ``(N, M)``."""
     with np.errstate(divide="ignore"):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.core.moments import pool, scaling_of, scatter_around_means
+from fedgmm.core.moments import inverse_counts, outer, pool, scaling_of, scatter_around_means
+from oracles import ALL_KINDS, assert_close, second_moments_of_kind
 
 
 def test_columns_get_mean_zero_and_variance_one(rng):
@@ -77,3 +78,16 @@ def test_scatter_around_means(rng):
     expected = np.einsum("nm,nmd,nme->mde", q, centred, centred)
     found = scatter_around_means(*(torch.from_numpy(v) for v in (counts, first, second)), "full")
     np.testing.assert_allclose(found, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("leading", [(), (4,), (2, 3)])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_outer(rng, kind, leading):
+    v, w = rng.normal(size=(*leading, 3, 4)), rng.normal(size=(*leading, 3))
+    full = np.einsum("...m,...mi,...mj->...mij", w, v, v)
+    found = outer(torch.from_numpy(v), torch.from_numpy(w), kind)
+    assert_close(found, second_moments_of_kind(full, kind), 1e-12)
+
+
+def test_where_there_are_no_rows_nothing_is_divided_by_them():
+    assert inverse_counts(torch.tensor([4.0, 0.0, 0.5])).tolist() == [0.25, 0.0, 2.0]

@@ -23,6 +23,10 @@ def weighted_loss(beta, x, y, w, classes):
     return (w * cross_entropy(logits, y, reduction="none")).sum()
 
 
+def sums_of(net, params, x, y, w):
+    return newton_sums(net.logits(params, x), x, y, w)
+
+
 def beta_of(params, m):
     both = torch.cat([params["0.weight"][m], params["0.bias"][m][:, None]], 1)
     return (contrasts(both.shape[0]).mT @ both).reshape(-1)
@@ -40,7 +44,7 @@ def test_newton_sums_are_what_autograd_finds(rng, classes):
     net = Dense(3, classes)
     params = drawn(net, 2)
     x, y, w, _ = rows(rng, classes=classes)
-    sums = newton_sums(net, params, x, y, w)
+    sums = sums_of(net, params, x, y, w)
     for m in range(2):
         beta = beta_of(params, m)
 
@@ -58,9 +62,9 @@ def test_newton_sums_add_up_over_clients(rng):
     net = Dense(3, 3)
     params = drawn(net, 2)
     x, y, w, offsets = rows(rng, classes=3)
-    whole = newton_sums(net, params, x, y, w)
+    whole = sums_of(net, params, x, y, w)
     parts = [
-        newton_sums(net, params, x[a:b], y[a:b], w[a:b])
+        sums_of(net, params, x[a:b], y[a:b], w[a:b])
         for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
     ]
     for name in ("gradient", "hessian", "second", "weight"):
@@ -78,7 +82,7 @@ def test_newton_steps_end_where_scikit_learn_ends(rng, classes):
     )
     params = drawn(net, 2)
     for _ in range(30):
-        params = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+        params = newton_step(params, sums_of(net, params, x, y, w), ridge)
     actual = torch.log_softmax(net.logits(params, x), -1)
     for m in range(2):
         # two classes: β is the contrast z₁ - z₀ over √2, and scikit-learn penalises z₁ - z₀ itself
@@ -97,7 +101,7 @@ def test_newton_steps_end_at_the_penalised_optimum(rng, classes):
     x, y, w, _ = rows(rng, classes=classes)
     params = drawn(net, 2)
     for _ in range(30):
-        params = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+        params = newton_step(params, sums_of(net, params, x, y, w), ridge)
     penalty = torch.full((classes - 1, 4), ridge, dtype=torch.float64)
     penalty[:, -1] = 1e-3
 
@@ -114,7 +118,7 @@ def test_a_step_is_damped_by_how_far_it_would_move_the_logits(rng, classes):
     net, ridge = Dense(3, classes), 0.7
     x, y, w, _ = rows(rng, classes=classes)
     params = drawn(net, 2)
-    moved = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+    moved = newton_step(params, sums_of(net, params, x, y, w), ridge)
     penalty = torch.full((classes - 1, 4), ridge, dtype=torch.float64)
     penalty[:, -1] = 1e-3
     penalty = penalty.reshape(-1)
@@ -142,10 +146,10 @@ def test_newton_steps_come_back_from_far_away(rng):
     params["0.weight"][:, 1, 0] = -30.0
     far = params
     for _ in range(60):
-        params = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+        params = newton_step(params, sums_of(net, params, x, y, w), ridge)
     near = drawn(net, 2)
     for _ in range(60):
-        near = newton_step(net, near, newton_sums(net, near, x, y, w), ridge)
+        near = newton_step(near, sums_of(net, near, x, y, w), ridge)
     before, after = (
         -(w * log_likelihoods(net, own, x, y)).sum(0) / w.sum(0) for own in (far, params)
     )
@@ -162,7 +166,7 @@ def test_an_exact_step_survives_what_has_no_curvature(rng, ridge):
     x[:, 1] = 0.0
     w[:, 0] = 0.0
     params = drawn(net, 2)
-    moved = newton_step(net, params, newton_sums(net, params, x, y, w), ridge)
+    moved = newton_step(params, sums_of(net, params, x, y, w), ridge)
     before, after = log_odds(params), log_odds(moved)  # what logits have in common means nothing
     for name in params:
         torch.testing.assert_close(after[name][0], before[name][0])

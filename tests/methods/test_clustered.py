@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fedgmm.core.servers import ServerOptimiser
+from fedgmm.core.sums import Sums
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.methods.clustered import ClusteredFL, ClusteredUpdate, bipartition
-from fedgmm.methods.local import Fit
+from fedgmm.methods.clustered import CLIENTS, ClusteredFL, bipartition
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.local import train
-from fedgmm.training.loop import Participation, run_rounds
+from fedgmm.training.local import Participation, StackedClients, train
+from fedgmm.training.loop import Run, run_rounds
 from supervised import federation, two_groups
 
 
@@ -49,8 +49,8 @@ def groups_of(keys):
 def clusters(data, rounds=40, **options):
     training = LocalTraining(Dense(4, 2), SGD(lr=0.1, batch_size=32), dtype=torch.float64)
     method = ClusteredFL(training, **options)
-    shared, personal = method.init(data.train)
-    run = run_rounds(method, shared, personal, data.train, max_rounds=rounds, tol=None)
+    run = Run(*method.init(data.train))
+    run_rounds(method, run, StackedClients(data.train), last_round=rounds, tol=None)
     return run.shared
 
 
@@ -108,13 +108,9 @@ def step(moves, rows=None, **options):
     start = method.init(federation(np.random.default_rng(0), sizes=(4,) * len(moves)).train)[0]
     shared = type(start)(zero, start.clusters, start.scale, start.server)
     counts = torch.ones(len(moves)) if rows is None else torch.tensor(rows)
-    update = ClusteredUpdate(
-        torch.arange(len(moves)),
-        {"w": moves[:, None]},
-        counts.double(),
-        Fit(torch.zeros(()), 1),
-    )
-    new, _ = method.server_step(shared, update)
+    entries = {CLIENTS: torch.arange(len(moves)), "rows": counts.double(), "learners/w": moves}
+    sums = Sums({**entries, "log_likelihood": torch.zeros(())}, gathered=entries)
+    new, _ = method.server_step(shared, sums)
     return new.clusters.tolist(), new
 
 
@@ -168,12 +164,11 @@ def test_clients_that_do_not_answer_keep_their_cluster(rng):
     data = two_groups(rng, clients=8)
     training = LocalTraining(Dense(4, 2), SGD(lr=0.1, batch_size=32), dtype=torch.float64)
     method = ClusteredFL(training)
-    shared, personal = method.init(data.train)
+    run = Run(*method.init(data.train))
     absent = {"c6", "c7"}
-    answers = Participation(answers=lambda _, name: name not in absent)
-    run = run_rounds(
-        method, shared, personal, data.train, max_rounds=20, tol=None, participation=answers
-    )
+    some = Participation(answers=lambda _, name: name not in absent)
+    run_rounds(method, run, StackedClients(data.train, some), last_round=20, tol=None)
+    assert run.round == 20
     found = run.shared.clusters.tolist()
     assert groups_of(found[:6]) == groups_of([0, 1, 0, 1, 0, 1])
     assert found[6:] == [0, 0]

@@ -24,8 +24,8 @@ from fedgmm.methods.gmm import FederatedGMM, MixtureShared
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.local import train
-from fedgmm.training.loop import run_rounds
+from fedgmm.training.local import StackedClients, train
+from fedgmm.training.loop import Run, run_rounds
 from fedgmm.training.options import ALGORITHMS
 from oracles import full_covariances, random_covariances, reduce_covariances
 from supervised import (
@@ -161,8 +161,8 @@ def test_a_round_is_the_paper_s_algorithm(rng, small_blocks, kind, classes, hidd
     algorithm = method(net, gaussians=FederatedGMM(M1, kind, aggregation, reg_covar=1e-3))
     shared, personal = state(rng, net, len(rows.names), kind)
 
-    own, update = algorithm.client_step(shared, personal, rows, 1)
-    new, info = algorithm.server_step(shared, update)
+    own, sums = algorithm.client_step(shared, personal, rows, 1)
+    new, info = algorithm.server_step(shared, sums)
 
     mu, sigma, theta, weights, pi, evidence, _ = by_the_paper(
         rows, shared, personal, net.widths, kind, aggregation
@@ -181,12 +181,13 @@ def test_an_exact_round_is_one_newton_step_on_the_pooled_rows(rng, small_blocks)
     rows, net = data.train, Dense(COLUMNS, 3)
     algorithm = method(net, solver="newton", ridge=0.5)
     shared, personal = state(rng, net, len(rows.names))
-    _, update = algorithm.client_step(shared, personal, rows, 1)
-    new, _ = algorithm.server_step(shared, update)
+    _, sums = algorithm.client_step(shared, personal, rows, 1)
+    new, _ = algorithm.server_step(shared, sums)
     *_, qs = by_the_paper(rows, shared, personal, net.widths, "full", "exact")
     q = torch.from_numpy(np.concatenate(qs).sum(1))
-    sums = newton_sums(net, shared.learners, rows.inputs, rows.labels, q)
-    expected = newton_step(net, shared.learners, sums, 0.5)
+    logits = net.logits(shared.learners, rows.inputs)
+    sums = newton_sums(logits, rows.inputs, rows.labels, q)
+    expected = newton_step(shared.learners, sums, 0.5)
     for name, value in expected.items():
         np.testing.assert_allclose(new.learners[name], value, atol=1e-8)
 
@@ -199,9 +200,9 @@ def test_the_server_s_optimiser_moves_the_learners(rng, kind, solver):
     plain = method(net, solver=solver)
     server = ServerOptimiser(kind, lr=0.1)
     shared, personal = state(rng, net, len(rows.names))
-    _, update = plain.client_step(shared, personal, rows, 1)
-    target, _ = plain.server_step(shared, update)
-    moved, _ = replace(plain, server=server).server_step(shared, update)
+    _, sums = plain.client_step(shared, personal, rows, 1)
+    target, _ = plain.server_step(shared, sums)
+    moved, _ = replace(plain, server=server).server_step(shared, sums)
     expected, _ = server.step(shared.learners, target.learners, ServerState())
     for name, value in expected.items():
         torch.testing.assert_close(moved.learners[name], value)
@@ -217,9 +218,9 @@ def test_the_server_knows_how_far_the_rate_has_fallen(rng, solver, share):
     server = ServerOptimiser("momentum")
     cooling = replace(plain, training=training, server=server)
     shared, personal = state(rng, net, len(rows.names))
-    _, update = cooling.client_step(shared, personal, rows, 10)
-    target, _ = plain.server_step(shared, update)
-    moved, _ = cooling.server_step(shared, update, 10)
+    _, sums = cooling.client_step(shared, personal, rows, 10)
+    target, _ = plain.server_step(shared, sums)
+    moved, _ = cooling.server_step(shared, sums, 10)
     expected = server.step(shared.learners, target.learners, ServerState(), share)[1]
     for name, value in expected.first.items():
         torch.testing.assert_close(moved.server.first[name], value)
@@ -233,8 +234,8 @@ def test_a_learner_that_nobody_uses_stays(rng):
         personal = personal.reshape(-1, M1, M2)
         personal[:, :, 1] = 0.0
         personal = (personal / personal.sum((1, 2), keepdim=True)).reshape(-1, M1 * M2)
-        own, update = algorithm.client_step(shared, personal, rows, 1)
-        new, _ = algorithm.server_step(shared, update)
+        own, sums = algorithm.client_step(shared, personal, rows, 1)
+        new, _ = algorithm.server_step(shared, sums)
         assert (own.reshape(-1, M1, M2)[:, :, 1] == 0).all()
         for name, value in new.learners.items():
             assert torch.isfinite(value).all()
@@ -245,7 +246,7 @@ def test_a_learner_that_nobody_uses_stays(rng):
 
 
 @pytest.mark.parametrize("solver", ["sgd", "newton"])
-def test_learners_whose_logits_overflow_are_told_by_the_client(rng, solver):
+def test_learners_whose_logits_overflow_are_reported_with_the_client(rng, solver):
     rows, net = federation(rng).train, Dense(COLUMNS, 3)
     algorithm = method(net, solver=solver)
     shared, personal = state(rng, net, len(rows.names))
@@ -307,7 +308,7 @@ def test_a_given_learner_is_split_into_slightly_different_copies(rng, start):
     assert not torch.equal(shared.learners["0.weight"][0], shared.learners["0.weight"][1])
 
 
-def test_one_learner_starts_exactly_where_it_is_told(rng):
+def test_one_learner_starts_exactly_at_the_given_one(rng):
     rows, net = federation(rng).train, Dense(COLUMNS, 2)
     given = net.initial(torch.Generator().manual_seed(5))
     shared, _ = method(net, learners=1, start="split").init(rows, given)
@@ -394,7 +395,7 @@ _SEEDS_SEEN = []
 
 
 class Dropping(nn.Module):
-    """Has dropout, and tells which seed it draws from."""
+    """Has dropout, and records which seed it draws from."""
 
     def __init__(self):
         super().__init__()
@@ -416,7 +417,7 @@ def test_dropout_is_new_every_round_and_belongs_to_the_seed(rng, algorithm):
     first = train(data, algorithm, seed=3, **options)
     assert len(set(_SEEDS_SEEN)) == 2  # a round each
     assert torch.equal(before, torch.random.get_rng_state())
-    torch.rand(5)  # whatever the program does in between
+    torch.rand(5)  # other work of the program in between
     again = train(data, algorithm, seed=3, **options)
     for name, value in first.prediction.learners.items():
         assert torch.equal(value, again.prediction.learners[name])
@@ -433,8 +434,8 @@ def test_with_one_gaussian_it_is_fedem(rng, solver):
     plain = without_density(one, M2)
     runs = []
     for algorithm in (one, plain):
-        shared, personal = algorithm.init(rows)
-        runs.append(run_rounds(algorithm, shared, personal, rows, max_rounds=8, tol=None))
+        run = Run(*algorithm.init(rows))
+        runs.append(run_rounds(algorithm, run, StackedClients(rows), last_round=8, tol=None))
     torch.testing.assert_close(runs[0].personal, runs[1].personal, atol=1e-8, rtol=0)
     assert float(runs[0].personal.std(0).max()) > 1e-3  # clients did become different
     for name, value in runs[0].shared.learners.items():

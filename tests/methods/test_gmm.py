@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from fedgmm.core.em import within_client_moments
-from fedgmm.core.gaussians import Moments, gaussians
+from fedgmm.core.gaussians import gaussians
+from fedgmm.core.sums import Total
 from fedgmm.data.federated import client_rows
 from fedgmm.methods.centroids import local_centroids
-from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
+from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared, overall_gaussian
 from oracles import (
     ALL_KINDS,
     as_dict,
@@ -186,7 +184,7 @@ def test_when_nobody_sends_a_centroid_the_start_is_drawn_from_the_overall_spread
 
 def test_the_overall_spread_survives_an_offset(rng):
     X = rng.normal(size=(50, 3)) * [1.0, 10.0, 100.0] + 1e9
-    whole = FederatedGMM(4).overall(rows_of({"a": X[:20], "b": X[20:]}))
+    whole = overall_gaussian(rows_of({"a": X[:20], "b": X[20:]}))
     assert_close(whole.means[0], X.mean(0), 1e-15)
     assert_close(whole.covariances[0].numpy() / X.var(0), np.ones(3), 1e-9)
 
@@ -245,8 +243,8 @@ def test_a_stacked_round_is_a_loop_over_clients(rng, threads, kind, aggregation,
         torch.from_numpy(weights),
     )
     personal = shared.weights.expand(13, -1)
-    personal, update = method.client_step(shared, personal, rows_of(clients))
-    new, info = method.server_step(shared, update)
+    personal, sums = method.client_step(shared, personal, rows_of(clients))
+    new, info = method.server_step(shared, sums)
 
     expected = looped_em(
         list(clients.values()), weights, means, covariances, kind, rounds=1, aggregation=aggregation
@@ -265,28 +263,23 @@ def test_clients_on_their_own_machines_send_the_same_sums(rng, kind, aggregation
     # The update of a federation is the sum of the updates of its clients, asked one by one.
     X, _ = blobs(rng, rows=90)
     clients = as_dict(X, ragged_ids(rng, 90, 5))
-    method = FederatedGMM(3, kind)
+    method = FederatedGMM(3, kind, aggregation)
     shared = method.start(rows_of(clients), "random", 0)
     pi = shared.weights[None]
-    parts = [method.client_step(shared, pi, rows_of({c: x}))[1] for c, x in clients.items()]
-    counts = torch.cat([part.counts for part in parts])
-    moments = Moments(
-        *(
-            sum(getattr(part.moments, name) for part in parts)
-            for name in ("counts", "first", "second")
-        )
+    alone, total = [], Total()
+    for name, x in clients.items():
+        own, sums = method.client_step(shared, pi, rows_of({name: x}))
+        alone.append(own)
+        total.add(sums)
+    apart = total.result()
+    personal, together = method.client_step(shared, pi.expand(len(clients), -1), rows_of(clients))
+    assert_close(personal, torch.cat(alone), 1e-12)
+    assert set(together) == set(apart)
+    for name, value in together.items():
+        assert_close(apart[name], value, 1e-12 if "counts" in name else 1e-11)
+    assert together["log_likelihood"].item() == pytest.approx(
+        apart["log_likelihood"].item(), rel=1e-12
     )
-    if aggregation == "paper":
-        first = torch.stack([part.moments.first for part in parts])
-        moments = within_client_moments(moments, counts, first, kind)
-    together = replace(method, aggregation=aggregation).client_step(
-        shared, pi.expand(len(clients), -1), rows_of(clients)
-    )[1]
-    assert_close(together.counts, counts, 1e-12)
-    for name in ("counts", "first", "second"):
-        assert_close(getattr(together.moments, name), getattr(moments, name), 1e-11)
-    total = sum(part.log_likelihood for part in parts)
-    assert together.log_likelihood.item() == pytest.approx(total.item(), rel=1e-12)
 
 
 def test_a_component_without_rows_is_reported(rng):
@@ -297,7 +290,7 @@ def test_a_component_without_rows_is_reported(rng):
         gaussians(means, torch.eye(2).double().repeat(2, 1, 1), "full"),
         torch.tensor([0.5, 0.5], dtype=torch.float64),
     )
-    _, update = method.client_step(shared, shared.weights[None], rows_of({"a": X}))
-    new, info = method.server_step(shared, update)
+    _, sums = method.client_step(shared, shared.weights[None], rows_of({"a": X}))
+    new, info = method.server_step(shared, sums)
     assert info.empty_components == (1,)
     assert torch.equal(new.gaussians.means[1], means[1])

@@ -1,4 +1,4 @@
-"""Which clients train side by side, and how a training that is lost is noticed."""
+"""Which clients train side by side, and how diverged training is noticed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fedgmm.training.local import train
 from supervised import federation
 
 
-class OnACard:
-    """Rows that say that they are on a card."""
+class OnAGPU:
+    """Rows that say that they are on a GPU."""
 
     def __init__(self, rows):
         self.features, self.inputs, self.offsets = rows.features, rows.inputs, rows.offsets
@@ -52,23 +52,23 @@ def test_the_largest_clients_come_first_and_empty_ones_not_at_all(rng):
     assert groups_of(net, rows, memory=2 * int(one)) == [whole[:2], whole[2:]]
 
 
-def test_small_images_train_in_groups_of_clients_alike_on_a_card(rng, monkeypatch):
+def test_small_images_train_in_groups_of_clients_alike_on_a_gpu(rng, monkeypatch):
     monkeypatch.setattr(local_training, "accelerator_memory", lambda _: 2**40)
-    rows = OnACard(pictures(rng, 70).train)
+    rows = OnAGPU(pictures(rng, 70).train)
     assert list(map(len, groups_of(network("cnn", (1, 8, 8), 2), rows))) == [64, 6]
     for learner in ("linear", "mlp"):  # their rounds take as long as their kernels take to start
         assert len(groups_of(network(learner, (64,), 2), rows)) == 1
 
 
 @pytest.fixture
-def card(monkeypatch):
-    """A card with memory for all."""
+def gpu(monkeypatch):
+    """A GPU with memory for all."""
     monkeypatch.setattr(devices, "_total_memory", lambda _: 2**44)
     monkeypatch.setattr(devices, "_smaller_shares", {})
 
 
 def room_for(most):
-    """What a group is visited by, on a card that others left room for so many clients."""
+    """Return a visitor of groups with room for so many clients, and the sizes that it saw."""
     tried = []
 
     def visit(results, clients):
@@ -82,16 +82,16 @@ def room_for(most):
     return visit, tried
 
 
-@pytest.mark.usefixtures("card")
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("most", [1, 3, 10])
-def test_on_a_full_card_groups_are_smaller_from_then_on(rng, most):
-    rows = OnACard(pictures(rng, 10).train)
+def test_on_a_full_gpu_groups_are_smaller_from_then_on(rng, most):
+    rows = OnAGPU(pictures(rng, 10).train)
     training = LocalTraining(network("cnn", (1, 8, 8), 2))
     params = training.initial(2, torch.device("cpu"))
     before = recorder_of(training.net)
     visit, tried = room_for(most)
-    told = r"memory of cuda ran out \(.*520.00 MiB\).*at most \d clients? at a time"
-    with nullcontext() if most == 10 else pytest.warns(UserWarning, match=told):
+    warning = r"memory of cuda ran out \(.*520.00 MiB\).*at most \d clients? at a time"
+    with nullcontext() if most == 10 else pytest.warns(UserWarning, match=warning):
         found = training.over_groups(rows, params, 1, visit)
     assert sorted(client for group, _ in found for client in group) == list(range(10))
     assert max(len(group) for group, _ in found) <= most
@@ -103,24 +103,25 @@ def test_on_a_full_card_groups_are_smaller_from_then_on(rng, most):
     assert max(tried) <= most
 
 
-@pytest.mark.usefixtures("card")
-def test_another_training_has_the_whole_share_again(rng):
-    card = torch.device("cuda")
-    whole = devices.accelerator_memory(card)
-    devices.use_less_memory(card)
-    assert devices.accelerator_memory(card) == whole // 2
+@pytest.mark.usefixtures("gpu")
+def test_another_run_has_the_whole_share_again(rng):
+    gpu = torch.device("cuda")
+    whole = devices.accelerator_memory(gpu)
+    devices.use_less_memory(gpu)
+    assert devices.accelerator_memory(gpu) == whole // 2
     train(federation(rng, sizes=(20, 20)), "fedavg", rounds=1)
-    assert devices.accelerator_memory(card) == whole
+    assert devices.accelerator_memory(gpu) == whole
 
 
-@pytest.mark.usefixtures("card")
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.filterwarnings("ignore:The memory of cuda ran out")
-def test_a_card_without_room_for_one_client_says_what_to_do(rng):
-    rows = OnACard(pictures(rng, 4).train)
+def test_a_gpu_without_room_for_one_client_says_what_to_do(rng):
+    rows = OnAGPU(pictures(rng, 4).train)
     training = LocalTraining(network("cnn", (1, 8, 8), 2))
     visit, tried = room_for(0)
     with pytest.raises(
-        torch.cuda.OutOfMemoryError, match=r"cuda.*\(CUDA out.*520.00 MiB\); end other.*batch_size"
+        torch.cuda.OutOfMemoryError,
+        match=r"cuda.*\(CUDA out.*520.00 MiB\).*batch_size",
     ):
         training.over_groups(rows, training.initial(1, torch.device("cpu")), 1, visit)
     assert (tried[0], tried[-1]) == (4, 1)
@@ -136,16 +137,16 @@ def test_steps_of_small_networks_alone_stay_in_the_cache(rng, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("learner", "rows_of_steps", "rows_on_a_card"),
+    ("learner", "rows_of_steps", "rows_on_a_gpu"),
     [("mobilenet", [1, 2], [8, 8]), ("cnn", [2, 1], [2, 1]), ("mlp", [2, 1], [2, 1])],
 )
 def test_batches_are_even_where_their_own_statistics_matter(
-    rng, learner, rows_of_steps, rows_on_a_card
+    rng, learner, rows_of_steps, rows_on_a_gpu
 ):
     rows = pictures(rng, 1, rows=5).train
     assert len(rows.inputs) == 3
     training = LocalTraining(network(learner, (3, 8, 8), 2), SGD(batch_size=2))
-    for own, expected in ((rows, rows_of_steps), (OnACard(rows), rows_on_a_card)):
+    for own, expected in ((rows, rows_of_steps), (OnAGPU(rows), rows_on_a_gpu)):
         plan = training.plan(own, torch.tensor([0]), [torch.arange(3)], training.sgd)
         assert [step.rows.shape[1] for step in plan.steps] == expected
 
@@ -155,7 +156,7 @@ def test_a_client_with_a_lost_number_is_named(rng, lost):
     rows = federation(rng, sizes=(20, 20, 20)).train
     clients = torch.tensor([2, 0, 1])
     params = {
-        "scale": torch.ones(3, 2),  # one number a learner
+        "scale": torch.ones(3, 2),  # one number per learner
         "weight": torch.ones(3, 2, 4, 5),
         "nothing": torch.ones(3, 2, 0),
     }

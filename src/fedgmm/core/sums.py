@@ -32,6 +32,8 @@ class Sum:
         shape: of the whole sum.
         rows: name of the sum that counts the rows behind each entry of the first axis; ``None`` if
             all rows of a client stand behind all entries. Entries without rows are zero.
+        pooled: the sum runs over all entries that ``rows`` counts, so it has no axis for them (tied
+            covariances).
         lowest: smallest value that an entry can have.
         largest: largest absolute value that one row can add to an entry. The range of a fixed-point
             number follows from it.
@@ -48,6 +50,7 @@ class Sum:
 
     shape: tuple[int, ...]
     rows: str | None = None
+    pooled: bool = False
     lowest: float = -math.inf
     largest: float = math.inf
     rounding: float = 0.0
@@ -148,8 +151,8 @@ class Total:
 def withhold(sums: Sums, declaration: Declaration, min_rows: float) -> Sums:
     """Set entries to zero that stand for too few rows, and their counts, too.
 
-    The ratio of the sums over clients then stays right. A sum without an entry per component (tied
-    covariances) is kept whole or not at all, and its group with it.
+    The ratio of the sums over clients then stays right. A pooled sum is kept whole or not at all, and
+    its group with it. Gathered entries are kept, because no ratio makes up for a missing one.
 
     Args:
         sums: of one client.
@@ -159,19 +162,18 @@ def withhold(sums: Sums, declaration: Declaration, min_rows: float) -> Sums:
     values = dict(sums)
     groups: dict[str, list[str]] = {}
     for name, one in declaration.items():
-        if one.rows is not None:
+        if one.rows is not None and not one.gathered:
             groups.setdefault(one.rows, []).append(name)
     for counts_name, names in groups.items():
         counts = sums[counts_name]
         kept = counts >= min_rows
         if any(declaration[name].as_mean for name in names):
             kept &= counts > ALIVE
-        if any(declaration[name].shape[:1] != counts.shape for name in names):
+        if any(declaration[name].pooled for name in names):
             kept = kept.all().expand_as(kept)
         for name in names:
-            value = sums[name]
-            mask = per_entry(kept, value) if value.shape[:1] == kept.shape else kept.all()
-            values[name] = torch.where(mask, value, 0.0)
+            mask = kept.all() if declaration[name].pooled else per_entry(kept, sums[name])
+            values[name] = torch.where(mask, sums[name], 0.0)
         values[counts_name] = torch.where(kept, counts, 0.0)
     return Sums(values, sums.gathered)
 
@@ -191,6 +193,8 @@ def check_sums(sums: Sums, declaration: Declaration, rows: int) -> None:
     """
     for name, one in declaration.items():
         value = sums[name]
+        if not value.numel():
+            continue
         if not bool(torch.isfinite(value).all()):
             raise SumsError(f"{name} is not finite")
         if bool((value < one.lowest - one.rounding * float(value.abs().max())).any()):
@@ -198,12 +202,8 @@ def check_sums(sums: Sums, declaration: Declaration, rows: int) -> None:
         behind = torch.tensor(float(rows), dtype=torch.float64) if not one.gathered else None
         if one.rows is not None:
             counts = sums[one.rows]
-            behind = counts.sum()
-            if value.shape[:1] == counts.shape:
-                behind = per_entry(counts, value)
-                if bool((value[counts == 0] != 0).any()):
-                    raise SumsError(f"{name} has entries without rows")
-            elif not bool(counts.any()) and bool(value.any()):
+            behind = counts.sum() if one.pooled else per_entry(counts, value)
+            if bool(((behind == 0) & (value != 0)).any()):
                 raise SumsError(f"{name} has entries without rows")
         if behind is not None and math.isfinite(one.largest):
             slack = 1e-4 * rows + 1e-6

@@ -263,6 +263,8 @@ class FederatedGMM:
             pairs: ``M1 · M2`` with learners; ``None`` means ``M``.
         """
         m, kind = self.components, self.covariance_type
+        # A client's own mean lies on the other side of the shared one in the worst case.
+        farthest = 2.0 if self.aggregation == "paper" else 1.0
         return {
             "counts": row_counts(pairs or m),
             "log_likelihood": Sum((), largest=_LARGEST_LOG_LIKELIHOOD),
@@ -276,24 +278,26 @@ class FederatedGMM:
             "gaussians/second": Sum(
                 covariance_shape(kind, m, columns),
                 rows="gaussians/counts",
+                pooled=kind == "tied",
                 lowest=-torch.inf if kind in ("full", "tied") else 0.0,
                 largest=(2 * FARTHEST) ** 2 * columns,
                 rounding=self._rounding,
                 semidefinite=kind in ("full", "tied"),
-                sensitivity=lambda clip: clip**2,
+                sensitivity=lambda clip: (farthest * clip) ** 2,
             ),
         }
 
     def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
         """Raise :class:`SumsError` for sums of one client that ``rows`` rows could not have made."""
+        if self.aggregation == "paper":
+            # Scatters around a client's own means may be nothing but rounding errors, whose size
+            # only the moments around the shared means show.
+            moments = paper_moments(moments_in(sums), self.covariance_type)
+            sums = Sums({**sums, "gaussians/second": moments.second})
         check_sums(sums, declaration, rows)
         check_counts(sums["counts"], rows)
-        check_moments(
-            sums,
-            sums["counts"].reshape(self.components, -1).sum(-1),
-            "identity" if self.aggregation == "paper" else self.covariance_type,
-            self._rounding,
-        )
+        of_gaussians = sums["counts"].reshape(self.components, -1).sum(-1)
+        check_moments(sums, of_gaussians, self.covariance_type, self._rounding)
 
     @property
     def _rounding(self) -> float:
@@ -446,7 +450,7 @@ def check_moments(sums: Sums, counts: Tensor, kind: CovarianceType, slack: float
     Args:
         sums: of one client.
         counts: ``γ_c(m1)``, ``(M1,)``, as the client's responsibilities have it.
-        kind: of the covariances; ``"identity"`` where second moments are around the client's means.
+        kind: of the covariances.
         slack: relative rounding error of the moments.
     """
     moments = moments_in(sums)

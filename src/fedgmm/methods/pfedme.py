@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fedgmm.core.em import average_learners
 from fedgmm.core.params import Params, add_params, expand_clients, weighted_sum
 from fedgmm.core.servers import ServerOptimiser, ServerState
 from fedgmm.core.sums import Declaration, Sum, Sums, row_counts
@@ -101,10 +102,10 @@ class PFedMe(SupervisedMethod[PFedMeShared, Params]):
         self, shared: PFedMeShared, sums: Sums, round_number: int = 1
     ) -> tuple[PFedMeShared, RoundInfo]:
         """Move to ``w ← (1 - β) w + β Σ_c N_c w_c / Σ_c N_c``."""
+        average = average_learners(sums.below(LEARNERS), sums[_COUNTS], shared.learners)
         target = {
-            name: (1.0 - self.mixing) * shared.learners[name].double()
-            + self.mixing * value / sums[_COUNTS][0]
-            for name, value in sums.below(LEARNERS).items()
+            name: (1.0 - self.mixing) * shared.learners[name].double() + self.mixing * value
+            for name, value in average.items()
         }
         share = self.training.rate_share(round_number)
         learners, server = self.server.step(shared.learners, target, shared.server, share)

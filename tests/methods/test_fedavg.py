@@ -192,8 +192,8 @@ def test_before_they_tune_clients_have_the_global_learner(rng):
     data = federation(rng)
     method = build(TrainingOptions(algorithm="fedavg+", dtype="float64"), module_network(data))
     shared, personal = method.init(data.train)
-    personal, update = method.client_step(shared, personal, data.train, 1)
-    shared, _ = method.server_step(shared, update)
+    personal, sums = method.client_step(shared, personal, data.train, 1)
+    shared, _ = method.server_step(shared, sums)
     prediction = method.prediction(shared, personal)
     for name, value in shared.learners.items():
         assert torch.equal(prediction.learners[name], value)
