@@ -10,7 +10,7 @@ import torch
 
 from fedgmm.core.servers import ServerOptimiser
 from fedgmm.nets.networks import network
-from fedgmm.training.build import _solver, build
+from fedgmm.training.build import build, solver_of
 from fedgmm.training.local import train
 from fedgmm.training.options import TrainingOptions
 from supervised import FAST, federation, predictions, two_groups
@@ -122,7 +122,7 @@ def test_newton_is_for_linear_learners(rng):
 )
 def test_who_takes_exact_steps(options, columns, expected):
     chosen = TrainingOptions(**options)
-    assert _solver(chosen, network(chosen.learner, (columns,), 2)) == expected
+    assert solver_of(chosen, network(chosen.learner, (columns,), 2)) == expected
 
 
 # ---------------------------------------------------------------------- schedules
