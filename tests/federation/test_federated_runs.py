@@ -168,12 +168,12 @@ def test_learners_travel_in_half_precision_on_request(files, tmp_path):
 def test_a_learner_without_rows_is_not_sent_back(files, tmp_path):
     seen = []
 
-    def look(name, question, answer):
-        if question.kind == "round":
-            sent = answer.arrays["sent"]
-            assert len(answer.arrays["learners/0.weight"]) == sent.sum()
+    def look(name, request, reply):
+        if request.kind == "round":
+            sent = reply.arrays["sent"]
+            assert len(reply.arrays["learners/0.weight"]) == sent.sum()
             seen.append(sent.tolist())
-        return answer
+        return reply
 
     sites = InMemorySites(files, tmp_path)
     sites.tamper = look

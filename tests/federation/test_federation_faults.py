@@ -13,7 +13,7 @@ from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings
 from small_runs import draw_rows, write_csv
 
-pytestmark = pytest.mark.usefixtures("quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "dtype": "float64"}
 
@@ -137,21 +137,21 @@ def test_a_folder_with_other_things_is_refused(files, tmp_path):
 def test_a_round_closes_without_the_dead(files, tmp_path):
     sites = InMemorySites(files, tmp_path)
 
-    def fail(_, questions):
-        rounds = [q.facts["round"] for q in questions.values() if q.kind == "round"]
+    def fail(_, requests):
+        rounds = [q.facts["round"] for q in requests.values() if q.kind == "round"]
         sites.down = {"bergen"} if rounds and rounds[0] in (2, 3) else set()
 
     sites.before_ask = fail
     _, lines = federate(files, tmp_path, sites=sites, **SIZE, rounds=5, min_clients=2)
     entries = history(tmp_path)
     assert [entry["answered"] for entry in entries] == [3, 2, 2, 3, 3]
-    assert entries[1]["dropped"] == {"bergen": "no answer within 5 s"}
+    assert entries[1]["dropped"] == {"bergen": "no reply within 5 s"}
     assert "dropped" not in entries[3]
-    assert "round 2: no update from bergen: no answer within 5 s" in lines
+    assert "round 2: no update from bergen: no reply within 5 s" in lines
 
 
 def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
-    """A client that misses rounds keeps its weights, even if its answer came too late to count."""
+    """A client that misses rounds keeps its weights, even if its reply came too late to count."""
     from fedgmm.data.tables.loading import load_federation
     from fedgmm.data.tables.preprocessing import TableOptions
     from fedgmm.federation.messages import Failure
@@ -160,9 +160,9 @@ def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
     missed = {("bergen", 2), ("bergen", 3), ("oslo", 4)}
     sites = InMemorySites(files, tmp_path)
 
-    def lose(name, question, answer):
-        late = question.kind == "round" and (name, question.facts["round"]) in missed
-        return Failure("no answer within 5 s") if late else answer
+    def lose(name, request, reply):
+        late = request.kind == "round" and (name, request.facts["round"]) in missed
+        return Failure("no reply within 5 s") if late else reply
 
     sites.tamper = lose
     federate(files, tmp_path, sites=sites, **SIZE, rounds=6, min_clients=2)
@@ -201,7 +201,7 @@ def test_below_the_quorum_the_server_waits_and_says_for_whom(files, tmp_path):
     federate(files, tmp_path, sites=sites, **SIZE, rounds=4, min_clients=2, notify=waited.append)
     assert "round 2: 1 of at least 2 clients have answered; waiting for oslo, tromso" in waited
     assert [entry["answered"] for entry in history(tmp_path)] == [3, 3, 3, 3]
-    # bergen's answer of the round was kept meanwhile
+    # bergen's reply of the round was kept meanwhile
     assert sites.asked[5] == ["round", "round"]
     federate(files, tmp_path / "whole", **SIZE, rounds=4)
     assert_same_end(tmp_path, tmp_path / "whole")
@@ -289,8 +289,8 @@ def test_late_joiners_take_part_from_the_next_round(files, tmp_path):
     late = write_csv(tmp_path / "late.csv", draw_rows(np.random.default_rng(8), 40))
     sites = InMemorySites(files, tmp_path)
 
-    def join(_, questions):
-        if any(q.facts.get("round") == 2 for q in questions.values()) and len(sites.settings) == 3:
+    def join(_, requests):
+        if any(q.facts.get("round") == 2 for q in requests.values()) and len(sites.settings) == 3:
             sites.add(late)
 
     sites.after_ask = join
@@ -426,8 +426,8 @@ def test_a_table_that_cannot_be_read_is_told_of_without_its_path(files, tmp_path
 def test_a_site_that_missed_the_end_fetches_its_model_later(files, tmp_path):
     sites = InMemorySites(files, tmp_path)
 
-    def leave(_, questions):
-        sites.gone = {"oslo"} if any(q.kind == "finish" for q in questions.values()) else sites.gone
+    def leave(_, requests):
+        sites.gone = {"oslo"} if any(q.kind == "finish" for q in requests.values()) else sites.gone
 
     sites.before_ask = leave
     _, lines = federate(files, tmp_path, sites=sites, **SIZE, rounds=3, round_timeout=0.05)
@@ -460,10 +460,10 @@ def test_questions_that_are_none_are_answered_in_plain_words(files, tmp_path):
     from fedgmm.federation.site import SiteError
 
     site = InMemorySites(files, tmp_path).site("node-0")
-    with pytest.raises(SiteError, match="there is no question 'steal'"):
-        site.answer(Message("steal", {}, {"protocol": 1}))
+    with pytest.raises(SiteError, match="there is no request 'steal'"):
+        site.reply(Message("steal", {}, {"protocol": PROTOCOL}))
     with pytest.raises(SiteError, match="does not speak the server's protocol"):
-        site.answer(Message("hello", {}, {"protocol": 99}))
+        site.reply(Message("hello", {}, {"protocol": 99}))
     for kind in ("start", "assigned", "round", "finish", "model"):
         with pytest.raises(SiteError):
-            site.answer(Message(kind, {}, {"protocol": 1, "run": "../../etc"}))
+            site.reply(Message(kind, {}, {"protocol": PROTOCOL, "run": "../../etc"}))

@@ -31,8 +31,8 @@ def finished(files, tmp_path_factory):
     sites = InMemorySites(files, home, share_metrics=True)
     sites.add(files[2], node="later", name="later", adapt_only=True)
     sites.sent = []
-    sites.tamper = lambda name, question, answer: (
-        sites.sent.append((name, question, answer)) or answer
+    sites.tamper = lambda name, request, reply: (
+        sites.sent.append((name, request, reply)) or reply
     )
     settings = home / "federation.toml"
     text = '[training]\nalgorithm = "gmm"\ncomponents = 3\nrounds = 5\ncovariance_type = "full"\n'
@@ -95,7 +95,7 @@ def test_there_are_densities_and_no_accuracies(finished):
         "rows",
         "log_density",
     }
-    assert not any("validation" in answer.facts for _, _, answer in sites.sent)
+    assert not any("validation" in reply.facts for _, _, reply in sites.sent)
     assert "No client shared" in (home / "server/report.html").read_text()
 
 
@@ -137,10 +137,10 @@ def test_the_number_of_gaussians_is_chosen_by_the_inputs(tmp_path):
 def test_a_liar_is_left_out_here_too(files, tmp_path, array):
     sites = InMemorySites(files, tmp_path)
 
-    def lie(name, question, answer):
-        if name == "oslo" and question.kind == "round" and question.facts["round"] > 1:
-            answer.arrays[array][:] = np.nan
-        return answer
+    def lie(name, request, reply):
+        if name == "oslo" and request.kind == "round" and request.facts["round"] > 1:
+            reply.arrays[array][:] = np.nan
+        return reply
 
     sites.tamper = lie
     _, lines = federate([], tmp_path, sites=sites, label=None, min_clients=2, **TRAINING)
