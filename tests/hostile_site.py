@@ -35,7 +35,7 @@ LIES = {
 
 
 class Liar(Site):
-    """Answers honestly until the second round, and never again."""
+    """Replies honestly in the first round, and never again."""
 
     first: Message | None = None
 

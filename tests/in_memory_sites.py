@@ -28,7 +28,7 @@ class InMemorySites:
     Attributes:
         down: names of sites that are connected but do not reply.
         gone: names of sites that are not connected.
-        dead: nodes that do not reply, whoever is there.
+        dead: nodes that do not reply.
         tamper: called with a site's name, the request and the reply; returns the reply.
         before_ask, after_ask: called with the number of the exchange and its requests.
         asked: kinds of the requests of every exchange.
@@ -100,7 +100,7 @@ def federation_settings(clients, label="state", **options):
 
 
 def federate(files, home, *, sites=None, notify=None, **options):
-    """A federation of some files; the transport and what was told."""
+    """Run a federation of some files; return the transport and the lines of the log."""
     sites = sites or InMemorySites(files, home)
     lines = []
     run_federation(

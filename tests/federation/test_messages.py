@@ -1,4 +1,4 @@
-"""What may cross the wire, and what may not."""
+"""Messages: the rules for arrays and facts."""
 
 import json
 import math
@@ -68,11 +68,11 @@ def test_floats_keep_every_bit(value):
         (Message("a" * 60), "kind"),
         (Message(7), "kind"),
         (Message("reply", {"x": [1.0]}), "not an array"),
-        (Message("reply", {"": np.zeros(2)}), "no name of an array"),
-        (Message("reply", {"a" * 300: np.zeros(2)}), "no name of an array"),
-        (Message("reply", {"é": np.zeros(2)}), "no name of an array"),
-        (Message("reply", {"a\nb": np.zeros(2)}), "no name of an array"),
-        (Message("reply", {3: np.zeros(2)}), "no name of an array"),
+        (Message("reply", {"": np.zeros(2)}), "not allowed"),
+        (Message("reply", {"a" * 300: np.zeros(2)}), "not allowed"),
+        (Message("reply", {"é": np.zeros(2)}), "not allowed"),
+        (Message("reply", {"a\nb": np.zeros(2)}), "not allowed"),
+        (Message("reply", {3: np.zeros(2)}), "not allowed"),
         (Message("reply", {"x": np.array([None], dtype=object)}), "of type 'object'"),
         (Message("reply", {"x": np.array(["a"])}), "of type"),
         (Message("reply", {"x": np.zeros(2, dtype=np.complex128)}), "of type 'complex128'"),
@@ -80,15 +80,15 @@ def test_floats_keep_every_bit(value):
         (Message("reply", {"x": np.zeros(2, dtype="M8[s]")}), "of type"),
         (Message("reply", {"x": np.zeros(2, dtype=[("a", "f8")])}), "of type"),
         (Message("reply", {"x": np.zeros((2,) + (1,) * 9)}), "too many axes"),
-        (Message("reply", {"x": np.zeros((4, 4)).T[1:]}), "row by row"),
+        (Message("reply", {"x": np.zeros((4, 4)).T[1:]}), "contiguous"),
         (Message("reply", {f"x{k}": np.zeros(0) for k in range(5000)}), "at most 4096"),
         (Message("reply", {}, {"x": math.nan}), "not finite"),
         (Message("reply", {}, {"x": math.inf}), "not finite"),
         (Message("reply", {}, {"x": 2**64}), "too large"),
-        (Message("reply", {}, {"x": {1, 2}}), "no JSON value"),
-        (Message("reply", {}, {"x": b"bytes"}), "no JSON value"),
-        (Message("reply", {}, {"x": object()}), "no JSON value"),
-        (Message("reply", {}, {1: 2}), "name that is no text"),
+        (Message("reply", {}, {"x": {1, 2}}), "JSON value"),
+        (Message("reply", {}, {"x": b"bytes"}), "JSON value"),
+        (Message("reply", {}, {"x": object()}), "JSON value"),
+        (Message("reply", {}, {1: 2}), "not text"),
         (Message("reply", {}, ["x"]), "not a JSON object"),
     ],
 )
@@ -107,7 +107,7 @@ def test_facts_are_bounded_in_depth_and_size():
         read_facts('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(MessageError, match="at most"):
         read_facts(b" " * 20_000_000)
-    with pytest.raises(MessageError, match="no JSON number"):
+    with pytest.raises(MessageError, match="JSON number"):
         read_facts('{"x": NaN}')
     with pytest.raises(MessageError, match="not a JSON object"):
         read_facts("[1]")
@@ -141,13 +141,5 @@ def test_the_module_is_light():
         "import sys; import fedgmm.federation.messages, fedgmm.federation.settings;"
         "heavy = {'torch', 'sklearn', 'pandas', 'pyarrow', 'flwr', 'scipy'} & set(sys.modules);"
         "sys.exit(len(heavy))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_core_does_not_import_flower():
-    code = (
-        "import sys; import fedgmm.federation.server, fedgmm.federation.site, fedgmm.cli;"
-        "sys.exit('flwr' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What a site and a server leave on disk, and what leaves a site."""
+"""The folders of a site and of the server, and the messages that leave a site."""
 
 import json
 import shutil
@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from fedgmm.federation import coordinator
+from fedgmm.federation.job import PROTOCOL
 from fedgmm.federation.messages import Message
-from fedgmm.federation.server import serve_model
+from fedgmm.federation.server import run_federation, serve_model
 from fedgmm.federation.settings import SiteSettings, read_settings
 from fedgmm.federation.site import Site
 from fedgmm.runs import open_run
@@ -73,7 +73,7 @@ def test_a_second_run_writes_over_the_first(finished, files, tmp_path):
     first = (tmp_path / "sites/oslo/model/model.json").read_bytes()
     sites = InMemorySites(files, tmp_path)
     settings = federation_settings(3, **{**SIZE, "components": 3})
-    coordinator.run_federation(settings, sites, tmp_path / "second")
+    run_federation(settings, sites, tmp_path / "second")
     assert (tmp_path / "sites/oslo/model/model.json").read_bytes() != first
     assert len(list((tmp_path / "sites/oslo/federation").iterdir())) == 1
 
@@ -136,7 +136,7 @@ def test_no_row_leaves_a_site(finished, files):
             assert array.size < 400
         assert str(files[0].parent) not in reply.facts_text()
         path = next(path for path in files if path.stem == name)
-        # names of columns and of categories are told in the summary; values of measurements never
+        # the summary holds names of columns and of categories, but no value of a measurement
         values = {row.split(",")[1] for row in path.read_text().splitlines()[1:]} - {""}
         assert not any(f'"{value}"' in reply.facts_text() for value in values), request.kind
 
@@ -195,12 +195,12 @@ def test_it_waits_for_the_model_during_a_training(files, tmp_path):
     sites.add(new, adapt_only=True)
     lines = []
     settings = federation_settings(3, **SIZE)
-    coordinator.run_federation(settings, sites, tmp_path / "server", notify=lines.append)
+    run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     assert "new waits for the finished model" in lines
     assert open_run(tmp_path / "sites/new").model.names == ["new"]
 
 
-def test_a_stranger_who_wants_to_train_after_the_end_is_told(finished, files, tmp_path):
+def test_a_client_that_wants_to_train_after_the_end_is_refused(finished, files, tmp_path):
     home, _, _ = finished
     new = write_csv(tmp_path / "new.csv", draw_rows(np.random.default_rng(3), 60))
     sites = InMemorySites([], tmp_path)
@@ -223,8 +223,8 @@ def test_a_method_without_weights_cannot_be_adapted_to(files, tmp_path):
     node = sites.add(new, adapt_only=True)
     lines = []
     settings = federation_settings(3, **SIZE, algorithm="pfedme")
-    coordinator.run_federation(settings, sites, tmp_path / "server", notify=lines.append)
-    assert any("new has not got the model" in line and "no weights" in line for line in lines)
+    run_federation(settings, sites, tmp_path / "server", notify=lines.append)
+    assert any("new has not received the model" in line and "no weights" in line for line in lines)
     assert "no weights" in sites.sites[node].unusable  # so that its client ends
 
 

@@ -74,8 +74,8 @@ def test_a_site_finds_novel_rows_with_it(finished, files, tmp_path):
         0.2,
     )  # fewer need more held-out rows than a site has here
     for site in ("oslo", "bergen"):
-        told = works("detect", finished[0] / "sites" / site, strange, *rate).stdout
-        assert json.loads(told)["novel"] == 30
+        found = works("detect", finished[0] / "sites" / site, strange, *rate).stdout
+        assert json.loads(found)["novel"] == 30
     usual = works("detect", finished[0] / "sites/oslo", files[0], *rate).stdout
     assert 0 < json.loads(usual)["novel"] < 30
 
@@ -119,9 +119,9 @@ def test_labels_and_mixture_do_not_go_together(files, tmp_path):
 
 
 def test_the_command_without_labels(files, tmp_path):
-    told = works("fit", *files, "--algorithm", "gmm", "--rounds", 2, "--out", tmp_path / "run")
-    assert "log-density" in told.output
-    assert "accuracy" not in told.output
+    result = works("fit", *files, "--algorithm", "gmm", "--rounds", 2, "--out", tmp_path / "run")
+    assert "log-density" in result.output
+    assert "accuracy" not in result.output
 
 
 def test_the_number_of_gaussians_is_chosen_by_the_inputs(tmp_path):
