@@ -125,9 +125,11 @@ def test_other_shapes_dtypes_and_names_are_dropped(honest, data):
         case "missing":
             del arrays[name]
         case "extra":
-            arrays[data.draw(st.sampled_from(["more", "learners/9.weight", "gaussians/third", "clients"]))] = (
-                array
-            )
+            arrays[
+                data.draw(
+                    st.sampled_from(["more", "learners/9.weight", "gaussians/third", "clients"])
+                )
+            ] = array
         case "dtype":
             kinds = {"float64", "float32", "float16", "int64", "uint8", "bool"} - {array.dtype.name}
             arrays[name] = array.astype(data.draw(st.sampled_from(sorted(kinds))))

@@ -254,7 +254,9 @@ def test_a_name_is_free_again_once_its_dead_connection_is_gone(files, tmp_path):
     settings = federation_settings(3, **SIZE, rounds=9, min_clients=2)
     run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     assert "a second client with the name 'oslo' is refused" in lines
-    assert lines.index("oslo is back") > lines.index("a second client with the name 'oslo' is refused")
+    assert lines.index("oslo is back") > lines.index(
+        "a second client with the name 'oslo' is refused"
+    )
     answered = [entry["answered"] for entry in history(tmp_path)]
     assert answered[0] == answered[-1] == 3
     assert 2 in answered

@@ -8,12 +8,13 @@ import pytest
 from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.federation.messages import Failure
+from fedgmm.federation.server import run_federation
 from fedgmm.federation.settings import FederationError
 from fedgmm.runs import open_run
 from fedgmm.training.checkpoint import read_checkpoint
 from fedgmm.training.local import train
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings, with_arrays
-from small_runs import write_sites
+from small_runs import draw_rows, write_csv
 
 pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
 
@@ -23,21 +24,35 @@ OPTIONS = {
     "learners": 2,
     "covariance_type": "full",
     "dtype": "float64",
-    "rounds": 12,
+    "rounds": 20,
     "patience": 2,
     "tol": "none",
 }
-# options with which the validation rows are predicted best before the last round
+# options with which the validation rows are predicted best long before the last round
 METHODS = {
-    "fedgmm": {},
-    "fedgmm-sgd": {"solver": "sgd", "lr": 1.0},
-    "fedgmm-warmup": {"solver": "sgd", "lr": 1.0, "warmup": 2},
-    "fedem": {"algorithm": "fedem"},
-    "fedavg+": {"algorithm": "fedavg+", "solver": "sgd", "lr": 1.0},
-    "local": {"algorithm": "local", "lr": 2.0},
-    "pfedme": {"algorithm": "pfedme", "lr": 2.0},
-    "clustered": {"algorithm": "clustered", "lr": 2.0},
+    "fedgmm": {"ridge": 1e-3},
+    "fedgmm-sgd": {"solver": "sgd", "lr": 2.0},
+    "fedgmm-warmup": {"solver": "sgd", "lr": 2.0, "learner": "mlp", "warmup": 2},
+    "fedem": {"algorithm": "fedem", "ridge": 1e-3},
+    "fedavg+": {"algorithm": "fedavg+", "solver": "sgd", "lr": 3.0, "learner": "mlp"},
+    "local": {"algorithm": "local", "lr": 1.0, "learner": "mlp"},
+    "pfedme": {"algorithm": "pfedme", "lr": 1.0, "learner": "mlp", "patience": 1},
+    "clustered": {"algorithm": "clustered", "lr": 1.0, "learner": "mlp"},
 }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Tables with wrong labels, so that learners fit the training rows too well."""
+    home, rng = tmp_path_factory.mktemp("noisy"), np.random.default_rng(4)
+    found = []
+    for number, (name, count) in enumerate({"oslo": 60, "bergen": 45, "tromso": 40}.items()):
+        rows = draw_rows(rng, count, turned=number % 2 == 1)
+        for row, wrong in zip(rows, rng.random(count) < 0.25, strict=True):
+            if wrong:
+                row["state"] = {"ill": "well", "well": "ill"}[row["state"]]
+        found.append(write_csv(home / f"{name}.csv", rows))
+    return found
 
 
 def in_one_process(files, **options):
@@ -51,11 +66,8 @@ def history(home):
 
 
 def scores_of(entries):
-    return [entry["validation_log_likelihood"] for entry in entries if entry_is_scored(entry)]
-
-
-def entry_is_scored(entry):
-    return "validation_log_likelihood" in entry
+    name = "validation_log_likelihood"
+    return [entry[name] for entry in entries if name in entry]
 
 
 def own_parts(model, name):
@@ -98,7 +110,7 @@ def states_of(home, name):
 def whole(files, tmp_path_factory):
     """A federation with patience that nothing disturbed."""
     home = tmp_path_factory.mktemp("whole")
-    sites, lines = federate(files, home, **OPTIONS, **METHODS["fedgmm-sgd"])
+    sites, lines = federate(files, home, **{**OPTIONS, **METHODS["fedgmm-sgd"]})
     return home, sites, lines
 
 
@@ -114,7 +126,7 @@ def test_the_best_round_is_that_of_one_process(files, tmp_path, method):
     best, last = best_round(tmp_path)
     first = len(entries) - len(here) + 1
     assert best == first + int(np.argmax(here))
-    assert best + OPTIONS["patience"] == last < OPTIONS["rounds"]  # it stopped early
+    assert best + options["patience"] == last < OPTIONS["rounds"]  # it stopped early
     assert_same_models(tmp_path, model)
 
 
@@ -161,7 +173,7 @@ def test_a_killed_server_finds_the_same_best_round(files, tmp_path, whole, when)
                 np.testing.assert_array_equal(found[key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("method", ["fedgmm-sgd", "pfedme", "local"])
+@pytest.mark.parametrize("method", ["fedgmm", "fedem", "pfedme", "local"])
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_site_that_missed_the_best_round(files, tmp_path, method, killed):
     """It ends with its own part from before, as a client does that did not reply in one process."""
@@ -169,9 +181,7 @@ def test_a_site_that_missed_the_best_round(files, tmp_path, method, killed):
     federate(files, tmp_path / "all", **options)
     missed = ("oslo", best_round(tmp_path / "all")[0])
     training = {name: value for name, value in options.items() if name != "min_clients"}
-    model = in_one_process(
-        files, answers=lambda number, name: (name, number) != missed, **training
-    )
+    model = in_one_process(files, answers=lambda number, name: (name, number) != missed, **training)
     scores = scores_of(model.history)
     best = len(model.history) - len(scores) + 1 + int(np.argmax(scores))
     assert best == missed[1]  # otherwise the test tests nothing
@@ -197,7 +207,7 @@ def test_a_site_that_missed_the_best_round(files, tmp_path, method, killed):
     assert best_round(home)[0] == best
     np.testing.assert_allclose(scores_of(history(home)), scores, rtol=0, atol=1e-8)
     assert best not in states_of(home, "oslo")
-    assert best - 1 in states_of(home, "oslo")
+    assert best == 1 or best - 1 in states_of(home, "oslo")
     assert_same_models(home, model)
 
 
@@ -243,7 +253,7 @@ def test_a_site_cannot_weigh_more_in_a_score(files, tmp_path, lie):
 
 def test_a_late_client_does_not_move_the_best_round(files, tmp_path):
     """It joins after the best round, so it ends with the best model as a newcomer."""
-    (late,) = write_sites(tmp_path / "late", {"zz": 60}, seed=3)
+    late = write_csv(tmp_path / "zz.csv", draw_rows(np.random.default_rng(3), 60))
     options = {**OPTIONS, **METHODS["fedgmm-sgd"]}
     sites = InMemorySites(files, tmp_path)
 
@@ -254,8 +264,6 @@ def test_a_late_client_does_not_move_the_best_round(files, tmp_path):
 
     sites.before_ask = join
     settings = federation_settings(3, **options)
-    from fedgmm.federation.server import run_federation
-
     run_federation(settings, sites, tmp_path / "server")
     best, last = best_round(tmp_path)
     assert open_run(tmp_path / "sites/zz").model.names == ["zz"]

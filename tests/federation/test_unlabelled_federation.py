@@ -31,9 +31,7 @@ def finished(files, tmp_path_factory):
     sites = InMemorySites(files, home, share_metrics=True)
     sites.add(files[2], node="later", name="later", adapt_only=True)
     sites.sent = []
-    sites.tamper = lambda name, request, reply: (
-        sites.sent.append((name, request, reply)) or reply
-    )
+    sites.tamper = lambda name, request, reply: sites.sent.append((name, request, reply)) or reply
     settings = home / "federation.toml"
     text = '[training]\nalgorithm = "gmm"\ncomponents = 3\nrounds = 5\ncovariance_type = "full"\n'
     settings.write_text(text + 'dtype = "float64"\n[federation]\nclients = 3\n')
