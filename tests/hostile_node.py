@@ -1,4 +1,4 @@
-"""A node with a good key and bad manners, as a program: announces answers that it never sends.
+"""A node with a good key and bad manners, as a program: announces replies that it never sends.
 
 Arguments: address, private key, certificate of the authority.
 """
@@ -14,7 +14,7 @@ from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supernode.fleet_http_connection import http_request_response
 
 from fedgmm.federation.flower.records import to_records
-from fedgmm.federation.messages import Message as Answer
+from fedgmm.federation.messages import Message as Reply
 
 
 def main() -> None:
@@ -29,18 +29,18 @@ def main() -> None:
             if asked is None:
                 time.sleep(0.2)
                 continue
-            question, _ = asked
-            confirm(question.metadata.run_id, question.metadata.message_id)
-            content: RecordDict = to_records(Answer("answer", {}, {"name": "oslo"}))
-            answer = Message(content, reply_to=question)
-            answer.metadata.__dict__["_message_id"] = answer.object_id
+            request, _ = asked
+            confirm(request.metadata.run_id, request.metadata.message_id)
+            content: RecordDict = to_records(Reply("reply", {}, {"name": "oslo"}))
+            reply = Message(content, reply_to=request)
+            reply.metadata.__dict__["_message_id"] = reply.object_id
             missing, session = send(
-                remove_content_from_message(answer), get_object_tree(answer), 0.0
+                remove_content_from_message(reply), get_object_tree(reply), 0.0
             )
             print("announced", flush=True)
             for piece in missing:  # far too large, and not what was announced
                 try:
-                    push_object(question.metadata.run_id, session, piece, b"0" * 40_000_000)
+                    push_object(request.metadata.run_id, session, piece, b"0" * 40_000_000)
                 except Exception as error:
                     print(f"refused: {error}", flush=True)
                     break

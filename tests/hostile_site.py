@@ -35,22 +35,22 @@ LIES = {
 
 
 class Liar(Site):
-    """Answers honestly until the second round, and never again."""
+    """Replies honestly in the first round, and never again."""
 
     first: Message | None = None
 
-    def answer(self, question: Message) -> Message:
-        answer = super().answer(question)
-        if question.kind != "round":
-            return answer
-        self.first = self.first or answer
-        number = question.facts["round"] - 2
+    def reply(self, request: Message) -> Message:
+        reply = super().reply(request)
+        if request.kind != "round":
+            return reply
+        self.first = self.first or reply
+        number = request.facts["round"] - 2
         if not 0 <= number < len(LIES):
-            return answer
+            return reply
         name, lie = list(LIES.values())[number]
         if lie is None:
             return self.first
-        return replace(answer, arrays={**answer.arrays, name: lie(answer.arrays[name])})
+        return replace(reply, arrays={**reply.arrays, name: lie(reply.arrays[name])})
 
 
 def main() -> None:

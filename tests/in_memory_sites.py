@@ -1,4 +1,4 @@
-"""A federation in one process: sites that answer at once, die, come back, or lie."""
+"""A federation in one process: sites that reply at once, die, come back, or lie."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ class Killed(BaseException):
 
 
 class InMemorySites:
-    """Nodes are numbered; every question meets a new :class:`Site`, as after a restart.
+    """Nodes are numbered; every request meets a new :class:`Site`, as after a restart.
+
+    New sites share the rows of a table as long as its file is the same, because reading it again for
+    every request would take most of the time of these tests.
 
     Attributes:
-        down: names of sites that are connected but do not answer.
+        down: names of sites that are connected but do not reply.
         gone: names of sites that are not connected.
-        dead: nodes that do not answer, whoever is there.
-        tamper: called with a site's name, the question and the answer; returns the answer.
-        before_ask, after_ask: called with the number of the exchange and its questions.
-        asked: kinds of the questions of every exchange.
+        dead: nodes that do not reply.
+        tamper: called with a site's name, the request and the reply; returns the reply.
+        before_ask, after_ask: called with the number of the exchange and its requests.
+        asked: kinds of the requests of every exchange.
     """
 
     def __init__(self, files, home, *, fresh=True, **settings):
@@ -37,11 +40,11 @@ class InMemorySites:
         for number, path in enumerate(files):
             self.add(path, node=f"node-{number}", **settings)
         self.fresh = fresh
-        self.sites = {}
+        self.sites, self.tables = {}, {}
         self.down, self.gone, self.dead = set(), set(), set()
-        self.tamper = lambda name, question, answer: answer
-        self.before_ask = lambda number, questions: None
-        self.after_ask = lambda number, questions: None
+        self.tamper = lambda name, request, reply: reply
+        self.before_ask = lambda number, requests: None
+        self.after_ask = lambda number, requests: None
         self.asked = []
         self.lines = {}
 
@@ -59,16 +62,19 @@ class InMemorySites:
     def site(self, node):
         if self.fresh or node not in self.sites:
             lines = self.lines.setdefault(self.name_of(node), [])
-            self.sites[node] = Site(self.settings[node], notify=lines.append)
+            self.sites[node] = site = Site(self.settings[node], notify=lines.append)
+            path = site.table.path
+            unchanged = (node, path, path.stat().st_mtime_ns, path.stat().st_size)
+            site.table = self.tables.setdefault(unchanged, site.table)
         return self.sites[node]
 
     def nodes(self):
         return [node for node in self.settings if self.name_of(node) not in self.gone]
 
-    def ask(self, questions, timeout):
-        self.asked.append([question.kind for question in questions.values()])
-        self.before_ask(len(self.asked), questions)
-        for node, question in questions.items():
+    def ask(self, requests, timeout):
+        self.asked.append([request.kind for request in requests.values()])
+        self.before_ask(len(self.asked), requests)
+        for node, request in requests.items():
             if node not in self.settings or node in self.dead:
                 yield node, Failure("the node is gone")
                 continue
@@ -77,12 +83,12 @@ class InMemorySites:
                 yield node, Failure(f"no reply within {timeout:g} s")
                 continue
             try:
-                answer = self.site(node).reply(question)
+                reply = self.site(node).reply(request)
             except SiteError as error:
                 yield node, Failure(f"the client reports: {error}")
                 continue
-            yield node, self.tamper(name, question, answer)
-        self.after_ask(len(self.asked), questions)
+            yield node, self.tamper(name, request, reply)
+        self.after_ask(len(self.asked), requests)
 
 
 def federation_settings(clients, label="state", **options):
@@ -94,7 +100,7 @@ def federation_settings(clients, label="state", **options):
 
 
 def federate(files, home, *, sites=None, notify=None, **options):
-    """A federation of some files; the transport and what was told."""
+    """Run a federation of some files; return the transport and the lines of the log."""
     sites = sites or InMemorySites(files, home)
     lines = []
     run_federation(
@@ -118,12 +124,12 @@ def mixture_at_hand(files, label, rounds):
     return shared
 
 
-def with_arrays(answer, **arrays):
-    """An answer with some arrays replaced."""
+def with_arrays(reply, **arrays):
+    """An reply with some arrays replaced."""
     named = {name.replace("__", "/"): value for name, value in arrays.items()}
-    return Message(answer.kind, {**answer.arrays, **named}, answer.facts)
+    return Message(reply.kind, {**reply.arrays, **named}, reply.facts)
 
 
-def with_facts(answer, **facts):
-    """An answer with some facts replaced."""
-    return replace(answer, facts={**answer.facts, **facts})
+def with_facts(reply, **facts):
+    """An reply with some facts replaced."""
+    return replace(reply, facts={**reply.facts, **facts})

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from small_runs import write_sites
 
 
+@pytest.fixture(autouse=True)
+def _limited():
+    """Fail a test that waits, because an exchange below its quorum waits without a limit."""
+
+    def give_up(*_):
+        raise TimeoutError("the test took longer than 300 s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """One CSV file a site."""
+    """One CSV file per site."""
     return write_sites(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
 def quick_looks(monkeypatch):
-    """The server hardly waits between two looks at who is there."""
+    """Let the server hardly wait between two looks at the connected nodes."""
     monkeypatch.setattr("fedgmm.federation.server._POLL", 0.001)
 
 
 @pytest.fixture(scope="module")
 def blank_reports():
-    """What a report shows is gathered and its file written, but the page is blank."""
+    """Gather the contents of a report and write its file, but leave the page blank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedgmm.report.page.render", lambda contents: "")
         yield

@@ -6,14 +6,13 @@ import time
 import numpy as np
 import pytest
 
-from fedgmm.federation.messages import Message
 from fedgmm.federation.server import run_federation, serve_model
 from fedgmm.federation.settings import FederationError
 from fedgmm.runs import open_run
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings
 from small_runs import draw_rows, write_csv
 
-pytestmark = pytest.mark.usefixtures("quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "dtype": "float64"}
 
@@ -48,7 +47,7 @@ def assert_same_end(home, other):
 
 
 def dies_at(exchange):
-    """What an exchange calls: the server is killed at this one."""
+    """Return a callback that kills the server at an exchange."""
 
     def die(number, _):
         if number == exchange:
@@ -125,9 +124,9 @@ def test_a_run_goes_on_with_its_own_settings_only(files, tmp_path):
 def test_a_folder_with_other_things_is_refused(files, tmp_path):
     (tmp_path / "server").mkdir()
     (tmp_path / "server/thesis.txt").write_text("all my work")
-    with pytest.raises(FederationError, match="is not empty and holds no federation"):
+    with pytest.raises(FederationError, match="not empty"):
         federate(files, tmp_path, **SIZE)
-    with pytest.raises(FederationError, match="holds no finished federation"):
+    with pytest.raises(FederationError, match="finished"):
         serve_model(federation_settings(3), InMemorySites(files, tmp_path), tmp_path / "none")
 
 
@@ -137,21 +136,21 @@ def test_a_folder_with_other_things_is_refused(files, tmp_path):
 def test_a_round_closes_without_the_dead(files, tmp_path):
     sites = InMemorySites(files, tmp_path)
 
-    def fail(_, questions):
-        rounds = [q.facts["round"] for q in questions.values() if q.kind == "round"]
+    def fail(_, requests):
+        rounds = [q.facts["round"] for q in requests.values() if q.kind == "round"]
         sites.down = {"bergen"} if rounds and rounds[0] in (2, 3) else set()
 
     sites.before_ask = fail
     _, lines = federate(files, tmp_path, sites=sites, **SIZE, rounds=5, min_clients=2)
     entries = history(tmp_path)
     assert [entry["answered"] for entry in entries] == [3, 2, 2, 3, 3]
-    assert entries[1]["dropped"] == {"bergen": "no answer within 5 s"}
+    assert entries[1]["dropped"] == {"bergen": "no reply within 5 s"}
     assert "dropped" not in entries[3]
-    assert "round 2: no update from bergen: no answer within 5 s" in lines
+    assert "round 2: no update from bergen: no reply within 5 s" in lines
 
 
 def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
-    """A client that misses rounds keeps its weights, even if its answer came too late to count."""
+    """A client that misses rounds keeps its weights, even if its reply came too late to count."""
     from fedgmm.data.tables.loading import load_federation
     from fedgmm.data.tables.preprocessing import TableOptions
     from fedgmm.federation.messages import Failure
@@ -160,9 +159,9 @@ def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
     missed = {("bergen", 2), ("bergen", 3), ("oslo", 4)}
     sites = InMemorySites(files, tmp_path)
 
-    def lose(name, question, answer):
-        late = question.kind == "round" and (name, question.facts["round"]) in missed
-        return Failure("no answer within 5 s") if late else answer
+    def lose(name, request, reply):
+        late = request.kind == "round" and (name, request.facts["round"]) in missed
+        return Failure("no reply within 5 s") if late else reply
 
     sites.tamper = lose
     federate(files, tmp_path, sites=sites, **SIZE, rounds=6, min_clients=2)
@@ -180,7 +179,7 @@ def test_those_who_miss_rounds_end_as_in_one_process(files, tmp_path):
         np.testing.assert_allclose(own.client_weights[0], wanted, atol=1e-10)
 
 
-def test_a_quorum_of_one_is_told_in_the_singular(files, tmp_path):
+def test_a_quorum_of_one_is_reported_in_the_singular(files, tmp_path):
     sites, waited = InMemorySites(files, tmp_path), []
 
     def fail(number, _):
@@ -188,7 +187,7 @@ def test_a_quorum_of_one_is_told_in_the_singular(files, tmp_path):
 
     sites.before_ask = fail
     federate(files, tmp_path, sites=sites, **SIZE, rounds=4, min_clients=1, notify=waited.append)
-    assert any("0 of at least 1 client has answered; waiting for bergen" in line for line in waited)
+    assert any("0 of at least 1 client has replied; waiting for bergen" in line for line in waited)
 
 
 def test_below_the_quorum_the_server_waits_and_says_for_whom(files, tmp_path):
@@ -199,29 +198,29 @@ def test_below_the_quorum_the_server_waits_and_says_for_whom(files, tmp_path):
 
     sites.before_ask = fail
     federate(files, tmp_path, sites=sites, **SIZE, rounds=4, min_clients=2, notify=waited.append)
-    assert "round 2: 1 of at least 2 clients have answered; waiting for oslo, tromso" in waited
+    assert "round 2: 1 of at least 2 clients have replied; waiting for oslo, tromso" in waited
     assert [entry["answered"] for entry in history(tmp_path)] == [3, 3, 3, 3]
-    # bergen's answer of the round was kept meanwhile
+    # bergen's reply of the round was kept meanwhile
     assert sites.asked[5] == ["round", "round"]
     federate(files, tmp_path / "whole", **SIZE, rounds=4)
     assert_same_end(tmp_path, tmp_path / "whole")
 
 
 def test_a_site_that_is_not_connected_is_waited_for(files, tmp_path):
-    sites, told = InMemorySites(files, tmp_path), []
+    sites, lines = InMemorySites(files, tmp_path), []
 
     def leave(number, _):
         if number == 5:
             sites.gone = {"oslo"}
 
     def notify(line):
-        told.append(line)
+        lines.append(line)
         if "waiting for oslo" in line:
             sites.gone = set()
 
     sites.before_ask = leave
     federate(files, tmp_path, sites=sites, **SIZE, rounds=3, notify=notify)
-    assert any(line.startswith("round 2: 2 of at least 3") for line in told)
+    assert any(line.startswith("round 2: 2 of at least 3") for line in lines)
     assert len(history(tmp_path)) == 3
 
 
@@ -244,7 +243,7 @@ def test_a_name_is_free_again_once_its_dead_connection_is_gone(files, tmp_path):
     sites = InMemorySites(files, tmp_path)
 
     def restart(number, _):
-        if number == 5:  # the old connection stays in the list, but nobody answers there
+        if number == 5:  # the old connection stays in the list, but does not reply
             sites.settings["node-9"] = sites.settings["node-0"]
             sites.dead = {"node-0"}
         if number == 9:
@@ -254,8 +253,10 @@ def test_a_name_is_free_again_once_its_dead_connection_is_gone(files, tmp_path):
     lines = []
     settings = federation_settings(3, **SIZE, rounds=9, min_clients=2)
     run_federation(settings, sites, tmp_path / "server", notify=lines.append)
-    assert "a second client called 'oslo' is refused" in lines
-    assert lines.index("oslo is back") > lines.index("a second client called 'oslo' is refused")
+    assert "a second client with the name 'oslo' is refused" in lines
+    assert lines.index("oslo is back") > lines.index(
+        "a second client with the name 'oslo' is refused"
+    )
     answered = [entry["answered"] for entry in history(tmp_path)]
     assert answered[0] == answered[-1] == 3
     assert 2 in answered
@@ -272,7 +273,7 @@ def test_a_site_that_lost_its_disk_starts_as_a_newcomer(files, tmp_path):
 
     sites.before_ask = burn
     federate(files, tmp_path, sites=sites, **SIZE, rounds=4)
-    assert any("nothing is left of round 2" in line for line in sites.lines["oslo"])
+    assert any("the state after round 2 is missing" in line for line in sites.lines["oslo"])
     assert len(history(tmp_path)) == 4
 
 
@@ -289,8 +290,8 @@ def test_late_joiners_take_part_from_the_next_round(files, tmp_path):
     late = write_csv(tmp_path / "late.csv", draw_rows(np.random.default_rng(8), 40))
     sites = InMemorySites(files, tmp_path)
 
-    def join(_, questions):
-        if any(q.facts.get("round") == 2 for q in questions.values()) and len(sites.settings) == 3:
+    def join(_, requests):
+        if any(q.facts.get("round") == 2 for q in requests.values()) and len(sites.settings) == 3:
             sites.add(late)
 
     sites.after_ask = join
@@ -318,9 +319,9 @@ def test_late_joiners_of_other_methods(files, tmp_path, algorithm):
     assert open_run(tmp_path / "sites/a-late-one").model.names == ["a-late-one"]
 
 
-def test_codes_of_clusters_follow_the_names_while_a_round_waits(files, tmp_path, monkeypatch):
-    """Somebody whose name comes first joins while a round is below its quorum."""
-    from fedgmm.methods.clustered import ClusteredFL
+def test_codes_of_clusters_stay_when_a_client_joins_late(files, tmp_path, monkeypatch):
+    """A client whose name comes first joins while a round is below its quorum."""
+    from fedgmm.methods.clustered import CLIENTS, ClusteredFL
 
     late = write_csv(tmp_path / "a-late-one.csv", draw_rows(np.random.default_rng(8), 40))
     sites, seen = InMemorySites(files, tmp_path), []
@@ -332,15 +333,24 @@ def test_codes_of_clusters_follow_the_names_while_a_round_waits(files, tmp_path,
 
     step = ClusteredFL.server_step
 
-    def look(self, shared, update, number):
-        seen.append((update.clients.tolist(), len(shared.clusters)))
-        return step(self, shared, update, number)
+    def look(self, shared, sums, number):
+        rows = dict(zip(sums[CLIENTS].tolist(), sums["rows"].tolist(), strict=True))
+        seen.append((rows, len(shared.clusters)))
+        return step(self, shared, sums, number)
 
     sites.before_ask = join
     monkeypatch.setattr(ClusteredFL, "server_step", look)
     settings = federation_settings(3, **SIZE, rounds=3, algorithm="clustered")
     run_federation(settings, sites, tmp_path / "server")
-    assert seen == [([0, 1, 2], 3), ([0, 1, 2, 3], 4), ([0, 1, 2, 3], 4)]
+    assert [clients for _, clients in seen] == [3, 4, 4]
+    bergen, oslo, tromso = (seen[0][0][code] for code in range(3))
+    assert [rows for rows, _ in seen] == [
+        {0: bergen, 1: oslo, 2: tromso},
+        {0: bergen, 1: oslo, 2: tromso, 3: 24.0},
+        {0: bergen, 1: oslo, 2: tromso, 3: 24.0},
+    ]
+    model = open_run(tmp_path / "server").model
+    assert model.names == ["bergen", "oslo", "tromso", "a-late-one"]
 
 
 @pytest.mark.parametrize(
@@ -385,7 +395,7 @@ def test_a_second_site_of_one_name_is_refused(files, tmp_path):
     lines = []
     settings = federation_settings(3, **SIZE, rounds=3)
     run_federation(settings, sites, tmp_path / "server", notify=lines.append)
-    assert "a second client called 'bergen' is refused" in lines
+    assert "a second client with the name 'bergen' is refused" in lines
     assert [entry["answered"] for entry in history(tmp_path)] == [3] * 3
 
 
@@ -406,7 +416,7 @@ def test_too_few_clients_within_the_time(files, tmp_path):
         run_federation(settings, sites, tmp_path / "server")
 
 
-def test_a_table_that_cannot_be_read_is_told_of_without_its_path(files, tmp_path):
+def test_a_table_that_cannot_be_read_is_reported_without_its_path(files, tmp_path):
     (tmp_path / "broken.csv").write_text("age,dose\n1,2\n")
     sites = InMemorySites([*files, tmp_path / "broken.csv"], tmp_path)
     lines = []
@@ -424,8 +434,8 @@ def test_a_table_that_cannot_be_read_is_told_of_without_its_path(files, tmp_path
 def test_a_site_that_missed_the_end_fetches_its_model_later(files, tmp_path):
     sites = InMemorySites(files, tmp_path)
 
-    def leave(_, questions):
-        sites.gone = {"oslo"} if any(q.kind == "finish" for q in questions.values()) else sites.gone
+    def leave(_, requests):
+        sites.gone = {"oslo"} if any(q.kind == "finish" for q in requests.values()) else sites.gone
 
     sites.before_ask = leave
     _, lines = federate(files, tmp_path, sites=sites, **SIZE, rounds=3, round_timeout=0.05)
@@ -452,16 +462,3 @@ def test_diverging_training_ends_with_the_last_good_state(files, tmp_path):
     assert "A smaller learning rate" in metrics["stopped"]
     model = open_run(tmp_path / "sites/oslo").model
     assert np.isfinite(model.predict_proba(np.zeros((2, model.input_shape[0])))).all()
-
-
-def test_questions_that_are_none_are_answered_in_plain_words(files, tmp_path):
-    from fedgmm.federation.site import SiteError
-
-    site = InMemorySites(files, tmp_path).site("node-0")
-    with pytest.raises(SiteError, match="there is no question 'steal'"):
-        site.answer(Message("steal", {}, {"protocol": 1}))
-    with pytest.raises(SiteError, match="does not speak the server's protocol"):
-        site.answer(Message("hello", {}, {"protocol": 99}))
-    for kind in ("start", "assigned", "round", "finish", "model"):
-        with pytest.raises(SiteError):
-            site.answer(Message(kind, {}, {"protocol": 1, "run": "../../etc"}))

@@ -1,4 +1,4 @@
-"""What a site and a server leave on disk, and what leaves a site."""
+"""The folders of a site and of the server, and the messages that leave a site."""
 
 import json
 import shutil
@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from fedgmm.federation import coordinator
+from fedgmm.federation.job import PROTOCOL
 from fedgmm.federation.messages import Message
-from fedgmm.federation.server import serve_model
+from fedgmm.federation.server import run_federation, serve_model
 from fedgmm.federation.settings import SiteSettings, read_settings
 from fedgmm.federation.site import Site
 from fedgmm.runs import open_run
@@ -28,7 +28,7 @@ def finished(files, tmp_path_factory):
         sites.settings["node-0"].data, sites.settings["node-0"].out, share_metrics=True
     )
     sent = []
-    sites.tamper = lambda name, question, answer: sent.append((name, question, answer)) or answer
+    sites.tamper = lambda name, request, reply: sent.append((name, request, reply)) or reply
     federate(files, home, sites=sites, **SIZE)
     return home, sites, sent
 
@@ -73,7 +73,7 @@ def test_a_second_run_writes_over_the_first(finished, files, tmp_path):
     first = (tmp_path / "sites/oslo/model/model.json").read_bytes()
     sites = InMemorySites(files, tmp_path)
     settings = federation_settings(3, **{**SIZE, "components": 3})
-    coordinator.run_federation(settings, sites, tmp_path / "second")
+    run_federation(settings, sites, tmp_path / "second")
     assert (tmp_path / "sites/oslo/model/model.json").read_bytes() != first
     assert len(list((tmp_path / "sites/oslo/federation").iterdir())) == 1
 
@@ -120,8 +120,8 @@ def test_only_figures_that_were_shared_reach_the_server(finished):
     own = json.loads((home / "sites/oslo/metrics.json").read_text())
     assert metrics["clients"]["oslo"]["accuracy"] == own["clients"]["oslo"]["accuracy"]
     assert metrics["test"]["mean_accuracy"] == own["test"]["mean_accuracy"]
-    for name, _, answer in sent:
-        assert ("metrics" in answer.facts or "validation" in answer.facts) <= (name == "oslo")
+    for name, _, reply in sent:
+        assert ("metrics" in reply.facts or "validation" in reply.facts) <= (name == "oslo")
     rounds = [json.loads(line) for line in (home / "server/history.jsonl").open()]
     assert all(0 <= entry["validation_accuracy"] <= 1 for entry in rounds[:-1])
 
@@ -129,16 +129,16 @@ def test_only_figures_that_were_shared_reach_the_server(finished):
 def test_no_row_leaves_a_site(finished, files):
     """Numbers of the files do not appear in what was sent, and nothing has as many rows as they."""
     _, _, sent = finished
-    for name, question, answer in sent:
-        rows = answer.facts.get("rows")
-        for array in answer.arrays.values():
+    for name, request, reply in sent:
+        rows = reply.facts.get("rows")
+        for array in reply.arrays.values():
             assert rows not in array.shape
             assert array.size < 400
-        assert str(files[0].parent) not in answer.facts_text()
+        assert str(files[0].parent) not in reply.facts_text()
         path = next(path for path in files if path.stem == name)
-        # names of columns and of categories are told in the summary; values of measurements never
+        # the summary holds names of columns and of categories, but no value of a measurement
         values = {row.split(",")[1] for row in path.read_text().splitlines()[1:]} - {""}
-        assert not any(f'"{value}"' in answer.facts_text() for value in values), question.kind
+        assert not any(f'"{value}"' in reply.facts_text() for value in values), request.kind
 
 
 @pytest.mark.parametrize("command", ["evaluate", "report", "resume"])
@@ -155,7 +155,7 @@ def test_a_site_that_only_adapts_sends_nothing(finished, tmp_path):
     new = write_csv(tmp_path / "new.csv", draw_rows(np.random.default_rng(3), 60))
     sites, sent = InMemorySites([], tmp_path), []
     sites.add(new, adapt_only=True)
-    sites.tamper = lambda name, question, answer: sent.append((question, answer)) or answer
+    sites.tamper = lambda name, request, reply: sent.append((request, reply)) or reply
     settings = federation_settings(3, **SIZE)
     lines, looks = [], iter(range(50))
     serve_model(
@@ -167,10 +167,10 @@ def test_a_site_that_only_adapts_sends_nothing(finished, tmp_path):
     )
     serve_model(settings, sites, home / "server", stop=lambda: next(looks) > 41)
     assert "new has the model and adapts" in lines
-    for question, answer in sent:
-        assert not answer.arrays
-        assert set(answer.facts) <= {"name", "ticket", "version", "adapt_only", "share_metrics"}, (
-            question
+    for request, reply in sent:
+        assert not reply.arrays
+        assert set(reply.facts) <= {"name", "ticket", "version", "adapt_only", "share_metrics"}, (
+            request
         )
     run = open_run(tmp_path / "sites/new")
     assert run.model.names == ["new"]
@@ -186,7 +186,7 @@ def test_a_site_that_only_adapts_takes_part_in_no_training(files, tmp_path):
 
     site = Site(SiteSettings((files[0],), tmp_path / "out", adapt_only=True))
     with pytest.raises(SiteError, match="only adapts"):
-        site.answer(Message("round", {}, {"protocol": 1}))
+        site.reply(Message("round", {}, {"protocol": PROTOCOL}))
 
 
 def test_it_waits_for_the_model_during_a_training(files, tmp_path):
@@ -195,12 +195,12 @@ def test_it_waits_for_the_model_during_a_training(files, tmp_path):
     sites.add(new, adapt_only=True)
     lines = []
     settings = federation_settings(3, **SIZE)
-    coordinator.run_federation(settings, sites, tmp_path / "server", notify=lines.append)
+    run_federation(settings, sites, tmp_path / "server", notify=lines.append)
     assert "new waits for the finished model" in lines
     assert open_run(tmp_path / "sites/new").model.names == ["new"]
 
 
-def test_a_stranger_who_wants_to_train_after_the_end_is_told(finished, files, tmp_path):
+def test_a_client_that_wants_to_train_after_the_end_is_refused(finished, files, tmp_path):
     home, _, _ = finished
     new = write_csv(tmp_path / "new.csv", draw_rows(np.random.default_rng(3), 60))
     sites = InMemorySites([], tmp_path)
@@ -223,8 +223,8 @@ def test_a_method_without_weights_cannot_be_adapted_to(files, tmp_path):
     node = sites.add(new, adapt_only=True)
     lines = []
     settings = federation_settings(3, **SIZE, algorithm="pfedme")
-    coordinator.run_federation(settings, sites, tmp_path / "server", notify=lines.append)
-    assert any("new has not got the model" in line and "no weights" in line for line in lines)
+    run_federation(settings, sites, tmp_path / "server", notify=lines.append)
+    assert any("new has not received the model" in line and "no weights" in line for line in lines)
     assert "no weights" in sites.sites[node].unusable  # so that its client ends
 
 

@@ -31,9 +31,7 @@ def finished(files, tmp_path_factory):
     sites = InMemorySites(files, home, share_metrics=True)
     sites.add(files[2], node="later", name="later", adapt_only=True)
     sites.sent = []
-    sites.tamper = lambda name, question, answer: (
-        sites.sent.append((name, question, answer)) or answer
-    )
+    sites.tamper = lambda name, request, reply: sites.sent.append((name, request, reply)) or reply
     settings = home / "federation.toml"
     text = '[training]\nalgorithm = "gmm"\ncomponents = 3\nrounds = 5\ncovariance_type = "full"\n'
     settings.write_text(text + 'dtype = "float64"\n[federation]\nclients = 3\n')
@@ -74,8 +72,8 @@ def test_a_site_finds_novel_rows_with_it(finished, files, tmp_path):
         0.2,
     )  # fewer need more held-out rows than a site has here
     for site in ("oslo", "bergen"):
-        told = works("detect", finished[0] / "sites" / site, strange, *rate).stdout
-        assert json.loads(told)["novel"] == 30
+        found = works("detect", finished[0] / "sites" / site, strange, *rate).stdout
+        assert json.loads(found)["novel"] == 30
     usual = works("detect", finished[0] / "sites/oslo", files[0], *rate).stdout
     assert 0 < json.loads(usual)["novel"] < 30
 
@@ -95,7 +93,7 @@ def test_there_are_densities_and_no_accuracies(finished):
         "rows",
         "log_density",
     }
-    assert not any("validation" in answer.facts for _, _, answer in sites.sent)
+    assert not any("validation" in reply.facts for _, _, reply in sites.sent)
     assert "No client shared" in (home / "server/report.html").read_text()
 
 
@@ -119,9 +117,9 @@ def test_labels_and_mixture_do_not_go_together(files, tmp_path):
 
 
 def test_the_command_without_labels(files, tmp_path):
-    told = works("fit", *files, "--algorithm", "gmm", "--rounds", 2, "--out", tmp_path / "run")
-    assert "log-density" in told.output
-    assert "accuracy" not in told.output
+    result = works("fit", *files, "--algorithm", "gmm", "--rounds", 2, "--out", tmp_path / "run")
+    assert "log-density" in result.output
+    assert "accuracy" not in result.output
 
 
 def test_the_number_of_gaussians_is_chosen_by_the_inputs(tmp_path):
@@ -137,10 +135,10 @@ def test_the_number_of_gaussians_is_chosen_by_the_inputs(tmp_path):
 def test_a_liar_is_left_out_here_too(files, tmp_path, array):
     sites = InMemorySites(files, tmp_path)
 
-    def lie(name, question, answer):
-        if name == "oslo" and question.kind == "round" and question.facts["round"] > 1:
-            answer.arrays[array][:] = np.nan
-        return answer
+    def lie(name, request, reply):
+        if name == "oslo" and request.kind == "round" and request.facts["round"] > 1:
+            reply.arrays[array][:] = np.nan
+        return reply
 
     sites.tamper = lie
     _, lines = federate([], tmp_path, sites=sites, label=None, min_clients=2, **TRAINING)

@@ -1,3 +1,5 @@
+"""The rounds of a run: steps, stopping rules, Ctrl-C and divergence."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -7,7 +9,8 @@ import torch
 from fedgmm.data.federated import client_rows
 from fedgmm.methods.base import DivergedError, RoundInfo
 from fedgmm.methods.gmm import FederatedGMM
-from fedgmm.training.loop import Participation, run_rounds
+from fedgmm.training.local import Participation, StackedClients
+from fedgmm.training.loop import Run, run_rounds
 from oracles import assert_close
 
 ROWS = client_rows([np.zeros((2, 1))], np.array([0, 1]), ["a", "b"])
@@ -31,8 +34,8 @@ class Scripted:
 
 
 def run(method, **options):
-    options = {"max_rounds": 5, "tol": 0.5, **options}
-    return run_rounds(method, 0, 0, ROWS, **options)
+    options = {"last_round": 5, "tol": 0.5, **options}
+    return run_rounds(method, Run(0, 0), StackedClients(ROWS), **options)
 
 
 def test_it_stops_when_the_log_likelihood_settles():
@@ -47,8 +50,8 @@ def test_a_fall_is_no_convergence():
     assert not run(Scripted([0.0, 5.0, 4.0, 3.0, 2.0])).converged
 
 
-def test_it_stops_after_max_rounds():
-    outcome = run(Scripted(range(5)), max_rounds=3)
+def test_it_stops_after_the_last_round():
+    outcome = run(Scripted(range(5)), last_round=3)
     assert not outcome.converged
     assert outcome.shared == len(outcome.history) == 3
 
@@ -91,7 +94,7 @@ def test_callbacks_see_every_round_in_order():
     seen = []
     run(
         Scripted([3.0, 5.0, 7.0]),
-        max_rounds=3,
+        last_round=3,
         on_round=[
             lambda n, info: seen.append((n, info.log_likelihood)),
             lambda n, _: seen.append(n),
@@ -153,15 +156,14 @@ def test_clients_that_do_not_answer_keep_what_they_have(as_dictionary):
     # In rounds 1 to 4: both, only a, nobody, only b.
     there = {1: "ab", 2: "a", 3: "", 4: "b"}
     seen = []
+    part = Participation(answers=lambda number, name: name in there[number])
     outcome = run_rounds(
         Method(),
-        (),
-        start,
-        ROWS,
-        max_rounds=4,
+        Run((), start),
+        StackedClients(ROWS, part),
+        last_round=4,
         tol=None,
         on_round=[lambda number, _: seen.append(number)],
-        participation=Participation(answers=lambda number, name: name in there[number]),
     )
     assert outcome.shared == (("a", "b"), ("a",), ("b",))
     assert seen == [1, 2, 4]  # a round that nobody answers is lost, and the model stays
@@ -172,12 +174,14 @@ def test_clients_that_do_not_answer_keep_what_they_have(as_dictionary):
 
 def test_another_stopping_rule_and_a_later_first_round():
     seen = []
-    outcome = run(
+    outcome = run_rounds(
         Scripted(range(5)),
+        Run(0, 0, round=10),
+        StackedClients(ROWS),
+        last_round=15,
         tol=None,
-        first_round=11,
         on_round=[lambda number, _: seen.append(number)],
-        stop=lambda number, so_far: number == 13 and len(so_far.history) == 3,
+        stop=lambda so_far: so_far.round == 13 and len(so_far.history) == 3,
     )
     assert seen == [11, 12, 13]
     assert outcome.converged
@@ -198,17 +202,12 @@ def test_exact_sums_over_those_who_answer():
     rows = client_rows([X], codes, ["a", "b", "c"])
     method = FederatedGMM(2)
     shared = method.start(rows, "random", 0)
-    options = {"max_rounds": 3, "tol": None}
-    part = run_rounds(
-        method,
-        shared,
-        shared.weights.expand(3, -1),
-        rows,
-        participation=Participation(answers=lambda _, name: name != "b"),
-        **options,
-    )
+    options = {"last_round": 3, "tol": None}
+    without_b = StackedClients(rows, Participation(answers=lambda _, name: name != "b"))
+    part = run_rounds(method, Run(shared, shared.weights.expand(3, -1)), without_b, **options)
     few = client_rows([X[codes != 1]], codes[codes != 1] // 2, ["a", "c"])
-    alone = run_rounds(method, shared, shared.weights.expand(2, -1), few, **options)
+    start = Run(shared, shared.weights.expand(2, -1))
+    alone = run_rounds(method, start, StackedClients(few), **options)
     assert_close(part.shared.gaussians.means, alone.shared.gaussians.means, 1e-12)
     assert_close(part.shared.gaussians.covariances, alone.shared.gaussians.covariances, 1e-12)
     assert_close(part.personal[[0, 2]], alone.personal, 1e-12)

@@ -12,8 +12,8 @@ from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.networks import Dense
 from fedgmm.nets.sgd import SGD
-from fedgmm.training.local import train
-from fedgmm.training.loop import Participation, run_rounds
+from fedgmm.training.local import Participation, StackedClients, train
+from fedgmm.training.loop import Run, run_rounds
 from fedgmm.training.options import ALGORITHMS
 from supervised import federation
 
@@ -73,6 +73,12 @@ def method(**changes):
     return FedGMM(training, 2, FederatedGMM(2, reg_covar=1e-3), **changes)
 
 
+def rounds(method, state, rows, part=None, *, tol=None, **options):
+    """Run rounds with the clients that take part."""
+    clients = StackedClients(rows, part or Participation())
+    return run_rounds(method, state, clients, tol=tol, **options)
+
+
 def assert_same_state(actual, expected):
     for name, value in expected.learners.items():
         assert torch.equal(actual.learners[name], value)
@@ -91,30 +97,16 @@ def test_the_aggregate_is_over_those_that_answered(rng, solver, who):
     algorithm = method(solver=solver)
     shared, personal = algorithm.init(data.train)
     # clients differ before the round
-    warm = run_rounds(algorithm, shared, personal, data.train, max_rounds=2, tol=None)
+    warm = rounds(algorithm, Run(shared, personal), data.train, last_round=2)
 
-    run = run_rounds(
-        algorithm,
-        warm.shared,
-        warm.personal,
-        data.train,
-        max_rounds=1,
-        tol=None,
-        participation=Participation(answers=lambda _, name: name in who),
-        first_round=3,
-    )
+    part = Participation(answers=lambda _, name: name in who)
+    state = Run(warm.shared, warm.personal, round=2)
+    run = rounds(algorithm, state, data.train, part, last_round=3)
 
     few = data.select(sorted(who))
     codes = [data.names.index(name) for name in few.names]
-    alone = run_rounds(
-        algorithm,
-        warm.shared,
-        warm.personal[codes],
-        few.train,
-        max_rounds=1,
-        tol=None,
-        first_round=3,
-    )
+    state = Run(warm.shared, warm.personal[codes], round=2)
+    alone = rounds(algorithm, state, few.train, last_round=3)
     assert_same_state(run.shared, alone.shared)
     assert torch.equal(run.personal[codes], alone.personal)
     others = [c for c in range(4) if c not in codes]
@@ -127,28 +119,19 @@ def test_a_round_in_which_nobody_answers_is_lost(rng):
     algorithm = method()
     shared, personal = algorithm.init(data.train)
     seen = []
-    run = run_rounds(
+    run = rounds(
         algorithm,
-        shared,
-        personal,
+        Run(shared, personal),
         data.train,
-        max_rounds=3,
-        tol=None,
-        participation=Participation(answers=lambda number, _: number != 2),
+        Participation(answers=lambda number, _: number != 2),
+        last_round=3,
         on_round=[lambda number, _: seen.append(number)],
     )
     assert seen == [1, 3]
     assert len(run.history) == 2
-    after_one = run_rounds(algorithm, shared, personal, data.train, max_rounds=1, tol=None)
-    after_three = run_rounds(
-        algorithm,
-        after_one.shared,
-        after_one.personal,
-        data.train,
-        max_rounds=1,
-        tol=None,
-        first_round=3,
-    )
+    after_one = rounds(algorithm, Run(shared, personal), data.train, last_round=1)
+    state = Run(after_one.shared, after_one.personal, round=2)
+    after_three = rounds(algorithm, state, data.train, last_round=3)
     assert_same_state(run.shared, after_three.shared)
 
 
@@ -215,7 +198,7 @@ class Counter:
 )
 def test_the_last_good_round_is_kept(rng, error, field):
     data = federation(rng)
-    run = run_rounds(Counter(3, error), 0, torch.zeros(4), data.train, max_rounds=9, tol=None)
+    run = rounds(Counter(3, error), Run(0, torch.zeros(4)), data.train, last_round=9)
     assert run.shared == 2
     assert run.personal.tolist() == [2.0] * 4
     assert len(run.history) == 2
@@ -226,31 +209,28 @@ def test_the_last_good_round_is_kept(rng, error, field):
 
 def test_other_errors_are_not_hidden(rng):
     with pytest.raises(ZeroDivisionError):
-        run_rounds(
+        rounds(
             Counter(2, ZeroDivisionError()),
-            0,
-            torch.zeros(4),
+            Run(0, torch.zeros(4)),
             federation(rng).train,
-            max_rounds=9,
-            tol=None,
+            last_round=9,
         )
 
 
 def test_it_stops_when_the_likelihood_settles(rng):
-    run = run_rounds(Counter(), 0, torch.zeros(4), federation(rng).train, max_rounds=99, tol=0.01)
+    state = Run(0, torch.zeros(4))
+    run = rounds(Counter(), state, federation(rng).train, last_round=99, tol=0.01)
     # 1/n - 1/(n+1) < 0.01 first at n = 10
     assert len(run.history) == 11
     assert run.converged
 
 
 def test_a_rule_of_ones_own_ends_the_run(rng):
-    run = run_rounds(
+    run = rounds(
         Counter(),
-        0,
-        torch.zeros(4),
+        Run(0, torch.zeros(4)),
         federation(rng).train,
-        max_rounds=99,
-        tol=None,
-        stop=lambda number, run: run.shared == 5,
+        last_round=99,
+        stop=lambda run: run.shared == 5,
     )
     assert len(run.history) == 5

@@ -17,7 +17,7 @@ from fedgmm.core.gaussians import Gaussians
 from fedgmm.core.initialise import FEWEST_ROWS_SENT, Centroids
 from fedgmm.core.params import Params
 from fedgmm.core.randomness import client_keys
-from fedgmm.core.sums import Sum, Sums, Total, check_sums
+from fedgmm.core.sums import Sum, Sums, SumsError, Total, check_sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.federation.job import PROTOCOL, SCORE, Job
 from fedgmm.federation.members import Exchange, Member, Members, declared_rows
@@ -199,7 +199,7 @@ class RemoteTraining:
 
         def note(member: Member, reply: Message) -> None:
             sums = self.read_sums(reply, SCORE)
-            check_sums(sums, SCORE, max(1, int(float(sums["rows"]))))
+            check_score(sums)
             total.add(sums)
 
         self.exchange("validation", lambda name: self.request("score", name), note)
@@ -362,6 +362,16 @@ class Validation:
             return
         if 0 <= right <= rows:
             self.rows, self.right = self.rows + rows, self.right + right
+
+
+def check_score(sums: Sums) -> None:
+    """Raise :class:`SumsError` unless the sums of ``SCORE`` can be those of one site."""
+    rows, clients = float(sums["rows"]), float(sums["clients"])
+    check_sums(sums, SCORE, max(1, int(rows)))
+    if clients != float(rows > 0):
+        raise SumsError(f"it counts as {clients:g} clients with {rows:g} validation rows")
+    if not clients and any(float(value) for value in sums.values()):
+        raise SumsError("it has a score but no validation rows")
 
 
 # ---------------------------------------------------------------------- rows at the sites

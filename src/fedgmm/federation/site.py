@@ -294,7 +294,7 @@ class Site:
                 if method.mixture is not None:
                     values["inputs"] = float(model.score_samples(x, self.name).sum())
         bounded = {
-            name: torch.tensor(max(-_LARGEST_SCORE, min(value, _LARGEST_SCORE))).double()
+            name: torch.tensor(value, dtype=torch.float64).clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
             for name, value in values.items()
         }
         return encode(Sums(bounded), SCORE, job.learner_dtype), {}

@@ -1,10 +1,11 @@
-"""What sites and servers tell each other and their logs, and sites that cannot take part."""
+"""The logs of sites and servers, and sites that cannot take part."""
 
 import json
 
 import numpy as np
 import pytest
 
+from fedgmm.federation.members import Members
 from fedgmm.federation.messages import Failure, one_line
 from fedgmm.federation.server import check_start, run_federation
 from fedgmm.federation.settings import FederationError, SiteSettings
@@ -13,7 +14,7 @@ from fedgmm.runs import fit
 from in_memory_sites import InMemorySites, federate, federation_settings, with_facts
 from small_runs import bytes_of, draw_rows, write_csv
 
-pytestmark = pytest.mark.usefixtures("quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "rounds": 2}
 FORGED = "oslo\n2026-01-01 12:00:00 round 9: all is well\x1b[2J"
@@ -32,10 +33,10 @@ def test_plain_text_stays_as_it_is():
 def test_a_site_cannot_forge_lines_of_the_log(files, tmp_path):
     sites, lines = InMemorySites(files, tmp_path), []
 
-    def forge(name, question, answer):
-        if name == "oslo" and question.kind == "round":
+    def forge(name, request, reply):
+        if name == "oslo" and request.kind == "round":
             return Failure(f"the client reports: {FORGED}")
-        return answer
+        return reply
 
     sites.tamper = forge
     federate([], tmp_path, sites=sites, **SIZE, min_clients=2, notify=lines.append)
@@ -45,18 +46,18 @@ def test_a_site_cannot_forge_lines_of_the_log(files, tmp_path):
 
 def test_a_name_that_cannot_be_read_is_not_admitted(files, tmp_path):
     sites, lines = InMemorySites(files, tmp_path), []
-    sites.tamper = lambda name, question, answer: (
-        with_facts(answer, name=FORGED) if name == "oslo" else answer
+    sites.tamper = lambda name, request, reply: (
+        with_facts(reply, name=FORGED) if name == "oslo" else reply
     )
     with pytest.raises(FederationError, match="Only 2 of 3"):
         federate([], tmp_path, sites=sites, **SIZE, start_timeout=0.1, notify=lines.append)
-    assert "a client cannot take part: it does not say who it is" in lines
+    assert "a client cannot take part: it does not give a readable name" in lines
 
 
 def test_who_cannot_take_part_is_named_where_its_key_is_known(files, tmp_path):
     sites, lines = InMemorySites(files, tmp_path), []
-    sites.tamper = lambda name, question, answer: (
-        Failure("the client reports: no label", name) if name == "oslo" else answer
+    sites.tamper = lambda name, request, reply: (
+        Failure("the client reports: no label", name) if name == "oslo" else reply
     )
     with pytest.raises(FederationError, match="Only 2 of 3"):
         federate([], tmp_path, sites=sites, **SIZE, start_timeout=0.1, notify=lines.append)
@@ -80,7 +81,7 @@ def test_a_site_whose_table_cannot_be_used_knows_it(tmp_path):
     with pytest.raises(FederationError, match="Only 0 of 1"):
         run_federation(settings, sites, tmp_path / "server")
     site = sites.site("node-0")
-    assert site.unusable is None  # the last words were the server's: there is no training
+    assert site.unusable is None  # the last request was the server's refusal
     assert any("there is no label column 'diagnosis'" in line for line in site_lines(sites))
 
 
@@ -96,18 +97,16 @@ def site_lines(sites):
         ({}, {"label": "age"}, "label column 'age' are names, numbers of persons"),
     ],
 )
-def test_what_only_the_site_can_mend(tmp_path, settings, facts, words):
-    from fedgmm.federation.assembly import Assembly
-
+def test_a_site_that_cannot_take_part_knows_why(tmp_path, settings, facts, words):
     rows = draw_rows(np.random.default_rng(0), 60)
     table = write_csv(tmp_path / "oslo.csv", rows)
     site = Site(SiteSettings((table,), tmp_path / "out", **settings))
-    assembly = Assembly(federation_settings(1, **facts), None, print)
+    members = Members(federation_settings(1, **facts), None, print)
     with pytest.raises(SiteError) as caught:
-        site.answer(assembly.hello(True))
+        site.reply(members.hello(True))
     assert words in site.unusable
     assert not any(row["age"] in str(caught.value) for row in rows)
-    assert site.answer(assembly.hello(False)).kind == "answer"
+    assert site.reply(members.hello(False)).kind == "reply"
     assert site.unusable is None
 
 
