@@ -1,13 +1,25 @@
-"""What all tests share: a deterministic hypothesis, small data, and torch's threads put back."""
+"""Settings and fixtures for all tests.
+
+Tests do not depend on the environment they run in: examples are deterministic, the working folder is
+empty, Ctrl-C works, and the number of torch's threads is restored.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 from functools import partial
+from pathlib import Path
 
-# Small problems on many threads mostly wait for each other, worst on a busy machine. Tests that are
-# about threads ask for them with the fixture below.
+# Threads slow small problems down, most on a busy machine. Tests that need several threads set their
+# number with the fixture ``threads``.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Some tests start Python in another folder, where a relative path would lead elsewhere.
+if "PYTHONPATH" in os.environ:
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).resolve()) for path in paths)
 
 import numpy as np
 import pytest
@@ -29,10 +41,41 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def disk():
-    """Nobody waits for the disk: files here need not outlive a power cut. A handle must be open.
+def empty_folder(tmp_path_factory):
+    """Run all tests in an empty folder, so that files in the caller's folder make no difference."""
+    caller, folder = Path.cwd(), tmp_path_factory.mktemp("empty")
+    os.chdir(folder)
+    yield folder
+    os.chdir(caller)
 
-    Yields the real ``os.fsync``.
+
+@pytest.fixture(autouse=True)
+def _nothing_written_there(empty_folder):
+    """Fail a test that writes into the working folder."""
+    yield
+    found = list(empty_folder.iterdir())
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert not found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c():
+    """Let Ctrl-C interrupt the tests and the processes they start.
+
+    A shell that starts the tests in the background has them ignore SIGINT, and child processes
+    inherit that. A signal with a handler is reset to its default in a new program.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def disk():
+    """Do not wait for the disk, because test files need not outlive a power cut.
+
+    ``os.fstat`` stands in, because it also fails for a closed file. Yields the real ``os.fsync``.
     """
     fsync = os.fsync
     os.fsync = os.fstat
