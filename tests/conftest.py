@@ -6,38 +6,51 @@ empty, Ctrl-C works, and the number of torch's threads is restored.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
-from functools import partial
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 
 # Threads slow small problems down, most on a busy machine. Tests that need several threads set their
 # number with the fixture ``threads``.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Some tests start Python in another folder, where a relative path would lead elsewhere.
-if "PYTHONPATH" in os.environ:
-    paths = os.environ["PYTHONPATH"].split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).resolve()) for path in paths)
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Derandomised: a run of the suite says something about the code, not about the day's luck.
+# Every run records the versions of its packages, and reading them takes milliseconds each time.
+metadata.version = cache(metadata.version)
+
+# Some tests start Python in another folder, where a relative path would lead elsewhere.
+if "PYTHONPATH" in os.environ:
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).resolve()) for path in paths)
+
+# Examples are the same in every run, so that a failure says something about the code. `make test-slow`
+# repeats all tests that use examples with the second profile.
 settings.register_profile(
     "fedgmm",
     deadline=None,
     derandomize=True,
-    max_examples=30,
+    max_examples=20,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+settings.register_profile("thorough", settings.get_profile("fedgmm"), max_examples=300)
 settings.load_profile("fedgmm")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: see test_kernels.py
+
+
+def pytest_collection_finish():
+    """Leave out modules and tests, which stay to the end, when garbage is collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,6 +22,9 @@ class Killed(BaseException):
 class InMemorySites:
     """Nodes are numbered; every question meets a new :class:`Site`, as after a restart.
 
+    New sites share the rows of a table as long as its file is the same, because reading it again for
+    every question would take most of the time of these tests.
+
     Attributes:
         down: names of sites that are connected but do not answer.
         gone: names of sites that are not connected.
@@ -37,7 +40,7 @@ class InMemorySites:
         for number, path in enumerate(files):
             self.add(path, node=f"node-{number}", **settings)
         self.fresh = fresh
-        self.sites = {}
+        self.sites, self.tables = {}, {}
         self.down, self.gone, self.dead = set(), set(), set()
         self.tamper = lambda name, question, answer: answer
         self.before_ask = lambda number, questions: None
@@ -59,7 +62,10 @@ class InMemorySites:
     def site(self, node):
         if self.fresh or node not in self.sites:
             lines = self.lines.setdefault(self.name_of(node), [])
-            self.sites[node] = Site(self.settings[node], notify=lines.append)
+            self.sites[node] = site = Site(self.settings[node], notify=lines.append)
+            path = site.table.path
+            unchanged = (node, path, path.stat().st_mtime_ns, path.stat().st_size)
+            site.table = self.tables.setdefault(unchanged, site.table)
         return self.sites[node]
 
     def nodes(self):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fedgmm.federation.updates import UpdateError, checked_update
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -100,7 +100,6 @@ def test_honest_updates_pass(honest):
     assert finite(shared)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_one_entry_that_is_not_finite_is_enough(honest, data):
     floats = [n for n, a in honest.answer.arrays.items() if a.dtype.kind == "f" and a.size]
@@ -112,7 +111,6 @@ def test_one_entry_that_is_not_finite_is_enough(honest, data):
     assert honest.outcome({**honest.answer.arrays, name: array}) == "dropped"
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_other_shapes_dtypes_and_names_are_dropped(honest, data):
     arrays = dict(honest.answer.arrays)
@@ -137,7 +135,6 @@ def test_other_shapes_dtypes_and_names_are_dropped(honest, data):
     assert honest.outcome(arrays) == "dropped"
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_whatever_is_sent_the_model_stays_finite(honest, data):
     arrays = dict(honest.answer.arrays)
@@ -362,7 +359,6 @@ def test_summaries_that_make_no_sense_are_not_admitted(files, tmp_path, change):
         federate(files, tmp_path, sites=sites, **SIZE, start_timeout=0.1)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     facts=st.dictionaries(
         st.text(max_size=8),

@@ -13,7 +13,7 @@ from fedgmm.runs import fit
 from in_memory_sites import InMemorySites, federate, federation_settings, with_facts
 from small_runs import bytes_of, draw_rows, write_csv
 
-pytestmark = pytest.mark.usefixtures("quick_looks")
+pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
 
 SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "rounds": 2}
 FORGED = "oslo\n2026-01-01 12:00:00 round 9: all is well\x1b[2J"
