@@ -53,6 +53,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Collect everything again at the end, because libraries report what is left over as a leak."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def empty_folder(tmp_path_factory):
     """Run all tests in an empty folder, so that files in the caller's folder make no difference."""

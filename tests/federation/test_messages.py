@@ -143,11 +143,3 @@ def test_the_module_is_light():
         "sys.exit(len(heavy))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_core_does_not_import_flower():
-    code = (
-        "import sys; import fedgmm.federation.server, fedgmm.federation.site, fedgmm.cli;"
-        "sys.exit('flwr' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
