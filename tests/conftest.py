@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 from functools import cache, partial
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
@@ -99,6 +100,26 @@ def disk():
     os.fsync = os.fstat
     yield fsync
     os.fsync = fsync
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_eigenvectors():
+    """Keep the eigenvectors of large matrices: studies of the same small images need them often."""
+    real, known = torch.linalg.eigh, {}
+
+    def eigh(matrix):
+        if matrix.device.type != "cpu" or matrix.shape[-1] < 256:
+            return real(matrix)
+        key = matrix.dtype, sha256(matrix.numpy().tobytes()).digest()
+        if key not in known:
+            if len(known) == 64:
+                known.clear()
+            known[key] = real(matrix)
+        return known[key]
+
+    torch.linalg.eigh = eigh
+    yield
+    torch.linalg.eigh = real
 
 
 @pytest.fixture
