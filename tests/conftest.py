@@ -150,8 +150,9 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def thin_mobilenet(monkeypatch):
-    """``learner="mobilenet"`` has all its layers, but a quarter of their channels."""
+    """``learner="mobilenet"`` has a block of each kind and a quarter of the channels."""
     from fedgmm.nets import backbones, stacked
 
     assert stacked.MobileNetV2 is backbones.MobileNetV2  # that module asks for the class itself
     monkeypatch.setattr(backbones, "MobileNetV2", partial(backbones.MobileNetV2, width=0.25))
+    monkeypatch.setattr(backbones, "_STAGES", ((1, 16, 1, 1), (6, 24, 2, 2)))
