@@ -7,6 +7,8 @@ INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 # not among the constraints: a torch for cards asks for a version of its own
 TRITON_VERSION := triton==3.9.0
+# A module stays in one process, because its tests share fixtures. A process takes 1 GB of memory.
+PARALLEL := -n auto --maxprocesses 4 --dist loadscope
 
 .PHONY: demo federation-demo test test-slow coverage lint types bench docs clean
 
@@ -18,14 +20,15 @@ federation-demo: $(INSTALLED)
 	$(BIN)/python -m fedgmm.federation.flower.demo --out federation-demo
 
 test: lint types $(TRITON)
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" $(PARALLEL)
 
-test-slow: $(INSTALLED)
-	$(BIN)/pytest -m slow
+# The slow tests, and all tests that draw examples with fifteen times as many.
+test-slow: $(TRITON)
+	$(BIN)/pytest -m "slow or hypothesis" --hypothesis-profile=thorough $(PARALLEL)
 
-# Which lines the tests run. Nothing depends on it, and counting takes a third of the time of testing.
+# Lines that the tests run. Counting them takes a third of the time of testing.
 coverage: $(TRITON)
-	$(BIN)/pytest -m "not slow" --cov --cov-report=term
+	$(BIN)/pytest -m "not slow" --cov --cov-report=term $(PARALLEL)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

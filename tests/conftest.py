@@ -1,12 +1,22 @@
-"""What all tests share: a deterministic hypothesis, small data, and torch's threads put back."""
+"""Settings and fixtures for all tests.
+
+Tests do not depend on the environment they run in: examples are deterministic, the working folder is
+empty, Ctrl-C works, and the number of torch's threads is restored.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
-from functools import partial
+import shutil
+import signal
+from functools import cache, partial
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
 
-# Small problems on many threads mostly wait for each other, worst on a busy machine. Tests that are
-# about threads ask for them with the fixture below.
+# Threads slow small problems down, most on a busy machine. Tests that need several threads set their
+# number with the fixture ``threads``.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -14,30 +24,102 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Derandomised: a run of the suite says something about the code, not about the day's luck.
+# Every run records the versions of its packages, and reading them takes milliseconds each time.
+metadata.version = cache(metadata.version)
+
+# Some tests start Python in another folder, where a relative path would lead elsewhere.
+if "PYTHONPATH" in os.environ:
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).resolve()) for path in paths)
+
+# Examples are the same in every run, so that a failure says something about the code. `make test-slow`
+# repeats all tests that use examples with the second profile.
 settings.register_profile(
     "fedgmm",
     deadline=None,
     derandomize=True,
-    max_examples=30,
+    max_examples=20,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+settings.register_profile("thorough", settings.get_profile("fedgmm"), max_examples=300)
 settings.load_profile("fedgmm")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: see test_kernels.py
 
 
+def pytest_collection_finish():
+    """Leave out modules and tests, which stay to the end, when garbage is collected."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """Collect everything again at the end, because libraries report what is left over as a leak."""
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_folder(tmp_path_factory):
+    """Run all tests in an empty folder, so that files in the caller's folder make no difference."""
+    caller, folder = Path.cwd(), tmp_path_factory.mktemp("empty")
+    os.chdir(folder)
+    yield folder
+    os.chdir(caller)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_written_there(empty_folder):
+    """Fail a test that writes into the working folder."""
+    yield
+    found = list(empty_folder.iterdir())
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert not found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c():
+    """Let Ctrl-C interrupt the tests and the processes they start.
+
+    A shell that starts the tests in the background has them ignore SIGINT, and child processes
+    inherit that. A signal with a handler is reset to its default in a new program.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def disk():
-    """Nobody waits for the disk: files here need not outlive a power cut. A handle must be open.
+    """Do not wait for the disk, because test files need not outlive a power cut.
 
-    Yields the real ``os.fsync``.
+    ``os.fstat`` stands in, because it also fails for a closed file. Yields the real ``os.fsync``.
     """
     fsync = os.fsync
     os.fsync = os.fstat
     yield fsync
     os.fsync = fsync
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_eigenvectors():
+    """Keep the eigenvectors of large matrices: studies of the same small images need them often."""
+    real, known = torch.linalg.eigh, {}
+
+    def eigh(matrix):
+        if matrix.device.type != "cpu" or matrix.shape[-1] < 256:
+            return real(matrix)
+        key = matrix.dtype, sha256(matrix.numpy().tobytes()).digest()
+        if key not in known:
+            if len(known) == 64:
+                known.clear()
+            known[key] = real(matrix)
+        return known[key]
+
+    torch.linalg.eigh = eigh
+    yield
+    torch.linalg.eigh = real
 
 
 @pytest.fixture
@@ -68,8 +150,9 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def thin_mobilenet(monkeypatch):
-    """``learner="mobilenet"`` has all its layers, but a quarter of their channels."""
+    """``learner="mobilenet"`` has a block of each kind and a quarter of the channels."""
     from fedgmm.nets import backbones, stacked
 
     assert stacked.MobileNetV2 is backbones.MobileNetV2  # that module asks for the class itself
     monkeypatch.setattr(backbones, "MobileNetV2", partial(backbones.MobileNetV2, width=0.25))
+    monkeypatch.setattr(backbones, "_STAGES", ((1, 16, 1, 1), (6, 24, 2, 2)))

@@ -34,9 +34,7 @@ def main() -> None:
             content: RecordDict = to_records(Reply("reply", {}, {"name": "oslo"}))
             reply = Message(content, reply_to=request)
             reply.metadata.__dict__["_message_id"] = reply.object_id
-            missing, session = send(
-                remove_content_from_message(reply), get_object_tree(reply), 0.0
-            )
+            missing, session = send(remove_content_from_message(reply), get_object_tree(reply), 0.0)
             print("announced", flush=True)
             for piece in missing:  # far too large, and not what was announced
                 try:

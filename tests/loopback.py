@@ -75,6 +75,33 @@ class Federation:
 
     # ------------------------------------------------------------------ processes
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of every process: no threads, an unused home folder and no way out."""
+        return {
+            "OMP_NUM_THREADS": "1",
+            "HOME": str(self.home / "nobody"),  # no process may write there
+            "HTTPS_PROXY": "http://127.0.0.1:9",  # no proxy listens there, so calls outside fail
+            "HTTP_PROXY": "http://127.0.0.1:9",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    @property
+    def server_options(self) -> list[object]:
+        """Options of a server with TLS and keys."""
+        return [
+            "--config", "federation.toml", "--out", "run", "--host", "127.0.0.1",
+            "--port", self.port, "--tls-cert", self.tls.certificate, "--tls-key", self.tls.key,
+            "--tls-ca", self.tls.authority, "--keys", "keys",
+        ]  # fmt: skip
+
+    def client_options(self, name: str) -> list[object]:
+        """Options of a site's client with TLS and its key."""
+        return [
+            "--server", f"127.0.0.1:{self.port}", "--data", f"{name}.csv", "--out", name,
+            "--key", f"private/{name}.key", "--ca", self.tls.authority,
+        ]  # fmt: skip
+
     def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
         """Start a command of ``fedgmm``; what it says goes into ``NAME.txt``."""
         return self._run(name, Path(sys.executable).with_name("fedgmm"), *arguments)
@@ -84,14 +111,6 @@ class Federation:
         return self._run(name, sys.executable, *arguments)
 
     def _run(self, name: str, *command: object) -> subprocess.Popen[bytes]:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HOME": str(self.home / "nobody"),  # nothing may be written there
-            "HTTPS_PROXY": "http://127.0.0.1:9",  # nobody is there: who calls out, fails
-            "HTTP_PROXY": "http://127.0.0.1:9",
-            "NO_PROXY": "127.0.0.1",
-        }
         with (self.home / f"{name}.txt").open("ab") as log:
             process = subprocess.Popen(
                 [str(one) for one in command],
@@ -99,26 +118,19 @@ class Federation:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=os.environ | self.environment,
                 start_new_session=True,
             )
         self.processes[name] = process
         return process
 
     def server(self, *more: object, name: str = "server") -> subprocess.Popen[bytes]:
-        """Start the server with TLS and keys."""
-        tls = ["--tls-cert", self.tls.certificate, "--tls-key", self.tls.key]
-        return self.start(
-            name, "server", "--config", "federation.toml", "--out", "run", "--host", "127.0.0.1",
-            "--port", self.port, *tls, "--tls-ca", self.tls.authority, "--keys", "keys", *more,
-        )  # fmt: skip
+        """Start the server."""
+        return self.start(name, "server", *self.server_options, *more)
 
     def client(self, name: str, *more: object) -> subprocess.Popen[bytes]:
-        """Start the client of a site with TLS and its key."""
-        return self.start(
-            name, "client", "--server", f"127.0.0.1:{self.port}", "--data", f"{name}.csv",
-            "--out", name, "--key", f"private/{name}.key", "--ca", self.tls.authority, *more,
-        )  # fmt: skip
+        """Start the client of a site."""
+        return self.start(name, "client", *self.client_options(name), *more)
 
     def said(self, name: str) -> str:
         """What a process has said."""

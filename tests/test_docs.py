@@ -3,11 +3,15 @@
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
+
+from small_runs import works
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,14 +44,23 @@ def shell_of(page: Path) -> str:
     return "".join(SHELL.findall(page.read_text(encoding="utf-8")))
 
 
+def test_commands_of_the_readme_work(tmp_path, monkeypatch):
+    """Run the printed commands in this process, which need not import torch for each of them."""
+    monkeypatch.chdir(tmp_path)
+    for line in shell_of(ROOT / "README.md").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[0] == "cd":
+            monkeypatch.chdir(words[1])
+        else:
+            assert words[0] == "fedgmm"
+            files = [sorted(Path().glob(word)) if "*" in word else [word] for word in words[1:]]
+            works(*chain.from_iterable(files))
+    assert (tmp_path / "hospitals" / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[] if page.name == "README.md" else [pytest.mark.slow])
-        for page in PAGES
-        if shell_of(page)
-    ],
-    ids=lambda page: page.name,
+    "page", [page for page in PAGES if shell_of(page)], ids=lambda page: page.name
 )
 def test_shell_blocks_run(page, tmp_path):
     """Run them exactly as printed, in an empty folder, with the command on the path."""

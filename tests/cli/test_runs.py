@@ -332,7 +332,7 @@ def check_any_file(folder, sane_run, header, rows, mark, encoding, regular):
 
 
 @given(*ANY_FILE)
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_no_file_causes_a_traceback(
     tmp_path_factory, sane_run, header, rows, mark, encoding, regular
 ):
@@ -342,7 +342,6 @@ def test_no_file_causes_a_traceback(
 
 @pytest.mark.slow
 @given(*ANY_FILE)
-@settings(max_examples=200)
 def test_none_of_many_files_causes_a_traceback(
     tmp_path_factory, sane_run, header, rows, mark, encoding, regular
 ):
@@ -452,19 +451,14 @@ def test_damaged_files_get_a_sentence(finished, damage, content):
             assert result.stderr.count("\n") == 1
 
 
-def test_a_reader_that_has_seen_enough(finished):
-    commands = [["predict"], ["predict", "--json"]]
-    processes = [
-        start(command, *extra, finished / "run", finished / "new.csv")
-        for command, *extra in commands
-    ]
-    for process in processes:
-        process.stdout.close()  # before anything was written
-    for process in processes:
-        process.wait(timeout=60)
-        assert process.stderr.read() == ""
-        assert process.returncode == 0
-        process.stderr.close()
+@pytest.mark.parametrize("extra", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
+def test_a_reader_that_has_seen_enough(finished, extra):
+    process = start("predict", *extra, finished / "run", finished / "new.csv")
+    process.stdout.close()  # before anything was written
+    process.wait(timeout=60)
+    assert process.stderr.read() == ""
+    assert process.returncode == 0
+    process.stderr.close()
 
 
 def test_divergence_is_reported_once(tmp_path):

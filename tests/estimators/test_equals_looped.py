@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgmm import FederatedGaussianMixture
@@ -60,7 +60,6 @@ def test_stacked_equals_looped(rng, kind, aggregation, shared_weights):
     )
 
 
-@settings(max_examples=60)
 @given(
     kind=st.sampled_from(ALL_KINDS),
     aggregation=st.sampled_from(["exact", "paper"]),

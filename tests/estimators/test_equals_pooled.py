@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
@@ -137,7 +137,6 @@ def test_ten_thousand_clients(kind):
     same_fit(model, GaussianMixture(M, **options).fit(X))
 
 
-@settings(max_examples=80)
 @given(
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32 - 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.special import logsumexp
@@ -37,7 +37,6 @@ matrices = arrays(
 )
 
 
-@settings(max_examples=150)
 @given(
     X=matrices,
     data=st.data(),
@@ -68,7 +67,6 @@ def test_identity_covariances_any_data_any_clients(
     assert (model.covariances_ == 1).all()
 
 
-@settings(max_examples=80)
 @given(
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32 - 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
@@ -100,7 +100,6 @@ def test_equal_rows_make_one_centroid():
 
 
 @pytest.mark.usefixtures("small_blocks", "small_chunks")
-@settings(max_examples=10)
 @given(seed=st.integers(0, 10_000))
 def test_the_order_of_clients_does_not_matter(seed):
     rng = np.random.default_rng(seed)

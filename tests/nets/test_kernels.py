@@ -218,7 +218,7 @@ class Bottleneck(nn.Module):
 
         def block(wide, out, stride):
             return [
-                nn.Conv2d(4, wide, 1, bias=False),
+                nn.Conv2d(2, wide, 1, bias=False),
                 nn.BatchNorm2d(wide),
                 nn.ReLU6(),
                 nn.Conv2d(wide, wide, 3, stride=stride, padding=1, groups=wide, bias=False),
@@ -229,13 +229,13 @@ class Bottleneck(nn.Module):
             ]
 
         self.features = nn.Sequential(
-            nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
-            nn.BatchNorm2d(4),
+            nn.Conv2d(3, 2, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(2),
             nn.ReLU6(),
-            *block(5, 4, 1),
-            *block(5, 6, 2),
+            *block(3, 2, 1),
+            *block(3, 3, 2),
         )
-        self.classifier = nn.Linear(6, 3)
+        self.classifier = nn.Linear(3, 3)
 
     def forward(self, x):
         return self.classifier(self.features(x).mean((2, 3)))
@@ -245,17 +245,17 @@ def test_training_with_and_without_kernels(monkeypatch):
     """Clients of several sizes, so that batches are padded; compares parameters and predictions."""
     net, generator = stacked.Stacked(Bottleneck, (3, 8, 8), 3), torch.Generator().manual_seed(1)
     start = {
-        name: value.expand(3, 2, *value.shape).clone()
+        name: value.expand(2, 2, *value.shape).clone()
         for name, value in net.initial(generator).items()
     }
     for name, value in start.items():
         if not is_statistic(name):
             value += 0.1 * torch.randn(value.shape, generator=generator)
-    inputs = torch.randn(18, 3, 8, 8, generator=generator).to(DEVICE)
-    labels = torch.randint(3, (18,), generator=generator).to(DEVICE)
-    weights = torch.rand(18, 2, generator=generator).to(DEVICE)
-    offsets, order = torch.tensor([0, 9, 15, 18]).to(DEVICE), torch.arange(18).to(DEVICE)
-    plan = plan_batches(offsets, torch.arange(3).to(DEVICE), [order], 5, even=True)
+    inputs = torch.randn(9, 3, 8, 8, generator=generator).to(DEVICE)
+    labels = torch.randint(3, (9,), generator=generator).to(DEVICE)
+    weights = torch.rand(9, 2, generator=generator).to(DEVICE)
+    offsets, order = torch.tensor([0, 7, 9]).to(DEVICE), torch.arange(9).to(DEVICE)
+    plan = plan_batches(offsets, torch.arange(2).to(DEVICE), [order], 4, even=True)
     assert not all(step.full for step in plan.steps)
     start = {name: value.to(DEVICE) for name, value in start.items()}
     outcome = []

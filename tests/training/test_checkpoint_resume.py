@@ -215,7 +215,7 @@ def test_ctrl_c_at_any_moment(tmp_path, algorithm):
     expected = train(data, algorithm, **kwargs)
     calls = calls_until(math.inf, lambda: train(data, algorithm, **kwargs))
     outcomes = set()
-    for number, after in enumerate(np.random.default_rng(1).integers(1, calls, size=25)):
+    for number, after in enumerate(np.random.default_rng(1).integers(1, calls, size=15)):
         checkpoint = Checkpoint(tmp_path / str(number), 2)
 
         def interrupted(after=after, checkpoint=checkpoint):

@@ -10,7 +10,7 @@ import os
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
@@ -568,7 +568,6 @@ def works_or_fails_with_a_sentence(call, *args):
     return None
 
 
-@settings(max_examples=150)
 @given(
     content=st.one_of(
         tables.map(str.encode),
@@ -582,7 +581,6 @@ def test_no_file_yields_a_traceback(tmp_path, content):
     works_or_fails_with_a_sentence(load_federation, [path], TableOptions("y"))
 
 
-@settings(max_examples=150)
 @given(pair=st.integers(1, 3).flatmap(pair_of_sites), stream=st.booleans())
 def test_no_pair_of_sites_yields_a_traceback(tmp_path, pair, stream, monkeypatch):
     for name, rows in zip(("s.csv", "t.csv"), pair, strict=True):

@@ -56,12 +56,6 @@ def assert_same_models(federation, tolerance, label="state", **training):
             np.testing.assert_allclose(found[key], value, rtol=0, atol=tolerance, err_msg=key)
 
 
-def test_fedem_with_exact_steps(federation):
-    training = {"algorithm": "fedem", "solver": "newton", "dtype": "float64"}
-    run_over_flower(federation, **training)
-    assert_same_models(federation, 1e-10, **training)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", METHODS)
 def test_gradient_steps_of_every_method(federation, algorithm):
@@ -71,8 +65,8 @@ def test_gradient_steps_of_every_method(federation, algorithm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["fedgmm", "fedavg", "fedavg+"])
-def test_exact_steps_of_other_methods(federation, algorithm):
+@pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg", "fedavg+"])
+def test_exact_steps(federation, algorithm):
     training = {"algorithm": algorithm, "solver": "newton", "dtype": "float64"}
     run_over_flower(federation, **training)
     assert_same_models(federation, 1e-10, **training)
