@@ -235,9 +235,7 @@ def test_the_density_is_chosen_by_missing_classes(chosen, mnist):
     _, study, record = chosen
     dataset = known_images(SMALL, 0, StudyContext(mnist))
     base = PixelEncoder()
-    codes = {
-        split: base.encode(dataset.split(split).inputs.numpy()) for split in ("train", "validation")
-    }
+    codes = {split: base.encode(dataset.split(split).inputs) for split in ("train", "validation")}
     scores = {
         how: missing_class_auroc(replace(SMALL, representation=how), dataset, codes, base)
         for how in SMALL.representation_choices
@@ -252,7 +250,7 @@ def test_a_missing_class_is_separated_from_the_others(rng):
     labels = np.repeat([0, 1, 2], 100)
     x = (8 * np.eye(3, 5)[labels] + rng.normal(size=(300, 5))).astype(np.float32)
     dataset = FederatedDataset.from_arrays(x, labels, np.arange(300) % 3)
-    codes = {split: dataset.split(split).inputs.numpy() for split in ("train", "validation")}
+    codes = {split: dataset.split(split).inputs for split in ("train", "validation")}
     assert missing_class_auroc(SMALL, dataset, codes, PixelEncoder()) > 0.99
 
 
@@ -261,7 +259,7 @@ def test_one_class_cannot_be_left_out(rng):
     dataset = FederatedDataset.from_arrays(x, np.arange(60) % 2, np.arange(60) % 3)
     for split in ("train", "validation"):
         dataset.split(split).labels.fill_(0)
-    codes = {split: dataset.split(split).inputs.numpy() for split in ("train", "validation")}
+    codes = {split: dataset.split(split).inputs for split in ("train", "validation")}
     with pytest.raises(ValueError, match="more images"):
         missing_class_auroc(SMALL, dataset, codes, PixelEncoder())
 
