@@ -14,7 +14,7 @@ from fedgmm import FedGMMClassifier
 from fedgmm.core.params import is_statistic
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import SHARED_LEARNERS, Prediction
-from fedgmm.methods.batch_statistics import settled
+from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.model.saving import load
 from fedgmm.nets import devices, sgd, stacked
@@ -274,7 +274,7 @@ def test_batch_statistics_of_the_final_weights_equal_the_cpu(assigned):
     weights = torch.tensor([[0.9, 0.1], [0.4, 0.6]], dtype=torch.float64)
     mixed = {"client_weights": weights, "weights": weights.mean(0)}
     found = [
-        settled(
+        recompute_statistics(
             Prediction(
                 net,
                 {name: value.to(device) for name, value in learners.items()},

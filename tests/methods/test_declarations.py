@@ -323,8 +323,8 @@ def test_moments_that_no_rows_have_are_refused(rng, name):
     method.check(Sums({**sums, "gaussians/second": none}), 30, declaration)
     if kind == "identity":
         return  # no equation uses these second moments
+    lower = none - 0.05 * second
     with pytest.raises(SumsError, match="gaussians/second"):
-        lower = none - 0.05 * second
         method.check(Sums({**sums, "gaussians/second": lower}), 30, declaration)
 
 
@@ -436,7 +436,7 @@ def used_by(prediction, client):
     learners = prediction.learners
     if prediction.assignment is not None:
         learners = take_clients(learners, int(prediction.assignment[client]))
-        return {key: value for key, value in learners.items()}
+        return dict(learners)
     found = dict(learners)
     found["client weights"] = prediction.client_weights[client]
     found["weights"] = prediction.weights
