@@ -48,9 +48,9 @@ def test_every_dialect_gives_the_same_rows(write, content, stream, monkeypatch, 
 
 
 def test_gzip_and_tsv(write, columns):
-    assert columns(write("a.csv.gz", gzip.compress(ROWS.encode(, mtime=0)))) == EXPECTED
+    assert columns(write("a.csv.gz", gzip.compress(ROWS.encode()))) == EXPECTED
     assert columns(write("b.TSV", ROWS.replace(",", "\t"))) == EXPECTED
-    assert columns(write("c.tsv.gz", gzip.compress(ROWS.replace(",", "\t", mtime=0).encode()))) == EXPECTED
+    assert columns(write("c.tsv.gz", gzip.compress(ROWS.replace(",", "\t").encode()))) == EXPECTED
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "cp1252"])
@@ -124,7 +124,7 @@ def test_a_quote_that_is_never_closed_in_a_stream(write, fails, streaming, colum
 
 
 def test_broken_gzip(write, fails, columns):
-    whole = gzip.compress(ROWS.encode(, mtime=0) * 50)
+    whole = gzip.compress(ROWS.encode() * 50)
     assert "gzip" in fails(columns, write("a.csv.gz", whole[:40]))
     assert "gzip" in fails(columns, write("b.csv.gz", b"a,b\n1,2\n"))
 
