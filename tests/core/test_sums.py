@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -367,6 +368,12 @@ def test_the_size_of_rounding_errors_may_come_from_other_sums():
     with pytest.raises(SumsError, match="moments is not positive semidefinite"):
         check_semidefinite("moments", small, small, 1e-8)
     check_semidefinite("moments", 1e3 * small, small, 1e-8)
+
+    declaration = {"whole": Sum((2, 2)), "small": Sum((2, 2), rounding=1e-8, semidefinite=True)}
+    with pytest.raises(SumsError, match="small"):
+        check_sums(Sums({"whole": 1e3 * small, "small": small}), declaration, 1)
+    declaration["small"] = replace(declaration["small"], size_of="whole")
+    check_sums(Sums({"whole": 1e3 * small, "small": small}), declaration, 1)
 
 
 # ---------------------------------------------------------------------- fixed point

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fedgmm.core.gaussians import gaussians
@@ -57,6 +57,7 @@ GRADIENTS = {name: {"algorithm": name} for name in ("fedprox", "local", "cluster
 METHODS = {**FEDGMM, **GMM, **EXACT, **GRADIENTS}
 
 every_method = pytest.mark.parametrize("name", METHODS)
+additive = pytest.mark.parametrize("name", [name for name in METHODS if name != "clustered"])
 with_gaussians = pytest.mark.parametrize("name", [*FEDGMM, *GMM])
 
 
@@ -281,10 +282,12 @@ awkward_clients = st.lists(
     min_rows=st.sampled_from([0, 3]),
 )
 def test_sums_of_real_clients_are_accepted(name, dtype, clients, min_rows):
+    # In float32, scatters within clients far away are rounding errors larger than reg_covar.
+    assume(dtype == "float64" or METHODS[name].get("aggregation") != "paper")
     check_rounds(method_of(name, dtype, lr=1e-12), clients, min_rows)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "clustered"])
+@additive
 def test_a_round_in_which_all_clients_withhold_changes_no_learner_and_no_gaussian(rng, name):
     method = method_of(name)
     rows = rows_of(method, ragged(rng))
@@ -323,9 +326,9 @@ def test_moments_that_no_rows_have_are_refused(rng, name):
     method.check(Sums({**sums, "gaussians/second": none}), 30, declaration)
     if kind == "identity":
         return  # no equation uses these second moments
-    lower = none - 0.05 * second
+    lower = Sums({**sums, "gaussians/second": none - 0.05 * second})
     with pytest.raises(SumsError, match="gaussians/second"):
-        method.check(Sums({**sums, "gaussians/second": lower}), 30, declaration)
+        method.check(lower, 30, declaration)
 
 
 # ---------------------------------------------------------------------- sensitivity
@@ -401,7 +404,7 @@ def worst_states(method):
 
 
 @pytest.mark.parametrize("clip", [0.5, 20.0])
-@every_method
+@additive
 def test_declared_sensitivities_are_within_ten_times_the_worst_case(name, clip):
     method = method_of(name)
     x = np.zeros((10, COLUMNS))
@@ -435,8 +438,7 @@ def used_by(prediction, client):
     """All numbers that a client's predictions depend on, with those of rows without a client."""
     learners = prediction.learners
     if prediction.assignment is not None:
-        learners = take_clients(learners, int(prediction.assignment[client]))
-        return dict(learners)
+        return take_clients(learners, prediction.assignment[client])
     found = dict(learners)
     found["client weights"] = prediction.client_weights[client]
     found["weights"] = prediction.weights

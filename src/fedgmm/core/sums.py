@@ -38,6 +38,8 @@ class Sum:
         largest: largest absolute value that one row can add to an entry. The range of a fixed-point
             number follows from it.
         rounding: relative error that the client's arithmetic may leave, in units of the largest entry.
+        size_of: name of the sum whose largest entry that is, for a matrix that is a difference of
+            larger ones; ``None`` means the sum itself.
         semidefinite: the last two axes are a symmetric positive semidefinite matrix, so a triangle
             travels.
         as_mean: the sum travels as its mean over ``rows``, in the precision of the learners. This
@@ -54,6 +56,7 @@ class Sum:
     lowest: float = -math.inf
     largest: float = math.inf
     rounding: float = 0.0
+    size_of: str | None = None
     semidefinite: bool = False
     as_mean: bool = False
     sensitivity: Callable[[float], float] | None = None
@@ -212,7 +215,7 @@ def check_sums(sums: Sums, declaration: Declaration, rows: int) -> None:
         if math.isfinite(one.largest) and bool((value.abs() > one.largest * behind).any()):
             raise SumsError(f"{name} exceeds what {rows} rows can add up to")
         if one.semidefinite:
-            check_semidefinite(name, value, value, one.rounding)
+            check_semidefinite(name, sums[one.size_of or name], value, one.rounding)
 
 
 def check_semidefinite(what: str, whole: Tensor, matrix: Tensor, slack: float) -> None:
@@ -220,7 +223,7 @@ def check_semidefinite(what: str, whole: Tensor, matrix: Tensor, slack: float) -
 
     Args:
         what: named in the error.
-        whole: sums whose largest entry gives the size of rounding errors, ``(..., n, n)``.
+        whole: sums whose largest entry gives the size of rounding errors, ``(..., k, k)``.
         matrix: ``(..., n, n)``.
         slack: rounding errors relative to that size.
     """

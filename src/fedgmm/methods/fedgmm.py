@@ -303,6 +303,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
                 rows=_COUNTS,
                 largest=FARTHEST**2,
                 rounding=1e-8,
+                size_of=LEARNERS + "second",  # curvature vanishes where learners are certain
                 semidefinite=True,
                 sensitivity=sensitivity,
             )
