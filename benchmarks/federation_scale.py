@@ -77,19 +77,19 @@ class Copies:
         """Return the names of all sites."""
         return self._names
 
-    def ask(self, requests: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Return the replies of all sites, each with its own arrays, as after a transfer."""
-        began, replies, made = time.perf_counter(), {}, {}
+    def ask(self, requests: Mapping[str, Any], timeout: float) -> Iterator[tuple[str, Any]]:
+        """Yield the replies of all sites, each with its own arrays, as after a transfer."""
+        made: dict[Any, Any] = {}
         for node, request in requests.items():
+            began = time.perf_counter()
             kind = (request.kind, request.facts.get("most_rows"))
             if kind not in made:
-                made[kind] = self._site.answer(request)
+                made[kind] = self._site.reply(request)
             reply = made[kind]
             facts = {**reply.facts, "name": node, "ticket": request.facts["ticket"]}
             arrays = {name: value.copy() for name, value in reply.arrays.items()}
-            replies[node] = replace(reply, arrays=arrays, facts=facts)
-        self.waited += time.perf_counter() - began
-        return replies
+            self.waited += time.perf_counter() - began
+            yield node, replace(reply, arrays=arrays, facts=facts)
 
 
 def server_alone(load: Load) -> dict[str, float]:
@@ -265,7 +265,7 @@ def many_nodes(home: Path, clients: int) -> Iterator[tuple[Any, Any]]:
                     raise SystemExit(f"Only {len(sites.nodes())} of {clients} nodes connected.")
                 time.sleep(0.5)
             yield sites, link
-            sites.ask({node: Message("stop") for node in sites.nodes()}, 60.0)
+            list(sites.ask({node: Message("stop") for node in sites.nodes()}, 60.0))
             worker.join(30)
     finally:
         if worker.is_alive():

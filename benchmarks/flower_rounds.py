@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,9 +243,10 @@ class SitesInMemory:
         """Return the names of the sites."""
         return list(self._sites)
 
-    def ask(self, requests: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Return the replies of the sites."""
-        return {node: self._sites[node].answer(request) for node, request in requests.items()}
+    def ask(self, requests: Mapping[str, Any], timeout: float) -> Iterator[tuple[str, Any]]:
+        """Yield the replies of the sites."""
+        for node, request in requests.items():
+            yield node, self._sites[node].reply(request)
 
 
 def bytes_of(files: Sequence[Path], home: Path, **training: Any) -> tuple[float, float]:

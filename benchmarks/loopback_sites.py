@@ -27,7 +27,7 @@ def reply_of(name: str, request: Any) -> Any:
     from fedgmm.federation.messages import Message
 
     arrays = {key: value + site_number(name) for key, value in request.arrays.items()}
-    return Message("answer", arrays, {"name": name})
+    return Message("reply", arrays, {"name": name})
 
 
 def site_number(name: str) -> int:
@@ -45,7 +45,7 @@ class Echo:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def answer(self, request: Any) -> Any:
+    def reply(self, request: Any) -> Any:
         """Reply to one request."""
         self.finished = request.kind == "stop"
         return reply_of(self._name, request)
@@ -129,7 +129,7 @@ def echoing_sites(home: Path, names: Sequence[str]) -> Iterator[tuple[Any, Any]]
                     )
                 time.sleep(0.2)
             yield sites, counted
-            sites.ask({node: Message("stop") for node in sites.nodes()}, 60.0)
+            list(sites.ask({node: Message("stop") for node in sites.nodes()}, 60.0))
             for worker in workers[1:]:
                 worker.join(60)
     finally:
@@ -149,7 +149,7 @@ def exchange(sites: Any, counted: Any, size: int, repeats: int) -> dict[str, flo
     for _ in range(repeats):
         payload = rng.random(size // 4, dtype=np.float32)  # new numbers, as after every round
         began = time.perf_counter()
-        replies = sites.ask({node: Message("echo", {"x": payload}) for node in nodes}, 120.0)
+        replies = dict(sites.ask({node: Message("echo", {"x": payload}) for node in nodes}, 120.0))
         seconds.append(time.perf_counter() - began)
         for reply in replies.values():
             if not isinstance(reply, Message):

@@ -102,15 +102,16 @@ class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
     ) -> tuple[ClusteredShared, RoundInfo]:
         """Average within clusters, then split those that are stationary but disagree."""
         clients, rows = sums[CLIENTS], sums["rows"]
+        order = torch.argsort(clients)  # entries lie in the order of their arrival
         trained = {name: value[:, None] for name, value in sums.below(LEARNERS).items()}
         moves = (flatten(trained) - flatten(self._learners_of(shared, clients)))[:, 0]
-        scale = shared.scale or float(torch.linalg.vector_norm(moves, dim=-1).mean())
+        scale = shared.scale or float(torch.linalg.vector_norm(moves, dim=-1)[order].mean())
         clusters = shared.clusters.clone()
         count = count_learners(shared.learners)
         average = {name: value.double().clone() for name, value in shared.learners.items()}
         parents = list(range(count))
         for cluster in range(count):
-            members = torch.nonzero(shared.clusters[clients] == cluster).flatten()
+            members = order[shared.clusters[clients[order]] == cluster]
             if not len(members):
                 continue
             weights = rows[members] / rows[members].sum()
