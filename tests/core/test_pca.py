@@ -149,12 +149,12 @@ def test_no_rows_are_projected_to_no_rows(rng):
         (3, 4, "use at most 3"),
     ],
 )
-def test_impossible_requests_are_told(rng, n, k, message):
+def test_impossible_requests_are_refused(rng, n, k, message):
     with pytest.raises(ValueError, match=message):
         fit_pca(moments(rng.normal(size=(n, 4))), k)
 
 
-def test_a_value_that_is_no_number_is_told(rng):
+def test_a_value_that_is_not_a_number_is_refused(rng):
     x = rng.normal(size=(8, 2))
     x[3, 1] = np.nan
     with pytest.raises(ValueError, match="NaN or infinity"):

@@ -188,7 +188,7 @@ def test_ctrl_c_while_the_main_thread_waits_stops_the_lanes(threads):
     assert torch.get_num_threads() == 2
 
 
-def test_of_several_lanes_that_fail_the_first_is_told(threads):
+def test_of_several_lanes_that_fail_the_first_is_raised(threads):
     """Whichever comes first in time: the same call tells the same."""
     threads(3)
     begun, failed = threading.Event(), threading.Event()

@@ -339,14 +339,23 @@ def test_a_pooled_sum_needs_rows_of_some_component(rng):
         check_sums(Sums({**empty, "tied": found["tied"]}), CHECKED, 20)
 
 
-def test_gathered_entries_are_checked_by_their_own_rows():
+def test_gathered_entries_are_not_multiplied_by_their_rows():
     declaration = {
         "rows": Sum((1,), lowest=0.0, gathered=True),
         "w": Sum((1, 2), rows="rows", largest=3.0, gathered=True),
     }
-    check_sums(sums(rows=[9.0], w=[[20.0, -20.0]]), declaration, 9)
+    check_sums(sums(rows=[9.0], w=[[2.9, -2.9]]), declaration, 9)
     with pytest.raises(SumsError, match="w exceeds"):
-        check_sums(sums(rows=[9.0], w=[[20.0, -28.0]]), declaration, 9)
+        check_sums(sums(rows=[9.0], w=[[2.9, -3.1]]), declaration, 9)
+    with pytest.raises(SumsError, match="w has entries without rows"):
+        check_sums(sums(rows=[0.0], w=[[2.9, -2.9]]), declaration, 9)
+
+
+def test_a_mean_of_hardly_any_row_is_bounded_too(rng):
+    found = changed(sums_of_rows(rng, absent=[1]), "counts", (1,), 1e-7)
+    check_sums(changed(found, "first", (1, 0), 9e-7), CHECKED, 20)
+    with pytest.raises(SumsError, match="first exceeds"):
+        check_sums(changed(found, "first", (1, 0), 1.1e-6), CHECKED, 20)
 
 
 def test_rounding_errors_are_not_refused():
