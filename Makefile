@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
-# not among the constraints: a torch for cards asks for a version of its own
+# Triton is not in the constraints, because a CUDA build of torch pins its own version.
 TRITON_VERSION := triton==3.9.0
 # A module stays in one process, because its tests share fixtures. A process takes 1 GB of memory.
 PARALLEL := -n auto --maxprocesses 4 --dist loadscope
@@ -53,8 +53,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-# Kernels for graphics cards are tested without one, in Triton's interpreter. A torch for cards brings its
-# own Triton; where none can be had, the tests are skipped.
+# GPU kernels are tested on the CPU with Triton's interpreter. A CUDA build of torch brings its own Triton;
+# if Triton cannot be installed, these tests are skipped.
 $(TRITON): $(INSTALLED)
 	if $(BIN)/python -c "import triton" 2>/dev/null \
 	  || $(BIN)/python -m pip install --quiet $(TRITON_VERSION); then touch $@; \

@@ -56,11 +56,16 @@ def server(
     ] = None,
     round_timeout: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Seconds after which a round closes without the missing sites."),
+        typer.Option(
+            min=0.1,
+            help="Seconds until a round closes without missing sites, if --min-clients replied.",
+        ),
     ] = None,
     min_rows: Annotated[
         int | None,
-        typer.Option(min=0, help="Sites withhold moments of Gaussians with fewer rows than this."),
+        typer.Option(
+            min=0, help="Sites withhold moments, learners and centroids of fewer rows than this."
+        ),
     ] = None,
     serve: Annotated[
         bool,
@@ -146,11 +151,14 @@ def client(
         bool,
         typer.Option(
             "--adapt-only",
-            help="Only learn this site's weights for the finished model; send nothing.",
+            help="Only learn this site's weights for the finished model; send nothing about rows.",
         ),
     ] = False,
     min_rows: Annotated[
-        int, typer.Option(min=0, help="Withhold moments of Gaussians with fewer rows than this.")
+        int,
+        typer.Option(
+            min=0, help="Withhold moments, learners and centroids of fewer rows than this."
+        ),
     ] = 0,
 ) -> None:
     """Take part in a federation with the rows of this site. The rows stay here.

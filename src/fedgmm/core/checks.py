@@ -94,7 +94,7 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
     """Raise if a value occurs more than once in ``values``."""
     twice = [value for place, value in enumerate(values) if value in values[:place]]
     if twice:
-        raise ValueError(f"{name} must differ from each other, got {twice[0]!r} more than once.")
+        raise ValueError(f"{name} contains {twice[0]!r} more than once; list every value once.")
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:

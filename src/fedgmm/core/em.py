@@ -9,7 +9,8 @@ A round of FedGMM::
                      μ_m, Σ_m  from moments summed over clients
                      θ_m = Σ_c γ_c(m) θ_mc / Σ_c γ_c(m)
 
-Every server equation is a ratio of sums over clients. Functions take any leading axes.
+Every equation of the paper's server is a ratio of sums over clients. ``responsibilities`` and
+``client_weights`` take any leading axes.
 
 The densities ``log N`` and the weighted moments are in :mod:`fedgmm.core.gaussians`, the likelihoods
 ``log P_θ(y|x)`` in :mod:`fedgmm.nets.learners`, and exact steps of linear learners in
@@ -89,7 +90,7 @@ def client_weights(counts: Tensor, rows: Tensor) -> Tensor:
 
 
 def towards_independence(counts: Tensor, learners: int, rows: float) -> Tensor:
-    """Return counts ``γ_c(m1, m2)`` that shrink the learners of a Gaussian towards the client's own.
+    """Shrink each Gaussian's learner counts towards the client's overall shares of the learners.
 
     ``π_c(m2|m1) = (γ_c(m1, m2) + a π_c(m2)) / (γ_c(m1) + a)``, because a Gaussian that holds few of a
     client's rows says little about learners. ``a = 0`` changes nothing. With ``a → ∞`` learners do not

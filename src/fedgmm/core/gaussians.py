@@ -1,6 +1,7 @@
-"""The shared Gaussians: densities, weighted moments, and moments back to parameters.
+"""The shared Gaussians: densities and weighted moments.
 
-Shapes: ``N`` rows, ``d`` columns, ``M`` components; every function takes any leading dimensions.
+:func:`fedgmm.core.em.update_gaussians` turns moments into ``μ`` and ``Σ``. Shapes: ``N`` rows, ``d`` columns,
+``M`` components; ``residuals``, ``log_densities`` and ``weighted_moments`` take any leading dimensions.
 Covariances have the shapes of scikit-learn:
 
 =============  =================  ==============================================
@@ -37,7 +38,7 @@ _FARTHEST = 1e150  # deviations; its square is still a float64
 
 
 class CovarianceRepairWarning(UserWarning):
-    """A covariance was not positive definite and was moved to the nearest one that is."""
+    """A covariance was not positive definite, so eigenvalues of its correlations were raised."""
 
 
 @dataclass(frozen=True)

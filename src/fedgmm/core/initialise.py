@@ -1,4 +1,4 @@
-"""A start without pooled data: local centroids with counts become the shared Gaussians.
+"""Initial Gaussians without pooled data, from local centroids with counts.
 
 It needs one exchange, as in k-FED: every client clusters its own rows and sends a few centroids with
 their counts; the server clusters the centroids. A centroid of a single row would *be* that row, so it
@@ -59,8 +59,8 @@ def server_means(sent: Centroids, components: int, start: Start, seed: int) -> N
     Args:
         sent: all clients' centroids.
         components: ``M``.
-        start: ``"kmeans"`` clusters the centroids; ``"k-means++"`` picks among them, far apart.
-        seed: for the clustering's own draws.
+        start: ``"kmeans"`` clusters the centroids; ``"k-means++"`` picks centroids that are far apart.
+        seed: of the clustering.
 
     Returns:
         Up to ``M`` means ``(k, d)``; fewer where the clients sent fewer different centroids.

@@ -1,10 +1,8 @@
 """Server optimisers: the server's step towards the clients' average.
 
 The average minus the current parameters is a pseudo-gradient; the optimiser decides the step. While the
-clients' learning rate falls, their moves get smaller, but the server's moving averages were made at
-higher rates, and at a momentum of 0.9 they would carry on for ten rounds. So the server remembers the
-step of every round at the full rate and scales its own step by the present share of the rate, as
-optimisers do that multiply their momentum by the rate.
+clients' learning rate falls, their moves get smaller, but moving averages still hold older, larger moves.
+So the server stores moves divided by the present share of the rate, and multiplies its own step by it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``Sums``, the one currency: named sums over rows that clients send and the server adds.
+"""``Sums``: named sums over rows, which clients send and the server adds.
 
-A method declares each of its sums once, with :class:`Sum`: the shape, what rows can make of it, how
-much one row can change it, and how it travels. The wire format, the checks of received updates, masks
+A method declares each of its sums once, with :class:`Sum`: its shape, the values that rows can produce,
+how much one row can change it, and how it travels. The wire format, the checks of received updates, masks
 and noise are written against this declaration and not against a method.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from fedgmm.core.params import Params, per_entry
 
 ALIVE = 1e-9
-"""A mean over at most this many expected rows is not a mean of anything, so it is not sent."""
+"""A mean is sent only if more expected rows than this stand behind it; below, it is rounding error."""
 
 
 class SumsError(ValueError):
@@ -182,7 +182,7 @@ def withhold(sums: Sums, declaration: Declaration, min_rows: float) -> Sums:
 
 
 def check_sums(sums: Sums, declaration: Declaration, rows: int) -> None:
-    """Raise unless the sums of one client keep to what rows can make of each by itself.
+    """Raise unless every sum of one client has values that rows can produce.
 
     A method checks in addition how its sums must agree with each other.
 

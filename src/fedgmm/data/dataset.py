@@ -46,7 +46,7 @@ class LabelledRows:
 
     @property
     def names(self) -> tuple[Hashable, ...]:
-        """The clients."""
+        """Names of the clients."""
         return self.features.names
 
     @property

@@ -48,7 +48,7 @@ class Job:
         table: options for reading tables.
         preprocessing: that all sites agreed on.
         precision: of learners on the wire.
-        min_rows: moments of components with fewer expected rows are withheld.
+        min_rows: moments, learners and centroids with fewer expected rows are withheld.
     """
 
     options: TrainingOptions
@@ -134,7 +134,9 @@ def options_from_record(record: Any) -> TrainingOptions:
     """
     known = {field.name for field in fields(TrainingOptions)}
     if not isinstance(record, Mapping) or set(record) != known:
-        raise ValueError("options of another version of fedgmm")
+        raise ValueError(
+            "the options belong to another version of fedgmm; install the same version at server and sites"
+        )
     options = TrainingOptions(**record)
     options.check()
     check_for_tables(options)

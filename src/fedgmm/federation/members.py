@@ -115,7 +115,7 @@ class _Stranger:
 
     @property
     def due(self) -> bool:
-        """Whether there is something to send to it now."""
+        """Whether a request should be sent to the node now."""
         open_request = not self.name or (bool(self.reason) and not self.informed)
         return open_request and time.monotonic() >= self.quiet_until
 
@@ -299,7 +299,7 @@ class Members:
             ) from None
 
     def _checked(self, request: Message, reply: Reply) -> Reply:
-        """Return a reply that keeps all limits and belongs to its request, or a failure."""
+        """Return the reply if it is within all limits and belongs to its request, or a failure."""
         if isinstance(reply, Failure):
             return reply
         try:

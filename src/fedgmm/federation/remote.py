@@ -1,6 +1,7 @@
 """Training with sites of a federation: the clients behind the round loop are elsewhere.
 
-Sums are added as they arrive, so the memory of the server does not grow with the number of sites.
+Sums are added as they arrive, so the memory of the server does not grow with the number of sites. The
+exception is Clustered FL, which compares single clients.
 """
 
 from __future__ import annotations
@@ -319,7 +320,7 @@ class RemoteTraining:
         return replace(progress, history=entries)
 
     def restore(self, known: Mapping[str, Any]) -> None:
-        """Take the members and notes that a checkpoint holds."""
+        """Restore members and notes from a checkpoint."""
         self.members.run = str(known["run"])
         for name, record in known["members"].items():
             self.members.members[name] = Member.from_record(name, record)
@@ -348,13 +349,13 @@ def _size(count: float) -> str:
 
 @dataclass
 class Validation:
-    """Rows and right predictions that sites shared, summed; impossible values are left out."""
+    """Validation rows and correct predictions, added over the sites that share metrics."""
 
     rows: float = 0.0
     right: float = 0.0
 
     def add(self, shared: object) -> None:
-        """Add the figures of one site."""
+        """Add the numbers of one site; impossible values are left out."""
         if not isinstance(shared, Mapping):
             return
         rows, right = shared.get("rows"), shared.get("right")

@@ -5,9 +5,9 @@ a checkpoint after every round. A server that is started again continues with th
 as if it had not stopped.
 
 ============  ================================================================================
-request       reply, which is all that the server learns about a site
+request       reply, beside the site's name and, after ``hello``, its number of training rows
 ============  ================================================================================
-``hello``     its name; once, while all agree: rows, and for each column counts of missing values
+``hello``     its version of fedgmm and its consents; once, while all agree: rows, and for each column counts of missing values
               and categories, or mean and squares (:mod:`fedgmm.data.tables.summaries`)
 ``start``     sums and sums of squares of the columns, and a few centroids with at least two rows
               each; methods with Gaussians only

@@ -49,7 +49,8 @@ class FederationSettings:
         clients: number of sites that are expected at the start.
         min_clients: fewest sites that a round closes with; ``None`` means all that are expected.
         round_timeout: seconds after which a round closes without the sites that have not replied.
-        min_rows: sites withhold the moments of components in which they have fewer expected rows.
+        min_rows: sites withhold moments, learners and centroids with fewer expected rows than this. A
+            site with fewer rows in total cannot take part.
         precision: floating-point type of the learners' weights in messages.
         largest_message: largest size of a message in bytes.
         start_timeout: seconds to wait for the sites at the start; ``None`` waits without limit.
@@ -130,8 +131,8 @@ class SiteSettings:
         name: the site's name; ``None`` uses the name of the file.
         share_metrics: send the metrics of the held-out rows to the server.
         adapt_only: learn the weights for a finished model and send nothing about the rows.
-        min_rows: withhold the moments of components with fewer expected rows than this. The larger
-            of this number and the federation's counts.
+        min_rows: withhold moments, learners and centroids with fewer expected rows than this. The
+            larger of this number and the federation's counts.
     """
 
     data: tuple[Path, ...]

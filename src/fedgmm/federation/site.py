@@ -1,8 +1,7 @@
 """A site of a federation: one data owner, which replies to requests about its own rows.
 
-A site keeps in memory only what it could do without: everything that matters is in its own folder, and
-every request carries the rest. So a site may be killed at any time, and each request may meet a new
-process. No row leaves it, and no metric of its model unless it shares metrics.
+A site can lose its memory at any time: its state is in its folder, and every request carries the rest.
+So a site may be killed at any time, and each request may meet a new process. No row leaves it, and no metric of its model unless it shares metrics.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class Site:
             check_message(request)
             if request.kind not in handlers:
                 raise MessageError(
-                    f"the request {request.kind!r} is unknown; is fedgmm older here?"
+                    f"unknown request {request.kind!r}; install the server's version of fedgmm here"
                 )
             if request.facts.get("protocol") != PROTOCOL:
                 raise MessageError(
@@ -144,7 +143,7 @@ class Site:
             raise SiteError(public_reason(error)) from None
         except Exception as error:  # a site must outlive every request
             self.notify(f"{type(error).__name__}: {error}")
-            raise SiteError(f"an error of kind {type(error).__name__}; its log says more") from None
+            raise SiteError(f"{type(error).__name__} at the site; see its log") from None
         facts = {"name": self.name, "ticket": request.facts.get("ticket"), **facts}
         return Message("reply", arrays, facts)
 
@@ -168,8 +167,8 @@ class Site:
                 len(summary.labels), summary.rows
             ):  # whichever column the server calls the label
                 raise UnfitError(
-                    f"the values of the label column {table.label!r} are names, numbers of persons or "
-                    "measurements rather than classes, and stay here"
+                    f"the label column {table.label!r} has too many different values to be classes, so "
+                    "they are not sent; choose another label"
                 )
             facts["summary"] = summary_record(summary)
         if self.settings.adapt_only:

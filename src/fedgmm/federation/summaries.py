@@ -129,7 +129,7 @@ def table_from_record(record: Any, client: str) -> TableOptions:
     """
     known = {field.name for field in fields(TableOptions)} - {"client"}
     if not isinstance(record, Mapping) or not set(record) <= known:
-        raise SummaryError("the options of the table are unknown; is the server's fedgmm newer?")
+        raise SummaryError("unknown options of tables; install the server's version of fedgmm here")
     values: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in record.items()
     }

@@ -1,1 +1,1 @@
-"""The methods: one file a family."""
+"""The methods: one file per family, with its state, its two steps and its sums."""

@@ -60,7 +60,7 @@ class NamedRows(Protocol):
 
     @property
     def names(self) -> tuple[Hashable, ...]:
-        """The clients."""
+        """Names of the clients."""
         ...
 
     def select(self, clients: Tensor) -> Self:

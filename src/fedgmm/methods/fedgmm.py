@@ -268,7 +268,9 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         super().check_state(shared, personal)
         current, kind = shared.mixture.gaussians, self.gaussians.covariance_type
         if current.covariance_type != kind:
-            raise ValueError(f"its covariance_type is {current.covariance_type!r}, not {kind!r}.")
+            raise ValueError(
+                f"the state has covariance_type={current.covariance_type!r}, not {kind!r}."
+            )
         m1, m2 = self.gaussians.components, self.learners
         sizes = {
             "components": (len(current.means), m1),
@@ -278,7 +280,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         }
         for name, (here, wanted) in sizes.items():
             if here != wanted:
-                raise ValueError(f"its {name} are {here}, not {wanted}.")
+                raise ValueError(f"the state has {name}={here}, not {wanted}.")
 
     # ------------------------------------------------------------------ sums and broadcasts
 

@@ -290,7 +290,7 @@ def _convolution(layer: nn.Conv2d, name: str) -> Operation:
         raise ValueError(f"Stacked training does not support {groups} groups of channels ({name}).")
     if layer.dilation != (1, 1) or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         raise ValueError(
-            f"Stacked training does not support dilation or this kind of padding ({name})."
+            f"Layer {name}: stacked training requires dilation 1 and numeric zero padding."
         )
 
     def filtered(call: ForwardPass, images: Tensor) -> Tensor:

@@ -174,11 +174,11 @@ class FederatedRun:
             if rows.unknown_labels:
                 raise TableError(
                     path,
-                    f"the label {rows.unknown_labels[0]!r} is not a class of the training data.",
+                    f"the label {rows.unknown_labels[0]!r} is not a class of the training data; correct the label or remove the row.",
                 )
             kept = rows.labels != UNKNOWN
             if not kept.any():
-                raise TableError(path, "it has no rows with a label.")
+                raise TableError(path, "no row has a label; evaluation needs labels.")
             names = rows.clients
             if names is None:
                 names = [client_name(path)] * len(rows.matrix)

@@ -242,7 +242,9 @@ def read_checkpoint(path: str | Path) -> StoredProgress:
         data = path.read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CheckpointError(f"Cannot read the checkpoint {path} ({reason}).") from None
+        raise CheckpointError(
+            f"Cannot read the checkpoint {path} ({reason}); check the path and its permissions."
+        ) from None
     facts = _read_facts(path, data)
     try:
         tensors = from_bytes(data)

@@ -1,6 +1,6 @@
 """The round loop: warm-up, start, rounds, stopping, patience, checkpoints and resume.
 
-There is no other loop. Where the clients are is behind :class:`Clients`: stacked in this process
+There is no other loop. :class:`Clients` hides where the clients are: stacked in this process
 (:mod:`fedgmm.training.local`) or sites of a federation (:mod:`fedgmm.federation.remote`).
 """
 
@@ -58,7 +58,7 @@ class Run(Generic[Shared, Personal]):
 
 
 class Replies(NamedTuple):
-    """The outcome of the clients' part of a round: their personal parts and their summed sums."""
+    """The outcome of a round at the clients: their personal parts, and the total of their sums."""
 
     personal: Any
     sums: Sums
@@ -142,7 +142,7 @@ def run_rounds(
     callbacks = tuple(on_round)
 
     def judge() -> None:
-        run.converged = tol is not None and has_settled(run.history, tol)
+        run.converged = tol is not None and has_converged(run.history, tol)
         if stop is not None and stop(run):
             run.converged = True
         run.judged = True
@@ -171,7 +171,7 @@ def run_rounds(
     return run
 
 
-def has_settled(history: list[RoundInfo], tol: float) -> bool:
+def has_converged(history: list[RoundInfo], tol: float) -> bool:
     """Return whether the mean log-likelihood changed by less than ``tol`` in the last round."""
     return len(history) > 1 and abs(history[-1].log_likelihood - history[-2].log_likelihood) < tol
 

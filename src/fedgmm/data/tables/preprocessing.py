@@ -402,7 +402,9 @@ class Preprocessing:
         here = set(names)
         for column in self.columns:
             if column.role != "ignored" and column.name not in here:
-                raise TableError(path, f"the column {quoted(column.name)} is missing.")
+                raise TableError(
+                    path, f"the column {quoted(column.name)} is missing; the model needs it."
+                )
         if label_needed and self.labels.name not in here:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
         known = {column.name for column in self.columns}

@@ -155,7 +155,7 @@ def resized_about_centre(images: Images, scale: float) -> Images:
         scale: in (0, 1].
     """
     if not 0 < scale <= 1:
-        raise ValueError(f"scale must lie above 0 and not above 1, got {scale!r}.")
+        raise ValueError(f"scale must be above 0 and at most 1, got {scale!r}.")
     side = images.shape[-1]
     edge = (side - round(side * scale)) // 2  # the same on all sides
     inner = side - 2 * edge
@@ -290,7 +290,7 @@ def leave_out(study: NoveltyStudy, seed: int, context: StudyContext) -> LeftOut:
     images = context.load(study.dataset)
     if study.left_out >= len(images.class_names):
         raise ValueError(
-            f"left_out must be below the {len(images.class_names)} classes, got {study.left_out}."
+            f"left_out must be a class from 0 to {len(images.class_names) - 1}, got {study.left_out}."
         )
     generator = np.random.default_rng([seed, 3])
     known = generator.permutation(np.flatnonzero(images.labels != study.left_out))
