@@ -1,5 +1,8 @@
 """How long a SuperNode waits before it polls again."""
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("flwr")
@@ -56,3 +59,25 @@ def test_without_work_it_polls_less_often(clock):
         sleeper.sleep(3.0)
     sleeper.sleep(3.0)
     assert clock.slept[-1] == supernode._IDLE_POLL
+
+
+ENDS_WITH_A_THREAD = """
+import threading, time
+import flwr.supernode.cli as cli
+from fedgmm.federation.flower import supernode
+
+def flower_supernode():
+    threading.Thread(target=time.sleep, args=(300,)).start()  # like Flower's web server
+    raise KeyboardInterrupt
+
+cli.flower_supernode = flower_supernode
+supernode.main()
+"""
+
+
+def test_the_process_ends_with_the_main_thread_and_logs_the_reason():
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDS_WITH_A_THREAD], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.wait(120) == 1
+        assert b"KeyboardInterrupt" in process.stderr.read()

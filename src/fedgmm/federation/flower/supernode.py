@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +77,15 @@ def main() -> None:
     poll_faster()
     fetch_faster()
     end_with_parent(_sign_off)
-    flower_supernode()
+    try:
+        flower_supernode()
+    except SystemExit:
+        pass
+    except BaseException:
+        traceback.print_exc()  # the parent looks for the reason in the log
+    # Two errors at the same time can end Flower's main thread before it stops its web server. The thread
+    # of the web server would then keep the process alive, and the parent would wait for it.
+    os._exit(1)
 
 
 def _sign_off() -> None:
