@@ -319,7 +319,8 @@ def test_late_joiners_of_other_methods(files, tmp_path, algorithm):
     assert open_run(tmp_path / "sites/a-late-one").model.names == ["a-late-one"]
 
 
-def test_codes_of_clusters_stay_when_a_client_joins_late(files, tmp_path, monkeypatch):
+@pytest.mark.parametrize("killed", [False, True])
+def test_codes_of_clusters_stay_when_a_client_joins_late(files, tmp_path, monkeypatch, killed):
     """A client whose name comes first joins while a round is below its quorum."""
     from fedgmm.methods.clustered import CLIENTS, ClusteredFL
 
@@ -341,6 +342,13 @@ def test_codes_of_clusters_stay_when_a_client_joins_late(files, tmp_path, monkey
     sites.before_ask = join
     monkeypatch.setattr(ClusteredFL, "server_step", look)
     settings = federation_settings(3, **SIZE, rounds=3, algorithm="clustered")
+    if killed:  # in the last round, after the late client was admitted
+        sites.after_ask = lambda _, requests: dies_at(3)(
+            max(r.facts.get("round", 0) for r in requests.values()), requests
+        )
+        with pytest.raises(Killed):
+            run_federation(settings, sites, tmp_path / "server")
+        sites.after_ask = lambda *_: None
     run_federation(settings, sites, tmp_path / "server")
     assert [clients for _, clients in seen] == [3, 4, 4]
     bergen, oslo, tromso = (seen[0][0][code] for code in range(3))

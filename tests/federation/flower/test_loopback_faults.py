@@ -97,7 +97,7 @@ def test_a_late_site_takes_part_from_the_next_round(federation):
     wait_for_round(federation, 1)
 
     federation.client("oslo")
-    federation.wait_for("oslo", "answered in", times=3)
+    federation.wait_for("oslo", "replied in", times=3)
 
     assert "oslo is here" in federation.said("server")
     answered = [entry["answered"] for entry in rounds(federation)]
@@ -111,12 +111,12 @@ def test_below_quorum_the_server_waits_and_reports_for_whom(federation):
     federation.server("--round-timeout", 4)
     federation.client("bergen")
 
-    federation.wait_for("server", "waiting for 1 more of 2 clients; here are bergen")
+    federation.wait_for("server", "waiting for 1 more of 2 clients; connected: bergen")
 
     federation.client("oslo")
     wait_for_round(federation, 2)
     federation.kill("oslo")
-    federation.wait_for("server", "1 of at least 2 clients have answered; waiting for oslo")
+    federation.wait_for("server", "1 of at least 2 clients have replied; waiting for oslo")
     federation.client("oslo")
     assert federation.ends("server") == 0, federation.all_said()
     assert federation.ends("oslo") == 0
@@ -186,13 +186,13 @@ def test_a_site_that_lies_in_every_round_is_named_and_left_out(federation):
     for lie, words in {
         "nan": "counts is not finite",
         "infinite": "gaussians/second is not finite",
-        "negative": "a count is negative",
-        "above its rows": "but it declared",
+        "negative": "counts is less than 0",
+        "above its rows": "counts exceeds",
         "shape": "gaussians/first has shape",
         "dtype": "gaussians/first is float32",
         "gigantic": "at most 1000000 are allowed",
-        "not semidefinite": "not positive semidefinite",
-        "replayed": "belongs to another question",
+        "not semidefinite": "gaussians/second is less than 0",
+        "replayed": "belongs to another request",
     }.items():
         assert words in reasons[lie]
         assert words in federation.said("server")
