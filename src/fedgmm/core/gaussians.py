@@ -1,8 +1,8 @@
 """The shared Gaussians: densities and weighted moments.
 
-:func:`~fedgmm.core.em.update_gaussians` turns moments into ``μ`` and ``Σ``. Shapes: ``N`` rows, ``d`` columns,
-``M`` components; ``residuals``, ``log_densities`` and ``weighted_moments`` take any leading dimensions.
-Covariances have the shapes of scikit-learn:
+:func:`~fedgmm.core.em.update_gaussians` turns moments into ``μ`` and ``Σ``. Shapes: ``N`` rows, ``d``
+columns, ``M`` components; ``residuals``, ``log_densities`` and ``weighted_moments`` take any leading
+dimensions. Covariances have the shapes of scikit-learn:
 
 =============  =================  ==============================================
 type           ``covariances``    shared between components or columns

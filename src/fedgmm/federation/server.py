@@ -7,8 +7,9 @@ as if it had not stopped.
 ============  ================================================================================
 request       reply, beside the site's name and, after ``hello``, its number of training rows
 ============  ================================================================================
-``hello``     its version of fedgmm and its consents; once, while all agree: rows, and for each column counts of missing values
-              and categories, or mean and squares (:mod:`fedgmm.data.tables.summaries`)
+``hello``     its version of fedgmm and its consents; once, while all agree: rows, and for each
+              column counts of missing values and categories, or mean and squares
+              (:mod:`fedgmm.data.tables.summaries`)
 ``start``     sums and sums of squares of the columns, and a few centroids with at least two rows
               each; methods with Gaussians only
 ``assigned``  counts and moments of the rows nearest to each mean of the start; likewise

@@ -1,7 +1,8 @@
 """A site of a federation: one data owner, which replies to requests about its own rows.
 
 A site can lose its memory at any time: its state is in its folder, and every request carries the rest.
-So a site may be killed at any time, and each request may meet a new process. No row leaves it, and no metric of its model unless it shares metrics.
+So a site may be killed at any time, and each request may meet a new process. No row leaves a site, and
+no metric of its model unless it shares metrics.
 """
 
 from __future__ import annotations

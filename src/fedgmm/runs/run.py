@@ -174,7 +174,8 @@ class FederatedRun:
             if rows.unknown_labels:
                 raise TableError(
                     path,
-                    f"the label {rows.unknown_labels[0]!r} is not a class of the training data; correct the label or remove the row.",
+                    f"the label {rows.unknown_labels[0]!r} is not a class of the training data; "
+                    "correct the label or remove the row.",
                 )
             kept = rows.labels != UNKNOWN
             if not kept.any():
