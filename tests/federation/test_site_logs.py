@@ -94,7 +94,7 @@ def site_lines(sites):
     [
         ({"min_rows": 100}, {}, "fewer rows than min_rows=100"),
         ({}, {"label": "diagnosis"}, "no label column 'diagnosis'"),
-        ({}, {"label": "age"}, "label column 'age' are names, numbers of persons"),
+        ({}, {"label": "age"}, "label column 'age'"),
     ],
 )
 def test_a_site_that_cannot_take_part_knows_why(tmp_path, settings, facts, words):
