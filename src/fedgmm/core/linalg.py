@@ -69,7 +69,12 @@ def weighted_gram(weighted: Tensor, rows: Tensor) -> Tensor:
 def solve(matrices: Tensor, right: Tensor) -> Tensor:
     """Return ``A⁻¹ b`` for matrices ``(K, p, p)`` and vectors ``(K, p)``; by NumPy on the CPU."""
     if matrices.device.type == "cpu":
-        return torch.from_numpy(np.linalg.solve(matrices.numpy(), right.numpy()[..., None])[..., 0])
+        try:
+            solved = np.linalg.solve(matrices.numpy(), right.numpy()[..., None])[..., 0]
+        except np.linalg.LinAlgError:  # one singular matrix must not spoil the others
+            found: Tensor = torch.linalg.solve_ex(matrices, right[..., None]).result[..., 0]
+            return found
+        return torch.from_numpy(solved)
     solution: Tensor = torch.linalg.solve(matrices, right)
     return solution
 

@@ -36,7 +36,7 @@ Notify = Callable[[str], None]
 _NO_REPLY = Failure("there was no reply")
 _LONGEST_NAME = 200
 _LONGEST_REASON = 200
-_MOST_ROWS = 10**12
+MOST_ROWS = 10**12  # that a site may declare
 _FAREWELL = 5.0  # seconds for the sites to receive the reason why there is no training
 _LONGEST_SILENCE = 120.0  # seconds for which a node that does not reply is left alone
 _REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
@@ -516,7 +516,7 @@ def declared_rows(member: Member, reply: Message) -> int:
         WireError: another number, or none.
     """
     rows = reply.facts.get("rows")
-    if type(rows) is not int or not 0 < rows <= _MOST_ROWS:
+    if type(rows) is not int or not 0 < rows <= MOST_ROWS:
         raise WireError(f"it declares {rows!r:.40} rows")
     if member.rows is not None and rows != member.rows:
         raise WireError(f"it declares {counted(rows, 'row')}, but had declared {member.rows}")

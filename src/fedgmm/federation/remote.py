@@ -21,12 +21,12 @@ from fedgmm.core.randomness import client_keys
 from fedgmm.core.sums import Sum, Sums, SumsError, Total, check_sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.federation.job import PROTOCOL, SCORE, Job
-from fedgmm.federation.members import Exchange, Member, Members, declared_rows
+from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
 from fedgmm.federation.messages import Message
 from fedgmm.federation.server_folder import ServerFolder
 from fedgmm.federation.settings import FederationError
 from fedgmm.federation.wire import Arrays, WireError, as_array, decode, encode, put_personal
-from fedgmm.methods.base import AnyMethod, DivergedError, RoundInfo
+from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, RoundInfo
 from fedgmm.methods.centroids import start_sample
 from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of
 from fedgmm.training.checkpoint import Progress
@@ -34,6 +34,7 @@ from fedgmm.training.local import Participation
 from fedgmm.training.loop import Replies, Training
 from fedgmm.wording import counted
 
+_LARGEST_LOG_LOSS = 1e15
 _CENTROIDS = ("centroids/points", "centroids/counts")
 
 
@@ -107,7 +108,10 @@ class RemoteTraining:
         self._codes = list(self.members.names)
         features = NoRows(self.job.columns) if method.mixture is None else RemoteRows(self)
         rows = _StartingRows(features, self.members.names)
-        shared, _ = method.init(cast("LabelledRows", rows), learner)
+        try:
+            shared, _ = method.init(cast("LabelledRows", rows), learner)
+        except DivergedError as error:
+            raise FederationError(f"The start failed: {error}.") from None
         for name, traffic in self.members.take_traffic().items():
             before = self.start_bytes.get(name, [0, 0])
             self.start_bytes[name] = [before[0] + traffic.sent, before[1] + traffic.received]
@@ -190,8 +194,10 @@ class RemoteTraining:
             member.best_since = member.since
 
     def score(self, method: AnyMethod, shared: Any, personal: Any) -> float:
-        """Return the validation log-likelihood of labels, as the mean over sites."""
+        """Return the validation log-likelihood of labels as the mean over sites, or of inputs."""
         sums = self.scores()
+        if self.job.options.algorithm == DENSITY:
+            return float(sums["inputs"] / sums["rows"])
         return -float(sums["log_loss"] / sums["clients"])
 
     def scores(self) -> Sums:
@@ -218,9 +224,17 @@ class RemoteTraining:
         request: Callable[[str], Message],
         note: Callable[[Member, Message], None],
     ) -> None:
-        """Run an exchange with all sites."""
+        """Run an exchange with all sites.
+
+        Raises:
+            DivergedError: all sites are here, and training diverged at some of them.
+        """
         late = bool(self.loop.history)
-        Exchange(self.members, what, request, note, lambda n: n, self.poll, may_refuse=late).run()
+        failed = Exchange(
+            self.members, what, request, note, lambda n: n, self.poll, may_refuse=late
+        ).run()
+        if failed is not None:
+            raise DivergedError(reason=failed)
 
     # ------------------------------------------------------------------ requests
 
@@ -243,8 +257,8 @@ class RemoteTraining:
 
         ``name=None`` returns the finished model for a site that did not take part.
         """
-        code = None if name is None else self._code(name)
-        self._admit()
+        # a client without a code has not replied yet, so it gets the broadcast of a newcomer
+        code = self._codes.index(name) if name in self._codes else None
         loop, run = self.loop, self.loop.run
         ends = kind in ("finish", "model")
         shared = loop.outcome[0] if ends else run.shared
@@ -273,7 +287,12 @@ class RemoteTraining:
         key, made = method.cluster_of(shared, code), self._sent[1]
         if key not in made:
             declaration = method.declare_broadcast(self.job.columns)
-            made[key] = encode(method.broadcast(shared, code), declaration, self.job.learner_dtype)
+            try:
+                made[key] = encode(
+                    method.broadcast(shared, code), declaration, self.job.learner_dtype
+                )
+            except WireError as error:
+                raise FederationError(f"The model cannot be sent: {error}.") from None
         return made[key]
 
     def _starts_elsewhere(self, member: Member) -> bool:
@@ -368,7 +387,11 @@ class Validation:
 def check_score(sums: Sums) -> None:
     """Raise :class:`SumsError` unless the sums of ``SCORE`` can be those of one site."""
     rows, clients = float(sums["rows"]), float(sums["clients"])
+    if not 0 <= rows <= MOST_ROWS or rows != int(rows):
+        raise SumsError(f"it declares {rows:g} validation rows")
     check_sums(sums, SCORE, max(1, int(rows)))
+    if float(sums["log_loss"]) > _LARGEST_LOG_LOSS:
+        raise SumsError("its log-loss is too large")
     if clients != float(rows > 0):
         raise SumsError(f"it counts as {clients:g} clients with {rows:g} validation rows")
     if not clients and any(float(value) for value in sums.values()):

@@ -48,6 +48,7 @@ from fedgmm.federation.server_folder import (
 )
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries import SummaryError, summary_from_record
+from fedgmm.methods.base import DivergedError
 from fedgmm.runs.folder import RunError, RunFolder
 from fedgmm.training.checkpoint import CheckpointError
 from fedgmm.training.options import TrainingOptions
@@ -147,10 +148,12 @@ class _Server:
 
     def run(self) -> None:
         """Run everything from the first greeting to the report."""
-        if self.folder.stored() is None:
+        stored = self.folder.stored()
+        if stored is None:
             training = self._begin()
         else:
             training = self.resume()
+            self.notify(f"resuming after round {int(stored.facts['round'])}")
             self.members.reunite(_POLL)
         training.train()
         self._finish(training)
@@ -159,7 +162,10 @@ class _Server:
         self.members.run = secrets.token_hex(8)
         job, notes = prepare(self.members)
         self.folder.begin(self.settings, job)
-        training = RemoteTraining(job, self.members, self.folder, _POLL)
+        try:
+            training = RemoteTraining(job, self.members, self.folder, _POLL)
+        except ValueError as error:  # options that do not suit the learner
+            raise FederationError(str(error)) from None
         training.notes = notes
         return training
 
@@ -187,7 +193,6 @@ class _Server:
         job = replace(job, options=replace(job.options, rounds=rounds))
         training = RemoteTraining(job, self.members, self.folder, _POLL)
         training.restore(known)
-        self.notify(f"resuming after round {done}")
         return training
 
     def _check_same(self, job: Job) -> None:
@@ -441,12 +446,20 @@ def _chosen_options(
 
 
 def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
-    """Train with the sites under another run id, and return the mean validation log-likelihood."""
+    """Train with the sites under another run id, and return the mean validation log-likelihood.
+
+    Trials run without patience, so the last round is scored.
+    """
     run, members.run = members.run, secrets.token_hex(8)
+    job = replace(job, options=replace(job.options, patience=None))
     training = RemoteTraining(job, members, None, _POLL, title="trial: ")
     try:
         training.train()
+        if training.stopped:
+            return -np.inf
         sums = training.scores()
+    except DivergedError:
+        return -np.inf
     finally:
         members.run = run
-    return -np.inf if training.stopped else float(sums[evidence] / sums["rows"])
+    return float(sums[evidence] / sums["rows"])

@@ -11,6 +11,7 @@ import numpy as np
 import tomli_w
 
 from fedgmm.federation.job import Job
+from fedgmm.federation.members import MOST_ROWS
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import TITLES
@@ -158,7 +159,7 @@ def checked_metrics(record: Any) -> dict[str, float] | None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
             return None
         found[name] = float(value)
-    return found if found["accuracy"] <= 1 and found["rows"] >= 1 else None
+    return found if found["accuracy"] <= 1 and 1 <= found["rows"] <= MOST_ROWS else None
 
 
 def check_home(folder: RunFolder) -> None:

@@ -2,11 +2,13 @@
 
 A site can lose its memory at any time: its state is in its folder, and every request carries the rest.
 So a site may be killed at any time, and each request may meet a new process. No row leaves a site, and
-no metric of its model unless it shares metrics.
+no metric of its model unless it shares metrics. For ``patience`` and the choice of sizes a site sends sums
+of log-likelihoods of its validation rows, if these are at least ``min_rows``.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -279,6 +281,8 @@ class Site:
         method: AnyMethod = job.method_of(phase)
         dataset, _ = self.table.load(job.table, job.preprocessing)
         count = len(dataset.validation)
+        if count < self._least(job):
+            count = 0  # sums over so few rows are withheld
         values = dict.fromkeys(SCORE, 0.0)
         if count:
             shared, personal = self._state(request, job, phase)
@@ -293,6 +297,8 @@ class Site:
                     values["labels"] = float(model.log_conditional(x, labels, self.name).sum())
                 if method.mixture is not None:
                     values["inputs"] = float(model.score_samples(x, self.name).sum())
+        if any(map(math.isnan, values.values())):
+            raise DivergedError(self.name)
         bounded = {
             name: torch.tensor(value, dtype=torch.float64).clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
             for name, value in values.items()

@@ -138,11 +138,6 @@ class Prediction:
     labels: LabelFrequencies | None = None
 
 
-def count_learners(prediction: Prediction) -> int:
-    """Return ``M2``, or the number of assigned learners."""
-    return len(next(iter(prediction.learners.values())))
-
-
 class SupervisedMethod(ABC, Generic[Shared, Personal]):
     """A method that learns labels.
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedgmm.core.params import Params, is_statistic
+from fedgmm.core.params import Params, count_learners, is_statistic
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import Prediction, count_learners
+from fedgmm.methods.base import Prediction
 from fedgmm.nets.networks import as_numbers
 from fedgmm.nets.sgd import Step, plan_batches
 from fedgmm.nets.stacked import Stacked
@@ -45,7 +45,9 @@ def recompute_statistics(prediction: Prediction, rows: LabelledRows) -> Predicti
         for name, value in learners.items()
         if is_statistic(name)
     }
-    weight_of = torch.zeros(count_learners(prediction), 1, dtype=torch.float64, device=own.device)
+    weight_of = torch.zeros(
+        count_learners(prediction.learners), 1, dtype=torch.float64, device=own.device
+    )
     there = counts.nonzero().flatten()
     everything = torch.arange(len(rows.inputs), device=rows.device)
     plan = plan_batches(rows.offsets, there, [everything], _ROWS_AT_ONCE, even=True)
@@ -70,7 +72,7 @@ def recompute_statistics(prediction: Prediction, rows: LabelledRows) -> Predicti
 
 def _learners_of_clients(prediction: Prediction, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return each client's learners, ``(C, k)``, and the rows of each, ``(C, k)`` float64."""
-    learners, rows = count_learners(prediction), counts.double()[:, None]
+    learners, rows = count_learners(prediction.learners), counts.double()[:, None]
     if prediction.assignment is None:
         assert prediction.client_weights is not None
         table = prediction.client_weights.to(rows)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fedgmm.core.em import add_likelihoods, responsibilities, towards_independence
 from fedgmm.core.labels import add_label_counts, guess_label_counts
+from fedgmm.core.params import count_learners
 from fedgmm.core.predictive import new_client_weights
-from fedgmm.methods.base import Prediction, count_learners
+from fedgmm.methods.base import Prediction
 from fedgmm.nets.learners import at_labels
 
 _GUESS_ROUNDS = 3  # iterations that guess label frequencies
@@ -100,7 +101,7 @@ def adapt_with_labels(
         independence: strength of the prior that the other clients were trained with, in rows, see
             :func:`fedgmm.core.em.towards_independence`.
     """
-    weights, learners = _initial_weights(prediction), count_learners(prediction)
+    weights, learners = _initial_weights(prediction), count_learners(prediction.learners)
     zeros = weights.new_zeros(len(labels), *weights.shape)
     log_likelihood = add_likelihoods(zeros, log_x, at_labels(log_y, labels)).flatten(1)
 
@@ -142,5 +143,5 @@ def with_client(prediction: Prediction, code: int | None, client: NewClient) -> 
 def _initial_weights(prediction: Prediction) -> Tensor:
     """Return the federation's weights, mixed with a few uniform ones, ``(M1, M2)``."""
     assert prediction.weights is not None
-    weights = prediction.weights.reshape(-1, count_learners(prediction))
+    weights = prediction.weights.reshape(-1, count_learners(prediction.learners))
     return (weights + _RAISED / weights.numel()) / (1.0 + _RAISED)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fedgmm.core.checks import check_choice
 from fedgmm.core.moments import Scaling
+from fedgmm.core.params import count_learners
 from fedgmm.core.predictive import new_client_weights
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients
-from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction, count_learners
+from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
 from fedgmm.model.adaptation import (
     Adaptation,
     adapt_with_labels,
@@ -112,7 +113,7 @@ class FederatedModel:
     @property
     def n_learners(self) -> int:
         """``M2``, or the number of assigned learners."""
-        return count_learners(self.prediction)
+        return count_learners(self.prediction.learners)
 
     @property
     def n_components(self) -> int:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import log_densities, residuals
 from fedgmm.core.moments import Scaling
-from fedgmm.core.params import Params
+from fedgmm.core.params import Params, count_learners
 from fedgmm.core.predictive import log_class_probabilities, log_marginal
 from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.data.dataset import LabelledRows, numeric
-from fedgmm.methods.base import Prediction, count_learners
+from fedgmm.methods.base import Prediction
 from fedgmm.nets.networks import as_numbers
 from fedgmm.wording import counted
 
@@ -40,7 +40,7 @@ def log_weights(prediction: Prediction) -> Tensor:
 
     A client that is assigned to a learner has all its weight there, with ``M1 = 1``.
     """
-    learners = count_learners(prediction)
+    learners = count_learners(prediction.learners)
     if prediction.assignment is not None:
         assigned = _assigned_learners(prediction)
         places = torch.arange(learners, device=assigned.device)

@@ -24,8 +24,9 @@ from torch import Tensor
 from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians, covariance_shape
 from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.moments import Scaling
+from fedgmm.core.params import count_learners
 from fedgmm.files import write_atomically
-from fedgmm.methods.base import Prediction, count_learners
+from fedgmm.methods.base import Prediction
 from fedgmm.model.model import CALIBRATIONS, FederatedModel
 from fedgmm.nets.networks import ModuleFactory, Network, network
 
@@ -287,7 +288,7 @@ def _gaussians(facts: dict[str, Any], tensors: dict[str, Tensor], columns: int) 
 
 def _check_clients(prediction: Prediction, clients: int) -> int:
     """Check that clients have weights over all pairs, or an existing learner; return the pairs."""
-    learners = count_learners(prediction)
+    learners = count_learners(prediction.learners)
     assignment, default = prediction.assignment, prediction.default_learner
     if assignment is not None:
         _require(prediction.client_weights is None and prediction.weights is None, "assignment")

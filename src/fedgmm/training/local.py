@@ -22,7 +22,7 @@ from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import sha256_of
-from fedgmm.methods.base import AnyMethod, DivergedError, NamedRows, Prediction, RoundInfo
+from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, NamedRows, Prediction, RoundInfo
 from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.methods.gmm import overall_gaussian
 from fedgmm.model.model import FederatedModel
@@ -143,6 +143,10 @@ class LocalClients(StackedClients):
         """Return the validation log-likelihood of the model if this round were the last."""
         own = method.finish(shared, personal, self.rows)  # type: ignore[arg-type]
         model = self.models(method.prediction(shared, own))
+        if model.algorithm == DENSITY and model.dataset is not None:
+            rows = model.dataset.validation
+            owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
+            return float(model.score_samples(rows.inputs.cpu().numpy(), owners).mean())
         return -model.evaluate("validation").mean_log_loss
 
 

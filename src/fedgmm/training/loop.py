@@ -6,6 +6,8 @@ There is no other loop. :class:`Clients` hides where the clients are: stacked in
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -173,7 +175,12 @@ def run_rounds(
 
 def has_converged(history: list[RoundInfo], tol: float) -> bool:
     """Return whether the mean log-likelihood changed by less than ``tol`` in the last round."""
-    return len(history) > 1 and abs(history[-1].log_likelihood - history[-2].log_likelihood) < tol
+    if len(history) < 2:
+        return False
+    last, before = history[-1].log_likelihood, history[-2].log_likelihood
+    # numbers so large that float64 cannot show a change of tol do not count as settled
+    resolves = tol == 0 or abs(last) * sys.float_info.epsilon < tol
+    return resolves and abs(last - before) < tol
 
 
 @dataclass
@@ -328,6 +335,7 @@ class Training:
         """Score the model of this round, and remember it if it is the best."""
         run = self.run
         score = self.clients.score(self.current, run.shared, run.personal)
+        score = score if math.isfinite(score) else -math.inf
         entry["validation_log_likelihood"] = score
         if self.best is None or score > self.best.score + _GAIN:
             self.best = Best(score, run.round, run.shared, run.personal)
