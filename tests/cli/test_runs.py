@@ -262,7 +262,7 @@ def test_labels_and_classes_with_unlucky_names(tmp_path, label):
     [
         (b"", "empty"),
         (b"x,y\n", "no rows"),
-        (b"x,y\n1,2\n1\n", "1 value where"),
+        (b"x,y\n1,2\n1\n", "1 value"),
         (b"x,y\n1,a\n2,a\n", "only the class"),
         (b"x,x,y\n1,2,a\n", "appears twice"),
         (b"1,2\n3,4\n", "no header"),
