@@ -116,7 +116,7 @@ def _stacked(setting: Setting, rows: Any, start: Any) -> Any:
     import torch
 
     from fedgmm.core.params import stack
-    from fedgmm.core.servers import ServerState
+    from fedgmm.core.server_optimisers import ServerState
     from fedgmm.methods.fedgmm import FedGMM, FedGMMShared
     from fedgmm.methods.gmm import FederatedGMM, MixtureShared
     from fedgmm.methods.local_training import LocalTraining

@@ -58,7 +58,7 @@ class Honest:
         sent = {name: request.arrays[name] for name in declared}
         arrays = decode(sent, declared, *self.dtypes)
         self.shared = self.method.received(arrays, self.job.columns)
-        self.declaration = self.method.declare(self.job.columns)
+        self.declaration = self.method.declare_sums(self.job.columns)
         self.rows = self.reply.facts["rows"]
         self.others = [self.rounds[name][1] for name in ("bergen", "tromso")]
 

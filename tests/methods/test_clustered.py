@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.core.servers import ServerOptimiser
+from fedgmm.core.server_optimisers import ServerOptimiser
 from fedgmm.core.sums import Sums
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.clustered import CLIENTS, ClusteredFL, bipartition

@@ -136,7 +136,7 @@ def flat(state):
 def test_sums_have_the_declared_names_and_shapes(rng, name):
     method = method_of(name)
     rows = rows_of(method, ragged(rng))
-    declaration = method.declare(COLUMNS)
+    declaration = method.declare_sums(COLUMNS)
     shared, personal = after_a_round(method, rows)
     _, together = method.client_step(shared, personal, rows, 2)
     _, sent = one_by_one(method, shared, personal, rows, 2)
@@ -227,7 +227,7 @@ def awkward_client(seed, rows, scale, offset, constant):
 
 def check_rounds(method, clients, min_rows):
     """Two rounds in which the server checks what every client sends, whole and in part."""
-    rows, declaration = rows_of(method, dict(enumerate(clients))), method.declare(COLUMNS)
+    rows, declaration = rows_of(method, dict(enumerate(clients))), method.declare_sums(COLUMNS)
     shared, personal = method.init(rows)
     for round_number in (1, 2):
         _, sent = one_by_one(method, shared, personal, rows, round_number)
@@ -292,7 +292,7 @@ def test_a_round_in_which_all_clients_withhold_changes_no_learner_and_no_gaussia
     method = method_of(name)
     rows = rows_of(method, ragged(rng))
     shared, personal = after_a_round(method, rows)
-    declaration, total = method.declare(COLUMNS), Total()
+    declaration, total = method.declare_sums(COLUMNS), Total()
     for sums in one_by_one(method, shared, personal, rows, 2)[1]:
         total.add(withhold(sums, declaration, 1e6))
     new, _ = method.server_step(shared, total.result(), 2)
@@ -306,7 +306,7 @@ def test_moments_that_no_rows_have_are_refused(rng, name):
     """Second moments must not be less than the squared means of the same rows."""
     method = method_of(name)
     rows = rows_of(method, ragged(rng, sizes=(30,)))
-    declaration = method.declare(COLUMNS)
+    declaration = method.declare_sums(COLUMNS)
     shared, personal = method.init(rows)
     _, sums = method.client_step(shared, personal, rows, 1)
     method.check(sums, 30, declaration)
@@ -345,7 +345,7 @@ def added_by_the_last_row(method, shared, personal, x, y):
     before = sums_of(len(x) - 1) if len(x) > 1 else dict.fromkeys(whole, 0.0)
     return {
         key: float(torch.linalg.vector_norm(whole[key] - before[key]))
-        for key, one in method.declare(COLUMNS).items()
+        for key, one in method.declare_sums(COLUMNS).items()
         if one.sensitivity is not None
     }
 
@@ -358,7 +358,7 @@ def bounds_of(method, shared, x):
         clips["gaussians"] = np.linalg.norm(x[:, None] - means, axis=-1).max()
     return {
         key: one.sensitivity(float(clips.get(key.split("/")[0], 1.0)))
-        for key, one in method.declare(COLUMNS).items()
+        for key, one in method.declare_sums(COLUMNS).items()
         if one.sensitivity is not None
     }
 
@@ -426,7 +426,7 @@ def test_declared_sensitivities_are_within_ten_times_the_worst_case(name, clip):
 def test_what_no_clip_bounds_is_declared_without_a_sensitivity(name):
     """Trained learners and log-likelihoods: noise cannot be sized for them."""
     method = method_of(name)
-    for key, one in method.declare(COLUMNS).items():
+    for key, one in method.declare_sums(COLUMNS).items():
         unbounded = key == "log_likelihood" or one.as_mean or one.gathered
         assert (one.sensitivity is None) == unbounded, key
 

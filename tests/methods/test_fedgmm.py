@@ -15,7 +15,7 @@ from torch import nn
 from fedgmm.core.gaussians import gaussians
 from fedgmm.core.newton import newton_step, newton_sums
 from fedgmm.core.params import stack
-from fedgmm.core.servers import ServerOptimiser, ServerState
+from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import DivergedError
 from fedgmm.methods.fedavg import without_density

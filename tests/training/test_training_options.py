@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.core.servers import ServerOptimiser
+from fedgmm.core.server_optimisers import ServerOptimiser
 from fedgmm.nets.networks import network
 from fedgmm.training.build import build, solver_of
 from fedgmm.training.local import train

@@ -122,7 +122,7 @@ class RemoteTraining:
     def step(self, method: AnyMethod, shared: Any, personal: Any, number: int) -> Replies | None:
         """Run a round at the sites, and add their sums as they arrive."""
         self._started = time.perf_counter()
-        declaration = method.declare(self.job.columns)
+        declaration = method.declare_sums(self.job.columns)
         total, validation = Total(), Validation()
 
         def note(member: Member, reply: Message) -> None:
@@ -421,7 +421,7 @@ class RemoteRows:
         clusters = job.options.components
         chosen, most = start_sample(client_keys(names), clusters, seed)
         asked = {names[code] for code in chosen.tolist()}
-        declaration = FederatedGMM(1, "diag").declare(self.columns)
+        declaration = FederatedGMM(1, "diag").declare_sums(self.columns)
 
         def request(name: str) -> Message:
             facts = {"clusters": clusters, "most_rows": most if name in asked else 0}
@@ -453,7 +453,7 @@ class RemoteRows:
         """Return sums over the sites' rows, each of which belongs to its nearest mean."""
         assert assignment == "nearest"
         training, total = self._training, Total()
-        declaration = method.declare(self.columns)
+        declaration = method.declare_sums(self.columns)
         arrays = {"means": as_array(current.means)}
 
         def note(member: Member, reply: Message) -> None:

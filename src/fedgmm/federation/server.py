@@ -13,7 +13,7 @@ request       reply, beside the site's name and, after ``hello``, its number of 
 ``start``     sums and sums of squares of the columns, and a few centroids with at least two rows
               each; methods with Gaussians only
 ``assigned``  counts and moments of the rows nearest to each mean of the start; likewise
-``round``     the sums that the method declares (:meth:`SupervisedMethod.declare`); the accuracy on
+``round``     the sums that the method declares (:meth:`SupervisedMethod.declare_sums`); the accuracy on
               validation rows only if the site shares it
 ``score``     sums of log-likelihoods of its validation rows; only for ``patience`` and for the
               choice of sizes

@@ -183,7 +183,7 @@ class Site:
         job, rows = self._training_rows(request)
         zero = torch.zeros(1, job.columns, dtype=torch.float64, device=rows.device)
         one = FederatedGMM(1, "diag")
-        declaration = one.declare(job.columns)
+        declaration = one.declare_sums(job.columns)
         sums = sums_of_all(rows.features, zero)
         arrays = encode(sums, declaration, job.learner_dtype)
         clusters, most = _whole(request, "clusters"), _whole(request, "most_rows")
@@ -210,7 +210,7 @@ class Site:
         spread = equal_covariances(torch.ones(job.columns).double(), len(means), kind)
         current = gaussians(as_tensor(means).double(), spread, kind)
         sums = method.sums_of_assigned(rows.features, current, "nearest", job.options.seed)
-        declaration = method.declare(job.columns)
+        declaration = method.declare_sums(job.columns)
         sums = withhold(sums, declaration, self._least(job))
         return encode(sums, declaration, job.learner_dtype), {"rows": len(rows)}
 
@@ -233,7 +233,7 @@ class Site:
             moved, sums = method.client_step(shared, personal, rows, number)
         entry["log_likelihood"] = float(sums["log_likelihood"]) / len(rows)
         entry["seconds"] = time.perf_counter() - started
-        declaration = method.declare(job.columns)
+        declaration = method.declare_sums(job.columns)
         sums = withhold(sums, declaration, self._least(job))
         arrays = encode(sums, declaration, job.learner_dtype)
         progress = Progress(phase, number, shared, moved)

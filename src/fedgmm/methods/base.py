@@ -193,7 +193,7 @@ class SupervisedMethod(ABC, Generic[Shared, Personal]):
     # ------------------------------------------------------------------ sums and broadcasts
 
     @abstractmethod
-    def declare(self, columns: int) -> dict[str, Sum]:
+    def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare the sums that a client sends in a round; ``columns`` is ``d`` of the Gaussians."""
 
     def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
@@ -207,7 +207,7 @@ class SupervisedMethod(ABC, Generic[Shared, Personal]):
     @property
     def is_additive(self) -> bool:
         """Whether the server needs nothing but sums over clients."""
-        return not any(one.gathered for one in self.declare(1).values())
+        return not any(one.gathered for one in self.declare_sums(1).values())
 
     def declare_broadcast(self, columns: int) -> dict[str, Sum]:
         """Declare the arrays that the server sends, in the same terms as the sums."""

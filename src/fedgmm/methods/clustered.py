@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.params import Params, count_learners, flatten, take_clients, weighted_sum
-from fedgmm.core.servers import ServerOptimiser, ServerState
+from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
 from fedgmm.core.sums import Declaration, Sum, Sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import LEARNERS, Prediction, RoundInfo, SupervisedMethod, learners_in
@@ -160,7 +160,7 @@ class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
 
     # ------------------------------------------------------------------ sums and broadcasts
 
-    def declare(self, columns: int) -> dict[str, Sum]:
+    def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare the learners of single clients, which are not sums, and the fit."""
         entries = {
             "rows": Sum((1,), lowest=0.0, gathered=True),

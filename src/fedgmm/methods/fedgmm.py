@@ -32,7 +32,7 @@ from fedgmm.core.gaussians import Gaussians, covariance_shape, gaussians, log_de
 from fedgmm.core.linalg import take
 from fedgmm.core.newton import NewtonSums, newton_step, newton_sums
 from fedgmm.core.params import Params, count_learners, is_statistic
-from fedgmm.core.servers import ServerOptimiser, ServerState
+from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums, row_counts
 from fedgmm.data.dataset import LabelledRows
@@ -284,10 +284,10 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
 
     # ------------------------------------------------------------------ sums and broadcasts
 
-    def declare(self, columns: int) -> dict[str, Sum]:
+    def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare counts, moments of the Gaussians, and learners or their Newton sums."""
         m1, m2 = self.gaussians.components, self.learners
-        found = self.gaussians.declare(columns, m1 * m2)
+        found = self.gaussians.declare_sums(columns, m1 * m2)
         if not self.density:
             found = {name: found[name] for name in ("counts", "log_likelihood")}
         found[_COUNTS] = row_counts(m2)

@@ -255,7 +255,7 @@ class FederatedGMM:
 
     # ------------------------------------------------------------------ the declaration of the sums
 
-    def declare(self, columns: int, pairs: int | None = None) -> dict[str, Sum]:
+    def declare_sums(self, columns: int, pairs: int | None = None) -> dict[str, Sum]:
         """Declare the sums that clients send, see :mod:`fedgmm.core.sums`.
 
         Args:

@@ -104,7 +104,7 @@ class Local(SupervisedMethod[None, Params]):
         clients = len(next(iter(learners.values())))
         return Prediction(self.training.net, learners, assignment=torch.arange(clients))
 
-    def declare(self, columns: int) -> dict[str, Sum]:
+    def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare the fit; no learner leaves its client."""
         return FIT
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedgmm.core.em import average_learners
 from fedgmm.core.params import Params, add_params, expand_clients, weighted_sum
-from fedgmm.core.servers import ServerOptimiser, ServerState
+from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
 from fedgmm.core.sums import Declaration, Sum, Sums, row_counts
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import (
@@ -119,7 +119,7 @@ class PFedMe(SupervisedMethod[PFedMeShared, Params]):
         """Return each client's personal learner, and the global one for rows without a client."""
         return with_global_learner(self.training.net, personal, shared.learners)
 
-    def declare(self, columns: int) -> dict[str, Sum]:
+    def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare ``Σ_c N_c w_c``, ``Σ_c N_c``, and the fit of the personal learners."""
         return {**FIT, _COUNTS: row_counts(1), **self.declare_learners(1, rows=_COUNTS)}
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.params import Params
-from fedgmm.core.servers import ServerOptimiser
+from fedgmm.core.server_optimisers import ServerOptimiser
 from fedgmm.methods.base import DENSITY, AnyMethod
 from fedgmm.methods.clustered import ClusteredFL
 from fedgmm.methods.fedavg import FedAvgPlus, without_density

@@ -18,7 +18,7 @@ from fedgmm.core.checks import (
 )
 from fedgmm.core.em import AGGREGATIONS
 from fedgmm.core.gaussians import COVARIANCE_TYPES
-from fedgmm.core.servers import SERVER_KINDS
+from fedgmm.core.server_optimisers import SERVER_KINDS
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS
 from fedgmm.methods.fedgmm import LEARNER_STARTS
 from fedgmm.methods.local_training import SCHEDULES

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.params import is_statistic
-from fedgmm.core.servers import ServerState
+from fedgmm.core.server_optimisers import ServerState
 
 
 class StateError(ValueError):

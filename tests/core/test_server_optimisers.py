@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.core.servers import SERVER_KINDS, ServerOptimiser, ServerState
+from fedgmm.core.server_optimisers import SERVER_KINDS, ServerOptimiser, ServerState
 
 
 def rounds(rng, count=4):
