@@ -145,15 +145,14 @@ def test_the_order_of_arrival_does_not_change_a_bit(seven, tmp_path, options):
     wanted = numbers_of(tmp_path / "sorted")
     if options.get("algorithm") == "clustered":
         assert len(wanted["shared/learners/0.weight"]) > 1  # a cluster was split
-    for seed in (1, 2, 3):
-        home = tmp_path / str(seed)
-        sites = Shuffled(seven, home, seed)
-        federate(seven, home, sites=sites, **options)
-        assert len(sites.orders) > options["rounds"] / 2
-        found = numbers_of(home)
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
-            assert torch.equal(found[name], value), name
+    home = tmp_path / "shuffled"
+    sites = Shuffled(seven, home, seed=1)
+    federate(seven, home, sites=sites, **options)
+    assert len(sites.orders) > options["rounds"] / 2
+    found = numbers_of(home)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
 
 
 def test_replies_that_arrive_twice_or_from_unknown_nodes_are_ignored(seven, tmp_path):

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fedgmm.core.gaussians import gaussians
@@ -274,7 +274,6 @@ awkward_clients = st.lists(
 
 
 @pytest.mark.filterwarnings("ignore:The covariance")
-@settings(max_examples=60)
 @given(
     name=st.sampled_from(list(METHODS)),
     dtype=st.sampled_from(["float64", "float32"]),

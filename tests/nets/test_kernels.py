@@ -130,13 +130,15 @@ def test_pixel_block_kernel(colours, height, width, dtype):
     assert max(map(relative_distance, found, expected)) < PRODUCT_BOUNDS[dtype]
 
 
-@pytest.mark.parametrize(("rows", "height", "width"), [(5, 8, 8), (5, 5, 6), (8, 6, 7), (3, 2, 2)])
+@pytest.mark.parametrize(
+    ("groups", "rows", "height", "width"), [(1, 5, 8, 8), (2, 5, 5, 6), (1, 8, 6, 7), (2, 3, 2, 2)]
+)
 @pytest.mark.parametrize("dtype", PRODUCT_BOUNDS, ids=str)
-def test_channel_block_kernel(rows, height, width, dtype):
+def test_channel_block_kernel(groups, rows, height, width, dtype):
     """The first and the third case need more than one tile, with even and odd sizes."""
+    images = normal(groups, rows, height, width, 16)
     given = [
-        value.to(dtype)
-        for value in (normal(2, rows, height, width, 16), normal(2, 32, 16, 3, 3), normal(2, 32))
+        value.to(dtype) for value in (images, normal(groups, 32, 16, 3, 3), normal(groups, 32))
     ]
     found = gradients(kernels.channel_block, *given)
     expected = gradients(
