@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedgmm.core.linalg import cholesky_or_repair, matmul, matmul_upper, weighted_gram
+from fedgmm.core.linalg import cholesky_or_repair, matmul, matmul_upper, solve, weighted_gram
 from oracles import assert_close
 
 COLUMNS = [1, 2, 3, 15, 16, 17, 31, 48]
@@ -72,3 +72,10 @@ def test_a_negative_variance_is_repaired():
     assert repaired == [0]
     assert torch.isfinite(lower).all()
     assert_close(mended, matrix, 1e-12)
+
+
+def test_a_singular_system_does_not_spoil_the_others():
+    matrices = torch.stack([torch.eye(2), torch.zeros(2, 2)]).double()
+    found = solve(matrices, torch.ones(2, 2).double())
+    torch.testing.assert_close(found[0], torch.ones(2).double())
+    assert not torch.isfinite(found[1]).all()

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
+from fedgmm.core.sums import Sums, SumsError
 from fedgmm.federation.job import PROTOCOL, SCORE
 from fedgmm.federation.messages import Message
+from fedgmm.federation.remote import check_score
 from fedgmm.federation.site import SiteError
 from in_memory_sites import InMemorySites, federate
 
@@ -119,3 +122,17 @@ def test_a_score_holds_only_the_declared_sums(seen, without_gaussians):
         assert reply.arrays["log_loss"] == pytest.approx(-reply.arrays["labels"] / 18)
     assert seen.replies["score"].arrays["inputs"] != 0
     assert without_gaussians.replies["score"].arrays["inputs"] == 0
+
+
+@pytest.mark.parametrize(
+    "lie", [{"rows": 1e300}, {"rows": 0.5}, {"log_loss": 1e16}, {"rows": -1.0}]
+)
+def test_impossible_scores_are_refused(lie):
+    honest = {"clients": 1.0, "log_loss": 0.5, "rows": 20.0, "labels": -10.0, "inputs": -40.0}
+
+    def sums(values):
+        return Sums({name: torch.tensor(value).double() for name, value in values.items()})
+
+    check_score(sums(honest))
+    with pytest.raises(SumsError):
+        check_score(sums({**honest, **lie}))

@@ -10,7 +10,7 @@ from fedgmm.data.federated import client_rows
 from fedgmm.methods.base import DivergedError, RoundInfo
 from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.training.local import Participation, StackedClients
-from fedgmm.training.loop import Run, run_rounds
+from fedgmm.training.loop import Run, has_converged, run_rounds
 from oracles import assert_close
 
 ROWS = client_rows([np.zeros((2, 1))], np.array([0, 1]), ["a", "b"])
@@ -212,3 +212,10 @@ def test_exact_sums_over_those_who_answer():
     assert_close(part.shared.gaussians.covariances, alone.shared.gaussians.covariances, 1e-12)
     assert_close(part.personal[[0, 2]], alone.personal, 1e-12)
     assert_close(part.personal[1], shared.weights, 0)
+
+
+def test_numbers_too_large_to_show_a_change_do_not_count_as_converged():
+    steady = [RoundInfo(-5.0), RoundInfo(-5.0)]
+    assert has_converged(steady, 1e-6)
+    assert not has_converged([RoundInfo(-1e27), RoundInfo(-1e27)], 1e-6)
+    assert not has_converged(steady[:1], 1e-6)
