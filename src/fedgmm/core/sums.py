@@ -1,8 +1,8 @@
 """``Sums``: named sums over rows, which clients send and the server adds.
 
 A method declares each of its sums once, with :class:`Sum`: its shape, the values that rows can produce,
-how much one row can change it, and how it travels. The wire format, the checks of received updates, masks
-and noise are written against this declaration and not against a method.
+how much one row can change it, and how it travels. The wire format and the checks of received updates are
+written against this declaration and not against a method, and so can masks and noise be.
 """
 
 from __future__ import annotations

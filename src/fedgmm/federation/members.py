@@ -39,7 +39,7 @@ _LONGEST_REASON = 200
 MOST_ROWS = 10**12  # that a site may declare
 _FAREWELL = 5.0  # seconds for the sites to receive the reason why there is no training
 _LONGEST_SILENCE = 120.0  # seconds for which a node that does not reply is left alone
-_REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
+REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
 _LONGEST_PAUSE = 10.0  # seconds between two attempts of a round that is below its quorum
 
 
@@ -467,7 +467,7 @@ class Exchange:
             if self.diverged and not members.missing(chosen):
                 return self.diverged[0]
             line = self._waiting(chosen, quorum)
-            if line != last or time.monotonic() - last_at > _REPEAT_AFTER:
+            if line != last or time.monotonic() - last_at > REPEAT_AFTER:
                 members.notify(line)
                 last, last_at = line, time.monotonic()
             time.sleep(pause)

@@ -149,12 +149,12 @@ class RemoteTraining:
             may_refuse=bool(self.loop.history),
         )
         failed = exchange.run()
+        self._admit()  # also after a failure, because clients that replied have codes now
         history = self.loop.history
         if validation.rows and history and history[-1]["round"] == number - 1:
             history[-1]["validation_accuracy"] = validation.right / validation.rows
         if failed is not None:
             raise DivergedError(reason=failed)
-        self._admit()
         return Replies(personal, total.result())
 
     def read_sums(self, reply: Message, declaration: Mapping[str, Sum]) -> Sums:

@@ -37,7 +37,7 @@ import numpy as np
 from fedgmm.data.tables.agreement import DisagreementError, agree, agree_on_kinds
 from fedgmm.data.tables.summaries import ClientSummary
 from fedgmm.federation.job import Job, check_for_tables, shared_model
-from fedgmm.federation.members import Members, Notify
+from fedgmm.federation.members import REPEAT_AFTER, Members, Notify
 from fedgmm.federation.messages import Failure, Message, Transport
 from fedgmm.federation.remote import RemoteTraining, numbers_of
 from fedgmm.federation.server_folder import (
@@ -56,7 +56,6 @@ from fedgmm.training.selection import Evidence, choose_sizes
 from fedgmm.wording import counted
 
 _POLL = 0.5  # seconds between two looks at the connected nodes
-_REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
 
 
 def run_federation(
@@ -371,7 +370,7 @@ def wait_for(members: Members, wanted: int) -> None:
         line = f"waiting for {wanted - len(ready)} more of {counted(wanted, 'client')}" + (
             f"; connected: {', '.join(ready)}" if ready else ""
         )
-        if line != last or now - last_at > _REPEAT_AFTER:
+        if line != last or now - last_at > REPEAT_AFTER:
             members.notify(line)
             last, last_at = line, now
         if timeout is not None and now - started > timeout:
