@@ -9,6 +9,10 @@ import pytest
 from fedgmm import ComponentSelection, FederatedGaussianMixture, select_components
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.synthetic import synthetic
+from fedgmm.nets.networks import network
+from fedgmm.training.build import build
+from fedgmm.training.checkpoint import Checkpoint
+from fedgmm.training.local import train
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.selection import (
     MixtureSelection,
@@ -150,6 +154,62 @@ def choose(data, options, open_choices=(), sizes_given=True):
         score=local_score(data),
         sizes_given=sizes_given,
     )
+
+
+def test_train_chooses_sizes(tmp_path):
+    data = synthetic(8, 200, components=2, dimensions=4, seed=0).dataset
+    model = train(data, components="auto", learners="auto", rounds=20)
+    assert (model.n_components, model.n_learners) == (2, 2)
+    assert (model.options["components"], model.options["learners"]) == (2, 2)
+    expected = train(data, components=2, learners=2, rounds=20)
+    assert model.history[-1]["log_likelihood"] == expected.history[-1]["log_likelihood"]
+
+
+def test_a_run_that_resumes_keeps_its_sizes(tmp_path, monkeypatch):
+    data = synthetic(4, 60, components=1, dimensions=2, seed=0).dataset
+    file = Checkpoint(tmp_path / "run")
+    first = train(data, learners="auto", rounds=3, checkpoint=file)
+
+    def refuse(*args, **options):
+        raise AssertionError
+
+    monkeypatch.setattr("fedgmm.training.selection.select_mixture", refuse)
+    again = train(data, learners="auto", rounds=4, checkpoint=file)
+    assert again.n_learners == first.n_learners
+    assert len(again.history) == 4
+
+
+def test_options_with_open_sizes_cannot_build_a_method():
+    options = TrainingOptions(learners="auto")
+    options.check()
+    with pytest.raises(ValueError, match="auto"):
+        build(options, network("linear", (2,), 2))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tried"),
+    [("fedavg", set()), ("fedem", {(3, 1), (3, 2), (3, 3), (3, 4), (3, 5), (3, 6)})],
+)
+def test_methods_choose_only_sizes_that_they_have(algorithm, tried):
+    calls = set()
+
+    def score(options, evidence):
+        calls.add((options.components, options.learners))
+        return -abs(options.learners - 4)
+
+    options = TrainingOptions(algorithm, components="auto", learners="auto", patience=3)
+    chosen, _ = choose_sizes(options, (), rows=100, columns=4, score=score)
+    assert calls == tried
+    assert chosen.sizes == (3, 4 if tried else 3)
+    assert chosen.patience == 3
+
+
+def test_trials_run_without_patience():
+    def score(options, evidence):
+        assert options.patience is None
+        return 0.0
+
+    select_mixture(score, TrainingOptions(patience=1))
 
 
 def test_small_data_choose_if_no_size_was_given(monkeypatch):

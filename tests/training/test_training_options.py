@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from fedgmm.core.server_optimisers import ServerOptimiser
 from fedgmm.nets.networks import network
 from fedgmm.training.build import build, solver_of
-from fedgmm.training.local import train
+from fedgmm.training.local import UNSET, train
 from fedgmm.training.options import TrainingOptions
 from supervised import FAST, federation, predictions, two_groups
 
@@ -32,6 +34,7 @@ def test_the_type_of_numbers(rng, dtype):
         ("rounds", 0, ValueError),
         ("rounds", 2.5, TypeError),
         ("components", 0, ValueError),
+        ("components", "many", TypeError),
         ("learners", -1, ValueError),
         ("learner", "forest", ValueError),
         ("learner", 3, ValueError),
@@ -80,9 +83,31 @@ def test_a_bad_option_is_named_with_its_value(rng, option, value, error):
         train(federation(rng), **{option: value})
 
 
-def test_an_unknown_option_is_named(rng):
-    with pytest.raises(TypeError, match="no option 'epochs'"):
-        train(federation(rng), epochs=3)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("n_components", "components"), ("n_learners", "learners"), ("max_rounds", "rounds")],
+)
+def test_an_unknown_option_is_named_with_the_nearest_one(rng, name, meant):
+    with pytest.raises(TypeError, match=f"no option {name!r}; did you mean {meant!r}"):
+        train(federation(rng), **{name: 3})
+
+
+def test_every_option_is_a_keyword_of_train():
+    parameters = inspect.signature(train).parameters
+    keywords = [p.name for p in parameters.values() if p.default is UNSET]
+    assert ["algorithm", *keywords] == list(TrainingOptions.__dataclass_fields__)
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in keywords)
+    declared = get_type_hints(TrainingOptions)
+    assert {name: get_type_hints(train)[name] for name in keywords} == {
+        name: declared[name] for name in keywords
+    }
+
+
+def test_none_is_a_value_of_an_option(rng):
+    options = TrainingOptions(tol=1e3, rounds=3)
+    data = federation(rng)
+    assert len(train(data, options=options, **FAST | {"rounds": 3}).history) == 2
+    assert len(train(data, options=options, **FAST | {"rounds": 3}, tol=None).history) == 3
 
 
 def test_options_changes_and_the_algorithm_are_laid_over_each_other(rng):

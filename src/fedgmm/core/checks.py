@@ -18,7 +18,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -97,7 +97,9 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
         raise ValueError(f"{name} contains {twice[0]!r} more than once; list every value once.")
 
 
-def check_known(what: str, name: str, known: Collection[str]) -> None:
+def check_known(
+    what: str, name: str, known: Collection[str], error: type[Exception] = ValueError
+) -> None:
     """Raise unless ``name`` is one of the ``known`` names.
 
     The error names the nearest known name, or all of them if none is near.
@@ -106,11 +108,12 @@ def check_known(what: str, name: str, known: Collection[str]) -> None:
         what: start of the error, such as ``"There is no training option"``.
         name: the name to check.
         known: the names that exist.
+        error: class of the error.
     """
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(sorted(known))}."
-        raise ValueError(f"{what} {name!r}; {hint}")
+        raise error(f"{what} {name!r}; {hint}")
 
 
 # ------------------------------------------------------------------ checks in annotations
@@ -141,7 +144,9 @@ Texts = Annotated[tuple[str, ...], check_texts]
 
 
 def check_fields(options: Any) -> None:
-    """Check every field of a dataclass by the check in its annotation; ``None`` where it is allowed.
+    """Check every field of a dataclass by the check in its annotation.
+
+    ``None`` and the texts of a ``Literal`` are allowed where the annotation has them.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -150,11 +155,18 @@ def check_fields(options: Any) -> None:
     for name, hint in get_type_hints(type(options), include_extras=True).items():
         value = getattr(options, name)
         parts = get_args(hint) if not hasattr(hint, "__metadata__") else (hint,)
-        if value is None and type(None) in parts:
+        words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+        if (value is None and type(None) in parts) or (isinstance(value, str) and value in words):
             continue
         for part in parts:
             for check in getattr(part, "__metadata__", ()):
-                check(name, value)
+                try:
+                    check(name, value)
+                except (TypeError, ValueError) as error:
+                    if not words:
+                        raise
+                    also = " or ".join(map(repr, words))
+                    raise type(error)(f"{error} {also} is allowed, too.") from None
 
 
 def optional_fields(options: type) -> set[str]:

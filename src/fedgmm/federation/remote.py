@@ -418,7 +418,7 @@ class RemoteRows:
         """Return one diagonal Gaussian over all rows, after the first exchange."""
         training, job = self._training, self._training.job
         names, seed = training.members.names, job.options.seed
-        clusters = job.options.components
+        clusters, _ = job.options.sizes
         chosen, most = start_sample(client_keys(names), clusters, seed)
         asked = {names[code] for code in chosen.tolist()}
         declaration = FederatedGMM(1, "diag").declare_sums(self.columns)

@@ -416,9 +416,10 @@ def _chosen_options(
     config, options = members.settings.config, job.options
     notes = []
     if config.sizes_are_open and options.algorithm == "fedgmm":
+        components, learners = options.sizes
         notes.append(
-            f"The size of the mixture was not given: {counted(options.components, 'Gaussian')} "
-            f'and {counted(options.learners, "learner")} are used. Say components = "auto" and '
+            f"The size of the mixture was not given: {counted(components, 'Gaussian')} "
+            f'and {counted(learners, "learner")} are used. Say components = "auto" and '
             'learners = "auto" to choose by short runs with the sites.'
         )
 
@@ -445,12 +446,8 @@ def _chosen_options(
 
 
 def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
-    """Train with the sites under another run id, and return the mean validation log-likelihood.
-
-    Trials run without patience, so the last round is scored.
-    """
+    """Train with the sites under another run id, and return the mean validation log-likelihood."""
     run, members.run = members.run, secrets.token_hex(8)
-    job = replace(job, options=replace(job.options, patience=None))
     training = RemoteTraining(job, members, None, _POLL, title="trial: ")
     try:
         training.train()

@@ -93,11 +93,12 @@ def build(options: TrainingOptions, net: Network) -> AnyMethod:
     start = options.start
     if start == "auto":
         start = "tied" if options.algorithm == "fedgmm" else "random"
+    components, learners = options.sizes
     mixture = FedGMM(
         training,
-        options.learners,
+        learners,
         FederatedGMM(
-            options.components,
+            components,
             options.covariance_type,  # type: ignore[arg-type]
             options.aggregation,  # type: ignore[arg-type]
             reg_covar=options.reg_covar,
@@ -117,7 +118,7 @@ def build(options: TrainingOptions, net: Network) -> AnyMethod:
             nothing = replace(training, sgd=replace(sgd, epochs=0))
             return replace(mixture, training=nothing, learners=1, solver="sgd", start="random")
         case "fedem":
-            return without_density(mixture, options.learners)
+            return without_density(mixture, learners)
         case "fedavg" | "fedprox":
             return without_density(mixture, 1)
         case "fedavg+":

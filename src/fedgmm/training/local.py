@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, Never, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedgmm.core.checks import check_integer
+from fedgmm.core.checks import check_integer, check_known
 from fedgmm.core.moments import Scaling, scaling_of
 from fedgmm.core.params import Params
 from fedgmm.core.randomness import client_keys, row_uniforms
@@ -28,6 +29,7 @@ from fedgmm.methods.gmm import overall_gaussian
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import reset_memory_shares, resolve_device, resolve_dtype
 from fedgmm.nets.kernels.recording import forget_recordings
+from fedgmm.nets.networks import ModuleFactory
 from fedgmm.training.build import build, build_warm_up, learner_network, pretrained_learner
 from fedgmm.training.checkpoint import (
     DENSITY_OPTIONS,
@@ -51,6 +53,9 @@ StateOf = TypeVar("StateOf")
 
 INTERRUPTED = "interrupted"
 """The reason why a model's training stopped, after Ctrl-C."""
+
+UNSET: Any = type("Unset", (), {"__repr__": lambda _: "<as in options>"})()
+"""Default of the keywords of :func:`train`: not given, so that ``None`` is a value of its own."""
 
 _PARTICIPATION_STREAM = 307
 _WATCHED_ROWS = 20_000
@@ -173,7 +178,7 @@ def _as_dict(state: Any) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- training
 
 
-def train(
+def train(  # noqa: D417 (the options are described in TrainingOptions)
     dataset: FederatedDataset,
     algorithm: str | None = None,
     *,
@@ -183,15 +188,57 @@ def train(
     checkpoint: Checkpoint | None = None,
     watch_accuracy: bool | int = False,
     until: int | None = None,
-    **changes: Any,
+    rounds: int = UNSET,
+    components: int | Literal["auto"] = UNSET,
+    learners: int | Literal["auto"] = UNSET,
+    learner: str | ModuleFactory = UNSET,
+    solver: str = UNSET,
+    start: str = UNSET,
+    warmup: int = UNSET,
+    lr: float = UNSET,
+    momentum: float = UNSET,
+    weight_decay: float = UNSET,
+    clip_norm: float | None = UNSET,
+    schedule: str = UNSET,
+    augment: bool = UNSET,
+    pretrained: str | None = UNSET,
+    local_epochs: int = UNSET,
+    batch_size: int = UNSET,
+    covariance_type: str = UNSET,
+    aggregation: str = UNSET,
+    reg_covar: float = UNSET,
+    ridge: float = UNSET,
+    independence: float = UNSET,
+    personal_labels: bool = UNSET,
+    server: str = UNSET,
+    server_lr: float | None = UNSET,
+    server_momentum: float = UNSET,
+    participation: float = UNSET,
+    patience: int | None = UNSET,
+    tol: float | None = UNSET,
+    proximal: float = UNSET,
+    finetune_epochs: int = UNSET,
+    penalty: float = UNSET,
+    inner_steps: int = UNSET,
+    mixing: float = UNSET,
+    standardise: bool = UNSET,
+    seed: int = UNSET,
+    device: str = UNSET,
+    dtype: str = UNSET,
+    precision: str = UNSET,
+    **unknown: Never,
 ) -> FederatedModel:
     """Train a method on the clients' training rows.
+
+    Every field of :class:`TrainingOptions` is a keyword of this function, too, such as ``rounds=50``;
+    its meaning and its default are described there. ``components="auto"`` and ``learners="auto"``
+    choose the numbers by the validation rows of short runs, and the model's options hold the numbers.
 
     Args:
         dataset: the clients.
         algorithm: one of ``ALGORITHMS``; ``None`` takes the one of ``options``, which is FedGMM by
             default.
-        options: a complete set of options; ``algorithm`` and ``changes`` override it.
+        options: a complete set of options; ``algorithm`` and keywords that are given override it.
         answers: which clients reply in a round; the others are left out of its sums.
         on_round: called after every round with its entry of the history: ``round``,
             ``log_likelihood``, ``seconds``, and what is watched.
@@ -208,7 +255,8 @@ def train(
         until: end this call after that round, although ``rounds`` plan for more; with a checkpoint
             another call continues as if the first had not ended. A call that ends within the warm-up
             returns the model of its shared learner.
-        **changes: any field of :class:`TrainingOptions`, such as ``rounds=50``.
+        rounds, ..., precision: the options, see :class:`TrainingOptions`.
+        **unknown: raises ``TypeError`` with the nearest known name.
 
     Returns:
         The model of the last round, or of the best one if ``patience`` is set. Ctrl-C and divergence
@@ -218,15 +266,20 @@ def train(
     Raises:
         CheckpointError: the checkpoint is damaged or belongs to another run.
     """
-    unknown = set(changes) - set(TrainingOptions.__dataclass_fields__)
-    if unknown:
-        raise TypeError(f"train() has no option {sorted(unknown)[0]!r}.")
-    if algorithm is not None:
-        changes["algorithm"] = algorithm
+    given = {
+        name: value
+        for name, value in locals().items()
+        if name in TrainingOptions.__dataclass_fields__ and value is not UNSET
+    }
+    for name in unknown:
+        check_known("train() has no option", name, _keywords(), TypeError)
+    if algorithm is None:
+        del given["algorithm"]
     # torch's generators do not accept NumPy's numbers, such as those of a grid
-    changes = {k: v.item() if isinstance(v, np.generic) else v for k, v in changes.items()}
-    chosen = replace(options or TrainingOptions(), **changes)
+    given = {k: v.item() if isinstance(v, np.generic) else v for k, v in given.items()}
+    chosen = replace(options or TrainingOptions(), **given)
     chosen.check()
+    chosen = _with_sizes(chosen, dataset, checkpoint)
     if until is not None:
         check_integer("until", until, 1)
     job = _LocalTraining(
@@ -242,6 +295,27 @@ def train(
         if net.hints.recorded:  # otherwise a model that is kept would hold half of a GPU's memory
             forget_recordings(net)
         reset_memory_shares()
+
+
+def _keywords() -> list[str]:
+    """Return the names of the parameters of :func:`train`."""
+    return list(inspect.signature(train).parameters)[:-1]
+
+
+def _with_sizes(
+    options: TrainingOptions, dataset: FederatedDataset, checkpoint: Checkpoint | None
+) -> TrainingOptions:
+    """Return the options with numbers in place of ``"auto"``; a run that resumes keeps its numbers."""
+    from fedgmm.training.selection import choose_sizes, local_score  # it trains, too
+
+    if not options.open_sizes:
+        return options
+    if checkpoint is not None and checkpoint.path.exists():
+        stored = read_checkpoint(checkpoint.path).facts["options"]
+        return replace(options, **{name: stored[name] for name in options.open_sizes})
+    rows, columns = len(dataset.train), dataset.train.features.columns
+    chosen, _ = choose_sizes(options, (), rows=rows, columns=columns, score=local_score(dataset))
+    return chosen
 
 
 def check_training(dataset: FederatedDataset, options: TrainingOptions) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fedgmm.core.checks import (
     Count,
@@ -43,8 +43,8 @@ class TrainingOptions:
     Attributes:
         algorithm: one of ``ALGORITHMS``, or ``"gmm"`` to fit only the density of rows without labels.
         rounds: the largest number of rounds.
-        components: ``M1``, the number of Gaussians.
-        learners: ``M2``, the number of learners.
+        components: ``M1``, the number of Gaussians, or ``"auto"``: chosen by the validation rows.
+        learners: ``M2``, the number of learners, or ``"auto"``: chosen by the validation rows.
         learner: ``"linear"``, ``"mlp"``, ``"cnn"``, ``"mobilenet"`` (MobileNet-V2, colour images) or a
             function that makes a ``torch.nn.Module``.
         solver: ``"sgd"``, ``"newton"`` (linear learners only) or ``"auto"``: Newton steps for linear
@@ -98,8 +98,8 @@ class TrainingOptions:
 
     algorithm: Annotated[str, one_of(*ALGORITHMS, DENSITY)] = "fedgmm"
     rounds: Count = 100
-    components: Count = 3
-    learners: Count = 3
+    components: Count | Literal["auto"] = 3
+    learners: Count | Literal["auto"] = 3
     learner: str | ModuleFactory = "linear"
     solver: Annotated[str, one_of("auto", "sgd", "newton")] = "auto"
     start: Annotated[str, one_of("auto", *LEARNER_STARTS)] = "auto"
@@ -144,6 +144,25 @@ class TrainingOptions:
                 f"personal_labels is for {', '.join(SHARED_LEARNERS)}, whose learners all clients share, "
                 f"not for {self.algorithm!r}."
             )
+
+    @property
+    def open_sizes(self) -> list[str]:
+        """The options among ``components`` and ``learners`` that the data are to choose."""
+        return [name for name in ("components", "learners") if getattr(self, name) == "auto"]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of Gaussians and learners, ``M1`` and ``M2``.
+
+        Raises:
+            ValueError: a number is ``"auto"``; only a function that sees the rows can choose it.
+        """
+        if self.components == "auto" or self.learners == "auto":
+            raise ValueError(
+                f"{self.open_sizes[0]}='auto' must be chosen first; use fedgmm.train, which chooses by "
+                "the validation rows, or give a number."
+            )
+        return self.components, self.learners
 
     def after_divergence(self, reason: str) -> str:
         """Return the warning for a run that diverged: the reason, what was kept, and what may help."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from fedgmm.core.gaussians import CovarianceType
 from fedgmm.data.dataset import FederatedDataset
@@ -76,7 +77,7 @@ def choose_sizes(
     too many learners, and trials on them are quick. Otherwise the defaults stay.
 
     Args:
-        options: the training options, with defaults for open choices.
+        options: the training options; open choices have their defaults, or are ``"auto"``.
         open_choices: any of ``"components"``, ``"learners"`` and ``"covariance_type"``.
         rows: training rows of all clients.
         columns: columns of the inputs.
@@ -90,8 +91,12 @@ def choose_sizes(
     Raises:
         ValueError: a size is open and cannot be tried, or exceeds the number of rows.
     """
+    open_choices = {*open_choices, *options.open_sizes}
+    defaults: dict[str, Any] = vars(TrainingOptions())
+    options = replace(options, **{name: defaults[name] for name in options.open_sizes})
+    components, learners = options.sizes
     if "covariance_type" in open_choices:
-        kind = suitable_covariance(rows, columns, options.components)
+        kind = suitable_covariance(rows, columns, components)
         options = replace(options, covariance_type=kind)
     found = None
     if not sizes_given:
@@ -99,19 +104,24 @@ def choose_sizes(
             found = select_mixture(score, options, notify=notify)
         if found is not None and found.learners == 1:
             # labels do not depend on the Gaussians then, but novelty needs more than one of them
-            found = replace(found, components=max(found.components, options.components))
-    elif "components" in open_choices or "learners" in open_choices:
-        if score is None:
+            found = replace(found, components=max(found.components, components))
+    else:
+        # other methods have no Gaussians, or a number of learners of their own
+        try_components = "components" in open_choices and options.algorithm in ("fedgmm", DENSITY)
+        try_learners = "learners" in open_choices and options.algorithm in ("fedgmm", "fedem")
+        if (try_components or try_learners) and score is None:
             raise ValueError(
-                "There are no validation rows to choose by; give the numbers yourself."
+                "There are no validation rows to choose by; give the numbers of components and "
+                "learners yourself, or keep validation rows (split)."
             )
-        found = select_mixture(
-            score,
-            options,
-            components=None if "components" in open_choices else options.components,
-            learners=None if "learners" in open_choices else options.learners,
-            notify=notify,
-        )
+        if score is not None and (try_components or try_learners):
+            found = select_mixture(
+                score,
+                options,
+                components=None if try_components else components,
+                learners=None if try_learners else learners,
+                notify=notify,
+            )
     if found is not None:
         options = replace(options, components=found.components, learners=found.learners)
     for name in ("components", "learners"):
@@ -135,6 +145,7 @@ def select_mixture(
 ) -> MixtureSelection:
     """Choose ``M1`` and ``M2`` by the likelihood of validation rows after short runs.
 
+    The runs have no ``patience``, so the last round is scored, in one process and over a federation.
     First both grow together until a larger size gains nothing; then the number of learners is
     searched alone. Smaller numbers win ties.
 
@@ -153,7 +164,7 @@ def select_mixture(
     """
     if not candidates:
         raise ValueError("candidates is empty; give at least one number.")
-    options = replace(options, rounds=min(rounds, options.rounds))
+    options = replace(options, rounds=min(rounds, options.rounds), patience=None)
     if options.algorithm == DENSITY:
         learners = 1
     evidence: Evidence = "inputs" if learners == 1 else "labels"
@@ -165,11 +176,12 @@ def select_mixture(
             scores[m1, m2] = score(replace(options, components=m1, learners=m2), evidence)
         return scores[m1, m2]
 
+    most = max(candidates)
     if components is None:
-        components = _climb(candidates, lambda m: try_sizes(m, learners or m))
+        components = most = _climb(candidates, lambda m: try_sizes(m, learners or m))
     if learners is None:
         chosen = components
-        smaller = [m for m in candidates if m <= max(chosen, candidates[0])]
+        smaller = [m for m in candidates if m <= max(most, candidates[0])]
         learners = _climb(smaller, lambda m: try_sizes(chosen, m))
     try_sizes(components, learners)
     return MixtureSelection(components, learners, scores)
@@ -210,10 +222,11 @@ def local_score(dataset: FederatedDataset) -> Score | None:
             raise KeyboardInterrupt
         if model.stopped:
             return -math.inf
-        x, labels = rows.inputs.numpy(), dataset.classes[rows.labels.numpy()]
+        x, labels = rows.inputs.cpu().numpy(), dataset.classes[rows.labels.cpu().numpy()]
         owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
+        own = None if rows.features_are_inputs else torch.cat(rows.features.chunks).cpu().numpy()
         if evidence == "inputs" and model.prediction.gaussians is not None:
-            return float(model.score_samples(x, owners).mean())
-        return float(model.log_conditional(x, labels, owners).mean())
+            return float(model.score_samples(x, owners, features=own).mean())
+        return float(model.log_conditional(x, labels, owners, features=own).mean())
 
     return score
