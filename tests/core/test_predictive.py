@@ -14,6 +14,7 @@ from fedgmm.core.predictive import log_class_probabilities, log_marginal, new_cl
 from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import FederatedModel
+from fedgmm.model.predictions import probabilities
 from fedgmm.nets.networks import Dense
 from supervised import log_softmax
 
@@ -208,3 +209,24 @@ def test_it_stops_when_nothing_is_gained(rng):
     log_likelihood = torch.from_numpy(rng.normal(size=(30, 1)))
     _, history = new_client_weights(log_likelihood, torch.ones(1).double())
     assert len(history) == 2
+
+
+@given(
+    seed=st.integers(0, 1000),
+    spread=st.sampled_from([0.1, 3.0, 100.0, 1e6]),
+    sure=st.sampled_from([0.1, 3.0, 30.0, 800.0]),
+    labels=st.booleans(),
+)
+def test_probabilities_are_in_the_unit_interval_and_sum_to_one(seed, spread, sure, labels):
+    rng = np.random.default_rng(seed)
+    log_pi = np.log(rng.dirichlet(np.full(M1 * M2, 0.3), size=300).reshape(-1, M1, M2) + 1e-300)
+    log_x, log_y = spread * rng.normal(size=(300, M1)), sure * rng.normal(size=(300, M2, K))
+    ratios = torch.from_numpy(5 * rng.normal(size=(300, M1, M2, K))) if labels else None
+    log_proba = log_class_probabilities(
+        *(torch.from_numpy(a) for a in (log_pi, log_x, log_softmax(log_y))), ratios
+    ).numpy()
+    proba = probabilities(log_proba)
+    assert log_proba.max() <= 0.0
+    assert proba.min() >= 0.0
+    assert proba.max() <= 1.0
+    np.testing.assert_allclose(proba.sum(-1), 1.0, rtol=4 * np.finfo(float).eps)

@@ -122,7 +122,10 @@ def test_tables_keep_the_names_of_their_columns():
     assert data.column_names == ("age", "dose")
     split = {n: (table[ids == n], y[ids == n]) for n in ("c0", "c1")}
     assert FederatedDataset.from_clients(split).column_names == ("age", "dose")
-    split["c1"] = (split["c1"][0][["dose", "age"]], split["c1"][1])
+    mixed = {**split, "c1": (split["c1"][0][["dose", "age"]], split["c1"][1])}
+    ordered, expected = FederatedDataset.from_clients(mixed), FederatedDataset.from_clients(split)
+    assert torch.equal(ordered.train.inputs, expected.train.inputs)
+    split["c1"] = (split["c1"][0].rename(columns={"dose": "Dose"}), split["c1"][1])
     with pytest.raises(ValueError, match=r"'c1'.*'dose'"):
         FederatedDataset.from_clients(split)
 

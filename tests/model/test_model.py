@@ -9,9 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.metrics import log_loss
 
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.synthetic import synthetic
+from fedgmm.model.saving import load
 from fedgmm.training.local import train
 from fedgmm.training.options import ALGORITHMS
 from supervised import federation, images, tiny
@@ -455,3 +457,104 @@ def test_adapting_is_refused_without_a_mixture_or_labels(rng):
         em.adapt("new", x, np.full(len(x), 5))
     with pytest.raises(ValueError, match="weights"):
         _ = train(data, "local", rounds=1).client_weights
+
+
+# ---------------------------------------------------------------------- tables with column names
+
+
+@pytest.fixture(scope="module")
+def named():
+    """A model of a table, the table, and its columns in another order."""
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame(rng.normal(size=(80, 3)) * [1, 5, 20], columns=["age", "bmi", "sbp"])
+    y = (table["age"] + table["sbp"] / 10 > 0).astype(int)
+    data = FederatedDataset.from_arrays(table, y, np.arange(80) % 2)
+    return train(data, rounds=3, components=2, learners=2), table, y, table[["sbp", "age", "bmi"]]
+
+
+def test_columns_in_another_order_are_put_in_order(named, tmp_path):
+    model, table, y, other = named
+    again = load(model.save(tmp_path))
+    assert again.column_names == ("age", "bmi", "sbp")
+    for one in (model, again):
+        calls = (
+            lambda X, one=one: one.predict_proba(X, 1),
+            lambda X, one=one: one.predict(X, clients=np.arange(80) % 2),
+            lambda X, one=one: one.log_predictions(X).log_density,
+            lambda X, one=one: one.score_samples(X, client=0),
+            lambda X, one=one: one.log_conditional(X, y),
+            lambda X, one=one: one.log_joint(X, y),
+            lambda X, one=one: one.adapt("new", X, y).weights,
+            lambda X, one=one: one.adapt("new", X).weights,
+        )
+        for call in calls:
+            np.testing.assert_array_equal(call(other), call(table))
+            np.testing.assert_array_equal(call(table.to_numpy()), call(table))
+    np.testing.assert_array_equal(model.novelty(other).p_values, model.novelty(table).p_values)
+    assert model.client_novelty(other) == model.client_novelty(table)
+
+
+def test_tables_of_other_libraries_have_names_too(named):
+    pa = pytest.importorskip("pyarrow")
+    model, table, _, other = named
+    arrow = pa.Table.from_pandas(other)
+    np.testing.assert_allclose(model.predict_proba(arrow), model.predict_proba(table))
+
+
+def test_missing_and_unknown_columns_are_named(named):
+    model, table, _, other = named
+    for wrong, word in (
+        (other.rename(columns={"age": "Age"}), "'age'.*'Age'"),
+        (other.assign(site="a"), "unknown.*'site'"),
+        (table[["age", "bmi"]], "'sbp'"),
+        (table[["age", "bmi", "sbp", "sbp"]], "more than once.*'sbp'"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            model.predict(wrong)
+
+
+def test_a_data_set_in_another_order_is_put_in_order(named):
+    model, table, y, other = named
+    evaluations = [
+        model.evaluate("train", FederatedDataset.from_arrays(X, y, np.arange(80) % 2))
+        for X in (table, other)
+    ]
+    np.testing.assert_array_equal(evaluations[0].log_loss, evaluations[1].log_loss)
+
+
+def test_one_client_for_all_rows_or_one_per_row(named):
+    model, table, _, _ = named
+    each = model.predict_proba(table, clients=[1] * 80)
+    np.testing.assert_array_equal(each, model.predict_proba(table, client=1))
+    with pytest.raises(ValueError, match="not both"):
+        model.predict(table, client=1, clients=[1] * 80)
+    with pytest.raises(ValueError, match="one name per row"):
+        model.predict(table, clients=1)
+
+
+# ---------------------------------------------------------------------- probabilities
+
+
+@pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg", "local"])
+def test_probabilities_never_leave_the_unit_interval(algorithm):
+    """A steep learner and many rows: without care some sums exceed one by a rounding."""
+    rng = np.random.default_rng(0)
+    data = federation(rng, classes=3)
+    options = {"components": 2, "learners": 2} if algorithm in ("fedgmm", "fedem") else {}
+    model = train(data, algorithm, rounds=2, lr=2.0, **options)
+    x = rng.normal(size=(5000, 3)) * rng.choice([0.1, 1, 30, 1000], size=(5000, 1))
+    log_proba = model.predict_log_proba(x, "oslo")
+    proba = model.predict_proba(x, "oslo")
+    assert log_proba.max() <= 0.0
+    assert proba.min() >= 0.0
+    assert proba.max() <= 1.0
+    assert np.abs(proba.sum(1) - 1).max() <= 3 * np.finfo(proba.dtype).eps
+    log_loss(rng.integers(3, size=5000), proba, labels=[0, 1, 2])
+
+
+def test_rows_too_large_to_compute_with_are_refused(named):
+    model, table, _, _ = named
+    assert np.isfinite(model.predict_proba(table + 1e20)).all()
+    for size in (1e160, 1e37):
+        with pytest.raises(ValueError, match="too large"):
+            model.predict_proba(table + size)

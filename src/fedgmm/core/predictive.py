@@ -27,7 +27,7 @@ def log_class_probabilities(
             ``None`` makes no correction.
 
     Returns:
-        ``(n, K)``; the probabilities of a row sum to one.
+        ``(n, K)``, at most zero; the probabilities of a row sum to one.
     """
     joint = log_pi if log_x is None else log_pi + log_x.unsqueeze(-1)
     if log_ratios is not None:
@@ -37,7 +37,8 @@ def log_class_probabilities(
     # log P_c(m2|x): the Gaussians decide how much each learner counts for this row
     learner = joint.logsumexp(-2)
     learner = learner - learner.logsumexp(-1, keepdim=True)
-    return torch.logsumexp(learner.unsqueeze(-1) + log_y, dim=-2)
+    # normalised once more, because rounding may leave a sum slightly above one
+    return torch.log_softmax(torch.logsumexp(learner.unsqueeze(-1) + log_y, dim=-2), -1)
 
 
 def log_marginal(log_pi: Tensor, log_x: Tensor) -> Tensor:

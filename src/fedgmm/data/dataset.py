@@ -17,9 +17,10 @@ from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.data.inputs import (
     NO_CLIENT,
     checked_rows,
-    columns_of_pairs,
+    column_names,
     encode_clients,
     is_missing,
+    order_columns,
 )
 from fedgmm.wording import counted
 
@@ -186,7 +187,6 @@ class FederatedDataset:
             split: shares of training, validation and test rows within each client.
             seed: seed of the split.
         """
-        column_names = tuple(map(str, X.columns)) if hasattr(X, "columns") else None
         inputs = numeric(X, "X")
         if not inputs.size:
             raise ValueError(f"X has no rows or no columns: its shape is {inputs.shape}.")
@@ -201,7 +201,7 @@ class FederatedDataset:
             codes = np.zeros(len(inputs), dtype=np.int64)
         else:
             codes, names = encode_clients(clients, len(inputs))
-        return cls._build(inputs, labels, codes, names, features, split, seed, column_names)
+        return cls._build(inputs, labels, codes, names, features, split, seed, column_names(X))
 
     @classmethod
     def from_clients(
@@ -212,7 +212,10 @@ class FederatedDataset:
         split: Sequence[float] = PAPER_SPLIT,
         seed: int = 0,
     ) -> FederatedDataset:
-        """Return a data set from ``{client: (X, y)}`` or an iterable of such pairs."""
+        """Return a data set from ``{client: (X, y)}`` or an iterable of such pairs.
+
+        Tables with column names may have their columns in different orders; the first order is used.
+        """
         pairs = list(clients.items() if isinstance(clients, Mapping) else clients)
         if not pairs:
             raise ValueError("No clients were given; pass at least one (client, (X, y)) pair.")
@@ -222,11 +225,14 @@ class FederatedDataset:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
-        column_names = columns_of_pairs([(name, X) for name, (X, _) in pairs])
+        columns = next(filter(None, (column_names(X) for _, (X, _) in pairs)), None)
         for name, (X, _) in pairs:
             if not np.size(X):
                 raise ValueError(f"Client {name!r} is empty; omit it.")
-        inputs = [numeric(X, f"Client {name!r}") for name, (X, _) in pairs]
+        inputs = [
+            numeric(order_columns(X, columns, f"Client {name!r}"), f"Client {name!r}")
+            for name, (X, _) in pairs
+        ]
         labels = [np.asarray(y) for _, (_, y) in pairs]
         for name, own, own_labels in zip(names, inputs, labels, strict=True):
             if own.shape[1:] != inputs[0].shape[1:]:
@@ -248,7 +254,7 @@ class FederatedDataset:
             None,
             split,
             seed,
-            None if column_names is None else tuple(column_names),
+            columns,
         )
 
     @classmethod
@@ -261,14 +267,14 @@ class FederatedDataset:
         features: ArrayLike | None,
         split: Sequence[float],
         seed: int,
-        column_names: tuple[str, ...] | None,
+        columns: tuple[str, ...] | None,
     ) -> FederatedDataset:
         if (codes == NO_CLIENT).any():
             row = int(np.argmax(codes == NO_CLIENT))
             raise ValueError(f"Row {row} has no client (its id is missing).")
         classes, encoded = _encode_labels(labels, codes, names)
         flat = inputs.reshape(len(inputs), -1)
-        checked_rows([_as_float(flat)], codes, names, column_names)
+        checked_rows([_as_float(flat)], codes, names, columns)
         seen = flat if features is None else numeric(features, "features")
         if len(seen) != len(inputs) or seen.ndim != 2:
             raise ValueError(f"features must be ({len(inputs)}, d'), got shape {seen.shape}.")
@@ -278,7 +284,7 @@ class FederatedDataset:
             _labelled(inputs, seen, encoded, codes, names, rows, shared=features is None)
             for rows in split_rows(codes, client_keys(names), split, seed)
         )
-        return cls(train, validation, test, tuple(names), classes, column_names)
+        return cls(train, validation, test, tuple(names), classes, columns)
 
     @property
     def input_shape(self) -> tuple[int, ...]:

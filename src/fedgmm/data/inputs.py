@@ -80,8 +80,8 @@ def columns_of_pairs(pairs: Pairs) -> list[str] | None:
     """
     first: tuple[Hashable, list[str]] | None = None
     for name, rows in pairs:
-        columns = list(getattr(rows, "columns", ()))
-        if not columns or not all(isinstance(column, str) for column in columns):
+        columns = list(column_names(rows) or ())
+        if not columns:
             continue
         if first is None:
             first = name, columns
@@ -91,6 +91,51 @@ def columns_of_pairs(pairs: Pairs) -> list[str] | None:
                 f"{first[1]}; all clients need the same columns in the same order."
             )
     return None if first is None else first[1]
+
+
+def column_names(rows: Any) -> tuple[str, ...] | None:
+    """Return the column names of a table; ``None`` for an array, or if a name is not a string."""
+    names = getattr(rows, "column_names", None)  # of pyarrow, whose ``columns`` are the data
+    names = tuple(getattr(rows, "columns", ()) if names is None else names)
+    return names if names and all(isinstance(name, str) for name in names) else None
+
+
+def order_columns(rows: Any, expected: Sequence[str] | None, what: str) -> Any:
+    """Return rows with their columns in the expected order.
+
+    Rows without column names are returned as they are, because their columns are known by position.
+
+    Args:
+        rows: an array, or a table with column names.
+        expected: the column names of the fit; ``None`` if there were none.
+        what: name of the rows in error messages.
+
+    Raises:
+        ValueError: a column is missing, unknown, or there twice.
+    """
+    names = column_names(rows)
+    if names is None or expected is None or names == tuple(expected):
+        return rows
+    order = column_order(names, expected, what)
+    return np.asarray(rows)[:, order]
+
+
+def column_order(names: Sequence[str], expected: Sequence[str], what: str) -> list[int]:
+    """Return the position in ``names`` of each expected name; see :func:`order_columns`."""
+    problems = [
+        f"{text} {', '.join(map(repr, found[:10]))}{', …' if len(found) > 10 else ''}"
+        for text, found in (
+            ("lacks", [name for name in expected if name not in names]),
+            ("has unknown columns:", [name for name in names if name not in expected]),
+            ("has more than once:", [n for n in dict.fromkeys(names) if list(names).count(n) > 1]),
+        )
+        if found
+    ]
+    if problems:
+        raise ValueError(
+            f"{what} must have the columns of the fit, but it {' and '.join(problems)}."
+        )
+    return [list(names).index(name) for name in expected]
 
 
 def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:

@@ -191,4 +191,5 @@ def shared_model(
         options=job.options.record(),
         history=[dict(entry) for entry in history],
         stopped=stopped,
+        column_names=job.preprocessing.feature_names,
     )

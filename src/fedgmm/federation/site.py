@@ -374,6 +374,7 @@ class Site:
             dataset.input_shape,
             options=job.options.record(),
             dataset=dataset,
+            column_names=dataset.column_names,
         )
 
     def _least(self, job: Job) -> int:

@@ -17,7 +17,7 @@ from fedgmm.core.moments import Scaling
 from fedgmm.core.params import count_learners
 from fedgmm.core.predictive import new_client_weights
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
-from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients
+from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients, column_order
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
 from fedgmm.model.adaptation import (
     Adaptation,
@@ -41,6 +41,7 @@ from fedgmm.model.predictions import (
     class_codes,
     client_codes,
     log_learners,
+    probabilities,
 )
 from fedgmm.wording import counted
 
@@ -80,6 +81,8 @@ class FederatedModel:
         stopped: reason why training ended before its last round, or ``None``.
         calibration: scores of held-out rows by kind, see ``CALIBRATIONS``; computed on first use.
         features_are_inputs: whether the Gaussians use the inputs and not separate features.
+        column_names: of the inputs, or ``None``. A table is put into this order; an array is taken by
+            position.
         dataset: training data, if it is in memory; never saved.
     """
 
@@ -95,6 +98,7 @@ class FederatedModel:
     calibration: dict[str, FloatArray] = field(default_factory=dict)
     features_are_inputs: bool = True
     dataset: FederatedDataset | None = None
+    column_names: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         """Return three lines: the method, its size, and the number of rounds."""
@@ -144,57 +148,96 @@ class FederatedModel:
     # ------------------------------------------------------------------ predictions
 
     def predict_proba(
-        self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
+        self,
+        X: ArrayLike,
+        client: Any = None,
+        *,
+        clients: ArrayLike | None = None,
+        features: ArrayLike | None = None,
     ) -> FloatArray:
-        """Return ``P_c(y|x)`` of every class, equation (3), ``(n, K)``.
+        """Return ``P_c(y|x)`` of every class, equation (3), ``(n, K)``; each row sums to one.
 
         Args:
-            X: rows, ``(n, *input_shape)``.
-            client: a known client, one client per row, or ``None`` for the federation's own weights.
+            X: rows, ``(n, *input_shape)``. A table with the column names of the fit may have them in
+                another order; an array is taken by position.
+            client: a known client for all rows; ``None`` uses the federation's own weights.
+            clients: one known client per row, instead of ``client``.
             features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
         """
-        return np.exp(self.predict_log_proba(X, client, features=features))
+        return probabilities(self.predict_log_proba(X, client, clients=clients, features=features))
 
     def predict_log_proba(
-        self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
+        self,
+        X: ArrayLike,
+        client: Any = None,
+        *,
+        clients: ArrayLike | None = None,
+        features: ArrayLike | None = None,
     ) -> FloatArray:
         """Return ``log P_c(y|x)`` of every class, ``(n, K)``; arguments as in :meth:`predict_proba`."""
         rows = self._evaluator.from_arrays(X, features)
-        return self._log_proba(rows, self._codes(client, len(rows)))
+        return self._log_proba(rows, self._codes(client, clients, len(rows)))
 
     def predict(
-        self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
+        self,
+        X: ArrayLike,
+        client: Any = None,
+        *,
+        clients: ArrayLike | None = None,
+        features: ArrayLike | None = None,
     ) -> NDArray[Any]:
         """Return the most likely class of every row, ``(n,)``."""
-        log_proba = self.predict_log_proba(X, client, features=features)
+        log_proba = self.predict_log_proba(X, client, clients=clients, features=features)
         return np.asarray(self.classes[log_proba.argmax(-1)])
 
     def log_predictions(
-        self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
+        self,
+        X: ArrayLike,
+        client: Any = None,
+        *,
+        clients: ArrayLike | None = None,
+        features: ArrayLike | None = None,
     ) -> LogPredictions:
         """Return ``log P_c(y|x)`` and ``log P_c(x)``, with the Gaussians evaluated once for both."""
         rows = self._evaluator.from_arrays(X, features)
-        codes = self._codes(client, len(rows))
+        codes = self._codes(client, clients, len(rows))
         density = None if rows.log_x is None else rows.log_density(codes)
         return LogPredictions(self._log_proba(rows, codes), density)
 
     def score_samples(
-        self, X: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
+        self,
+        X: ArrayLike,
+        client: Any = None,
+        *,
+        clients: ArrayLike | None = None,
+        features: ArrayLike | None = None,
     ) -> FloatArray:
         """Return ``log P_c(x)`` of every row, ``(n,)``: low for rows unlike anything seen."""
-        return self.novelty_scores(X, None, client, score="x", features=features)
+        return self.novelty_scores(X, None, client, score="x", clients=clients, features=features)
 
     def log_conditional(
-        self, X: ArrayLike, y: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        client: Any = None,
+        *,
+        clients: ArrayLike | None = None,
+        features: ArrayLike | None = None,
     ) -> FloatArray:
         """Return ``log P_c(y|x)`` of given labels, ``(n,)``."""
-        return self.novelty_scores(X, y, client, score="y", features=features)
+        return self.novelty_scores(X, y, client, score="y", clients=clients, features=features)
 
     def log_joint(
-        self, X: ArrayLike, y: ArrayLike, client: Any = None, *, features: ArrayLike | None = None
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        client: Any = None,
+        *,
+        clients: ArrayLike | None = None,
+        features: ArrayLike | None = None,
     ) -> FloatArray:
         """Return ``log P_c(x, y)`` of rows with given labels, ``(n,)``."""
-        return self.novelty_scores(X, y, client, score="joint", features=features)
+        return self.novelty_scores(X, y, client, score="joint", clients=clients, features=features)
 
     def evaluate(self, split: str = "test", dataset: FederatedDataset | None = None) -> Evaluation:
         """Return accuracy, log-loss and calibration of every client's own predictions.
@@ -322,6 +365,7 @@ class FederatedModel:
         client: Any = None,
         *,
         score: Score = "x",
+        clients: ArrayLike | None = None,
         features: ArrayLike | None = None,
     ) -> FloatArray:
         """Return scores that are low for novel rows, ``(n,)``.
@@ -330,13 +374,14 @@ class FederatedModel:
             X: rows, ``(n, *input_shape)``.
             y: labels, required by ``"y"`` and ``"joint"``.
             client: as in :meth:`predict_proba`.
+            clients: as in :meth:`predict_proba`.
             score: ``"x"`` is ``log P(x)``, ``"y"`` is ``log P(y|x)``, ``"joint"`` is ``log P(x, y)``, and
                 ``"confidence"`` is the largest ``log P(y|x)`` of any class, which needs no density.
             features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
         """
         self._check_score(score, y)
         rows = self._evaluator.from_arrays(X, features)
-        return self._score(rows, y, self._codes(client, len(rows)), score)
+        return self._score(rows, y, self._codes(client, clients, len(rows)), score)
 
     def _check_score(self, score: str, y: ArrayLike | None) -> None:
         check_choice("score", score, SCORES)
@@ -411,7 +456,7 @@ class FederatedModel:
             self.calibrate()
         self._check_score(score, y)
         rows = self._evaluator.from_arrays(X, features)
-        scores = self._score(rows, y, self._codes(None, len(rows)), score)
+        scores = self._score(rows, y, self._codes(None, None, len(rows)), score)
         result = flag_novel_rows(self.calibration[score], scores, false_alarm_rate)
         return replace(result, batch_p_value=self._client_p_value(rows)) if batch else result
 
@@ -449,7 +494,17 @@ class FederatedModel:
         data = dataset or self.dataset
         if data is None:
             raise ValueError("The model was loaded without its training data; pass dataset=.")
-        return data
+        names = data.column_names
+        if names is None or self.column_names is None or names == self.column_names:
+            return data
+        order = column_order(names, self.column_names, "dataset")
+        train, validation, test = (
+            rows.with_inputs(rows.inputs[:, order])
+            for rows in (data.train, data.validation, data.test)
+        )
+        return replace(
+            data, train=train, validation=validation, test=test, column_names=self.column_names
+        )
 
     def _need_density(self) -> None:
         if self.prediction.gaussians is None:
@@ -457,13 +512,27 @@ class FederatedModel:
                 f"{self.algorithm} has no density of the inputs; use 'fedgmm', or score='confidence'."
             )
 
-    def _codes(self, client: Any, rows: int) -> IntArray:
-        return codes_of_known_clients(client if rows else None, rows, self.names)
+    def _codes(self, client: Any, clients: ArrayLike | None, rows: int) -> IntArray:
+        """Return the code of each row's client; ``client`` may hold one name per row, as well."""
+        if client is not None and clients is not None:
+            raise ValueError(
+                "Pass client, one name for all rows, or clients, one per row; not both."
+            )
+        if clients is not None and np.ndim(clients) == 0:
+            raise ValueError(
+                f"clients must hold one name per row, got {clients!r}; use client= for all rows."
+            )
+        owner = client if clients is None else clients
+        return codes_of_known_clients(owner if rows else None, rows, self.names)
 
     @property
     def _evaluator(self) -> RowEvaluator:
         return RowEvaluator(
-            self.prediction, self.input_shape, self.scaling, self.features_are_inputs
+            self.prediction,
+            self.input_shape,
+            self.scaling,
+            self.features_are_inputs,
+            self.column_names,
         )
 
     def _log_proba(self, rows: EvaluatedRows, codes: IntArray) -> FloatArray:

@@ -22,6 +22,7 @@ from fedgmm.core.params import Params, count_learners
 from fedgmm.core.predictive import log_class_probabilities, log_marginal
 from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.data.dataset import LabelledRows, numeric
+from fedgmm.data.inputs import order_columns
 from fedgmm.methods.base import Prediction
 from fedgmm.nets.networks import as_numbers
 from fedgmm.wording import counted
@@ -170,16 +171,18 @@ class RowEvaluator:
         input_shape: shape of one row.
         scaling: scaling of the inputs, or ``None``.
         features_are_inputs: whether the Gaussians use the scaled inputs and not separate features.
+        column_names: of the inputs; tables are put into this order. ``None`` if there are no names.
     """
 
     prediction: Prediction
     input_shape: tuple[int, ...]
     scaling: Scaling | None
     features_are_inputs: bool
+    column_names: tuple[str, ...] | None = None
 
     def from_arrays(self, X: ArrayLike, features: ArrayLike | None) -> EvaluatedRows:
         """Evaluate inputs ``(n, *shape)`` and, where the model needs them, features ``(n, d)``."""
-        inputs = numeric(X, "X")
+        inputs = numeric(order_columns(X, self.column_names, "X"), "X")
         self._check(inputs.shape[1:], features is not None)
         x = _finite_tensor(inputs, "X")
         gaussians = self.prediction.gaussians
@@ -213,6 +216,8 @@ class RowEvaluator:
             x = self.scaling.apply(x, parameter.dtype)
             log_volume = self.scaling.log_volume if self.features_are_inputs else 0.0
         seen = x.flatten(1) if features is None else features.to(parameter.device)
+        for rows in (x, seen):
+            _check_size(rows, parameter.dtype)
         return EvaluatedRows(self.prediction, x, log_gaussians(self.prediction, seen), log_volume)
 
 
@@ -259,6 +264,13 @@ def client_codes(rows: LabelledRows, names: Sequence[Hashable]) -> IntArray:
 # ---------------------------------------------------------------------- helpers
 
 
+def probabilities(log_proba: FloatArray) -> FloatArray:
+    """Return probabilities ``(n, K)`` in [0, 1] of which each row sums to one up to one rounding."""
+    proba = np.exp(log_proba)
+    # no entry exceeds the sum of its row in floating point, so no quotient exceeds one
+    return np.asarray(proba / proba.sum(-1, keepdims=True))
+
+
 def _assigned_learners(prediction: Prediction) -> Tensor:
     """Return the learner of every client and, last, the default learner, ``(C + 1,)``; -1 if missing."""
     assignment, default = prediction.assignment, prediction.default_learner
@@ -273,6 +285,14 @@ def _for_blocks(rows: int, visit: Callable[[slice], None], device: torch.device)
         visit(slice(block[1], block[2]))
 
     accumulate(blocks_of([rows], _ROWS_AT_ONCE), lambda: None, visit_block, device)
+
+
+def _check_size(rows: Tensor, dtype: torch.dtype) -> None:
+    """Raise if a number is so large that a learner or a density could overflow."""
+    largest = min(torch.finfo(dtype).max ** 0.75, 1e150)
+    if rows.is_floating_point() and rows.numel() and not bool((rows.abs() < largest).all()):
+        row = int(torch.nonzero(~(rows.flatten(1).abs() < largest))[0, 0])
+        raise ValueError(f"Row {row} has a number that is too large to compute with; correct it.")
 
 
 def _finite_tensor(rows: NDArray[Any], name: str) -> Tensor:

@@ -111,6 +111,7 @@ def _facts(model: FederatedModel) -> dict[str, Any]:
         "options": {name: _json_value(value, name) for name, value in model.options.items()},
         "history": model.history,
         "stopped": model.stopped,
+        "column_names": None if model.column_names is None else list(model.column_names),
     }
 
 
@@ -240,6 +241,7 @@ def _build_model(
         facts["stopped"],
         calibration,
         bool(facts["features_are_inputs"]),
+        column_names=_column_names(facts, shape),
     )
 
 
@@ -254,6 +256,16 @@ def _classes(facts: dict[str, Any]) -> NDArray[Any]:
     classes: NDArray[Any] = np.array(facts["classes"], dtype=dtype)
     _require(classes.ndim == 1 and len(set(classes.tolist())) == len(classes) > 0, "classes")
     return classes
+
+
+def _column_names(facts: dict[str, Any], shape: tuple[int, ...]) -> tuple[str, ...] | None:
+    """Return the names of the inputs' columns; earlier versions did not write them."""
+    names = facts.get("column_names")
+    if names is None:
+        return None
+    valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    _require(valid and (len(names),) == shape, "column_names")
+    return tuple(names)
 
 
 def _learners(learners: dict[str, Tensor], net: Network) -> dict[str, Tensor]:

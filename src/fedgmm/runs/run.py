@@ -21,6 +21,7 @@ from fedgmm.model.adaptation import Adaptation
 from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import SCORES, NoveltyResult, Score
+from fedgmm.model.predictions import probabilities
 from fedgmm.model.saving import load
 from fedgmm.runs.config import RunConfig, config_from, read_config
 from fedgmm.runs.folder import RunError, RunFolder, check_files_unchanged, read_json, write_json
@@ -221,9 +222,9 @@ class FederatedRun:
             )
         notify("predicting")
         found = self.model.log_predictions(rows.matrix, owner)
-        probabilities, classes = np.exp(found.log_proba), np.asarray(self.model.classes)
-        labels = classes[probabilities.argmax(1)]
-        return Predictions(labels, probabilities, classes, found.log_density, notes)
+        proba, classes = probabilities(found.log_proba), np.asarray(self.model.classes)
+        labels = classes[proba.argmax(1)]
+        return Predictions(labels, proba, classes, found.log_density, notes)
 
     def detect(
         self,

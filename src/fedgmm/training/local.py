@@ -420,6 +420,7 @@ class _LocalTraining:
             stopped,
             features_are_inputs=self.dataset.train.features_are_inputs,
             dataset=self.dataset,
+            column_names=self.dataset.column_names,
         )
 
     def _scored_model(self, prediction: Prediction) -> FederatedModel:
