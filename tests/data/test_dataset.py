@@ -383,3 +383,72 @@ def test_shares_must_sum_to_one(split):
 def test_an_unknown_split_is_named(rng):
     with pytest.raises(ValueError, match="dev"):
         federation(rng).split("dev")
+
+
+# ---------------------------------------------------------------------- classes or numbers
+
+
+def labelled(y, **changes):
+    return FederatedDataset.from_arrays(np.zeros((len(y), 1)), y, **changes)
+
+
+CONTINUOUS = {
+    "measurements": np.linspace(0.0, 1.0, 60),
+    "few rows": np.linspace(0.0, 1.0, 21),
+    "objects": np.linspace(0.0, 1.0, 60).astype(object),
+    "rounded": np.arange(5000) % 40 / 10,
+    "whole numbers": np.arange(300.0),
+    "many whole numbers": np.arange(6000) % 1500,
+}
+CLASSES = {
+    "digits": np.arange(10),
+    "letters and digits": np.arange(62),
+    "a hundred": np.arange(100.0),
+    "years": 1900 + np.arange(600) % 120,
+    "counts": np.arange(2000) % 200,
+    "thousand": np.arange(4000) % 1000,
+    "half stars": np.arange(30) % 10 / 2,
+    "texts": np.array([f"{i / 7}" for i in range(200)]),
+    "dates": np.datetime64("2024-01-01") + np.arange(300),
+}
+
+
+@pytest.mark.parametrize("kind", CONTINUOUS)
+def test_continuous_labels_are_refused_with_both_remedies(kind):
+    y = CONTINUOUS[kind]
+    with pytest.raises(ValueError, match=r"task='regression'.*task='classification'"):
+        labelled(y)
+    with pytest.raises(ValueError, match="continuous"):
+        FederatedDataset.from_clients({"a": (np.zeros((len(y), 1)), y)})
+    assert len(labelled(y, task="classification").classes) == len(np.unique(y))
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_classes_are_not_taken_for_measurements(kind):
+    y = CLASSES[kind]
+    assert len(labelled(y).classes) == len(np.unique(y))
+
+
+def test_numbers_to_predict():
+    y = np.linspace(3.0, 9.0, 40)
+    data = labelled(y, task="regression", split=(0.5, 0.25, 0.25))
+    assert data.task == "regression"
+    assert not len(data.classes)
+    assert data.train.labels.dtype == torch.float64
+    together = torch.cat([data.train.labels, data.validation.labels, data.test.labels])
+    np.testing.assert_array_equal(np.sort(together), y)
+    assert float(data.target.mean) == pytest.approx(float(data.train.labels.mean()))
+    assert float(data.target.scale) == pytest.approx(float(data.train.labels.std(correction=0)))
+    assert "numbers" in repr(data)
+    assert labelled(np.arange(3), task="regression").task == "regression"
+    assert labelled(np.arange(3)).task == "classification"
+
+
+@pytest.mark.parametrize("y", [["a", "b"], [True, False], np.array(["2024-01-01"] * 2, "M8[D]")])
+def test_regression_needs_numbers(y):
+    with pytest.raises(ValueError, match="numbers"):
+        labelled(np.array(y), task="regression")
+    with pytest.raises(ValueError, match="missing"):
+        labelled(np.array([1.0, np.nan]), task="regression")
+    with pytest.raises(ValueError, match="task"):
+        labelled(np.array(y), task="ranking")

@@ -80,6 +80,13 @@ def fit(
     client_column: ClientColumn = None,
     categorical: Categorical = None,
     ignore: Ignore = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="classification, regression, or auto: classification, with an error if the label looks "
+            "like a measurement. Default: auto."
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="TOML file with options; options given here replace its own."),
@@ -141,6 +148,7 @@ def fit(
         "client_column": client_column,
         "categorical": categorical or None,
         "ignore": ignore or None,
+        "task": task,
         "seed": seed,
     }
     training = {

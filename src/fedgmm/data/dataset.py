@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from fedgmm.core.checks import check_choice
+from fedgmm.core.moments import Scaling, scaling_of
 from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.data.inputs import (
@@ -28,6 +30,12 @@ SPLITS = ("train", "validation", "test")
 PAPER_SPLIT = (0.6, 0.2, 0.2)
 _SPLIT_STREAM, _SHUFFLE_STREAM = 101, 211
 
+Task = Literal["auto", "classification", "regression"]
+TASKS: tuple[str, ...] = get_args(Task)
+_MOST_FRACTIONS = 20  # different numbers such as 0.5 that may be classes
+_SURELY_CLASSES = 100  # different whole numbers that may be classes, however few rows there are
+_MOST_CLASSES = 1000  # different whole numbers that may be classes, however many rows there are
+
 
 @dataclass(frozen=True)
 class LabelledRows:
@@ -36,7 +44,7 @@ class LabelledRows:
     Attributes:
         features: rows for the Gaussians.
         inputs: rows for the learners, ``(N, *shape)``.
-        labels: class indices, ``(N,)`` int64.
+        labels: class indices, ``(N,)`` int64, or numbers to predict, ``(N,)`` float64.
         features_are_inputs: whether the features are the inputs, flattened.
     """
 
@@ -155,8 +163,9 @@ class FederatedDataset:
     Attributes:
         train, validation, test: the splits; a client may have no rows in a split.
         names: the clients, in the order of the codes of all splits.
-        classes: the distinct labels as they were given, sorted, ``(K,)``.
+        classes: the distinct labels as they were given, sorted, ``(K,)``; empty for regression.
         column_names: names of the inputs' columns, or ``None``.
+        target: mean and deviation of the numbers to predict; ``None`` for classification.
     """
 
     train: LabelledRows
@@ -165,6 +174,7 @@ class FederatedDataset:
     names: tuple[Hashable, ...]
     classes: NDArray[Any]
     column_names: tuple[str, ...] | None = None
+    target: Scaling | None = None
 
     @classmethod
     def from_arrays(
@@ -174,6 +184,7 @@ class FederatedDataset:
         clients: ArrayLike | None = None,
         *,
         features: ArrayLike | None = None,
+        task: Task = "auto",
         split: Sequence[float] = PAPER_SPLIT,
         seed: int = 0,
     ) -> FederatedDataset:
@@ -181,9 +192,11 @@ class FederatedDataset:
 
         Args:
             X: inputs, ``(N, d)`` or ``(N, channels, height, width)``.
-            y: labels of any kind, ``(N,)``.
+            y: labels of any kind, or numbers to predict, ``(N,)``.
             clients: one id per row; ``None`` means one client.
             features: rows for the Gaussians, ``(N, d')``; ``None`` means the inputs, flattened.
+            task: ``"classification"`` makes every distinct label a class, ``"regression"`` predicts
+                numbers. ``"auto"`` means classification, and raises if ``y`` looks continuous.
             split: shares of training, validation and test rows within each client.
             seed: seed of the split.
         """
@@ -201,7 +214,9 @@ class FederatedDataset:
             codes = np.zeros(len(inputs), dtype=np.int64)
         else:
             codes, names = encode_clients(clients, len(inputs))
-        return cls._build(inputs, labels, codes, names, features, split, seed, column_names(X))
+        return cls._build(
+            inputs, labels, codes, names, features, task, split, seed, column_names(X)
+        )
 
     @classmethod
     def from_clients(
@@ -209,12 +224,14 @@ class FederatedDataset:
         clients: Mapping[Any, tuple[ArrayLike, ArrayLike]]
         | Iterable[tuple[Any, tuple[ArrayLike, ArrayLike]]],
         *,
+        task: Task = "auto",
         split: Sequence[float] = PAPER_SPLIT,
         seed: int = 0,
     ) -> FederatedDataset:
         """Return a data set from ``{client: (X, y)}`` or an iterable of such pairs.
 
         Tables with column names may have their columns in different orders; the first order is used.
+        The other arguments are those of :meth:`from_arrays`.
         """
         pairs = list(clients.items() if isinstance(clients, Mapping) else clients)
         if not pairs:
@@ -252,6 +269,7 @@ class FederatedDataset:
             codes,
             names,
             None,
+            task,
             split,
             seed,
             columns,
@@ -265,14 +283,16 @@ class FederatedDataset:
         codes: NDArray[np.int64],
         names: Sequence[Hashable],
         features: ArrayLike | None,
+        task: Task,
         split: Sequence[float],
         seed: int,
         columns: tuple[str, ...] | None,
     ) -> FederatedDataset:
+        check_choice("task", task, TASKS)
         if (codes == NO_CLIENT).any():
             row = int(np.argmax(codes == NO_CLIENT))
             raise ValueError(f"Row {row} has no client (its id is missing).")
-        classes, encoded = _encode_labels(labels, codes, names)
+        classes, encoded = _encode_labels(labels, codes, names, task)
         flat = inputs.reshape(len(inputs), -1)
         checked_rows([_as_float(flat)], codes, names, columns)
         seen = flat if features is None else numeric(features, "features")
@@ -284,7 +304,13 @@ class FederatedDataset:
             _labelled(inputs, seen, encoded, codes, names, rows, shared=features is None)
             for rows in split_rows(codes, client_keys(names), split, seed)
         )
-        return cls(train, validation, test, tuple(names), classes, columns)
+        target = scaling_of_numbers(train.labels) if task == "regression" else None
+        return cls(train, validation, test, tuple(names), classes, columns, target)
+
+    @property
+    def task(self) -> Literal["classification", "regression"]:
+        """``"regression"`` if numbers are to be predicted, else ``"classification"``."""
+        return "classification" if self.target is None else "regression"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -330,9 +356,15 @@ class FederatedDataset:
             f"  rows     {int(rows.sum())} (train {int(rows[0].sum())}, validation {int(rows[1].sum())}, "
             f"test {int(rows[2].sum())}); {int(per_client.min())} to {int(per_client.max())} per client\n"
             f"  inputs   {shape} {str(self.train.inputs.dtype).removeprefix('torch.')}\n"
-            f"  classes  {len(self.classes)}: {', '.join(map(str, self.classes[:10].tolist()))}"
-            f"{', …' if len(self.classes) > 10 else ''}"
+            f"{self._labels_line()}"
         )
+
+    def _labels_line(self) -> str:
+        if self.target is not None:
+            mean, scale = float(self.target.mean), float(self.target.scale)
+            return f"  numbers  to predict: mean {mean:.4g}, standard deviation {scale:.4g}"
+        shown = ", ".join(map(str, self.classes[:10].tolist()))
+        return f"  classes  {len(self.classes)}: {shown}{', …' if len(self.classes) > 10 else ''}"
 
 
 def numeric(values: Any, what: str) -> NDArray[Any]:
@@ -362,10 +394,36 @@ def _as_float(rows: NDArray[Any]) -> NDArray[np.floating]:
     return rows.astype(np.float32) if rows.dtype == np.uint8 else rows
 
 
+def scaling_of_numbers(numbers: Tensor) -> Scaling:
+    """Return the mean and deviation of numbers to predict ``(N,)``, for standardising them."""
+    return scaling_of(numbers.mean(), numbers.var(correction=0))
+
+
+def looks_continuous(values: NDArray[Any], rows: int) -> bool:
+    """Return whether distinct labels look like measurements rather than classes.
+
+    Texts, truth values and dates are always classes. So are up to 20 fractions, such as 0.5, and whole
+    numbers of which there are at most 100, or at most 1000 with four rows each on average.
+
+    Args:
+        values: the distinct labels, ``(K,)``.
+        rows: number of labels.
+    """
+    if values.dtype.kind == "O" and all(type(value) in (int, float) for value in values.tolist()):
+        values = values.astype(np.float64)
+    if values.dtype.kind not in "fiu":
+        return False
+    if values.dtype.kind == "f" and (values != np.floor(values)).any():
+        return len(values) > _MOST_FRACTIONS
+    return len(values) > max(_SURELY_CLASSES, min(rows // 4, _MOST_CLASSES))
+
+
 def _encode_labels(
-    labels: NDArray[Any], codes: NDArray[np.int64], names: Sequence[Hashable]
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the sorted classes, and the class index of each label."""
+    labels: NDArray[Any], codes: NDArray[np.int64], names: Sequence[Hashable], task: Task
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the sorted classes, and the class index of each label; numbers have no classes."""
+    if task == "regression":
+        labels = _numbers(labels)
     if labels.dtype.kind == "f":
         bad = ~np.isfinite(labels)
     elif labels.dtype.kind == "O":
@@ -377,6 +435,8 @@ def _encode_labels(
         raise ValueError(
             f"y contains NaN or a missing label: client {names[codes[row]]!r}, row {row}."
         )
+    if task == "regression":
+        return np.empty(0), labels
     try:
         classes, encoded = np.unique(labels, return_inverse=True)
     except TypeError:
@@ -384,7 +444,26 @@ def _encode_labels(
         raise ValueError(
             f"y holds labels that cannot be sorted together: {', '.join(kinds)}."
         ) from None
+    if task == "auto" and looks_continuous(classes, len(labels)):
+        raise ValueError(
+            f"y looks continuous: it has {len(classes):,} different numbers in "
+            f"{counted(len(labels), 'row')}, such as {classes[0]} and {classes[1]}. Pass "
+            "task='regression' to predict numbers, or task='classification' to make every number a "
+            "class."
+        )
     return classes, encoded.astype(np.int64)
+
+
+def _numbers(labels: NDArray[Any]) -> NDArray[np.float64]:
+    """Return labels as float64, NaN where missing."""
+    try:
+        if labels.dtype.kind not in "fiuO":
+            raise ValueError(f"it is of type {labels.dtype}")
+        return labels.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"y must hold numbers for task='regression': {error}; use task='classification' for labels."
+        ) from None
 
 
 def split_rows(
@@ -421,7 +500,7 @@ def split_rows(
 def _labelled(
     inputs: NDArray[Any],
     features: NDArray[np.floating],
-    labels: NDArray[np.int64],
+    labels: NDArray[Any],
     codes: NDArray[np.int64],
     names: Sequence[Hashable],
     rows: NDArray[np.int64],

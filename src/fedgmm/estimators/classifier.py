@@ -181,8 +181,9 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         held_out = self.validation_fraction if self.patience is not None else 0.0
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        split = (1.0 - held_out, held_out, 0.0)
         dataset = FederatedDataset.from_arrays(
-            X, y, clients, split=(1.0 - held_out, held_out, 0.0), seed=seed
+            X, y, clients, task="classification", split=split, seed=seed
         )
         self.classes_ = dataset.classes
         if len(self.classes_) < 2:

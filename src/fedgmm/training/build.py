@@ -36,6 +36,8 @@ def learner_network(
     Raises:
         ValueError: options that do not suit these inputs or classes.
     """
+    if not len(classes):
+        raise ValueError("There are no learners for task='regression' yet.")
     if len(classes) < 2 and options.algorithm != DENSITY:
         raise ValueError(
             f"The data have only one class ({classes[0]!r}); classification needs two."

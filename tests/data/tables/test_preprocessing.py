@@ -106,8 +106,8 @@ def test_a_record_that_is_not_valid():
 # ---------------------------------------------------------------------- labels
 
 
-def agreed(*clients):
-    return Labels.agreed("y", [dict.fromkeys(own, 1) for own in clients])
+def agreed(*clients, rows=1, task="auto"):
+    return Labels.agreed("y", [dict.fromkeys(own, rows) for own in clients], task)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,13 @@ def test_labels_that_are_not_classes(fails):
     fails = partial(fails, error=ValueError)
     assert "class 'a'" in fails(agreed, ["a"], ["a"])
     assert "no values" in fails(agreed, [], [])
-    assert "measurement" in fails(agreed, [str(0.1 + i) for i in range(30)])
+    assert "--task regression" in fails(agreed, [str(0.1 + i) for i in range(30)])
+    assert "--task classification" in fails(agreed, map(str, range(500)))
     assert "measurement" in fails(agreed, ["long " * 500 + str(i) for i in range(1500)])
 
 
 def test_many_whole_numbers_are_classes():
-    assert len(agreed(map(str, range(500))).classes) == 500
+    assert len(agreed(map(str, range(500)), rows=4).classes) == 500
+    assert len(agreed(map(str, range(500)), task="classification").classes) == 500
     assert agreed(["0", "1"]).array.dtype.kind == "i"
     assert agreed(["true", "false"]).array.dtype == np.bool_

@@ -63,8 +63,10 @@ def agree(
         raise ValueError("No column is left to learn from.")
     if options.label is None:
         labels = Labels.absent()
+    elif options.task == "regression":
+        raise ValueError("There are no learners for task='regression' yet.")
     else:
-        labels = Labels.agreed(options.label, [s.labels for s in summaries.values()])
+        labels = Labels.agreed(options.label, [s.labels for s in summaries.values()], options.task)
     return Preprocessing(tuple(columns), labels, options.client_column), notes
 
 

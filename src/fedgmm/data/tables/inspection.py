@@ -117,10 +117,11 @@ def _classes_of(tables: Tables) -> dict[str, Counter[str]]:
 
 def _label_problems(tables: Tables) -> list[str]:
     """Return the reason why the labels cannot be learned, if there is one."""
-    if tables.options.label is None:
+    label, task = tables.options.label, tables.options.task
+    if label is None:
         return []
     try:
-        Labels.agreed(tables.options.label, [own.labels for own in tables.summaries.values()])
+        Labels.agreed(label, [own.labels for own in tables.summaries.values()], task)
     except ValueError as error:
         return [str(error)]
     return []

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.core.checks import NonNegativeInt, Text, Texts, check_fields, integer, number
+from fedgmm.core.checks import NonNegativeInt, Text, Texts, check_fields, integer, number, one_of
+from fedgmm.data.dataset import TASKS, looks_continuous
 from fedgmm.data.tables.columns import (
     TRUTH,
     ColumnValues,
@@ -43,7 +44,6 @@ KIND_NAMES: dict[Kind, str] = {
 _BLOCK_ROWS = 16_384
 _FARTHEST = 1e12  # standard deviations; among n training rows none lies farther than √n
 _MOST_CLASSES = 1000
-_MOST_FRACTIONS = 20
 _LARGEST_NUMBER = 2.0**53
 
 
@@ -72,6 +72,8 @@ class TableOptions:
         split: shares of training, validation and test rows within each client.
         seed: seed of the split.
         client: name of the client if there is only one file; ``None`` means the file's name.
+        task: ``"classification"`` or ``"regression"``; ``"auto"`` is classification, and raises if the
+            labels look like measurements.
     """
 
     label: Text | None
@@ -83,6 +85,7 @@ class TableOptions:
     split: Annotated[tuple[float, float, float], _check_split] = (0.6, 0.2, 0.2)
     seed: NonNegativeInt = 0
     client: Text | None = None
+    task: Annotated[str, one_of(*TASKS)] = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -111,24 +114,29 @@ class Labels:
     classes: tuple[Any, ...]
 
     @classmethod
-    def agreed(cls, name: str, counts: Iterable[Mapping[str, int]]) -> Labels:
+    def agreed(cls, name: str, counts: Iterable[Mapping[str, int]], task: str = "auto") -> Labels:
         """Return the union of all clients' labels.
 
         Args:
             name: name of the column.
             counts: for each client, how often each label occurs, as it is written.
+            task: as in :class:`TableOptions`.
 
         Raises:
             ValueError: a single class, or measurements instead of classes.
         """
+        counts = list(counts)
         read = as_classes(text for own in counts for text in own)
         classes = tuple(sorted(set(read.values())))
-        fractions = [c for c in classes if isinstance(c, float)]
-        if len(classes) > _MOST_CLASSES or len(fractions) > _MOST_FRACTIONS:
+        rows = sum(sum(own.values()) for own in counts)
+        continuous = looks_continuous(np.array(classes), rows)
+        if task == "auto" and (continuous or len(classes) > _MOST_CLASSES):
+            numbers = not isinstance(next(iter(classes)), str)
+            remedies = "--task regression predicts numbers, " if numbers else ""
             raise ValueError(
-                f"The label column {name!r} has {len(classes)} different values, such as "
+                f"The label column {name!r} has {len(classes):,} different values, such as "
                 f"{quoted(classes[0])} and {quoted(classes[1])}; it looks like a measurement, not a "
-                "class."
+                f"class: {remedies}--task classification makes every value a class (task in [data])."
             )
         if len(classes) < 2:
             only = f"only the class {quoted(classes[0])}" if classes else "no values"
