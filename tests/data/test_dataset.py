@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -452,3 +453,42 @@ def test_regression_needs_numbers(y):
         labelled(np.array([1.0, np.nan]), task="regression")
     with pytest.raises(ValueError, match="task"):
         labelled(np.array(y), task="ranking")
+
+
+# ---------------------------------------------------------------------- wrong calls
+
+
+@pytest.mark.parametrize(
+    ("clients", "message"),
+    [
+        ({"a": np.zeros((2, 3))}, "'a' has one ndarray, without labels"),
+        ({"a": (np.zeros((4, 3)),)}, "'a' has one tuple of length 1"),
+        ({"a": {"X": np.zeros((4, 3)), "y": np.zeros(4)}}, "dictionary with the keys 'X', 'y'"),
+        ([(np.zeros((4, 3)), np.zeros(4))], "ndarray in place of a client's name"),
+        ([np.zeros((4, 3))], "an entry of type ndarray"),
+    ],
+)
+def test_clients_that_are_not_pairs(clients, message):
+    with pytest.raises(TypeError, match=rf"\{{client: \(X, y\)\}}.*{message}"):
+        FederatedDataset.from_clients(clients)
+
+
+@pytest.mark.parametrize("kind", [scipy.sparse.csr_matrix, scipy.sparse.coo_array])
+def test_sparse_rows(kind):
+    x, y = kind(np.eye(6)), np.arange(6) % 2
+    with pytest.raises(TypeError, match=r"X is a sparse matrix.*toarray"):
+        FederatedDataset.from_arrays(x, y)
+    with pytest.raises(TypeError, match=r"Client 'a' is a sparse matrix.*toarray"):
+        FederatedDataset.from_clients({"a": (x, y)})
+
+
+@pytest.mark.parametrize("split", [None, 0.8, "train"])
+def test_a_split_that_is_not_shares(split):
+    with pytest.raises(TypeError, match=f"three shares.*{split!r}"):
+        FederatedDataset.from_arrays(np.eye(6), np.arange(6) % 2, split=split)
+
+
+def test_a_data_set_in_place_of_the_name_of_a_split():
+    data = FederatedDataset.from_arrays(np.eye(6), np.arange(6) % 2)
+    with pytest.raises(TypeError, match=r"FederatedDataset.*dataset="):
+        data.split(data)

@@ -558,3 +558,12 @@ def test_rows_too_large_to_compute_with_are_refused(named):
     for size in (1e160, 1e37):
         with pytest.raises(ValueError, match="too large"):
             model.predict_proba(table + size)
+
+
+def test_arrays_in_place_of_a_data_set(data, model):
+    x, y, _ = rows_of_split(data)
+    for arguments in ((x, y), ("test", x)):
+        with pytest.raises(TypeError, match=r"ndarray.*from_arrays"):
+            model.evaluate(*arguments)
+    with pytest.raises(TypeError, match="FederatedDataset"):
+        model.evaluate(data)

@@ -21,7 +21,7 @@ from torch import nn
 import fedgmm
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.model.model import FederatedModel
-from fedgmm.model.saving import FORMAT, ModelFileError, _checksum, load, save
+from fedgmm.model.saving import FORMAT, LearnerError, ModelFileError, _checksum, load, save
 from fedgmm.training.local import train
 from fedgmm.training.options import ALGORITHMS
 from supervised import federation, images, tiny
@@ -94,8 +94,16 @@ def test_a_custom_learner_must_be_passed(rng, tmp_path):
         load(tmp_path)
     x = data.test.inputs.numpy()
     assert_same_predictions(load(tmp_path, learner=Custom), model, x, ["oslo", None])
-    with pytest.raises(ModelFileError, match="learners"):
+    with pytest.raises(LearnerError, match=r"'bias' is unknown in the model and has shape \(2,\)"):
         load(tmp_path, learner=lambda: nn.Linear(3, 2))
+    with pytest.raises(LearnerError, match="function"):
+        load(tmp_path, learner=Custom())
+
+
+def test_a_learner_is_refused_where_the_model_has_a_named_one(rng, tmp_path):
+    train(federation(rng), rounds=1).save(tmp_path)
+    with pytest.raises(LearnerError, match="'linear'; leave"):
+        load(tmp_path, learner=Custom)
 
 
 def test_what_was_learned_later_is_saved_too(rng, tmp_path):

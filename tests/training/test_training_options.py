@@ -13,6 +13,7 @@ import torch
 from fedgmm.core.server_optimisers import ServerOptimiser
 from fedgmm.nets.networks import network
 from fedgmm.training.build import build, solver_of
+from fedgmm.training.checkpoint import Checkpoint
 from fedgmm.training.local import UNSET, train
 from fedgmm.training.options import TrainingOptions
 from supervised import FAST, federation, predictions, two_groups
@@ -90,6 +91,38 @@ def test_a_bad_option_is_named_with_its_value(rng, option, value, error):
 def test_an_unknown_option_is_named_with_the_nearest_one(rng, name, meant):
     with pytest.raises(TypeError, match=f"no option {name!r}; did you mean {meant!r}"):
         train(federation(rng), **{name: 3})
+
+
+@pytest.mark.parametrize(("name", "meant"), [("FedGMM", "fedgmm"), ("fedprx", "fedprox")])
+def test_an_unknown_algorithm_is_answered_with_the_nearest_one(rng, name, meant):
+    with pytest.raises(ValueError, match=f"algorithm.*Did you mean {meant!r}"):
+        train(federation(rng), name)
+
+
+def test_arrays_in_place_of_a_data_set(rng):
+    x = rng.normal(size=(10, 2))
+    with pytest.raises(TypeError, match=r"got tuple; .*from_arrays"):
+        train((x, x[:, 0] > 0, ["a"] * 10))
+
+
+def test_a_module_in_place_of_a_learner(rng):
+    with pytest.raises(TypeError, match=r"lambda: Linear\(\.\.\.\)"):
+        train(federation(rng), learner=torch.nn.Linear(3, 2))
+
+
+def test_one_function_or_several_are_called_after_a_round(rng):
+    seen = []
+    data = federation(rng)
+    train(data, on_round=seen.append, **FAST)
+    train(data, on_round=[seen.append, seen.append], **FAST)
+    assert [entry["round"] for entry in seen] == [1, 2, 1, 1, 2, 2]
+
+
+def test_a_checkpoint_may_be_a_path(rng, tmp_path):
+    data = federation(rng)
+    for path in (str(tmp_path / "a"), tmp_path / "b"):
+        train(data, checkpoint=path, **FAST)
+        assert Checkpoint(path).path.is_file()
 
 
 def test_every_option_is_a_keyword_of_train():

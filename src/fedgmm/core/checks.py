@@ -85,9 +85,11 @@ def check_texts(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``."""
+    """Raise unless ``value`` is one of ``choices``, with the nearest choice if one is near."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
+        near = difflib.get_close_matches(str(value).lower(), choices, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.{hint}")
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:

@@ -236,6 +236,8 @@ class FederatedDataset:
         pairs = list(clients.items() if isinstance(clients, Mapping) else clients)
         if not pairs:
             raise ValueError("No clients were given; pass at least one (client, (X, y)) pair.")
+        for pair in pairs:
+            _check_pair(pair)
         names = [name for name, _ in pairs]
         if any(is_missing(name) for name in names):
             raise ValueError("The name of a client is None or NaN; give every client a name.")
@@ -319,6 +321,11 @@ class FederatedDataset:
 
     def split(self, name: str) -> LabelledRows:
         """Return a split by its name."""
+        if not isinstance(name, str):
+            raise TypeError(
+                f"split must be one of {list(SPLITS)}, got {type(name).__name__}; a data set is the "
+                "second argument, dataset=."
+            )
         if name not in SPLITS:
             raise ValueError(f"split must be one of {list(SPLITS)}, got {name!r}.")
         rows: LabelledRows = getattr(self, name)
@@ -375,8 +382,11 @@ def numeric(values: Any, what: str) -> NDArray[Any]:
         what: name of the data in error messages.
 
     Raises:
+        TypeError: a sparse matrix.
         ValueError: no columns, or data that are not numbers.
     """
+    if hasattr(values, "toarray") and hasattr(values, "nnz"):  # of SciPy, which is not imported
+        raise TypeError(f"{what} is a sparse matrix; convert it to an array with .toarray().")
     rows = np.asarray(values)
     if rows.ndim < 2:
         raise ValueError(f"{what} must have rows and columns, got an array of shape {rows.shape}.")
@@ -388,6 +398,22 @@ def numeric(values: Any, what: str) -> NDArray[Any]:
         return rows.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} holds data that are not numeric: {error}.") from None
+
+
+def _check_pair(pair: Any) -> None:
+    """Raise ``TypeError`` unless ``pair`` is ``(client, (X, y))``."""
+    expected = "from_clients needs {client: (X, y)} or pairs (client, (X, y))"
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{expected}; got an entry of type {type(pair).__name__}.")
+    name, rows = pair
+    if not isinstance(name, Hashable):
+        raise TypeError(f"{expected}; got a {type(name).__name__} in place of a client's name.")
+    if isinstance(rows, Mapping):
+        keys = ", ".join(map(repr, rows))
+        raise TypeError(f"{expected}; client {name!r} has a dictionary with the keys {keys}.")
+    if not isinstance(rows, (tuple, list)) or len(rows) != 2:
+        parts = f" of length {len(rows)}" if isinstance(rows, (tuple, list)) else ", without labels"
+        raise TypeError(f"{expected}; client {name!r} has one {type(rows).__name__}{parts}.")
 
 
 def _as_float(rows: NDArray[Any]) -> NDArray[np.floating]:
@@ -480,6 +506,11 @@ def split_rows(
         split: shares of training, validation and test rows.
         seed: seed of the draws.
     """
+    if not isinstance(split, Sequence | np.ndarray) or isinstance(split, str):
+        raise TypeError(
+            f"split must be three shares that sum to 1, got {split!r}; (1, 0, 0) uses all rows for "
+            "training."
+        )
     if len(split) != 3 or min(split) < 0 or abs(sum(split) - 1) > 1e-9:
         raise ValueError(f"split must be three shares that sum to 1, got {tuple(split)}.")
     order = np.argsort(codes, kind="stable")

@@ -491,6 +491,12 @@ class FederatedModel:
         return save(self, folder)
 
     def _data(self, dataset: FederatedDataset | None) -> FederatedDataset:
+        if dataset is not None and not isinstance(dataset, FederatedDataset):
+            raise TypeError(
+                f"dataset must be a FederatedDataset, got {type(dataset).__name__}. To use arrays, make "
+                "one of them: FederatedDataset.from_arrays(X, y, clients, split=(1, 0, 0)) has all rows "
+                "in its split 'train'."
+            )
         data = dataset or self.dataset
         if data is None:
             raise ValueError("The model was loaded without its training data; pass dataset=.")

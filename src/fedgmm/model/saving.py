@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians, covariance_shape
 from fedgmm.core.labels import LabelFrequencies
@@ -41,6 +41,10 @@ _LONGEST_LABEL = 4096
 
 class ModelFileError(ValueError):
     """A saved model that cannot be read; the message has the file and the reason."""
+
+
+class LearnerError(ModelFileError):
+    """A learner for :func:`load` that is not the learner of the saved model."""
 
 
 # ---------------------------------------------------------------------- writing
@@ -144,6 +148,7 @@ def load(folder: str | Path, *, learner: ModuleFactory | None = None) -> Federat
         learner: module factory, required if the model was trained with a custom learner.
 
     Raises:
+        LearnerError: ``learner`` is not the learner of the model.
         ModelFileError: a file is missing, damaged or newer than this version.
     """
     home = Path(folder)
@@ -151,10 +156,25 @@ def load(folder: str | Path, *, learner: ModuleFactory | None = None) -> Federat
     tensors = _read_tensors(home / _numbers_file(facts["numbers"]), facts["numbers"])
     try:
         return _build_model(facts, tensors, learner)
+    except LearnerError as error:
+        raise LearnerError(f"learner= is not the learner of {home}: {error}") from None
     except ModelFileError as error:
         raise ModelFileError(f"{home} does not contain a valid model: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise ModelFileError(f"{home} does not contain a valid model: {e!r}.") from None
+
+
+def _check_learner(saved: dict[str, Tensor], net: Network) -> None:
+    """Raise ``LearnerError`` unless a custom network has the parameters of the saved learners."""
+    given = net.parameter_shapes
+    expected = {name: tuple(value.shape[1:]) for name, value in saved.items()}
+    for name in sorted({*expected, *given}):
+        if given.get(name) != expected.get(name):
+            there = f"has shape {expected[name]}" if name in expected else "is unknown"
+            here = f"has shape {given[name]}" if name in given else "is missing"
+            raise LearnerError(
+                f"the parameter {name!r} {there} in the model and {here} in the learner."
+            )
 
 
 def _read(path: Path) -> bytes:
@@ -206,6 +226,8 @@ def _build_model(
     """Return the model, or raise if facts and tensors are inconsistent."""
     options, names = dict(facts["options"]), list(facts["names"])
     kind = options.get("learner", "linear")
+    if kind != "custom" and learner is not None:
+        raise LearnerError(f"the model has learner={kind!r}; leave learner out.")
     if kind == "custom":
         if learner is None:
             raise ModelFileError("it uses a custom learner; pass it: load(..., learner=...).")
@@ -213,7 +235,11 @@ def _build_model(
     shape, classes = tuple(facts["input_shape"]), _classes(facts)
     _require(bool(shape) and all(type(size) is int and size > 0 for size in shape), "input_shape")
     _require(len(set(names)) == len(names), "names")
+    if isinstance(kind, nn.Module):
+        raise LearnerError("it is a module; pass the function that made the learners in training.")
     net = network(kind, shape, len(classes))
+    if kind is learner:
+        _check_learner(_under(tensors, "learners/"), net)
     prediction = Prediction(
         net,
         _learners(_under(tensors, "learners/"), net),

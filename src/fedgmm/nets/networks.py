@@ -502,7 +502,16 @@ def network(
         classes: number of classes ``K``.
         compute: dtype of a convolutional network's products on an accelerator; ``None`` means the
             dtype of the parameters.
+
+    Raises:
+        TypeError: a module in place of a function that makes one.
+        ValueError: an unknown name, or a network that does not suit the inputs.
     """
+    if isinstance(learner, nn.Module):
+        raise TypeError(
+            f"learner must make a new module on every call, got an instance of "
+            f"{type(learner).__name__}; pass a function, such as lambda: {type(learner).__name__}(...)."
+        )
     if callable(learner):
         return Vectorised(learner, input_shape, classes)
     columns = math.prod(input_shape)

@@ -184,8 +184,8 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     *,
     options: TrainingOptions | None = None,
     answers: Participates | None = None,
-    on_round: Iterable[OnTrainingRound] = (),
-    checkpoint: Checkpoint | None = None,
+    on_round: OnTrainingRound | Iterable[OnTrainingRound] = (),
+    checkpoint: Checkpoint | str | Path | None = None,
     watch_accuracy: bool | int = False,
     until: int | None = None,
     rounds: int = UNSET,
@@ -240,9 +240,10 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
             default.
         options: a complete set of options; ``algorithm`` and keywords that are given override it.
         answers: which clients reply in a round; the others are left out of its sums.
-        on_round: called after every round with its entry of the history: ``round``,
+        on_round: a function, or several, called after every round with its entry of the history: ``round``,
             ``log_likelihood``, ``seconds``, and what is watched.
-        checkpoint: a file for the progress, written at the start, every few rounds and at the end.
+        checkpoint: a file for the progress, written at the start, every few rounds (``Checkpoint`` sets
+            how many; a path means five) and at the end.
             If the file exists, training resumes from it and ends with the same bits as an
             uninterrupted run (on a CPU, with as many threads). The data, ``answers`` and all options
             except ``rounds``, ``device`` and ``personal_labels`` must be the same. A finished run
@@ -273,6 +274,13 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     }
     for name in unknown:
         check_known("train() has no option", name, _keywords(), TypeError)
+    if not isinstance(dataset, FederatedDataset):
+        raise TypeError(
+            f"train() needs a FederatedDataset, got {type(dataset).__name__}; make one with "
+            "FederatedDataset.from_arrays(X, y, clients)."
+        )
+    if isinstance(checkpoint, (str, Path)):
+        checkpoint = Checkpoint(Path(checkpoint))
     if algorithm is None:
         del given["algorithm"]
     # torch's generators do not accept NumPy's numbers, such as those of a grid
@@ -282,8 +290,9 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     chosen = _with_sizes(chosen, dataset, checkpoint)
     if until is not None:
         check_integer("until", until, 1)
+    callbacks = (on_round,) if callable(on_round) else tuple(on_round)
     job = _LocalTraining(
-        dataset, chosen, answers, tuple(on_round), checkpoint, int(watch_accuracy), until
+        dataset, chosen, answers, callbacks, checkpoint, int(watch_accuracy), until
     )
     net = job.net
     # small networks gain nothing from threads inside an operation
