@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import time
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, log_loss
+from sklearn.metrics import (
+    accuracy_score,
+    average_precision_score,
+    balanced_accuracy_score,
+    brier_score_loss,
+    confusion_matrix,
+    log_loss,
+    recall_score,
+    roc_auc_score,
+)
 
-from fedgmm.model.metrics import evaluate
+from fedgmm.model.decisions import Decision
+from fedgmm.model.metrics import Evaluation, evaluate
+from fedgmm.runs.folder import as_json
 from supervised import log_softmax
 
 NAMES = ("a", "b", "c", "d")
@@ -86,3 +101,188 @@ def test_perfect_confidence_falls_into_the_last_bin():
     log_p = np.array([[0.0, -np.inf]] * 4)
     result = evaluate(log_p, np.array([0, 0, 0, 1]), np.zeros(4, dtype=int), ("a",))
     assert result.calibration_error[0] == pytest.approx(0.25)
+
+
+# ---------------------------------------------------------------------- further metrics
+
+
+def expected_metrics(log_p, labels, positive=1):
+    """scikit-learn's metrics of two classes; NaN where they are undefined."""
+    truth, p = labels == positive, np.exp(log_p[:, positive])
+    guess = log_p.argmax(1) == positive
+    both = 0 < truth.mean() < 1
+    return {
+        "auc": roc_auc_score(truth, p) if both else np.nan,
+        "average_precision": average_precision_score(truth, p) if both else np.nan,
+        "log_loss": log_loss(truth, p, labels=[False, True]),
+        "brier": brier_score_loss(truth, p),
+        "accuracy": accuracy_score(truth, guess),
+        "sensitivity": recall_score(truth, guess) if truth.any() else np.nan,
+        "specificity": recall_score(~truth, ~guess) if not truth.all() else np.nan,
+        "base_rate": truth.mean(),
+    }
+
+
+@given(seed=st.integers(0, 30), n=st.integers(1, 80), rounded=st.booleans())
+def test_every_metric_of_two_classes_is_scikit_learn_s(seed, n, rounded):
+    rng = np.random.default_rng(seed)
+    log_p = log_softmax(np.round(rng.normal(size=(n, 2)), 0 if rounded else 9))  # with ties
+    labels, codes = (rng.random(n) < 0.3).astype(int), rng.integers(4, size=n)
+    result = evaluate(log_p, labels, codes, NAMES, decision=Decision(1))
+    for place, name in enumerate(result.clients):
+        here = codes == NAMES.index(name)
+        for metric, value in expected_metrics(log_p[here], labels[here]).items():
+            assert result.metrics[metric][place] == pytest.approx(value, nan_ok=True), metric
+    for metric, value in expected_metrics(log_p, labels).items():
+        assert result.pooled[metric] == pytest.approx(value, nan_ok=True), metric
+    recalls = [(log_p.argmax(1) == labels)[labels == k].mean() for k in np.unique(labels)]
+    assert result.pooled["balanced_accuracy"] == pytest.approx(np.mean(recalls))
+    assert result.pooled["calibration_error"] == pytest.approx(calibration(log_p, labels))
+
+
+def test_several_classes_are_averaged(rng):
+    log_p, labels, codes = predictions(rng, 300)
+    result = evaluate(log_p, labels, codes, NAMES)
+    p, truth = np.exp(log_p), np.eye(3)[labels]
+    assert result.pooled["auc"] == pytest.approx(roc_auc_score(labels, p, multi_class="ovr"))
+    assert result.pooled["average_precision"] == pytest.approx(average_precision_score(truth, p))
+    assert result.pooled["brier"] == pytest.approx(brier_score_loss(labels, p))
+    guess = log_p.argmax(1)
+    assert result.pooled["balanced_accuracy"] == pytest.approx(
+        balanced_accuracy_score(labels, guess)
+    )
+    assert result.pooled["base_rate"] == pytest.approx(np.bincount(labels).max() / 300)
+    assert (result.confusion_matrix() == confusion_matrix(labels, guess)).all()
+    own = confusion_matrix(labels[codes == 2], guess[codes == 2])
+    assert (result.confusion_matrix("c") == own).all()
+    assert result.positive is None
+    assert "sensitivity" not in result.metrics
+
+
+def test_a_client_of_one_class_has_no_auc_but_a_reason():
+    log_p = log_softmax(np.arange(12.0).reshape(6, 2) % 5)
+    labels, codes = np.array([0, 0, 0, 1, 0, 1]), np.array([0, 0, 0, 1, 1, 1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record = evaluate(log_p, labels, codes, NAMES).record()
+    own = record["clients"]["a"]
+    assert np.isnan([own["auc"], own["average_precision"], own["sensitivity"]]).all()
+    assert set(own["undefined"]) == {"auc", "average_precision", "sensitivity"}
+    assert own["specificity"] == own["accuracy"]
+    assert record["clients"]["b"]["undefined"] == {}
+    assert json.loads(as_json(record))["clients"]["a"]["auc"] is None
+
+
+def test_a_threshold_decides(rng):
+    log_p, labels, codes = predictions(rng, 200, classes=2)
+    result = evaluate(log_p, labels, codes, NAMES, decision=Decision(1, 0.2))
+    guess = np.exp(log_p[:, 1]) >= 0.2
+    assert result.pooled["sensitivity"] == pytest.approx(guess[labels == 1].mean())
+    assert result.pooled["specificity"] == pytest.approx(1 - guess[labels == 0].mean())
+    assert result.weighted_accuracy == pytest.approx((guess == labels).mean())
+    assert (result.confusion_matrix() == confusion_matrix(labels, guess)).all()
+    usual = evaluate(log_p, labels, codes, NAMES, decision=Decision(1))
+    assert result.calibration_error == pytest.approx(usual.calibration_error)
+    assert result.pooled["auc"] == usual.pooled["auc"]
+
+
+def test_a_label_that_is_not_a_class_counts_as_wrong(rng):
+    log_p, labels, codes = predictions(rng, 90, classes=2)
+    labels[:30] = 2
+    log_p = np.hstack([log_p, np.full((90, 1), -np.inf)])
+    result = evaluate(log_p, labels, codes, NAMES, classes=("no", "yes"), decision=Decision(1))
+    right = log_p.argmax(1) == labels
+    assert result.pooled["accuracy"] == pytest.approx(right.mean())
+    assert result.pooled["auc"] == pytest.approx(roc_auc_score(labels == 1, log_p[:, 1]))
+    assert result.confusion_matrix().sum() == 60
+    assert result.positive == "yes"
+
+
+# ---------------------------------------------------------------------- intervals
+
+
+def test_intervals_agree_with_a_loop_over_resamples(rng):
+    """The same percentiles from scikit-learn's metrics of resampled rows, up to the noise of resampling."""
+    log_p = log_softmax(rng.normal(size=(150, 2)))
+    labels, codes = (
+        (rng.random(150) < np.exp(log_p[:, 1])).astype(int),
+        np.repeat([0, 1], [50, 100]),
+    )
+    result = evaluate(log_p, labels, codes, NAMES, decision=Decision(1))
+    drawn = []
+    for _ in range(150):
+        rows = np.concatenate([rng.integers(50, size=50), 50 + rng.integers(100, size=100)])
+        drawn.append(expected_metrics(log_p[rows], labels[rows]))
+    for name, (low, high) in result.pooled_intervals.items():
+        if name in drawn[0]:
+            values = np.array([one[name] for one in drawn])
+            near = 0.7 * values.std()
+            assert np.quantile(values, [0.025, 0.975]) == pytest.approx([low, high], abs=near)
+        assert low < result.pooled[name] < high
+        lows, highs = result.intervals[name].T
+        assert ((lows < result.metrics[name]) & (result.metrics[name] < highs)).all()
+    again = evaluate(log_p, labels, codes, NAMES, decision=Decision(1))
+    assert again.pooled_intervals == result.pooled_intervals
+
+
+def test_intervals_of_accuracy_cover_as_they_say(rng):
+    """The share of right predictions of 400 clients with 60 rows each: 95 % cover the true 0.7."""
+    labels = np.zeros(400 * 60, dtype=int)
+    right = rng.random(len(labels)) < 0.7
+    log_p = np.log(np.where(right[:, None], [0.8, 0.2], [0.2, 0.8]))
+    result = evaluate(log_p, labels, np.repeat(np.arange(400), 60), tuple(range(400)))
+    low, high = result.intervals["accuracy"].T
+    assert 0.90 <= ((low <= 0.7) & (high >= 0.7)).mean() <= 0.98
+
+
+def test_many_rows_are_quick(rng):
+    log_p = log_softmax(rng.normal(size=(100_000, 2)))
+    labels, codes = rng.integers(2, size=100_000), rng.integers(30, size=100_000)
+    started = time.process_time()
+    result = evaluate(log_p, labels, codes, tuple(range(30)))
+    assert result.pooled_intervals["auc"][0] < 0.5 < result.pooled_intervals["auc"][1]
+    assert time.process_time() - started < 3.0  # about 0.7 seconds on an idle core
+
+
+# ---------------------------------------------------------------------- headline
+
+
+def rare_rows(rng, clients=30, rows=200, rate=0.01):
+    """One percent of positive rows, most of which have high scores."""
+    labels = (rng.random(clients * rows) < rate).astype(int)
+    z = rng.normal(size=len(labels)) + 3.0 * labels - 5.0
+    log_p = log_softmax(np.stack([np.zeros_like(z), z], axis=1))
+    return log_p, labels, np.repeat(np.arange(clients), rows)
+
+
+def test_a_rare_class_leads_with_average_precision(rng):
+    result = evaluate(*rare_rows(rng), tuple(range(30)), classes=("fine", "fraud"))
+    assert result.positive == "fraud"
+    assert result.is_rare
+    line = result.headline()
+    assert line.startswith(f"Average precision {result.pooled['average_precision']:.3f}")
+    assert f"{result.pooled['base_rate']:.3f}, the base rate" in line
+
+
+def test_frequent_classes_lead_with_accuracy(rng):
+    log_p, labels, codes = predictions(rng, 200, classes=2)
+    result = evaluate(log_p, labels, codes, NAMES)
+    assert not result.is_rare
+    constant = np.mean(
+        [np.bincount(labels[codes == c]).max() / (codes == c).sum() for c in range(4)]
+    )
+    assert result.constant_accuracy == pytest.approx(constant)
+    assert f"{result.mean_accuracy:.1%}" in result.headline()
+    assert f"{constant:.1%}" in result.headline()
+
+
+def test_metrics_without_rows_are_those_that_are_known(rng):
+    log_p, labels, codes = predictions(rng, 200)
+    whole = evaluate(log_p, labels, codes, NAMES)
+    result = Evaluation(whole.clients, whole.rows, whole.accuracy, whole.log_loss, whole.accuracy)
+    assert set(result.metrics) == {"accuracy", "log_loss", "calibration_error"}
+    assert result.pooled["accuracy"] == pytest.approx(whole.pooled["accuracy"])
+    assert result.record()["clients"]["a"].keys() == {"rows", *result.metrics}
+    assert result.intervals == result.pooled_intervals == {}
+    with pytest.raises(ValueError, match="rows"):
+        result.confusion_matrix()

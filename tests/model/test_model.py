@@ -291,6 +291,25 @@ def test_names_may_be_tuples(rng):
     assert train(data, "local", rounds=20, lr=1.0).evaluate("train").mean_accuracy > 0.9
 
 
+def test_a_threshold_and_costs_decide_on_the_rarer_class(rng, tmp_path):
+    x = rng.normal(size=(400, 2))
+    y = np.where(x[:, 0] + rng.normal(size=400) > 1.5, "fraud", "fine")
+    data = FederatedDataset.from_arrays(x, y, np.repeat(["a", "b"], 200))
+    model = train(data, "fedavg", rounds=3)
+    assert model.positive == "fraud"
+    model.save(tmp_path / "model")
+    for one in (model, load(tmp_path / "model")):
+        p = one.predict_proba(x, "a")[:, 1]
+        assert (one.predict(x, "a", threshold=0.2) == np.where(p >= 0.2, "fraud", "fine")).all()
+        assert (one.predict(x, "a", cost=4) == one.predict(x, "a", threshold=0.2)).all()
+        flipped = one.predict(x, "a", threshold=0.2, positive="fine")
+        assert (flipped == np.where(1 - p >= 0.2, "fine", "fraud")).all()
+    usual, low = model.evaluate(), model.evaluate(threshold=0.1)
+    assert low.pooled["sensitivity"] >= usual.pooled["sensitivity"]
+    assert low.pooled["specificity"] < usual.pooled["specificity"]
+    assert model.evaluate(positive="fine").pooled["base_rate"] == 1 - usual.pooled["base_rate"]
+
+
 def test_an_empty_split_is_refused(rng):
     model = train(federation(rng, split=(1.0, 0.0, 0.0)), "fedavg", rounds=1)
     with pytest.raises(ValueError, match="test split"):

@@ -268,7 +268,6 @@ def evaluate(
     Example: fedgmm evaluate run/
     """
     from fedgmm.cli.run_tables import evaluation_table
-    from fedgmm.runs.fitting import client_metrics
     from fedgmm.runs.run import open_run
 
     if files and split is not None:
@@ -278,7 +277,7 @@ def evaluate(
     with working(as_json) as notify:
         found = open_run(run).evaluate(files or (), split=split or "test", notify=notify)
     if as_json:
-        print_json({"summary": found.summary(), "clients": client_metrics(found)})
+        print_json({"summary": found.summary(), **found.record()})
         return
     screen().print(evaluation_table(found))
 

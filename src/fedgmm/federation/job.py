@@ -36,6 +36,9 @@ SCORE: dict[str, Sum] = {
 ``log_loss`` is the site's mean, ``labels`` is ``Σ log P_c(y|x)`` and ``inputs`` is ``Σ log P_c(x)``.
 """
 
+SHARED_METRICS = ("accuracy", "log_loss", "calibration_error")
+"""Metrics of its test rows that a site sends if it shares metrics."""
+
 _LEARNERS = ("linear", "mlp")
 
 

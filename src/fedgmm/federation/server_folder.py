@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fedgmm.federation.job import Job
+from fedgmm.federation.job import SHARED_METRICS, Job
 from fedgmm.federation.members import MOST_ROWS
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.files import write_atomically
@@ -27,8 +27,6 @@ from fedgmm.runs.run import has_common_model
 from fedgmm.training.checkpoint import Progress, StoredProgress, read_checkpoint, save_progress
 
 _LEFTOVERS = {".lock", "config.toml.part"}
-
-_FIGURES = ("accuracy", "log_loss", "calibration_error")
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,10 @@ class ServerFolder:
             absent["accuracy"] = "No client shared the metrics of its test rows."
         names = tuple(sorted(clients))
         scores = np.array(
-            [[figures.get(name, {}).get(figure, np.nan) for name in names] for figure in _FIGURES]
+            [
+                [figures.get(name, {}).get(figure, np.nan) for name in names]
+                for figure in SHARED_METRICS
+            ]
         )
         table = ClientTable(
             names,
@@ -144,7 +145,7 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
 
 def _evaluation(figures: Mapping[str, Mapping[str, float]]) -> Evaluation:
     names = tuple(sorted(figures))
-    accuracy, loss, error = (np.array([figures[n][f] for n in names]) for f in _FIGURES)
+    accuracy, loss, error = (np.array([figures[n][f] for n in names]) for f in SHARED_METRICS)
     rows = np.array([int(figures[name]["rows"]) for name in names], dtype=np.int64)
     return Evaluation(names, rows, accuracy, loss, error)
 
@@ -154,7 +155,7 @@ def checked_metrics(record: Any) -> dict[str, float] | None:
     if not isinstance(record, Mapping):
         return None
     found: dict[str, float] = {}
-    for name in ("rows", *_FIGURES):
+    for name in ("rows", *SHARED_METRICS):
         value = record.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
             return None

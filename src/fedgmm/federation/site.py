@@ -25,7 +25,7 @@ from fedgmm.core.sums import Sums, withhold
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.summaries import look_like_names
-from fedgmm.federation.job import PROTOCOL, SCORE, Job, shared_model
+from fedgmm.federation.job import PROTOCOL, SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.messages import Message, MessageError, check_message, one_line
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
@@ -330,7 +330,9 @@ class Site:
         }
         facts: dict[str, Any] = {"rows": len(rows)}
         if self.settings.share_metrics:
-            facts["metrics"] = {"clients": metrics["clients"].get(self.name), **shared_metrics}
+            own = metrics["clients"].get(self.name, {})
+            own = {name: own[name] for name in ("rows", *SHARED_METRICS) if name in own}
+            facts["metrics"] = {"clients": own, **shared_metrics}
         return {}, facts
 
     def _adapt(self, request: Message) -> Content:

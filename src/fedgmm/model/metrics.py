@@ -1,18 +1,78 @@
-"""Metrics of predictions: accuracy, log-loss and calibration, per client and over clients."""
+"""Metrics of predictions, per client and over all rows, with bootstrap intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgmm.model.bootstrap import ScoredRows, bootstrap, metrics_of
+from fedgmm.model.decisions import Decision
 from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+RARE = 0.2
+"""Share of the positive class below which average precision says more than accuracy."""
+
+MOST_CONFUSED = 30
+"""Largest number of classes for which records contain confusion matrices."""
+
 _BINS = 15
 _SMALLEST_LOG_PROBABILITY = -700.0  # so that a row with probability zero has a finite loss
+
+
+@dataclass(frozen=True)
+class PredictedRows:
+    """Predictions of labelled rows.
+
+    Attributes:
+        log_probabilities: ``log P_c(y|x)`` of the classes and, last, of labels that are not a class,
+            ``(n, K + 1)``.
+        labels: the column of each row's label, ``(n,)``.
+        codes: the client of each row, an index into the clients that have rows, ``(n,)``.
+        classes: names of the classes, ``(K,)``.
+        decision: turns probabilities into a class; its positive class is known if there are two classes.
+    """
+
+    log_probabilities: FloatArray
+    labels: IntArray
+    codes: IntArray
+    classes: tuple[Hashable, ...]
+    decision: Decision
+
+    @cached_property
+    def decided(self) -> IntArray:
+        """The predicted class of each row, ``(n,)``."""
+        return self.decision.choose(self.log_probabilities)
+
+    @cached_property
+    def scored(self) -> ScoredRows:
+        """The same rows, sorted for the computation of metrics."""
+        order = np.lexsort((self.labels, self.codes))
+        log_proba, labels = self.log_probabilities[order], self.labels[order]
+        n, positive = len(labels), self.decision.positive
+        own = log_proba[np.arange(n), labels]
+        errors = np.exp(log_proba)
+        errors[np.arange(n), labels] -= 1.0
+        # with two classes both errors are equal, and one of them is counted
+        brier = (errors**2).sum(-1) / (1.0 if positive is None else 2.0)
+        ranked = tuple(range(len(self.classes))) if positive is None else (positive,)
+        return ScoredRows(
+            self.codes[order],
+            labels,
+            self.decided[order] == labels,
+            -np.maximum(own, _SMALLEST_LOG_PROBABILITY),
+            brier,
+            log_proba[:, list(ranked)],
+            ranked,
+            positive,
+        )
 
 
 @dataclass(frozen=True)
@@ -22,16 +82,19 @@ class Evaluation:
     Attributes:
         clients: names of the clients.
         rows: number of rows of each, ``(C,)``.
-        accuracy: share of rows whose most likely class is right, ``(C,)``.
+        accuracy: share of rows whose predicted class is right, ``(C,)``.
         log_loss: mean of ``-log P_c(y|x)``, ``(C,)``.
         calibration_error: expected calibration error, ``(C,)``.
+        predicted: the rows, from which further metrics are computed when they are needed; ``None`` if only
+            the metrics above are known.
     """
 
     clients: tuple[Hashable, ...]
-    rows: NDArray[np.int64]
+    rows: IntArray
     accuracy: FloatArray
     log_loss: FloatArray
     calibration_error: FloatArray
+    predicted: PredictedRows | None = field(default=None, repr=False, compare=False)
 
     @property
     def mean_accuracy(self) -> float:
@@ -64,6 +127,168 @@ class Evaluation:
             "mean_calibration_error": float(self.calibration_error.mean()),
         }
 
+    # ------------------------------------------------------------------ further metrics
+
+    @property
+    def metrics(self) -> dict[str, FloatArray]:
+        """Every metric of each client, ``(C,)`` each; NaN where a metric is undefined.
+
+        ``accuracy``, ``balanced_accuracy``, ``auc``, ``average_precision``, ``log_loss``, ``brier``,
+        ``calibration_error`` and ``base_rate``; with two classes also ``sensitivity`` and ``specificity``.
+        With several classes AUC and average precision are means over the classes that a client has, each
+        against the rest, and the base rate is the share of the most frequent class. With two classes it
+        is the share of the positive class.
+        """
+        return self._computed[0]
+
+    @property
+    def pooled(self) -> dict[str, float]:
+        """The same metrics of all rows together, each predicted with the weights of its client."""
+        return self._computed[1]
+
+    @cached_property
+    def _computed(self) -> tuple[dict[str, FloatArray], dict[str, float]]:
+        known = {
+            "accuracy": self.accuracy,
+            "log_loss": self.log_loss,
+            "calibration_error": self.calibration_error,
+        }
+        rows = self.predicted
+        if rows is None:
+            means = {name: float(np.average(v, weights=self.rows)) for name, v in known.items()}
+            del means["calibration_error"]  # the bins of all clients would be needed
+            return known, means
+        own, pooled = metrics_of(rows.scored)
+        clients = len(self.clients)
+        everything = np.zeros(len(rows.codes), dtype=np.int64)
+        rates = (_base_rates(rows, rows.codes, clients), _base_rates(rows, everything, 1))
+        error = float(_calibration(rows, everything, 1).errors[0])
+        return (
+            {**own, "calibration_error": self.calibration_error, "base_rate": rates[0]},
+            {
+                **{name: float(value[0]) for name, value in pooled.items()},
+                "calibration_error": error,
+                "base_rate": float(rates[1][0]),
+            },
+        )
+
+    @cached_property
+    def _bootstrapped(self) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
+        return ({}, {}) if self.predicted is None else bootstrap(self.predicted.scored)
+
+    @property
+    def intervals(self) -> dict[str, FloatArray]:
+        """95 % bootstrap intervals of the metrics of each client, ``(C, 2)``; NaN where undefined.
+
+        Rows are resampled within each client. Calibration error and base rate have no interval.
+        """
+        return self._bootstrapped[0]
+
+    @property
+    def pooled_intervals(self) -> dict[str, tuple[float, float]]:
+        """95 % bootstrap intervals of the pooled metrics."""
+        return {name: (float(v[0, 0]), float(v[0, 1])) for name, v in self._bootstrapped[1].items()}
+
+    def confusion_matrix(self, client: Hashable | None = None) -> IntArray:
+        """Return the number of rows by true class and predicted class, ``(K, K)``.
+
+        Rows with a label that is not a class of the model are left out.
+
+        Args:
+            client: one of the clients; ``None`` adds all clients.
+        """
+        rows = self._need_rows()
+        size = len(rows.classes)
+        here = rows.labels < size
+        if client is not None:
+            here &= rows.codes == self.clients.index(client)
+        cells = rows.labels[here] * size + rows.decided[here]
+        return np.bincount(cells, minlength=size * size).reshape(size, size)
+
+    def _need_rows(self) -> PredictedRows:
+        if self.predicted is None:
+            raise ValueError("Only the metrics of the clients are known, not their rows.")
+        return self.predicted
+
+    @property
+    def positive(self) -> Hashable | None:
+        """Name of the positive class; ``None`` unless there are two classes."""
+        if self.predicted is None or self.predicted.decision.positive is None:
+            return None
+        return self.predicted.classes[self.predicted.decision.positive]
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether the positive class is so rare that average precision says more than accuracy."""
+        return self.positive is not None and self.pooled["base_rate"] < RARE
+
+    @property
+    def constant_accuracy(self) -> float:
+        """Mean accuracy over clients of predicting each client's most frequent class for all its rows."""
+        rows = self._need_rows()
+        return float(_most_frequent(rows.labels, rows.codes, len(self.clients)).mean())
+
+    def headline(self) -> str:
+        """Return a sentence with the main metric, and with the value that a constant guess reaches."""
+        if self.predicted is None:
+            return f"Accuracy {self.mean_accuracy:.1%} on average over clients."
+        if self.is_rare:
+            value = f"{self.pooled['average_precision']:.3f}"
+            if "average_precision" in self.pooled_intervals:
+                low, high = self.pooled_intervals["average_precision"]
+                value += f" (95 % interval {low:.3f} to {high:.3f})"
+            return (
+                f"Average precision {value} for {self.positive!r}; a constant guess reaches "
+                f"{self.pooled['base_rate']:.3f}, the base rate."
+            )
+        return (
+            f"Accuracy {self.mean_accuracy:.1%} on average over clients; guessing each client's most "
+            f"frequent class reaches {self.constant_accuracy:.1%}."
+        )
+
+    # ------------------------------------------------------------------ records
+
+    def record(self) -> dict[str, Any]:
+        """Return all metrics as plain values, for JSON."""
+        rows = self.predicted
+        return {
+            "headline": self.headline(),
+            "positive": self.positive,
+            "threshold": None if rows is None else rows.decision.threshold,
+            "classes": None if rows is None else list(rows.classes),
+            "pooled": self._pooled_record(),
+            "clients": self.client_records(),
+        }
+
+    def client_records(self) -> dict[str, dict[str, Any]]:
+        """Return the metrics of each client as plain values, for JSON."""
+        bins = None
+        if self.predicted is not None:
+            bins = _calibration(self.predicted, self.predicted.codes, len(self.clients))
+        found = {}
+        for i, client in enumerate(self.clients):
+            own = {name: float(values[i]) for name, values in self.metrics.items()}
+            intervals = {name: values[i].tolist() for name, values in self.intervals.items()}
+            record: dict[str, Any] = {"rows": int(self.rows[i]), **own}
+            if bins is not None:
+                record |= {"intervals": intervals, "undefined": _reasons(own)}
+                record |= {"calibration": bins.record(i), **self._confusion_record(client)}
+            found[str(client)] = record
+        return found
+
+    def _pooled_record(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"rows": int(self.rows.sum()), **self.pooled}
+        if self.predicted is not None:
+            intervals = {name: list(pair) for name, pair in self.pooled_intervals.items()}
+            record |= {"intervals": intervals, "undefined": _reasons(self.pooled)}
+            record |= self._confusion_record()
+        return record
+
+    def _confusion_record(self, client: Hashable | None = None) -> dict[str, Any]:
+        if len(self._need_rows().classes) > MOST_CONFUSED:
+            return {}
+        return {"confusion_matrix": self.confusion_matrix(client).tolist()}
+
     def __repr__(self) -> str:
         """Return one line with the main metrics."""
         return (
@@ -76,43 +301,122 @@ class Evaluation:
 
 def evaluate(
     log_probabilities: FloatArray,
-    labels: NDArray[np.int64],
-    codes: NDArray[np.int64],
+    labels: IntArray,
+    codes: IntArray,
     names: tuple[Hashable, ...],
+    *,
+    classes: tuple[Hashable, ...] | None = None,
+    decision: Decision | None = None,
 ) -> Evaluation:
     """Return the metrics of every client.
 
     Args:
-        log_probabilities: ``log P_c(y|x)`` of every class, ``(n, K)``.
+        log_probabilities: ``log P_c(y|x)`` of every class, ``(n, K)``; more columns stand for labels that
+            are not a class.
         labels: the true class of each row, ``(n,)``.
         codes: the client of each row, an index into ``names``, ``(n,)``.
         names: the clients.
+        classes: names of the classes, ``(K,)``; by default the columns are numbered.
+        decision: turns probabilities into a class; the most likely class by default. If it has no positive
+            class, the rarer one of two classes is positive.
     """
     counts = np.bincount(codes, minlength=len(names))
     present = np.flatnonzero(counts)
+    known = tuple(range(log_probabilities.shape[1])) if classes is None else classes
+    decision = decision or Decision()
+    if len(known) == 2 and decision.positive is None:
+        decision = decision.with_positive(rarer_class(labels))
+    place = np.cumsum(counts > 0) - 1
+    rows = PredictedRows(log_probabilities, labels, place[codes], known, decision)
 
     def mean_of(values: FloatArray) -> FloatArray:
         return np.bincount(codes, weights=values, minlength=len(names))[present] / counts[present]
 
-    right = (log_probabilities.argmax(-1) == labels).astype(np.float64)
     own = log_probabilities[np.arange(len(labels)), labels]
-    losses = -np.maximum(own, _SMALLEST_LOG_PROBABILITY)
     return Evaluation(
         tuple(names[code] for code in present),
         counts[present],
-        mean_of(right),
-        mean_of(losses),
-        _calibration_errors(np.exp(log_probabilities.max(-1)), right, codes, len(names))[present],
+        mean_of((rows.decided == labels).astype(np.float64)),
+        mean_of(-np.maximum(own, _SMALLEST_LOG_PROBABILITY)),
+        _calibration(rows, rows.codes, len(present)).errors,
+        rows,
     )
 
 
-def _calibration_errors(
-    confidence: FloatArray, right: FloatArray, codes: NDArray[np.int64], clients: int
-) -> FloatArray:
-    """Return ``Σ_bins |accuracy - confidence| · share`` of each client, ``(C,)``."""
-    bins = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
-    cell = codes * _BINS + bins
-    gaps = np.bincount(cell, weights=confidence - right, minlength=clients * _BINS)
-    rows = np.bincount(codes, minlength=clients)
-    summed: FloatArray = np.abs(gaps.reshape(clients, _BINS)).sum(-1)
-    return summed / np.maximum(rows, 1)
+def rarer_class(labels: IntArray) -> int:
+    """Return the rarer one of the classes 0 and 1; 1 if both are equally frequent."""
+    return int((labels == 1).sum() <= (labels == 0).sum())
+
+
+# ---------------------------------------------------------------------- helpers
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """Confidence and accuracy of groups of rows, in bins of equal width.
+
+    Attributes:
+        rows: of each group and bin, ``(G, bins)``.
+        confidence: sum over rows, ``(G, bins)``.
+        right: number of right predictions, ``(G, bins)``.
+    """
+
+    rows: IntArray
+    confidence: FloatArray
+    right: FloatArray
+
+    @property
+    def errors(self) -> FloatArray:
+        """``Σ_bins |accuracy - confidence| · share`` of each group, ``(G,)``."""
+        gaps = np.abs(self.confidence - self.right).sum(-1)
+        return np.asarray(gaps / np.maximum(self.rows.sum(-1), 1))
+
+    def record(self, group: int) -> dict[str, list[float]]:
+        """Return the bins of a group that have rows, for JSON."""
+        filled = self.rows[group] > 0
+        rows = self.rows[group][filled]
+        return {
+            "rows": rows.tolist(),
+            "confidence": (self.confidence[group][filled] / rows).tolist(),
+            "accuracy": (self.right[group][filled] / rows).tolist(),
+        }
+
+
+def _calibration(rows: PredictedRows, groups: IntArray, count: int) -> _Calibration:
+    """Return the calibration of the most likely class, also if another class was predicted."""
+    confidence = np.exp(rows.log_probabilities.max(-1))
+    right = (rows.log_probabilities.argmax(-1) == rows.labels).astype(np.float64)
+    cell = groups * _BINS + np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
+
+    def total(values: FloatArray | None) -> NDArray[Any]:
+        return np.bincount(cell, values, minlength=count * _BINS).reshape(count, _BINS)
+
+    return _Calibration(total(None), total(confidence), total(right))
+
+
+def _base_rates(rows: PredictedRows, groups: IntArray, count: int) -> FloatArray:
+    """Return the share of the positive or, without one, of the most frequent class, ``(G,)``."""
+    positive = rows.decision.positive
+    if positive is None:
+        return _most_frequent(rows.labels, groups, count)
+    hits = np.bincount(groups, weights=rows.labels == positive, minlength=count)
+    return np.asarray(hits / np.bincount(groups, minlength=count))
+
+
+def _most_frequent(labels: IntArray, groups: IntArray, count: int) -> FloatArray:
+    """Return the share of the most frequent class of each group, ``(G,)``."""
+    pairs, sizes = np.unique(np.stack([groups, labels]), axis=1, return_counts=True)
+    largest = np.zeros(count)
+    np.maximum.at(largest, pairs[0], sizes)
+    return largest / np.bincount(groups, minlength=count)
+
+
+def _reasons(values: dict[str, float]) -> dict[str, str]:
+    """Return why metrics are undefined."""
+    reasons = {
+        "auc": "all rows have the same class",
+        "average_precision": "all rows have the same class",
+        "sensitivity": "no row has the positive class",
+        "specificity": "all rows have the positive class",
+    }
+    return {name: reasons[name] for name, value in values.items() if np.isnan(value)}

@@ -26,6 +26,7 @@ from fedgmm.model.adaptation import (
     can_guess_labels,
     with_client,
 )
+from fedgmm.model.decisions import Cost, Decision
 from fedgmm.model.label_frequencies import ClientLabels, estimate_label_frequencies
 from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.model.novelty import (
@@ -84,6 +85,8 @@ class FederatedModel:
         column_names: of the inputs, or ``None``. A table is put into this order; an array is taken by
             position.
         dataset: training data, if it is in memory; never saved.
+        positive: the positive class of two: the rarer one among the training rows; ``None`` if it is not
+            known.
     """
 
     algorithm: str
@@ -99,6 +102,14 @@ class FederatedModel:
     features_are_inputs: bool = True
     dataset: FederatedDataset | None = None
     column_names: tuple[str, ...] | None = None
+    positive: Any = None
+
+    def __post_init__(self) -> None:
+        """Find the positive class, if there are two classes and training rows."""
+        if self.positive is None and self.dataset is not None and len(self.classes) == 2:
+            labels = self.dataset.classes[self.dataset.train.labels.cpu().numpy()]
+            second = int((labels == self.classes[1]).sum())
+            self.positive = self.classes.tolist()[int(2 * second <= len(labels))]
 
     def __repr__(self) -> str:
         """Return three lines: the method, its size, and the number of rounds."""
@@ -185,10 +196,38 @@ class FederatedModel:
         *,
         clients: ArrayLike | None = None,
         features: ArrayLike | None = None,
+        threshold: float | None = None,
+        cost: Cost | None = None,
+        positive: Hashable | None = None,
     ) -> NDArray[Any]:
-        """Return the most likely class of every row, ``(n,)``."""
+        """Return the class of every row, ``(n,)``: the most likely one without threshold and cost.
+
+        Args:
+            X: rows, ``(n, *input_shape)``.
+            client: as in :meth:`predict_proba`.
+            clients: as in :meth:`predict_proba`.
+            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
+            threshold: probability of the positive class of two from which on it is predicted.
+            cost: cost of missing the positive class, where a false alarm costs 1; or a cost for missing
+                each class, by its name, where the others cost 1. The class with the smallest expected cost
+                is predicted.
+            positive: the positive class of two; ``None`` means the rarer one in training.
+        """
+        decision = self.decision(positive=positive, threshold=threshold, cost=cost)
         log_proba = self.predict_log_proba(X, client, clients=clients, features=features)
-        return np.asarray(self.classes[log_proba.argmax(-1)])
+        return np.asarray(self.classes[decision.choose(log_proba)])
+
+    def decision(
+        self,
+        *,
+        positive: Hashable | None = None,
+        threshold: float | None = None,
+        cost: Cost | None = None,
+    ) -> Decision:
+        """Return the rule that turns probabilities into a class; arguments as in :meth:`predict`."""
+        known = positive if positive is not None else self.positive
+        classes = self.classes.tolist()
+        return Decision.of(classes, positive=known, threshold=threshold, cost=cost)
 
     def log_predictions(
         self,
@@ -239,13 +278,25 @@ class FederatedModel:
         """Return ``log P_c(x, y)`` of rows with given labels, ``(n,)``."""
         return self.novelty_scores(X, y, client, score="joint", clients=clients, features=features)
 
-    def evaluate(self, split: str = "test", dataset: FederatedDataset | None = None) -> Evaluation:
-        """Return accuracy, log-loss and calibration of every client's own predictions.
+    def evaluate(
+        self,
+        split: str = "test",
+        dataset: FederatedDataset | None = None,
+        *,
+        positive: Hashable | None = None,
+        threshold: float | None = None,
+        cost: Cost | None = None,
+    ) -> Evaluation:
+        """Return the metrics of every client's own predictions, and of all rows together.
 
         Args:
             split: ``"train"``, ``"validation"`` or ``"test"``.
             dataset: data of known clients; ``None`` means the training data.
+            positive: the positive class of two; ``None`` means the rarer one.
+            threshold: as in :meth:`predict`.
+            cost: as in :meth:`predict`.
         """
+        decision = self.decision(positive=positive, threshold=threshold, cost=cost)
         data = self._data(dataset)
         rows = data.split(split)
         if not len(rows):
@@ -253,7 +304,14 @@ class FederatedModel:
         codes = client_codes(rows, self.names)
         log_proba = self._log_proba(self._evaluator.from_split(rows), codes)
         log_proba, labels = self._with_unseen_classes(log_proba, rows, data)
-        return evaluate(log_proba, labels, rows.codes.cpu().numpy(), rows.names)
+        return evaluate(
+            log_proba,
+            labels,
+            rows.codes.cpu().numpy(),
+            rows.names,
+            classes=tuple(self.classes.tolist()),
+            decision=decision,
+        )
 
     def _with_unseen_classes(
         self, log_proba: FloatArray, rows: LabelledRows, data: FederatedDataset

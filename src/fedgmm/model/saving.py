@@ -108,6 +108,7 @@ def _facts(model: FederatedModel) -> dict[str, Any]:
         "names": [_json_value(name, "Client name") for name in model.names],
         "classes": [_json_value(label, "Label") for label in model.classes.tolist()],
         "class_dtype": model.classes.dtype.str,
+        "positive": _json_value(model.positive, "Label"),
         "input_shape": list(model.input_shape),
         "features_are_inputs": model.features_are_inputs,
         "covariance_type": None if gaussians is None else gaussians.covariance_type,
@@ -240,6 +241,8 @@ def _build_model(
     net = network(kind, shape, len(classes))
     if kind is learner:
         _check_learner(_under(tensors, "learners/"), net)
+    positive = facts.get("positive")  # files of earlier versions do not have it
+    _require(positive is None or positive in classes.tolist(), "positive")
     prediction = Prediction(
         net,
         _learners(_under(tensors, "learners/"), net),
@@ -268,6 +271,7 @@ def _build_model(
         calibration,
         bool(facts["features_are_inputs"]),
         column_names=_column_names(facts, shape),
+        positive=positive,
     )
 
 

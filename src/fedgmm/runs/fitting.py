@@ -39,7 +39,6 @@ from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
-    from fedgmm.model.metrics import Evaluation
     from fedgmm.model.model import FederatedModel
 
 OnStart = Callable[[int], None]
@@ -292,20 +291,21 @@ def finish_run(
         folder.client(str(name)).write_text(as_json(record), encoding="utf-8")
     named = [one for one in ("train", "validation", "test") if len(dataset.split(one))]
     held_out = "test" if "test" in named else "train"
+    found: dict[str, Any]
     if model.algorithm == DENSITY:
-        splits, clients = {}, client_densities(model, dataset, held_out)
+        splits, found = {}, {"clients": client_densities(model, dataset, held_out)}
     else:
         evaluations = {split: model.evaluate(split) for split in named}
-        splits = {split: found.summary() for split, found in evaluations.items()}
-        clients = client_metrics(evaluations[held_out])
+        splits = {split: one.summary() for split, one in evaluations.items()}
+        found = evaluations[held_out].record()
     write_metrics(
         folder,
         algorithm=model.algorithm,
         rounds=len(model.history),
         stopped=model.stopped,
         splits=splits,
-        clients=clients,
-        facts=facts,
+        clients=found.pop("clients"),
+        facts={**found, **facts},
     )
 
 
@@ -324,17 +324,4 @@ def client_densities(
         }
         for code, name in enumerate(rows.names)
         if (codes == code).any()
-    }
-
-
-def client_metrics(evaluation: Evaluation) -> dict[str, dict[str, float]]:
-    """Return the metrics of each client, for JSON."""
-    return {
-        str(name): {
-            "rows": int(evaluation.rows[i]),
-            "accuracy": float(evaluation.accuracy[i]),
-            "log_loss": float(evaluation.log_loss[i]),
-            "calibration_error": float(evaluation.calibration_error[i]),
-        }
-        for i, name in enumerate(evaluation.clients)
     }

@@ -18,6 +18,7 @@ from fedgmm.data.tables.loading import Rows, read_rows
 from fedgmm.data.tables.preprocessing import UNKNOWN, Preprocessing
 from fedgmm.methods.base import DENSITY
 from fedgmm.model.adaptation import Adaptation
+from fedgmm.model.decisions import Cost
 from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import SCORES, NoveltyResult, Score
@@ -156,18 +157,25 @@ class FederatedRun:
         files: Sequence[str | Path] = (),
         *,
         split: str = "test",
+        positive: Any = None,
+        threshold: float | None = None,
+        cost: Cost | None = None,
         notify: Notify = lambda _: None,
     ) -> Evaluation:
-        """Return accuracy, log-loss and calibration of every client.
+        """Return the metrics of every client, and of all rows together.
 
         Args:
             files: labelled files of known clients; without any, the rows of the run are used.
             split: which rows of the run: ``"train"``, ``"validation"`` or ``"test"``.
+            positive: the positive class of two; ``None`` means the rarer one in training.
+            threshold: probability of the positive class from which on it is predicted.
+            cost: cost of missing the positive class, or each class, see :meth:`FederatedModel.predict`.
             notify: called with a line before each step.
         """
         self.need_labels()
+        chosen: dict[str, Any] = {"positive": positive, "threshold": threshold, "cost": cost}
         if not files:
-            return self.model.evaluate(split, self.data(notify))
+            return self.model.evaluate(split, self.data(notify), **chosen)
         owners, log_proba, labels = [], [], []
         for path in find_tables(files):
             rows = read_rows(path, self.preprocessing, label_needed=True, notify=notify)
@@ -190,7 +198,14 @@ class FederatedRun:
             labels.append(rows.labels[kept])
         code_of = {name: code for code, name in enumerate(dict.fromkeys(owners))}
         codes = np.array([code_of[name] for name in owners], dtype=np.int64)
-        return evaluate(np.concatenate(log_proba), np.concatenate(labels), codes, tuple(code_of))
+        return evaluate(
+            np.concatenate(log_proba),
+            np.concatenate(labels),
+            codes,
+            tuple(code_of),
+            classes=tuple(self.model.classes.tolist()),
+            decision=self.model.decision(**chosen),
+        )
 
     def predict(
         self, file: str | Path, client: str | None = None, *, notify: Notify = lambda _: None

@@ -1,0 +1,294 @@
+"""Metrics of weighted rows, for all clients at once, and their bootstrap intervals.
+
+scikit-learn computes one metric of one client at a time. A bootstrap needs every metric of every client
+under hundreds of weights, so the metrics are written here over two leading axes: resamples and groups of
+rows (the clients, or all rows together). Only ranks of scores need rows; all other metrics follow from sums
+over the rows of each client and class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[Any]  # float64; float32 within a bootstrap
+IntArray = NDArray[np.int64]
+Values = dict[str, FloatArray]
+
+RESAMPLES = 1000
+"""Largest number of resamples; there are fewer for many rows, where intervals are narrow anyway."""
+
+_FEWEST_RESAMPLES = 200
+_MOST_WORK = 20_000_000  # resampled rows, about half a second
+_MOST_RANKED = 40_000_000  # above, there are no intervals of metrics that need ranks
+_AT_ONCE = 100_000  # numbers of a block, which stays in the cache
+_LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Predictions of rows, sorted by client and class.
+
+    Attributes:
+        codes: client of each row, sorted; every client has rows, ``(n,)``.
+        labels: true class of each row, sorted within each client, ``(n,)``.
+        right: whether the predicted class is the true one, ``(n,)``.
+        loss: ``-log P(y|x)``, ``(n,)``.
+        brier: squared error of the probabilities, ``(n,)``.
+        scores: log-probabilities of the classes whose ranks are measured, ``(n, R)``.
+        ranked: the class of each of these columns, ``(R,)``.
+        positive: the positive class if there are two classes.
+    """
+
+    codes: IntArray
+    labels: IntArray
+    right: NDArray[np.bool_]
+    loss: FloatArray
+    brier: FloatArray
+    scores: FloatArray
+    ranked: tuple[int, ...]
+    positive: int | None
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
+# ---------------------------------------------------------------------- metrics of weighted rows
+
+
+def metrics_of(rows: ScoredRows) -> tuple[Values, Values]:
+    """Return the metrics of each client, ``(C,)`` each, and of all rows together, ``(1,)`` each."""
+    own, pooled = _metrics(_Plan.of(rows, ranks=True), np.ones((1, len(rows))))
+    return {name: value[0] for name, value in own.items()}, {
+        name: value[0] for name, value in pooled.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The sorting of the rows, which is the same for all weights.
+
+    Attributes:
+        rows: the predictions.
+        cells: first row of each pair of client and class that occurs, ``(m,)``.
+        cell_codes: its client, ``(m,)``.
+        cell_labels: its class, ``(m,)``.
+        rankings: of each ranked class, the ranks within clients and among all rows.
+    """
+
+    rows: ScoredRows
+    cells: IntArray
+    cell_codes: IntArray
+    cell_labels: IntArray
+    rankings: list[tuple[_Ranking, _Ranking]]
+
+    @classmethod
+    def of(cls, rows: ScoredRows, ranks: bool) -> _Plan:
+        cells = _starts(rows.codes, rows.labels)
+        everything = np.zeros_like(rows.codes)
+        rankings = [
+            (
+                _Ranking.of(rows.codes, rows.scores[:, column], rows.labels == label),
+                _Ranking.of(everything, rows.scores[:, column], rows.labels == label),
+            )
+            for column, label in enumerate(rows.ranked if ranks else ())
+        ]
+        return cls(rows, cells, rows.codes[cells], rows.labels[cells], rankings)
+
+
+def _metrics(plan: _Plan, weights: FloatArray) -> tuple[Values, Values]:
+    """Return the metrics of each client ``(B, C)`` and of all rows ``(B, 1)`` under weights ``(B, n)``."""
+    rows = plan.rows
+    sums = {
+        name: np.add.reduceat(
+            weights if factor is None else weights * factor.astype(weights.dtype),
+            plan.cells,
+            axis=1,
+        )
+        for name, factor in {
+            "rows": None,
+            "right": rows.right,
+            "loss": rows.loss,
+            "brier": rows.brier,
+        }.items()
+    }
+    by_label = np.argsort(plan.cell_labels, kind="stable")
+    labels = _starts(plan.cell_labels[by_label])
+    merged = {
+        name: np.add.reduceat(value[:, by_label], labels, axis=1) for name, value in sums.items()
+    }
+    groups = _starts(plan.cell_codes)
+    own = _from_sums(sums, groups, plan.cell_labels, rows.positive)
+    pooled = _from_sums(
+        merged, np.zeros(1, np.int64), plan.cell_labels[by_label][labels], rows.positive
+    )
+    for place, found in enumerate((own, pooled)):
+        ranked = [ranking[place].areas(weights) for ranking in plan.rankings]
+        if ranked:
+            # mean over the classes that a group has, but not in all its rows
+            found["auc"], found["average_precision"] = map(
+                _mean_of_defined, zip(*ranked, strict=True)
+            )
+    return own, pooled
+
+
+def _from_sums(sums: Values, groups: IntArray, labels: IntArray, positive: int | None) -> Values:
+    """Return the metrics that need only sums over rows.
+
+    Args:
+        sums: sums over the rows of each cell, ``(B, m)`` each.
+        groups: first cell of each group, ``(G,)``.
+        labels: class of each cell, ``(m,)``.
+        positive: the positive class if there are two classes.
+    """
+
+    def total(values: FloatArray) -> FloatArray:
+        return np.asarray(np.add.reduceat(values, groups, axis=1))
+
+    rows, right = sums["rows"], sums["right"]
+    everything = total(rows)
+    found = {
+        "accuracy": _ratio(total(right), everything),
+        # mean share of right predictions over the classes that there are
+        "balanced_accuracy": _ratio(
+            total(np.nan_to_num(_ratio(right, rows))), total((rows > 0).astype(np.float64))
+        ),
+        "log_loss": _ratio(total(sums["loss"]), everything),
+        "brier": _ratio(total(sums["brier"]), everything),
+    }
+    if positive is not None:
+        mine, others = (
+            (labels == positive).astype(np.float64),
+            (labels != positive).astype(np.float64),
+        )
+        found["sensitivity"] = _ratio(total(right * mine), total(rows * mine))
+        found["specificity"] = _ratio(total(right * others), total(rows * others))
+    return found
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    """Rows sorted by the score of a class within groups.
+
+    A step holds rows of one group that need no order among them: rows with equal scores, and neighbours
+    none of which belongs to the class.
+
+    Attributes:
+        order: the rows, ``(n,)``.
+        positive: whether each of them belongs to the class, ``(n,)``.
+        steps: first row of each step, ``(s,)``.
+        groups: first step of each group, ``(G,)``.
+        group_of: group of each step, ``(s,)``.
+    """
+
+    order: IntArray
+    positive: FloatArray
+    steps: IntArray
+    groups: IntArray
+    group_of: IntArray
+
+    @classmethod
+    def of(cls, codes: IntArray, scores: FloatArray, positive: NDArray[np.bool_]) -> _Ranking:
+        order = np.lexsort((scores, codes))
+        codes, scores = codes[order], scores[order]
+        ties = _starts(codes, scores)
+        has_positive = np.add.reduceat(positive[order], ties) > 0
+        new = np.ones(len(ties), dtype=bool)
+        new[1:] = has_positive[1:] | has_positive[:-1] | (np.diff(codes[ties]) > 0)
+        steps = ties[new]
+        groups = _starts(codes[steps])
+        sizes = np.diff(np.append(groups, len(steps)))
+        return cls(
+            order,
+            positive[order].astype(np.float64),
+            steps,
+            groups,
+            np.repeat(np.arange(len(groups)), sizes),
+        )
+
+    def areas(self, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return AUC and average precision of each group, ``(B, G)``; NaN without both kinds of rows."""
+        sorted_weights = weights[:, self.order]
+        p = np.add.reduceat(
+            sorted_weights * self.positive.astype(weights.dtype), self.steps, axis=1
+        )
+        n = np.add.reduceat(sorted_weights, self.steps, axis=1) - p
+        all_p, all_n = (np.add.reduceat(one, self.groups, axis=1) for one in (p, n))
+        below_p, below_n = self._below(p), self._below(n)
+        # AUC = Σ_s p_s (n below s + n_s / 2) / (P N)
+        auc = _ratio(np.add.reduceat(p * (below_n + n / 2), self.groups, axis=1), all_p * all_n)
+        # average precision = Σ_s p_s / P · (p from s upwards) / (p and n from s upwards)
+        p_above = all_p[:, self.group_of] - below_p
+        above = p_above + all_n[:, self.group_of] - below_n
+        precision = np.divide(p_above, above, out=np.zeros_like(above), where=above > 0)
+        average = _ratio(np.add.reduceat(p * precision, self.groups, axis=1), all_p)
+        average[np.isnan(auc)] = np.nan
+        return auc, average
+
+    def _below(self, values: FloatArray) -> FloatArray:
+        """Return the sum over the lower steps of the same group, ``(B, s)``."""
+        before = values.cumsum(axis=1) - values
+        return np.asarray(before - before[:, self.groups][:, self.group_of])
+
+
+def _starts(*keys: NDArray[np.generic]) -> IntArray:
+    """Return the positions where any of some sorted arrays takes a new value."""
+    new = np.ones(len(keys[0]), dtype=bool)
+    new[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return np.flatnonzero(new)
+
+
+def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
+    """Return a ratio that is NaN where the denominator is zero."""
+    missing = np.full(numerator.shape, np.nan, numerator.dtype)
+    return np.divide(numerator, denominator, out=missing, where=denominator > 0)
+
+
+def _mean_of_defined(values: tuple[FloatArray, ...]) -> FloatArray:
+    stacked = np.stack(values)
+    return _ratio(np.nansum(stacked, axis=0), np.isfinite(stacked).sum(axis=0))
+
+
+# ---------------------------------------------------------------------- bootstrap
+
+
+def bootstrap(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
+    """Return 95 % percentile intervals of each client ``(C, 2)`` and of all rows ``(1, 2)``.
+
+    Each resample draws as many rows of each client as the client has, with replacement. Resamples where a
+    metric is undefined, such as the AUC of rows of one class, are left out.
+    """
+    n, widths = len(rows), max(len(rows.ranked), 1)
+    ranks = n * widths * _FEWEST_RESAMPLES <= _MOST_RANKED
+    work = n * (widths if ranks else 1)
+    resamples = min(RESAMPLES, max(_FEWEST_RESAMPLES, _MOST_WORK // work))
+    plan, rng = _Plan.of(rows, ranks), np.random.default_rng(seed)
+    sizes = np.bincount(rows.codes)
+    size_of, start_of = sizes[rows.codes], (sizes.cumsum() - sizes)[rows.codes]
+    blocks = []
+    block = max(1, _AT_ONCE // n)
+    for first in range(0, resamples, block):
+        count = min(block, resamples - first)
+        drawn = (rng.random((count, n)) * size_of).astype(np.int64) + start_of
+        drawn += n * np.arange(count)[:, None]
+        weights = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
+        # float32 counts exactly, and halves the time
+        blocks.append(_metrics(plan, weights.astype(np.float32)))
+    return _interval([own for own, _ in blocks]), _interval([pooled for _, pooled in blocks])
+
+
+def _interval(blocks: list[Values]) -> Values:
+    """Return the middle 95 % of the defined values of each metric, ``(G, 2)``."""
+    tails = np.array([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    found = {}
+    for name in blocks[0]:
+        values = np.sort(np.concatenate([one[name] for one in blocks]), axis=0)  # NaN comes last
+        last = np.isfinite(values).sum(axis=0)[:, None] - 1
+        place = np.maximum(last, 0) * tails
+        low, group = np.floor(place).astype(np.int64), np.arange(values.shape[1])[:, None]
+        lower, upper = values[low, group], values[np.minimum(low + 1, np.maximum(last, 0)), group]
+        found[name] = lower + (place - low) * (upper - lower)
+    return found
