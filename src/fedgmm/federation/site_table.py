@@ -21,11 +21,14 @@ class SiteTable:
         file: the file with the columns that were read.
         name: the name of the site.
         notify: called with a line before each step.
+        categorical: columns whose texts the site sends even if they look like names. The server cannot
+            ask for that.
     """
 
     file: TableFile
     name: str
     notify: Notify
+    categorical: tuple[str, ...] = ()
     _loaded: tuple[TableOptions, Preprocessing, FederatedDataset, Tables] | None = field(
         default=None, repr=False
     )
@@ -65,7 +68,9 @@ class SiteTable:
         if self._loaded is not None and self._loaded[:2] == (options, preprocessing):
             return self._loaded[2:]
         file = self._current_file()
-        preprocessing.check_header(self.path, file.header, label_needed=options.label is not None)
+        notes = preprocessing.check_header(
+            self.path, file.header, label_needed=options.label is not None
+        )
         texts = {c.name for c in preprocessing.used if c.needs_text(file.columns.get(c.name))}
         names = set(file.header) - set(options.ignore)
         file.read(names, texts if options.label is None else {*texts, options.label})
@@ -76,6 +81,7 @@ class SiteTable:
             raise TableError(self.path, f"{problem}: {quoted(unknown[0])}.", public=problem)
         if ONE_CLIENT in tables.notes:  # a site is always one client
             tables.notes.remove(ONE_CLIENT)
+        tables.notes.extend(notes)
         dataset = tables.load(preprocessing, self.notify, keep_columns=True)
         self._loaded = (options, preprocessing, dataset, tables)
         return dataset, tables
@@ -87,7 +93,9 @@ class SiteTable:
         return self.file
 
     def _tables(self, options: TableOptions) -> Tables:
-        return summarise_files([ClientsFile(self._current_file(), options)], options)
+        return summarise_files(
+            [ClientsFile(self._current_file(), options, self.categorical)], options
+        )
 
 
 def public_reason(error: Exception) -> str:

@@ -37,6 +37,7 @@ def summary_record(summary: ClientSummary) -> dict[str, Any]:
                 "squares": _finite(column.squares),
                 "mean_rest": _finite(column.mean_rest),
                 "categories": None if column.categories is None else dict(column.categories),
+                "unlisted": column.unlisted,
             }
             for name, column in summary.columns.items()
         ],
@@ -86,7 +87,8 @@ def _column(name: str, record: Mapping[str, Any], rows: int) -> ColumnSummary:
     texts = None if categories is None else _texts(categories, what)
     if texts is not None and sum(texts.values()) > rows - missing:
         raise SummaryError(f"the categories of {what} are more than its rows")
-    return ColumnSummary(kind, missing, count, mean, squares, texts, rest)
+    unlisted = _count(record.get("unlisted", 0), f"unlisted of {what}", rows - missing)
+    return ColumnSummary(kind, missing, count, mean, squares, texts, rest, unlisted)
 
 
 def _number(record: Mapping[str, Any], name: str, what: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -44,7 +45,8 @@ def agreed(summaries, **options):
 
 def transformed(column, values):
     own = Preprocessing((column,), Labels("y", (0, 1)))
-    found = own.encode("site.csv", {"a": column_values(pa.chunked_array([pa.array(values)]))})
+    columns = {"a": column_values(pa.chunked_array([pa.array(values)]))}
+    found = own.encode("site.csv", columns, len(values))
     (matrix,) = found.blocks()
     return matrix.T.tolist(), found.unknown
 
@@ -94,10 +96,87 @@ def test_the_rarest_categories_are_joined():
     assert not unknown
 
 
-def test_names_at_any_client_are_not_used():
-    column, notes = agreed(clients(p=text(a=3, b=2), q=ColumnSummary("text", 0, categories=None)))
+def hidden(rows, distinct):
+    """The summary of a client that does not list its texts, and its rows."""
+    column = ColumnSummary("text", 0, categories=None, unlisted=distinct)
+    return ClientSummary(rows, 0, {"a": column}, {"x": rows})
+
+
+def test_a_client_that_does_not_list_its_texts_has_no_veto():
+    summaries = clients(p=text(a=300, b=200)) | {"q": hidden(22, 21)}
+    column, notes = agreed(summaries)
+    assert column.categories == ("a", "b")
+    (note,) = notes
+    assert all(word in note for word in ("'a'", "21", "q", "names", "--categorical a"))
+
+
+def test_names_at_most_clients_are_not_used():
+    summaries = clients(p=text(a=30, b=20)) | {"q": hidden(500, 480), "r": hidden(400, 390)}
+    column, notes = agreed(summaries)
     assert column.role == "ignored"
     assert "names" in notes[0]
+    assert "--categorical a" in notes[0]
+    assert agreed(summaries, categorical=("a",))[0].categories == ("a", "b")
+
+
+def test_a_declared_category_is_used_even_if_its_texts_hardly_repeat():
+    summaries = clients(p=text(**{f"n{i}": 1 for i in range(40)}), q=text(n1=2))
+    assert agreed(summaries)[0].role == "ignored"
+    column, _ = agreed(summaries, categorical=("a",))
+    assert len(column.categories) == 40
+
+
+def with_columns(**owned):
+    """A client of ten rows for each name, with numbers in the named columns."""
+    return {
+        client: ClientSummary(10, 0, {c: number(1.0, 5.0, 10) for c in columns}, {"x": 10})
+        for client, columns in owned.items()
+    }
+
+
+def test_a_column_that_some_clients_lack_is_missing_there():
+    summaries = with_columns(p="abc", q="abc", **{f"r{i}": "a" for i in range(5)})
+    columns, notes = agree_on_columns(summaries, TableOptions("y"))
+    assert [column.optional for column in columns] == [False, True, True]
+    assert [column.indicator for column in columns] == [False, True, True]
+    (note,) = notes
+    assert note.startswith("2 columns (b, c) are absent at r0, r1, r2 and 2 more")
+
+
+def test_a_column_of_a_single_client_is_not_used_unless_it_is_declared():
+    summaries = with_columns(p=["age"], q=["age"], r=["Age_", "x", "age2"])
+    summaries["q"] = replace(summaries["q"], columns={**summaries["q"].columns, "x": text(u=10)})
+    summaries["r"] = replace(summaries["r"], columns={**summaries["r"].columns, "x": text(v=10)})
+    columns, notes = agree_on_columns(summaries, TableOptions("y"))
+    assert {c.name: c.role for c in columns} == {
+        "age": "number", "x": "category", "Age_": "ignored", "age2": "ignored",
+    }  # fmt: skip
+    assert [("only r" in note, "rename" in note) for note in notes[-2:]] == [
+        (True, True),
+        (True, False),
+    ]
+    own = {**summaries["r"].columns, "z": text(u=5, v=5)}
+    summaries["r"] = replace(summaries["r"], columns=own)
+    columns, _ = agree_on_columns(summaries, TableOptions("y", categorical=("z",)))
+    assert columns[-1].role == "category"
+
+
+def test_a_client_without_any_shared_column_is_an_error(fails):
+    message = fails(
+        agree_on_columns,
+        with_columns(p="ab", q="ab", r="cd"),
+        TableOptions("y"),
+        error=DisagreementError,
+    )
+    assert message.startswith("Client 'r'")
+
+
+def test_one_client_that_sets_the_scale_is_named():
+    ordinary = {name: number(5.0, 40.0, 10) for name in "pq"}
+    assert agreed(clients(**ordinary, r=number(9.0, 40.0, 10)))[1] == []
+    _, notes = agreed(clients(**ordinary, r=number(1e6, 1e12, 10)))
+    assert "r" in notes[0]
+    assert "--missing-values" in notes[0]
 
 
 def test_names_that_are_seen_only_together():

@@ -89,9 +89,9 @@ def test_without_a_label(inspected):
 
 
 def test_files_that_do_not_fit_together(inspected, fails):
-    message = fails(inspected, a=site([0], "p"), b=site([0], "p", header="x,d,y"))
-    assert "b.csv" in message
-    assert "'c'" in message
+    message = fails(inspected, a=site([0], "p"), b=site([0], "p", header="v,d,y"))
+    assert "a.csv" in message
+    assert "'x'" in message
 
 
 def test_warnings_about_all_clients_come_first(inspected):

@@ -10,14 +10,14 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from fedgmm.core.moments import pool
 from fedgmm.data.tables.columns import TRUTH, kind_of_text
-from fedgmm.data.tables.errors import NOT_EVERYWHERE, listed, quoted
+from fedgmm.data.tables.errors import joined, listed, quoted
 from fedgmm.data.tables.preprocessing import (
     KIND_NAMES,
     OTHER,
@@ -32,7 +32,15 @@ from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary, look_like
 _NAMES = "it has so many different values that they look like names"
 _TOO_LARGE = "its numbers are too large to be squared"
 _CONSTANT = "all its values are equal"
+_UNLISTED = "no client lists its values, because they look like names"
+_REMEDIES = {
+    _NAMES: "; use --categorical {0} if they are categories",
+    _UNLISTED: "; sites list them with --categorical {0}",
+}
+"""What to do about a column that is not used for a reason."""
+
 _OTHER_DATE = re.compile(r"\d{1,2}([./-])\d{1,2}\1(\d{2}|\d{4})( .*)?")  # not ISO 8601
+_OTHER_SCALE = 100.0
 _ROUNDING = 1e-12  # relative to the mean; a smaller deviation is rounding
 
 
@@ -56,7 +64,7 @@ def agree(
     """Return one preprocessing for all clients, and notes about it.
 
     Raises:
-        DisagreementError: a client that lacks a column, has an extra one, or has values of another kind.
+        DisagreementError: a client with other columns, or with values of another kind.
     """
     columns, notes = agree_on_columns(summaries, options)
     if not any(column.outputs for column in columns):
@@ -74,65 +82,153 @@ def agree_on_columns(
     summaries: Mapping[str, ClientSummary], options: TableOptions
 ) -> tuple[list[Column], list[str]]:
     """Return the conversion of each column, and notes about them."""
-    first = next(iter(summaries))
-    names = [name for name in summaries[first].columns if name not in options.ignore]
-    _check_same_columns(summaries, names, first, options.ignore)
-    # an ignored column may be in some files only
-    names += dict.fromkeys(n for s in summaries.values() for n in s.columns if n in options.ignore)
+    names = _column_names(summaries, options)
+    _check_shared_columns(summaries, options)
     for name in (*options.categorical, *options.ignore):
         if name not in (*names, options.label, options.client_column):
             raise ValueError(f"There is no column {quoted(name)}; the columns are {listed(names)}.")
-    notes: list[str] = []
-    rows = sum(summary.rows for summary in summaries.values())
-    columns = []
-    for name in names:
-        column = _agree_on(name, _of_column(summaries, name), rows, options)
-        if column.role == "ignored" and name not in options.ignore:
-            notes.append(f"Column {quoted(name)} is not used: {column.reason}.")
-        if column.categories and column.categories[-1] == OTHER:
-            notes.append(
-                f"Column {quoted(name)} has many categories: all but the {len(column.categories) - 1} most "
-                "frequent are joined."
-            )
-        if column.categories and all(map(_OTHER_DATE.fullmatch, set(column.categories) - {OTHER})):
-            notes.append(
-                f"Column {quoted(name)} looks like dates, such as {column.categories[0]}, but is used as "
-                "categories; write dates as 2024-12-31."
-            )
-        columns.append(column)
+    columns = [_agree_on(name, summaries, options) for name in names]
+    notes = _absent_notes(columns, summaries)
+    for column in columns:
+        notes += _column_notes(column, _of_column(summaries, column.name), options)
     return columns, notes
+
+
+def _column_names(summaries: Mapping[str, ClientSummary], options: TableOptions) -> list[str]:
+    """Return all columns in the order of the first client; the ignored ones come last."""
+    names = dict.fromkeys(name for own in summaries.values() for name in own.columns)
+    return sorted(names, key=lambda name: name in options.ignore)
 
 
 def _of_column(summaries: Mapping[str, ClientSummary], name: str) -> dict[str, ColumnSummary]:
     return {c: s.columns[name] for c, s in summaries.items() if name in s.columns}
 
 
-def _check_same_columns(
-    summaries: Mapping[str, ClientSummary], names: list[str], first: str, ignore: Collection[str]
-) -> None:
-    for client, summary in summaries.items():
-        for name in names:
-            if name not in summary.columns:
-                problem = f"the column {quoted(name)} is missing, but {first!r} has it"
-                raise DisagreementError(client, name, f"{problem}; {NOT_EVERYWHERE}.")
-        for name in summary.columns:
-            if name not in names and name not in ignore:
-                problem = f"there is a column {quoted(name)}, which {first!r} does not have"
-                raise DisagreementError(client, name, f"{problem}; {NOT_EVERYWHERE}.")
+def _check_shared_columns(summaries: Mapping[str, ClientSummary], options: TableOptions) -> None:
+    """Raise for a client that has no column that any other client has."""
+    owners = Counter(name for own in summaries.values() for name in own.columns)
+    for client, own in summaries.items():
+        mine = [name for name in own.columns if name not in options.ignore]
+        if len(summaries) > 1 and mine and all(owners[name] == 1 for name in mine):
+            raise DisagreementError(
+                client,
+                mine[0],
+                f"no other client has any of its columns, such as {quoted(mine[0])}; correct the names "
+                "of its columns.",
+            )
 
 
-def _agree_on(
-    name: str, own: Mapping[str, ColumnSummary], rows: int, options: TableOptions
-) -> Column:
+def _absent_notes(columns: Sequence[Column], summaries: Mapping[str, ClientSummary]) -> list[str]:
+    """Return a note for each group of clients that lack the same columns."""
+    lacking: dict[tuple[str, ...], list[str]] = {}
+    for column in columns:
+        if column.outputs:
+            absent = tuple(c for c, own in summaries.items() if column.name not in own.columns)
+            lacking.setdefault(absent, []).append(column.name)
+    lacking.pop((), None)
+    return [
+        f"{_columns(names)} absent at {joined(clients)}; the values count as missing there."
+        for clients, names in lacking.items()
+    ]
+
+
+def _columns(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"Column {quoted(names[0])} is"
+    return f"{len(names)} columns ({listed(names)}) are"
+
+
+def _column_notes(
+    column: Column, own: Mapping[str, ColumnSummary], options: TableOptions
+) -> list[str]:
+    """Return notes about a column that is dropped, or changed in a way that may surprise."""
+    name = quoted(column.name)
+    if column.role == "ignored":
+        if column.name in options.ignore:
+            return []
+        remedy = _REMEDIES.get(column.reason, "").format(column.name)
+        return [f"Column {name} is not used: {column.reason}{remedy}."]
+    if column.role != "category":
+        return _scale_notes(column, own)
+    notes = []
+    hidden = [client for client, one in own.items() if one.categories is None]
+    if hidden:
+        many = sum(own[client].unlisted for client in hidden)
+        notes.append(
+            f"Column {name}: the {many} different values at {joined(hidden)} hardly repeat there and "
+            "may be names, so they are not listed; those that no other client lists count as no "
+            f"category. Use --categorical {column.name} to list them."
+        )
+    if column.categories[-1] == OTHER:
+        notes.append(
+            f"Column {name} has many categories: all but the {len(column.categories) - 1} most "
+            "frequent are joined."
+        )
+    if all(map(_OTHER_DATE.fullmatch, set(column.categories) - {OTHER})):
+        notes.append(
+            f"Column {name} looks like dates, such as {column.categories[0]}, but is used as "
+            "categories; write dates as 2024-12-31."
+        )
+    return notes
+
+
+def _scale_notes(column: Column, own: Mapping[str, ColumnSummary]) -> list[str]:
+    """Return a note if one client alone sets the scale, so that the other values hardly differ."""
+    own = {client: _zeros_and_ones(one) for client, one in own.items() if one.kind != "empty"}
+    if len(own) < 2:
+        return []
+    far = {c: one.squares + one.count * (one.mean - column.mean) ** 2 for c, one in own.items()}
+    client = max(far, key=lambda name: far[name])
+    _, variance = _pooled([one for name, one in own.items() if name != client])
+    if not 0 < variance < column.scale**2 / _OTHER_SCALE**2:
+        return []
+    return [
+        f"Column {quoted(column.name)}: the values at {client} are so large that they set the scale: "
+        f"the deviation is {column.scale:.2g}, and {math.sqrt(variance):.2g} without {client}. Check the "
+        "unit there; if a code stands for missing values, name it with --missing-values."
+    ]
+
+
+def _agree_on(name: str, summaries: Mapping[str, ClientSummary], options: TableOptions) -> Column:
+    """Return the conversion of a column, decided by sums over all clients."""
     if name in options.ignore:
         return Column(name, "ignored", reason="the options ignore it")
-    missing = sum(column.missing for column in own.values())
-    if missing >= rows:
+    own = _of_column(summaries, name)
+    if len(own) == 1 < len(summaries) and name not in options.categorical:
+        return Column(name, "ignored", reason=_one_owner(name, next(iter(own)), summaries))
+    rows = sum(summary.rows for summary in summaries.values())
+    present = sum(summaries[client].rows - column.missing for client, column in own.items())
+    if not present:
         return Column(name, "ignored", reason="it has no values")
-    indicator = missing > 0 and missing >= options.indicator_from * rows
+    # a client without the column lacks all of its values
+    indicator = present < rows and rows - present >= options.indicator_from * rows
+    column = _converted(name, own, present, indicator, options)
+    return replace(column, optional=bool(column.outputs) and len(own) < len(summaries))
+
+
+def _one_owner(name: str, owner: str, summaries: Mapping[str, ClientSummary]) -> str:
+    """Return the reason why a column of a single client is not used, and a likely typing error."""
+    others = {n for c, own in summaries.items() if c != owner for n in own.columns}
+    here = summaries[owner].columns
+    twin = next((n for n in sorted(others) if n not in here and _plain(n) == _plain(name)), None)
+    hint = "" if twin is None else f"; rename it there if it is the {quoted(twin)} of the others"
+    return f"only {owner} has it{hint}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+def _converted(
+    name: str,
+    own: Mapping[str, ColumnSummary],
+    present: int,
+    indicator: bool,
+    options: TableOptions,
+) -> Column:
     kinds = {column.kind for column in own.values()} - {"empty"}
     if not kinds & {"number", "date"}:
-        return _category_column(name, own, indicator, options)
+        return _category_column(name, own, present, indicator, options)
     if kinds == {"date"}:
         return _number_column(name, "date", list(own.values()), indicator)
     if kinds <= {"number", "boolean"}:
@@ -176,10 +272,7 @@ def _lowered(counts: Mapping[str, int]) -> Counter[str]:
 
 def _number_column(name: str, role: Role, own: Sequence[ColumnSummary], indicator: bool) -> Column:
     """Return the conversion of numbers by the mean and deviation of the pooled values."""
-    moments = np.array([(c.count, c.mean, c.squares, c.mean_rest) for c in own if c.count])
-    with np.errstate(over="ignore", invalid="ignore"):
-        counts, means, squares, _ = pool(*moments.T[..., None])
-    mean, variance = float(means[0]), float(squares[0] / counts[0])
+    mean, variance = _pooled(own)
     if not (math.isfinite(mean) and math.isfinite(variance)):
         return Column(name, "ignored", reason=_TOO_LARGE)
     if variance < sys.float_info.min or math.sqrt(variance) <= _ROUNDING * abs(mean):
@@ -189,19 +282,31 @@ def _number_column(name: str, role: Role, own: Sequence[ColumnSummary], indicato
     return Column(name, role, mean, math.sqrt(variance), indicator=indicator)
 
 
+def _pooled(own: Sequence[ColumnSummary]) -> tuple[float, float]:
+    """Return the mean and the variance of the pooled values."""
+    moments = np.array([(c.count, c.mean, c.squares, c.mean_rest) for c in own if c.count])
+    with np.errstate(over="ignore", invalid="ignore"):
+        counts, means, squares, _ = pool(*moments.T[..., None])
+    return float(means[0]), float(squares[0] / counts[0])
+
+
 def _category_column(
-    name: str, own: Mapping[str, ColumnSummary], indicator: bool, options: TableOptions
+    name: str,
+    own: Mapping[str, ColumnSummary],
+    present: int,
+    indicator: bool,
+    options: TableOptions,
 ) -> Column:
     total: Counter[str] = Counter()
     for column in own.values():
-        if column.categories is None:
-            return Column(name, "ignored", reason=_NAMES)
-        total.update(column.categories)
+        total.update(column.categories or {})
     truth = {column.kind for column in own.values()} <= {"boolean", "empty"}
     if truth:
         total = _lowered(total)
-    elif look_like_names(len(total), total.total()):
+    elif name not in options.categorical and look_like_names(_distinct(own), present):
         return Column(name, "ignored", reason=_NAMES)
+    if not total:
+        return Column(name, "ignored", reason=_UNLISTED)
     if len(total) == 1 and not indicator:
         return Column(name, "ignored", reason=_CONSTANT)
     if truth:
@@ -234,7 +339,7 @@ def agree_on_kinds(
     for name in sorted(set().union(*wanted.values())):
         before = _of_column(summaries, name)
         numeric = any(own.kind in ("number", "date") for own in before.values())
-        if numeric and _has_too_many_categories(_of_column(found, name), options):
+        if numeric and _distinct(_of_column(found, name)) > options.max_categories:
             # these are numbers next to text after all, and the agreement says which client is wrong
             for client, own in before.items():
                 found[client] = replace(found[client], columns={**found[client].columns, name: own})
@@ -249,7 +354,7 @@ def columns_to_read_as_text(
     Numbers and dates become categories only if the texts of the other clients are few.
     """
     found: dict[str, set[str]] = {}
-    for name in next(iter(summaries.values())).columns:
+    for name in dict.fromkeys(name for own in summaries.values() for name in own.columns):
         own = _of_column(summaries, name)
         texts = [s.categories for s in own.values() if s.kind == "text"]
         if not texts:
@@ -261,10 +366,7 @@ def columns_to_read_as_text(
     return found
 
 
-def _has_too_many_categories(own: Mapping[str, ColumnSummary], options: TableOptions) -> bool:
-    texts: set[str] = set()
-    for column in own.values():
-        if column.categories is None:
-            return True
-        texts |= set(column.categories)
-    return len(texts) > options.max_categories
+def _distinct(own: Mapping[str, ColumnSummary]) -> int:
+    """Return the number of distinct texts over all clients, at most; unlisted ones may be equal."""
+    listed_somewhere = set().union(*(column.categories or {} for column in own.values()))
+    return len(listed_somewhere) + sum(column.unlisted for column in own.values())

@@ -26,6 +26,9 @@ MISSING = (
 
 TRUTH = ("false", "true")
 
+LARGEST = 1e140
+"""Largest number in training; squares of larger ones could overflow and spoil the whole column."""
+
 _MICROSECONDS_PER_DAY = 86_400e6
 _FIRST_LOOK = 8  # most text fails in the first values, which is faster than casting all of them
 _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
@@ -51,6 +54,12 @@ class ColumnValues:
     codes: CodeArray | None
     texts: pa.StringArray
     as_written: bool
+
+    @classmethod
+    def absent(cls, rows: int) -> ColumnValues:
+        """Return a column without any value."""
+        codes = np.full(rows, -1, dtype=np.int32)
+        return cls("empty", np.full(rows, np.nan), codes, pa.array([], pa.string()), True)
 
     def categories(self) -> tuple[CodeArray, list[str]]:
         """Return the codes and their texts."""
@@ -85,9 +94,7 @@ def column_values(values: pa.ChunkedArray) -> ColumnValues:
     kind = stored_kind(values.type)
     assert kind is not None
     if values.null_count == len(values):
-        nothing = np.full(len(values), np.nan)
-        codes = np.full(len(values), -1, dtype=np.int32)
-        return ColumnValues("empty", nothing, codes, pa.array([], pa.string()), True)
+        return ColumnValues.absent(len(values))
     if kind == "text":
         return _text_values(values)
     numbers = _days(values) if kind == "date" else _finite(values.cast(pa.float64(), safe=False))
@@ -136,9 +143,13 @@ def _kind_and_numbers(texts: pa.StringArray) -> tuple[Kind, FloatArray | None]:
 
 def _finite(values: pa.Array | pa.ChunkedArray) -> FloatArray:
     """Return float64 values with NaN for missing and infinite ones."""
-    found: FloatArray = np.asarray(values, dtype=np.float64)
-    infinite = np.isinf(found)
-    return np.where(infinite, np.nan, found) if infinite.any() else found
+    return without_beyond(np.asarray(values, dtype=np.float64), np.finfo(np.float64).max)
+
+
+def without_beyond(numbers: FloatArray, largest: float = LARGEST) -> FloatArray:
+    """Return numbers with NaN for those whose size is above ``largest``."""
+    beyond = np.abs(numbers) > largest
+    return np.where(beyond, np.nan, numbers) if beyond.any() else numbers
 
 
 def _days(values: pa.Array | pa.ChunkedArray) -> FloatArray:

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-NOT_EVERYWHERE = "remove it from all files, or ignore it (--ignore)"
-"""Advice about a column that only some files have."""
-
 _MOST_CHARACTERS = 60
 _MOST_NAMES = 12
+_MOST_CLIENTS = 3
 
 
 class TableError(ValueError):
@@ -59,3 +57,10 @@ def listed(names: Sequence[str]) -> str:
     """Return the first few names for a message."""
     shown = [quoted(name)[1:-1] for name in names[:_MOST_NAMES]]
     return ", ".join(shown) + (", …" if len(names) > _MOST_NAMES else "")
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return the first few clients, and the number of the others, for a message."""
+    if len(names) > _MOST_CLIENTS + 1:
+        names = [*names[:_MOST_CLIENTS], f"{len(names) - _MOST_CLIENTS} more"]
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -164,7 +164,8 @@ def _total_variation(own: Mapping[str, int], whole: Mapping[str, int]) -> float:
 
 def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -> ColumnFacts:
     missing = sum(
-        own.columns[column.name].missing for own in summaries.values() if column.name in own.columns
+        own.columns[column.name].missing if column.name in own.columns else own.rows
+        for own in summaries.values()
     )
     match column.role:
         case "number":

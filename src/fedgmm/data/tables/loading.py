@@ -8,7 +8,7 @@ by file.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from fedgmm.data.tables.agreement import (
     agree_on_kinds,
     columns_to_read_as_text,
 )
-from fedgmm.data.tables.columns import IntArray, Kind
-from fedgmm.data.tables.errors import NOT_EVERYWHERE, TableError, listed, quoted
+from fedgmm.data.tables.columns import ColumnValues, IntArray, Kind, without_beyond
+from fedgmm.data.tables.errors import TableError, joined, listed, quoted
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
 from fedgmm.data.tables.preprocessing import NO_LABEL, EncodedRows, Preprocessing, TableOptions
 from fedgmm.data.tables.summaries import (
@@ -52,14 +52,25 @@ class ClientsFile:
     Attributes:
         file: the file.
         as_categories: columns whose values are categories even if they look like numbers or dates.
+        listed: columns whose texts are listed in a summary even if they look like names.
         names: the clients that have rows here.
         clients: the client of each row, an index into ``names``, ``(n,)``.
     """
 
-    def __init__(self, file: TableFile, options: TableOptions) -> None:
-        """Check the header, then read all columns that the options do not ignore."""
+    def __init__(
+        self, file: TableFile, options: TableOptions, listed: Collection[str] | None = None
+    ) -> None:
+        """Check the header, then read all columns that the options do not ignore.
+
+        Args:
+            file: the file.
+            options: how it is read.
+            listed: columns whose texts are listed even if they look like names; default: all that
+                the options declare categorical.
+        """
         self.file, self.options = file, options
         self.as_categories = set(options.categorical) - {options.label, options.client_column}
+        self.listed = options.categorical if listed is None else listed
         self.ignored = [name for name in file.header if name in options.ignore]
         self._check_header()
         self.read()
@@ -102,6 +113,11 @@ class ClientsFile:
         options = self.options
         special = {n for n in (options.label, options.client_column) if n is not None}
         self.file.read({*self.used, *special}, {*self.as_categories, *special})
+        for name in self.used:
+            values = self.file.columns[name]
+            if values.numbers is not None:
+                numbers = without_beyond(values.numbers)
+                self.file.columns[name] = replace(values, numbers=numbers)
 
     def read_as_categories(self, columns: set[str]) -> None:
         """Take columns as text from now on."""
@@ -254,11 +270,10 @@ def summarise_files(files: list[ClientsFile], options: TableOptions) -> Tables:
     else:
         summaries = _summarise_together(files, options)
     summaries = dict(sorted(summaries.items()))
-    notes = [
-        f"Client {client!r}: {counted(s.unlabelled, *_LEFT_OUT)}."
-        for client, s in summaries.items()
-        if s.unlabelled
-    ]
+    notes = []
+    without = {client: s.unlabelled for client, s in summaries.items() if s.unlabelled}
+    if without:
+        notes.append(f"{counted(sum(without.values()), *_LEFT_OUT)}: at {joined(list(without))}.")
     if len(summaries) == 1:
         notes.append(ONE_CLIENT)
     tables = Tables(summaries, options, files, notes)
@@ -316,14 +331,8 @@ def _summarise_together(
     files: list[ClientsFile], options: TableOptions
 ) -> dict[str, ClientSummary]:
     """Summarise clients that a column names; a client may have rows in several files."""
-    used = set(files[0].used)
-    for own in files:
-        odd = sorted(used ^ set(own.used))
-        if odd:
-            problem = f"the column {quoted(odd[0])} is not in all files; {NOT_EVERYWHERE}."
-            raise TableError(own.file.path, problem)
-    for name in used:
-        if len({own.kind(name) for own in files} - {"empty"}) > 1:
+    for name in {name for own in files for name in own.used}:
+        if len({own.kind(name) for own in files if name in own.used} - {"empty"}) > 1:
             for own in files:  # its texts are counted, so they are needed as they are written
                 own.file.read({name}, {name})
     while True:
@@ -337,11 +346,15 @@ def _summarise_together(
 
 def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
     """Return the summaries of all clients that have rows in some files."""
+    names = dict.fromkeys(name for own in files for name in own.used)
     parts: dict[str, list[ClientPart]] = {}
+    owned: dict[str, set[str]] = {}
     labels: dict[str, Counter[str]] = {}
     unlabelled: Counter[str] = Counter()
     for own in files:
-        columns = {name: replace(own.file.columns[name], kind=own.kind(name)) for name in own.used}
+        columns = dict.fromkeys(names, ColumnValues.absent(own.file.rows))
+        for name in own.used:
+            columns[name] = replace(own.file.columns[name], kind=own.kind(name))
         codes, texts = own.labels()
         order = np.argsort(own.clients, kind="stable")
         ends = np.cumsum(np.bincount(own.clients, minlength=len(own.names)))
@@ -353,12 +366,16 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
                 counts[texts[code]] += int(found[code + 1])
             labelled = rows[codes[rows] >= 0] if found[0] else rows
             parts.setdefault(client, []).append(ClientPart(columns, labelled))
+            owned.setdefault(client, set()).update(own.used)
     ignored = dict.fromkeys((n for own in files for n in own.ignored), ColumnSummary("empty", 0))
     return {
         client: ClientSummary(
             sum(len(part.rows) for part in own),
             unlabelled[client],
-            {**summarise_columns(own, files[0].used), **ignored},
+            {
+                **summarise_columns(own, [n for n in names if n in owned[client]], files[0].listed),
+                **ignored,
+            },
             dict(labels[client]),
         )
         for client, own in parts.items()
@@ -401,7 +418,7 @@ def read_rows(
     """
     find_tables([path])
     file = TableFile(path, notify)
-    preprocessing.check_header(path, file.header, label_needed=label_needed)
+    notes = preprocessing.check_header(path, file.header, label_needed=label_needed)
     label, client = preprocessing.labels.name, preprocessing.client_column
     texts = {c.name for c in preprocessing.used if c.role == "category"}
     texts |= {name for name in (label, client) if name in file.header}
@@ -414,7 +431,7 @@ def read_rows(
     if client is not None and client in file.header:
         codes, names = file.columns[client].categories()
         clients = [names[code] if code >= 0 else "" for code in codes.tolist()]
-    notes = [
+    notes += [
         f"{path.name}: column {quoted(column)} has {counted(count, 'value')} that no client had in "
         "training."
         for column, count in encoded.unknown.items()
@@ -427,4 +444,4 @@ def _encoded(file: TableFile, preprocessing: Preprocessing) -> EncodedRows:
     used = preprocessing.used
     texts = {c.name for c in used if c.needs_text(file.columns.get(c.name))}
     file.read({column.name for column in used}, texts)
-    return preprocessing.encode(file.path, file.columns)
+    return preprocessing.encode(file.path, file.columns, file.rows)

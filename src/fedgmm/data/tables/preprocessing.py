@@ -254,6 +254,7 @@ class Column:
         categories: sorted, with ``"(other)"`` last if the rarest were joined.
         indicator: whether a column of zeros and ones marks missing values.
         reason: the reason why the column is ignored.
+        optional: some client lacked the column in training, so later files may lack it, too.
     """
 
     name: str
@@ -263,6 +264,7 @@ class Column:
     categories: tuple[str, ...] = ()
     indicator: bool = False
     reason: str = ""
+    optional: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -405,11 +407,16 @@ class Preprocessing:
 
     def check_header(
         self, path: Path | str, names: Collection[str], *, label_needed: bool = False
-    ) -> None:
-        """Raise :class:`TableError` for the first column that is missing or unknown."""
+    ) -> list[str]:
+        """Return notes about columns of a file that are absent, or unknown and therefore ignored.
+
+        Raises:
+            TableError: a column is absent that no client lacked in training.
+        """
         here = set(names)
-        for column in self.columns:
-            if column.role != "ignored" and column.name not in here:
+        absent = [column for column in self.used if column.name not in here]
+        for column in absent:
+            if not (column.optional or column.indicator) or len(absent) == len(self.used):
                 raise TableError(
                     path, f"the column {quoted(column.name)} is missing; the model needs it."
                 )
@@ -417,26 +424,37 @@ class Preprocessing:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
         known = {column.name for column in self.columns}
         known |= {self.labels.name, self.client_column or ""}
-        for name in names:
-            if name not in known:
-                raise TableError(
-                    path, f"the column {quoted(name)} was not there in training; remove it."
-                )
+        unknown = [name for name in names if name not in known]
+        notes = []
+        file = Path(path).name
+        if absent:
+            listing = listed([column.name for column in absent])
+            notes.append(f"{file}: {listing} not in the file; counted as missing values.")
+        if unknown:
+            notes.append(
+                f"{file}: {listed(unknown)} not used, because training had no such column."
+            )
+        return notes
 
-    def encode(self, path: Path | str, columns: Mapping[str, ColumnValues]) -> EncodedRows:
+    def encode(
+        self, path: Path | str, columns: Mapping[str, ColumnValues], rows: int
+    ) -> EncodedRows:
         """Encode the rows of a file.
 
         Args:
             path: the file, for errors.
-            columns: its columns, in any order; categories must be kept as text.
+            columns: its columns, in any order; categories must be kept as text. The values of a column
+                that is not there are missing.
+            rows: number of rows.
 
         Raises:
             TableError: values of another kind than in training.
         """
+        absent = ColumnValues.absent(rows)
         encoded, unknown = [], {}
         for column in self.used:
             try:
-                own, count = column.encode(columns[column.name])
+                own, count = column.encode(columns.get(column.name, absent))
             except ValueKindError as error:
                 raise TableError(path, str(error), public=error.public) from None
             encoded.append(own)

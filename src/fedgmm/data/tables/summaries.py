@@ -7,7 +7,7 @@ the server gets exactly the mean and variance of the pooled rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +45,7 @@ class ColumnSummary:
         squares: ``Σ (x - mean)²``.
         categories: how often each text occurs; ``None`` if the texts look like names, identifiers or
             free text, which never leave a client.
+        unlisted: number of distinct texts if they are not listed.
         mean_rest: the part of the mean that rounding left out. It matters for numbers far from zero,
             whose means differ in their last digits only.
     """
@@ -56,6 +57,7 @@ class ColumnSummary:
     squares: float = 0.0
     categories: Mapping[str, int] | None = field(default_factory=dict)
     mean_rest: float = 0.0
+    unlisted: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,21 @@ class ClientPart:
 
 
 def summarise_columns(
-    parts: Sequence[ClientPart], names: Iterable[str]
+    parts: Sequence[ClientPart], names: Iterable[str], listed: Collection[str] = ()
 ) -> dict[str, ColumnSummary]:
-    """Return the summary of each column of a client, over all files that hold its rows."""
+    """Return the summary of each column of a client, over all files that hold its rows.
+
+    Args:
+        parts: the client's rows in each file.
+        names: the columns.
+        listed: columns whose texts are listed even if they look like names.
+    """
     kinds = {name: _common_kind(part.columns[name].kind for part in parts) for name in names}
     numeric = [name for name, kind in kinds.items() if kind in ("number", "date")]
     rows = sum(len(part.rows) for part in parts)
     numbers = dict(zip(numeric, _number_summaries(parts, numeric, kinds, rows), strict=True))
     return {
-        name: numbers[name] if name in numbers else _text_summary(parts, name, kind)
+        name: numbers[name] if name in numbers else _text_summary(parts, name, kind, name in listed)
         for name, kind in kinds.items()
     }
 
@@ -157,7 +165,9 @@ def _moments(values: FloatArray) -> Pooled:
     return Pooled(count, mean, (around**2).sum(1) - count * rest**2, rest)
 
 
-def _text_summary(parts: Sequence[ClientPart], name: str, kind: Kind) -> ColumnSummary:
+def _text_summary(
+    parts: Sequence[ClientPart], name: str, kind: Kind, listed: bool
+) -> ColumnSummary:
     counts: Counter[str] = Counter()
     missing = 0
     for part in parts:
@@ -170,5 +180,9 @@ def _text_summary(parts: Sequence[ClientPart], name: str, kind: Kind) -> ColumnS
         codes = np.flatnonzero(found[1:])
         for code, text in zip(codes.tolist(), values.texts.take(codes).to_pylist(), strict=True):
             counts[without_point(text)] += int(found[code + 1])
-    names = look_like_names(len(counts), counts.total())
-    return ColumnSummary(kind, missing, categories=None if names else dict(counts))
+    if not listed and look_like_names(len(counts), counts.total()):
+        return ColumnSummary(kind, missing, categories=None, unlisted=len(counts))
+    if len(counts) > _MOST_LISTED:  # ties by name, so that the order of rows does not matter
+        ranked = sorted(counts, key=lambda text: (-counts[text], text))
+        counts = Counter({text: counts[text] for text in ranked[:_MOST_LISTED]})
+    return ColumnSummary(kind, missing, categories=dict(counts))
