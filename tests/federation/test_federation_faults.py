@@ -407,7 +407,7 @@ def test_a_second_site_of_one_name_is_refused(files, tmp_path):
 
 def test_a_table_that_disagrees_at_the_start_is_refused_where_enough_are_left(files, tmp_path):
     rows = draw_rows(np.random.default_rng(8), 40)
-    odd = write_csv(tmp_path / "zz.csv", rows, without=("dose",))
+    odd = write_csv(tmp_path / "zz.csv", [{**row, "dose": "2020-01-01"} for row in rows])
     sites = InMemorySites([*files, odd], tmp_path)
     _, lines = federate([], tmp_path, sites=sites, **SIZE, rounds=2, min_clients=3)
     assert any(line.startswith("zz is refused: the column 'dose'") for line in lines)
