@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from pages import HOSTILE, contents_of, hostile_contents, named_clients
 
+from fedgmm.core.paired import Estimate
 from fedgmm.data.synthetic import synthetic
 from fedgmm.report import charts
 from fedgmm.report.contents import AdaptationRecord, ClientTable, WeightMap
@@ -134,9 +135,13 @@ def test_titles_of_the_map_s_axes_fit_the_chart(contents):
 @pytest.mark.parametrize(
     ("baseline", "words"),
     [
-        ([0.5, 0.5, 0.5], "gains 20.0 percentage points over Other"),
-        ([0.9, 0.9, 0.9], "Other is better here: an average client would gain 20.0"),
-        ([0.6, 0.7, 0.8], "equally good"),
+        ([0.6, 0.51, 0.39], "gains 20.0 percentage points over Other"),
+        ([0.99, 0.91, 0.80], "Other is better here: an average client would gain 20.0"),
+        ([0.6, 0.7, 0.8], "A tie: FedGMM and Other"),
+        (
+            [0.5, 0.5, 0.5],
+            "no more than noise, +20.0 percentage points (95% interval -4.8 to +44.8)",
+        ),
         (None, "No other method was run"),
     ],
 )
@@ -154,12 +159,25 @@ def test_the_verdict_counts_clients_that_do_as_well(contents):
     assert "3 of 4 clients" in verdict(replace(contents, clients=table, baselines=baselines))
 
 
+def test_a_comparison_s_own_test_decides_about_a_tie(contents):
+    table = replace(contents.clients, accuracy=np.array([0.9, 0.8, 0.7, 0.6, 0.5, np.nan]))
+    given = replace(contents, clients=table, baselines={"A": np.full(6, 0.6), "B": np.full(6, 0.5)})
+    tested = {"A": Estimate(0.05, 0.02, 0.08, 0.01), "B": Estimate(0.04, -0.01, 0.09, 0.2)}
+    shown = replace(given, differences=tested)
+    assert shown.best_baseline == "B"
+    assert "A tie: FedGMM and B" in verdict(shown)
+    words = Tags(render(shown)).words()
+    assert "A 60.0% +5.0 60.0%" in words
+    assert "B 50.0% +4.0 (tie) 50.0%" in words
+
+
 def test_methods_are_compared_client_by_client(contents):
     table = replace(contents.clients, accuracy=np.array([0.9, 0.8, 0.7, 0.6, 0.5, np.nan]))
     baselines = {"Other": np.array([0.95, 0.8, 0.1, 0.1, np.nan, 0.9]), "None": np.full(6, np.nan)}
     words = Tags(render(replace(contents, clients=table, baselines=baselines))).words()
-    # mean, tenth percentile, worst client, clients served worse and better than by FedGMM
-    assert "FedGMM 70.0% 54.0% 50.0% Other 57.0% 10.0% 10.0% 2 1 None – – – 0 0" in words
+    # mean, lead of FedGMM, tenth percentile, worst client, clients served worse and better
+    assert "FedGMM 70.0% 54.0% 50.0% Other 57.0% +26.2 (tie) 10.0% 10.0% 2 1" in words
+    assert "None – – – – 0 0" in words
 
 
 # ---------------------------------------------------------------------- no network

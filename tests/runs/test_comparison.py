@@ -8,11 +8,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sklearn.ensemble import HistGradientBoostingClassifier
 
 import fedgmm
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.runs import comparison
-from fedgmm.runs.comparison import PAPER_GRID, compare, data_to_compare, tune
+from fedgmm.runs.comparison import (
+    PAPER_GRID,
+    POOLED,
+    compare,
+    data_to_compare,
+    neighbours,
+    tune,
+)
 from fedgmm.runs.run import open_run
 from fedgmm.training.local import train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
@@ -37,7 +45,7 @@ def test_the_paper_s_grid():
 
 def test_the_best_rate_on_validation_rows_is_chosen(rng):
     data = easy(rng)
-    found = tune(data, "fedavg", grid=(1e-4, 1e-2, 0.5), rounds=8)
+    found = tune(data, "fedavg", grid=(1e-4, 1e-2, 0.5), rounds=8, extend=False)
     assert found.best == 0.5
     assert list(found.scores) == [1e-4, 1e-2, 0.5]
     for lr, score in found.scores.items():
@@ -49,7 +57,7 @@ def test_the_best_rate_on_validation_rows_is_chosen(rng):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_test_rows_do_not_touch_the_choice(rng, algorithm):
     data = easy(rng)
-    options = {"grid": (1e-3, 0.3), "rounds": 3, "solver": "sgd", "components": 2, "learners": 2}
+    options = {"grid": (0.03, 0.3), "rounds": 2, "solver": "sgd", "components": 2, "learners": 2}
     first = tune(data, algorithm, **options)
     data.test.inputs.fill_(1e6)
     data.test.labels.copy_(1 - data.test.labels)
@@ -84,7 +92,7 @@ def test_a_trial_warms_up_for_as_long_in_proportion(rng, monkeypatch):
 
     monkeypatch.setattr(comparison, "train", watched)
     options = TrainingOptions(algorithm="fedem", rounds=40, warmup=20, solver="sgd", learners=2)
-    tune(easy(rng), "fedem", grid=(0.1, 0.01), rounds=4, options=options)
+    tune(easy(rng), "fedem", grid=(0.1, 0.01), rounds=4, options=options, extend=False)
     assert seen == [(2, 4)] * 2
 
 
@@ -93,54 +101,145 @@ def test_numbers_of_numpy_are_numbers(rng):
     assert found.best == 0.1
 
 
+def test_a_grid_grows_while_its_best_rate_is_at_an_edge(rng):
+    """With the rates below, the best one used to be the largest, 0.01."""
+    data = easy(rng)
+    found = tune(data, "fedavg", grid=(0.01, 0.001), rounds=4)
+    rates = sorted(found.scores)
+    np.testing.assert_allclose(np.diff(np.log10(rates)), 1.0)
+    assert max(rates) == 10.0 or rates[0] < found.best < rates[-1]
+    assert found.best > 0.01
+    assert found.scores[found.best] == max(found.scores.values())
+
+
+def test_the_next_rate_beyond_an_edge():
+    assert neighbours(0.1, [1.0, 0.1, 0.01]) == [0.01, 1.0]
+    assert neighbours(1.0, [1.0, 0.1]) == [0.1, 10.0]
+    assert neighbours(10.0, [10.0, 1.0]) == [1.0]  # no further
+    assert neighbours(1e-5, [1e-5, 1e-4]) == [1e-4]
+    assert neighbours(1.0, [1.0, 0.1], extend=False) == [0.1]
+    assert neighbours(0.3, [0.3]) == []  # the only rate was given
+
+
 # ---------------------------------------------------------------------- comparison
 
 
-def test_all_methods_are_compared(rng):
+def test_all_methods_are_compared_with_all_learners(rng):
     data = federation(rng, sizes=(30, 40, 35))
     told = []
-    result = compare(data, grid=(0.03, 0.3), tuning_rounds=2, notify=told.append, **FAST)
+    result = compare(data, grid=(0.3,), tuning_rounds=1, notify=told.append, **FAST)
     assert [one.algorithm for one in result.contestants] == list(ALGORITHMS)
     for one in result.contestants:
-        exact = one.algorithm in ("fedgmm", "fedem")
-        assert (one.tuning is None) == exact  # exact steps have no rate
-        assert one.summary == one.model.evaluate("test").summary()
-        assert len(one.model.history) <= 4
-        if one.tuning is not None:
-            assert set(one.tuning.scores) == {0.03, 0.3}
-            assert one.model.options["lr"] == one.tuning.best
-        assert f"{one.algorithm}: training" in told
-    assert "fedavg: choosing the learning rate" in told
+        assert {one.learner, *(other.learner for other in one.others)} == {"linear", "mlp"}
+        assert all(one.score >= other.score for other in one.others)
+        for tried in (one, *one.others):
+            exact = one.algorithm in ("fedgmm", "fedem") and tried.learner == "linear"
+            assert (tried.tuning is None) == exact  # exact steps have no rate
+            assert tried.summary == tried.model.evaluate("test").summary()
+            assert tried.model.options["learner"] == tried.learner
+            assert tried.score == -tried.model.evaluate("validation").mean_log_loss
+            assert len(tried.right) == len(data.test)
+    assert "FedAvg, MLP: training with rate 0.3" in told
+    assert "FedAvg, MLP: trying rate 0.3 for 1 round" in told
+
+
+def test_test_rows_choose_neither_rate_nor_learner(rng):
+    def choices():
+        data = easy(np.random.default_rng(0))
+        yield data
+        result = compare(data, ["fedavg"], grid=(0.1, 1.0), rounds=3, tuning_rounds=1)
+        (one,) = result.contestants
+        yield one.learner, one.tuning, one.score
+
+    first = tuple(choices())[1]
+    again = choices()
+    data = next(again)
+    data.test.inputs.fill_(1e6)
+    data.test.labels.copy_(1 - data.test.labels)
+    assert next(again) == first
+
+
+def test_full_runs_decide_among_neighbouring_rates(rng):
+    """A short run prefers a larger rate than a full run does."""
+    data = easy(rng)
+    result = compare(
+        data, ["local"], learner_kinds=["mlp"], grid=(1.0, 0.3), rounds=30, tuning_rounds=2
+    )
+    (one,) = result.contestants
+    tuning = one.tuning
+    assert one.model.options["lr"] == tuning.best
+    assert tuning.in_full[tuning.best] == max(tuning.in_full.values())
+    for lr in neighbours(tuning.best, {*tuning.scores, *tuning.in_full}):
+        assert lr in tuning.in_full
+    again = train(data, "local", learner="mlp", lr=tuning.best, rounds=30)
+    assert one.summary == again.evaluate("test").summary()
+
+
+def test_the_protocol_of_the_paper_trains_once_with_a_rate_of_the_grid(rng):
+    result = compare(
+        easy(rng),
+        ["fedavg"],
+        learner_kinds=["linear"],
+        grid=(0.001, 0.002),
+        extend=False,
+        tuning_rounds=1,
+        rounds=2,
+    )
+    (one,) = result.contestants
+    assert (one.learner, one.others) == ("linear", ())
+    assert set(one.tuning.scores) == {0.001, 0.002}
+    assert set(one.tuning.in_full) == {one.tuning.best}
+
+
+def test_pooled_references_are_scikit_learn_s(rng):
+    data = easy(rng)
+    result = compare(data, ["fedgmm"], learner_kinds=["linear"], pooled=True, **FAST)
+    assert set(result.pooled) == set(POOLED)
+    x, y = data.train.inputs.numpy(), data.train.labels.numpy()
+    model = HistGradientBoostingClassifier(random_state=0).fit(x, y)
+    right = model.predict(data.test.inputs.numpy()) == data.test.labels.numpy()
+    assert result.pooled["boosting"].weighted_accuracy == pytest.approx(right.mean())
 
 
 def test_label_frequencies_are_for_those_who_do_not_know_them(rng):
     data = federation(rng, sizes=(30, 40, 35))
     methods = ("local", "pfedme", "fedavg", "fedgmm")
-    result = compare(data, methods, grid=(0.1,), tuning_rounds=1, personal_labels=True, **FAST)
+    result = compare(
+        data,
+        methods,
+        learner_kinds=["linear"],
+        grid=(0.1,),
+        tuning_rounds=1,
+        personal_labels=True,
+        **FAST,
+    )
     counts = [one.model.prediction.labels is not None for one in result.contestants]
     assert counts == [False, False, True, True]
 
 
 def test_gradient_steps_are_tuned_for_every_method_alike(rng):
     data = federation(rng, sizes=(30, 40, 35))
-    result = compare(
-        data, ("fedgmm", "fedavg"), grid=(0.03, 0.3), tuning_rounds=2, solver="sgd", **FAST
-    )
+    grid = {"learner_kinds": ["linear"], "grid": (0.03, 0.3), "tuning_rounds": 2}
+    result = compare(data, ("fedgmm", "fedavg"), solver="sgd", **grid, **FAST)
     for one in result.contestants:
-        assert set(one.tuning.scores) == {0.03, 0.3}
+        assert set(one.tuning.scores) >= {0.03, 0.3}
 
 
 def test_without_a_grid_the_given_rate_is_kept(rng):
     data = federation(rng, sizes=(30, 40))
-    result = compare(data, ["fedavg"], grid=None, options=TrainingOptions(lr=0.07), rounds=2)
+    options = TrainingOptions(lr=0.07)
+    result = compare(data, ["fedavg"], learner_kinds=["mlp"], grid=None, options=options, rounds=2)
     (one,) = result.contestants
     assert one.tuning is None
     assert one.model.options["lr"] == 0.07
 
 
-def test_the_table_is_plain_json(rng):
+def test_the_record_is_plain_json(rng):
     data = federation(rng, sizes=(30, 40))
-    result = compare(data, ("fedgmm", "local"), grid=(0.1,), tuning_rounds=1, **FAST)
+    kinds = ["linear"]
+    result = compare(
+        data, ("fedgmm", "local"), learner_kinds=kinds, grid=(0.1,), tuning_rounds=1, **FAST
+    )
     rows = json.loads(json.dumps(result.record()))
     assert [row["algorithm"] for row in rows] == ["fedgmm", "local"]
     for row in rows:
@@ -155,7 +254,9 @@ def test_who_knows_several_rules_comes_first(rng):
     result = compare(
         data,
         ("fedavg", "fedem", "clustered"),
+        learner_kinds=["linear"],
         grid=(0.1, 0.3),
+        extend=False,
         tuning_rounds=5,
         rounds=30,
         learners=2,
@@ -194,7 +295,13 @@ def test_rows_of_a_run_are_the_run_s_own(finished):
     assert data.dataset.test.inputs.equal(run.data().test.inputs)
     assert data.options.components == 2
     assert data.options.seed == run.config.options().seed
-    assert data_to_compare([str(home)], seed=5).options.seed == 5
+    other = data_to_compare([str(home)], seed=5)
+    assert other.options.seed == 5
+    assert len(other.dataset.test) == len(data.dataset.test)
+    assert not other.dataset.test.inputs.equal(data.dataset.test.inputs)  # another split
+    again = data.again(5)
+    assert again.dataset.test.inputs.equal(other.dataset.test.inputs)
+    assert again.options == other.options
 
 
 def test_rows_of_files(tmp_path):
@@ -223,18 +330,3 @@ def test_built_in_rows():
     assert data.dataset.input_shape == (64,)
     assert data.bayes is None
     assert data_to_compare(["synthetic"], seed=2).bayes > 0.9
-
-
-def test_results_are_kept_with_the_run(finished):
-    data = data_to_compare([str(finished / "run")])
-    found = compare(
-        data.dataset, ["local", "fedgmm"], grid=(0.1,), tuning_rounds=1, options=data.options
-    )
-    path = found.write(data.home)
-    assert path == finished / "run" / "comparison.json"
-    record = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert [entry["algorithm"] for entry in record] == ["local", "fedgmm"]
-    for entry, one in zip(record, found.contestants, strict=True):
-        assert set(entry["clients"]) == set(SITES)
-        assert entry["clients"] == one.accuracies()
-        assert entry["mean_accuracy"] == one.evaluation.mean_accuracy

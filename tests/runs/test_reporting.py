@@ -50,6 +50,24 @@ def test_the_page_is_about_the_run(finished, gathered):
     assert joined["alta"].rows == [40]
 
 
+def test_the_tests_of_a_comparison_are_in_the_report(finished, gathered):
+    run = fedgmm.open_run(finished / "run")
+    clients = {"oslo": 0.5, "bergen": 0.25, "tromso": 0.75}
+    tie = {"difference": 0.02, "low": -0.1, "high": 0.12, "p_value": 0.7, "tie": True}
+    methods = [
+        {"algorithm": "fedavg", "learner": "mlp", "clients": clients, "mean_accuracy": 0.5},
+        {"algorithm": "fedgmm", "learner": "mlp", "clients": clients, "mean_accuracy": 0.5},
+    ]
+    methods[1]["against"] = {"fedavg": tie}
+    record = {"methods": methods, "intervals": "Intervals: over 5 splits."}
+    run.folder.comparison.write_text(json.dumps(record))
+    text = run.report().read_text(encoding="utf-8")
+    assert gathered["differences"]["fedavg"].within_noise
+    assert "A tie: FedGMM and FedAvg" in text
+    assert "over 5 splits" in text
+    assert "this run has linear learners" in text
+
+
 def test_a_record_without_a_client_is_not_shown(finished, gathered):
     """A crash may leave the record of a client that the model does not know."""
     run = fedgmm.open_run(finished / "run")

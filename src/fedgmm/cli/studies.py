@@ -26,7 +26,6 @@ class DataSet(StrEnum):
 
 
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
-_ROUNDS_TO_COMPARE = 50
 
 
 def demo(
@@ -73,8 +72,12 @@ def _run_story(seed: int, out: Path, console: Console) -> None:
     with console.status("two federations") as status:
         story = run_story(seed, lambda line: status.update(line))
     console.rule("2. Methods compared, each tuned on validation rows")
-    console.print(comparison_table(story.synthetic, "Synthetic mixture", story.bayes))
-    console.print(comparison_table(story.digits, "Handwritten digits, half of them changed"))
+    for ranking, title, bayes in (
+        (story.synthetic, "Synthetic mixture", story.bayes),
+        (story.digits, "Handwritten digits, half of them changed", None),
+    ):
+        console.print(comparison_table(ranking, title, bayes))
+        console.print(f"[bold]{ranking.headline()}[/]", highlight=False)
     new, novelty = story.newcomer, story.novelty
     console.rule("3. A client that did not take part in training")
     console.print(
@@ -108,9 +111,20 @@ def compare(
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Largest number of rounds. Default: that of the run, or 50."),
+        typer.Option(min=1, help="Largest number of rounds. Default: that of the run, or 100."),
     ] = None,
-    tuning_rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 10,
+    tuning_rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds of a trial. Default: a quarter of the rounds."),
+    ] = None,
+    learner: Annotated[
+        str | None,
+        typer.Option(help="Kinds of learners, separated by commas. Default: linear,mlp."),
+    ] = None,
+    seeds: Annotated[
+        int,
+        typer.Option(min=1, help="Number of splits; methods are tuned and trained on each."),
+    ] = 1,
     components: Annotated[
         int | None, typer.Option(min=1, help="Number of Gaussians. Default: as for fit.")
     ] = None,
@@ -130,9 +144,11 @@ def compare(
 ) -> None:
     """Tune and train several methods on the same rows and compare them on test rows.
 
-    The results on a run folder are stored there and shown in its report.
+    Every method is tried with every kind of learner; validation rows choose the learner and the
+    learning rate. Differences within noise are called ties. scikit-learn on the pooled rows is shown
+    for orientation. The results on a run folder are stored there and shown in its report.
 
-    Example: fedgmm compare site_*.csv --label diagnosis
+    Example: fedgmm compare site_*.csv --label diagnosis --seeds 5
 
     Example: fedgmm compare run/ --methods local,fedavg,fedem,fedgmm
 
@@ -140,13 +156,14 @@ def compare(
     """
     from fedgmm.experiments.tables import comparison_table
     from fedgmm.methods.base import TITLES
-    from fedgmm.runs.comparison import compare as compare_methods
-    from fedgmm.runs.comparison import data_to_compare
+    from fedgmm.runs.comparison import LEARNERS, data_to_compare
+    from fedgmm.runs.ranking import compare_splits
 
     chosen = [name.strip() for name in methods.split(",")] if methods else list(TITLES)
     unknown = [name for name in chosen if name not in TITLES]
     if unknown:
         raise ValueError(f"Unknown method {unknown[0]!r}; choose among {', '.join(TITLES)}.")
+    kinds = [kind.strip() for kind in learner.split(",")] if learner else list(LEARNERS)
     asked = {"components": components, "learners": learners}
     sizes = {name: size for name, size in asked.items() if size is not None}
     with working(as_json) as notify:
@@ -160,27 +177,35 @@ def compare(
             sizes=sizes,
             notify=notify,
         )
-        if rounds is None:  # with the rounds of the run, its own metrics are repeated
-            rounds = _ROUNDS_TO_COMPARE if data.home is None else data.options.rounds
         if not as_json:
             screen().print(str(data.dataset), markup=False)
-        comparison = compare_methods(
-            data.dataset,
+        ranking = compare_splits(
+            data,
             chosen,
+            seeds,
+            learner_kinds=kinds,
             tuning_rounds=tuning_rounds,
+            pooled=True,
             notify=notify,
-            options=data.options,
-            rounds=rounds,
+            # with the rounds of the run, its own metrics are repeated
+            rounds=rounds or data.options.rounds,
             device=device,
         )
     folder = out or data.home
-    written = comparison.write(folder) if folder is not None else None
+    written = ranking.write(folder) if folder is not None else None
     if as_json:
-        print_json(comparison.record())
+        print_json(ranking.record())
         return
     print_notes(data.notes)
     console = screen()
-    console.print(comparison_table(comparison, f"{data.title}: test rows, last round", data.bayes))
+    console.print(comparison_table(ranking, f"{data.title}: test rows, last round", data.bayes))
+    console.print(f"[bold]{escaped(ranking.headline())}[/]", highlight=False)
+    if ranking.pooled:
+        console.print(
+            "pooled (rows shared; for orientation): logistic regression and gradient boosting of "
+            "scikit-learn on all training rows.",
+            highlight=False,
+        )
     if written is not None:
         console.print(f"Results: [bold]{escaped(written)}[/]", soft_wrap=True, highlight=False)
 
@@ -192,11 +217,14 @@ def tune(
         str | None,
         typer.Option(help="Learning rates, separated by commas. Default: those of the paper."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 25,
+    learner: Annotated[str, typer.Option(help="The kind of learners.")] = "linear",
     seed: SeedOption = 0,
     as_json: JsonFlag = False,
 ) -> None:
     """Choose a learning rate on validation rows; test rows are not used.
+
+    While the best rate is at an edge of the grid, the next one beyond it is tried, too.
 
     Example: fedgmm tune digits --method fedprox
     """
@@ -207,8 +235,16 @@ def tune(
     rates = _rates(grid) if grid else PAPER_GRID
     dataset, _ = built_in_data(data.value, seed)
     with working(as_json) as notify:
-        notify(f"{method}: {counted(len(rates), 'learning rate')}")
-        found = tune_method(dataset, method, grid=rates, rounds=rounds, solver="sgd", seed=seed)
+        found = tune_method(
+            dataset,
+            method,
+            grid=rates,
+            rounds=rounds,
+            notify=lambda line: notify(f"{method}: {line}"),
+            learner=learner,
+            solver="sgd",
+            seed=seed,
+        )
     if as_json:
         print_json({"lr": found.best, "scores": found.record()})
         return

@@ -7,10 +7,10 @@ handwritten digits that are made heterogeneous as in the paper.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,8 @@ from fedgmm.methods.base import TITLES
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import NoveltyMetrics, novelty_metrics
 from fedgmm.report.plots import COLOURS, INK
-from fedgmm.runs.comparison import Comparison, Notify, compare
+from fedgmm.runs.comparison import LEARNER_TITLES, LEARNERS, Notify, compare
+from fedgmm.runs.ranking import Ranking, Standing, rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 
 _GRID = (10**-0.5, 10**-1.0, 10**-1.5, 10**-2.0)
-_QUICK = ("local", "fedavg", "fedem", "fedgmm")
-_PALE = "#B8C4CE"
+METHODS = ("local", "fedavg", "fedavg+", "fedem", "fedgmm")
+_GREY = "#8A9AA6"
 _IMAGES_SHOWN = 6
 
 
@@ -78,46 +79,54 @@ class Novelty:
 class Story:
     """Results of all parts of the demonstration."""
 
-    synthetic: Comparison
+    synthetic: Ranking
     bayes: float
-    digits: Comparison
+    digits: Ranking
     images: Digits
     newcomer: Newcomer
     novelty: Novelty
 
 
-def run_story(seed: int = 0, notify: Notify = lambda _: None) -> Story:
-    """Compare the methods on both federations, then adapt a new client and detect novel images."""
+def run_story(
+    seed: int = 0,
+    notify: Notify = lambda _: None,
+    *,
+    methods: Sequence[str] = METHODS,
+    rounds: int = 50,
+) -> Story:
+    """Compare the methods on both federations, then adapt a new client and detect novel images.
+
+    Args:
+        seed: of all random numbers.
+        notify: called with a line before each step.
+        methods: to compare; FedGMM must be one of them.
+        rounds: of each training run.
+    """
+    shared: dict[str, Any] = {"grid": _GRID, "rounds": rounds, "seed": seed}
     notify("synthetic clients")
-    federation = synthetic(40, 600, seed=seed)
+    federation = synthetic(20, 600, seed=seed)
     on_synthetic = compare(
         federation.dataset,
-        _QUICK,
-        grid=_GRID,
-        tuning_rounds=5,
-        rounds=40,
-        seed=seed,
+        methods,
         notify=lambda line: notify(f"synthetic clients, {line}"),
+        **shared,
     )
     notify("handwritten digits")
     digits = heterogeneous_digits(seed=seed)
     on_digits = compare(
         digits.dataset,
-        TITLES,
-        grid=_GRID,
-        tuning_rounds=10,
-        rounds=40,
-        seed=seed,
+        methods,
         components=2,
         learners=2,
         reg_covar=0.1,  # 64 columns and a thousand rows: pixels that are rarely set vary little
         notify=lambda line: notify(f"handwritten digits, {line}"),
+        **shared,
     )
-    model = on_digits.contestants[-1].model
+    model = next(one.model for one in on_digits.contestants if one.algorithm == "fedgmm")
     return Story(
-        on_synthetic,
+        rank([on_synthetic], [seed]),
         federation.bayes_accuracy(),
-        on_digits,
+        rank([on_digits], [seed]),
         digits,
         adapt_newcomer(model, digits),
         find_novel_images(model, digits),
@@ -170,7 +179,7 @@ def plot_story(story: Story, path: Path) -> Path:
     """Draw accuracies on both federations, some images, and the scores of known and novel images."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.5, 7.0), layout="constrained")
+    figure = Figure(figsize=(11.5, 7.6), layout="constrained")
     axes = figure.subplot_mosaic([["synthetic", "digits"], ["images", "novelty"]])
     _draw_accuracies(axes["synthetic"], story.synthetic, {"best possible": story.bayes})
     axes["synthetic"].set_title("Synthetic mixture: test accuracy (%), mean over clients", pad=16)
@@ -183,20 +192,39 @@ def plot_story(story: Story, path: Path) -> Path:
     return path
 
 
-def _draw_accuracies(axes: Axes, comparison: Comparison, lines: Mapping[str, float]) -> None:
-    """Draw one bar per method, FedGMM in colour, and a dashed line for each value in ``lines``."""
-    names = [TITLES[one.algorithm] for one in comparison.contestants]
-    values = [100.0 * one.summary["mean_accuracy"] for one in comparison.contestants]
-    colours = [COLOURS[0] if name == TITLES["fedgmm"] else _PALE for name in names]
-    bars = axes.barh(names, values, color=colours)
-    axes.bar_label(bars, fmt="%.1f", padding=3, color=INK)
+def _draw_accuracies(axes: Axes, ranking: Ranking, lines: Mapping[str, float]) -> None:
+    """Draw two bars per method, one per learner, and a dashed line for each value in ``lines``.
+
+    FedGMM is in colour. The learner that validation rows chose has a 95 % interval.
+    """
+    standings = ranking.standings
+    height = 0.8 / len(LEARNERS)
+    for row, one in enumerate(standings):
+        colour = COLOURS[0] if one.algorithm == "fedgmm" else _GREY
+        for number, kind in enumerate(LEARNERS):
+            place = row + (number - 0.5) * height
+            value = 100.0 * one.by_learner[kind]
+            chosen = kind in one.learners
+            axes.barh(place, value, 0.9 * height, color=colour, alpha=1.0 if chosen else 0.45)
+            reach = 50.0 * (one.accuracy.high - one.accuracy.low) if chosen else 0.0
+            axes.errorbar(value, place, xerr=reach or None, color=INK, capsize=2, linewidth=1)
+            label = f"{value:.1f} {LEARNER_TITLES[kind]}"
+            axes.text(value + reach + 1.5, place, label, va="center", color=INK, fontsize=9)
+    names = [
+        TITLES[one.algorithm] + ("\n(tie)" if _ties(ranking, one) else "") for one in standings
+    ]
+    axes.set_yticks(range(len(standings)), names)
     for label, value in lines.items():
         axes.axvline(100.0 * value, color=COLOURS[1], linestyle="--", linewidth=1.5)
         top = len(names) - 0.45
         axes.text(100.0 * value, top, f"{label} {100.0 * value:.1f}", color=COLOURS[1], ha="center")
-    axes.set_xlim(0, 112)
+    axes.set_xlim(0, 122)
     axes.set_xticks([])
     _frameless(axes)
+
+
+def _ties(ranking: Ranking, one: Standing) -> bool:
+    return len(ranking.tied) > 1 and one in ranking.tied
 
 
 def _draw_images(axes: Axes, story: Story) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fedgmm.methods.base import TITLES
 from fedgmm.nets.devices import environment
-from fedgmm.runs.comparison import Comparison, Tuning
+from fedgmm.runs.comparison import LEARNER_TITLES, Tuning
+from fedgmm.runs.ranking import Ranking, Standing
 
 
 def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
@@ -43,28 +45,45 @@ def write_results(folder: Path, name: str, record: dict[str, Any], markdown: str
     (folder / f"{name}.md").write_text(markdown)
 
 
-def comparison_table(comparison: Comparison, title: str, bayes: float | None = None) -> Table:
-    """Return accuracy, log-loss, rounds, seconds and learning rate of each method for the terminal."""
-    table = Table(title=title)
-    table.add_column("method")
-    for column in ("accuracy", "worst tenth", "log-loss", "rounds", "seconds", "learning rate"):
-        table.add_column(column, justify="right")
-    best = max(one.summary["mean_accuracy"] for one in comparison.contestants)
-    for one in comparison.contestants:
-        accuracy = one.summary["mean_accuracy"]
+def comparison_table(ranking: Ranking, title: str, bayes: float | None = None) -> Table:
+    """Return the ranking for the terminal: accuracy, distance to the best, and each learner."""
+    standings = ranking.standings
+    kinds = list(dict.fromkeys(kind for one in standings for kind in one.by_learner))
+    table = Table(title=title, box=SIMPLE_HEAD, caption=ranking.unit, caption_justify="left")
+    table.add_column("method", no_wrap=True)
+    titles = [LEARNER_TITLES.get(kind, kind) for kind in kinds]
+    per_learner = titles if len(kinds) > 1 else []
+    for column in ("accuracy", "to best", *per_learner, "log-loss", "rate"):
+        table.add_column(column, justify="right", no_wrap=column != "rate")
+    for one in standings:
+        best = one is ranking.best
+        lead = "tie" if one.lead.within_noise else f"{100 * one.lead.mean:+.1f}"
+        rates = [f"{rate:.2g}" for rate in one.rates if rate is not None]
         table.add_row(
             TITLES[one.algorithm],
-            f"{100 * accuracy:.2f}",
-            f"{100 * one.summary['worst_decile']:.2f}",
+            f"{100 * one.accuracy.mean:.1f} ± {50 * (one.accuracy.high - one.accuracy.low):.1f}",
+            "best" if best else lead,
+            *(_share(one, kind) for kind in kinds if per_learner),
             f"{one.summary['mean_log_loss']:.3f}",
-            str(len(one.model.history)),
-            f"{one.seconds:.1f}",
-            f"{one.tuning.best:.3g}" if one.tuning else "exact steps",
-            style="bold" if accuracy == best else None,
+            " ".join(dict.fromkeys(rates)) or "exact",
+            style="bold" if one.lead.within_noise else None,
+        )
+    table.add_section()
+    for name, metrics in ranking.pooled.items():
+        accuracy, loss = metrics["mean_accuracy"], metrics["mean_log_loss"]
+        blank = [""] * (1 + len(per_learner))
+        table.add_row(
+            f"pooled: {name}", f"{100 * accuracy:.1f}", *blank, f"{loss:.3f}", style="dim"
         )
     if bayes is not None:
-        table.add_row("best possible", f"{100 * bayes:.2f}", style="dim")
+        table.add_row("best possible", f"{100 * bayes:.1f}", style="dim")
     return table
+
+
+def _share(one: Standing, kind: str) -> str:
+    """Return the accuracy with a kind of learner, marked if validation rows chose it."""
+    mark = "*" if kind in one.learners else " "
+    return f"{100 * one.by_learner[kind]:.1f}{mark}"
 
 
 def tuning_table(tuning: Tuning, title: str) -> Table:

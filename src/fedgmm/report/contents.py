@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgmm.core.paired import Estimate, over_splits
+
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
@@ -177,6 +179,8 @@ class ReportContents:
         clients: one entry each.
         convergence: one series per panel.
         baselines: accuracy of the clients under other methods, ``(C,)`` each; NaN where unknown.
+        differences: accuracy of the report's method minus that of another, for each baseline; tested
+            over splits or rows by a comparison, otherwise over clients.
         weights: for the heat map.
         projection: Gaussians and clients in a plane; its clients are those of the table.
         reliability: of test rows.
@@ -197,6 +201,7 @@ class ReportContents:
     clients: ClientTable
     convergence: tuple[Series, ...] = ()
     baselines: Mapping[str, FloatArray] = field(default_factory=dict)
+    differences: Mapping[str, Estimate] = field(default_factory=dict)
     weights: WeightMap | None = None
     projection: Projection | None = None
     reliability: Reliability | None = None
@@ -222,9 +227,17 @@ class ReportContents:
     @property
     def best_baseline(self) -> str | None:
         """Name of the other method with the highest mean accuracy; ``None`` without any."""
-        means = {name: mean_of(values) for name, values in self.baselines.items()}
-        known = [name for name, mean in means.items() if np.isfinite(mean)]
-        return max(known, key=lambda name: means[name], default=None)
+        ahead = {name: self.lead(name).mean for name in self.baselines}
+        known = [name for name, lead in ahead.items() if np.isfinite(lead)]
+        return min(known, key=lambda name: ahead[name], default=None)
+
+    def lead(self, baseline: str) -> Estimate:
+        """Return the accuracy of the report's method minus that of a baseline."""
+        if baseline in self.differences:
+            return self.differences[baseline]
+        values = self.clients.accuracy - self.baselines[baseline]
+        known = values[np.isfinite(values)]
+        return over_splits(known) if len(known) else Estimate(math.nan, math.nan, math.nan, 1.0)
 
 
 def mean_of(values: FloatArray) -> float:

@@ -20,6 +20,7 @@ from fedgmm.report.predictions import (
 )
 
 if TYPE_CHECKING:
+    from fedgmm.core.paired import Estimate
     from fedgmm.data.dataset import FederatedDataset
     from fedgmm.model.metrics import Evaluation
     from fedgmm.model.model import FederatedModel
@@ -43,6 +44,7 @@ def gather(
     configuration: Mapping[str, Any],
     feature_names: Sequence[str] | None = None,
     baselines: Mapping[str, Evaluation | Mapping[Any, float]] | None = None,
+    differences: Mapping[str, Estimate] | None = None,
     adaptations: Sequence[AdaptationRecord] = (),
     notes: Sequence[str] = (),
 ) -> ReportContents:
@@ -56,6 +58,7 @@ def gather(
         configuration: settings of the run; names of nested settings are joined with dots.
         feature_names: of the columns the Gaussians see; the data set's own names by default.
         baselines: method -> its evaluation on the same clients, or client -> accuracy.
+        differences: method -> accuracy of the report's method minus that method's, with its test.
         adaptations: of clients that joined after training; without any, a known client joins again.
         notes: warnings and remarks for the reader.
     """
@@ -87,6 +90,7 @@ def gather(
             TITLES.get(name, name): _accuracy_by_client(result, dataset.names)
             for name, result in (baselines or {}).items()
         },
+        differences={TITLES.get(name, name): one for name, one in (differences or {}).items()},
         weights=weights,
         projection=projection_of(model, dataset, feature_names, absent),
         reliability=reliability,

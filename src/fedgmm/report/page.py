@@ -164,6 +164,7 @@ def _compared_methods(contents: ReportContents) -> list[dict[str, Any]]:
                 "worst": known.min() if len(known) else np.nan,
                 "below": int((own > values).sum()),  # false where either is unknown
                 "above": int((own < values).sum()),
+                "lead": _lead(contents, name) if number else "",
             }
         )
     return compared
@@ -181,20 +182,31 @@ def verdict(contents: ReportContents) -> str:
         )
     values = contents.baselines[baseline]
     both = np.isfinite(values) & np.isfinite(contents.clients.accuracy)
-    mine, theirs = contents.clients.accuracy[both], values[both]
-    points = 100.0 * (mean_of(mine) - mean_of(theirs))
-    at_least = f"{int((mine >= theirs).sum()):,} of {counted(int(both.sum()), 'client')}"
-    if abs(points) < 0.05:
+    at_least = (contents.clients.accuracy >= values)[both].sum()
+    as_well = f"{int(at_least):,} of {counted(int(both.sum()), 'client')}"
+    lead = contents.lead(baseline)
+    points = 100.0 * lead.mean
+    interval = f"(95% interval {100 * lead.low:+.1f} to {100 * lead.high:+.1f})"
+    if lead.within_noise:
         return (
-            f"{contents.method} and {baseline} are equally good for an average client; {at_least} do "
-            f"at least as well with {contents.method}."
+            f"A tie: {contents.method} and {baseline}, the best of the other methods, differ by no "
+            f"more than noise, {points:+.1f} percentage points {interval}; {as_well} do at least as "
+            f"well with {contents.method}."
         )
     if points > 0:
         return (
             f"An average client gains {points:.1f} percentage points over {baseline}, the best of the "
-            f"other methods, and {at_least} do at least as well."
+            f"other methods {interval}, and {as_well} do at least as well."
         )
     return (
         f"{baseline} is better here: an average client would gain {-points:.1f} percentage points with "
-        f"it, though {at_least} do at least as well with {contents.method}."
+        f"it {interval}, though {as_well} do at least as well with {contents.method}."
     )
+
+
+def _lead(contents: ReportContents, baseline: str) -> str:
+    """Return the difference from a baseline in percentage points, or that it is a tie."""
+    lead = contents.lead(baseline)
+    if not np.isfinite(lead.mean):
+        return "–"
+    return f"{100 * lead.mean:+.1f}" + (" (tie)" if lead.within_noise else "")

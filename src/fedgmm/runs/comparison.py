@@ -1,4 +1,10 @@
-"""Comparison of several methods on the same rows, each tuned with the same grid on validation rows."""
+"""Comparison of several methods on the same rows, each tuned alike on validation rows.
+
+Every method is tried with every kind of learner. A learning rate is chosen in two steps: all rates of a
+grid, which grows while its best rate is at an edge, are tried for a quarter of the rounds; then the best of
+them and its neighbours are trained in full, until no neighbour is better. Validation rows decide at each
+step and between the learners. Test rows are used once, at the end.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +16,37 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedgmm.data.dataset import FederatedDataset
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
-from fedgmm.methods.base import SHARED_LEARNERS
-from fedgmm.model.metrics import Evaluation
+from fedgmm.methods.base import SHARED_LEARNERS, TITLES
+from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.model.model import FederatedModel
-from fedgmm.runs.folder import RunFolder, write_json
+from fedgmm.runs.folder import RunFolder
 from fedgmm.runs.run import open_run
 from fedgmm.training.build import solver_of
 from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from fedgmm.training.selection import choose_sizes, local_score
+from fedgmm.wording import counted
 
 BUILT_IN = ("digits", "synthetic")
 
+LEARNERS = ("linear", "mlp")
+"""Kinds of learners that every method is tried with."""
+
+LEARNER_TITLES = {"linear": "linear", "mlp": "MLP"}
+
 PAPER_GRID = tuple(10.0**exponent for exponent in (-0.5, -1.0, -1.5, -2.0, -2.5, -3.0))
 """Learning rates of the paper."""
+
+POOLED = ("logistic", "boosting")
+"""Logistic regression and gradient boosting on the rows of all clients together, for orientation."""
+
+_SMALLEST_RATE, _LARGEST_RATE = 1e-5, 10.0  # a grid does not grow beyond them
 
 Notify = Callable[[str], None]
 
@@ -37,17 +57,18 @@ class Tuning:
 
     Attributes:
         best: the chosen rate.
-        scores: mean validation log-likelihood of every rate; minus infinity if training diverged.
+        scores: mean validation log-likelihood of every rate after a short run; minus infinity if
+            training diverged.
+        in_full: the same after all rounds, of the rates that were trained in full.
     """
 
     best: float
     scores: dict[float, float]
+    in_full: dict[float, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, float | None]:
-        """Return the score of every rate, for JSON; ``None`` if training diverged."""
-        return {
-            str(lr): score if math.isfinite(score) else None for lr, score in self.scores.items()
-        }
+        """Return the score of every rate after a short run, for JSON; ``None`` after divergence."""
+        return _finite(self.scores)
 
 
 @dataclass(frozen=True)
@@ -56,17 +77,25 @@ class Contestant:
 
     Attributes:
         algorithm: name of the method.
+        learner: kind of its learners.
         model: trained with the chosen options.
         evaluation: metrics of every client on the test rows, at the last round.
+        right: whether each test row was predicted correctly, ``(n,)``.
+        score: mean validation log-likelihood, by which the learner was chosen.
         seconds: duration of the final training run.
         tuning: choice of the learning rate; ``None`` if there was none to choose.
+        others: the same method with the other learners.
     """
 
     algorithm: str
+    learner: str
     model: FederatedModel
     evaluation: Evaluation
+    right: NDArray[np.bool_]
+    score: float
     seconds: float
     tuning: Tuning | None
+    others: tuple[Contestant, ...] = ()
 
     @property
     def summary(self) -> dict[str, float]:
@@ -75,36 +104,54 @@ class Contestant:
 
     def accuracies(self) -> dict[str, float]:
         """Return the accuracy of every client."""
-        clients = map(str, self.evaluation.clients)
-        return dict(zip(clients, self.evaluation.accuracy.tolist(), strict=True))
+        return _accuracies(self.evaluation)
+
+    def record(self, clients: bool = False) -> dict[str, Any]:
+        """Return plain values, for JSON; with ``clients`` also the accuracy of every client."""
+        tuning = self.tuning
+        return {
+            "algorithm": self.algorithm,
+            "learner": self.learner,
+            **self.summary,
+            "validation_log_likelihood": self.score if math.isfinite(self.score) else None,
+            "rounds": len(self.model.history),
+            "seconds": self.seconds,
+            "lr": tuning.best if tuning else None,
+            "tuning": tuning.record() if tuning else None,
+            "tuning_in_full": _finite(tuning.in_full) if tuning else None,
+            **({"clients": self.accuracies()} if clients else {}),
+            **({"others": [one.record() for one in self.others]} if self.others else {}),
+        }
+
+
+def _finite(scores: Mapping[float, float]) -> dict[str, float | None]:
+    return {str(lr): score if math.isfinite(score) else None for lr, score in scores.items()}
+
+
+def _accuracies(evaluation: Evaluation) -> dict[str, float]:
+    clients = map(str, evaluation.clients)
+    return dict(zip(clients, evaluation.accuracy.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of all methods, in the order of their runs."""
+    """Results of all methods on one split of the rows, in the order of their runs.
+
+    Attributes:
+        contestants: one per method.
+        codes: the client of each test row, ``(n,)``.
+        test_per_training_row: number of test rows over that of training rows.
+        pooled: metrics of the classifiers of ``POOLED``; empty if they were not asked for.
+    """
 
     contestants: list[Contestant] = field(default_factory=list)
+    codes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    test_per_training_row: float = 0.0
+    pooled: dict[str, Evaluation] = field(default_factory=dict)
 
     def record(self, clients: bool = False) -> list[dict[str, Any]]:
         """Return plain values, for JSON; with ``clients`` also the accuracy of every client."""
-        return [
-            {
-                "algorithm": one.algorithm,
-                **one.summary,
-                "rounds": len(one.model.history),
-                "seconds": one.seconds,
-                "lr": one.tuning.best if one.tuning else None,
-                "tuning": one.tuning.record() if one.tuning else None,
-                **({"clients": one.accuracies()} if clients else {}),
-            }
-            for one in self.contestants
-        ]
-
-    def write(self, folder: Path) -> Path:
-        """Write ``comparison.json`` into a folder, with the accuracy of every client."""
-        path = RunFolder(folder).comparison
-        write_json(path, self.record(clients=True))
-        return path
+        return [one.record(clients) for one in self.contestants]
 
 
 # ------------------------------------------------------------------ methods
@@ -114,8 +161,11 @@ def compare(
     dataset: FederatedDataset,
     algorithms: Iterable[str] = ALGORITHMS,
     *,
+    learner_kinds: Sequence[str] = LEARNERS,
     grid: Sequence[float] | None = PAPER_GRID,
-    tuning_rounds: int = 10,
+    extend: bool = True,
+    tuning_rounds: int | None = None,
+    pooled: bool = False,
     options: TrainingOptions | None = None,
     notify: Notify = lambda _: None,
     **changes: Any,
@@ -125,34 +175,115 @@ def compare(
     Args:
         dataset: the clients.
         algorithms: the methods.
+        learner_kinds: kinds of learners to try with every method; validation rows choose among them.
         grid: learning rates to try for every method that has one; ``None`` keeps the given rate.
-        tuning_rounds: rounds of a trial.
+        extend: search beyond the edges of the grid, and among full runs. ``False`` is the paper's
+            protocol: the best rate of the grid after short runs. A grid of one rate never grows.
+        tuning_rounds: rounds of a short run; ``None`` is a quarter of the rounds.
+        pooled: also train the classifiers of ``POOLED``.
         options: training options of all methods.
         notify: called with a line before each step.
         **changes: fields of :class:`TrainingOptions` that replace those of ``options``.
     """
-    from fedgmm.nets.networks import network
-
-    result = Comparison()
+    rows = dataset.test
+    contestants = []
     for algorithm in algorithms:
-        chosen = replace(options or TrainingOptions(), algorithm=algorithm, **changes)
-        if algorithm not in SHARED_LEARNERS:  # a client's own learners already know its labels
-            chosen = replace(chosen, personal_labels=False)
-        net = network(chosen.learner, dataset.input_shape, len(dataset.classes))
-        exact = solver_of(chosen, net) == "newton" and algorithm in ("fedgmm", "fedem", "fedavg")
-        tuning = None
-        if grid is not None and not exact:
-            notify(f"{algorithm}: choosing the learning rate")
-            tuning = tune(dataset, algorithm, grid=grid, rounds=tuning_rounds, options=chosen)
-            chosen = replace(chosen, lr=tuning.best)
-        notify(f"{algorithm}: training")
+        tried = []
+        for kind in learner_kinds:
+            chosen = replace(
+                options or TrainingOptions(), **{**changes, "algorithm": algorithm, "learner": kind}
+            )
+            if algorithm not in SHARED_LEARNERS:  # a client's own learners already know its labels
+                chosen = replace(chosen, personal_labels=False)
+            name = f"{TITLES[algorithm]}, {LEARNER_TITLES.get(kind, kind)}"
+            search = _RateSearch(
+                dataset,
+                chosen,
+                grid,
+                extend,
+                tuning_rounds,
+                lambda line, name=name: notify(f"{name}: {line}"),  # type: ignore[misc]
+            )
+            tried.append(search.run())
+        best, *others = sorted(tried, key=lambda one: -one.score)  # the first kind wins ties
+        contestants.append(replace(best, others=tuple(others)))
+    references = {}
+    if pooled and len(dataset.input_shape) == 1:
+        notify("scikit-learn on the pooled rows")
+        references = pooled_references(dataset)
+    return Comparison(
+        contestants, rows.codes.cpu().numpy(), len(rows) / len(dataset.train), references
+    )
+
+
+@dataclass(frozen=True)
+class _RateSearch:
+    """Training of one method with one kind of learner; see the top of the module for the search."""
+
+    dataset: FederatedDataset
+    options: TrainingOptions
+    grid: Sequence[float] | None
+    extend: bool
+    tuning_rounds: int | None
+    notify: Notify
+
+    def run(self) -> Contestant:
+        """Choose the learning rate, if there is one, and return the trained method."""
+        from fedgmm.nets.networks import network
+
+        options, dataset = self.options, self.dataset
+        net = network(options.learner, dataset.input_shape, len(dataset.classes))
+        mixture = options.algorithm in ("fedgmm", "fedem", "fedavg")
+        exact = solver_of(options, net) == "newton" and mixture
+        if self.grid is None or exact:
+            return self._train(options)
+        short = max(1, options.rounds // 4) if self.tuning_rounds is None else self.tuning_rounds
+        tuning = tune(
+            dataset,
+            options.algorithm,
+            grid=self.grid,
+            rounds=short,
+            extend=self.extend,
+            options=options,
+            notify=self.notify,
+        )
+        best = self._train(replace(options, lr=tuning.best))
+        tried = {tuning.best: best.score}
+        centre = None
+        while self.extend and centre != best.model.options["lr"]:
+            centre = best.model.options["lr"]
+            for lr in neighbours(centre, {*tuning.scores, *tried}, len(self.grid) > 1):
+                if lr not in tried:
+                    found = self._train(replace(options, lr=lr))
+                    tried[lr] = found.score
+                    # after divergence only a smaller rate can help
+                    if (found.score, -lr) > (best.score, -best.model.options["lr"]):
+                        best = found
+        return replace(best, tuning=Tuning(best.model.options["lr"], tuning.scores, tried))
+
+    def _train(self, options: TrainingOptions) -> Contestant:
+        self.notify(f"training with rate {options.lr:.3g}")
         started = time.perf_counter()
-        model = train(dataset, algorithm, options=chosen)
+        with warnings.catch_warnings():
+            if self.grid is not None and self.extend:  # other rates are tried
+                warnings.simplefilter("ignore", DivergenceWarning)
+            model = train(self.dataset, options=options)
         pass_on_interrupt(model)
         seconds = time.perf_counter() - started
-        evaluation = model.evaluate("test")
-        result.contestants.append(Contestant(algorithm, model, evaluation, seconds, tuning))
-    return result
+        rows = self.dataset.test
+        owners = np.array(rows.names, dtype=object)[rows.codes.cpu().numpy()]
+        predicted = model.predict(rows.inputs.cpu().numpy(), owners)
+        right = predicted == self.dataset.classes[rows.labels.cpu().numpy()]
+        return Contestant(
+            options.algorithm,
+            str(options.learner),
+            model,
+            model.evaluate("test"),
+            right,
+            validation_score(model) if len(self.dataset.validation) else 0.0,
+            seconds,
+            None,
+        )
 
 
 def tune(
@@ -161,7 +292,9 @@ def tune(
     *,
     grid: Sequence[float] = PAPER_GRID,
     rounds: int = 10,
+    extend: bool = True,
     options: TrainingOptions | None = None,
+    notify: Notify = lambda _: None,
     **changes: Any,
 ) -> Tuning:
     """Return the learning rate with the best validation log-likelihood. Test rows are not used.
@@ -171,25 +304,50 @@ def tune(
         algorithm: the method.
         grid: learning rates.
         rounds: rounds of the short run with each rate.
+        extend: while the best rate is at an edge of the grid, try the next one beyond it.
         options: the other options; the warm-up is shortened in proportion to the rounds.
+        notify: called with a line before each short run.
         **changes: fields of :class:`TrainingOptions` that replace those of ``options``.
     """
     whole = options or TrainingOptions()
     short = replace(whole, warmup=whole.warmup * rounds // whole.rounds)
     scores: dict[float, float] = {}
-    for lr in grid:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DivergenceWarning)
-            model = train(
-                dataset, algorithm, options=short, **{**changes, "lr": lr, "rounds": rounds}
-            )
-        pass_on_interrupt(model)
-        scores[lr] = validation_score(model)
+    wanted = list(dict.fromkeys(map(float, grid)))
+    while wanted:
+        for lr in wanted:
+            notify(f"trying rate {lr:.3g} for {counted(rounds, 'round')}")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DivergenceWarning)
+                model = train(
+                    dataset, algorithm, options=short, **{**changes, "lr": lr, "rounds": rounds}
+                )
+            pass_on_interrupt(model)
+            scores[lr] = validation_score(model)
+        best = max(scores, key=lambda lr: (scores[lr], -lr))
+        beyond = neighbours(best, scores, extend and len(scores) > 1)
+        wanted = [lr for lr in beyond if lr not in scores]
     if not any(map(math.isfinite, scores.values())):
         raise ValueError(
-            f"{algorithm} diverged with every lr of the grid {tuple(grid)}; try smaller rates."
+            f"{algorithm} diverged with every lr from {max(scores):g} to {min(scores):g}; scale the "
+            "columns or limit gradients with clip_norm."
         )
-    return Tuning(max(scores, key=lambda lr: scores[lr]), scores)
+    return Tuning(best, scores)
+
+
+def neighbours(rate: float, rates: Iterable[float], extend: bool = True) -> list[float]:
+    """Return the next smaller and the next larger rate.
+
+    With ``extend``, a rate at the edge has a neighbour beyond it, at the distance of its neighbour
+    within, between 1e-5 and 10.
+    """
+    known = sorted(rates)
+    place = known.index(rate)
+    found = known[max(place - 1, 0) : place] + known[place + 1 : place + 2]
+    if extend and len(found) == 1:
+        beyond = float(f"{rate * rate / found[0]:.12g}")  # 1 and not 1.0000000000000002
+        if _SMALLEST_RATE <= beyond <= _LARGEST_RATE:
+            found.append(beyond)
+    return found
 
 
 def pass_on_interrupt(model: FederatedModel) -> None:
@@ -209,6 +367,33 @@ def validation_accuracy(model: FederatedModel) -> float:
     return -math.inf if model.stopped else model.evaluate("validation").mean_accuracy
 
 
+def pooled_references(dataset: FederatedDataset) -> dict[str, Evaluation]:
+    """Train scikit-learn's classifiers on the training rows of all clients together.
+
+    They see what a federation cannot, so they are no part of a ranking. They do not know the client of
+    a row.
+    """
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    def arrays(rows: LabelledRows) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        return rows.inputs.cpu().numpy(), rows.labels.cpu().numpy()
+
+    regression = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    models = (regression, HistGradientBoostingClassifier(random_state=0))
+    x, y = arrays(dataset.test)
+    codes = dataset.test.codes.cpu().numpy()
+    found = {}
+    for name, model in zip(POOLED, models, strict=True):
+        model.fit(*arrays(dataset.train))
+        log_proba = np.full((len(x), len(dataset.classes)), -np.inf)
+        log_proba[:, model.classes_] = np.log(np.maximum(model.predict_proba(x), 1e-300))
+        found[name] = evaluate(log_proba, y, codes, dataset.test.names)
+    return found
+
+
 # ------------------------------------------------------------------ rows
 
 
@@ -220,6 +405,7 @@ class DataToCompare:
         dataset: the rows.
         title: name of the data.
         options: training options of all methods.
+        again: returns the same data with another seed: another split, or another draw if built in.
         bayes: accuracy of the Bayes classifier, if it is known.
         home: run folder that the results belong to, if there is one.
         notes: remarks about the files.
@@ -227,7 +413,8 @@ class DataToCompare:
 
     dataset: FederatedDataset
     title: str
-    options: TrainingOptions = field(default_factory=TrainingOptions)
+    options: TrainingOptions
+    again: Callable[[int], DataToCompare]
     bayes: float | None = None
     home: Path | None = None
     notes: list[str] = field(default_factory=list)
@@ -258,6 +445,19 @@ def data_to_compare(
         notify: called with a line before each step.
     """
     given: dict[str, Any] = {**(sizes or {})}
+
+    def again(seed: int) -> DataToCompare:
+        return data_to_compare(
+            sources,
+            label=label,
+            client_column=client_column,
+            categorical=categorical,
+            ignore=ignore,
+            seed=seed,
+            sizes=sizes,
+            notify=notify,
+        )
+
     source = sources[0] if len(sources) == 1 else ""
     of_columns = [client_column, categorical, ignore]
     if source and RunFolder(Path(source)).is_run:
@@ -269,8 +469,9 @@ def data_to_compare(
         run = open_run(source)
         run.need_labels()
         options = replace(run.config.options(), algorithm="fedgmm", **given)
+        dataset = run.data(notify) if seed is None else run.split_anew(seed, notify)
         options = options if seed is None else replace(options, seed=seed)
-        return DataToCompare(run.data(notify), source, options, home=run.folder.home)
+        return DataToCompare(dataset, source, options, again, home=run.folder.home)
     if source in BUILT_IN and label is None:
         if any(of_columns):
             raise ValueError(
@@ -278,7 +479,8 @@ def data_to_compare(
                 "and --ignore."
             )
         dataset, bayes = built_in_data(source, seed or 0)
-        return DataToCompare(dataset, source, TrainingOptions(seed=seed or 0, **given), bayes)
+        options = TrainingOptions(seed=seed or 0, **given)
+        return DataToCompare(dataset, source, options, again, bayes)
     if label is None:
         raise ValueError("No label column was given; name it with --label COLUMN.")
     table = TableOptions(label, client_column, tuple(categorical), tuple(ignore), seed=seed or 0)
@@ -292,7 +494,7 @@ def data_to_compare(
         sizes_given=bool(given),
         notify=notify,
     )
-    return DataToCompare(dataset, "Files", options, notes=tables.notes)
+    return DataToCompare(dataset, "Files", options, again, notes=tables.notes)
 
 
 def built_in_data(name: str, seed: int) -> tuple[FederatedDataset, float | None]:

@@ -6,7 +6,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedgmm.core.paired import Estimate
 from fedgmm.data.tables.files import Notify
+from fedgmm.methods.base import TITLES
 from fedgmm.report.contents import AdaptationRecord
 from fedgmm.report.gathering import gather
 from fedgmm.report.page import write_report
@@ -14,6 +16,7 @@ from fedgmm.runs.config import read_config
 from fedgmm.runs.folder import RunFolder, read_history, read_json
 
 if TYPE_CHECKING:
+    from fedgmm.model.model import FederatedModel
     from fedgmm.runs.run import FederatedRun
 
 
@@ -23,6 +26,7 @@ def write_run_report(run: FederatedRun, notify: Notify = lambda _: None) -> Path
     dataset = run.data(notify)
     notify("writing the report")
     with folder.lock():
+        baselines, differences, notes = _comparison(folder, run.model)
         contents = gather(
             run.model,
             dataset,
@@ -30,9 +34,10 @@ def write_run_report(run: FederatedRun, notify: Notify = lambda _: None) -> Path
             history=read_history(folder.history),
             configuration=_configuration(folder),
             feature_names=run.preprocessing.feature_names,
-            baselines=_baselines(folder, run.model.algorithm),
+            baselines=baselines,
+            differences=differences,
             adaptations=_adaptations(folder, run.model.names),
-            notes=run.metrics.get("notes", []),
+            notes=[*run.metrics.get("notes", []), *notes],
         )
         return write_report(contents, folder.report)
 
@@ -45,15 +50,33 @@ def _configuration(folder: RunFolder) -> dict[str, Any]:
     return sections
 
 
-def _baselines(folder: RunFolder, own: str) -> dict[str, Mapping[Any, float]]:
-    """Return the accuracies of the other methods in ``comparison.json``, per client."""
+def _comparison(
+    folder: RunFolder, model: FederatedModel
+) -> tuple[dict[str, Mapping[Any, float]], dict[str, Estimate], list[str]]:
+    """Return other methods' accuracies per client, the run's lead over each, and remarks.
+
+    All are empty without ``comparison.json``. Earlier versions wrote a list without tests.
+    """
     if not folder.comparison.is_file():
-        return {}
-    return {
+        return {}, {}, []
+    record = read_json(folder.comparison, object)
+    methods = record["methods"] if isinstance(record, dict) else record
+    baselines = {
         entry["algorithm"]: entry["clients"]
-        for entry in read_json(folder.comparison, list)
-        if entry["algorithm"] != own and "clients" in entry
+        for entry in methods
+        if entry["algorithm"] != model.algorithm and "clients" in entry
     }
+    own: dict[str, Any] = next((one for one in methods if one["algorithm"] == model.algorithm), {})
+    against = own.get("against", {})
+    notes = [record["intervals"]] if isinstance(record, dict) else []
+    learner = model.options.get("learner")
+    if own.get("learner", learner) != learner:
+        notes.append(
+            f"fedgmm compare chose {own['learner']} learners for {TITLES[model.algorithm]} on validation "
+            f"rows ({100 * own['mean_accuracy']:.1f} % of the test rows right) and tested those against "
+            f"the other methods; this run has {learner} learners."
+        )
+    return baselines, {name: Estimate.from_record(one) for name, one in against.items()}, notes
 
 
 def _adaptations(folder: RunFolder, known: Sequence[Hashable]) -> list[AdaptationRecord]:

@@ -141,14 +141,18 @@ class FederatedRun:
     def data(self, notify: Notify = lambda _: None) -> FederatedDataset:
         """Return the rows of the run; their files are read again if they are not in memory."""
         if self.dataset is None:
-            from fedgmm.data.tables.loading import read_tables
-
-            check_files_unchanged(self.folder)
-            config = self.config
-            tables = read_tables(config.files, config.table, notify)
-            self.dataset = tables.load(self.preprocessing, notify)
+            self.dataset = self.split_anew(self.config.table.seed, notify)
             self.model.dataset = self.dataset
         return self.dataset
+
+    def split_anew(self, seed: int, notify: Notify = lambda _: None) -> FederatedDataset:
+        """Read the rows of the run and split them by a seed; the run itself does not change."""
+        from fedgmm.data.tables.loading import read_tables
+
+        check_files_unchanged(self.folder)
+        config = self.config
+        tables = read_tables(config.files, replace(config.table, seed=seed), notify)
+        return tables.load(self.preprocessing, notify)
 
     # ------------------------------------------------------------------ commands
 

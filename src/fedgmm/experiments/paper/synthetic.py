@@ -100,7 +100,9 @@ def run_setting(
         comparison = compare(
             federation.dataset,
             size.methods,
+            learner_kinds=("linear",),
             grid=size.grid,
+            extend=False,
             tuning_rounds=size.tuning_rounds,
             notify=lambda line, seed=seed: notify(f"{setting}, seed {seed}: {line}"),  # type: ignore[misc]
             rounds=size.rounds,

@@ -1,0 +1,109 @@
+"""Means with intervals and paired tests, over repeated splits of the rows or over the rows of one split."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+LEVEL = 0.95
+"""Coverage of all intervals."""
+
+_RESAMPLES = 2000
+_CLIENTS_AT_ONCE = 256  # bounds the memory of a resample
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with an interval, and a test whether it is zero.
+
+    Attributes:
+        mean: the estimate.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        p_value: two-sided p-value of a mean of zero.
+    """
+
+    mean: float
+    low: float
+    high: float
+    p_value: float
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether the interval contains zero: a difference like this is a tie."""
+        return self.low <= 0.0 <= self.high
+
+    def record(self) -> dict[str, float | bool]:
+        """Return plain values of a difference, for JSON."""
+        return {
+            "difference": self.mean,
+            "low": self.low,
+            "high": self.high,
+            "p_value": self.p_value,
+            "tie": self.within_noise,
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, float]) -> Estimate:
+        """Return the difference of a :meth:`record`."""
+        return cls(record["difference"], record["low"], record["high"], record["p_value"])
+
+
+def over_splits(values: FloatArray, test_per_training_row: float = 0.0) -> Estimate:
+    """Return the mean of one value per split, with the interval of a ``t`` distribution.
+
+    Splits of the same rows overlap, so their values vary less than those of new rows would. Nadeau
+    and Bengio (2003) correct for that::
+
+        variance of the mean = (1/S + n_test/n_train) · variance of the values
+
+    Args:
+        values: one value per split, ``(S,)``; a difference of two methods makes the test paired.
+        test_per_training_row: ``n_test / n_train``; zero for values that are independent.
+    """
+    count, mean = len(values), float(values.mean())
+    if count < 2:
+        return Estimate(mean, -math.inf, math.inf, 1.0)
+    from scipy.stats import t  # takes a second to import
+
+    error = float(values.std(ddof=1)) * math.sqrt(1.0 / count + test_per_training_row)
+    reach = float(t.ppf(0.5 + LEVEL / 2, count - 1)) * error
+    if error == 0.0:
+        return Estimate(mean, mean, mean, float(mean == 0.0))
+    p_value = 2.0 * float(t.sf(abs(mean) / error, count - 1))
+    return Estimate(mean, mean - reach, mean + reach, p_value)
+
+
+def over_rows(values: FloatArray, clients: NDArray[np.int64], seed: int = 0) -> Estimate:
+    """Return the mean over clients of their means over rows, with a bootstrap interval.
+
+    Rows are drawn again within each client, so the interval is about new rows of the same clients and
+    the same models. It has percentiles as ends.
+
+    Args:
+        values: one value per row, ``(n,)``, of few different ones: right (1) or wrong (0), or the
+            difference of two methods, which makes the test paired.
+        clients: the client of each row, ``(n,)``.
+        seed: seed of the draws.
+    """
+    kinds, kind = np.unique(values, return_inverse=True)
+    _, client = np.unique(clients, return_inverse=True)
+    counts = np.zeros((client.max() + 1, len(kinds)))
+    np.add.at(counts, (client, kind), 1.0)
+    rows = counts.sum(1)
+    rng = np.random.default_rng(seed)
+    total = np.zeros(_RESAMPLES)
+    for first in range(0, len(rows), _CLIENTS_AT_ONCE):
+        own, n = counts[first : first + _CLIENTS_AT_ONCE], rows[first : first + _CLIENTS_AT_ONCE]
+        drawn = rng.multinomial(n.astype(np.int64), own / n[:, None], (_RESAMPLES, len(n)))
+        total += ((drawn @ kinds) / n).sum(1)
+    means = total / len(rows)
+    low, high = np.quantile(means, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
+    tail = min((means <= 0.0).sum(), (means >= 0.0).sum())
+    p_value = min(1.0, 2.0 * (1.0 + float(tail)) / (1.0 + _RESAMPLES))
+    return Estimate(float(((counts @ kinds) / rows).mean()), float(low), float(high), p_value)

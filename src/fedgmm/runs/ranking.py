@@ -1,0 +1,259 @@
+"""Ranking of compared methods over one or several splits: intervals, paired tests, and ties."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgmm.core.paired import Estimate, over_rows, over_splits
+from fedgmm.methods.base import TITLES
+from fedgmm.runs.comparison import (
+    LEARNER_TITLES,
+    LEARNERS,
+    Comparison,
+    DataToCompare,
+    Notify,
+    compare,
+)
+from fedgmm.runs.folder import RunFolder, write_json
+from fedgmm.wording import counted
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A method in a ranking.
+
+    Attributes:
+        algorithm: name of the method.
+        learners: kind of learner -> number of splits in which validation rows chose it.
+        accuracy: mean over clients and splits.
+        lead: its accuracy minus that of the best method, paired.
+        by_learner: mean accuracy with each kind of learner.
+        summary: metrics over all clients, means over splits.
+        rates: the chosen learning rate of each split; ``None`` for exact steps.
+    """
+
+    algorithm: str
+    learners: dict[str, int]
+    accuracy: Estimate
+    lead: Estimate
+    by_learner: dict[str, float]
+    summary: dict[str, float]
+    rates: list[float | None]
+
+    @property
+    def title(self) -> str:
+        """Name of the method and of its learner, such as "FedAvg (MLP)"."""
+        kinds = [LEARNER_TITLES.get(kind, kind) for kind in self.learners]
+        return f"{TITLES[self.algorithm]} ({' or '.join(kinds)})"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Methods ranked by their mean accuracy over clients, with intervals and paired tests.
+
+    Attributes:
+        seeds: seed of each split.
+        splits: the record of the comparison on each split.
+        right: method -> whether it predicted each test row of the first split correctly, ``(n,)``.
+        codes: the client of each of these rows, ``(n,)``.
+        test_per_training_row: number of test rows over that of training rows.
+        pooled: metrics of the classifiers of ``POOLED``, means over splits.
+    """
+
+    seeds: tuple[int, ...]
+    splits: list[list[dict[str, Any]]]
+    right: dict[str, NDArray[np.bool_]]
+    codes: NDArray[np.int64]
+    test_per_training_row: float
+    pooled: dict[str, dict[str, float]]
+
+    @property
+    def unit(self) -> str:
+        """Sentence that says what the intervals mean."""
+        if len(self.seeds) == 1:
+            return (
+                "Intervals (95 %) and ties: bootstrap over the test rows of each client. The split "
+                "was not repeated, so chance in the split and in training is not included."
+            )
+        return (
+            f"Intervals (95 %) and ties: {len(self.seeds)} splits, each tuned and trained again; t "
+            f"with {counted(len(self.seeds) - 1, 'degree')} of freedom on the means over clients, "
+            "widened because splits overlap."
+        )
+
+    def _values(self, algorithm: str) -> NDArray[np.float64]:
+        """Return a method's accuracy on each split, ``(S,)``."""
+        found = [one for split in self.splits for one in split if one["algorithm"] == algorithm]
+        return np.array([one["mean_accuracy"] for one in found])
+
+    def accuracy(self, algorithm: str) -> Estimate:
+        """Return the mean accuracy of a method over clients."""
+        if len(self.seeds) == 1:
+            return over_rows(self.right[algorithm].astype(np.float64), self.codes)
+        return over_splits(self._values(algorithm), self.test_per_training_row)
+
+    def difference(self, first: str, second: str) -> Estimate:
+        """Return the accuracy of one method minus that of another on the same rows."""
+        if len(self.seeds) == 1:
+            one, other = (self.right[name].astype(np.float64) for name in (first, second))
+            return over_rows(one - other, self.codes)
+        return over_splits(self._values(first) - self._values(second), self.test_per_training_row)
+
+    @cached_property
+    def standings(self) -> list[Standing]:
+        """The methods in the order of their runs."""
+        names = [one["algorithm"] for one in self.splits[0]]
+        best = max(names, key=lambda name: self._values(name).mean())
+        return [self._standing(name, best) for name in names]
+
+    def _standing(self, algorithm: str, best: str) -> Standing:
+        own = [one for split in self.splits for one in split if one["algorithm"] == algorithm]
+        every = [entry for one in own for entry in (one, *one.get("others", []))]
+        kinds = sorted({entry["learner"] for entry in every}, key=_order_of_learners)
+        metrics = [name for name, value in own[0].items() if isinstance(value, float)]
+        return Standing(
+            algorithm,
+            dict(Counter(one["learner"] for one in own).most_common()),
+            self.accuracy(algorithm),
+            self.difference(algorithm, best),
+            {
+                kind: float(np.mean([e["mean_accuracy"] for e in every if e["learner"] == kind]))
+                for kind in kinds
+            },
+            {name: float(np.mean([one[name] for one in own])) for name in metrics if name != "lr"},
+            [one["lr"] for one in own],
+        )
+
+    @property
+    def best(self) -> Standing:
+        """The method with the highest mean accuracy."""
+        return max(self.standings, key=lambda one: one.accuracy.mean)
+
+    @property
+    def tied(self) -> list[Standing]:
+        """Methods whose difference from the best is within noise, best first; with the best."""
+        within = [one for one in self.standings if one.lead.within_noise]
+        return sorted(within, key=lambda one: -one.accuracy.mean)
+
+    def headline(self) -> str:
+        """Return the result in one sentence; a difference within noise is a tie."""
+        tied, best = self.tied, self.best
+        if len(self.standings) == 1:
+            return f"{best.title} reaches {100 * best.accuracy.mean:.1f} %."
+        if len(tied) > 1:
+            names = [f"{one.title} {100 * one.accuracy.mean:.1f} %" for one in tied]
+            return f"A tie: {', '.join(names[:-1])} and {names[-1]} differ by no more than noise."
+        others = [one for one in self.standings if one is not best]
+        second = max(others, key=lambda one: one.accuracy.mean)
+        low, high = -100 * second.lead.high, -100 * second.lead.low
+        return (
+            f"{best.title} is best with {100 * best.accuracy.mean:.1f} %, "
+            f"{-100 * second.lead.mean:.1f} points above {second.title} "
+            f"(95 % interval {low:.1f} to {high:.1f})."
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        first = {one["algorithm"]: one for one in self.splits[0]}
+        names = list(first)
+        methods = [
+            {
+                "algorithm": one.algorithm,
+                "learner": next(iter(one.learners)),
+                "learners": one.learners,
+                **one.summary,
+                "interval": [one.accuracy.low, one.accuracy.high],
+                "tied_with_best": one.lead.within_noise,
+                "by_learner": one.by_learner,
+                "against": {
+                    other: self.difference(one.algorithm, other).record()
+                    for other in names
+                    if other != one.algorithm
+                },
+                "clients": first[one.algorithm]["clients"],
+            }
+            for one in self.standings
+        ]
+        return {
+            "headline": self.headline(),
+            "intervals": self.unit,
+            "best": self.best.algorithm,
+            "tied": [one.algorithm for one in self.tied],
+            "seeds": list(self.seeds),
+            "methods": methods,
+            "pooled": self.pooled,
+            "splits": self.splits,
+        }
+
+    def write(self, folder: Path) -> Path:
+        """Write ``comparison.json`` into a folder."""
+        path = RunFolder(folder).comparison
+        write_json(path, self.record())
+        return path
+
+
+def _order_of_learners(kind: str) -> tuple[int, str]:
+    return (LEARNERS.index(kind) if kind in LEARNERS else len(LEARNERS), kind)
+
+
+def rank(comparisons: Iterable[Comparison], seeds: Sequence[int] = (0,)) -> Ranking:
+    """Rank methods by comparisons of the same methods on several splits; models are not kept."""
+    splits: list[list[dict[str, Any]]] = []
+    pooled, ratios = [], []
+    right: dict[str, NDArray[np.bool_]] = {}
+    codes = np.zeros(0, dtype=np.int64)
+    for comparison in comparisons:
+        if not splits:
+            right = {one.algorithm: one.right for one in comparison.contestants}
+            codes = comparison.codes
+        splits.append(comparison.record(clients=True))
+        pooled.append({name: one.summary() for name, one in comparison.pooled.items()})
+        ratios.append(comparison.test_per_training_row)
+    means = {
+        name: {key: float(np.mean([one[name][key] for one in pooled])) for key in pooled[0][name]}
+        for name in pooled[0]
+    }
+    return Ranking(tuple(seeds), splits, right, codes, float(np.mean(ratios)), means)
+
+
+def compare_splits(
+    data: DataToCompare,
+    algorithms: Sequence[str],
+    seeds: int = 1,
+    *,
+    notify: Notify = lambda _: None,
+    **options: Any,
+) -> Ranking:
+    """Compare methods on several splits of the same data, and rank them.
+
+    Args:
+        data: the rows; other splits are drawn by :attr:`DataToCompare.again`.
+        algorithms: the methods.
+        seeds: number of splits.
+        notify: called with a line before each step.
+        **options: of :func:`compare`.
+    """
+    first = data.options.seed
+    numbers = range(first, first + seeds)
+
+    def comparisons() -> Iterator[Comparison]:
+        for seed in numbers:
+            here = f"split {seed - first + 1} of {seeds}, " if seeds > 1 else ""
+            own = data if seed == first else data.again(seed)
+            yield compare(
+                own.dataset,
+                algorithms,
+                options=own.options,
+                notify=lambda line, here=here: notify(f"{here}{line}"),  # type: ignore[misc]
+                **options,
+            )
+
+    return rank(comparisons(), numbers)
