@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from fedgmm.core.params import is_statistic
 from fedgmm.nets import stacked
+from fedgmm.nets.convolutional import Convolutional
 from fedgmm.nets.kernels import fused as kernels
-from fedgmm.nets.networks import Convolutional
 from fedgmm.nets.sgd import SGD, plan_batches, train_local
 
 pytest.importorskip("triton")

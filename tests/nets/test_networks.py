@@ -12,16 +12,8 @@ import torch
 from torch import nn
 
 from fedgmm.core.params import stack
-from fedgmm.nets.networks import (
-    ConvNet,
-    Convolutional,
-    Dense,
-    Vectorised,
-    as_numbers,
-    convolve,
-    network,
-    patches,
-)
+from fedgmm.nets.convolutional import ConvNet, Convolutional, convolve, patches
+from fedgmm.nets.networks import Dense, as_numbers, network
 from supervised import load_dense, module_of
 
 CLASSES, LEARNERS = 4, 3
@@ -156,43 +148,7 @@ def test_networks_by_name_can_be_copied_and_pickled(kind):
         assert torch.equal(twin.logits(params, x), expected)
 
 
-# ---------------------------------------------------------------------- bad modules
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)), "buffers"),
-        (nn.Flatten, "no parameters"),
-        (lambda: nn.Linear(5, 7), "logits"),
-        (lambda: nn.Linear(6, 2), "cannot read"),
-    ],
-)
-def test_a_module_that_cannot_be_stacked_is_refused(factory, message):
-    with pytest.raises(ValueError, match=message):
-        network(factory, (5,), 2).initial(torch.Generator())
-
-
-def test_a_factory_must_make_a_module():
-    with pytest.raises(TypeError, match="Module"):
-        Vectorised(lambda: 3, (5,), 2).initial(torch.Generator())
-
-
-class ReadsItsWeights(nn.Module):
-    """A module whose constructor reads its own weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.out = nn.Linear(5, 2)
-        self.size = float(self.out.weight.detach().abs().max())
-
-    def forward(self, x):
-        return self.out(x) / self.size
-
-
-def test_a_module_whose_constructor_reads_its_weights_has_shapes():
-    net = network(ReadsItsWeights, (5,), 2)
-    assert net.parameter_shapes == {"out.weight": (2, 5), "out.bias": (2,)}
+# ---------------------------------------------------------------------- bad names and shapes
 
 
 @pytest.mark.parametrize("shape", [(5,), (1, 8, 9), (1, 3, 3), (8, 8)])

@@ -15,7 +15,8 @@ from fedgmm.nets.backbones import (
     ResNet18,
     _Residual,
 )
-from fedgmm.nets.networks import ConvNet, as_numbers, network
+from fedgmm.nets.convolutional import ConvNet
+from fedgmm.nets.networks import as_numbers, network
 from fedgmm.nets.sgd import SGD, plan_batches, train_local
 from fedgmm.nets.stacked import Stacked
 

@@ -14,7 +14,7 @@ def is_statistic(name: str) -> bool:
 
     Statistics are averaged like other parameters, but no gradient trains them.
     """
-    return name.endswith((".running_mean", ".running_var"))
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 def stack(params: list[Params]) -> Params:

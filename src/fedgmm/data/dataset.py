@@ -390,8 +390,8 @@ def numeric(values: Any, what: str) -> NDArray[Any]:
     rows = np.asarray(values)
     if rows.ndim < 2:
         raise ValueError(f"{what} must have rows and columns, got an array of shape {rows.shape}.")
-    if rows.dtype in (np.float32, np.float64, np.uint8):
-        return rows
+    if rows.dtype in (np.float32, np.float64) or (rows.dtype == np.uint8 and rows.ndim != 3):
+        return rows  # batches of bytes with three axes would look like images
     try:
         if rows.dtype.kind in "cmMV":  # NumPy would cast dates and drop imaginary parts
             raise ValueError(f"they are of type {rows.dtype}")

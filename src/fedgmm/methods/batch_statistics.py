@@ -16,6 +16,7 @@ from torch import Tensor
 from fedgmm.core.params import Params, count_learners, is_statistic
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction
+from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import as_numbers
 from fedgmm.nets.sgd import Step, plan_batches
 from fedgmm.nets.stacked import Stacked
@@ -36,7 +37,7 @@ def recompute_statistics(prediction: Prediction, rows: LabelledRows) -> Predicti
         rows: training rows.
     """
     net, learners = prediction.net, prediction.learners
-    if not isinstance(net, Stacked) or not any(map(is_statistic, learners)):
+    if not (isinstance(net, Stacked | ModuleNetwork) and any(map(is_statistic, learners))):
         return prediction
     counts = rows.offsets.diff()
     own, shares = _learners_of_clients(prediction, counts)
@@ -97,7 +98,9 @@ def _blocks(step: Step, learners: int, learner_bytes: int) -> list[slice]:
     return [slice(first, min(first + most, clients)) for first in range(0, clients, most)]
 
 
-def _statistics(net: Stacked, learners: Params, images: Tensor, counts: Tensor) -> Params:
+def _statistics(
+    net: Stacked | ModuleNetwork, learners: Params, images: Tensor, counts: Tensor
+) -> Params:
     """Return means and variances of the learners' channels per client, ``(A, k, c)`` float64.
 
     ``learners`` are ``(A, k, ...)``; of ``images`` ``(A, n, ...)`` the first ``counts`` are used.
@@ -105,6 +108,7 @@ def _statistics(net: Stacked, learners: Params, images: Tensor, counts: Tensor) 
     gpus = [images.device] if images.device.type != "cpu" else []
     # dropout draws from the global generator, which gets its own state back
     with torch.no_grad(), torch.random.fork_rng(gpus):
+        torch.manual_seed(0)
         inputs = as_numbers(images, next(iter(learners.values())).dtype)
         _, found = net.forward(learners, inputs, training=True, counts=counts)
     return {name: value.double() for name, value in found.items()}

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians, covariance_shape
 from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.moments import Scaling
-from fedgmm.core.params import count_learners
+from fedgmm.core.params import Params, count_learners
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import CALIBRATIONS, FederatedModel
+from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import ModuleFactory, Network, network
 
 FORMAT = 2
@@ -77,6 +78,8 @@ def save(model: FederatedModel, folder: str | Path) -> Path:
 def _tensors(model: FederatedModel) -> dict[str, Tensor]:
     prediction = model.prediction
     tensors = {f"learners/{name}": value for name, value in prediction.learners.items()}
+    if isinstance(prediction.net, ModuleNetwork):
+        tensors |= {f"constants/{n}": value for n, value in prediction.net.constants.items()}
     for name in ("client_weights", "weights", "assignment"):
         value = getattr(prediction, name)
         if value is not None:
@@ -165,10 +168,11 @@ def load(folder: str | Path, *, learner: ModuleFactory | None = None) -> Federat
         raise ModelFileError(f"{home} does not contain a valid model: {e!r}.") from None
 
 
-def _check_learner(saved: dict[str, Tensor], net: Network) -> None:
-    """Raise ``LearnerError`` unless a custom network has the parameters of the saved learners."""
-    given = net.parameter_shapes
-    expected = {name: tuple(value.shape[1:]) for name, value in saved.items()}
+def _check_learner(learners: Params, constants: Params, net: ModuleNetwork) -> None:
+    """Raise ``LearnerError`` unless a custom network has the parameters and buffers of the file."""
+    given = net.parameter_shapes | {n: tuple(v.shape) for n, v in net.constants.items()}
+    expected = {name: tuple(value.shape[1:]) for name, value in learners.items()}
+    expected |= {name: tuple(value.shape) for name, value in constants.items()}
     for name in sorted({*expected, *given}):
         if given.get(name) != expected.get(name):
             there = f"has shape {expected[name]}" if name in expected else "is unknown"
@@ -238,9 +242,11 @@ def _build_model(
     _require(len(set(names)) == len(names), "names")
     if isinstance(kind, nn.Module):
         raise LearnerError("it is a module; pass the function that made the learners in training.")
-    net = network(kind, shape, len(classes))
-    if kind is learner:
-        _check_learner(_under(tensors, "learners/"), net)
+    net = network(kind, shape, len(classes), seed=options.get("seed", 0))
+    if isinstance(net, ModuleNetwork):
+        constants = _under(tensors, "constants/")
+        _check_learner(_under(tensors, "learners/"), constants, net)
+        net = replace(net, given=constants or None)  # earlier versions wrote no constants
     positive = facts.get("positive")  # files of earlier versions do not have it
     _require(positive is None or positive in classes.tolist(), "positive")
     prediction = Prediction(
@@ -299,7 +305,9 @@ def _column_names(facts: dict[str, Any], shape: tuple[int, ...]) -> tuple[str, .
 
 
 def _learners(learners: dict[str, Tensor], net: Network) -> dict[str, Tensor]:
-    shapes = net.parameter_shapes
+    shapes = dict(net.parameter_shapes)
+    if isinstance(net, ModuleNetwork):  # earlier versions trained frozen layers
+        shapes |= {n: tuple(v.shape) for n, v in net.constants.items() if n in learners}
     _require(set(learners) == set(shapes), "learners")
     count = len(next(iter(learners.values())))
     for name, value in learners.items():

@@ -40,10 +40,21 @@ def log_likelihoods(
         size = max(1, most)
         parts = [slice(first, first + size) for first in range(0, len(inputs), size)]
         return torch.cat([log_likelihoods(net, params, inputs[p], labels[p]) for p in parts])
-    if net.classes == 2:  # log P(y|x) = log σ(±(z₁ - z₀)), faster than a softmax over two numbers
-        margins = class_margins(net, params, inputs, training)
-        return logsigmoid((margins * label_signs(labels, margins.dtype)).mT).mT
-    return at_labels(torch.log_softmax(net.logits(params, inputs, training), dim=-1), labels)
+    if isinstance(net, Dense) and not net.hidden and net.classes == 2:
+        return _of_margins(class_margins(params, inputs), labels)
+    return likelihoods_of_logits(net.logits(params, inputs, training), labels)
+
+
+def likelihoods_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return ``log P(y_i|x_i)``, ``(*C, n, M)``, of logits ``(*C, n, M, K)`` and labels ``(*C, n)``."""
+    if logits.shape[-1] == 2:
+        return _of_margins(logits[..., 1] - logits[..., 0], labels)
+    return at_labels(torch.log_softmax(logits, dim=-1), labels)
+
+
+def _of_margins(margins: Tensor, labels: Tensor) -> Tensor:
+    """Return ``log P(y|x) = log σ(±(z₁ - z₀))``, faster than a softmax over two numbers."""
+    return logsigmoid((margins * label_signs(labels, margins.dtype)).mT).mT
 
 
 def at_labels(log_probabilities: Tensor, labels: Tensor) -> Tensor:
@@ -52,20 +63,17 @@ def at_labels(log_probabilities: Tensor, labels: Tensor) -> Tensor:
     return log_probabilities.gather(-1, index).squeeze(-1)
 
 
-def class_margins(net: Network, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
-    """Return ``z₁ - z₀`` of two classes, ``(*C, n, M)``.
+def class_margins(params: Params, inputs: Tensor) -> Tensor:
+    """Return ``z₁ - z₀`` of linear learners of two classes, ``(*C, n, M)``.
 
-    For linear learners this is one product with the difference of the two weight vectors.
+    This is one product with the difference of the two weight vectors.
     """
-    if isinstance(net, Dense) and not net.hidden:
-        weight, bias = params["0.weight"], params["0.bias"]
-        x = inputs.flatten(weight.dim() - 2)
-        difference = weight[..., 1, :] - weight[..., 0, :]
-        # rows are last in memory, so the operations that follow run along many rows, not a few learners
-        products = matmul(difference, x.mT) if x.dim() > 2 else difference @ x.mT
-        return (products + (bias[..., 1] - bias[..., 0]).unsqueeze(-1)).mT
-    logits = net.logits(params, inputs, training)
-    return logits[..., 1] - logits[..., 0]
+    weight, bias = params["0.weight"], params["0.bias"]
+    x = inputs.flatten(weight.dim() - 2)
+    difference = weight[..., 1, :] - weight[..., 0, :]
+    # rows are last in memory, so the operations that follow run along many rows, not a few learners
+    products = matmul(difference, x.mT) if x.dim() > 2 else difference @ x.mT
+    return (products + (bias[..., 1] - bias[..., 0]).unsqueeze(-1)).mT
 
 
 def label_signs(labels: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,13 @@ from torch import Tensor
 from fedgmm.core.linalg import matmul, take
 from fedgmm.core.params import Params, is_statistic, take_clients
 from fedgmm.nets.kernels.recording import recorder_of
-from fedgmm.nets.learners import at_labels, class_margins, label_signs, log_likelihoods
+from fedgmm.nets.learners import (
+    class_margins,
+    label_signs,
+    likelihoods_of_logits,
+    log_likelihoods,
+)
+from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import Dense, Network, as_numbers
 from fedgmm.nets.stacked import Stacked
 
@@ -366,9 +372,9 @@ def batch_loss(
 ) -> tuple[Tensor, Params]:
     """Return the weighted mean cross-entropy of one step, ``(A, M)``, and the new running statistics."""
     x, y, share = _batch(params, inputs, labels, weights, step)
-    if isinstance(net, Stacked):
+    if isinstance(net, Stacked | ModuleNetwork):
         logits, statistics = net.forward(params, x, True, step.counts, step.number)
-        likelihood = at_labels(torch.log_softmax(logits, dim=-1), y)
+        likelihood = likelihoods_of_logits(logits, y)
     else:
         likelihood, statistics = log_likelihoods(net, params, x, y, training=True), {}
     return -(share * likelihood).sum(1), statistics
@@ -414,7 +420,7 @@ def _linear_gradients(net: Dense, params: Params, x: Tensor, y: Tensor, share: T
     x = x.flatten(2)
     if net.classes == 2:  # softmax(z)₁ - y = -s σ(-s (z₁ - z₀)) with s = ±1
         signs = label_signs(y, x.dtype)
-        slopes = torch.sigmoid(-signs * class_margins(net, params, x)) * signs * share
+        slopes = torch.sigmoid(-signs * class_margins(params, x)) * signs * share
         weight, bias = matmul(slopes.mT, x), slopes.sum(1)
         return {
             "0.weight": torch.stack([weight, -weight], dim=2),

@@ -27,8 +27,10 @@ from torch.nn import functional
 
 from fedgmm.core.params import Params, is_statistic
 from fedgmm.nets.backbones import MobileNetV2, ResNet18, load_weights, read_plain_pixels
+from fedgmm.nets.convolutional import convolve
 from fedgmm.nets.kernels import fused as kernels
-from fedgmm.nets.networks import ModuleFactory, TrainingHints, Vectorised, convolve, seeded_module
+from fedgmm.nets.modules import seeded_module
+from fedgmm.nets.networks import ModuleFactory, TrainingHints
 
 Operation = Callable[..., Tensor]
 """One layer: a :class:`ForwardPass` and the layer's inputs to its output."""
@@ -90,7 +92,7 @@ class Stacked:
 
     @cached_property
     def _module(self) -> nn.Module:
-        return Vectorised(self.factory, self.input_shape, self.classes)._for_evaluation
+        return seeded_module(self.factory, torch.Generator()).eval().to("meta")
 
     @cached_property
     def _program(self) -> list[Instruction]:

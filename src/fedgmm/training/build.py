@@ -45,7 +45,7 @@ def learner_network(
     if options.augment and len(input_shape) != 3:
         raise ValueError(f"augment=True requires image inputs, got shape {input_shape}.")
     compute = torch.bfloat16 if options.precision == "mixed" else None
-    return network(options.learner, input_shape, len(classes), compute)
+    return network(options.learner, input_shape, len(classes), compute, options.seed)
 
 
 def pretrained_learner(options: TrainingOptions, net: Network) -> Params | None:

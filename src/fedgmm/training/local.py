@@ -29,6 +29,7 @@ from fedgmm.methods.gmm import overall_gaussian
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import reset_memory_shares, resolve_device, resolve_dtype
 from fedgmm.nets.kernels.recording import forget_recordings
+from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import ModuleFactory
 from fedgmm.training.build import build, build_warm_up, learner_network, pretrained_learner
 from fedgmm.training.checkpoint import (
@@ -358,12 +359,17 @@ class _LocalTraining:
         self.dataset, self.options, self.watch_accuracy = dataset, options, watch_accuracy
         self.net = learner_network(options, dataset.input_shape, dataset.classes)
         device = resolve_device(options.device)
+        custom = self.net if isinstance(self.net, ModuleNetwork) else None
         columns = options.standardise and len(dataset.input_shape) == 1
+        if custom is not None and custom.integer_inputs:
+            columns = False  # integers would not stay integers
         self.scaling = _scaling(dataset) if columns else None
         self.rows = dataset.train.to(device)
         if self.scaling is not None:
             scaled = self.scaling.apply(self.rows.inputs, resolve_dtype(options.dtype))
             self.rows = self.rows.with_inputs(scaled)
+        if custom is not None and options.algorithm != DENSITY:
+            custom.check(self.rows.inputs)
         method = build(options, self.net)
         participation = Participation(options.participation, answers, options.seed)
         self.loop = Training(
@@ -511,12 +517,16 @@ class _CheckpointFile:
 
     @cached_property
     def _record(self) -> dict[str, Any]:
-        """The options as plain values, and the checksum of the file of weights."""
+        """The options as plain values, and checksums of the file of weights and of frozen layers."""
         weights = self.options.pretrained
-        return {
+        record = {
             name: value.item() if isinstance(value, np.generic) else value
             for name, value in self.options.record().items()
-        } | {WEIGHTS: None if weights is None else sha256_of(Path(weights))}
+        }
+        net = self.loop.method.training.net
+        if isinstance(net, ModuleNetwork) and net.constants:
+            record["frozen layers"] = net.fingerprint
+        return record | {WEIGHTS: None if weights is None else sha256_of(Path(weights))}
 
 
 def _scaling(dataset: FederatedDataset) -> Scaling:

@@ -1,0 +1,457 @@
+"""Any ``torch.nn.Module`` as a learner.
+
+``torch.func.vmap`` evaluates the module for all clients and learners at once. It cannot do that for all
+modules: recurrent layers, control flow that depends on the data, or running statistics of batches that
+are padded. Those are evaluated in a loop over clients and learners, which is slower.
+
+Trained parameters and running statistics are the learner. Everything else is constant: parameters with
+``requires_grad=False`` and buffers. All clients and learners share one copy of them, which belongs to
+the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.functional import pad
+from torch.nn.modules.batchnorm import _NormBase
+
+from fedgmm.core.params import Params
+from fedgmm.nets.networks import ModuleFactory, TrainingHints, as_numbers
+
+_LOCK = threading.RLock()  # of new modules and trials, which use torch's global random numbers
+_STATISTICS = ("running_mean", "running_var")
+_LARGEST_INTEGER = 2**24  # float32, in which rows travel, has all integers up to here
+_NORMALISES = "its batch normalisation uses the rows of one client at a time"
+_MIXES = "its output for a row depends on the other rows"
+_LOOKUP = ("scalar types: Long", "index out of range")  # in errors of nn.Embedding
+
+
+@dataclass(frozen=True)
+class ModuleNetwork:
+    """A module with stacked parameters, by ``torch.func.vmap`` or in a loop.
+
+    Attributes:
+        factory: makes a module that maps ``(n, *shape)`` to logits ``(n, K)``. The module or the factory
+            may have the attribute ``integer_inputs = True``; the module then gets int64 inputs.
+        input_shape: shape of one row.
+        classes: number of classes ``K``.
+        seed: of the draw of random constants, the same draw as that of the first learner.
+        given: constants of a saved model, in place of those that the factory makes.
+    """
+
+    factory: ModuleFactory
+    input_shape: tuple[int, ...]
+    classes: int
+    seed: int = 0
+    given: Params | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields only, because the rest can be made again."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @property
+    def activations_per_row(self) -> int:
+        """Estimate: tens of channels of the input's size, forward and backward."""
+        return 64 * math.prod(self.input_shape)
+
+    @property
+    def hints(self) -> TrainingHints:
+        """Batches of equal size where batch normalisation uses them."""
+        return TrainingHints(even_batches=bool(self._momenta))
+
+    # ------------------------------------------------------------------ parameters and constants
+
+    @cached_property
+    def _module(self) -> nn.Module:
+        """The module of the first learner, in the mode of training; nothing changes it."""
+        module = seeded_module(self.factory, torch.Generator().manual_seed(self.seed))
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"learner must be a function that makes a torch.nn.Module; it made {module!r}."
+            )
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+            raise ValueError(
+                f"{type(module).__name__} has lazy layers, whose sizes are not known; give the sizes."
+            )
+        return _training_mode(module)
+
+    @cached_property
+    def _momenta(self) -> dict[str, float]:
+        """Names of the running statistics, and how much a batch counts (0 for a mean over batches)."""
+        return {
+            _joined(name, kind): layer.momentum or 0.0
+            for name, layer in _normalisations(self._module)
+            for kind in _STATISTICS
+        }
+
+    @cached_property
+    def constants(self) -> Params:
+        """Frozen parameters and buffers, which all learners share."""
+        if self.given is not None:
+            return self.given
+        frozen = [(n, v) for n, v in self._module.named_parameters() if not v.requires_grad]
+        values: list[tuple[str, Tensor]] = [*frozen, *self._module.named_buffers()]
+        return {n: v.detach() for n, v in values if n not in self._momenta}
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum of the constants."""
+        digest = hashlib.sha256()
+        for name, value in sorted(self.constants.items()):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the trained parameters and the running statistics."""
+        return {name: tuple(value.shape) for name, value in self._learned(self._module)}
+
+    def initial(self, generator: torch.Generator) -> Params:
+        """Draw the module's own initialisation, seeded by the generator."""
+        module = seeded_module(self.factory, generator)
+        return {name: value.detach().clone() for name, value in self._learned(module)}
+
+    def _learned(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        trained = [(n, v) for n, v in module.named_parameters() if v.requires_grad]
+        if not trained:
+            frozen = " (all are frozen)" if any(True for _ in module.parameters()) else ""
+            raise ValueError(f"{type(module).__name__} has no parameters to train{frozen}.")
+        return trained + [(n, v) for n, v in module.named_buffers() if n in self._momenta]
+
+    @property
+    def integer_inputs(self) -> bool:
+        """Whether the module reads integers, such as token ids for ``nn.Embedding``."""
+        return any(getattr(one, "integer_inputs", False) for one in (self.factory, self._module))
+
+    # ------------------------------------------------------------------ evaluation
+
+    def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+        """Return the logits ``(*C, n, M, K)``."""
+        return self.forward(params, inputs, training)[0]
+
+    def forward(
+        self,
+        params: Params,
+        inputs: Tensor,
+        training: bool,
+        counts: Tensor | None = None,
+        number: int = 1,
+    ) -> tuple[Tensor, Params]:
+        """Return the logits ``(*C, n, M, K)`` and the running statistics after a batch of training.
+
+        Args:
+            params: stacked parameters, ``(*C, M, ...)``.
+            inputs: ``(*C, n, *shape)``.
+            training: the mode of the module.
+            counts: number of rows per client, ``(*C,)``; padding follows them. ``None`` means no padding.
+            number: number of the batch within the round, from one. The statistics of batch one replace
+                the old ones, which belong to the weights before the server changed them.
+        """
+        x = inputs.long() if self.integer_inputs else inputs
+        if self._reason_to_loop(training) is None:
+            return self._stacked(params, x, training), {}
+        return self._looped(params, x, training, counts, number)
+
+    def _stacked(self, params: Params, inputs: Tensor, training: bool) -> Tensor:
+        """Return the logits by ``vmap``."""
+        constants = self._constants_like(params)
+        x = inputs.clone() if self._writes_inputs else inputs
+        with self._borrowed(training) as module:
+
+            def one(own: Params, x: Tensor) -> Tensor:
+                out: Tensor = functional_call(module, {**constants, **own}, (x,))
+                return out
+
+            # All learners of a client read the same rows.
+            every_learner = vmap(one, in_dims=(0, None), out_dims=-2, randomness="different")
+            for _ in range(inputs.dim() - len(self.input_shape) - 1):  # one vmap per client axis
+                every_learner = vmap(every_learner, in_dims=(0, 0), randomness="different")
+            out: Tensor = every_learner(params, x)
+        return out
+
+    def _looped(
+        self,
+        params: Params,
+        inputs: Tensor,
+        training: bool,
+        counts: Tensor | None = None,
+        number: int = 1,
+    ) -> tuple[Tensor, Params]:
+        """Return the same as :meth:`forward`, for one client and learner after the other."""
+        axes = inputs.dim() - len(self.input_shape) - 1
+        lead = next(iter(params.values())).shape[: axes + 1]  # (*C, M)
+        # unbind, because the gradient of an index is as large as all learners together
+        learners = {n: v.flatten(0, axes).unbind() for n, v in params.items()}
+        rows = inputs.reshape(-1, *inputs.shape[axes:])
+        sizes = [inputs.shape[axes]] * len(rows) if counts is None else counts.flatten().tolist()
+        constants = self._constants_like(params)
+        found: list[Tensor] = []
+        statistics: dict[str, list[Tensor]] = {name: [] for name in self._momenta if training}
+        with self._borrowed(training) as module:
+            for place in range(math.prod(lead)):
+                client = place // lead[-1]
+                x = rows[client, : int(sizes[client])]
+                if statistics and len(x) == 1:  # torch refuses to normalise a single number
+                    x = torch.cat([x, x])
+                elif self._writes_inputs:
+                    x = x.clone()
+                own = {name: values[place] for name, values in learners.items()}
+                batch = {name: own[name].detach().clone() for name in statistics}
+                out = functional_call(module, {**constants, **own, **batch}, (x,))
+                out = out[: int(sizes[client])]
+                found.append(pad(out, (0, 0, 0, rows.shape[1] - len(out))))
+                for name, new in batch.items():
+                    # a single number has variance zero, which would scale up later inputs
+                    if sizes[client] == 1 and name.endswith("running_var"):
+                        new = torch.where(new == 0, own[name], new)
+                    share = max(self._momenta[name], 1.0 / number)
+                    statistics[name].append(torch.lerp(own[name].detach(), new, share))
+        logits = torch.stack(found).reshape(*lead, -1, self.classes).transpose(-3, -2)
+        return logits, {n: torch.stack(v).reshape(*lead, -1) for n, v in statistics.items()}
+
+    @contextmanager
+    def _borrowed(self, training: bool) -> Iterator[nn.Module]:
+        """Lend a module without values.
+
+        Each thread needs its own, because ``functional_call`` changes the module while it runs.
+        """
+        idle = self._idle[training]
+        try:
+            module = idle.pop()
+        except IndexError:
+            module = self._without_values(training)
+        try:
+            yield module
+        finally:
+            idle.append(module)
+
+    @cached_property
+    def _idle(self) -> dict[bool, list[nn.Module]]:
+        return {True: [], False: []}
+
+    def _without_values(self, training: bool) -> nn.Module:
+        module = seeded_module(self.factory, torch.Generator().manual_seed(self.seed))
+        _training_mode(module)
+        if not training:
+            return module.eval().to("meta")
+        for _, layer in _normalisations(module):
+            layer.momentum = 1.0  # so that it leaves the statistics of the batch
+        return module.to("meta")
+
+    def _constants_like(self, params: Params) -> Params:
+        """Return the constants with the device and the floating-point type of the parameters."""
+        first = next(iter(params.values()))
+        key = first.device, first.dtype
+        if key not in self._converted:
+            with torch.inference_mode(False):  # otherwise training could not use them later
+                self._converted[key] = {
+                    name: value.to(first.device, first.dtype if value.is_floating_point() else None)
+                    for name, value in self.constants.items()
+                }
+        kept = self._converted[key]
+        return {n: v.clone() if n in self._written_buffers else v for n, v in kept.items()}
+
+    @cached_property
+    def _converted(self) -> dict[tuple[torch.device, torch.dtype], Params]:
+        return {}
+
+    # ------------------------------------------------------------------ trials
+
+    def _sample(self, *lead: int) -> Tensor:
+        sample = torch.rand(*lead, *self.input_shape, generator=torch.Generator().manual_seed(0))
+        return sample.long() if self.integer_inputs else sample
+
+    @cached_property
+    def _written(self) -> tuple[bool, frozenset[str]]:
+        """Whether a call of the module writes to its inputs, and to which constants it writes."""
+        buffers = {n for n, _ in self._module.named_buffers()} & set(self.constants)
+        x = self._sample(2)
+        values = {n: v.detach().clone() for n, v in self._module.state_dict().items()}
+        values |= {n: v.clone() for n, v in self.constants.items()}
+        before = x.clone()
+        try:
+            with torch.no_grad(), _trial(), self._borrowed(training=True) as module:
+                functional_call(module, values, (x,))
+        except Exception:  # the caller's own call of the module raises it again
+            return True, frozenset(buffers)
+        changed = {n for n in buffers if not torch.equal(values[n], self.constants[n])}
+        return not torch.equal(before, x), frozenset(changed)
+
+    @property
+    def _writes_inputs(self) -> bool:
+        return self._written[0]
+
+    @property
+    def _written_buffers(self) -> frozenset[str]:
+        return self._written[1]
+
+    @cached_property
+    def _reasons(self) -> dict[bool, str | None]:
+        return {}
+
+    def _reason_to_loop(self, training: bool) -> str | None:
+        """Return why ``vmap`` cannot evaluate the module; ``None`` if it can. A reason is a warning."""
+        if training not in self._reasons:
+            with _LOCK:
+                self._reasons[training] = self._tried(training)
+            reason, other = self._reasons[training], self._reasons.get(not training)
+            if reason is not None and other is None:
+                warnings.warn(
+                    f"{type(self._module).__name__} cannot be computed for all clients at once "
+                    f"({reason}); a loop over clients and learners is used, which is slower.",
+                    stacklevel=2,
+                )
+        return self._reasons[training]
+
+    def _tried(self, training: bool) -> str | None:
+        if training and self._momenta:
+            return _NORMALISES
+        with torch.inference_mode(False), _trial():
+            one = {name: value.detach() for name, value in self._learned(self._module)}
+            params = {n: v.expand(2, 2, *v.shape).clone() for n, v in one.items()}
+            for value in params.values():
+                value.requires_grad_(training)
+            x = self._sample(2, 3)
+            other = x.clone()
+            other[:, 1:] = 1
+            try:
+                with torch.no_grad():
+                    plain, _ = self._looped(params, x, training=False)
+                    if not _close(
+                        plain[:, 0], self._looped(params, other, training=False)[0][:, 0]
+                    ):
+                        return _MIXES
+                found = self._stacked(params, x, training)
+                if training:
+                    torch.autograd.grad(found.sum(), list(params.values()), materialize_grads=True)
+            except Exception as error:  # any error of torch or of the module
+                return str(error).split("\n")[0].split(". ")[0].removeprefix("vmap: ")
+            if not training and not _close(plain, found):
+                return "torch.func.vmap returns other numbers than the module"
+        return None
+
+    def check(self, inputs: Tensor) -> None:
+        """Raise if the module cannot be trained on rows such as ``inputs``, ``(N, *shape)``."""
+        kind, expected = type(self._module).__name__, f"(n, {self.classes})"
+        own = dict(self._learned(self._module))
+        # not as many rows as classes, so that a transposed output is found
+        rows = inputs[torch.arange(3 if self.classes == 2 else 2) % len(inputs)].cpu()
+        rows = as_numbers(rows, next(iter(own.values())).dtype)
+        if self.integer_inputs:
+            numbers = as_numbers(inputs, torch.float64)
+            if bool(((numbers != numbers.round()) | (numbers.abs() > _LARGEST_INTEGER)).any()):
+                raise ValueError(
+                    f"{kind} has integer_inputs = True, but the inputs are not all integers of at most "
+                    f"{_LARGEST_INTEGER:,}."
+                )
+            rows = rows.long()
+        params = {n: v.detach()[None].clone().requires_grad_() for n, v in own.items()}
+        for training in (False, True):
+            out = self._checked_call(kind, params, rows, training)
+            if not isinstance(out, Tensor):
+                raise ValueError(
+                    f"{kind} must return one tensor of logits {expected}, not {type(out).__name__}."
+                )
+            if tuple(out.shape) != (len(rows), self.classes):
+                raise ValueError(
+                    f"{kind} must return logits of shape {expected}, one per class; for {len(rows)} "
+                    f"rows it returned shape {tuple(out.shape)}."
+                )
+            if not bool(torch.isfinite(out).all()):
+                raise ValueError(f"{kind} returns NaN or infinity for the first rows.")
+        if not out.requires_grad:
+            raise ValueError(f"The logits of {kind} do not depend on its trained parameters.")
+        for training in (False, True):
+            self._reason_to_loop(training)
+        lost = {n for n in self._written_buffers if not n.endswith("num_batches_tracked")}
+        if lost:
+            warnings.warn(
+                f"{kind} changes its buffer {min(lost)!r} in training; the change is dropped after every "
+                "batch, because only running statistics of batch normalisation are kept.",
+                stacklevel=2,
+            )
+
+    def _checked_call(self, kind: str, params: Params, rows: Tensor, training: bool) -> Any:
+        """Call the module once, with an error that says what it could not read."""
+        own = {name: value[0] for name, value in params.items()}
+        own |= {name: own[name].detach().clone() for name in self._momenta}
+        try:
+            with _trial(), self._borrowed(training) as module:
+                return functional_call(
+                    module, {**self._constants_like(params), **own}, (rows.clone(),)
+                )
+        except Exception as error:  # the module is the user's, so any error can come
+            reason = str(error).split("\n")[0] or type(error).__name__
+            hint = ""
+            if not self.integer_inputs and any(part in reason for part in _LOOKUP):
+                hint = (
+                    " If they are integers such as token ids, set integer_inputs = True on the module; "
+                    "if only some columns are, use standardise=False and convert them in the module."
+                )
+            raise ValueError(
+                f"{kind} cannot read rows of shape {self.input_shape}: {reason}.{hint}"
+            ) from error
+
+
+def seeded_module(factory: ModuleFactory, generator: torch.Generator) -> nn.Module:
+    """Make a module whose initialisation depends on the generator only."""
+    seed = int(torch.randint(2**62, (), generator=generator))
+    # tensors that are made in inference mode could never be trained
+    with _LOCK, torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return factory()
+
+
+def _training_mode(module: nn.Module) -> nn.Module:
+    """Switch to training; layers that the factory left in the mode of evaluation stay in it.
+
+    So do normalisations whose own parameters are frozen, because their statistics are part of them.
+    """
+    left = [one for one in module.modules() if not one.training] if module.training else []
+    module.train()
+    for layer in left:
+        layer.training = False
+    for layer in module.modules():
+        own = [p.requires_grad for p in layer.parameters()]
+        if isinstance(layer, _NormBase) and own and not any(own):
+            layer.training = False
+    return module
+
+
+def _normalisations(module: nn.Module) -> list[tuple[str, _NormBase]]:
+    """Return the layers with running statistics that training changes, by name."""
+    return [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer, _NormBase) and layer.running_mean is not None and layer.training
+    ]
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+@contextmanager
+def _trial() -> Iterator[None]:
+    """Restore torch's random numbers; torch's own slow path of ``vmap`` counts as an error."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(0)
+        warnings.filterwarnings("error", message=".*performance drop")
+        yield
