@@ -9,15 +9,18 @@ from rich.console import Console
 
 from fedgmm.cli.run_tables import (
     adaptation_table,
+    confusion_table,
     evaluation_table,
     inspection_tables,
     metrics_table,
+    pooled_table,
 )
 from fedgmm.data.tables.inspection import inspect_tables
 from fedgmm.data.tables.loading import read_tables
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.model.adaptation import Adaptation
-from fedgmm.model.metrics import Evaluation
+from fedgmm.model.decisions import Decision
+from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.runs.run import Adapted
 from small_runs import SITES, write_csv, write_sites
 
@@ -45,9 +48,53 @@ def test_the_worst_client_comes_first():
     places = [text.index(f"[red]c{i}") for i in (2, 1, 0)]
     assert places == sorted(places)
     assert "70.0 %" in text  # mean over clients
-    assert "mean over rows" in text
+    assert "all rows together" in text
     assert f"{100 * (0.9 + 1.4 + 1.5) / 6:.1f} %" in text
     assert "0.125" in text
+
+
+def rare(clients=3, rows=300):
+    rng = np.random.default_rng(0)
+    labels = np.zeros(clients * rows, dtype=int)
+    labels[:: rows // 3] = 1
+    labels[:rows] = 0  # the first client has no positive row
+    p = np.where(labels == 1, 0.4, 0.05) + 0.1 * rng.random(len(labels))
+    codes = np.repeat(np.arange(clients), rows)
+    names = tuple(f"c{i}" for i in range(clients))
+    return evaluate(
+        np.log(np.stack([1 - p, p], 1)),
+        labels,
+        codes,
+        names,
+        classes=("fine", "[b]fraud"),
+        decision=Decision(1, 0.3),
+    )
+
+
+def test_a_rare_class_puts_average_precision_first():
+    found = rare()
+    text = shown(evaluation_table(found))
+    assert text.index("average precision") < text.index("base rate") < text.index("AUC")
+    assert text.index("c1") < text.index("c0")  # undefined values come last
+    assert "c0 │ 300 │ – │ 0.0 % │ –" in text
+    pooled = shown(pooled_table(found))
+    assert "positive class [b]fraud, predicted from a probability of 0.3 on" in pooled
+    assert pooled.index("average precision") < pooled.index("base rate") < pooled.index("accuracy")
+    assert "100.0 % to 100.0 %" in pooled
+    assert "predicted [b]fraud" in shown(confusion_table(found))
+
+
+def test_the_final_table_of_a_rare_class():
+    summary = rare().summary()
+    metrics = {"algorithm": "fedgmm", "rounds": 7, "test": summary}
+    assert "average precision" not in shown(metrics_table(metrics))
+    text = shown(metrics_table({**metrics, "leading_metric": "average_precision"}))
+    assert f"test │ {summary['average_precision']:.3f} │ {summary['base_rate']:.1%}"[:-1] in text
+
+
+def test_only_clients_metrics_make_one_table():
+    assert pooled_table(evaluation(3)) is None
+    assert confusion_table(evaluation(3)) is None
 
 
 def test_many_clients_are_cut_short():

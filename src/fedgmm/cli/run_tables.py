@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
@@ -87,20 +88,27 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
             table.add_row(escape(str(name)), f"{own['rows']:,}", f"{own['log_density']:.3f}")
         _add_rest(table, len(clients))
         return table
-    for column in ("rows", "accuracy", "of all rows", "worst tenth", "worst client", "log-loss"):
+    columns = {
+        "mean_accuracy": "accuracy",
+        "weighted_accuracy": "of all rows",
+        "worst_decile": "worst tenth",
+        "worst_accuracy": "worst client",
+        "mean_log_loss": "log-loss",
+    }
+    if metrics.get("leading_metric") == "average_precision":
+        names = ("average_precision", "base_rate", "auc", "mean_accuracy", "mean_log_loss")
+        columns = {name: columns.get(name, _title(name)) for name in names}
+    for column in ("rows", *columns.values()):
         table.add_column(column, justify="left" if column == "rows" else "right")
     for split in ("train", "validation", "test"):
         own = metrics.get(split)
         if own is not None:
-            table.add_row(
-                split,
-                _percent(own["mean_accuracy"]),
-                _percent(own["weighted_accuracy"]),
-                _percent(own["worst_decile"]),
-                _percent(own["worst_accuracy"]),
-                f"{own['mean_log_loss']:.3f}",
-            )
+            table.add_row(split, *(_shown(name, own[name]) for name in columns))
     table.caption = "means over clients; every client has the same weight"
+    if "average_precision" in columns:
+        table.caption = (
+            "average precision, base rate and AUC of all rows; otherwise means over clients"
+        )
     chosen = metrics.get("selection")
     if chosen is not None:
         sizes = (chosen["components"], "Gaussian"), (chosen["learners"], "learner")
@@ -109,35 +117,96 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
     return table
 
 
+_PERCENT = {"sensitivity", "specificity", "base_rate", "worst_decile"}  # and every accuracy
+_TITLES = {
+    "auc": "AUC",
+    "log_loss": "log-loss",
+    "brier": "Brier score",
+}
+
+
+def _title(metric: str) -> str:
+    return _TITLES.get(metric, metric.replace("_", " "))
+
+
+def _shown(metric: str, value: float | None) -> str:
+    """Return a metric as text; a dash if it is undefined."""
+    if value is None or not np.isfinite(value):
+        return "–"
+    return _percent(value) if metric in _PERCENT or metric.endswith("accuracy") else f"{value:.3f}"
+
+
 def evaluation_table(found: Evaluation) -> Table:
     """Return the metrics of every client, the worst first, and their means."""
     table = Table(title=counted(len(found.clients), "client"))
     _add_names(table, "client")
-    for column in ("rows", "accuracy", "log-loss", "calibration error"):
-        table.add_column(column, justify="right")
-    for index in np.argsort(found.accuracy, kind="stable")[:_MOST_LINES].tolist():
-        table.add_row(
-            escape(str(found.clients[index])),
-            f"{found.rows[index]:,}",
-            _percent(found.accuracy[index]),
-            f"{found.log_loss[index]:.3f}",
-            f"{found.calibration_error[index]:.3f}",
-        )
+    leading = found.leading_metric
+    columns = ["accuracy", "auc", "log_loss", "calibration_error"]
+    if leading == "average_precision":
+        columns = [leading, "base_rate", "auc", "sensitivity"]
+    columns = [name for name in columns if name in found.metrics]
+    for column in ("rows", *map(_title, columns)):
+        widest = max(map(len, column.split()))  # a title breaks between words only
+        table.add_column(column, justify="right", min_width=widest)
+    worst_first = np.argsort(found.metrics[leading], kind="stable")  # undefined ones come last
+    for index in worst_first[:_MOST_LINES].tolist():
+        cells = [_shown(name, found.metrics[name][index]) for name in columns]
+        table.add_row(escape(str(found.clients[index])), f"{found.rows[index]:,}", *cells)
     _add_rest(table, len(found.clients))
     table.add_section()
-    total = found.summary()
-    table.add_row(
-        "mean over clients",
-        "",
-        _percent(total["mean_accuracy"]),
-        f"{total['mean_log_loss']:.3f}",
-        f"{total['mean_calibration_error']:.3f}",
-        style="bold",
-    )
-    table.add_row(
-        "mean over rows", f"{int(found.rows.sum()):,}", _percent(total["weighted_accuracy"]), "", ""
-    )
-    table.add_row("nine of ten clients reach", "", _percent(total["worst_decile"]), "", "")
+    rows = [_shown(name, found.pooled.get(name, np.nan)) for name in columns]
+    total = ["all rows together", f"{int(found.rows.sum()):,}", *rows]
+    if leading == "average_precision":  # a client with a few positive rows says little on its own
+        table.add_row(*total, style="bold")
+    else:
+        means = [_shown(name, _mean_of_defined(found.metrics[name])) for name in columns]
+        table.add_row("mean over clients", "", *means, style="bold")
+        table.add_row(*total)
+        rest = [""] * (len(columns) - 1)
+        table.add_row("nine of ten clients reach", "", _percent(found.worst_decile), *rest)
+    if any(np.isnan(found.metrics[name]).any() for name in columns):
+        table.caption = "–: undefined, because the rows of the client lack a class"
+    return table
+
+
+def _mean_of_defined(values: NDArray[np.float64]) -> float:
+    defined = values[np.isfinite(values)]
+    return float(defined.mean()) if len(defined) else np.nan
+
+
+def pooled_table(found: Evaluation) -> Table | None:
+    """Return the metrics of all rows together with their intervals; ``None`` without rows."""
+    if found.predicted is None:
+        return None
+    decision, title = found.predicted.decision, "all rows together"
+    if found.positive is not None:
+        title += f", positive class {escape(str(found.positive))}"
+    if decision.threshold is not None:
+        title += f", predicted from a probability of {decision.threshold:.3g} on"
+    table = Table(title=title)
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    table.add_column("95 % interval", justify="right")
+    first = [found.leading_metric, "base_rate"]
+    for name in [*first, *(one for one in found.pooled if one not in first)]:
+        interval = ""
+        if name in found.pooled_intervals:
+            interval = " to ".join(_shown(name, end) for end in found.pooled_intervals[name])
+        table.add_row(_title(name), _shown(name, found.pooled[name]), interval)
+    return table
+
+
+def confusion_table(found: Evaluation) -> Table | None:
+    """Return how often each class was predicted as each class; ``None`` for many classes."""
+    rows = found.predicted
+    if rows is None or len(rows.classes) > _MOST_CLASSES:
+        return None
+    table = Table(title="true class by predicted class")
+    table.add_column("rows of")
+    for name in rows.classes:
+        table.add_column(f"predicted {escape(str(name))}", justify="right")
+    for name, counts in zip(rows.classes, found.confusion_matrix().tolist(), strict=True):
+        table.add_row(escape(str(name)), *(f"{count:,}" for count in counts))
     return table
 
 

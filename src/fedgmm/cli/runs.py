@@ -36,6 +36,25 @@ Categorical = Annotated[
     typer.Option(help="Number column to treat as categories. May be repeated."),
 ]
 Ignore = Annotated[list[str] | None, typer.Option(help="Column to leave out. May be repeated.")]
+Positive = Annotated[
+    str | None,
+    typer.Option(help="Positive class of two. Default: the rarer one in training."),
+]
+Threshold = Annotated[
+    float | None,
+    typer.Option(
+        help="Probability from which on the positive class is predicted, such as 0.2. Default: the most "
+        "likely class."
+    ),
+]
+CostOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cost",
+        help="Cost of a missed positive row if a false alarm costs 1, such as 10; or fn=10,fp=1; or the "
+        "cost of missing a class, such as ill=10,well=1. Predicts the class of smallest expected cost.",
+    ),
+]
 OutFile = Annotated[
     Path | None, typer.Option("--out", help="CSV, TSV or Parquet file; default: standard output.")
 ]
@@ -227,6 +246,8 @@ def _show_finished(run: Any, as_json: bool) -> None:
         return
     print_notes(metrics["notes"])
     console = screen()
+    if metrics.get("headline"):
+        console.print(escaped(metrics["headline"]), style="bold", soft_wrap=True, highlight=False)
     console.print(metrics_table(metrics))
     console.print(f"Run: [bold]{escaped(run.folder.home)}[/]", soft_wrap=True, highlight=False)
 
@@ -261,13 +282,22 @@ def evaluate(
         str | None,
         typer.Option(help="Rows of the run: train, validation or test. Default: test."),
     ] = None,
+    positive: Positive = None,
+    threshold: Threshold = None,
+    cost: CostOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show accuracy, log-loss and calibration of every client, and their means.
+    """Show how good the predictions are, for every client and for all rows together.
+
+    The first line has the main metric: average precision if the positive class is rare (below 20 %),
+    otherwise accuracy. The tables have AUC, log-loss, Brier score, sensitivity, specificity, calibration
+    and the confusion matrix, with 95 % bootstrap intervals; --json has all of them per client.
 
     Example: fedgmm evaluate run/
+
+    Example: fedgmm evaluate run/ --positive ill --threshold 0.2
     """
-    from fedgmm.cli.run_tables import evaluation_table
+    from fedgmm.cli.run_tables import confusion_table, evaluation_table, pooled_table
     from fedgmm.runs.run import open_run
 
     if files and split is not None:
@@ -275,11 +305,42 @@ def evaluate(
             "--split selects rows of the run; leave out either --split or the files."
         )
     with working(as_json) as notify:
-        found = open_run(run).evaluate(files or (), split=split or "test", notify=notify)
+        opened = open_run(run)
+        chosen = _decision(opened, positive, threshold, cost)
+        found = opened.evaluate(files or (), split=split or "test", notify=notify, **chosen)
     if as_json:
         print_json({"summary": found.summary(), **found.record()})
         return
-    screen().print(evaluation_table(found))
+    console = screen()
+    console.print(escaped(found.headline()), style="bold", soft_wrap=True, highlight=False)
+    for table in (evaluation_table(found), pooled_table(found), confusion_table(found)):
+        if table is not None:
+            console.print(table)
+
+
+def _decision(
+    run: Any, positive: str | None, threshold: float | None, cost: str | None
+) -> dict[str, Any]:
+    """Return the options that decide on a class, with the classes as the run knows them."""
+    chosen: dict[str, Any] = {"threshold": threshold}
+    if positive is not None:
+        chosen["positive"] = run.class_named(positive)
+    if cost is None:
+        return chosen
+    costs: dict[Any, float] = {}
+    for part in cost.split(","):
+        name, equals, value = part.rpartition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            raise typer.BadParameter(
+                f"--cost takes a number, or name=number separated by commas, got {part!r}."
+            ) from None
+        if not equals:
+            return {**chosen, "cost": number}
+        name = name.strip()
+        costs[name if name in ("fn", "fp") else run.class_named(name)] = number
+    return {**chosen, "cost": costs}
 
 
 def predict(
@@ -289,12 +350,19 @@ def predict(
         str | None,
         typer.Option(help="Client whose weights are used; default: the federation's weights."),
     ] = None,
+    positive: Positive = None,
+    threshold: Threshold = None,
+    cost: CostOption = None,
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Predict the class of every row of a file with the model of a client.
 
     Example: fedgmm predict run/ --client oslo new_patients.csv --out p.csv
+
+    Example: fedgmm predict run/ --client oslo new_patients.csv --threshold 0.2
+
+    Example: fedgmm predict run/ --client oslo new_patients.csv --cost fn=10,fp=1
     """
     import numpy as np
 
@@ -302,7 +370,9 @@ def predict(
 
     check_output(out)
     with working(as_json) as notify:
-        found = open_run(run).predict(file, client, notify=notify)
+        opened = open_run(run)
+        chosen = _decision(opened, positive, threshold, cost)
+        found = opened.predict(file, client, notify=notify, **chosen)
         if out is not None or not as_json:
             write_columns(found.columns(), out)
     print_notes(found.notes)

@@ -68,12 +68,14 @@ class Decision:
             raise ValueError(
                 f"A threshold needs two classes; there are {len(names)}. Give the cost of each class."
             )
-        by_class = isinstance(cost, Mapping) and not set(cost) <= {"fn", "fp"}
+        by_class = isinstance(cost, Mapping) and (
+            set(cost) <= set(names) or not set(cost) <= {"fn", "fp"}
+        )
         if found.positive is None and not by_class:
             raise ValueError(
-                "The positive class is not known; name it as positive."
+                "The positive class is not known; name it with positive (--positive LABEL)."
                 if binary
-                else f"Name the classes that cost more or less, as in {{{names[0]!r}: 10}}."
+                else f"Name the classes that cost more than others, as in {names[0]}=10."
             )
         if threshold is not None:
             if not 0 < threshold < 1:

@@ -117,7 +117,8 @@ class Evaluation:
         return float(self.log_loss.mean())
 
     def summary(self) -> dict[str, float]:
-        """Return the metrics that summarise all clients."""
+        """Return the metrics that summarise all clients; the last three are those of all rows together."""
+        pooled = ("auc", "average_precision", "base_rate")
         return {
             "mean_accuracy": self.mean_accuracy,
             "weighted_accuracy": self.weighted_accuracy,
@@ -125,6 +126,7 @@ class Evaluation:
             "worst_accuracy": float(self.accuracy.min()),
             "mean_log_loss": self.mean_log_loss,
             "mean_calibration_error": float(self.calibration_error.mean()),
+            **{name: self.pooled[name] for name in pooled if name in self.pooled},
         }
 
     # ------------------------------------------------------------------ further metrics
@@ -218,9 +220,10 @@ class Evaluation:
         return self.predicted.classes[self.predicted.decision.positive]
 
     @property
-    def is_rare(self) -> bool:
-        """Whether the positive class is so rare that average precision says more than accuracy."""
-        return self.positive is not None and self.pooled["base_rate"] < RARE
+    def leading_metric(self) -> str:
+        """``"average_precision"`` if the positive class of two is rare, otherwise ``"accuracy"``."""
+        rare = self.positive is not None and self.pooled["base_rate"] < RARE
+        return "average_precision" if rare else "accuracy"
 
     @property
     def constant_accuracy(self) -> float:
@@ -232,7 +235,7 @@ class Evaluation:
         """Return a sentence with the main metric, and with the value that a constant guess reaches."""
         if self.predicted is None:
             return f"Accuracy {self.mean_accuracy:.1%} on average over clients."
-        if self.is_rare:
+        if self.leading_metric == "average_precision":
             value = f"{self.pooled['average_precision']:.3f}"
             if "average_precision" in self.pooled_intervals:
                 low, high = self.pooled_intervals["average_precision"]
@@ -253,6 +256,7 @@ class Evaluation:
         rows = self.predicted
         return {
             "headline": self.headline(),
+            "leading_metric": self.leading_metric,
             "positive": self.positive,
             "threshold": None if rows is None else rows.decision.threshold,
             "classes": None if rows is None else list(rows.classes),

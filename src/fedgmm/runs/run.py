@@ -40,11 +40,12 @@ class Predictions:
     """Predictions for the rows of a file.
 
     Attributes:
-        labels: the most likely class of each row, ``(n,)``.
+        labels: the predicted class of each row, ``(n,)``.
         probabilities: probabilities of the classes, ``(n, K)``.
         classes: ``(K,)``.
         log_density: ``log P(x)``, ``(n,)``; ``None`` without Gaussians.
         notes: remarks for the user.
+        codes: index of the predicted class, ``(n,)``.
     """
 
     labels: NDArray[Any]
@@ -52,13 +53,14 @@ class Predictions:
     classes: NDArray[Any]
     log_density: NDArray[np.float64] | None
     notes: list[str]
+    codes: NDArray[np.int64]
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Return the columns of an output file."""
         columns: dict[str, NDArray[Any]] = {
             "row": np.arange(1, len(self.labels) + 1),
             "prediction": self.labels,
-            "probability": self.probabilities.max(1),
+            "probability": self.probabilities[np.arange(len(self.codes)), self.codes],
         }
         for index, label in enumerate(self.classes.tolist()):
             columns[f"p({label})"] = self.probabilities[:, index]
@@ -212,7 +214,14 @@ class FederatedRun:
         )
 
     def predict(
-        self, file: str | Path, client: str | None = None, *, notify: Notify = lambda _: None
+        self,
+        file: str | Path,
+        client: str | None = None,
+        *,
+        positive: Any = None,
+        threshold: float | None = None,
+        cost: Cost | None = None,
+        notify: Notify = lambda _: None,
     ) -> Predictions:
         """Predict the class of each row of a file.
 
@@ -220,9 +229,13 @@ class FederatedRun:
             file: a table with the columns of the training data; labels are not needed.
             client: the client whose weights are used; ``None`` uses the client column of the file, or
                 the federation's weights if there is no such column.
+            positive: the positive class of two; ``None`` means the rarer one in training.
+            threshold: probability of the positive class from which on it is predicted.
+            cost: cost of missing the positive class, or each class, see :meth:`FederatedModel.predict`.
             notify: called with a line before each step.
         """
         self.need_labels()
+        decision = self.model.decision(positive=positive, threshold=threshold, cost=cost)
         path = Path(file)
         rows = read_rows(path, self.preprocessing, notify=notify)
         notes = list(rows.notes)
@@ -242,8 +255,13 @@ class FederatedRun:
         notify("predicting")
         found = self.model.log_predictions(rows.matrix, owner)
         proba, classes = probabilities(found.log_proba), np.asarray(self.model.classes)
-        labels = classes[proba.argmax(1)]
-        return Predictions(labels, proba, classes, found.log_density, notes)
+        codes = decision.choose(found.log_proba)
+        if decision.threshold is not None:
+            notes.append(
+                f"{self.model.positive if positive is None else positive} is predicted from a "
+                f"probability of {decision.threshold:.3g} on."
+            )
+        return Predictions(classes[codes], proba, classes, found.log_density, notes, codes)
 
     def detect(
         self,
@@ -394,6 +412,18 @@ class FederatedRun:
         return write_run_report(self, notify)
 
     # ------------------------------------------------------------------ checks and names
+
+    def class_named(self, text: str) -> Any:
+        """Return the class that a text stands for.
+
+        Raises:
+            ValueError: no class has this name.
+        """
+        codes, unknown = self.preprocessing.labels.encode([text])
+        if unknown:
+            known = ", ".join(map(str, self.model.classes.tolist()[:20]))
+            raise ValueError(f"{text!r} is not a class; the classes are {known}.")
+        return self.model.classes.tolist()[codes[0]]
 
     def need_labels(self) -> None:
         """Raise :class:`RunError` if the run was trained without labels."""
