@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import pickle
 import re
 import warnings
@@ -9,6 +11,7 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from sklearn import config_context
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
@@ -18,9 +21,10 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from fedgmm import FedGMMClassifier
+from fedgmm.core.streaming import _threads
 from fedgmm.methods.base import SHARED_LEARNERS
 from fedgmm.model.saving import load
-from fedgmm.training.options import ALGORITHMS
+from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from supervised import images
 
 
@@ -271,6 +275,9 @@ def test_patience_holds_rows_out(world):
         ({"personal_labels": "no"}, TypeError),
         ({"validation_fraction": 1.0}, ValueError),
         ({"device": "gpu"}, ValueError),
+        ({"n_learners": "many"}, TypeError),
+        ({"proximal": -1.0}, ValueError),
+        ({"verbose_interval": 0}, ValueError),
     ],
 )
 def test_a_bad_parameter_is_named(world, options, error):
@@ -299,3 +306,62 @@ def test_bad_rows_are_refused(world, change, message):
 def test_an_unknown_client_is_named(fitted, world):
     with pytest.raises(ValueError, match="mars"):
         fitted.predict(world[0], clients="mars")
+
+
+# ---------------------------------------------------------------------- all options of training
+
+
+def test_every_option_of_train_is_a_parameter():
+    parameters = inspect.signature(FedGMMClassifier).parameters
+    names = {"components": "n_components", "learners": "n_learners", "seed": "random_state"}
+    for field in dataclasses.fields(TrainingOptions):
+        assert names.get(field.name, field.name) in parameters
+    differ = {
+        field.name
+        for field in dataclasses.fields(TrainingOptions)
+        if parameters[names.get(field.name, field.name)].default != field.default
+    }
+    assert differ == {"seed", "device"}
+
+
+def test_options_reach_the_training_run(world):
+    x, y, sites = world
+    given = {"proximal": 3.0, "batch_size": 16, "schedule": "cosine", "tol": None, "server_lr": 0.5}
+    model = FedGMMClassifier(1, 1, algorithm="fedprox", rounds=2, random_state=0, **given)
+    model.fit(x, y, clients=sites)
+    assert {name: model.model_.options[name] for name in given} == given
+    strong = clone(model).set_params(proximal=0.0).fit(x, y, clients=sites)
+    assert not np.array_equal(strong.predict_proba(x), model.predict_proba(x))
+
+
+def test_sizes_are_chosen_by_held_out_rows(world):
+    x, y, sites = world
+    model = FedGMMClassifier("auto", "auto", rounds=10, random_state=0, start="random")
+    model.fit(x, y, clients=sites)
+    assert model.n_components == "auto"
+    assert model.model_.options["learners"] > 1
+    assert model.score(x, y, clients=sites) > 0.9
+
+
+def test_callbacks_and_printed_rounds(world, capsys):
+    x, y, sites = world
+    seen: list[dict[str, float]] = []
+    model = FedGMMClassifier(1, 1, rounds=3, tol=None, verbose=1, verbose_interval=2)
+    model.set_params(on_round=seen.append, n_jobs=1).fit(x, y, clients=sites)
+    assert seen == model.history_
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "round 1",
+        "round 2",
+    ]
+    model.set_params(verbose=0, on_round=None).fit(x, y, clients=sites)
+    assert capsys.readouterr().out == ""
+
+
+def test_threads_are_given_back(world):
+    x, y, _ = world
+    before = torch.get_num_threads()
+    used = []
+    options = {"rounds": 1, "on_round": lambda _: used.append(_threads())}
+    FedGMMClassifier(1, 1, n_jobs=before + 1, **options).fit(x, y)
+    assert used == [before + 1]
+    assert torch.get_num_threads() == before

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils._param_validation import InvalidParameterError
 
 from fedgmm import FederatedGaussianMixture
 from oracles import (
@@ -71,7 +72,7 @@ def test_it_stops_at_the_first_change_below_tol(federation, tol):
 
 def test_not_converged_warns(federation):
     X, ids = federation
-    with pytest.warns(ConvergenceWarning, match="max_iter=3") as caught:
+    with pytest.warns(ConvergenceWarning, match="converge") as caught:
         model = mixture(tol=1e-12, max_iter=3).fit(X, clients=ids)
     assert not model.converged_
     assert model.n_iter_ == 3
@@ -416,3 +417,92 @@ def test_names_of_every_kind(federation):
             log_joint(rows, model.client_weights_[k], model.means_, model.covariances_), axis=1
         )
         assert_close(own, expected, 1e-10)
+
+
+# ---------------------------------------------------------------------- as scikit-learn's mixture
+
+
+@quiet
+@pytest.mark.parametrize("rounds", [1, 2, 50])
+def test_a_warm_start_converges(federation, rounds):
+    X, ids = federation
+    model = mixture(max_iter=rounds, warm_start=True)
+    for _ in range(200):
+        model.fit(X, clients=ids)
+        if model.converged_:
+            break
+    assert model.converged_
+    assert model.n_iter_ <= rounds
+    assert len(model.lower_bounds_) == model.n_iter_
+    assert model.lower_bound_ == model.lower_bounds_[-1]
+
+
+@quiet
+def test_warm_rounds_one_by_one_equal_one_run(federation):
+    X, ids = federation
+    whole = mixture(tol=0.0, max_iter=4).fit(X, clients=ids)
+    steps = mixture(tol=0.0, max_iter=1, warm_start=True)
+    bounds = [steps.fit(X, clients=ids).lower_bound_ for _ in range(4)]
+    assert np.array_equal(steps.means_, whole.means_)
+    assert np.array_equal(steps.client_weights_, whole.client_weights_)
+    assert bounds == whole.lower_bounds_
+
+
+def test_no_rounds_keep_the_start(federation):
+    X, ids = federation
+    start = X[:3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = mixture(max_iter=0, means_init=start).fit(X, clients=ids)
+    assert np.array_equal(model.means_, start)
+    assert (model.n_iter_, model.lower_bounds_, model.lower_bound_) == (0, [], -np.inf)
+    assert not model.converged_
+    assert np.isfinite(model.score(X, clients=ids))
+
+
+@quiet
+@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical", "identity"])
+def test_precisions_invert_covariances(federation, kind):
+    X, ids = federation
+    model = mixture(covariance_type=kind, max_iter=3).fit(X, clients=ids)
+    if kind in ("full", "tied"):
+        product = model.precisions_ @ model.covariances_
+        np.testing.assert_allclose(product, np.broadcast_to(np.eye(3), product.shape), atol=1e-9)
+    else:
+        np.testing.assert_allclose(model.precisions_ * model.covariances_, 1.0)
+
+
+@quiet
+def test_log_probabilities_do_not_underflow(federation):
+    X, ids = federation
+    model = mixture(max_iter=3).fit(X, clients=ids)
+    found = model.predict_log_proba(X, clients=ids)
+    np.testing.assert_allclose(np.exp(found), model.predict_proba(X, clients=ids), atol=1e-14)
+    far = model.predict_log_proba(X[:1] + 1e4, client=ids[0])
+    assert np.isfinite(far).all()
+    assert far.min() < -1000
+
+
+@quiet
+def test_callbacks_printed_rounds_and_threads(federation, capsys):
+    X, ids = federation
+    seen = []
+    model = mixture(tol=0.0, max_iter=4, verbose=1, verbose_interval=2, n_jobs=1)
+    model.set_params(on_round=lambda number, info: seen.append((number, info.log_likelihood)))
+    model.fit(X, clients=ids)
+    assert seen == list(enumerate(model.lower_bounds_, 1))
+    assert len(capsys.readouterr().out.splitlines()) == 3  # rounds 1, 2 and 4
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"tol": -1.0}, {"n_init": "two"}, {"init_params": "random_from_data"}]
+)
+def test_parameters_are_refused_with_scikit_learns_error(federation, parameters):
+    with pytest.raises(InvalidParameterError, match=next(iter(parameters))):
+        mixture(**parameters).fit(federation[0])
+
+
+def test_sample_needs_a_positive_number(federation):
+    X, ids = federation
+    with pytest.raises(ValueError, match="Invalid value for 'n_samples'"):
+        mixture(max_iter=0).fit(X, clients=ids).sample(0)

@@ -79,6 +79,11 @@ def test_the_signature_is_the_published_one():
         "device": "cpu",
         "dtype": "float64",
         "verbose": 0,
+        "verbose_interval": 10,
+        "client_column": None,
+        "unknown_clients": "error",
+        "n_jobs": None,
+        "on_round": None,
     }
     positional = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     assert positional == ["n_components"]

@@ -199,14 +199,17 @@ def inverse_of_precisions(
     """Return the covariances of precisions, which must be positive definite; the shape is kept."""
     if covariance_type in ("diag", "spherical"):
         if (precisions <= 0).any():
-            raise ValueError(f"precisions_init must be positive for {covariance_type!r}.")
+            raise ValueError(
+                f"'{covariance_type} precision' should be positive; check precisions_init."
+            )
         return 1.0 / precisions
+    needs = f"'{covariance_type} precision' should be symmetric, positive-definite"
     if not np.allclose(precisions, np.swapaxes(precisions, -1, -2)):
-        raise ValueError("precisions_init must be symmetric.")
+        raise ValueError(f"{needs}, but precisions_init is not symmetric.")
     try:
         np.linalg.cholesky(precisions)
     except np.linalg.LinAlgError:
-        raise ValueError("precisions_init must be positive definite.") from None
+        raise ValueError(f"{needs}, but precisions_init is not positive definite.") from None
     return np.asarray(np.linalg.inv(precisions))
 
 

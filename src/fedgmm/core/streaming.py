@@ -215,6 +215,17 @@ def lanes_only() -> Iterator[None]:
         _lanes.reset(token)
 
 
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch, and so all lanes, use ``count`` threads; ``None`` leaves their number as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _threads() -> int:
     """Return the largest number of lanes."""
     return _lanes.get() or torch.get_num_threads()

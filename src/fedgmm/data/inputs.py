@@ -143,7 +143,7 @@ def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:
         isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype in (np.float32, np.float64)
     ):
         if hasattr(rows, "toarray"):
-            raise TypeError(f"Client {name!r}: sparse rows are not supported; pass a dense array.")
+            raise TypeError(f"Client {name!r}: sparse input is not supported; call .toarray().")
         try:
             array = np.asarray(rows)
             if array.dtype.kind in "cmMV":  # NumPy would cast dates and drop imaginary parts

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Self
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,13 +13,19 @@ from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from fedgmm.core.checks import array_of_names, check_choice, check_integer, check_non_negative
+from fedgmm.core.streaming import threads
+from fedgmm.data.dataset import FederatedDataset
+from fedgmm.estimators.base import TakesClients, as_callbacks, chosen_clients, thread_count
 from fedgmm.model.model import FederatedModel
+from fedgmm.training.local import OnTrainingRound, train
+from fedgmm.training.options import ALGORITHMS, TrainingOptions
 
 FloatArray = NDArray[np.float64]
 _DTYPES = [np.float64, np.float32, np.uint8]
+_RENAMED = {"components": "n_components", "learners": "n_learners"}
 
 
 def _has_density(classifier: FedGMMClassifier) -> bool:
@@ -29,19 +36,22 @@ def _has_density(classifier: FedGMMClassifier) -> bool:
     return True
 
 
-class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """Personalised classifier for the rows of several clients.
 
     All clients share ``n_components`` Gaussians and ``n_learners`` learners; each client mixes them
     with its own weights, so clients may differ in their inputs and in how labels depend on them.
 
+    All fields of :class:`fedgmm.TrainingOptions` are parameters, with the same meaning; only
+    ``components``, ``learners`` and ``seed`` have the names that scikit-learn uses.
+
     Parameters
     ----------
-    n_components : int, default=3
-        Number of Gaussians ``M1``.
-    n_learners : int, default=3
-        Number of learners ``M2``.
-    learner : {"linear", "mlp", "cnn"} or callable, default="linear"
+    n_components : int or "auto", default=3
+        Number of Gaussians ``M1``; ``"auto"`` chooses it by held-out rows.
+    n_learners : int or "auto", default=3
+        Number of learners ``M2``; ``"auto"`` chooses it by held-out rows.
+    learner : {"linear", "mlp", "cnn", "mobilenet"} or callable, default="linear"
         Network of the learners, or a function that returns a ``torch.nn.Module``.
     algorithm : str, default="fedgmm"
         Also ``"fedem"``, ``"fedavg"``, ``"fedprox"``, ``"fedavg+"``, ``"local"``, ``"clustered"``,
@@ -60,23 +70,62 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     clip_norm : float or None, default=None
         Largest norm of a gradient in local steps; larger gradients are scaled down. Exact steps are not
         limited.
+    schedule : {"constant", "cooldown", "cosine", "sqrt"}, default="constant"
+        Of the learning rate.
+    augment : bool, default=False
+        Crop and flip images at random.
+    pretrained : str or None, default=None
+        File with torchvision's weights, for ``learner="mobilenet"``.
+    covariance_type : {"full", "tied", "diag", "spherical", "identity"}, default="full"
+    aggregation : {"exact", "paper"}, default="exact"
+    reg_covar : float, default=1e-2
+        Added to every variance of the standardised inputs.
+    ridge : float, default=1.0
+        Penalty of exact steps.
+    independence : float, default=0.0
+        Number of rows that a client's overall learner weights count for within each Gaussian.
     personal_labels : bool, default=False
         After the last round, estimate the label frequencies of each client and correct its predictions
         by them, also for clients that :meth:`adapt` adds. Nothing is trained, and predictions without a
         client do not change. For FedGMM, FedEM, FedAvg, FedProx and Clustered FL.
     server : {"average", "momentum", "adam"}, default="average"
+    server_lr : float or None, default=None
+    server_momentum : float, default=0.9
     participation : float, default=1.0
         Share of the clients that take part in a round.
     patience : int or None, default=None
         Stop after this many rounds without a better validation log-likelihood.
-    validation_fraction : float, default=0.2
-        Share of every client's rows that is held out, if ``patience`` is set.
-    covariance_type : {"full", "tied", "diag", "spherical"}, default="full"
-    reg_covar : float, default=1e-2
-        Added to every variance of the standardised inputs.
+    tol : float or None, default=1e-6
+        Stop when the training log-likelihood changes by less in a round.
+    proximal : float, default=0.1
+        Strength of FedProx's penalty.
+    finetune_epochs : int, default=1
+        Passes over a client's rows in the fine-tuning of FedAvg+.
+    penalty : float, default=15.0
+    inner_steps : int, default=5
+    mixing : float, default=1.0
+        Three options of pFedMe.
+    standardise : bool, default=True
+        Scale columns to mean zero and variance one.
     device : str, default="auto"
     dtype : {"float32", "float64"}, default="float32"
+    precision : {"full", "mixed"}, default="full"
+    validation_fraction : float, default=0.2
+        Share of every client's rows that is held out, if ``patience`` is set or a size is ``"auto"``.
+    client_column : str, int or None, default=None
+        Column of ``X`` that holds the client of each row: a name of a data frame's column, or an index,
+        negative from the end. It is not an input of the model. With it, all tools of scikit-learn give
+        each row the weights of its client; ``clients`` cannot be passed then.
+    unknown_clients : {"error", "federation"}, default="error"
+        Predictions for clients that ``fit`` did not see: an error, or the federation's weights.
     random_state : int, RandomState or None, default=None
+    n_jobs : int or None, default=None
+        Number of threads; -1 uses all cores, ``None`` those that torch uses.
+    verbose : int, default=0
+        1 prints the log-likelihood of every ``verbose_interval``-th round, 2 also its time.
+    verbose_interval : int, default=10
+    on_round : callable, iterable of callables or None, default=None
+        Called after every round with its entry of ``history_``.
 
     Attributes
     ----------
@@ -84,7 +133,10 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     clients_ : ndarray (n_clients,)
     model_ : FederatedModel
         The fitted model, with densities, adaptation and novelty detection.
+    history_ : list of dict
+        One entry per round: ``round``, ``log_likelihood``, ``seconds``.
     n_features_in_ : int
+        Number of columns of ``X``, with the client column.
     feature_names_in_ : ndarray (n_features,)
         Only where ``X`` has string column names.
     n_iter_ : int
@@ -100,12 +152,20 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     >>> model = FedGMMClassifier(1, 2, random_state=0).fit(X, y, clients=clients)
     >>> bool(model.score(X, y, clients=clients) > 0.9)
     True
+
+    The client as a column, so that cross-validation keeps it:
+
+    >>> from sklearn.model_selection import cross_val_score
+    >>> table = np.column_stack([X, np.repeat([0, 1], 200)])
+    >>> model = FedGMMClassifier(1, 2, client_column=-1, random_state=0)
+    >>> bool(cross_val_score(model, table, y, scoring="accuracy").min() > 0.9)
+    True
     """
 
     def __init__(
         self,
-        n_components: int = 3,
-        n_learners: int = 3,
+        n_components: int | Literal["auto"] = 3,
+        n_learners: int | Literal["auto"] = 3,
         *,
         learner: Any = "linear",
         algorithm: str = "fedgmm",
@@ -119,16 +179,38 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         clip_norm: float | None = None,
+        schedule: str = "constant",
+        augment: bool = False,
+        pretrained: str | None = None,
+        covariance_type: str = "full",
+        aggregation: str = "exact",
+        reg_covar: float = 1e-2,
+        ridge: float = 1.0,
+        independence: float = 0.0,
         personal_labels: bool = False,
         server: str = "average",
+        server_lr: float | None = None,
+        server_momentum: float = 0.9,
         participation: float = 1.0,
         patience: int | None = None,
-        validation_fraction: float = 0.2,
-        covariance_type: str = "full",
-        reg_covar: float = 1e-2,
+        tol: float | None = 1e-6,
+        proximal: float = 0.1,
+        finetune_epochs: int = 1,
+        penalty: float = 15.0,
+        inner_steps: int = 5,
+        mixing: float = 1.0,
+        standardise: bool = True,
         device: str = "auto",
         dtype: str = "float32",
+        precision: str = "full",
+        validation_fraction: float = 0.2,
+        client_column: str | int | None = None,
+        unknown_clients: str = "error",
         random_state: int | np.random.RandomState | None = None,
+        n_jobs: int | None = None,
+        verbose: int = 0,
+        verbose_interval: int = 10,
+        on_round: OnTrainingRound | Iterable[OnTrainingRound] | None = None,
     ) -> None:
         self.n_components = n_components
         self.n_learners = n_learners
@@ -144,16 +226,38 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.clip_norm = clip_norm
+        self.schedule = schedule
+        self.augment = augment
+        self.pretrained = pretrained
+        self.covariance_type = covariance_type
+        self.aggregation = aggregation
+        self.reg_covar = reg_covar
+        self.ridge = ridge
+        self.independence = independence
         self.personal_labels = personal_labels
         self.server = server
+        self.server_lr = server_lr
+        self.server_momentum = server_momentum
         self.participation = participation
         self.patience = patience
-        self.validation_fraction = validation_fraction
-        self.covariance_type = covariance_type
-        self.reg_covar = reg_covar
+        self.tol = tol
+        self.proximal = proximal
+        self.finetune_epochs = finetune_epochs
+        self.penalty = penalty
+        self.inner_steps = inner_steps
+        self.mixing = mixing
+        self.standardise = standardise
         self.device = device
         self.dtype = dtype
+        self.precision = precision
+        self.validation_fraction = validation_fraction
+        self.client_column = client_column
+        self.unknown_clients = unknown_clients
         self.random_state = random_state
+        self.n_jobs = n_jobs
+        self.verbose = verbose
+        self.verbose_interval = verbose_interval
+        self.on_round = on_round
 
     def fit(self, X: ArrayLike, y: ArrayLike, *, clients: ArrayLike | None = None) -> Self:
         """Fit to labelled rows.
@@ -163,23 +267,30 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         X : array-like (n_rows, n_features) or (n_rows, channels, height, width)
         y : array-like (n_rows,)
         clients : array-like (n_rows,), default=None
-            One client id per row. ``None`` means one client.
+            One client id per row. ``None`` means one client, or the ids in ``client_column``.
         """
-        from fedgmm.data.dataset import FederatedDataset
-        from fedgmm.training.local import train
-        from fedgmm.training.options import ALGORITHMS
-
-        X, y = validate_data(self, X, y, dtype=_DTYPES, allow_nd=True, ensure_min_samples=2)
+        if isinstance(X, Mapping) and not hasattr(X, "shape"):  # some sparse matrices are mappings
+            raise TypeError(
+                "X is a mapping; pass one array with clients=ids, or train a model with "
+                "fedgmm.train(FederatedDataset.from_clients({client: (X, y)}))."
+            )
+        self._check_clients()
+        (X, y), clients = self._split_clients(
+            X, clients, reset=True, y=y, dtype=_DTYPES, allow_nd=True, ensure_min_samples=2
+        )
         check_classification_targets(y)
         check_choice("algorithm", self.algorithm, ALGORITHMS)
-        check_integer("n_components", self.n_components, 1)
-        check_integer("n_learners", self.n_learners, 1)
+        sizes = {"n_components": self.n_components, "n_learners": self.n_learners}
+        for name, size in sizes.items():
+            if size != "auto":
+                check_integer(name, size, 1)
         check_non_negative("validation_fraction", self.validation_fraction)  # its type
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
                 f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}."
             )
-        held_out = self.validation_fraction if self.patience is not None else 0.0
+        needed = self.patience is not None or "auto" in sizes.values()
+        held_out = self.validation_fraction if needed else 0.0
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         split = (1.0 - held_out, held_out, 0.0)
         dataset = FederatedDataset.from_arrays(
@@ -190,31 +301,55 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"Classifier can't train when only one class is present: {self.classes_[0]!r}."
             )
-        options = self.get_params(deep=False)
-        for name in ("n_components", "n_learners", "validation_fraction", "random_state"):
-            del options[name]
-        self.model_: FederatedModel = train(
-            dataset,
-            components=self.n_components,
-            learners=self.n_learners,
-            seed=seed,
-            **options,
-        )
-        self.model_.dataset = None  # so that the estimator does not keep the rows
-        self.clients_ = array_of_names(self.model_.names)
-        self.n_iter_ = len(self.model_.history)
+        options = {
+            field.name: getattr(self, _RENAMED.get(field.name, field.name))
+            for field in fields(TrainingOptions)
+            if field.name != "seed"
+        }
+        with threads(thread_count(self.n_jobs)):
+            model = train(dataset, seed=seed, on_round=self._callbacks(), **options)
+        model.dataset = None  # so that the estimator does not keep the rows
+        self.model_: FederatedModel = model
+        self.clients_ = array_of_names(model.names)
+        self.history_ = model.history
+        self.n_iter_ = len(model.history)
+        self._warned = False
         return self
 
-    def predict_proba(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> FloatArray:
+    def _callbacks(self) -> list[OnTrainingRound]:
+        """Return the user's callbacks, and one that prints rounds."""
+        for name, least in {"verbose": 0, "verbose_interval": 1}.items():
+            check_integer(name, getattr(self, name), least)
+
+        def show(entry: dict[str, float]) -> None:
+            number = int(entry["round"])
+            if number == 1 or number % self.verbose_interval == 0:
+                time = f", {entry['seconds']:.2f} s" if self.verbose > 1 else ""
+                print(f"round {number}: log-likelihood {entry['log_likelihood']:.6f}{time}")
+
+        return [*as_callbacks(self.on_round), *([show] if self.verbose else [])]
+
+    def predict_proba(
+        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> FloatArray:
         """Return ``P_c(y|x)`` of every class, ``(n_rows, n_classes)``.
 
-        ``clients`` is one known id per row, or one for all rows; ``None`` uses the federation's weights.
+        ``client`` is one known id for all rows, ``clients`` is one per row. Rows without an id use the
+        federation's weights.
         """
-        return self._fitted().predict_proba(self._rows(X), clients)
+        return self._fitted().predict_proba(*self._rows(X, client, clients))
 
-    def predict(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> NDArray[Any]:
+    def predict_log_proba(
+        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> FloatArray:
+        """Return ``log P_c(y|x)`` of every class, ``(n_rows, n_classes)``."""
+        return self._fitted().predict_log_proba(*self._rows(X, client, clients))
+
+    def predict(
+        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> NDArray[Any]:
         """Return the most likely class of every row, ``(n_rows,)``."""
-        return self._fitted().predict(self._rows(X), clients)
+        return self._fitted().predict(*self._rows(X, client, clients))
 
     def score(
         self,
@@ -222,30 +357,48 @@ class FedGMMClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
         *,
+        client: Hashable | None = None,
         clients: ArrayLike | None = None,
     ) -> float:
         """Return the accuracy."""
-        return float(
-            accuracy_score(y, self.predict(X, clients=clients), sample_weight=sample_weight)
-        )
+        predicted = self.predict(X, client=client, clients=clients)
+        return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
     @available_if(_has_density)  # type: ignore[untyped-decorator]
-    def score_samples(self, X: ArrayLike, *, clients: ArrayLike | None = None) -> FloatArray:
+    def score_samples(
+        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> FloatArray:
         """Return ``log P_c(x)`` of every row, ``(n_rows,)``: low for rows unlike anything seen.
 
         Requires ``algorithm="fedgmm"``.
         """
-        return self._fitted().score_samples(self._rows(X), clients)
+        return self._fitted().score_samples(*self._rows(X, client, clients))
 
     def adapt(self, client: Hashable, X: ArrayLike, y: ArrayLike | None = None) -> Self:
         """Add a client by learning only its weights, from labelled or unlabelled rows."""
-        self._fitted().adapt(client, self._rows(X), y)
-        self.clients_ = array_of_names(self.model_.names)
+        model = self._fitted()
+        rows, _ = self._split_clients(X, None, reset=False, dtype=_DTYPES, allow_nd=True)
+        model.adapt(client, rows, y)
+        self.clients_ = array_of_names(model.names)
         return self
 
     def _fitted(self) -> FederatedModel:
         check_is_fitted(self)
         return self.model_
 
-    def _rows(self, X: ArrayLike) -> NDArray[Any]:
-        return np.asarray(validate_data(self, X, reset=False, dtype=_DTYPES, allow_nd=True))
+    def _rows(
+        self, X: ArrayLike, client: Hashable | None, clients: ArrayLike | None
+    ) -> tuple[NDArray[Any], Any]:
+        """Return checked rows, and their clients as the model takes them."""
+        ids = chosen_clients(client, clients)
+        rows, ids = self._split_clients(X, ids, reset=False, dtype=_DTYPES, allow_nd=True)
+        if ids is None and len(self.clients_) > 1 and self._is_personal:
+            self._warn_without_clients()
+        return rows, self._known_clients(ids)
+
+    @property
+    def _is_personal(self) -> bool:
+        """Whether predictions may differ between clients."""
+        found = self.model_.prediction
+        weights = found.client_weights
+        return found.labels is not None or weights is None or weights.shape[1] > 1

@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, DensityMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils._param_validation import InvalidParameterError
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from fedgmm.core.checks import (
@@ -35,7 +36,7 @@ from fedgmm.core.gaussians import (
     residuals,
 )
 from fedgmm.core.initialise import STARTS
-from fedgmm.core.streaming import Block, accumulate
+from fedgmm.core.streaming import Block, accumulate, threads
 from fedgmm.data.federated import ClientRows
 from fedgmm.data.inputs import (
     NO_CLIENT,
@@ -46,6 +47,14 @@ from fedgmm.data.inputs import (
     encode_clients,
     is_missing,
     matrices_of_pairs,
+)
+from fedgmm.estimators.base import (
+    TakesClients,
+    as_callbacks,
+    chosen_clients,
+    column_index,
+    split_column,
+    thread_count,
 )
 from fedgmm.methods.base import RoundInfo
 from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
@@ -60,7 +69,7 @@ Matrix = NDArray[np.floating]
 MixtureRun = Run[MixtureShared, Tensor]
 
 
-class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
+class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # type: ignore[misc]
     """Gaussian mixture of rows that belong to several clients.
 
     All clients share the means and covariances; each client has its own weights. With exact
@@ -84,7 +93,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     reg_covar : float, default=1e-6
         Added to every variance.
     max_iter : int, default=100
-        Maximal number of rounds.
+        Maximal number of rounds; 0 keeps the start.
     n_init : int, default=1
         Number of starts; the best fit is kept.
     init_params : {"kmeans", "k-means++", "random"}, default="kmeans"
@@ -96,18 +105,29 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     random_state : int, RandomState or None, default=None
         Seed of the start and of :meth:`sample`.
     warm_start : bool, default=False
-        Start the next ``fit`` where the last one ended.
+        Start the next ``fit`` where the last one ended, for more rounds or with new clients.
     device : str, default="cpu"
         ``"cpu"``, ``"cuda"`` or ``"auto"``.
     dtype : {"float64", "float32"}, default="float64"
         Precision of the products. Sums and parameters are always float64.
     verbose : int, default=0
-        1 prints every tenth round, 2 prints every round.
+        1 prints every ``verbose_interval``-th round, 2 prints every round.
+    verbose_interval : int, default=10
+    client_column : str, int or None, default=None
+        Column of ``X`` that holds the client of each row: a name of a data frame's column, or an index,
+        negative from the end. It is not an input of the model. With it, all tools of scikit-learn give
+        each row the weights of its client; ``clients`` cannot be passed then.
+    unknown_clients : {"error", "federation"}, default="error"
+        Predictions for clients that ``fit`` did not see: an error, or the federation's weights.
+    n_jobs : int or None, default=None
+        Number of threads; -1 uses all cores, ``None`` those that torch uses.
+    on_round : callable, iterable of callables or None, default=None
+        Called after every round with its number and its diagnostics (``log_likelihood``).
 
     Attributes
     ----------
     means_ : ndarray (n_components, n_features)
-    covariances_, precisions_cholesky_ : ndarray, shaped by ``covariance_type``
+    covariances_, precisions_, precisions_cholesky_ : ndarray, shaped by ``covariance_type``
     weights_ : ndarray (n_components,)
         The federation's weights: the mean of the clients' weights, weighted by their rows.
     client_weights_ : ndarray (n_clients, n_components)
@@ -118,6 +138,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     lower_bounds_ : list of float
         Mean log-likelihood of every round, under the parameters that entered it.
     n_features_in_ : int
+        Number of columns of ``X``, with the client column.
     feature_names_in_ : ndarray (n_features,)
         Only where ``X`` has string column names.
 
@@ -152,6 +173,11 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         device: str = "cpu",
         dtype: str = "float64",
         verbose: int = 0,
+        verbose_interval: int = 10,
+        client_column: str | int | None = None,
+        unknown_clients: str = "error",
+        n_jobs: int | None = None,
+        on_round: OnRound | Iterable[OnRound] | None = None,
     ) -> None:
         self.n_components = n_components
         self.covariance_type = covariance_type
@@ -170,6 +196,11 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         self.device = device
         self.dtype = dtype
         self.verbose = verbose
+        self.verbose_interval = verbose_interval
+        self.client_column = client_column
+        self.unknown_clients = unknown_clients
+        self.n_jobs = n_jobs
+        self.on_round = on_round
 
     # ------------------------------------------------------------------ fitting
 
@@ -183,7 +214,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         X : array-like (n_rows, n_features), or {client: rows}, or iterable of (client, rows)
         y : ignored
         clients : array-like (n_rows,), default=None
-            One client id per row. ``None`` means one client.
+            One client id per row. ``None`` means one client, or the ids in ``client_column``.
 
         Returns
         -------
@@ -194,10 +225,12 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     def fit_with_callbacks(
         self, X: Rows, *, clients: ArrayLike | None = None, on_round: Iterable[OnRound] = ()
     ) -> Self:
-        """Like :meth:`fit`; calls each of ``on_round`` with a round's number and its diagnostics."""
+        """Like :meth:`fit`; calls these callbacks of a round, too."""
         before = dict(vars(self))
         try:
-            best, rows = self._best_run(X, clients, on_round)
+            with threads(thread_count(self.n_jobs)):
+                callbacks = [*as_callbacks(self.on_round), *on_round]
+                best, rows = self._best_run(X, clients, callbacks)
         except BaseException:  # bad input, or Ctrl-C before the first round: keep the last fit
             self.__dict__ = before
             raise
@@ -216,12 +249,15 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         self, X: Rows, clients: ArrayLike | None, on_round: Iterable[OnRound]
     ) -> tuple[MixtureRun, ClientRows]:
         """Return the best of ``n_init`` runs, and the rows."""
-        method = self._checked_method()
+        try:
+            method = self._checked_method()
+        except (TypeError, ValueError) as error:
+            raise InvalidParameterError(str(error)) from None
         rows = self._rows_to_fit(X, clients)
         if len(rows) < self.n_components:
             raise ValueError(
-                f"Expected at least n_components={self.n_components} rows over all clients, "
-                f"got n_samples = {len(rows)}."
+                f"Expected n_samples >= n_components over all clients, got n_components="
+                f"{self.n_components} and n_samples = {len(rows)}."
             )
         given = self._given_start(rows)
         warm = self._warm_start(rows) if self.warm_start and hasattr(self, "means_") else None
@@ -257,9 +293,11 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         on_round: list[OnRound],
     ) -> MixtureRun:
         """Run the rounds from one start."""
+        # a warm start compares its first round with the last one of the fit before
+        warm = self.warm_start and hasattr(self, "means_") and np.isfinite(self.lower_bound_)
         return run_rounds(
             method,
-            Run(shared, personal),
+            Run(shared, personal, [RoundInfo(self.lower_bound_)] if warm else []),
             StackedClients(rows),
             last_round=self.max_iter,
             tol=self.tol,
@@ -268,8 +306,10 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
 
     def _checked_method(self) -> FederatedGMM:
         """Check the parameters and return the method."""
-        for name, smallest in {"n_components": 1, "max_iter": 1, "n_init": 1, "verbose": 0}.items():
-            check_integer(name, getattr(self, name), smallest)
+        smallest = {"n_components": 1, "max_iter": 0, "n_init": 1, "verbose": 0}
+        for name, least in {**smallest, "verbose_interval": 1}.items():
+            check_integer(name, getattr(self, name), least)
+        self._check_clients()
         for name in ("tol", "reg_covar"):
             check_non_negative(name, getattr(self, name))
         for name in ("shared_weights", "warm_start"):
@@ -291,18 +331,25 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         m, d, kind = self.n_components, rows.columns, self.covariance_type
         weights = means = covariances = None
         if self.weights_init is not None:
-            weights = given_array("weights_init", self.weights_init, (m,))
-            if (weights < 0).any() or abs(weights.sum() - 1) > 1e-6:
+            weights = _given("weights_init", "weights", self.weights_init, (m,))
+            if (weights < 0).any() or (weights > 1).any():
                 raise ValueError(
-                    f"weights_init must be non-negative and sum to 1, got {self.weights_init!r}."
+                    "The parameter 'weights' should be in the range [0, 1], but got max value "
+                    f"{weights.min():.5f}, min value {weights.max():.5f}; weights_init must be "
+                    "non-negative."
+                )
+            if abs(weights.sum() - 1) > 1e-6:
+                raise ValueError(
+                    "The parameter 'weights' should be normalized, but got sum(weights) = "
+                    f"{weights.sum():.5f}; weights_init must sum to 1."
                 )
         if self.means_init is not None:
-            means = given_array("means_init", self.means_init, (m, d))
+            means = _given("means_init", "means", self.means_init, (m, d))
         if self.precisions_init is not None:
             if kind == "identity":
                 raise ValueError("precisions_init cannot be given with covariance_type='identity'.")
             shape = covariance_shape(kind, m, d)  # type: ignore[arg-type]
-            precisions = given_array("precisions_init", self.precisions_init, shape)
+            precisions = _given("precisions_init", f"{kind} precision", self.precisions_init, shape)
             covariances = inverse_of_precisions(precisions, kind)
         return GivenStart(
             *(
@@ -331,7 +378,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
 
     def _printer(self, start: int) -> OnRound:
         """Return a callback that prints the log-likelihood of every round, or of every tenth."""
-        every = 1 if self.verbose > 1 else 10
+        every = 1 if self.verbose > 1 else self.verbose_interval
 
         def show(number: int, info: RoundInfo) -> None:
             if number % every == 0 or number == 1:
@@ -348,13 +395,19 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         self.means_ = shared.gaussians.means.cpu().numpy().copy()
         self.covariances_ = shared.gaussians.covariances.cpu().numpy().copy()
         self.precisions_cholesky_ = shared.gaussians.precisions_cholesky.cpu().numpy().copy()
+        whiteners = self.precisions_cholesky_
+        matrices = self._kind in ("full", "tied")
+        # Σ⁻¹ = W Wᵀ
+        self.precisions_ = whiteners @ whiteners.swapaxes(-1, -2) if matrices else whiteners**2
         self.client_weights_ = personal.cpu().numpy().copy()
         self.weights_ = shared.weights.cpu().numpy().copy()
         self.clients_ = array_of_names(rows.names)
-        self.lower_bounds_ = [info.log_likelihood for info in run.history]
+        finished = run.history[len(run.history) - run.round :]  # without the end of an earlier fit
+        self.lower_bounds_ = [info.log_likelihood for info in finished]
         self.lower_bound_ = _last_bound(run)
-        self.n_iter_ = len(run.history)
+        self.n_iter_ = run.round
         self.converged_ = run.converged
+        self._warned = False
 
     def _warn(self, run: MixtureRun) -> None:
         def warn(message: str, category: type[Warning]) -> None:
@@ -365,10 +418,10 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
                 f"fit was interrupted; the best parameters so far are kept (round {self.n_iter_}).",
                 RuntimeWarning,
             )
-        elif not run.converged and self.tol > 0:
+        elif not run.converged and self.tol > 0 and self.max_iter > 0:
             warn(
-                f"fit did not converge in max_iter={self.max_iter} rounds; raise max_iter or tol, "
-                "or check the data.",
+                "Best performing initialization did not converge. Try different init parameters, or "
+                "increase max_iter, tol, or check for degenerate data.",
                 ConvergenceWarning,
             )
         if run.history and run.history[-1].empty_components:
@@ -382,7 +435,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
 
     def _rows_to_fit(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
         """Return checked rows, and record their columns."""
-        matrices, names = self._read(X, clients, reset=True)
+        matrices, names, clients = self._read(X, clients, reset=True)
         if names is not None:
             unnamed = [name for name in names if is_missing(name)]
             if unnamed:
@@ -397,28 +450,31 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     def _rows_to_score(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
         """Return checked rows whose codes index :meth:`_weights_table`."""
         check_is_fitted(self, "means_")
-        matrices, names = self._read(X, clients, reset=False)
+        matrices, names, clients = self._read(X, clients, reset=False)
         if names is not None:
             clients = np.repeat(array_of_names(names), [len(matrix) for matrix in matrices])
+        elif clients is None and len(self.clients_) > 1 and not self.shared_weights:
+            self._warn_without_clients()
         codes = self._codes(clients, sum(map(len, matrices)))
         codes = np.where(codes == NO_CLIENT, len(self.clients_), codes)
         return self._client_rows(matrices, codes, [*self.clients_.tolist(), None])
 
     def _read(
         self, X: Rows, clients: ArrayLike | None, *, reset: bool
-    ) -> tuple[list[Matrix], list[Hashable] | None]:
-        """Return matrices, and the client of each matrix if ``X`` names its clients.
+    ) -> tuple[list[Matrix], list[Hashable] | None, ArrayLike | None]:
+        """Return matrices, the client of each matrix if ``X`` names its clients, and ids of rows.
 
         ``reset`` records the columns; otherwise they must equal those of the fit.
         """
         pairs = as_pairs(X)
         if pairs is None:
-            matrix = validate_data(
-                self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite=False
+            matrix, clients = self._split_clients(
+                X, clients, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite=False
             )
-            return [matrix], None
-        if clients is not None:
-            raise ValueError("X already names its clients; do not pass clients as well.")
+            return [matrix], None, clients
+        if clients is not None or self.client_column is not None:
+            given = "pass clients" if clients is not None else "set client_column"
+            raise ValueError(f"X already names its clients; do not {given} as well.")
         matrices, names = matrices_of_pairs(pairs)
         count, columns = matrices[0].shape[1], columns_of_pairs(pairs)
         if reset:
@@ -426,7 +482,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
             self.__dict__.pop("feature_names_in_", None)
             if columns is not None:
                 self.feature_names_in_ = np.array(columns, dtype=object)
-            return matrices, names
+            return matrices, names, None
         if count != self.n_features_in_:
             raise ValueError(
                 f"X has {counted(count, 'column')}, but the model was fitted on {self.n_features_in_}."
@@ -436,41 +492,68 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
             raise ValueError(
                 f"X has the columns {columns}, but the model was fitted on {fitted.tolist()}."
             )
-        return matrices, names
+        return matrices, names, None
 
     def _client_rows(
         self, matrices: list[Matrix], codes: NDArray[np.int64], names: list[Hashable]
     ) -> ClientRows:
         """Return finite rows on the device."""
         columns = getattr(self, "feature_names_in_", None)
+        if columns is not None and self.client_column is not None:
+            columns = columns.tolist()
+            del columns[column_index(columns, len(columns), self.client_column)]
         rows = checked_rows(matrices, codes, names, columns, resolve_dtype(self.dtype))
         return rows.to(resolve_device(self.device))
 
     def _codes(self, clients: ArrayLike | None, rows: int) -> NDArray[np.int64]:
         """Return the position in ``clients_`` of each row's client, or ``NO_CLIENT``."""
-        return codes_of_known_clients(clients, rows, self.clients_.tolist())
+        return codes_of_known_clients(self._known_clients(clients), rows, self.clients_.tolist())
 
     # ------------------------------------------------------------------ the fitted mixture
 
-    def score_samples(self, X: Rows, *, clients: ArrayLike | None = None) -> FloatArray:
+    def score_samples(
+        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> FloatArray:
         """Return the log-likelihood of every row, ``(n_rows,)``.
 
-        ``clients`` is one known client id per row, or one id for all rows. Rows without an id, and
-        ``clients=None``, use the federation's ``weights_``.
+        ``client`` is one known id for all rows, ``clients`` is one per row. Rows without an id use the
+        federation's ``weights_``.
         """
-        return self._evaluate(X, clients, lambda log_joint: log_joint.logsumexp(-1))
+        return self._evaluate(
+            X, chosen_clients(client, clients), lambda log_joint: log_joint.logsumexp(-1)
+        )
 
-    def score(self, X: Rows, y: object = None, *, clients: ArrayLike | None = None) -> float:
+    def score(
+        self,
+        X: Rows,
+        y: object = None,
+        *,
+        client: Hashable | None = None,
+        clients: ArrayLike | None = None,
+    ) -> float:
         """Return the mean log-likelihood of the rows."""
-        return float(self.score_samples(X, clients=clients).mean())
+        return float(self.score_samples(X, client=client, clients=clients).mean())
 
-    def predict(self, X: Rows, *, clients: ArrayLike | None = None) -> NDArray[np.int64]:
+    def predict(
+        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> NDArray[np.int64]:
         """Return the most likely component of every row, ``(n_rows,)``."""
-        return self._evaluate(X, clients, lambda log_joint: log_joint.argmax(-1))
+        given = chosen_clients(client, clients)
+        return self._evaluate(X, given, lambda log_joint: log_joint.argmax(-1))
 
-    def predict_proba(self, X: Rows, *, clients: ArrayLike | None = None) -> FloatArray:
+    def predict_proba(
+        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> FloatArray:
         """Return the responsibilities of the components for every row, ``(n_rows, n_components)``."""
-        return self._evaluate(X, clients, lambda log_joint: responsibilities(log_joint)[0])
+        given = chosen_clients(client, clients)
+        return self._evaluate(X, given, lambda log_joint: responsibilities(log_joint)[0])
+
+    def predict_log_proba(
+        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> FloatArray:
+        """Return the logarithms of :meth:`predict_proba`, also where those are too small for a float."""
+        given = chosen_clients(client, clients)
+        return self._evaluate(X, given, lambda log_joint: log_joint.log_softmax(-1))
 
     def _evaluate(
         self, X: Rows, clients: ArrayLike | None, reduce: Callable[[Tensor], Tensor]
@@ -489,39 +572,60 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
         accumulate(rows.blocks(len(self.weights_)), lambda: None, visit, rows.device)
         return np.concatenate([found[start] for start in sorted(found)])
 
-    def bic(self, X: Rows, *, clients: ArrayLike | None = None) -> float:
+    def bic(
+        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> float:
         """Return the Bayesian information criterion on rows; lower is better."""
-        return self._criterion(X, clients, lambda rows: float(np.log(rows)))
+        return self._criterion(X, client, clients, lambda rows: float(np.log(rows)))
 
-    def aic(self, X: Rows, *, clients: ArrayLike | None = None) -> float:
+    def aic(
+        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> float:
         """Return the Akaike information criterion on rows; lower is better."""
-        return self._criterion(X, clients, lambda _: 2.0)
+        return self._criterion(X, client, clients, lambda _: 2.0)
 
     def _criterion(
-        self, X: Rows, clients: ArrayLike | None, penalty: Callable[[int], float]
+        self,
+        X: Rows,
+        client: Hashable | None,
+        clients: ArrayLike | None,
+        penalty: Callable[[int], float],
     ) -> float:
         """Return ``-2 log L + parameters · penalty(rows)``; each client's own weights count."""
         pairs = as_pairs(X)
-        scores = self.score_samples(pairs or X, clients=clients)
-        m, d = self.means_.shape
+        scores = self.score_samples(pairs or X, client=client, clients=clients)
         weight_sets = 1
         if not self.shared_weights:
             if pairs is not None:
                 weight_sets = len(pairs)
-            elif clients is not None:
+            elif self.client_column is not None:
+                clients = split_column(X, self.client_column)[1]
+            if clients is not None:
                 weight_sets = len(np.unique(self._codes(clients, len(scores))))
-        parameters = covariance_parameters(self._kind, m, d) + m * d + weight_sets * (m - 1)
-        return float(-2.0 * scores.sum() + parameters * penalty(len(scores)))
+        return float(-2.0 * scores.sum() + self._n_parameters(weight_sets) * penalty(len(scores)))
+
+    def _n_parameters(self, weight_sets: int = 1) -> int:
+        """Return the number of free parameters, with ``weight_sets`` sets of weights."""
+        m, d = self.means_.shape
+        return int(covariance_parameters(self._kind, m, d) + m * d + weight_sets * (m - 1))
 
     def sample(
-        self, n_samples: int = 1, *, clients: ArrayLike | None = None
+        self,
+        n_samples: int = 1,
+        *,
+        client: Hashable | None = None,
+        clients: ArrayLike | None = None,
     ) -> tuple[FloatArray, NDArray[np.int64]]:
         """Draw rows and return them with their components.
 
-        ``clients`` is one id for all rows or one id per row; ``None`` draws from the federation.
+        ``client`` is one id for all rows, ``clients`` is one per row; without either the rows are the
+        federation's. They have no client column.
         """
         check_is_fitted(self, "means_")
+        if n_samples < 1:
+            raise ValueError(f"Invalid value for 'n_samples': {n_samples}; it must be at least 1.")
         check_integer("n_samples", n_samples, 1)
+        clients = chosen_clients(client, clients)
         generator = check_random_state(self.random_state)
         if clients is None or np.ndim(clients) == 0:
             weights = self._weights_table()[self._codes(clients, 1)[0]]
@@ -537,7 +641,7 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
             weights = self._weights_table()[self._codes(clients, n_samples)]
             draws = generator.uniform(size=(n_samples, 1)) * weights.sum(-1, keepdims=True)
             labels = (draws >= weights.cumsum(-1)).sum(-1).clip(max=weights.shape[1] - 1)
-        noise = torch.from_numpy(generator.standard_normal((len(labels), self.n_features_in_)))
+        noise = torch.from_numpy(generator.standard_normal((len(labels), self.means_.shape[1])))
         return _transform_noise(noise, labels, self._gaussians(torch.device("cpu"))), labels
 
     def _gaussians(self, device: torch.device) -> Gaussians:
@@ -548,6 +652,16 @@ class FederatedGaussianMixture(DensityMixin, BaseEstimator):  # type: ignore[mis
     def _weights_table(self) -> FloatArray:
         """Return the clients' weights and, last, the federation's, ``(C + 1, M)``."""
         return np.vstack([self.client_weights_, self.weights_])
+
+
+def _given(name: str, what: str, value: ArrayLike, shape: tuple[int, ...]) -> FloatArray:
+    """Return a checked part of the start; the error about its shape is worded as scikit-learn's."""
+    if np.shape(value) != shape:
+        raise ValueError(
+            f"The parameter '{what}' should have the shape of {shape}, but got {np.shape(value)}; "
+            f"check {name}."
+        )
+    return given_array(name, value, shape)
 
 
 def _last_bound(run: MixtureRun) -> float:
