@@ -457,7 +457,7 @@ def test_a_component_that_the_federation_gave_up_can_come_back():
     for labels in (None, model.predict(x, 0)):
         result = model.adapt("back", x, labels)
         np.testing.assert_allclose(result.weights.sum(), 1.0)
-        assert result.weights[1].sum() > 0.99
+        assert result.weights[1].sum() > 0.7  # shrunk towards the federation's zero
 
 
 def test_adapting_is_refused_without_a_mixture_or_labels(rng):

@@ -400,6 +400,8 @@ def adapt(
 ) -> None:
     """Add a new client by learning only its weights; other clients stay the same.
 
+    The weights are shrunk towards those of the federation, so a few rows do no harm.
+
     Example: fedgmm adapt run/ --client bergen bergen.csv
     """
     from fedgmm.cli.run_tables import adaptation_table
@@ -415,6 +417,7 @@ def adapt(
             "labelled": found.labelled,
             "weights": found.adaptation.weights.tolist(),
             "curve": found.curve,
+            "note": found.adaptation.note,
         }
         print_json(record)
         return

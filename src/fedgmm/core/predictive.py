@@ -56,37 +56,79 @@ def new_client_weights(
     start: Tensor,
     max_rounds: int = 200,
     tol: float = 1e-8,
+    *,
+    strength: float | Tensor = 0.0,
+    rows: Tensor | None = None,
     prior: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[float]]:
-    """Fit the weights ``π`` of a new client by EM, with all Gaussians and learners fixed.
+    """Fit the weights ``π_c`` of a new client by EM, with all Gaussians and learners fixed.
 
-    ``π(m) ← 1/N Σ_i q_i(m)`` with ``q_i(m) ∝ π(m) P_m(s_i)``. Without a prior the log-likelihood never
-    falls.
+    ``π_c(m) ∝ Σ_i q_i(m) + a π(m)`` with ``q_i(m) ∝ π_c(m) P_m(s_i)``: the mode under a Dirichlet prior
+    around the federation's weights, which count for ``a`` rows. Without a prior (``a = 0``) the
+    log-likelihood never falls.
+
+    Several fits run at once if ``strength`` or ``rows`` has leading axes.
 
     Args:
         log_likelihood: ``log P_m(s_i)``, ``(n, M)``.
-        start: initial weights, ``(M,)``; a weight of zero stays zero.
+        start: the federation's weights ``π``, ``(M,)``, which are the start; zero stays zero.
         max_rounds: maximal number of iterations.
         tol: stop when the mean log-likelihood changes by less.
-        prior: function that adds a prior to the counts ``Σ_i q_i(m)``, ``(M,)`` to ``(M,)``.
+        strength: ``a``, ``(...)``.
+        rows: one for rows that count and zero for others, ``(..., n)``; ``None`` means all rows.
+        prior: further prior, a function of the counts, ``(..., M)`` to ``(..., M)``.
 
     Returns:
-        The weights ``(M,)`` and the mean log-likelihood before every iteration.
+        The weights ``(..., M)`` and the mean log-likelihood before every iteration.
     """
     # Likelihoods relative to the row's best component need one exponential for all iterations.
     # Components of weight zero are left out, because beside them the others could underflow.
     possible = log_likelihood.masked_fill(start <= 0, -torch.inf)
     largest = possible.amax(-1, keepdim=True)
     relative = torch.exp(possible - largest)
-    offset = float(largest.mean())
-    weights, history = start, list[float]()
+    counted = relative.new_ones(len(relative)) if rows is None else rows
+    prior_counts = torch.as_tensor(strength).to(start)[..., None] * start
+    offset = (counted * largest.squeeze(-1)).sum(-1)
+    total = counted.sum(-1).clamp_min(1.0)
+    weights, history = start.expand_as(counted[..., :1] + prior_counts), list[float]()
     for _ in range(max_rounds):
-        joint = relative * weights
-        evidence = joint.sum(-1, keepdim=True).clamp_min(torch.finfo(joint.dtype).tiny)
-        history.append(float(evidence.log().mean()) + offset)
-        counts = (joint / evidence).sum(0)
+        evidence = (weights @ relative.mT).clamp_min(torch.finfo(relative.dtype).tiny)
+        history.append(float((((counted * evidence.log()).sum(-1) + offset) / total).mean()))
+        # Σ_i π_c(m) P_m(s_i) / Σ_m' π_c(m') P_m'(s_i) + a π(m)
+        counts = weights * ((counted / evidence) @ relative) + prior_counts
         weights = counts if prior is None else prior(counts)
-        weights = weights / weights.sum()
+        weights = weights / weights.sum(-1, keepdim=True)
         if len(history) > 1 and abs(history[-1] - history[-2]) < tol:
             break
     return weights, history
+
+
+STRENGTHS: tuple[float, ...] = tuple(2.0**power for power in range(8))
+"""Candidates of :func:`prior_strength`, in rows."""
+
+
+def prior_strength(counts: Tensor, mean: Tensor) -> float:
+    """Return the one of ``STRENGTHS`` under which the clients' counts are most likely.
+
+    A client's weights are drawn from a Dirichlet distribution around ``π`` with strength ``a``, and its
+    rows from its weights (Dirichlet-multinomial), so a small ``a`` means that clients differ a lot::
+
+        Σ_c [log Γ(a) - log Γ(N_c + a) + Σ_m (log Γ(γ_c(m) + a π(m)) - log Γ(a π(m)))]
+
+    Args:
+        counts: ``γ_c(m) = N_c π_c(m)``, ``(C, M)``.
+        mean: the federation's weights ``π``, positive, ``(M,)``.
+    """
+    a = torch.tensor(STRENGTHS).to(counts)[:, None]
+    of_pairs = torch.lgamma(counts + (a * mean)[:, None]) - torch.lgamma(a * mean)[:, None]
+    of_rows = torch.lgamma(a) - torch.lgamma(counts.sum(-1) + a)
+    return STRENGTHS[int((of_pairs.sum(-1) + of_rows).sum(-1).argmax())]
+
+
+def shares_of_models(log_p: Tensor) -> Tensor:
+    """Return ``v_k ∝ exp Σ_i log P_k(y_i|x_i)``, the shares in an average of models, ``(k,)``.
+
+    Args:
+        log_p: ``log P_k(y_i|x_i)`` of models that were fitted without row ``i``, ``(n, k)``.
+    """
+    return torch.softmax(log_p.sum(0), 0)

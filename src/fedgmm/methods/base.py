@@ -126,6 +126,8 @@ class Prediction:
         assignment: the learner of each client, ``(C,)``; ``None`` if learners are mixed.
         default_learner: the learner for rows without a client; ``None`` if there is no such learner.
         labels: label frequencies of the clients, ``M = M1 · G``, if they are used.
+        prior_rows: number of rows that the federation's weights count for when a client joins, see
+            :func:`fedgmm.core.predictive.prior_strength`; ``None`` if it was not estimated.
     """
 
     net: Network
@@ -136,6 +138,7 @@ class Prediction:
     assignment: Tensor | None = None
     default_learner: int | None = None
     labels: LabelFrequencies | None = None
+    prior_rows: float | None = None
 
 
 class SupervisedMethod(ABC, Generic[Shared, Personal]):

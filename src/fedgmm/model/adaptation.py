@@ -1,4 +1,9 @@
-"""The weights ``π_c`` of a client that joins a fitted model; all other parameters stay fixed."""
+"""The weights ``π_c`` of a client that joins a fitted model; all other parameters stay fixed.
+
+Few rows say little about weights, so these are shrunk towards the federation's. How strongly depends on
+how much the training clients differ, and on how well labels of the new client are predicted from its
+other rows.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,25 @@ from torch import Tensor
 from fedgmm.core.em import add_likelihoods, responsibilities, towards_independence
 from fedgmm.core.labels import add_label_counts, guess_label_counts
 from fedgmm.core.params import count_learners
-from fedgmm.core.predictive import new_client_weights
+from fedgmm.core.predictive import (
+    log_class_probabilities,
+    new_client_weights,
+    prior_strength,
+    shares_of_models,
+)
 from fedgmm.methods.base import Prediction
 from fedgmm.nets.learners import at_labels
 
 _GUESS_ROUNDS = 3  # iterations that guess label frequencies
 _RAISED = 1e-3  # share of the start that is uniform, because a weight of zero could never grow
+_PRIOR_ROWS = (
+    4.0  # of models without an estimate: a federation's server does not know its clients' π
+)
+_STRONGER = 10.0  # factor of the second prior that is tried
+_FOLDS = 10  # parts of the labelled rows that are left out in turn
+_FOLD_ROUNDS = 30  # iterations without a part, which need not converge to the last digit
+_MOST_FOLDED = 500  # labelled rows that decide between priors; with more the prior hardly matters
+_UNCHANGED = 5e-3  # largest difference of weights that are called the same
 
 
 @dataclass(frozen=True)
@@ -29,11 +47,13 @@ class Adaptation:
         client: name of the client.
         weights: ``π_c(m1, m2)``, ``(M1, M2)``.
         log_likelihoods: mean log-likelihood before each iteration.
+        note: a sentence for the user if nothing could change or nothing has; ``None`` otherwise.
     """
 
     client: Hashable
     weights: NDArray[np.float64]
     log_likelihoods: list[float]
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,20 @@ def can_guess_labels(prediction: Prediction) -> bool:
     return prediction.labels is not None and prediction.labels.guess_rows > 0
 
 
+def with_prior(prediction: Prediction, rows: Tensor) -> Prediction:
+    """Return a mixture with the prior of new clients, estimated from the spread of its own clients.
+
+    Args:
+        prediction: the fitted parameters; without weights of clients they are returned as they are.
+        rows: ``N_c``, ``(C,)``.
+    """
+    weights = prediction.client_weights
+    if weights is None or len(weights) < 2:  # one client says nothing about differences
+        return prediction
+    mean = _initial_weights(prediction).reshape(-1)
+    return replace(prediction, prior_rows=prior_strength(weights * rows.to(weights)[:, None], mean))
+
+
 def adapt_without_labels(
     prediction: Prediction, log_x: Tensor | None, log_y: Tensor | None, max_rounds: int
 ) -> NewClient:
@@ -72,14 +106,24 @@ def adapt_without_labels(
     """
     weights, history, counts = _initial_weights(prediction), list[float](), None
     if log_x is not None:
-        marginal, history = new_client_weights(log_x, weights.sum(-1), max_rounds)
-        weights = marginal[:, None] * weights / weights.sum(-1, keepdim=True)
+        weights, history = _by_inputs(prediction, log_x, max_rounds)
     if log_y is not None:
         assert prediction.labels is not None
         joint = add_likelihoods(weights.log().expand(len(log_y), -1, -1).clone(), log_x)
         rounds = min(max_rounds, _GUESS_ROUNDS)
         counts = guess_label_counts(prediction.labels, joint, log_y, rounds)
     return NewClient(weights, history, counts)
+
+
+def _by_inputs(
+    prediction: Prediction, log_x: Tensor, max_rounds: int, rows: Tensor | None = None
+) -> tuple[Tensor, list[float]]:
+    """Return ``π_c(m1) π(m2|m1)``, ``(..., M1, M2)``, with ``π_c(m1)`` learned from ``rows``."""
+    start = _initial_weights(prediction)
+    marginal, history = new_client_weights(
+        log_x, start.sum(-1), max_rounds, strength=_prior_rows(prediction), rows=rows
+    )
+    return marginal[..., None] * start / start.sum(-1, keepdim=True), history
 
 
 def adapt_with_labels(
@@ -92,6 +136,11 @@ def adapt_with_labels(
 ) -> NewClient:
     """Learn all of ``π_c`` from labelled rows, and count their labels.
 
+    Three fits are averaged: learners with the federation's shares in each Gaussian, own weights with a
+    strong prior, and own weights with the prior of the training clients. Each counts for as much as it
+    makes labels likely that were left out, so a client keeps the federation's learners unless its own
+    labels speak against them. In the same way label frequencies count for as much as they help.
+
     Args:
         prediction: a mixture.
         log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
@@ -101,25 +150,81 @@ def adapt_with_labels(
         independence: strength of the prior that the other clients were trained with, in rows, see
             :func:`fedgmm.core.em.towards_independence`.
     """
-    weights, learners = _initial_weights(prediction), count_learners(prediction.learners)
-    zeros = weights.new_zeros(len(labels), *weights.shape)
+    start, learners = _initial_weights(prediction), count_learners(prediction.learners)
+    zeros = start.new_zeros(len(labels), *start.shape)
     log_likelihood = add_likelihoods(zeros, log_x, at_labels(log_y, labels)).flatten(1)
+    strengths = start.new_tensor([_STRONGER, 1.0])[:, None] * _prior_rows(prediction)
 
-    def prior(counts: Tensor) -> Tensor:
+    def pull(counts: Tensor) -> Tensor:
         return towards_independence(counts, learners, independence)
 
-    own, history = new_client_weights(
-        log_likelihood,
-        weights.reshape(-1),
-        max_rounds,
-        prior=prior if independence and log_x is not None else None,
-    )
+    pulled = pull if independence and log_x is not None else None
+
+    def fit(rows: Tensor, rounds: int) -> tuple[Tensor, list[float]]:
+        """Return the three fits to rows ``(F, n)`` of the first ``n``: ``(3, F, M)``."""
+        first = slice(0, rows.shape[1])
+        own, history = new_client_weights(
+            log_likelihood[first],
+            start.reshape(-1),
+            rounds,
+            strength=strengths,
+            rows=rows.expand(len(strengths), *rows.shape),
+            prior=pulled,
+        )
+        by_inputs = start.expand(len(rows), -1, -1)
+        if log_x is not None:
+            by_inputs, _ = _by_inputs(prediction, log_x[first], rounds, rows)
+        return torch.cat([by_inputs.flatten(1)[None], own]), history
+
+    fits, history = fit(start.new_ones(1, len(labels)), max_rounds)
+    judges = slice(0, _MOST_FOLDED)
+    fold = torch.arange(len(labels[judges]), device=start.device) % _FOLDS
+    left_out = fold == torch.arange(int(fold.max()) + 1, device=start.device)[:, None]
+    folded, _ = fit((~left_out).to(start), min(max_rounds, _FOLD_ROUNDS))
+    folded = folded.reshape(3, len(left_out), *start.shape)
+
+    def log_p(weights: Tensor, ratios: Tensor | None = None) -> Tensor:
+        """Return ``log P(y_i|x_i)`` of the judging rows under the weights of each, ``(n, M1, M2)``."""
+        some_x = None if log_x is None else log_x[judges]
+        log_proba = log_class_probabilities(weights.log(), some_x, log_y[judges], ratios)
+        return log_proba.gather(-1, labels[judges, None]).squeeze(-1)
+
+    shares = shares_of_models(torch.stack([log_p(own[fold]) for own in folded], -1))
+    own = torch.einsum("k,km->m", shares, fits[:, 0])
+    if pulled is not None:
+        own = pulled(len(labels) * own) / len(labels)
     counts = None
     if prediction.labels is not None:
         q, _ = responsibilities(log_likelihood + own.log())
         counts = torch.zeros_like(prediction.labels.federation)
         add_label_counts(counts[None], q, labels, torch.zeros_like(labels))
-    return NewClient(own.reshape(weights.shape), history, counts, labelled=True)
+        in_fold = counts.new_zeros(len(left_out), *counts.shape)
+        add_label_counts(in_fold, q[judges], labels[judges], fold)
+        ratios = prediction.labels.log_ratios_from_counts((counts - in_fold).clamp_min(0.0))
+        without = torch.einsum("k,kfab->fab", shares, folded)[fold]
+        with_ratios = log_p(without, ratios.view(len(left_out), *start.shape, -1)[fold])
+        counts *= shares_of_models(torch.stack([log_p(without), with_ratios], -1))[1]
+    return NewClient(own.reshape(start.shape), history, counts, labelled=True)
+
+
+def note_on(prediction: Prediction, client: NewClient) -> str | None:
+    """Return a sentence if the client's predictions could not change, or did not; else ``None``."""
+    assert prediction.weights is not None
+    learners = client.weights.shape[1]
+    if client.weights.numel() == 1:
+        return (
+            "Nothing can change: with one Gaussian and one learner there are no weights to learn. Train "
+            "with several learners."
+        )
+    if learners == 1 and prediction.labels is None:
+        return (
+            "Predicted labels do not change, because there is one learner; only the density is the "
+            "client's own. Train with several learners or with personal_labels."
+        )
+    change = (client.weights.reshape(-1) - prediction.weights).abs().max()
+    if float(change) < _UNCHANGED and client.label_counts is None:
+        return "Nothing has changed: the rows agree with the weights of the federation."
+    return None
 
 
 def with_client(prediction: Prediction, code: int | None, client: NewClient) -> Prediction:
@@ -138,6 +243,10 @@ def with_client(prediction: Prediction, code: int | None, client: NewClient) -> 
     if labels is not None and (code is None or client.labelled):
         labels = labels.with_client(code, client.label_counts)
     return replace(prediction, client_weights=table, labels=labels)
+
+
+def _prior_rows(prediction: Prediction) -> float:
+    return _PRIOR_ROWS if prediction.prior_rows is None else prediction.prior_rows
 
 
 def _initial_weights(prediction: Prediction) -> Tensor:

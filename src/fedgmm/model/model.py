@@ -24,6 +24,7 @@ from fedgmm.model.adaptation import (
     adapt_with_labels,
     adapt_without_labels,
     can_guess_labels,
+    note_on,
     with_client,
 )
 from fedgmm.model.decisions import Cost, Decision
@@ -340,6 +341,10 @@ class FederatedModel:
     ) -> Adaptation:
         """Add a client by learning only its weights ``π_c``; other clients do not change.
 
+        The weights are shrunk towards the federation's, more strongly if the training clients differ
+        little (``prediction.prior_rows``). Labels decide how much the client's own weights count, by
+        cross-validation, so a few rows do no harm. The result has a note if nothing could change.
+
         If the model has label frequencies, see :meth:`learn_labels`, the client gets its own. They are
         counted from its labels. For a new client without labels they are guessed from the learners'
         predictions, if guesses helped the known clients.
@@ -377,7 +382,8 @@ class FederatedModel:
         if code is None:
             self.names = [*self.names, client]
         self.prediction = with_client(prediction, code, found)
-        return Adaptation(client, found.weights.cpu().numpy(), found.log_likelihoods)
+        note = None if self.algorithm == DENSITY else note_on(prediction, found)
+        return Adaptation(client, found.weights.cpu().numpy(), found.log_likelihoods, note)
 
     def learn_labels(self, dataset: FederatedDataset | None = None) -> None:
         """Estimate the label frequencies of every client, and correct its predictions by them.

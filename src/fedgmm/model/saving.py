@@ -116,6 +116,7 @@ def _facts(model: FederatedModel) -> dict[str, Any]:
         "features_are_inputs": model.features_are_inputs,
         "covariance_type": None if gaussians is None else gaussians.covariance_type,
         "default_learner": model.prediction.default_learner,
+        "prior_rows": model.prediction.prior_rows,
         "options": {name: _json_value(value, name) for name, value in model.options.items()},
         "history": model.history,
         "stopped": model.stopped,
@@ -257,6 +258,7 @@ def _build_model(
         tensors.get("weights"),
         tensors.get("assignment"),
         facts["default_learner"],
+        prior_rows=_prior_rows(facts),
     )
     pairs = _check_clients(prediction, len(names))
     labels = _labels(facts, tensors, (len(names), pairs, len(classes)))
@@ -292,6 +294,14 @@ def _classes(facts: dict[str, Any]) -> NDArray[Any]:
     classes: NDArray[Any] = np.array(facts["classes"], dtype=dtype)
     _require(classes.ndim == 1 and len(set(classes.tolist())) == len(classes) > 0, "classes")
     return classes
+
+
+def _prior_rows(facts: dict[str, Any]) -> float | None:
+    """Return the prior of new clients; earlier versions did not write it."""
+    rows = facts.get("prior_rows")
+    valid = rows is None or (isinstance(rows, (int, float)) and 0 <= rows < math.inf)
+    _require(valid, "prior_rows")
+    return rows
 
 
 def _column_names(facts: dict[str, Any], shape: tuple[int, ...]) -> tuple[str, ...] | None:

@@ -383,6 +383,7 @@ class FederatedRun:
         notify("learning the client's weights")
         curve = [] if labels is None else self._adaptation_curve(matrix, labels)
         adaptation = self.model.adapt(client, matrix, labels)
+        notes += [] if adaptation.note is None else [adaptation.note]
         return Adapted(adaptation, len(matrix), labels is not None, curve, notes)
 
     def _adaptation_curve(

@@ -26,6 +26,7 @@ from fedgmm.files import sha256_of
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, NamedRows, Prediction, RoundInfo
 from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.methods.gmm import overall_gaussian
+from fedgmm.model.adaptation import with_prior
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import reset_memory_shares, resolve_device, resolve_dtype
 from fedgmm.nets.kernels.recording import forget_recordings
@@ -416,6 +417,8 @@ class _LocalTraining:
             return model
         try:
             model.prediction = recompute_statistics(model.prediction, self.rows)
+            rows = self.rows.features.rows_per_client
+            model.prediction = with_prior(model.prediction, rows)
             if self.options.personal_labels:
                 model.learn_labels()
         except KeyboardInterrupt:
