@@ -17,7 +17,7 @@ demo: $(INSTALLED)
 
 # One server and four clients as processes on this machine, with TLS and keys.
 federation-demo: $(INSTALLED)
-	$(BIN)/python -m fedgmm.federation.flower.demo --out federation-demo
+	$(BIN)/python -m fedgmm.federation.demo --out federation-demo
 
 test: lint types $(TRITON)
 	$(BIN)/pytest -m "not slow" $(PARALLEL)

@@ -1,13 +1,13 @@
-"""Limits of one federation server: clients, payloads, memory, polling.
+"""Limits of one federation server: clients, payloads, memory.
 
 Two measurements:
 
 1. The server's own work, without a network. Many sites send copies of the replies of one real site.
    Every reply is checked and added as in a real run. Each size runs in its own process; memory is
    the peak of that process without the imports.
-2. Flower's SuperLink behind TLS and keys, with many light nodes in one other process. They sign, poll,
-   fetch and reply like real nodes, but hold no rows. Measured are the seconds of an exchange, and the
-   CPU share of polling while the nodes are idle.
+2. The gRPC server behind TLS and keys, with many light sites in two other processes. They prove their
+   keys and reply like real sites, but hold no rows. Measured are the seconds of an exchange, the CPU
+   seconds and the memory of the server's process.
 
     python benchmarks/federation_scale.py            # some minutes
     python benchmarks/federation_scale.py --quick    # under a minute
@@ -16,6 +16,7 @@ Two measurements:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import csv
 import json
@@ -25,9 +26,9 @@ import resource
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,11 @@ from loopback_sites import (
     end_with_parent,
     exchange,
     free_port,
+    listening,
     make_keys,
     reply_of,
 )
 
-POLL = 0.3  # seconds between two polls of a busy client, as in fedgmm.federation.flower.supernode
 ROUNDS = 4
 REPEATS = 3
 
@@ -159,148 +160,119 @@ def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-# ---------------------------------------------------------------------- 2. Flower with many nodes
+# ---------------------------------------------------------------------- 2. many sites on the network
 
 
-def light_nodes(home: str, names: Sequence[str], port: int) -> None:
-    """Run many nodes in one process, one thread each, with the network traffic of SuperNodes."""
-    from fedgmm.federation.flower.supernode import poll_faster
-
+def light_sites(home: str, names: Sequence[str], port: int) -> None:
+    """Run many sites in one process, one stream each, until the server sends ``stop``."""
     end_with_parent()
-    poll_faster()
-    threads = [threading.Thread(target=_light_node, args=(Path(home), n, port)) for n in names]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.02)  # not all at once
-    for thread in threads:
-        thread.join()
+    asyncio.run(_all_sites(Path(home), names, port))
 
 
-def _light_node(home: Path, name: str, port: int) -> None:
-    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-    from flwr.app import Message as FlowerMessage
-    from flwr.app.message import remove_content_from_message
-    from flwr.supercore.inflatable.inflatable_object import (
-        get_all_nested_objects,
-        get_object_tree,
-        iterate_object_tree,
+async def _all_sites(home: Path, names: Sequence[str], port: int) -> None:
+    few = asyncio.Semaphore(32)  # handshakes at the same time
+    await asyncio.gather(*(_light_site(home, name, port, few) for name in names))
+
+
+async def _light_site(home: Path, name: str, port: int, few: asyncio.Semaphore) -> None:
+    import grpc
+    from grpc import aio
+
+    from fedgmm.federation.messages import LARGEST_MESSAGE, PROTOCOL
+    from fedgmm.federation.network.keys import check_private_key, read_private_key
+    from fedgmm.federation.network.stream import (
+        COMMON_OPTIONS,
+        METHOD,
+        SERVICE,
+        Assembler,
+        greeting,
+        pieces,
+        read_greeting,
+        sign,
     )
-    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-    from flwr.supernode.fleet_http_connection import http_request_response
 
-    from fedgmm.federation.flower.records import from_records, to_records
-
-    key = load_ssh_private_key((home / "private" / f"{name}.key").read_bytes(), None)
-    authority = (home / "tls" / "ca.crt").read_bytes()
-    keys: Any = (key, key.public_key())
-    with http_request_response(f"127.0.0.1:{port}", False, authority, keys) as line:
-        _, receive, send, _, _, pull_object, push_object, confirm = line
+    key, host = home / "private" / f"{name}.key", "127.0.0.1"
+    credentials = grpc.ssl_channel_credentials((home / "tls" / "ca.crt").read_bytes())
+    options = [*COMMON_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    async with aio.secure_channel(f"{host}:{port}", credentials, options) as channel:
+        async with few:
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+            challenge = read_greeting(await call.read())["challenge"]
+            await call.write(
+                greeting(
+                    protocol=PROTOCOL,
+                    instance=name,
+                    key=check_private_key(key).pem,
+                    host=host,
+                    proof=sign(read_private_key(key), challenge, host),
+                )
+            )
+            read_greeting(await call.read())
+        assembler = Assembler(LARGEST_MESSAGE)
         while True:
-            received = receive()
-            if received is None:
-                time.sleep(POLL)
+            found = assembler.add(await call.read())
+            if found is None:
                 continue
-            request, tree = received
-            run, number = request.metadata.run_id, request.metadata.message_id
-            pieces = {
-                one.object_id: _fetched(pull_object, run, one.object_id)
-                for one in iterate_object_tree(tree)
-            }
-            confirm(run, number)
-            whole: Any = inflate_object_from_contents(number, pieces)
-            message = from_records(whole.content)
-            content = to_records(reply_of(name, message))
-            reply = FlowerMessage(content, reply_to=request)
-            reply.metadata.__dict__["_message_id"] = reply.object_id
-            objects = get_all_nested_objects(reply)
-            missing, session = send(remove_content_from_message(reply), get_object_tree(reply), 0.0)
-            for piece in missing:
-                push_object(run, session, piece, objects[piece].deflate())
-            if message.kind == "stop":
+            number, request = found
+            for piece in pieces(reply_of(name, request), number):
+                await call.write(piece)
+            if request.kind == "stop":
+                await call.done_writing()
                 return
 
 
-def _fetched(pull_object: Any, run: int, piece: str) -> Any:
-    """Return a part of a request, which may be announced before it is available."""
-    from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
-
-    while True:
-        try:
-            return pull_object(run, piece)
-        except ObjectUnavailableError:
-            time.sleep(0.05)
-
-
 @contextlib.contextmanager
-def many_nodes(home: Path, clients: int) -> Iterator[tuple[Any, Any]]:
-    """Start a server with light nodes; yield its sites and the process of its SuperLink."""
-    import psutil
-
-    from fedgmm.federation.flower.certificates import Tls
-    from fedgmm.federation.flower.keys import read_public_keys
-    from fedgmm.federation.flower.processes import FlowerFolder, prepare_environment
+def many_sites(home: Path, clients: int) -> Iterator[Any]:
+    """Start a server with light sites; yield its sites."""
     from fedgmm.federation.messages import Message
 
     names = [f"site{number:05d}" for number in range(clients)]
     make_keys(home, names)
-    prepare_environment(FlowerFolder(home / "server"))
-    from fedgmm.federation.flower.server import open_sites
-
     port = free_port()
-    tls = Tls(*(home / "tls" / file for file in ("server.crt", "server.key", "ca.crt")))
     context = multiprocessing.get_context("spawn")
-    worker = context.Process(target=light_nodes, args=(str(home), names, port))
-    keys = read_public_keys(home / "keys")
+    workers = [
+        context.Process(target=light_sites, args=(str(home), names[part::2], port))
+        for part in range(2)
+    ]
     try:
-        with open_sites(home / "server", "127.0.0.1", port, tls, keys) as sites:
-            (link,) = [
-                one
-                for one in psutil.Process().children()
-                if "fedgmm.federation.flower.superlink" in one.cmdline()
-            ]
-            worker.start()
+        with listening(home, port) as sites:
+            for worker in workers:
+                worker.start()
             deadline = time.monotonic() + MOST_SECONDS
             while len(sites.nodes()) < clients:
-                if time.monotonic() > deadline or not worker.is_alive():
-                    raise SystemExit(f"Only {len(sites.nodes())} of {clients} nodes connected.")
-                time.sleep(0.5)
-            yield sites, link
+                if time.monotonic() > deadline or not all(one.is_alive() for one in workers):
+                    raise SystemExit(f"Only {len(sites.nodes())} of {clients} sites connected.")
+                time.sleep(0.1)
+            yield sites
             list(sites.ask({node: Message("stop") for node in sites.nodes()}, 60.0))
-            worker.join(30)
+            for worker in workers:
+                worker.join(30)
     finally:
-        if worker.is_alive():
-            worker.kill()
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
 
 
-def with_flower(home: Path, clients: int, sizes: Sequence[int], idle: float) -> dict[str, Any]:
-    """Measure polling, exchanges and memory of a SuperLink with the given number of nodes."""
+def on_network(clients: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """Measure exchanges and memory with the given number of sites, in a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_exchanges, clients, tuple(sizes)).result()
 
-    def cpu(link: Any) -> float:
-        return float(sum(link.cpu_times()[:2]))
 
-    with many_nodes(home, clients) as (sites, link):
-        with contextlib.suppress(RuntimeError):
-            exchange(sites, (0, 0), 1000, 1)  # warms up
-        before = cpu(link)
-        time.sleep(idle)
-        polling = (cpu(link) - before) / idle
-        found: dict[str, Any] = {"clients": clients, "polling": polling, "exchanges": []}
+def _exchanges(clients: int, sizes: Sequence[int]) -> dict[str, Any]:
+    found: dict[str, Any] = {"clients": clients, "exchanges": []}
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place, many_sites(Path(place), clients) as sites:
+        found["connected"] = time.perf_counter() - began
+        exchange(sites, (0, 0), 1000, 1)  # warms up
         for size in sizes:
-            before = cpu(link)
-            try:
-                seconds = exchange(sites, (0, 0), size, REPEATS)["seconds"]
-            except RuntimeError as error:  # more nodes than the SuperLink can handle
-                print(f"{clients} nodes, {size} bytes: {error}", file=sys.stderr)
-                seconds = float("nan")
+            before = time.process_time()
+            seconds = exchange(sites, (0, 0), size, REPEATS)["seconds"]
+            cpu = (time.process_time() - before) / REPEATS
             found["exchanges"].append(
-                {
-                    "bytes": size,
-                    "seconds": seconds,
-                    "cpu_seconds": (cpu(link) - before) / REPEATS,
-                    "megabytes": link.memory_info().rss / 1e6,
-                }
+                {"bytes": size, "seconds": seconds, "cpu_seconds": cpu, "megabytes": _peak()}
             )
-            print(clients, "nodes:", found["exchanges"][-1], file=sys.stderr)
+            print(clients, "sites:", found["exchanges"][-1], file=sys.stderr)
     return found
 
 
@@ -313,7 +285,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
-    parser.add_argument("--part", choices=("server", "flower"), help="only one of the two")
+    parser.add_argument("--part", choices=("server", "network"), help="only one of the two")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     quick = arguments.quick
@@ -322,19 +294,18 @@ def main() -> None:
         *(Load(count) for count in (10, 100, 1_000, 10_000)),
         *(Load(count, **wide) for count in (10, 100, 1_000)),
     ]  # fmt: skip
-    nodes: dict[int, tuple[int, ...]] = (
-        {5: (5_000,)}
+    counts: dict[int, tuple[int, ...]] = (
+        {20: (5_000,)}
         if quick
         else {
-            10: (5_000, 1_000_000),
-            25: (5_000, 1_000_000),
-            50: (5_000,),
-            100: (5_000,),
+            10: (5_000, 1_000_000, 10_000_000),
+            100: (5_000, 1_000_000, 10_000_000),
+            1_000: (5_000, 100_000),
         }
     )
     console = Console(width=None if sys.stdout.isatty() else 140)
 
-    alone = [server_alone(load) for load in loads if arguments.part != "flower"]
+    alone = [server_alone(load) for load in loads if arguments.part != "network"]
     table = Table(title="The server's own part of a FedGMM round (no network), one thread")
     for column in ("clients", "bytes to a client", "from it", "s per round", "ms per client",
                    "MB", "MB / MB received"):  # fmt: skip
@@ -348,26 +319,21 @@ def main() -> None:
     if alone:
         console.print(table)
 
-    carried = []
-    for clients, sizes in nodes.items() if arguments.part != "server" else ():
-        with tempfile.TemporaryDirectory() as place:
-            carried.append(with_flower(Path(place), clients, sizes, 2.0 if quick else 10.0))
-    table = Table(title=f"Flower's SuperLink with light nodes that poll every {POLL:g} s")
-    for column in ("nodes", "CPU share of polling", "CPU ms per poll", "bytes each way", "s per exchange",
-                   "CPU s of the SuperLink", "its memory, MB"):  # fmt: skip
+    carried = [on_network(*one) for one in counts.items() if arguments.part != "server"]
+    table = Table(title="One server with light sites over gRPC, TLS and keys, all on this machine")
+    for column in ("sites", "bytes each way", "s per exchange", "CPU s of the server",
+                   "its peak memory, MB"):  # fmt: skip
         table.add_column(column, justify="right")
     for one in carried:
         for own in one["exchanges"]:
-            table.add_row(f"{one['clients']}", f"{100 * one['polling']:.0f} %",
-                          f"{one['polling'] * POLL / one['clients'] * 1e3:.1f}", f"{own['bytes']}",
-                          f"{own['seconds']:.2f}", f"{own['cpu_seconds']:.2f}",
-                          f"{own['megabytes']:.0f}")  # fmt: skip
+            table.add_row(f"{one['clients']}", f"{own['bytes']}", f"{own['seconds']:.3f}",
+                          f"{own['cpu_seconds']:.3f}", f"{own['megabytes']:.0f}")  # fmt: skip
     if carried:
         console.print(table)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"alone": alone, "nodes": carried}, indent=1))
+        arguments.json.write_text(json.dumps({"alone": alone, "sites": carried}, indent=1))
     for one in carried[-1:]:
-        print(f"polling: {100 * one['polling']:.0f} % of a core with {one['clients']} nodes")
+        print(f"{one['clients']} sites: {one['exchanges'][0]['seconds']:.3f} s per exchange")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Processes on the loopback address for measurements: clients that echo, a proxy that counts bytes.
 
-Used by ``flower_rounds.py`` and ``federation_scale.py``.
+Used by ``federation_rounds.py`` and ``federation_scale.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_SECONDS = 300.0
 
 
 def reply_of(name: str, request: Any) -> Any:
-    """Return the numbers plus the site's own number, because Flower sends equal arrays only once."""
+    """Return the numbers plus the site's own number, so that each reply can be checked."""
     from fedgmm.federation.messages import Message
 
     arrays = {key: value + site_number(name) for key, value in request.arrays.items()}
@@ -55,7 +55,7 @@ def echo_client(home: str, name: str, port: int) -> None:
     """Run a client; called in its own process."""
     end_with_parent()
     os.environ.update(FEW_THREADS)
-    from fedgmm.federation.flower.client import Connection, take_part
+    from fedgmm.federation.network.client import Connection, take_part
 
     place = Path(home)
     connection = Connection(
@@ -97,28 +97,30 @@ def count_bytes(front: int, back: int, counted: Any) -> None:
                 one.close()
 
 
+def listening(home: Path, port: int) -> Any:
+    """Return a server for the keys of :func:`make_keys`, as a context manager."""
+    from fedgmm.federation.network.certificates import Tls
+    from fedgmm.federation.network.keys import AcceptedKeys
+    from fedgmm.federation.network.sites import NetworkSites
+
+    tls = Tls(*(home / "tls" / file for file in ("server.crt", "server.key", "ca.crt")))
+    keys = AcceptedKeys(home / "keys")
+    return NetworkSites("127.0.0.1", port, tls, keys, names=("127.0.0.1",))
+
+
 @contextlib.contextmanager
 def echoing_sites(home: Path, names: Sequence[str]) -> Iterator[tuple[Any, Any]]:
     """Start a server, and clients that echo through a proxy that counts bytes, as processes."""
-    from fedgmm.federation.flower.certificates import Tls
-    from fedgmm.federation.flower.keys import read_public_keys
-    from fedgmm.federation.flower.processes import FlowerFolder, prepare_environment
-
-    make_keys(home, names)
-    prepare_environment(FlowerFolder(home / "server"))
-    from fedgmm.federation.flower.server import open_sites
     from fedgmm.federation.messages import Message
 
+    make_keys(home, names)
     context = multiprocessing.get_context("spawn")
     counted = context.Array("q", 2)
     front, back = free_port(), free_port()
-    tls = Tls(*(home / "tls" / file for file in ("server.crt", "server.key", "ca.crt")))
     workers = [context.Process(target=count_bytes, args=(front, back, counted))]
     workers += [context.Process(target=echo_client, args=(str(home), n, front)) for n in names]
     try:
-        with open_sites(
-            home / "server", "127.0.0.1", back, tls, read_public_keys(home / "keys")
-        ) as sites:
+        with listening(home, back) as sites:
             for worker in workers:
                 worker.start()
             deadline = time.monotonic() + MOST_SECONDS
@@ -183,8 +185,8 @@ def end_with_parent() -> None:
 
 def make_keys(home: Path, names: Sequence[str]) -> None:
     """Write a certificate for the loopback address, and a key pair for each name."""
-    from fedgmm.federation.flower.certificates import trial_certificates
-    from fedgmm.federation.flower.keys import new_pair
+    from fedgmm.federation.network.certificates import trial_certificates
+    from fedgmm.federation.network.keys import new_pair
 
     trial_certificates(["127.0.0.1"], home / "tls")
     (home / "keys").mkdir()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedgmm.federation.flower.client import Connection, take_part
 from fedgmm.federation.messages import Message
+from fedgmm.federation.network.client import Connection, take_part
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site import Site
 

@@ -16,9 +16,9 @@ import psutil
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from fedgmm.federation.flower.certificates import trial_certificates
-from fedgmm.federation.flower.keys import new_pair
-from fedgmm.federation.flower.processes import free_port
+from fedgmm.federation.demo import free_port
+from fedgmm.federation.network.certificates import trial_certificates
+from fedgmm.federation.network.keys import new_pair
 from small_runs import draw_rows, write_csv
 
 SITES = ("bergen", "oslo", "tromso")

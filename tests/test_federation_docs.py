@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from fedgmm.federation.flower.processes import QUIET
 
 from fedgmm.cli import app
-from fedgmm.federation.flower.processes import QUIET
 from fedgmm.federation.settings import read_settings
 from fedgmm.runs.config import FEDERATION
 

@@ -17,7 +17,9 @@ from fedgmm.federation.messages import (
     MessageError,
     check_declared_array,
     check_message,
+    checked_reply,
     read_facts,
+    reply_or_failure,
 )
 
 LIMIT = 1_000_000
@@ -143,3 +145,51 @@ def test_the_module_is_light():
         "sys.exit(len(heavy))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------------- replies
+
+
+class PublicError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (PublicError("the file has no column age"), "the file has no column age"),
+        (ValueError("row 3: Mr. Smith, 42"), "internal error"),
+        (KeyError("Mr. Smith"), "internal error"),
+    ],
+)
+def test_the_server_receives_only_public_errors(error, reason):
+    lines = []
+
+    def fails():
+        raise error
+
+    reply = reply_or_failure(fails, PublicError, lines.append)
+
+    assert reply.kind == "failure"
+    assert reason in reply.facts["reason"]
+    assert "Smith" not in reply.facts["reason"]
+    assert str(error) in lines[0]  # the site's own log has the full text
+
+
+def test_a_long_reason_is_cut():
+    def fails():
+        raise PublicError("x" * 10_000)
+
+    reply = reply_or_failure(fails, PublicError, lambda _: None)
+
+    assert len(reply.facts["reason"]) == 500
+
+
+def test_a_registered_site_cannot_use_another_name():
+    reply = Message("reply", {}, {"name": "oslo"})
+
+    assert checked_reply(reply, "oslo") is reply
+    assert checked_reply(reply, None) is reply
+    assert "registered as 'bergen'" in checked_reply(reply, "bergen").reason
+    failed = checked_reply(Message("failure", {}, {"reason": "no label"}), "bergen")
+    assert (failed.reason, failed.who) == ("the client reports: no label", "bergen")

@@ -6,8 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from fedgmm.federation.job import PROTOCOL
-from fedgmm.federation.messages import Message
+from fedgmm.federation.messages import PROTOCOL, Message
 from fedgmm.federation.server import run_federation, serve_model
 from fedgmm.federation.settings import SiteSettings, read_settings
 from fedgmm.federation.site import Site

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fedgmm.core.sums import Sums, SumsError
-from fedgmm.federation.job import PROTOCOL, SCORE
-from fedgmm.federation.messages import Message
+from fedgmm.federation.job import SCORE
+from fedgmm.federation.messages import PROTOCOL, Message
 from fedgmm.federation.remote import check_score
 from fedgmm.federation.site import SiteError
 from in_memory_sites import InMemorySites, federate

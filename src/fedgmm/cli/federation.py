@@ -14,7 +14,7 @@ import typer
 from fedgmm.cli.output import escaped, sidelines
 
 if TYPE_CHECKING:
-    from fedgmm.federation.flower.certificates import Tls
+    from fedgmm.federation.network.certificates import Tls
 
 _HOST, _PORT = "0.0.0.0", 9092
 
@@ -84,9 +84,8 @@ def server(
 
     Example: fedgmm server --config federation.toml --out run --host 127.0.0.1 --insecure
     """
-    _need_flower()
     with _imports_finish_first():
-        from fedgmm.federation.flower.server import ServerAddress, read_server_options, run_server
+        from fedgmm.federation.network.server import ServerAddress, read_server_options, run_server
         from fedgmm.federation.server import check_start
         from fedgmm.federation.settings import read_settings
 
@@ -172,16 +171,15 @@ def client(
     Example: fedgmm client --server host:9092 --data bergen.csv --out bergen --key bergen.key --ca ca.crt
     --adapt-only
     """
-    _need_flower()
     with _imports_finish_first():
         from fedgmm.data.tables.files import client_name
-        from fedgmm.federation.flower.client import (
+        from fedgmm.federation.network.client import (
             Connection,
             check_authority,
             read_address,
             take_part,
         )
-        from fedgmm.federation.flower.keys import check_private_key
+        from fedgmm.federation.network.keys import check_private_key
         from fedgmm.federation.settings import SiteSettings
         from fedgmm.federation.site import Site
         from fedgmm.federation.site_table import SiteTable
@@ -220,8 +218,7 @@ def new_key(
 
     Example: fedgmm keys new oslo
     """
-    _need_flower()
-    from fedgmm.federation.flower.keys import check_private_key, new_pair
+    from fedgmm.federation.network.keys import check_private_key, new_pair
 
     private, public = new_pair(name, out)
     typer.echo(f"{private}: keep it secret, on this machine.")
@@ -234,8 +231,7 @@ def list_keys(
     folder: Annotated[Path, typer.Argument(help="Folder with public keys.")] = Path(),
 ) -> None:
     """List the public keys of a folder, which the server would accept."""
-    _need_flower()
-    from fedgmm.federation.flower.keys import read_public_keys
+    from fedgmm.federation.network.keys import read_public_keys
 
     for key in read_public_keys(folder):
         typer.echo(f"{key.fingerprint}  {key.name}")
@@ -253,8 +249,7 @@ def certificate(
 
     Example: fedgmm keys certificate --host localhost --host 127.0.0.1 --out certificates
     """
-    _need_flower()
-    from fedgmm.federation.flower.certificates import trial_certificates
+    from fedgmm.federation.network.certificates import trial_certificates
 
     files = trial_certificates(host, out, days)
     typer.echo(f"{files.certificate}, {files.key}: for the server (--tls-cert, --tls-key).")
@@ -266,16 +261,6 @@ def _find_file(name: str, out: Path) -> Path | None:
     return next((path for path in (Path(name), out / name) if path.is_file()), None)
 
 
-def _need_flower() -> None:
-    """Raise if Flower is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec("flwr") is None:
-        raise ValueError(
-            "This command needs Flower; install it with: pip install 'fedgmm[flower]'."
-        )
-
-
 def _tls(
     certificate: Path | None,
     key: Path | None,
@@ -284,7 +269,7 @@ def _tls(
     insecure: bool,
 ) -> Tls | None:
     """Return the TLS files of the server; ``None`` with ``--insecure``."""
-    from fedgmm.federation.flower.certificates import Tls
+    from fedgmm.federation.network.certificates import Tls
 
     given = [one for one in (certificate, key, authority) if one is not None]
     if insecure:

@@ -21,9 +21,6 @@ from fedgmm.training.build import build, build_warm_up, learner_network
 from fedgmm.training.checkpoint import Phase
 from fedgmm.training.options import TrainingOptions
 
-PROTOCOL = 2
-"""Version of the requests and replies; both sides must have the same."""
-
 SCORE: dict[str, Sum] = {
     "clients": row_counts(),
     "log_loss": Sum((), lowest=0.0, largest=1e15),

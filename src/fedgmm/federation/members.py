@@ -15,8 +15,8 @@ from typing import Any
 
 from fedgmm.core.sums import SumsError
 from fedgmm.data.tables.summaries import ClientSummary
-from fedgmm.federation.job import PROTOCOL
 from fedgmm.federation.messages import (
+    PROTOCOL,
     REPORTED,
     Failure,
     Message,

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+PROTOCOL = 3
+"""Version of the requests and replies; both sides must have the same."""
 
 DTYPES = ("bool", "uint8", "int64", "float16", "float32", "float64")
 """Types of numbers that a message may hold, in little-endian byte order."""
@@ -29,9 +32,13 @@ _LONGEST_NAME = 200
 _LARGEST_FACTS = 16 * 1024 * 1024
 _MOST_DEPTH = 12
 _LARGEST_INTEGER = 2**63
+_LONGEST_REASON = 500
 _NAME = re.compile(r"[A-Za-z0-9_.+ /-]+", flags=re.ASCII)
 _KIND = re.compile(r"[a-z][a-z_]{0,39}", flags=re.ASCII)
 
+
+FAILURE = "failure"
+"""Kind of a reply that reports an error instead of a result."""
 
 GREETINGS = ("hello", "refused")
 """Kinds of requests to nodes that are not members; other requests do not wait long for them."""
@@ -120,6 +127,110 @@ def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> No
         raise MessageError(f"it is {total} bytes; at most {limit_bytes} are allowed.")
 
 
+# ---------------------------------------------------------------------- texts and bytes
+
+_LONGEST_LAYOUT = 4 * 1024 * 1024
+
+
+def layout_text(message: Message) -> str:
+    """Return the names, dtypes and shapes of all arrays as JSON, in the order of their bytes."""
+    return json.dumps(
+        [[name, one.dtype.name, list(one.shape)] for name, one in message.arrays.items()]
+    )
+
+
+def message_from(
+    kind: str, facts: str | bytes, layout: str | bytes, payload: bytes | memoryview, limit: int
+) -> Message:
+    """Return a message from its texts and the bytes of its arrays; everything is checked before use.
+
+    Bytes are only ever interpreted as numbers of the declared dtypes.
+
+    Args:
+        kind: of the request or reply.
+        facts: JSON text.
+        layout: JSON text of :func:`layout_text`.
+        payload: the arrays, one after the other.
+        limit: largest number of bytes of facts and arrays.
+
+    Raises:
+        MessageError: it is not a message, or exceeds a limit.
+    """
+    total = len(facts) + len(payload)
+    if total > limit:
+        raise MessageError(f"it has {total} bytes; at most {limit} are allowed.")
+    message = Message(kind, _unpack(_read_layout(layout), payload), read_facts(facts))
+    check_message(message, limit_bytes=limit)
+    return message
+
+
+def _read_layout(text: str | bytes) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Return the declared name, dtype, shape and size in bytes of every array."""
+    if len(text) > _LONGEST_LAYOUT:
+        raise MessageError(
+            f"its layout has {len(text)} characters; at most {_LONGEST_LAYOUT} are allowed."
+        )
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError):
+        raise MessageError("its layout is not JSON.") from None
+    if not isinstance(entries, list):
+        raise MessageError("its layout is not a list.")
+    layout = []
+    for one in entries:
+        if not isinstance(one, list) or len(one) != 3:
+            raise MessageError("its layout has an entry that is not a name, a dtype and a shape.")
+        name, dtype, shape = one
+        size = check_declared_array(name, dtype, shape)
+        layout.append((name, dtype, tuple(shape), size))
+    if len({name for name, *_ in layout}) != len(layout):
+        raise MessageError("two of its arrays have the same name.")
+    return layout
+
+
+def _unpack(
+    layout: list[tuple[str, str, tuple[int, ...], int]], payload: bytes | memoryview
+) -> dict[str, NDArray[Any]]:
+    total = sum(size for *_, size in layout)
+    if total != len(payload):
+        raise MessageError(
+            f"its layout declares {total} bytes of arrays, but it has {len(payload)} bytes."
+        )
+    arrays, at = {}, 0
+    for name, dtype, shape, size in layout:
+        values = np.frombuffer(payload[at : at + size], "uint8" if dtype == "bool" else dtype)
+        # every byte except zero is true; NumPy's bool must be 0 or 1
+        arrays[name] = (values != 0 if dtype == "bool" else values.copy()).reshape(shape)
+        at += size
+    return arrays
+
+
+def reply_or_failure(
+    reply: Callable[[], Message], public: type[Exception], notify: Callable[[str], None]
+) -> Message:
+    """Return a site's reply, or a reply that reports an error.
+
+    The texts of ``public`` errors go to the server. The text of any other error may contain values of
+    rows, so it goes to the log of the site only.
+
+    Args:
+        reply: reads a request and replies to it.
+        public: class of errors whose texts the server may read.
+        notify: called with a line about each error.
+    """
+    try:
+        found = reply()
+        check_message(found)
+        return found
+    except (MessageError, public) as error:
+        notify(f"Could not reply: {error}")
+        reason = str(error)
+    except Exception as error:
+        notify(f"Could not reply ({type(error).__name__}): {error}")
+        reason = "an internal error; see the log of the site."
+    return Message(FAILURE, {}, {"reason": reason[:_LONGEST_REASON]})
+
+
 def check_declared_array(name: Any, dtype: Any, shape: Any) -> int:
     """Check the declaration of an array before any of it is read; return its number of bytes.
 
@@ -201,6 +312,26 @@ class Failure:
 
 
 Reply = Message | Failure
+
+
+def checked_reply(reply: Message, registered: str | None) -> Reply:
+    """Return a node's reply, or the reason why it does not count.
+
+    Args:
+        reply: of the node.
+        registered: the name of the node's key; such a node cannot use another name. ``None`` if it
+            has no key.
+    """
+    if reply.kind == FAILURE:
+        reason = str(reply.facts.get("reason", ""))[:_LONGEST_REASON]
+        return Failure(REPORTED + reason, registered)
+    name = reply.facts.get("name")
+    if registered is not None and name is not None and name != registered:
+        return Failure(
+            f"its key is registered as {registered!r}, but its name is {name!r}; start it with "
+            f"--name {registered}"
+        )
+    return reply
 
 
 class Transport(Protocol):

@@ -20,9 +20,9 @@ from fedgmm.core.params import Params
 from fedgmm.core.randomness import client_keys
 from fedgmm.core.sums import Sum, Sums, SumsError, Total, check_sums
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.federation.job import PROTOCOL, SCORE, Job
+from fedgmm.federation.job import SCORE, Job
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
-from fedgmm.federation.messages import Message
+from fedgmm.federation.messages import PROTOCOL, Message
 from fedgmm.federation.server_folder import ServerFolder
 from fedgmm.federation.settings import FederationError
 from fedgmm.federation.wire import Arrays, WireError, as_array, decode, encode, put_personal

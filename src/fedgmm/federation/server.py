@@ -131,6 +131,18 @@ def serve_model(
             time.sleep(_POLL)
 
 
+def run_or_serve(
+    settings: FederationSettings, transport: Transport, out: Path, serve: bool, *, notify: Notify
+) -> None:
+    """Train if the run is not finished; then serve the model of a finished run, or if ``serve``."""
+    finished = RunFolder(out).is_finished
+    if not finished:
+        run_federation(settings, transport, out, notify=notify)
+    if finished or serve:
+        notify("The run is finished; serving its model to sites that join with --adapt-only.")
+        serve_model(settings, transport, out, notify=notify)
+
+
 class _Server:
     """One run of the server."""
 

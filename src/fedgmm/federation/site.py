@@ -25,8 +25,8 @@ from fedgmm.core.sums import Sums, withhold
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.summaries import look_like_names
-from fedgmm.federation.job import PROTOCOL, SCORE, SHARED_METRICS, Job, shared_model
-from fedgmm.federation.messages import Message, MessageError, check_message, one_line
+from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
+from fedgmm.federation.messages import PROTOCOL, Message, MessageError, check_message, one_line
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.site_table import SiteTable, public_reason

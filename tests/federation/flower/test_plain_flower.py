@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-
 from fedgmm.federation.flower.flower_internals import APP_FOLDER
 from fedgmm.federation.flower.processes import QUIET, free_port
+
 from loopback import Federation
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedgmm.federation.flower.records import handle_records
+from fedgmm.federation.flower.records import from_records, to_records
 from fedgmm.federation.messages import Message as SiteMessage
+from fedgmm.federation.messages import reply_or_failure
 
 app = ClientApp()
 
@@ -26,7 +27,7 @@ def reply(message: Message, context: Context) -> Message:
     def notify(line: str) -> None:
         print(line, flush=True)
 
-    def handle(request: SiteMessage) -> SiteMessage:
+    def handle() -> SiteMessage:
         config = context.node_config
         if "data" not in config or "out" not in config:
             raise SiteError(
@@ -41,6 +42,6 @@ def reply(message: Message, context: Context) -> Message:
             adapt_only=bool(config.get("adapt-only", False)),
             min_rows=int(config.get("min-rows", 0)),
         )
-        return Site(settings, notify=notify).reply(request)
+        return Site(settings, notify=notify).reply(from_records(message.content))
 
-    return Message(handle_records(handle, message.content, SiteError, notify), reply_to=message)
+    return Message(to_records(reply_or_failure(handle, SiteError, notify)), reply_to=message)

@@ -13,8 +13,8 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Train with the nodes of the grid, or send them the finished model."""
-    from fedgmm.federation.flower.server import run_or_serve
     from fedgmm.federation.flower.sites import FlowerSites
+    from fedgmm.federation.server import run_or_serve
     from fedgmm.federation.settings import read_settings
 
     def notify(line: str) -> None:

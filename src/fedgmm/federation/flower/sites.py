@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
-from fedgmm.federation.flower.records import FAILURE, from_records, to_records
+from fedgmm.federation.flower.records import from_records, to_records
 from fedgmm.federation.messages import (
     GREETINGS,
     LARGEST_MESSAGE,
-    REPORTED,
     Failure,
     Message,
     MessageError,
     Reply,
+    checked_reply,
 )
-from fedgmm.federation.settings import FederationError
 
 MESSAGE_TYPE = "query"
 """Flower's type of all our messages."""
@@ -43,9 +42,6 @@ class FlowerSites:
     Args:
         grid: Flower's grid.
         limit_bytes: size of the largest message that is sent or read.
-        names: names of the nodes whose keys are registered; such a node cannot use another name.
-        is_up: whether the SuperLink is running.
-        refresh: called before the nodes are listed; it may change ``names``.
         notify: called with a line about each dropped reply.
     """
 
@@ -54,24 +50,16 @@ class FlowerSites:
         grid: Grid,
         *,
         limit_bytes: int = LARGEST_MESSAGE,
-        names: Mapping[str, str] | None = None,
-        is_up: Callable[[], bool] = lambda: True,
-        refresh: Callable[[], None] = lambda: None,
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._grid = grid
         self._limit = limit_bytes
-        self._names = {} if names is None else names
-        self._refresh = refresh
-        self._is_up = is_up
         self._notify = notify
         self._exchange = 0
         self._abandoned: dict[str, float] = {}
 
     def nodes(self) -> list[str]:
         """Return the ids of the nodes that are connected now."""
-        self._check_superlink()
-        self._refresh()
         return sorted(str(node) for node in self._grid.get_node_ids())
 
     def ask(self, requests: Mapping[str, Message], timeout: float) -> Iterator[tuple[str, Reply]]:
@@ -93,7 +81,6 @@ class FlowerSites:
                 node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
                     yield node, self._read(node, reply)
-            self._check_superlink()
             if not working.intersection(waiting.values()) and time.monotonic() >= greeting_deadline:
                 break  # only greetings are left; they are sent again with the next requests
             if waiting:
@@ -101,14 +88,7 @@ class FlowerSites:
         for message_id, node in waiting.items():
             limit = timeout if node in working else greeting_timeout
             self._abandoned[message_id] = time.monotonic() + 1.0
-            yield node, Failure(f"no reply within {limit:g} s", self._names.get(node))
-
-    def _check_superlink(self) -> None:
-        if not self._is_up():
-            raise FederationError(
-                "Flower's SuperLink ended unexpectedly; see flower/log.txt in the run folder, and start "
-                "the server again: it resumes from its last checkpoint."
-            )
+            yield node, Failure(f"no reply within {limit:g} s")
 
     def _send(
         self,
@@ -161,17 +141,7 @@ class FlowerSites:
             message = from_records(reply.content, limit_bytes=self._limit)
         except MessageError as error:
             return Failure(f"its reply was dropped: {error}")
-        if message.kind == FAILURE:
-            return Failure(
-                REPORTED + str(message.facts.get("reason", ""))[:500], self._names.get(node)
-            )
-        name, known = message.facts.get("name"), self._names.get(node)
-        if known is not None and name is not None and name != known:
-            return Failure(
-                f"its key is registered as {known!r}, but its name is {name!r}; start it with "
-                f"--name {known}"
-            )
-        return message
+        return checked_reply(message, None)
 
     def _drop_late_replies(self) -> None:
         """Fetch and drop replies that came after their deadline, so that Flower deletes them."""

@@ -9,6 +9,7 @@ import argparse
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from fedgmm.data.examples import LABEL, NEWCOMER, SITES, write_hospitals
-from fedgmm.federation.flower.processes import free_port
 from fedgmm.runs.folder import read_json
 
 _TIMEOUT = 600.0
@@ -159,6 +159,14 @@ class FederationDemo:
 
     def _log(self, name: str) -> str:
         return (self.out / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
+
+
+def free_port() -> int:
+    """Return a free port of the loopback address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

@@ -67,6 +67,12 @@ def check_tls(files: Tls, host: str) -> list[str]:
     return names
 
 
+def covers(names: Sequence[str], host: str) -> bool:
+    """Return whether one of a certificate's names is that of a host; ``*`` stands for one label."""
+    rest = host.partition(".")[2]
+    return host in names or (bool(rest) and f"*.{rest}" in names)
+
+
 def _names(certificate: x509.Certificate) -> list[str]:
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

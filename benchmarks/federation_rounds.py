@@ -1,4 +1,4 @@
-"""A round over Flower beside the same round in one process, and the bytes on the wire.
+"""A round over the network beside the same round in one process, and the bytes on the wire.
 
 Three measurements, all on this machine:
 
@@ -8,10 +8,10 @@ Three measurements, all on this machine:
 2. Bytes to and from a client in a round, for every method, as the server counts them. Sites in memory
    replace the processes, and the count of FedGMM is compared with that of the real run.
 3. Exchanges of growing payloads between a server and real clients that send them back. A proxy
-   counts the bytes on the wire, with TLS, HTTP, signatures and polling.
+   counts the bytes on the wire, with TLS and HTTP/2.
 
-    python benchmarks/flower_rounds.py            # a few minutes
-    python benchmarks/flower_rounds.py --quick    # under a minute
+    python benchmarks/federation_rounds.py            # a few minutes
+    python benchmarks/federation_rounds.py --quick    # under a minute
 """
 
 from __future__ import annotations
@@ -285,12 +285,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         home = Path(place)
         files = write_files(home, clients)
-        (home / "flower").mkdir()
+        (home / "federation").mkdir()
         here = in_process(files, home / "here", rounds)
-        federation = Federation(home / "flower", files, rounds)
+        federation = Federation(home / "federation", files, rounds)
         there = federation.run()
-        apart = check_same_model(home / "here", home / "flower" / "run")
-        results |= {"in_process": asdict(here), "flower": asdict(there), "apart": apart}
+        apart = check_same_model(home / "here", home / "federation" / "run")
+        results |= {"in_process": asdict(here), "federation": asdict(there), "apart": apart}
         console.print(_training_table(here, there, clients, rounds, apart))
 
         variants = {name: {"algorithm": name} for name in METHODS}
@@ -316,7 +316,7 @@ def main() -> None:
         console.print(_payload_table(payloads, clients))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
-    print(f"overhead: {there.round - here.round:.2f} s per round, {there.round / here.round:.0f}x")
+    print(f"overhead: {there.round - here.round:.2f} s per round, {there.round / here.round:.1f}x")
 
 
 def _training_table(here: Side, there: Side, clients: int, rounds: int, apart: float) -> Any:
@@ -327,7 +327,7 @@ def _training_table(here: Side, there: Side, clients: int, rounds: int, apart: f
     )
     for column in ("", "start-up s", "s per round", "slowest", "CPU s per round", "CPU s in total"):
         table.add_column(column, justify="right" if column else "left")
-    for name, side in (("one process", here), ("over Flower", there)):
+    for name, side in (("one process", here), ("federation", there)):
         table.add_row(name, f"{side.startup:.1f}", f"{side.round:.3f}", f"{max(side.rounds):.3f}",
                       f"{side.cpu_round:.3f}", f"{side.cpu:.1f}")  # fmt: skip
     table.add_row("overhead", f"{there.startup - here.startup:.1f}",

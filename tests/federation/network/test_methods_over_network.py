@@ -20,7 +20,7 @@ def federation(tmp_path):
     federation.clean_up()
 
 
-def run_over_flower(federation, **training):
+def run_over_network(federation, **training):
     """Run a federation with TLS and keys; every process must succeed."""
     lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in training.items())
     federation.configure(len(SITES), rounds=OPTIONS["rounds"], training=lines)
@@ -60,7 +60,7 @@ def assert_same_models(federation, tolerance, label="state", **training):
 @pytest.mark.parametrize("algorithm", METHODS)
 def test_gradient_steps_of_every_method(federation, algorithm):
     training = {"algorithm": algorithm, "solver": "sgd"}
-    run_over_flower(federation, **training)
+    run_over_network(federation, **training)
     assert_same_models(federation, 1e-5, **training)
 
 
@@ -68,7 +68,7 @@ def test_gradient_steps_of_every_method(federation, algorithm):
 @pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg", "fedavg+"])
 def test_exact_steps(federation, algorithm):
     training = {"algorithm": algorithm, "solver": "newton", "dtype": "float64"}
-    run_over_flower(federation, **training)
+    run_over_network(federation, **training)
     assert_same_models(federation, 1e-10, **training)
 
 
@@ -79,5 +79,5 @@ def test_the_mixture_of_tables_without_labels(federation):
         rows = [line.rsplit(",", 1)[0] for line in path.read_text().splitlines()]
         path.write_text("\n".join(rows) + "\n")
     training = {"algorithm": "gmm", "dtype": "float64"}
-    run_over_flower(federation, **training)
+    run_over_network(federation, **training)
     assert_same_models(federation, 1e-10, label=None, **training)

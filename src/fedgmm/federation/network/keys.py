@@ -6,12 +6,11 @@ The private key stays at the site, and the public key goes to the server.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import time
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +25,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from fedgmm.federation.flower.processes import Child
-
 _PRIVATE, _PUBLIC = ".key", ".pub"
 _NAME = re.compile(r"[\w][\w .+-]{0,63}")
 _WATCH_INTERVAL = 2.0  # seconds
-_REPLY_TIMEOUT = 10.0
 
 
 class SiteKeyError(ValueError):
@@ -44,7 +40,7 @@ class PublicKey:
 
     Attributes:
         name: name of the site.
-        pem: the key in the format by which Flower identifies nodes.
+        pem: the key as PEM text, by which the server identifies a site.
         fingerprint: short hash, to compare by telephone.
     """
 
@@ -112,17 +108,27 @@ def check_private_key(path: Path) -> PublicKey:
         raise SiteKeyError(
             f"{path} is the public key, which goes to the server; use --key NAME{_PRIVATE}."
         )
+    key = read_private_key(path)
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise SiteKeyError(f"Other users can read {path}; run chmod 600 {path}.")
+    return _public_key(path.name.removesuffix(_PRIVATE), key.public_key())
+
+
+def read_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Return the private key in a file.
+
+    Raises:
+        SiteKeyError: another kind of file.
+    """
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise SiteKeyError(
-            f"{path} is not a private key that Flower can use; make one with fedgmm keys new NAME."
+            f"{path} is not a private key of a site; make one with fedgmm keys new NAME."
         )
-    if os.name == "posix" and path.stat().st_mode & 0o077:
-        raise SiteKeyError(f"Other users can read {path}; run chmod 600 {path}.")
-    return _public_key(path.name.removesuffix(_PRIVATE), key.public_key())
+    return key
 
 
 def _read_public(path: Path) -> PublicKey:
@@ -132,7 +138,7 @@ def _read_public(path: Path) -> PublicKey:
         key = None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise SiteKeyError(
-            f"{path} is not a public key that Flower can use; ask the site for a new NAME.pub, made by "
+            f"{path} is not a public key of a site; ask the site for a new NAME.pub, made by "
             "fedgmm keys new NAME."
         )
     return _public_key(path.name.removesuffix(_PUBLIC), key)
@@ -149,57 +155,43 @@ def _public_key(name: str, key: ec.EllipticCurvePublicKey) -> PublicKey:
 # ---------------------------------------------------------------------- changes while the server runs
 
 
-class KeyWatcher:
-    """Watch the folder of public keys, and register changes at the SuperLink.
+class AcceptedKeys:
+    """The public keys of a folder, which may change while the server runs.
 
     Args:
-        folder: folder of ``NAME.pub`` files; ``None`` watches nothing.
-        superlink: process of the SuperLink.
-        keys: keys that are registered now.
-        names: names of the nodes by node id; changed in place.
+        folder: folder of ``NAME.pub`` files.
         notify: called with a line about each added, removed or changed key.
+
+    Attributes:
+        names: name of the site of each accepted key.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        superlink: Child,
-        keys: Sequence[PublicKey],
-        names: dict[str, str],
-        notify: Callable[[str], None],
-    ) -> None:
-        self.names = names
-        self._folder, self._superlink, self._notify = folder, superlink, notify
-        self._keys = {key.name: key.pem for key in keys}
-        self._seen: object = None
+    def __init__(self, folder: Path, notify: Callable[[str], None] = lambda _: None) -> None:
+        self._folder, self._notify = folder, notify
+        self._seen: object = _folder_state(folder)
         self._next_check = 0.0
+        self.names = {key.pem: key.name for key in read_public_keys(folder)}
 
-    def refresh(self) -> None:
-        """Register the keys of the folder if it has changed; checks at most every two seconds."""
-        if self._folder is None or time.monotonic() < self._next_check:
-            return
+    def refresh(self) -> bool:
+        """Read the folder again if it has changed; return whether the accepted keys have.
+
+        Looks at the folder at most every two seconds.
+        """
+        if time.monotonic() < self._next_check:
+            return False
         self._next_check = time.monotonic() + _WATCH_INTERVAL
         state = _folder_state(self._folder)
         if state == self._seen:
-            return
+            return False
         self._seen = state
         try:
-            keys = {key.name: key.pem for key in read_public_keys(self._folder)}
+            names = {key.pem: key.name for key in read_public_keys(self._folder)}
         except (SiteKeyError, OSError) as error:  # perhaps being copied; the next change is seen
             self._notify(f"The registered keys are not changed: {error}")
-            return
-        if keys != self._keys:
-            self._register(keys)
-
-    def _register(self, keys: dict[str, str]) -> None:
-        self._superlink.send_line(json.dumps({"keys": keys}))
-        reply = self._superlink.read_line(_REPLY_TIMEOUT)
-        if not reply:
-            self._notify("New keys could not be registered; restart the server.")
-            return
-        self.names.clear()
-        self.names.update(json.loads(reply)["nodes"])
-        before, self._keys = self._keys, keys
+            return False
+        before = {name: pem for pem, name in self.names.items()}
+        keys = {name: pem for pem, name in names.items()}
+        self.names = names
         for name in sorted(keys.keys() | before.keys()):
             if name not in before:
                 self._notify(f"The key of {name} is now accepted.")
@@ -207,6 +199,7 @@ class KeyWatcher:
                 self._notify(f"The key of {name} is no longer accepted.")
             elif keys[name] != before[name]:
                 self._notify(f"{name} has a new key; the old one is no longer accepted.")
+        return keys != before
 
 
 def _folder_state(folder: Path) -> tuple[tuple[str, int, int], ...]:

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from fedgmm.federation.flower.certificates import trial_certificates
-from fedgmm.federation.flower.keys import new_pair
+from fedgmm.federation.network.certificates import trial_certificates
+from fedgmm.federation.network.keys import new_pair
 from small_runs import fails, works, write_sites
 
 GOOD = '[data]\nlabel = "state"\n[federation]\nclients = 2\n'
@@ -71,6 +71,7 @@ def test_wrong_options_of_the_server(office, arguments, words):
         ([*TLS[:1], "missing.crt", *TLS[2:], *KEYS], "There is no file missing.crt"),
         ([*TLS, *KEYS, "--host", "10.9.8.7"], "not for 10.9.8.7"),
         (["--insecure", "--clients", 2, "--min-clients", 5], "min_clients=5 is more than"),
+        (["--insecure", "--host", "0.0.0.0"], "loopback address only"),
     ],
 )
 def test_files_of_the_server_that_do_not_fit(office, arguments, words):
@@ -129,7 +130,7 @@ def test_a_folder_with_other_files_is_not_changed(office):
         ({"data": "."}, "A site has one table, but 4 were given"),
         ({"key": "none.key"}, "There is no key none.key"),
         ({"key": "oslo.pub"}, "is the public key"),
-        ({"key": "tls/server.key"}, "is not a private key that Flower can use"),
+        ({"key": "tls/server.key"}, "is not a private key of a site"),
         ({"ca": "none.crt"}, "There is no file none.crt"),
         ({"ca": "good.toml"}, "is not a certificate"),
         ({"ca": "oslo.key"}, "is not a certificate"),
@@ -180,7 +181,7 @@ def test_options_of_the_server_may_be_in_its_config(office, monkeypatch):
     (office / "sub" / "full.toml").write_text(GOOD + SERVER.replace("port = 0", "port = 9"))
     seen = []
     monkeypatch.setattr(
-        "fedgmm.federation.flower.server.run_server",
+        "fedgmm.federation.network.server.run_server",
         lambda settings, out, address, **_: seen.append(address),
     )
     works("server", "--config", "sub/full.toml", "--out", "run")
@@ -215,7 +216,7 @@ def test_key_and_certificate_are_found_in_the_folders(office, monkeypatch, place
     shutil.copy(office / "tls" / "ca.crt", office / place / "ca.crt")
     seen = []
     monkeypatch.setattr(
-        "fedgmm.federation.flower.client.take_part",
+        "fedgmm.federation.network.client.take_part",
         lambda site, connection, out, **_: seen.append(connection),
     )
     works("client", "--server", "127.0.0.1:9", "--data", "oslo.csv", "--out", "site")

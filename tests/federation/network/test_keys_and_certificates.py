@@ -1,6 +1,5 @@
 """Key pairs and certificates: bad ones are refused before anything starts; keys may change later."""
 
-import json
 import shutil
 import stat
 from datetime import timedelta
@@ -10,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from fedgmm.cli import app
-from fedgmm.federation.flower import certificates, keys
-from fedgmm.federation.flower.certificates import (
+from fedgmm.federation.network import certificates, keys
+from fedgmm.federation.network.certificates import (
     CertificateError,
     Tls,
     check_tls,
     trial_certificates,
 )
-from fedgmm.federation.flower.keys import (
-    KeyWatcher,
+from fedgmm.federation.network.keys import (
+    AcceptedKeys,
     SiteKeyError,
     check_private_key,
     new_pair,
@@ -189,20 +188,6 @@ def test_a_client_refuses_to_start_without_certificates_or_keys(tmp_path):
 # ---------------------------------------------------------------------- changes while the server runs
 
 
-class SuperLink:
-    """A fake SuperLink that accepts every key and gives it a node."""
-
-    def __init__(self):
-        self.received = []
-
-    def send_line(self, line):
-        self.received.append(json.loads(line)["keys"])
-
-    def read_line(self, _):
-        nodes = {f"node of {pem[-60:-40]}": name for name, pem in self.received[-1].items()}
-        return json.dumps({"nodes": nodes})
-
-
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     monkeypatch.setattr(keys, "_WATCH_INTERVAL", 0.0)
@@ -211,61 +196,53 @@ def watched(tmp_path, monkeypatch):
     folder = tmp_path / "keys"
     folder.mkdir()
     shutil.copy(tmp_path / "made/oslo.pub", folder)
-    link, lines = SuperLink(), []
-    watcher = KeyWatcher(folder, link, read_public_keys(folder), {"1": "oslo"}, lines.append)
-    return tmp_path / "made", folder, watcher, link, lines
+    lines = []
+    return tmp_path / "made", folder, AcceptedKeys(folder, lines.append), lines
 
 
 def test_an_unchanged_folder_changes_nothing(watched):
-    _, _, watcher, link, lines = watched
-    for _ in range(3):
-        watcher.refresh()
-    assert link.received == lines == []
-    assert watcher.names == {"1": "oslo"}
+    _, _, accepted, lines = watched
+    assert not any(accepted.refresh() for _ in range(3))
+    assert lines == []
+    assert list(accepted.names.values()) == ["oslo"]
 
 
 def test_a_new_key_is_accepted_and_a_deleted_one_is_not(watched):
-    made, folder, watcher, link, lines = watched
-    names = watcher.names
+    made, folder, accepted, lines = watched
     shutil.copy(made / "bergen.pub", folder)
-    watcher.refresh()
+    assert accepted.refresh()
     assert lines == ["The key of bergen is now accepted."]
-    assert sorted(link.received[-1]) == sorted(names.values()) == ["bergen", "oslo"]
+    assert sorted(accepted.names.values()) == ["bergen", "oslo"]
     (folder / "oslo.pub").unlink()
-    watcher.refresh()
+    assert accepted.refresh()
     assert lines[1:] == ["The key of oslo is no longer accepted."]
-    assert list(names.values()) == ["bergen"]
+    assert list(accepted.names.values()) == ["bergen"]
 
 
 def test_a_site_may_get_a_new_key(watched):
-    made, folder, watcher, link, lines = watched
+    made, folder, accepted, lines = watched
+    before = set(accepted.names)
     shutil.copy(made / "tromso.pub", folder / "oslo.pub")
-    watcher.refresh()
+    assert accepted.refresh()
     assert lines == ["oslo has a new key; the old one is no longer accepted."]
-    assert list(link.received[-1]) == ["oslo"]
+    assert not before & set(accepted.names)
 
 
 def test_a_file_that_is_not_a_key_changes_nothing(watched):
-    made, folder, watcher, link, lines = watched
+    made, folder, accepted, lines = watched
     (folder / "bergen.pub").write_text("half of it")
-    watcher.refresh()
-    watcher.refresh()
-    assert link.received == []
+    assert not accepted.refresh()
+    assert not accepted.refresh()
     (line,) = lines
     assert "not changed" in line
     shutil.copy(made / "bergen.pub", folder)
-    watcher.refresh()
-    assert sorted(link.received[-1]) == ["bergen", "oslo"]
+    assert accepted.refresh()
+    assert sorted(accepted.names.values()) == ["bergen", "oslo"]
 
 
-def test_a_superlink_that_does_not_reply_is_reported(watched):
-    made, folder, watcher, link, lines = watched
-    link.read_line = lambda _: ""
-    shutil.copy(made / "bergen.pub", folder)
-    watcher.refresh()
-    assert "restart" in lines[0]
-    assert watcher.names == {"1": "oslo"}
-
-
-def test_without_a_folder_nothing_is_watched():
-    KeyWatcher(None, None, [], {}, print).refresh()
+@pytest.mark.parametrize(
+    ("host", "covered"),
+    [("a.org", True), ("x.b.org", True), ("b.org", False), ("y.x.b.org", False), ("", False)],
+)
+def test_hosts_that_a_certificate_covers(host, covered):
+    assert certificates.covers(("a.org", "*.b.org"), host) is covered

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedgmm.federation.flower.demo import FederationDemo
+from fedgmm.federation.demo import FederationDemo
 
 
 @pytest.mark.slow

@@ -1,0 +1,392 @@
+"""The gRPC server with scripted sites in this process: deadlines, limits, lost and second connections."""
+
+import json
+import queue
+import socket
+import threading
+import time
+
+import grpc
+import numpy as np
+import pytest
+
+from fedgmm.federation.demo import free_port
+from fedgmm.federation.messages import PROTOCOL, Failure, Message
+from fedgmm.federation.network import sites as sites_module
+from fedgmm.federation.network.certificates import trial_certificates
+from fedgmm.federation.network.keys import (
+    AcceptedKeys,
+    check_private_key,
+    new_pair,
+    read_private_key,
+)
+from fedgmm.federation.network.sites import NetworkSites
+from fedgmm.federation.network.stream import Assembler, greeting, pieces, read_greeting, sign
+from fedgmm.federation.settings import FederationError
+
+PATH = "/fedgmm.Federation/Connect"
+APART = [("grpc.use_local_subchannel_pool", 1)]  # each channel has its own connection
+
+
+class Peer:
+    """The other end of a stream, under full control of a test."""
+
+    def __init__(self, channel):
+        self.out = queue.SimpleQueue()
+        self.call = channel.stream_stream(PATH)(iter(self.out.get, None))
+        self.channel = channel
+        self.assembler = Assembler(10**8)
+
+    def greet(self, **facts):
+        challenge = read_greeting(next(self.call))["challenge"]
+        if "key" in facts:
+            path, host = facts.pop("key"), facts.get("host", "127.0.0.1")
+            proof = sign(read_private_key(path), challenge, host)
+            facts = {"key": check_private_key(path).pem, "host": host, "proof": proof} | facts
+        self.out.put(greeting(**{"protocol": PROTOCOL, "instance": "one", **facts}))
+        assert read_greeting(next(self.call)) == {"welcome": True}
+        return self
+
+    def receive(self):
+        while (found := self.assembler.add(next(self.call))) is None:
+            pass
+        return found
+
+    def send(self, number, **facts):
+        for piece in pieces(Message("reply", {}, facts), number):
+            self.out.put(piece)
+
+    def close(self):
+        self.out.put(None)
+        self.call.cancel()
+        self.channel.close()
+
+    def refusal(self):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(self.call)
+        return caught.value.code()
+
+
+@pytest.fixture
+def plain():
+    """A server without TLS, and a function that connects a peer."""
+    port, peers = free_port(), []
+    with NetworkSites("127.0.0.1", port, limit_bytes=1_000_000) as sites:
+
+        def connect():
+            peers.append(Peer(grpc.insecure_channel(f"127.0.0.1:{port}", APART)))
+            return peers[-1]
+
+        yield sites, connect, port
+        for peer in peers:
+            peer.close()
+
+
+def wait_for(condition, timeout=5.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def ask(sites, timeout=5.0, kind="round", **facts):
+    return dict(sites.ask({node: Message(kind, {}, facts) for node in sites.nodes()}, timeout))
+
+
+def in_background(function):
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_every_site_gets_its_request_and_all_reply(plain):
+    sites, connect, _ = plain
+    peers = [connect().greet(), connect().greet()]
+    wait_for(lambda: len(sites.nodes()) == 2)
+
+    def reply(peer):
+        number, request = peer.receive()
+        peer.send(number, echo=request.facts["x"])
+
+    for peer in peers:
+        in_background(lambda peer=peer: reply(peer))
+    first, second = sites.nodes()
+    found = dict(
+        sites.ask(
+            {first: Message("round", {}, {"x": 1}), second: Message("round", {}, {"x": 2})}, 5
+        )
+    )
+    assert {node: one.facts["echo"] for node, one in found.items()} == {first: 1, second: 2}
+
+
+def test_a_round_ends_at_its_deadline_and_late_replies_are_dropped(plain):
+    sites, connect, _ = plain
+    peer = connect().greet()
+    wait_for(sites.nodes)
+
+    (failure,) = ask(sites, 0.2).values()
+    assert failure == Failure("no reply within 0.2 s")
+    number, _ = peer.receive()
+    peer.send(number, late=True)
+
+    def reply():
+        own, _ = peer.receive()
+        assert own != number
+        peer.send(own, late=False)
+
+    in_background(reply)
+    (answer,) = ask(sites).values()
+    assert answer.facts == {"late": False}
+
+
+def test_only_the_newest_request_waits_for_a_slow_site(plain):
+    """A site that reads nothing does not make the server hold old requests."""
+    sites, connect, _ = plain
+    peer = connect().greet()
+    wait_for(sites.nodes)
+    for k in range(3):
+        ask(sites, 0.05, k=k)
+    seen = [peer.receive()[1].facts["k"]]
+    while seen[-1] != 2:
+        seen.append(peer.receive()[1].facts["k"])
+    assert seen == sorted(seen)
+
+
+def test_a_lost_connection_is_a_failure_at_once(plain):
+    sites, connect, _ = plain
+    peer = connect().greet()
+    wait_for(sites.nodes)
+    threading.Timer(0.1, peer.close).start()
+    started = time.monotonic()
+
+    (failure,) = ask(sites, 30).values()
+
+    assert time.monotonic() - started < 5
+    assert "connection was lost" in failure.reason
+    wait_for(lambda: not sites.nodes())
+    assert (
+        "not connected"
+        in dict(sites.ask({"node-000001": Message("round")}, 5))["node-000001"].reason
+    )
+
+
+def test_a_greeting_without_reply_does_not_delay_a_round(plain, monkeypatch):
+    monkeypatch.setattr(sites_module, "_GREETING_TIMEOUT", 0.2)
+    sites, connect, _ = plain
+    peer, _silent = connect().greet(), connect().greet()
+    wait_for(lambda: len(sites.nodes()) == 2)
+    worker, new = sites.nodes()
+    in_background(lambda: peer.send(peer.receive()[0]))
+    started = time.monotonic()
+
+    found = dict(sites.ask({worker: Message("round"), new: Message("hello")}, 30))
+
+    assert time.monotonic() - started < 5
+    assert isinstance(found[worker], Message)
+    assert found[new] == Failure("no reply within 0.2 s")
+
+
+@pytest.mark.parametrize("size", [2_000_000, 10**12])
+def test_a_message_that_is_too_large_ends_the_connection(plain, size):
+    sites, connect, _ = plain
+    peer = connect().greet()
+    wait_for(sites.nodes)
+    peer.out.put(size.to_bytes(8, "big") + bytes(8) + b"0" * 100)
+
+    (failure,) = ask(sites, 5).values()
+
+    assert "at most 1000000 are allowed" in failure.reason or "lost" in failure.reason
+    assert peer.refusal() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_messages_that_no_request_asked_for_end_the_connection(plain, monkeypatch):
+    monkeypatch.setattr(sites_module, "_MOST_UNEXPECTED", 5)
+    sites, connect, _ = plain
+    peer = connect().greet()
+    wait_for(sites.nodes)
+    for _ in range(10):
+        peer.send(77)
+
+    assert peer.refusal() == grpc.StatusCode.INVALID_ARGUMENT
+    assert sites._replies.empty()
+
+
+def test_large_replies_are_received_a_few_at_a_time(plain, monkeypatch):
+    monkeypatch.setattr(sites_module, "PIECE", 1000)
+    sites, connect, _ = plain
+    peers = [connect().greet() for _ in range(8)]
+    wait_for(lambda: len(sites.nodes()) == 8)
+
+    def reply(peer):
+        number, _ = peer.receive()
+        for piece in pieces(Message("reply", {"x": np.zeros(40_000)}, {}), number):
+            peer.out.put(piece)
+
+    for peer in peers:
+        in_background(lambda peer=peer: reply(peer))
+    most, count = 0, 0
+    for _, answer in sites.ask({node: Message("round") for node in sites.nodes()}, 10):
+        time.sleep(0.02)  # the others wait meanwhile
+        most = max(most, sites._replies.qsize())
+        assert isinstance(answer, Message)
+        count += 1
+    assert count == 8
+    assert most <= sites_module._LARGE_REPLIES
+
+
+@pytest.mark.parametrize("first", [b"", b"[]", b"{" * 9, b"x" * 9000])
+def test_a_connection_without_a_proof_is_refused(plain, first):
+    sites, connect, _ = plain
+    peer = connect()
+    next(peer.call)
+    peer.out.put(first)
+    assert peer.refusal() == grpc.StatusCode.INVALID_ARGUMENT
+    assert sites.nodes() == []
+
+
+def test_another_version_is_refused(plain):
+    _, connect, _ = plain
+    peer = connect()
+    next(peer.call)
+    peer.out.put(greeting(protocol=1))
+    assert peer.refusal() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_silent_connections_are_closed_and_do_not_keep_sites_out(plain, monkeypatch):
+    monkeypatch.setattr(sites_module, "_PROOF_TIMEOUT", 0.3)
+    monkeypatch.setattr(sites_module, "_MOST_UNPROVEN", 3)
+    sites, connect, port = plain
+    lines = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]  # half open
+    silent = [connect() for _ in range(5)]
+    codes = {peer.refusal() for peer in silent}
+    assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+    connect().greet()
+
+    wait_for(lambda: len(sites.nodes()) == 1)
+    for line in lines:
+        line.close()
+
+
+def test_a_port_in_use_is_reported(plain):
+    _, _, port = plain
+    with pytest.raises(FederationError, match="choose another"), NetworkSites("127.0.0.1", port):
+        pass
+
+
+def test_compressed_messages_are_refused(plain):
+    """A megabyte of zeros would be a kilobyte on the wire."""
+    sites, _, port = plain
+    channel = grpc.insecure_channel(f"127.0.0.1:{port}", APART, compression=grpc.Compression.Gzip)
+    peer = Peer(channel)
+    assert peer.refusal() == grpc.StatusCode.UNIMPLEMENTED
+    assert sites.nodes() == []
+    peer.close()
+
+
+# ---------------------------------------------------------------------- keys
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory):
+    home = tmp_path_factory.mktemp("secured")
+    tls = trial_certificates(["127.0.0.1"], home / "tls")
+    for name in ("oslo", "stranger"):
+        new_pair(name, home)
+    (home / "keys").mkdir()
+    (home / "oslo.pub").rename(home / "keys" / "oslo.pub")
+    return home, tls
+
+
+@pytest.fixture
+def secure(secured, monkeypatch):
+    monkeypatch.setattr("fedgmm.federation.network.keys._WATCH_INTERVAL", 0.0)
+    home, tls = secured
+    port, peers, lines = free_port(), [], []
+    keys = AcceptedKeys(home / "keys", lines.append)
+    with NetworkSites(
+        "127.0.0.1", port, tls, keys, names=("127.0.0.1",), notify=lines.append
+    ) as sites:
+
+        def connect():
+            credentials = grpc.ssl_channel_credentials(tls.authority.read_bytes())
+            peers.append(Peer(grpc.secure_channel(f"127.0.0.1:{port}", credentials, APART)))
+            return peers[-1]
+
+        yield sites, connect, home, lines
+        for peer in peers:
+            peer.close()
+
+
+def test_a_site_has_the_name_of_its_key(secure):
+    sites, connect, home, _ = secure
+    peer = connect().greet(key=home / "oslo.key")
+    wait_for(lambda: sites.nodes() == ["oslo"])
+    in_background(lambda: peer.send(peer.receive()[0], name="bergen"))
+    (failure,) = ask(sites).values()
+    assert "registered as 'oslo'" in failure.reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": "other.org"},
+        {"proof": "00"},
+        {"proof": None},
+        {"host": None},
+        {"key": "stranger.key"},
+    ],
+)
+def test_a_wrong_proof_is_refused(secure, change):
+    sites, connect, home, _ = secure
+    peer = connect()
+    challenge = read_greeting(next(peer.call))["challenge"]
+    path = home / change.get("key", "oslo.key")
+    host = change.get("host", "127.0.0.1")
+    facts = {
+        "protocol": PROTOCOL,
+        "instance": "one",
+        "key": check_private_key(path).pem,
+        "host": host,
+        "proof": sign(read_private_key(path), challenge, str(host)),
+    }
+    peer.out.put(json.dumps(facts | {k: v for k, v in change.items() if k != "key"}).encode())
+    assert peer.refusal() == grpc.StatusCode.UNAUTHENTICATED
+    assert sites.nodes() == []
+
+
+def test_a_second_process_with_the_same_key_is_refused_and_reported_once(secure):
+    sites, connect, home, lines = secure
+    connect().greet(key=home / "oslo.key")
+    wait_for(sites.nodes)
+    for _ in range(2):
+        with pytest.raises(grpc.RpcError) as caught:
+            connect().greet(key=home / "oslo.key", instance="two")
+        assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS
+    assert lines.count("A second client with the key of oslo is refused.") == 1
+    assert sites.nodes() == ["oslo"]
+
+
+def test_the_same_process_replaces_its_older_connection(secure):
+    sites, connect, home, _ = secure
+    connect().greet(key=home / "oslo.key")
+    wait_for(sites.nodes)
+    peer = connect().greet(key=home / "oslo.key")
+    wait_for(sites.nodes)
+    in_background(lambda: peer.send(peer.receive()[0], name="oslo"))
+    (answer,) = ask(sites).values()
+    assert answer.facts["name"] == "oslo"
+
+
+def test_a_removed_key_loses_its_connection(secure, secured):
+    sites, connect, home, lines = secure
+    new_pair("bergen", home / "more")
+    shutil_target = home / "keys" / "bergen.pub"
+    shutil_target.write_bytes((home / "more" / "bergen.pub").read_bytes())
+    wait_for(lambda: (sites.nodes(), "The key of bergen is now accepted." in lines)[1])
+    peer = connect().greet(key=home / "more" / "bergen.key")
+    wait_for(lambda: sites.nodes() == ["bergen"])
+    shutil_target.unlink()
+    wait_for(lambda: sites.nodes() == [])
+    with pytest.raises((grpc.RpcError, StopIteration)):
+        next(peer.call)
