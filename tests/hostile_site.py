@@ -28,9 +28,9 @@ LIES = {
     "above its rows": ("counts", lambda a: 10 * a),
     "shape": ("gaussians/first", lambda a: a[:, :-1].copy()),
     "dtype": ("gaussians/first", lambda a: a.astype("float32")),
-    "gigantic": ("counts", lambda a: np.zeros(400_000)),
     "not semidefinite": ("gaussians/second", lambda a: -a),
     "replayed": ("", None),
+    "gigantic": ("counts", lambda a: np.zeros(400_000)),  # ends the connection
 }
 
 

@@ -184,12 +184,6 @@ class Federation:
             process.wait(10)
 
 
-def all_gone(processes: list[psutil.Process], timeout: float = 10.0) -> bool:
-    """Whether processes end within a time."""
-    _, alive = psutil.wait_procs(processes, timeout)
-    return not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
-
-
 def parameters(home: Path) -> dict[str, NDArray[Any]]:
     """All arrays of the model in a run folder, by name."""
     (path,) = (home / "model").glob("weights-*.safetensors")

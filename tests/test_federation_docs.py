@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from fedgmm.federation.flower.processes import QUIET
 
 from fedgmm.cli import app
 from fedgmm.federation.settings import read_settings
@@ -99,11 +98,3 @@ def test_the_settings_of_the_page_are_read(tmp_path):
 
     assert (settings.clients, settings.quorum, settings.min_rows) == (4, 3, 10)
     assert set(tomllib.loads(text)["federation"]) == FEDERATION
-
-
-def test_the_page_lists_the_variables_of_flower():
-    block = section("Offline").split("```")[1]
-    shown = dict(line.split("=", 1) for line in block.split())
-
-    assert shown.pop("FLWR_HOME") == "OUT/flower/home"
-    assert shown.items() <= QUIET.items()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedgmm.federation.network.certificates import Tls
 
 _HOST, _PORT = "0.0.0.0", 9092
+_LARGEST_LOG = 10_000_000
 
 keys = typer.Typer(no_args_is_help=True, help="Key pairs of sites, and certificates for tests.")
 
@@ -25,7 +26,8 @@ def server(
     config: Annotated[Path, typer.Option(help="TOML file with the settings of the federation.")],
     out: Annotated[Path, typer.Option(help="The run folder; an interrupted run is resumed there.")],
     host: Annotated[
-        str | None, typer.Option(help=f"Address to listen on. Default: {_HOST}.")
+        str | None,
+        typer.Option(help=f"Address to listen on. Default: {_HOST}, or 127.0.0.1 with --insecure."),
     ] = None,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help=f"Port to listen on. Default: {_PORT}.")
@@ -106,15 +108,16 @@ def server(
         keys=keys_folder,
         insecure=insecure or None,
     )
+    plain = bool(options.get("insecure", False))
     address = ServerAddress(
-        options.get("host", _HOST),
+        options.get("host", "127.0.0.1" if plain else _HOST),
         options.get("port", _PORT),
         _tls(
             options.get("tls_cert"),
             options.get("tls_key"),
             options.get("tls_ca"),
             options.get("keys"),
-            options.get("insecure", False),
+            plain,
         ),
         options.get("keys"),
     )
@@ -326,23 +329,27 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _log_lines(out: Path) -> Iterator[Callable[[str], None]]:
-    """Log lines with the time, to standard error and to ``federation.log``."""
+    """Log lines with the time, to standard error and to ``federation.log``, which is rotated."""
+    import logging
     from datetime import datetime
+    from logging.handlers import RotatingFileHandler
 
     from fedgmm.federation.messages import one_line
 
     console = sidelines()
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; choose a folder.")
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "federation.log").open("a", encoding="utf-8") as file:
+    if not out.exists():
+        out.mkdir(parents=True, mode=0o700)
+    path = out / "federation.log"
+    handler = RotatingFileHandler(path, maxBytes=_LARGEST_LOG, backupCount=1, encoding="utf-8")
 
-        def notify(line: str) -> None:
-            now, line = datetime.now(), one_line(line)  # parts of a line come from other machines
-            console.print(
-                f"[dim]{now:%H:%M:%S}[/] {escaped(line)}", soft_wrap=True, highlight=False
-            )
-            file.write(f"{now:%Y-%m-%d %H:%M:%S} {line}\n")
-            file.flush()
+    def notify(line: str) -> None:
+        now, line = datetime.now(), one_line(line)  # parts of a line come from other machines
+        console.print(f"[dim]{now:%H:%M:%S}[/] {escaped(line)}", soft_wrap=True, highlight=False)
+        handler.emit(logging.makeLogRecord({"msg": f"{now:%Y-%m-%d %H:%M:%S} {line}"}))
 
+    try:
         yield notify
+    finally:
+        handler.close()

@@ -30,27 +30,25 @@ def wait_for_round(federation, number, server="server"):
 
 @pytest.mark.slow
 def test_a_round_ends_without_a_killed_client_which_can_rejoin(federation):
-    federation.configure(3, rounds=16, training="tol = 0.0", federation="min_clients = 2")
-    federation.server("--round-timeout", 8)
+    federation.configure(3, rounds=20_000, training="tol = 0.0", federation="min_clients = 2")
+    federation.server("--round-timeout", 20)
     for name in ("bergen", "oslo", "tromso"):
         federation.client(name)
     wait_for_round(federation, 2)
 
     federation.freeze("oslo")  # it takes no more requests, so it dies in the middle of a round
-    time.sleep(2.0)
+    time.sleep(1.0)
     before = federation.said("server").count("log-likelihood")
     started = time.monotonic()
     federation.kill("oslo")
-    federation.wait_for("server", "no update from oslo", timeout=30)
+    federation.wait_for("server", "no update from oslo")
     federation.wait_for("server", "log-likelihood", times=before + 2)
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 10  # noticed at once, not at the deadline
+    replied = federation.said("oslo").count("replied in")
     federation.client("oslo")
+    federation.wait_for("oslo", "replied in", times=replied + 3)
 
-    assert federation.ends("server", 120) == 0, federation.all_said()
-    assert federation.ends("oslo") == 0
-    history = rounds(federation)
-    answered = [entry["answered"] for entry in history]
-    assert len(history) == 16
+    answered = [entry["answered"] for entry in rounds(federation)]
     assert min(answered) == 2
     assert answered[0] == answered[-1] == 3  # it took part before and after
     assert "starting as a newcomer" not in federation.said("oslo")  # its π was on its own disk
@@ -126,7 +124,7 @@ def test_below_quorum_the_server_waits_and_reports_for_whom(federation):
 def test_a_site_that_lies_in_every_round_is_named_and_left_out(federation):
     federation.configure(
         3,
-        rounds=len(LIES) + 2,
+        rounds=len(LIES) + 400,
         training="tol = 0.0",
         federation="min_clients = 2\nlargest_message = 1_000_000",
     )
@@ -136,7 +134,7 @@ def test_a_site_that_lies_in_every_round_is_named_and_left_out(federation):
     federation.client("bergen")
     federation.client("tromso")
 
-    assert federation.ends("server", 120) == 0, federation.all_said()
+    assert federation.ends("server", 200) == 0, federation.all_said()
     for name in ("bergen", "tromso"):
         assert federation.ends(name) == 0
 
