@@ -8,10 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
-from fedgmm.federation.flower.flower_internals import APP_FOLDER
-from fedgmm.federation.flower.processes import QUIET, free_port
 
+from fedgmm.federation.demo import free_port
+from fedgmm.federation.flower import APP_FOLDER
 from loopback import Federation
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+}
 
 
 def command(name):
