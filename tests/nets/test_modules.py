@@ -106,7 +106,20 @@ class Normalised(nn.Module):
         return self.out(torch.relu(self.norm(self.layer(x.flatten(1)))))
 
 
-VECTORISED = {"flat": Flat, "buffered": Buffered, "writing": Writing}
+class Tied(Flat):
+    """Two layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        size = STEPS * COLUMNS
+        self.first, self.second = nn.Linear(size, size), nn.Linear(size, size)
+        self.second.weight = self.first.weight
+
+    def seen(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+VECTORISED = {"flat": Flat, "buffered": Buffered, "writing": Writing, "tied": Tied}
 LOOPED = {
     "lstm": Recurrent,
     "gru": lambda: Recurrent(nn.GRU),
@@ -443,8 +456,12 @@ def test_token_ids_that_are_no_integers_are_refused():
         ModuleNetwork(Tokens, (STEPS,), CLASSES).check(torch.rand(6, STEPS))
     with pytest.raises(ValueError, match="integer_inputs = True"):
         ModuleNetwork(UndeclaredTokens, (STEPS,), CLASSES).check(torch.zeros(6, STEPS))
+    net, unknown = ModuleNetwork(Tokens, (STEPS,), CLASSES), torch.zeros(9, STEPS)
+    unknown[7, 1] = 20  # a single token that the module does not know
     with pytest.raises(ValueError, match="index out of range"):
-        ModuleNetwork(Tokens, (STEPS,), CLASSES).check(torch.full((6, STEPS), 20))
+        net.check(unknown)
+    with pytest.raises(ValueError, match="from 0 to 20"):
+        net.logits(drawn(net, 1, 1), unknown[None].double())
 
 
 # ---------------------------------------------------------------------- bad modules
@@ -485,19 +502,26 @@ def test_a_factory_must_make_a_module():
 
 
 class Counting(Flat):
-    def __init__(self):
+    """Counts its calls, in integers."""
+
+    def __init__(self, dtype=torch.int64):
         super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=dtype))
 
     def seen(self, x):
         self.calls += 1
         return x + 0 * self.calls
 
 
-def test_a_buffer_that_changes_is_named_and_stays():
-    net = ModuleNetwork(Counting, (STEPS, COLUMNS), CLASSES)
-    with pytest.warns(UserWarning, match="'calls'"):
+def test_a_buffer_that_learns_is_refused():
+    net = ModuleNetwork(lambda: Counting(torch.float32), (STEPS, COLUMNS), CLASSES)
+    with pytest.raises(ValueError, match="'calls'"):
         net.check(torch.ones(6, STEPS, COLUMNS))
+
+
+def test_a_counter_stays_as_it_was():
+    net = ModuleNetwork(Counting, (STEPS, COLUMNS), CLASSES)
+    net.check(torch.ones(6, STEPS, COLUMNS))
     net.logits(drawn(net, 2, 2), torch.ones(2, 3, STEPS, COLUMNS).double(), training=True)
     assert float(net.constants["calls"]) == 0
 

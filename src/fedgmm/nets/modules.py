@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -73,10 +74,14 @@ class ModuleNetwork:
 
     # ------------------------------------------------------------------ parameters and constants
 
+    @property
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
     @cached_property
     def _module(self) -> nn.Module:
         """The module of the first learner, in the mode of training; nothing changes it."""
-        module = seeded_module(self.factory, torch.Generator().manual_seed(self.seed))
+        module = seeded_module(self.factory, self._generator)
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"learner must be a function that makes a torch.nn.Module; it made {module!r}."
@@ -160,7 +165,19 @@ class ModuleNetwork:
             number: number of the batch within the round, from one. The statistics of batch one replace
                 the old ones, which belong to the weights before the server changed them.
         """
-        x = inputs.long() if self.integer_inputs else inputs
+        if not self.integer_inputs:
+            return self._evaluated(params, inputs, training, counts, number)
+        try:
+            return self._evaluated(params, inputs.long(), training, counts, number)
+        except IndexError as error:
+            raise ValueError(
+                f"{type(self._module).__name__} cannot read integers from {int(inputs.min())} to "
+                f"{int(inputs.max())}: {error}."
+            ) from error
+
+    def _evaluated(
+        self, params: Params, x: Tensor, training: bool, counts: Tensor | None, number: int
+    ) -> tuple[Tensor, Params]:
         if self._reason_to_loop(training) is None:
             return self._stacked(params, x, training), {}
         return self._looped(params, x, training, counts, number)
@@ -224,7 +241,7 @@ class ModuleNetwork:
 
     @contextmanager
     def _borrowed(self, training: bool) -> Iterator[nn.Module]:
-        """Lend a module without values.
+        """Lend a module whose own values are not used.
 
         Each thread needs its own, because ``functional_call`` changes the module while it runs.
         """
@@ -232,7 +249,11 @@ class ModuleNetwork:
         try:
             module = idle.pop()
         except IndexError:
-            module = self._without_values(training)
+            module = _training_mode(seeded_module(self.factory, self._generator))
+            for _, layer in _normalisations(module):
+                layer.momentum = 1.0  # so that it leaves the statistics of the batch
+            if not training:
+                module.eval()
         try:
             yield module
         finally:
@@ -241,15 +262,6 @@ class ModuleNetwork:
     @cached_property
     def _idle(self) -> dict[bool, list[nn.Module]]:
         return {True: [], False: []}
-
-    def _without_values(self, training: bool) -> nn.Module:
-        module = seeded_module(self.factory, torch.Generator().manual_seed(self.seed))
-        _training_mode(module)
-        if not training:
-            return module.eval().to("meta")
-        for _, layer in _normalisations(module):
-            layer.momentum = 1.0  # so that it leaves the statistics of the batch
-        return module.to("meta")
 
     def _constants_like(self, params: Params) -> Params:
         """Return the constants with the device and the floating-point type of the parameters."""
@@ -338,7 +350,11 @@ class ModuleNetwork:
                 if training:
                     torch.autograd.grad(found.sum(), list(params.values()), materialize_grads=True)
             except Exception as error:  # any error of torch or of the module
-                return str(error).split("\n")[0].split(". ")[0].removeprefix("vmap: ")
+                operation = re.search(r"aten::\w+", str(error))
+                known = (
+                    f"torch.func.vmap does not support {operation[0]}" if operation else str(error)
+                )
+                return known.split("\n")[0].split(". ")[0].removeprefix("vmap: ")
             if not training and not _close(plain, found):
                 return "torch.func.vmap returns other numbers than the module"
         return None
@@ -347,9 +363,10 @@ class ModuleNetwork:
         """Raise if the module cannot be trained on rows such as ``inputs``, ``(N, *shape)``."""
         kind, expected = type(self._module).__name__, f"(n, {self.classes})"
         own = dict(self._learned(self._module))
-        # not as many rows as classes, so that a transposed output is found
-        rows = inputs[torch.arange(3 if self.classes == 2 else 2) % len(inputs)].cpu()
-        rows = as_numbers(rows, next(iter(own.values())).dtype)
+        # not as many rows as classes, so that a transposed output is found; the extremes of token ids
+        some = torch.arange(3 if self.classes == 2 else 2) % len(inputs)
+        some[:2] = torch.stack([inputs.argmin(), inputs.argmax()]).cpu() // inputs[0].numel()
+        rows = as_numbers(inputs[some.to(inputs.device)].cpu(), next(iter(own.values())).dtype)
         if self.integer_inputs:
             numbers = as_numbers(inputs, torch.float64)
             if bool(((numbers != numbers.round()) | (numbers.abs() > _LARGEST_INTEGER)).any()):
@@ -358,7 +375,9 @@ class ModuleNetwork:
                     f"{_LARGEST_INTEGER:,}."
                 )
             rows = rows.long()
-        params = {n: v.detach()[None].clone().requires_grad_() for n, v in own.items()}
+        params = {n: v.detach()[None].clone() for n, v in own.items()}
+        for name, value in params.items():
+            value.requires_grad_(name not in self._momenta)
         for training in (False, True):
             out = self._checked_call(kind, params, rows, training)
             if not isinstance(out, Tensor):
@@ -376,23 +395,14 @@ class ModuleNetwork:
             raise ValueError(f"The logits of {kind} do not depend on its trained parameters.")
         for training in (False, True):
             self._reason_to_loop(training)
-        lost = {n for n in self._written_buffers if not n.endswith("num_batches_tracked")}
-        if lost:
-            warnings.warn(
-                f"{kind} changes its buffer {min(lost)!r} in training; the change is dropped after every "
-                "batch, because only running statistics of batch normalisation are kept.",
-                stacklevel=2,
-            )
 
     def _checked_call(self, kind: str, params: Params, rows: Tensor, training: bool) -> Any:
         """Call the module once, with an error that says what it could not read."""
-        own = {name: value[0] for name, value in params.items()}
-        own |= {name: own[name].detach().clone() for name in self._momenta}
+        values = {name: value.clone() for name, value in self.constants.items()}
+        values |= {n: v[0].clone() if n in self._momenta else v[0] for n, v in params.items()}
         try:
             with _trial(), self._borrowed(training) as module:
-                return functional_call(
-                    module, {**self._constants_like(params), **own}, (rows.clone(),)
-                )
+                out = functional_call(module, values, (rows.clone(),))
         except Exception as error:  # the module is the user's, so any error can come
             reason = str(error).split("\n")[0] or type(error).__name__
             hint = ""
@@ -404,6 +414,13 @@ class ModuleNetwork:
             raise ValueError(
                 f"{kind} cannot read rows of shape {self.input_shape}: {reason}.{hint}"
             ) from error
+        for name, value in self.constants.items():
+            if value.is_floating_point() and not torch.equal(values[name], value):
+                raise ValueError(
+                    f"{kind} changes its buffer {name!r} when it is called. Only batch normalisation may "
+                    "do that, because a change would have to be averaged over clients."
+                )
+        return out
 
 
 def seeded_module(factory: ModuleFactory, generator: torch.Generator) -> nn.Module:
