@@ -1,4 +1,4 @@
-"""Intervals and paired tests, against SciPy and against a plain bootstrap over rows."""
+"""Intervals and paired tests, against SciPy and NumPy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedgmm.core.paired import over_rows, over_splits
+from fedgmm.core.paired import over_resamples, over_splits
 
 
 def test_independent_splits_give_the_t_test(rng):
@@ -32,25 +32,13 @@ def test_equal_values_have_no_spread():
     assert over_splits(np.array([0.5])).within_noise  # one split says nothing
 
 
-def test_rows_are_drawn_within_their_clients(rng):
-    clients = np.repeat([3, 5, 9], [20, 50, 7])
-    values = rng.choice([-1.0, 0.0, 1.0], p=[0.1, 0.6, 0.3], size=77)
-    found = over_rows(values, clients)
-    own = [values[clients == c] for c in (3, 5, 9)]
-    assert found.mean == pytest.approx(np.mean([v.mean() for v in own]))
-    plain = [np.mean([rng.choice(v, len(v)).mean() for v in own]) for _ in range(4000)]
-    np.testing.assert_allclose(
-        [found.low, found.high], np.quantile(plain, [0.025, 0.975]), atol=0.03
-    )
-
-
-def test_rows_that_agree_are_a_tie_and_the_test_keeps_its_size(rng):
-    clients = np.arange(200) % 4
-    assert over_rows(np.zeros(200), clients).within_noise
-    false = [
-        not over_rows(rng.choice([-1.0, 0, 1], p=[0.15, 0.7, 0.15], size=200), clients).within_noise
-        for _ in range(200)
-    ]
-    assert np.mean(false) < 0.1
-    better = rng.choice([-1.0, 0, 1], p=[0.02, 0.78, 0.2], size=200)
-    assert over_rows(better, clients).p_value < 0.01
+def test_resamples_give_percentiles(rng):
+    values = rng.normal(1.0, 1.0, size=3999)
+    found = over_resamples(1.1, np.append(values, np.nan))
+    assert found.mean == 1.1
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
+    assert found.p_value == pytest.approx(2 * (1 + (values <= 0).sum()) / 4000)
+    assert found.within_noise
+    assert not over_resamples(5.0, values + 4).within_noise
+    assert over_resamples(0.0, np.zeros(9)).p_value == 1.0
+    assert over_resamples(0.3, np.full(9, np.nan)).within_noise

@@ -27,7 +27,7 @@ def test_story_shows_what_it_claims(story, tmp_path):
     assert mixture.by_learner["linear"] > average.by_learner["linear"] + 0.03
     assert set(average.by_learner) == {"linear", "mlp"}
     on_synthetic = shown.synthetic.standings[1]
-    assert shown.bayes > on_synthetic.accuracy.mean > shown.bayes - 0.03
+    assert shown.bayes > on_synthetic.value.mean > shown.bayes - 0.03
     assert any("digits, FedAvg, MLP" in line for line in lines)
     picture = plot_story(shown, tmp_path / "story.png")
     assert picture.stat().st_size > 10_000

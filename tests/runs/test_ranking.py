@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from fedgmm.core.paired import over_rows, over_splits
+from fedgmm.core.paired import over_splits
+from fedgmm.data.dataset import FederatedDataset
 from fedgmm.runs.comparison import compare, data_to_compare
 from fedgmm.runs.ranking import Ranking, compare_splits, rank
 from small_runs import SITES
@@ -25,7 +26,7 @@ def entry(algorithm, accuracy, learner="linear", **others):
 def several(*splits):
     """Return a ranking of several splits with given accuracies of two methods."""
     found = [[entry("fedavg", one, "mlp", linear=0.5), entry("fedgmm", two)] for one, two in splits]
-    return Ranking(tuple(range(len(splits))), found, {}, np.zeros(0, int), 1 / 3, {})
+    return Ranking(tuple(range(len(splits))), found, {}, "mean_accuracy", 1 / 3, {})
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +40,38 @@ def one_split():
 
 
 def test_one_split_is_paired_over_its_test_rows(one_split):
+    """The interval is that of a plain bootstrap which draws the rows of both methods together."""
     comparison, ranking = one_split
-    average, _, mixture = comparison.contestants
+    average, _, mixture = (one.evaluation for one in comparison.contestants)
     difference = ranking.difference("fedem", "fedavg")
-    rows = mixture.right.astype(float) - average.right
-    assert difference == over_rows(rows, comparison.codes)
-    assert difference.mean == pytest.approx(
-        mixture.evaluation.mean_accuracy - average.evaluation.mean_accuracy
+    assert difference.mean == pytest.approx(mixture.mean_accuracy - average.mean_accuracy)
+    one, other = (e.predicted.decided == e.predicted.labels for e in (mixture, average))
+    gains = one.astype(float) - other
+    rng = np.random.default_rng(1)
+    codes = mixture.predicted.codes
+    own = [gains[codes == c] for c in range(len(mixture.clients))]
+    plain = [np.mean([rng.choice(v, len(v)).mean() for v in own]) for _ in range(2000)]
+    np.testing.assert_allclose(
+        [difference.low, difference.high], np.quantile(plain, [0.025, 0.975]), atol=0.02
     )
-    assert ranking.accuracy("fedem").mean == pytest.approx(mixture.evaluation.mean_accuracy)
+    assert ranking.value("fedem").mean == pytest.approx(mixture.mean_accuracy)
     assert "not repeated" in ranking.unit
+
+
+def test_a_rare_class_is_ranked_by_average_precision(rng):
+    x = rng.normal(size=(900, 2))
+    y = x[:, 0] + 0.5 * rng.normal(size=900) > 1.6
+    data = FederatedDataset.from_arrays(x, y, np.arange(900) % 3)
+    comparison = compare(data, ("fedavg", "local"), learner_kinds=["linear"], pooled=True, **QUICK)
+    ranking = rank([comparison])
+    assert ranking.metric == "average_precision"
+    average = comparison.contestants[0].evaluation
+    assert ranking.value("fedavg").mean == average.pooled["average_precision"]
+    low, high = average.pooled_intervals["average_precision"]
+    assert (ranking.value("fedavg").low, ranking.value("fedavg").high) == pytest.approx((low, high))
+    assert "average precision" in ranking.headline()
+    assert ranking.record()["metric"] == "average_precision"
+    assert 0 < ranking.pooled["boosting"]["average_precision"] <= 1
 
 
 def test_equal_methods_tie_and_a_worse_one_does_not(one_split):

@@ -1,4 +1,4 @@
-"""Means with intervals and paired tests, over repeated splits of the rows or over the rows of one split."""
+"""Means with intervals and paired tests, over repeated splits of the rows or over bootstrap resamples."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ FloatArray = NDArray[np.float64]
 
 LEVEL = 0.95
 """Coverage of all intervals."""
-
-_RESAMPLES = 2000
-_CLIENTS_AT_ONCE = 256  # bounds the memory of a resample
 
 
 @dataclass(frozen=True)
@@ -79,31 +76,18 @@ def over_splits(values: FloatArray, test_per_training_row: float = 0.0) -> Estim
     return Estimate(mean, mean - reach, mean + reach, p_value)
 
 
-def over_rows(values: FloatArray, clients: NDArray[np.int64], seed: int = 0) -> Estimate:
-    """Return the mean over clients of their means over rows, with a bootstrap interval.
-
-    Rows are drawn again within each client, so the interval is about new rows of the same clients and
-    the same models. It has percentiles as ends.
+def over_resamples(mean: float, values: FloatArray) -> Estimate:
+    """Return a mean with the percentiles of its values under bootstrap resamples.
 
     Args:
-        values: one value per row, ``(n,)``, of few different ones: right (1) or wrong (0), or the
-            difference of two methods, which makes the test paired.
-        clients: the client of each row, ``(n,)``.
-        seed: seed of the draws.
+        mean: the value of all rows.
+        values: the value under each resample, ``(B,)``; differences of two methods under the same
+            resamples make the test paired. NaN, where a value is undefined, is left out.
     """
-    kinds, kind = np.unique(values, return_inverse=True)
-    _, client = np.unique(clients, return_inverse=True)
-    counts = np.zeros((client.max() + 1, len(kinds)))
-    np.add.at(counts, (client, kind), 1.0)
-    rows = counts.sum(1)
-    rng = np.random.default_rng(seed)
-    total = np.zeros(_RESAMPLES)
-    for first in range(0, len(rows), _CLIENTS_AT_ONCE):
-        own, n = counts[first : first + _CLIENTS_AT_ONCE], rows[first : first + _CLIENTS_AT_ONCE]
-        drawn = rng.multinomial(n.astype(np.int64), own / n[:, None], (_RESAMPLES, len(n)))
-        total += ((drawn @ kinds) / n).sum(1)
-    means = total / len(rows)
-    low, high = np.quantile(means, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
-    tail = min((means <= 0.0).sum(), (means >= 0.0).sum())
-    p_value = min(1.0, 2.0 * (1.0 + float(tail)) / (1.0 + _RESAMPLES))
-    return Estimate(float(((counts @ kinds) / rows).mean()), float(low), float(high), p_value)
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return Estimate(mean, -math.inf, math.inf, 1.0)
+    low, high = np.quantile(known, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
+    tail = float(min((known <= 0.0).sum(), (known >= 0.0).sum()))
+    p_value = min(1.0, 2.0 * (1.0 + tail) / (1.0 + len(known)))
+    return Estimate(mean, float(low), float(high), p_value)

@@ -206,7 +206,7 @@ def _draw_accuracies(axes: Axes, ranking: Ranking, lines: Mapping[str, float]) -
             value = 100.0 * one.by_learner[kind]
             chosen = kind in one.learners
             axes.barh(place, value, 0.9 * height, color=colour, alpha=1.0 if chosen else 0.45)
-            reach = 50.0 * (one.accuracy.high - one.accuracy.low) if chosen else 0.0
+            reach = 50.0 * (one.value.high - one.value.low) if chosen else 0.0
             axes.errorbar(value, place, xerr=reach or None, color=INK, capsize=2, linewidth=1)
             label = f"{value:.1f} {LEARNER_TITLES[kind]}"
             axes.text(value + reach + 1.5, place, label, va="center", color=INK, fontsize=9)

@@ -46,31 +46,32 @@ def write_results(folder: Path, name: str, record: dict[str, Any], markdown: str
 
 
 def comparison_table(ranking: Ranking, title: str, bayes: float | None = None) -> Table:
-    """Return the ranking for the terminal: accuracy, distance to the best, and each learner."""
+    """Return the ranking for the terminal: metric, distance to the best, and each learner."""
     standings = ranking.standings
     kinds = list(dict.fromkeys(kind for one in standings for kind in one.by_learner))
     table = Table(title=title, box=SIMPLE_HEAD, caption=ranking.unit, caption_justify="left")
     table.add_column("method", no_wrap=True)
     titles = [LEARNER_TITLES.get(kind, kind) for kind in kinds]
     per_learner = titles if len(kinds) > 1 else []
-    for column in ("accuracy", "to best", *per_learner, "log-loss", "rate"):
+    metric = "accuracy" if ranking.metric == "mean_accuracy" else "avg. precision"
+    for column in (metric, "to best", *per_learner, "log-loss", "rate"):
         table.add_column(column, justify="right", no_wrap=column != "rate")
     for one in standings:
         best = one is ranking.best
         lead = "tie" if one.lead.within_noise else f"{100 * one.lead.mean:+.1f}"
-        rates = [f"{rate:.2g}" for rate in one.rates if rate is not None]
+        rates = ["exact" if rate is None else f"{rate:.2g}" for rate in one.rates]
         table.add_row(
             TITLES[one.algorithm],
-            f"{100 * one.accuracy.mean:.1f} ± {50 * (one.accuracy.high - one.accuracy.low):.1f}",
+            f"{100 * one.value.mean:.1f} ± {50 * (one.value.high - one.value.low):.1f}",
             "best" if best else lead,
             *(_share(one, kind) for kind in kinds if per_learner),
             f"{one.summary['mean_log_loss']:.3f}",
-            " ".join(dict.fromkeys(rates)) or "exact",
+            " ".join(dict.fromkeys(rates)),
             style="bold" if one.lead.within_noise else None,
         )
     table.add_section()
     for name, metrics in ranking.pooled.items():
-        accuracy, loss = metrics["mean_accuracy"], metrics["mean_log_loss"]
+        accuracy, loss = metrics[ranking.metric], metrics["mean_log_loss"]
         blank = [""] * (1 + len(per_learner))
         table.add_row(
             f"pooled: {name}", f"{100 * accuracy:.1f}", *blank, f"{loss:.3f}", style="dim"
@@ -81,7 +82,7 @@ def comparison_table(ranking: Ranking, title: str, bayes: float | None = None) -
 
 
 def _share(one: Standing, kind: str) -> str:
-    """Return the accuracy with a kind of learner, marked if validation rows chose it."""
+    """Return the metric with a kind of learner, marked if validation rows chose it."""
     mark = "*" if kind in one.learners else " "
     return f"{100 * one.by_learner[kind]:.1f}{mark}"
 

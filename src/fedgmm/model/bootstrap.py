@@ -8,6 +8,7 @@ over the rows of each client and class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,6 +262,15 @@ def bootstrap(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
     Each resample draws as many rows of each client as the client has, with replacement. Resamples where a
     metric is undefined, such as the AUC of rows of one class, are left out.
     """
+    own, pooled = resample(rows, seed)
+    return _interval(own), _interval(pooled)
+
+
+def resample(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
+    """Return the metrics of each client ``(B, C)`` and of all rows ``(B, 1)`` under ``B`` resamples.
+
+    Predictions of other methods for the same rows are resampled alike, so differences are paired.
+    """
     n, widths = len(rows), max(len(rows.ranked), 1)
     ranks = n * widths * _FEWEST_RESAMPLES <= _MOST_RANKED
     work = n * (widths if ranks else 1)
@@ -277,15 +287,20 @@ def bootstrap(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
         weights = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
         # float32 counts exactly, and halves the time
         blocks.append(_metrics(plan, weights.astype(np.float32)))
-    return _interval([own for own, _ in blocks]), _interval([pooled for _, pooled in blocks])
+    own, pooled = zip(*blocks, strict=True)
+    return _joined(own), _joined(pooled)
 
 
-def _interval(blocks: list[Values]) -> Values:
+def _joined(blocks: Sequence[Values]) -> Values:
+    return {name: np.concatenate([one[name] for one in blocks]) for name in blocks[0]}
+
+
+def _interval(resampled: Values) -> Values:
     """Return the middle 95 % of the defined values of each metric, ``(G, 2)``."""
     tails = np.array([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     found = {}
-    for name in blocks[0]:
-        values = np.sort(np.concatenate([one[name] for one in blocks]), axis=0)  # NaN comes last
+    for name, drawn in resampled.items():
+        values = np.sort(drawn, axis=0)  # NaN comes last
         last = np.isfinite(values).sum(axis=0)[:, None] - 1
         place = np.maximum(last, 0) * tails
         low, group = np.floor(place).astype(np.int64), np.arange(values.shape[1])[:, None]

@@ -80,7 +80,6 @@ class Contestant:
         learner: kind of its learners.
         model: trained with the chosen options.
         evaluation: metrics of every client on the test rows, at the last round.
-        right: whether each test row was predicted correctly, ``(n,)``.
         score: mean validation log-likelihood, by which the learner was chosen.
         seconds: duration of the final training run.
         tuning: choice of the learning rate; ``None`` if there was none to choose.
@@ -91,7 +90,6 @@ class Contestant:
     learner: str
     model: FederatedModel
     evaluation: Evaluation
-    right: NDArray[np.bool_]
     score: float
     seconds: float
     tuning: Tuning | None
@@ -139,13 +137,11 @@ class Comparison:
 
     Attributes:
         contestants: one per method.
-        codes: the client of each test row, ``(n,)``.
         test_per_training_row: number of test rows over that of training rows.
         pooled: metrics of the classifiers of ``POOLED``; empty if they were not asked for.
     """
 
     contestants: list[Contestant] = field(default_factory=list)
-    codes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     test_per_training_row: float = 0.0
     pooled: dict[str, Evaluation] = field(default_factory=dict)
 
@@ -185,7 +181,6 @@ def compare(
         notify: called with a line before each step.
         **changes: fields of :class:`TrainingOptions` that replace those of ``options``.
     """
-    rows = dataset.test
     contestants = []
     for algorithm in algorithms:
         tried = []
@@ -211,9 +206,7 @@ def compare(
     if pooled and len(dataset.input_shape) == 1:
         notify("scikit-learn on the pooled rows")
         references = pooled_references(dataset)
-    return Comparison(
-        contestants, rows.codes.cpu().numpy(), len(rows) / len(dataset.train), references
-    )
+    return Comparison(contestants, len(dataset.test) / len(dataset.train), references)
 
 
 @dataclass(frozen=True)
@@ -270,16 +263,11 @@ class _RateSearch:
             model = train(self.dataset, options=options)
         pass_on_interrupt(model)
         seconds = time.perf_counter() - started
-        rows = self.dataset.test
-        owners = np.array(rows.names, dtype=object)[rows.codes.cpu().numpy()]
-        predicted = model.predict(rows.inputs.cpu().numpy(), owners)
-        right = predicted == self.dataset.classes[rows.labels.cpu().numpy()]
         return Contestant(
             options.algorithm,
             str(options.learner),
             model,
             model.evaluate("test"),
-            right,
             validation_score(model) if len(self.dataset.validation) else 0.0,
             seconds,
             None,
@@ -390,7 +378,8 @@ def pooled_references(dataset: FederatedDataset) -> dict[str, Evaluation]:
         model.fit(*arrays(dataset.train))
         log_proba = np.full((len(x), len(dataset.classes)), -np.inf)
         log_proba[:, model.classes_] = np.log(np.maximum(model.predict_proba(x), 1e-300))
-        found[name] = evaluate(log_proba, y, codes, dataset.test.names)
+        classes = tuple(dataset.classes.tolist())
+        found[name] = evaluate(log_proba, y, codes, dataset.test.names, classes=classes)
     return found
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.core.paired import Estimate, over_rows, over_splits
+from fedgmm.core.paired import Estimate, over_resamples, over_splits
 from fedgmm.methods.base import TITLES
+from fedgmm.model.bootstrap import resample
+from fedgmm.model.metrics import Evaluation
 from fedgmm.runs.comparison import (
     LEARNER_TITLES,
     LEARNERS,
@@ -33,16 +35,16 @@ class Standing:
     Attributes:
         algorithm: name of the method.
         learners: kind of learner -> number of splits in which validation rows chose it.
-        accuracy: mean over clients and splits.
-        lead: its accuracy minus that of the best method, paired.
-        by_learner: mean accuracy with each kind of learner.
+        value: its accuracy, mean over clients and splits; or its average precision.
+        lead: its value minus that of the best method, paired.
+        by_learner: mean value with each kind of learner.
         summary: metrics over all clients, means over splits.
         rates: the chosen learning rate of each split; ``None`` for exact steps.
     """
 
     algorithm: str
     learners: dict[str, int]
-    accuracy: Estimate
+    value: Estimate
     lead: Estimate
     by_learner: dict[str, float]
     summary: dict[str, float]
@@ -57,21 +59,24 @@ class Standing:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Methods ranked by their mean accuracy over clients, with intervals and paired tests.
+    """Methods ranked by a metric, with intervals and paired tests.
+
+    The metric is the mean accuracy over clients; or the average precision of all test rows together, if
+    there are two classes and one of them is rare.
 
     Attributes:
         seeds: seed of each split.
         splits: the record of the comparison on each split.
-        right: method -> whether it predicted each test row of the first split correctly, ``(n,)``.
-        codes: the client of each of these rows, ``(n,)``.
+        resampled: method -> the metric under resamples of the test rows of the first split, ``(B,)``.
+        metric: ``"mean_accuracy"`` or ``"average_precision"``.
         test_per_training_row: number of test rows over that of training rows.
         pooled: metrics of the classifiers of ``POOLED``, means over splits.
     """
 
     seeds: tuple[int, ...]
     splits: list[list[dict[str, Any]]]
-    right: dict[str, NDArray[np.bool_]]
-    codes: NDArray[np.int64]
+    resampled: dict[str, NDArray[np.float64]]
+    metric: str
     test_per_training_row: float
     pooled: dict[str, dict[str, float]]
 
@@ -85,27 +90,29 @@ class Ranking:
             )
         return (
             f"Intervals (95 %) and ties: {len(self.seeds)} splits, each tuned and trained again; t "
-            f"with {counted(len(self.seeds) - 1, 'degree')} of freedom on the means over clients, "
+            f"with {counted(len(self.seeds) - 1, 'degree')} of freedom on one value per split, "
             "widened because splits overlap."
         )
 
     def _values(self, algorithm: str) -> NDArray[np.float64]:
-        """Return a method's accuracy on each split, ``(S,)``."""
+        """Return a method's metric on each split, ``(S,)``."""
         found = [one for split in self.splits for one in split if one["algorithm"] == algorithm]
-        return np.array([one["mean_accuracy"] for one in found])
+        return np.array([one[self.metric] for one in found])
 
-    def accuracy(self, algorithm: str) -> Estimate:
-        """Return the mean accuracy of a method over clients."""
+    def value(self, algorithm: str) -> Estimate:
+        """Return the metric of a method."""
+        values = self._values(algorithm)
         if len(self.seeds) == 1:
-            return over_rows(self.right[algorithm].astype(np.float64), self.codes)
-        return over_splits(self._values(algorithm), self.test_per_training_row)
+            return over_resamples(float(values[0]), self.resampled[algorithm])
+        return over_splits(values, self.test_per_training_row)
 
     def difference(self, first: str, second: str) -> Estimate:
-        """Return the accuracy of one method minus that of another on the same rows."""
+        """Return the metric of one method minus that of another on the same rows."""
+        values = self._values(first) - self._values(second)
         if len(self.seeds) == 1:
-            one, other = (self.right[name].astype(np.float64) for name in (first, second))
-            return over_rows(one - other, self.codes)
-        return over_splits(self._values(first) - self._values(second), self.test_per_training_row)
+            resampled = self.resampled[first] - self.resampled[second]
+            return over_resamples(float(values[0]), resampled)
+        return over_splits(values, self.test_per_training_row)
 
     @cached_property
     def standings(self) -> list[Standing]:
@@ -122,10 +129,10 @@ class Ranking:
         return Standing(
             algorithm,
             dict(Counter(one["learner"] for one in own).most_common()),
-            self.accuracy(algorithm),
+            self.value(algorithm),
             self.difference(algorithm, best),
             {
-                kind: float(np.mean([e["mean_accuracy"] for e in every if e["learner"] == kind]))
+                kind: float(np.mean([e[self.metric] for e in every if e["learner"] == kind]))
                 for kind in kinds
             },
             {name: float(np.mean([one[name] for one in own])) for name in metrics if name != "lr"},
@@ -134,28 +141,36 @@ class Ranking:
 
     @property
     def best(self) -> Standing:
-        """The method with the highest mean accuracy."""
-        return max(self.standings, key=lambda one: one.accuracy.mean)
+        """The method with the highest value."""
+        return max(self.standings, key=lambda one: one.value.mean)
 
     @property
     def tied(self) -> list[Standing]:
         """Methods whose difference from the best is within noise, best first; with the best."""
         within = [one for one in self.standings if one.lead.within_noise]
-        return sorted(within, key=lambda one: -one.accuracy.mean)
+        return sorted(within, key=lambda one: -one.value.mean)
 
     def headline(self) -> str:
-        """Return the result in one sentence; a difference within noise is a tie."""
+        """Return the result in a sentence; a difference within noise is a tie."""
+        if self.metric == "mean_accuracy":
+            return self._verdict()
+        rate = self.best.summary["base_rate"]
+        return (
+            f"By average precision (a constant guess reaches {100 * rate:.1f} %): {self._verdict()}"
+        )
+
+    def _verdict(self) -> str:
         tied, best = self.tied, self.best
         if len(self.standings) == 1:
-            return f"{best.title} reaches {100 * best.accuracy.mean:.1f} %."
+            return f"{best.title} reaches {100 * best.value.mean:.1f} %."
         if len(tied) > 1:
-            names = [f"{one.title} {100 * one.accuracy.mean:.1f} %" for one in tied]
+            names = [f"{one.title} {100 * one.value.mean:.1f} %" for one in tied]
             return f"A tie: {', '.join(names[:-1])} and {names[-1]} differ by no more than noise."
         others = [one for one in self.standings if one is not best]
-        second = max(others, key=lambda one: one.accuracy.mean)
+        second = max(others, key=lambda one: one.value.mean)
         low, high = -100 * second.lead.high, -100 * second.lead.low
         return (
-            f"{best.title} is best with {100 * best.accuracy.mean:.1f} %, "
+            f"{best.title} is best with {100 * best.value.mean:.1f} %, "
             f"{-100 * second.lead.mean:.1f} points above {second.title} "
             f"(95 % interval {low:.1f} to {high:.1f})."
         )
@@ -170,7 +185,7 @@ class Ranking:
                 "learner": next(iter(one.learners)),
                 "learners": one.learners,
                 **one.summary,
-                "interval": [one.accuracy.low, one.accuracy.high],
+                "interval": [one.value.low, one.value.high],
                 "tied_with_best": one.lead.within_noise,
                 "by_learner": one.by_learner,
                 "against": {
@@ -184,6 +199,7 @@ class Ranking:
         ]
         return {
             "headline": self.headline(),
+            "metric": self.metric,
             "intervals": self.unit,
             "best": self.best.algorithm,
             "tied": [one.algorithm for one in self.tied],
@@ -208,12 +224,13 @@ def rank(comparisons: Iterable[Comparison], seeds: Sequence[int] = (0,)) -> Rank
     """Rank methods by comparisons of the same methods on several splits; models are not kept."""
     splits: list[list[dict[str, Any]]] = []
     pooled, ratios = [], []
-    right: dict[str, NDArray[np.bool_]] = {}
-    codes = np.zeros(0, dtype=np.int64)
+    resampled: dict[str, NDArray[np.float64]] = {}
+    rare = False
     for comparison in comparisons:
         if not splits:
-            right = {one.algorithm: one.right for one in comparison.contestants}
-            codes = comparison.codes
+            found = {one.algorithm: one.evaluation for one in comparison.contestants}
+            rare = next(iter(found.values())).leading_metric == "average_precision"
+            resampled = {name: _resampled(one, rare) for name, one in found.items()}
         splits.append(comparison.record(clients=True))
         pooled.append({name: one.summary() for name, one in comparison.pooled.items()})
         ratios.append(comparison.test_per_training_row)
@@ -221,7 +238,15 @@ def rank(comparisons: Iterable[Comparison], seeds: Sequence[int] = (0,)) -> Rank
         name: {key: float(np.mean([one[name][key] for one in pooled])) for key in pooled[0][name]}
         for name in pooled[0]
     }
-    return Ranking(tuple(seeds), splits, right, codes, float(np.mean(ratios)), means)
+    metric = "average_precision" if rare else "mean_accuracy"
+    return Ranking(tuple(seeds), splits, resampled, metric, float(np.mean(ratios)), means)
+
+
+def _resampled(evaluation: Evaluation, rare: bool) -> NDArray[np.float64]:
+    """Return the metric of a ranking under resamples of the test rows, ``(B,)``."""
+    assert evaluation.predicted is not None
+    own, together = resample(evaluation.predicted.scored)
+    return together["average_precision"][:, 0] if rare else own["accuracy"].mean(1)
 
 
 def compare_splits(

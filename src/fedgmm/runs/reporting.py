@@ -69,6 +69,8 @@ def _comparison(
     own: dict[str, Any] = next((one for one in methods if one["algorithm"] == model.algorithm), {})
     against = own.get("against", {})
     notes = [record["intervals"]] if isinstance(record, dict) else []
+    if isinstance(record, dict) and record.get("metric", "mean_accuracy") != "mean_accuracy":
+        against, notes = {}, [record["headline"], *notes]  # the page compares accuracies
     learner = model.options.get("learner")
     if own.get("learner", learner) != learner:
         notes.append(
