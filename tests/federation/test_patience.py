@@ -31,7 +31,7 @@ OPTIONS = {
 # options with which the validation rows are predicted best long before the last round
 METHODS = {
     "fedgmm": {"ridge": 1e-3},
-    "fedgmm-sgd": {"solver": "sgd", "lr": 2.0},
+    "fedgmm-sgd": {"solver": "sgd", "lr": 5.0},
     "fedgmm-warmup": {"solver": "sgd", "lr": 2.0, "learner": "mlp", "warmup": 2},
     "fedem": {"algorithm": "fedem", "ridge": 1e-3},
     "fedavg+": {"algorithm": "fedavg+", "solver": "sgd", "lr": 3.0, "learner": "mlp"},

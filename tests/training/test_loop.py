@@ -46,6 +46,22 @@ def test_it_stops_when_the_log_likelihood_settles():
     assert (outcome.shared, outcome.personal) == (4, 40)
 
 
+@pytest.mark.parametrize(
+    ("gains", "ended"),
+    [
+        ([1.0, 0.1, 0.2, 0.1], 5),  # three rounds under 0.5, the last not larger
+        ([1.0, 0.1, 0.1], None),
+        ([1.0, 0.1, 0.1, 0.3, 0.4], None),  # it leaves a plateau
+        ([1.0, 0.1, 0.2, 0.3, 0.4, 0.4], 7),
+    ],
+)
+def test_several_rounds_that_stand_still(gains, ended):
+    values = [0.0, *np.cumsum(gains)]
+    outcome = run(Scripted(values), last_round=len(values), still_rounds=3)
+    assert outcome.converged == (ended is not None)
+    assert len(outcome.history) == (ended or len(values))
+
+
 def test_a_fall_is_no_convergence():
     assert not run(Scripted([0.0, 5.0, 4.0, 3.0, 2.0])).converged
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.fedavg import FedAvgPlus
 from fedgmm.training.local import DivergenceWarning, train
 from fedgmm.training.options import ALGORITHMS
@@ -59,8 +60,45 @@ def test_a_settled_likelihood_ends_the_run(rng):
     model = train(data, components=2, learners=2, rounds=500, tol=1e-4)
     values = [entry["log_likelihood"] for entry in model.history]
     assert len(values) < 500
-    assert abs(values[-1] - values[-2]) < 1e-4
-    assert (np.abs(np.diff(values[:-1])) >= 1e-4).all()
+    changes = np.abs(np.diff(values))
+    assert (changes[-3:] < 1e-4).all()
+    assert changes[-4] >= 1e-4  # it was not over a round before
+    one_learner = train(data, "fedavg", rounds=500, tol=1e-4, solver="newton")
+    changes = np.abs(np.diff([entry["log_likelihood"] for entry in one_learner.history]))
+    assert changes[-1] < 1e-4 <= changes[-2]
+
+
+def opposite_labels(seed):
+    """Two clients that agree and one with the opposite labels: EM rests on a plateau at first."""
+    rng = np.random.default_rng(seed)
+    x, names = rng.normal(size=(1200, 4)), np.repeat(["oslo", "bergen", "tromso"], 400)
+    y = np.where(names == "tromso", x[:, 0] < 0, x[:, 0] > 0)
+    return FederatedDataset.from_arrays(x, y, names, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [
+        (5, {"patience": 3}),
+        (11, {"patience": 1}),
+        (6, {"patience": 3, "learner": "mlp"}),
+        (47, {}),  # the training log-likelihood changes by less than tol on the plateau
+        (3, {"start": "split", "warmup": 5}),
+    ],
+    ids=str,
+)
+def test_a_plateau_is_not_the_end(seed, options):
+    model = train(opposite_labels(seed), components=1, learners=2, seed=seed, rounds=40, **options)
+    assert model.evaluate("test").weighted_accuracy > 0.85
+
+
+def test_patience_saves_rounds_after_the_plateau():
+    data = synthetic(8, 60, dimensions=8, seed=0).dataset
+    model = train(data, patience=3, tol=None, rounds=60)
+    free = train(data, tol=None, rounds=60)
+    assert len(model.history) < 40
+    lost = free.evaluate().weighted_accuracy - model.evaluate().weighted_accuracy
+    assert lost < 0.02
 
 
 def interrupt_after(number):

@@ -11,11 +11,20 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Protocol
 
 from fedgmm.core.params import Params
 from fedgmm.core.sums import Sums
-from fedgmm.methods.base import AnyMethod, DivergedError, Method, Personal, RoundInfo, Shared
+from fedgmm.methods.base import (
+    DENSITY,
+    AnyMethod,
+    DivergedError,
+    Method,
+    Personal,
+    RoundInfo,
+    Shared,
+)
 from fedgmm.training.checkpoint import Best, Phase, Progress
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.state_arrays import all_finite
@@ -24,6 +33,13 @@ OnRound = Callable[[int, RoundInfo], None]
 """Called after every round with its number, counted from one, and its diagnostics."""
 
 _GAIN = 1e-6  # of the validation log-likelihood that makes a round better than the best one
+
+# EM leaves a symmetric start slowly: the log-likelihood hardly changes for some rounds, and then its
+# gains grow. So a mixture must stand still for several rounds before it counts as converged.
+_MIXTURES = ("fedgmm", "fedem", DENSITY)
+_STILL_ROUNDS = 3
+_STILL = 3e-5  # training log-likelihood gained per round, at most, by a mixture that stands still
+_WORSE = 0.01  # validation log-likelihood lost by a mixture that overfits
 
 
 @dataclass
@@ -124,6 +140,7 @@ def run_rounds(
     *,
     last_round: int,
     tol: float | None,
+    still_rounds: int = 1,
     on_round: Iterable[OnRound] = (),
     stop: StopRule | None = None,
 ) -> Run[Shared, Personal]:
@@ -138,13 +155,14 @@ def run_rounds(
         clients: run the client steps.
         last_round: number of the last round.
         tol: stop when the mean log-likelihood changes by less; ``None`` switches this rule off.
+        still_rounds: number of rounds in a row that must change it by less.
         on_round: called after every round, when the stopping rules have seen it.
         stop: another stopping rule, evaluated after every round, also after one that ``tol`` ends.
     """
     callbacks = tuple(on_round)
 
     def judge() -> None:
-        run.converged = tol is not None and has_converged(run.history, tol)
+        run.converged = tol is not None and has_converged(run.history, tol, still_rounds)
         if stop is not None and stop(run):
             run.converged = True
         run.judged = True
@@ -173,14 +191,33 @@ def run_rounds(
     return run
 
 
-def has_converged(history: list[RoundInfo], tol: float) -> bool:
-    """Return whether the mean log-likelihood changed by less than ``tol`` in the last round."""
-    if len(history) < 2:
+def has_converged(history: list[RoundInfo], tol: float, rounds: int = 1) -> bool:
+    """Return whether the mean log-likelihood changed by less than ``tol`` in each of the last rounds.
+
+    If there are several ``rounds``, the changes must not be growing either.
+    """
+    if len(history) <= rounds:
         return False
-    last, before = history[-1].log_likelihood, history[-2].log_likelihood
+    last = history[-1].log_likelihood
     # numbers so large that float64 cannot show a change of tol do not count as settled
     resolves = tol == 0 or abs(last) * sys.float_info.epsilon < tol
-    return resolves and abs(last - before) < tol
+    return (
+        resolves
+        and all(change < tol for change in _changes(history, rounds))
+        and (rounds == 1 or not _is_speeding_up(history))
+    )
+
+
+def _changes(history: list[RoundInfo], rounds: int) -> list[float]:
+    """Return the sizes of the last changes of the mean log-likelihood."""
+    values = [info.log_likelihood for info in history[-rounds - 1 :]]
+    return [abs(after - before) for before, after in pairwise(values)]
+
+
+def _is_speeding_up(history: list[RoundInfo]) -> bool:
+    """Return whether the last change is larger than the one before, as when EM leaves a plateau."""
+    before, last = _changes(history, 2)
+    return last > before
 
 
 @dataclass
@@ -308,6 +345,7 @@ class Training:
             self.clients,
             last_round=last_round,
             tol=tol,
+            still_rounds=_STILL_ROUNDS if self.options.algorithm in _MIXTURES else 1,
             on_round=[save, report],
             stop=judge,
         )
@@ -332,7 +370,11 @@ class Training:
         return self.history[-1]
 
     def _patience_is_over(self, entry: dict[str, Any], patience: int) -> bool:
-        """Score the model of this round, and remember it if it is the best."""
+        """Score the model of this round, remember it if it is the best, and return whether to stop.
+
+        A mixture that is not better than its best round also has to be clearly worse, or its training
+        log-likelihood has to stand still; otherwise it may be on a plateau that EM will leave.
+        """
         run = self.run
         score = self.clients.score(self.current, run.shared, run.personal)
         score = score if math.isfinite(score) else -math.inf
@@ -340,7 +382,15 @@ class Training:
         if self.best is None or score > self.best.score + _GAIN:
             self.best = Best(score, run.round, run.shared, run.personal)
             self.clients.remember_best()
-        return run.round - self.best.round >= patience
+        if run.round - self.best.round < patience:
+            return False
+        if self.options.algorithm not in _MIXTURES or score < self.best.score - _WORSE:
+            return True
+        rounds = max(patience, _STILL_ROUNDS)
+        if len(run.history) <= rounds or _is_speeding_up(run.history):
+            return False
+        gained = run.history[-1].log_likelihood - run.history[-1 - rounds].log_likelihood
+        return gained < rounds * _STILL
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -80,8 +80,12 @@ class TrainingOptions:
         server_momentum: momentum of the server.
         participation: share of the clients that take part in a round.
         patience: stop after this many rounds without a better validation log-likelihood, and keep
-            the best round; ``None`` does not stop early.
-        tol: stop when the training log-likelihood changes by less than this in a round; ``None`` never
+            the best round; ``None`` does not stop early. A mixture (FedGMM, FedEM, ``"gmm"``) can rest
+            on a plateau before its components separate. So it stops only if the validation
+            log-likelihood is also 0.01 below the best, or the training log-likelihood stands still (it
+            gained less than 3e-5 per round, and its changes do not grow).
+        tol: stop when the training log-likelihood changes by less than this in a round; a mixture stops
+            when three rounds in a row change it by less, and the changes do not grow. ``None`` never
             stops.
         proximal: strength of FedProx's penalty.
         finetune_epochs: passes over a client's rows in the fine-tuning of FedAvg+.
