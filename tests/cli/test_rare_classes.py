@@ -130,3 +130,19 @@ def test_decisions_that_do_not_fit(fraud, options, word):
 def test_costs_that_are_not_numbers(fraud):
     home, _ = fraud
     assert "number" in fails("predict", home / "run", home / "all.csv", "--cost", "much", code=2)
+
+
+def test_the_columns_that_decide(fraud):
+    home, _ = fraud
+    found = json.loads(works("evaluate", home / "run", "--importance", "--json").stdout)[
+        "importance"
+    ]
+    assert found["kind"] == "coefficients"
+    assert list(found["columns"]) == ["amount", "shop", "age"]  # no categories, no indicators
+    assert found["columns"]["amount"]["mean"] > 2 * found["columns"]["age"]["mean"]
+    assert found["coefficients"]["amount"] > 0
+    assert "amount=(missing)" in found["coefficients"]
+    shown = works("evaluate", home / "run", "--importance").stdout
+    assert "which columns decide" in shown
+    assert f"{found['columns']['amount']['mean']:.3f}" in shown
+    assert f"web {found['coefficients']['shop=web']:+.2f}" in shown

@@ -242,7 +242,7 @@ def test_many_rows_are_quick(rng):
     started = time.process_time()
     result = evaluate(log_p, labels, codes, tuple(range(30)))
     assert result.pooled_intervals["auc"][0] < 0.5 < result.pooled_intervals["auc"][1]
-    assert time.process_time() - started < 3.0  # 0.7 seconds on an idle core
+    assert time.process_time() - started < 5.0  # 0.7 seconds on an idle core
 
 
 # ---------------------------------------------------------------------- headline

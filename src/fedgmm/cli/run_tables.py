@@ -13,11 +13,13 @@ from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.data.tables.inspection import Inspection
+    from fedgmm.model.importance import Importance
     from fedgmm.model.metrics import Evaluation
     from fedgmm.runs.run import Adapted
 
 _MOST_LINES = 60
 _MOST_CLASSES = 6
+_MOST_EFFECTS = 3
 
 
 def inspection_tables(found: Inspection) -> list[Table]:
@@ -207,6 +209,33 @@ def confusion_table(found: Evaluation) -> Table | None:
         table.add_column(f"predicted {escape(str(name))}", justify="right")
     for name, counts in zip(rows.classes, found.confusion_matrix().tolist(), strict=True):
         table.add_row(escape(str(name)), *(f"{count:,}" for count in counts))
+    return table
+
+
+def importance_table(found: Importance) -> Table:
+    """Return the columns by their importance, with the signs of coefficients if there are any."""
+    table = Table(title="which columns decide")
+    _add_names(table, "column")
+    table.add_column("importance", justify="right")
+    table.add_column("spread over clients", justify="right")
+    signed = None if found.coefficients is None else found.coefficients.mean(0)
+    if signed is not None:
+        table.add_column("effect on the log-odds of the positive class", overflow="fold")
+    for column in found.order[:_MOST_LINES]:
+        name = found.columns[column]
+        cells = [escape(name), f"{found.mean[column]:.3f}", f"{found.spread[column]:.3f}"]
+        if signed is not None:
+            own = [j for j, f in enumerate(found.features) if f == name or f.startswith(f"{name}=")]
+            own = sorted(own, key=lambda j: -abs(signed[j]))[:_MOST_EFFECTS]
+            effects = (
+                f"{found.features[j].removeprefix(name).lstrip('=')} {signed[j]:+.2f}" for j in own
+            )
+            cells.append(escape(", ".join(effects).strip()))
+        table.add_row(*cells)
+    _add_rest(table, len(found.columns))
+    table.caption = f"mean over clients of {found.meaning}"
+    if signed is not None:
+        table.caption += "; effects are per standard deviation"
     return table
 
 

@@ -285,6 +285,12 @@ def evaluate(
     positive: Positive = None,
     threshold: Threshold = None,
     cost: CostOption = None,
+    importance: Annotated[
+        bool,
+        typer.Option(
+            "--importance", help="Show which columns decide, on the rows of the run, as well."
+        ),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show how good the predictions are, for every client and for all rows together.
@@ -296,8 +302,15 @@ def evaluate(
     Example: fedgmm evaluate run/
 
     Example: fedgmm evaluate run/ --positive ill --threshold 0.2
+
+    Example: fedgmm evaluate run/ --importance
     """
-    from fedgmm.cli.run_tables import confusion_table, evaluation_table, pooled_table
+    from fedgmm.cli.run_tables import (
+        confusion_table,
+        evaluation_table,
+        importance_table,
+        pooled_table,
+    )
     from fedgmm.runs.run import open_run
 
     if files and split is not None:
@@ -308,14 +321,18 @@ def evaluate(
         opened = open_run(run)
         chosen = _decision(opened, positive, threshold, cost)
         found = opened.evaluate(files or (), split=split or "test", notify=notify, **chosen)
+        columns = opened.importance(split or "test", notify=notify) if importance else None
     if as_json:
-        print_json({"summary": found.summary(), **found.record()})
+        more = {} if columns is None else {"importance": columns.record()}
+        print_json({"summary": found.summary(), **found.record(), **more})
         return
     console = screen()
     console.print(escaped(found.headline()), style="bold", soft_wrap=True, highlight=False)
     for table in (evaluation_table(found), pooled_table(found), confusion_table(found)):
         if table is not None:
             console.print(table)
+    if columns is not None:
+        console.print(importance_table(columns))
 
 
 def _decision(

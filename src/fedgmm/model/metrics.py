@@ -57,7 +57,6 @@ class PredictedRows:
         order = np.lexsort((self.labels, self.codes))
         log_proba, labels = self.log_probabilities[order], self.labels[order]
         n, positive = len(labels), self.decision.positive
-        own = log_proba[np.arange(n), labels]
         errors = np.exp(log_proba)
         errors[np.arange(n), labels] -= 1.0
         # with two classes both errors are equal, and one of them is counted
@@ -67,7 +66,7 @@ class PredictedRows:
             self.codes[order],
             labels,
             self.decided[order] == labels,
-            -np.maximum(own, _SMALLEST_LOG_PROBABILITY),
+            row_losses(log_proba, labels),
             brier,
             log_proba[:, list(ranked)],
             ranked,
@@ -336,15 +335,20 @@ def evaluate(
     def mean_of(values: FloatArray) -> FloatArray:
         return np.bincount(codes, weights=values, minlength=len(names))[present] / counts[present]
 
-    own = log_probabilities[np.arange(len(labels)), labels]
     return Evaluation(
         tuple(names[code] for code in present),
         counts[present],
         mean_of((rows.decided == labels).astype(np.float64)),
-        mean_of(-np.maximum(own, _SMALLEST_LOG_PROBABILITY)),
+        mean_of(row_losses(log_probabilities, labels)),
         _calibration(rows, rows.codes, len(present)).errors,
         rows,
     )
+
+
+def row_losses(log_probabilities: FloatArray, labels: IntArray) -> FloatArray:
+    """Return ``-log P(y|x)`` of each row's label ``(n,)``; finite also for labels of probability zero."""
+    own = log_probabilities[np.arange(len(labels)), labels]
+    return np.asarray(-np.maximum(own, _SMALLEST_LOG_PROBABILITY))
 
 
 def rarer_class(labels: IntArray) -> int:

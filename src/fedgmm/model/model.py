@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,16 @@ from fedgmm.model.adaptation import (
     with_client,
 )
 from fedgmm.model.decisions import Cost, Decision
+from fedgmm.model.importance import (
+    KINDS,
+    Importance,
+    from_coefficients,
+    from_permutations,
+    is_linear,
+    some_rows,
+)
 from fedgmm.model.label_frequencies import ClientLabels, estimate_label_frequencies
-from fedgmm.model.metrics import Evaluation, evaluate
+from fedgmm.model.metrics import Evaluation, evaluate, row_losses
 from fedgmm.model.novelty import (
     SCORES,
     NoveltyResult,
@@ -322,11 +330,83 @@ class FederatedModel:
         A class that is not in the training data has probability zero, so its rows count as wrong, with
         the largest loss.
         """
+        return _with_impossible(log_proba), self._label_columns(rows, data)
+
+    def _label_columns(self, rows: LabelledRows, data: FederatedDataset) -> IntArray:
+        """Return the position of each row's label among the classes, or ``K`` if it is not there."""
         known = len(self.classes)
         position = {label: index for index, label in enumerate(self.classes.tolist())}
         lookup = np.array([position.get(label, known) for label in data.classes.tolist()])
-        impossible = np.full((len(log_proba), 1), -np.inf)
-        return np.hstack([log_proba, impossible]), lookup[rows.labels.cpu().numpy()]
+        return np.asarray(lookup[rows.labels.cpu().numpy()])
+
+    def importance(
+        self,
+        split: str = "test",
+        dataset: FederatedDataset | None = None,
+        *,
+        columns: Mapping[str, Sequence[int]] | None = None,
+        kind: str = "auto",
+        repeats: int = 5,
+        seed: int = 0,
+    ) -> Importance:
+        """Return which columns decide, for every client.
+
+        Linear learners have coefficients, which the weights of a client mix. For other learners each
+        column is shuffled among the rows of each client, and the growth of the log-loss is measured.
+
+        Args:
+            split: ``"train"``, ``"validation"`` or ``"test"``.
+            dataset: data of known clients; ``None`` means the training data.
+            columns: columns of the inputs that belong together, by name, such as one-hot categories; by
+                default each column on its own.
+            kind: ``"coefficients"``, ``"permutation"``, or ``"auto"`` for coefficients if learners are
+                linear.
+            repeats: number of shuffles of each column.
+            seed: of the shuffles.
+        """
+        check_choice("kind", kind, KINDS)
+        if len(self.input_shape) != 1 or not self.features_are_inputs:
+            raise ValueError(
+                f"importance needs rows of columns, not inputs of shape {self.input_shape}."
+            )
+        linear = is_linear(self.prediction)
+        if kind == "coefficients" and not linear:
+            raise ValueError("Only linear learners have coefficients; use kind='permutation'.")
+        data = self._data(dataset)
+        rows = data.split(split)
+        if not len(rows):
+            raise ValueError(f"The {split} split has no rows.")
+        features = self.column_names or tuple(f"x{j}" for j in range(self.input_shape[0]))
+        groups = {name: [j] for j, name in enumerate(features)} if columns is None else columns
+        present, clients = np.unique(rows.codes.cpu().numpy(), return_inverse=True)
+        names = tuple(rows.names[code] for code in present)
+        position = {name: code for code, name in enumerate(self.names)}
+        codes = client_codes(rows, self.names)
+        if kind != "permutation" and linear:
+            x = self._evaluator.from_split(rows).x.double().cpu().numpy()
+            positive = self.decision().positive
+            if len(self.classes) == 2 and positive is None:
+                positive = 1
+            own = np.array([position[name] for name in names])
+            values, signed = from_coefficients(self.prediction, x, groups, own, positive)
+            return Importance("coefficients", tuple(groups), names, values, features, signed)
+        shown = some_rows(len(rows))
+        owners, labels = codes[shown], self._label_columns(rows, data)[shown]
+
+        def losses_of(inputs: NDArray[Any]) -> FloatArray:
+            log_proba = self._log_proba(self._evaluator.from_arrays(inputs, None), owners)
+            return row_losses(_with_impossible(log_proba), labels)
+
+        values = from_permutations(
+            losses_of,
+            rows.inputs.cpu().numpy()[shown],
+            groups,
+            clients[shown],
+            len(names),
+            repeats=repeats,
+            seed=seed,
+        )
+        return Importance("permutation", tuple(groups), names, values, features)
 
     # ------------------------------------------------------------------ new clients
 
@@ -611,3 +691,8 @@ class FederatedModel:
         if not common and (codes == NO_CLIENT).any():
             raise ValueError(f"{self.algorithm} has no common model; name a client.")
         return rows.log_proba(codes)
+
+
+def _with_impossible(log_proba: FloatArray) -> FloatArray:
+    """Return the same columns, and a last one of probability zero."""
+    return np.hstack([log_proba, np.full((len(log_proba), 1), -np.inf)])

@@ -19,6 +19,7 @@ from fedgmm.data.tables.preprocessing import UNKNOWN, Preprocessing
 from fedgmm.methods.base import DENSITY
 from fedgmm.model.adaptation import Adaptation
 from fedgmm.model.decisions import Cost
+from fedgmm.model.importance import Importance
 from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import SCORES, NoveltyResult, Score
@@ -212,6 +213,23 @@ class FederatedRun:
             classes=tuple(self.model.classes.tolist()),
             decision=self.model.decision(**chosen),
         )
+
+    def importance(
+        self, split: str = "test", *, notify: Notify = lambda _: None, **options: Any
+    ) -> Importance:
+        """Return which columns of the files decide, for every client.
+
+        Args:
+            split: which rows of the run: ``"train"``, ``"validation"`` or ``"test"``.
+            notify: called with a line before each step.
+            **options: of :meth:`FederatedModel.importance`.
+        """
+        self.need_labels()
+        data = self.data(notify)
+        notify("measuring which columns decide")
+        groups = self.preprocessing.feature_groups
+        found = self.model.importance(split, data, columns=groups, **options)
+        return replace(found, features=self.preprocessing.feature_names)
 
     def predict(
         self,

@@ -405,6 +405,15 @@ class Preprocessing:
         """Names of the columns of the matrix, ``(d,)``."""
         return tuple(output for column in self.columns for output in column.outputs)
 
+    @property
+    def feature_groups(self) -> dict[str, list[int]]:
+        """Columns of the matrix that each column of the files becomes."""
+        groups, first = {}, 0
+        for column in self.used:
+            groups[column.name] = list(range(first, first + len(column.outputs)))
+            first += len(column.outputs)
+        return groups
+
     def check_header(
         self, path: Path | str, names: Collection[str], *, label_needed: bool = False
     ) -> list[str]:
