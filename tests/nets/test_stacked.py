@@ -66,7 +66,7 @@ class SmallResNet(nn.Module):
 
 MODULES = {
     "small": (Small, (3, 8, 8)),
-    "mobilenet": (partial(MobileNetV2, 5, width=0.25, dropout=0.0, stem_stride=1), (3, 32, 32)),
+    "mobilenet": (partial(MobileNetV2, 5, width=0.25, dropout=0.0), (3, 32, 32)),
     "resnet": (SmallResNet, (3, 16, 16)),
     "cnn": (partial(ConvNet, 1, 8, 5), (1, 8, 8)),
 }

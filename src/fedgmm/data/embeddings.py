@@ -120,8 +120,7 @@ class ResNet18Encoder:
         self.size, self.batch_size, self.dtype = size, batch_size, dtype
         self.device = resolve_device(device)
         network = ResNet18(classes=None)
-        loaded = load_weights(network, weights)
-        self.name = f"resnet18 {size}px {dtype} {loaded.sha256}"
+        self.name = f"resnet18 {size}px {dtype} {load_weights(network, weights)}"
         self._network = network.eval().requires_grad_(False)
         self._network.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 

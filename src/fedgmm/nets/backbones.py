@@ -8,7 +8,6 @@ torchvision state dict; torchvision itself is not needed.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -146,8 +145,6 @@ class MobileNetV2(Backbone):
     Args:
         classes: number of classes ``K``; ``None`` omits the head.
         width: factor for the channels of every layer; pretrained weights have width 1.
-        stem_stride: 2 as published, which reduces 32 × 32 pixels to 1 × 1. With 1 the resolution is
-            twice as high in all layers, which suits small images; the parameters are the same.
         dropout: dropout rate before the head.
     """
 
@@ -155,21 +152,14 @@ class MobileNetV2(Backbone):
     head_prefix = "classifier.1."
 
     def __init__(
-        self,
-        classes: int | None = None,
-        *,
-        width: float = 1.0,
-        stem_stride: int = 2,
-        dropout: float = 0.2,
+        self, classes: int | None = None, *, width: float = 1.0, dropout: float = 0.2
     ) -> None:
         super().__init__()
         if not width > 0:
             raise ValueError(f"width must be positive, got {width!r}.")
-        if stem_stride not in (1, 2):
-            raise ValueError(f"stem_stride must be 1 or 2, got {stem_stride!r}.")
         self.feature_size = _channels(1280 * max(1.0, width))
         channels = _channels(32 * width)
-        layers: list[nn.Module] = [_convolution(3, channels, 3, stem_stride)]
+        layers: list[nn.Module] = [_convolution(3, channels, 3, stride=2)]
         for expansion, base, blocks, first_stride in _STAGES:
             for block in range(blocks):
                 stride = first_stride if block == 0 else 1
@@ -245,22 +235,8 @@ def read_plain_pixels(module: Backbone) -> None:
 # ---------------------------------------------------------------------- weights
 
 
-@dataclass(frozen=True)
-class LoadedWeights:
-    """Result of :func:`load_weights`.
-
-    Attributes:
-        sha256: hash of the file, in hexadecimal.
-        kept: parameters that kept their own initialisation because the file has none that fit: those
-            of the head, or none.
-    """
-
-    sha256: str
-    kept: tuple[str, ...]
-
-
-def load_weights(module: Backbone, path: str | Path) -> LoadedWeights:
-    """Read a torchvision state dict into a backbone, in place.
+def load_weights(module: Backbone, path: str | Path) -> str:
+    """Read a torchvision state dict into a backbone, in place; return the SHA-256 of the file.
 
     The file must have every parameter and running statistic of the body in the right shape. The head
     is read if it fits. If it is missing or has another number of classes, the module's head is kept.
@@ -290,7 +266,7 @@ def load_weights(module: Backbone, path: str | Path) -> LoadedWeights:
     wanted = module.state_dict()
     head = [name for name in wanted if name.startswith(module.head_prefix)]
     head_fits = all(name in arrays and arrays[name].shape == wanted[name].shape for name in head)
-    kept = () if head_fits else tuple(head)
+    kept = [] if head_fits else head
     # Counters of batches are not used, and many files omit them.
     needed = [n for n in wanted if n not in kept and not n.endswith("num_batches_tracked")]
     for name in needed:
@@ -302,7 +278,7 @@ def load_weights(module: Backbone, path: str | Path) -> LoadedWeights:
             f"such as {unknown[0]!r}; {_how_to_get(module)}."
         )
     module.load_state_dict(wanted | {name: arrays[name] for name in needed})
-    return LoadedWeights(hashlib.sha256(data).hexdigest(), kept)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _check_numbers(

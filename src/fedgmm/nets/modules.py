@@ -185,7 +185,6 @@ class ModuleNetwork:
     def _stacked(self, params: Params, inputs: Tensor, training: bool) -> Tensor:
         """Return the logits by ``vmap``."""
         constants = self._constants_like(params)
-        x = inputs.clone() if self._writes_inputs else inputs
         with self._borrowed(training) as module:
 
             def one(own: Params, x: Tensor) -> Tensor:
@@ -196,7 +195,8 @@ class ModuleNetwork:
             every_learner = vmap(one, in_dims=(0, None), out_dims=-2, randomness="different")
             for _ in range(inputs.dim() - len(self.input_shape) - 1):  # one vmap per client axis
                 every_learner = vmap(every_learner, in_dims=(0, 0), randomness="different")
-            out: Tensor = every_learner(params, x)
+            # a copy, because a module may write to its inputs
+            out: Tensor = every_learner(params, inputs.clone())
         return out
 
     def _looped(
@@ -220,11 +220,10 @@ class ModuleNetwork:
         with self._borrowed(training) as module:
             for place in range(math.prod(lead)):
                 client = place // lead[-1]
-                x = rows[client, : int(sizes[client])]
+                # a copy, because a module may write to its inputs
+                x = rows[client, : int(sizes[client])].clone()
                 if statistics and len(x) == 1:  # torch refuses to normalise a single number
                     x = torch.cat([x, x])
-                elif self._writes_inputs:
-                    x = x.clone()
                 own = {name: values[place] for name, values in learners.items()}
                 batch = {name: own[name].detach().clone() for name in statistics}
                 out = functional_call(module, {**constants, **own, **batch}, (x,))
@@ -274,7 +273,8 @@ class ModuleNetwork:
                     for name, value in self.constants.items()
                 }
         kept = self._converted[key]
-        return {n: v.clone() if n in self._written_buffers else v for n, v in kept.items()}
+        # a module may count its calls, and the network does not
+        return {n: v if v.is_floating_point() else v.clone() for n, v in kept.items()}
 
     @cached_property
     def _converted(self) -> dict[tuple[torch.device, torch.dtype], Params]:
@@ -285,30 +285,6 @@ class ModuleNetwork:
     def _sample(self, *lead: int) -> Tensor:
         sample = torch.rand(*lead, *self.input_shape, generator=torch.Generator().manual_seed(0))
         return sample.long() if self.integer_inputs else sample
-
-    @cached_property
-    def _written(self) -> tuple[bool, frozenset[str]]:
-        """Whether a call of the module writes to its inputs, and to which constants it writes."""
-        buffers = {n for n, _ in self._module.named_buffers()} & set(self.constants)
-        x = self._sample(2)
-        values = {n: v.detach().clone() for n, v in self._module.state_dict().items()}
-        values |= {n: v.clone() for n, v in self.constants.items()}
-        before = x.clone()
-        try:
-            with torch.no_grad(), _trial(), self._borrowed(training=True) as module:
-                functional_call(module, values, (x,))
-        except Exception:  # the caller's own call of the module raises it again
-            return True, frozenset(buffers)
-        changed = {n for n in buffers if not torch.equal(values[n], self.constants[n])}
-        return not torch.equal(before, x), frozenset(changed)
-
-    @property
-    def _writes_inputs(self) -> bool:
-        return self._written[0]
-
-    @property
-    def _written_buffers(self) -> frozenset[str]:
-        return self._written[1]
 
     @cached_property
     def _reasons(self) -> dict[bool, str | None]:
