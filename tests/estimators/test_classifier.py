@@ -46,13 +46,23 @@ def fitted(world):
     )
 
 
+RANDOM_ORDER = {
+    # starts and batches depend on the order of the rows, which this check changes; see
+    # test_sample_weight.py for a model without random choices
+    "check_sample_weight_equivalence_on_dense_data": "random start and batches"
+}
+
+
 def test_scikit_learn_is_satisfied():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = check_estimator(FedGMMClassifier(rounds=10), on_fail=None, on_skip=None)
-    failed = {
-        r["check_name"]: r["exception"] for r in results if r["status"] not in ("passed", "skipped")
-    }
+        results = check_estimator(
+            FedGMMClassifier(rounds=10),
+            on_fail=None,
+            on_skip=None,
+            expected_failed_checks=RANDOM_ORDER,
+        )
+    failed = {r["check_name"]: r["exception"] for r in results if r["status"] == "failed"}
     assert not failed
     assert len([r for r in results if r["status"] == "passed"]) > 40
 
@@ -66,6 +76,7 @@ def test_scikit_learn_is_satisfied_with_other_methods(algorithm):
             FedGMMClassifier(rounds=30, lr=0.5, algorithm=algorithm, batch_size=16),
             on_fail=None,
             on_skip=None,
+            expected_failed_checks=RANDOM_ORDER,
         )
     failed = {r["check_name"]: r["exception"] for r in results if r["status"] == "failed"}
     assert not failed

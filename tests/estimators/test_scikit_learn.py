@@ -45,15 +45,21 @@ def fitted(rng):
     ids=lambda estimator: f"{estimator.covariance_type}-{estimator.dtype}",
 )
 def test_check_estimator(estimator):
-    results = check_estimator(estimator, on_skip=None, on_fail=None)
+    # the random start depends on the order of the rows, which this check changes; see
+    # test_sample_weight.py for starts that do not
+    several = estimator.n_components > 1
+    expected = {"check_sample_weight_equivalence_on_dense_data": "random start"} if several else {}
+    results = check_estimator(
+        estimator, on_skip=None, on_fail=None, expected_failed_checks=expected
+    )
     assert len(results) > 30
     failed = {
         result["check_name"]: (result["status"], result["exception"])
         for result in results
-        if result["status"] not in ("passed", "skipped")
+        if result["status"] not in ("passed", "skipped", "xfail")
     }
     assert failed == {}
-    assert all(result["expected_to_fail"] is False for result in results)
+    assert {r["check_name"] for r in results if r["expected_to_fail"]} == set(expected)
     skipped = {r["check_name"] for r in results if r["status"] == "skipped"}
     assert skipped <= {"check_array_api_input"}  # needs an environment variable
 

@@ -92,14 +92,19 @@ def add_label_counts(counts: Tensor, q: Tensor, labels: Tensor, codes: Tensor) -
     counts += flat.reshape(clients, classes, pairs).mT
 
 
-def predicted_label_counts(log_joint: Tensor, log_y: Tensor) -> Tensor:
-    """Return ``Σ_i P(m1, m2|x_i) P_θm2(y|x_i)``, the labels that the learners expect, ``(M, K)``.
+def predicted_label_counts(
+    log_joint: Tensor, log_y: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Return ``Σ_i w_i P(m1, m2|x_i) P_θm2(y|x_i)``, the labels that learners expect, ``(M, K)``.
 
     Args:
         log_joint: ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
         log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
+        weights: ``w_i``, ``(n,)``; ``None`` means one.
     """
     q, _ = responsibilities(log_joint.flatten(1))
+    if weights is not None:
+        q = q * weights[:, None].to(q)
     return torch.einsum("nab,nbk->abk", q.view_as(log_joint), log_y.exp()).flatten(0, 1)
 
 
@@ -117,9 +122,14 @@ def label_frequencies(counts: Tensor, predicted: Tensor, prior_rows: float) -> L
 
 
 def prior_scores(
-    frequencies: LabelFrequencies, counts: Tensor, log_joint: Tensor, log_y: Tensor, labels: Tensor
+    frequencies: LabelFrequencies,
+    counts: Tensor,
+    log_joint: Tensor,
+    log_y: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Return ``Σ_i log P_c(y_i|x_i)`` for each of ``PRIORS``, ``(P,)``; the highest is the best.
+    """Return ``Σ_i w_i log P_c(y_i|x_i)`` for each of ``PRIORS``, ``(P,)``; the highest is the best.
 
     Args:
         frequencies: their ``P(y|m)`` is used.
@@ -127,13 +137,15 @@ def prior_scores(
         log_joint: ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
         log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
         labels: ``y_i``, ``(n,)``.
+        weights: ``w_i``, ``(n,)``; ``None`` means one.
     """
     scores = []
     for prior in PRIORS:
         ratios = replace(frequencies, prior_rows=prior).log_ratios_from_counts(counts)
         ratios = ratios.view(*log_joint.shape, -1)
         log_proba = log_class_probabilities(log_joint, None, log_y, ratios)
-        scores.append(log_proba.gather(-1, labels[:, None]).sum())
+        own = log_proba.gather(-1, labels[:, None])
+        scores.append(own.sum() if weights is None else (own[:, 0] * weights.to(own)).sum())
     return torch.stack(scores)
 
 

@@ -23,6 +23,7 @@ from fedgmm.data.inputs import (
     encode_clients,
     is_missing,
     order_columns,
+    row_weights,
 )
 from fedgmm.wording import counted
 
@@ -62,6 +63,11 @@ class LabelledRows:
     def codes(self) -> Tensor:
         """The client of each row, ``(N,)``."""
         return self.features.codes
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Weight of each row, the number of rows that it counts for, ``(N,)``; ``None`` means one."""
+        return self.features.weights
 
     @property
     def device(self) -> torch.device:
@@ -115,7 +121,8 @@ class LabelledRows:
         if self.features_are_inputs:
             names = tuple(self.names[code] for code in clients.tolist())
             codes = (wanted.cumsum(0) - 1)[self.codes[here]]
-            features = _features_of(inputs, codes, names)
+            weights = None if self.weights is None else self.weights[here]
+            features = _features_of(inputs, codes, names, weights)
         else:
             features = self.features.select(clients)
         return replace(self, features=features, inputs=inputs, labels=labels)
@@ -143,15 +150,18 @@ class LabelledRows:
         """Return the same rows with other inputs ``(N, *shape)``, on the device of the inputs."""
         device = inputs.device
         if self.features_are_inputs:
-            features = _features_of(inputs, self.codes.to(device), self.names)
+            weights = None if self.weights is None else self.weights.to(device)
+            features = _features_of(inputs, self.codes.to(device), self.names, weights)
         else:
             features = self.features.to(device)
         return replace(self, features=features, inputs=inputs, labels=self.labels.to(device))
 
 
-def _features_of(inputs: Tensor, codes: Tensor, names: tuple[Hashable, ...]) -> ClientRows:
+def _features_of(
+    inputs: Tensor, codes: Tensor, names: tuple[Hashable, ...], weights: Tensor | None
+) -> ClientRows:
     """Return the inputs flattened, over the same memory; bytes stay bytes."""
-    return ClientRows((inputs.flatten(1),), codes, names)
+    return ClientRows((inputs.flatten(1),), codes, names, weights)
 
 
 @dataclass(frozen=True)
@@ -187,6 +197,7 @@ class FederatedDataset:
         task: Task = "auto",
         split: Sequence[float] = PAPER_SPLIT,
         seed: int = 0,
+        sample_weight: ArrayLike | None = None,
     ) -> FederatedDataset:
         """Return a data set from rows with one client id each.
 
@@ -199,6 +210,8 @@ class FederatedDataset:
                 numbers. ``"auto"`` means classification, and raises if ``y`` looks continuous.
             split: shares of training, validation and test rows within each client.
             seed: seed of the split.
+            sample_weight: how many rows each row counts for in training, ``(N,)``; ``None`` means one.
+                Rows of weight zero are left out.
         """
         inputs = numeric(X, "X")
         if not inputs.size:
@@ -214,8 +227,18 @@ class FederatedDataset:
             codes = np.zeros(len(inputs), dtype=np.int64)
         else:
             codes, names = encode_clients(clients, len(inputs))
+        weights = None
+        if sample_weight is not None:
+            weights = row_weights(sample_weight, len(inputs))
+            wanted = weights > 0
+            inputs, labels, weights = inputs[wanted], labels[wanted], weights[wanted]
+            features = None if features is None else np.asarray(features)[wanted]
+            codes = codes[wanted]
+            if (codes != NO_CLIENT).all():
+                present, codes = np.unique(codes, return_inverse=True)
+                names = [names[code] for code in present]
         return cls._build(
-            inputs, labels, codes, names, features, task, split, seed, column_names(X)
+            inputs, labels, codes, names, features, task, split, seed, column_names(X), weights
         )
 
     @classmethod
@@ -289,6 +312,7 @@ class FederatedDataset:
         split: Sequence[float],
         seed: int,
         columns: tuple[str, ...] | None,
+        weights: NDArray[np.float64] | None = None,
     ) -> FederatedDataset:
         check_choice("task", task, TASKS)
         if (codes == NO_CLIENT).any():
@@ -303,7 +327,7 @@ class FederatedDataset:
         if features is not None:
             checked_rows([_as_float(seen)], codes, names)
         train, validation, test = (
-            _labelled(inputs, seen, encoded, codes, names, rows, shared=features is None)
+            _labelled(inputs, seen, encoded, codes, names, rows, weights, shared=features is None)
             for rows in split_rows(codes, client_keys(names), split, seed)
         )
         target = scaling_of_numbers(train.labels) if task == "regression" else None
@@ -535,12 +559,14 @@ def _labelled(
     codes: NDArray[np.int64],
     names: Sequence[Hashable],
     rows: NDArray[np.int64],
+    weights: NDArray[np.float64] | None,
     shared: bool,
 ) -> LabelledRows:
     own = inputs[rows]
     seen = own.reshape(len(own), features.shape[1]) if shared else features[rows]
+    found = client_rows([_as_float(seen)], codes[rows], names)
     return LabelledRows(
-        client_rows([_as_float(seen)], codes[rows], names),
+        found if weights is None else replace(found, weights=torch.from_numpy(weights[rows])),
         torch.from_numpy(own),
         torch.from_numpy(labels[rows]),
         features_are_inputs=shared,

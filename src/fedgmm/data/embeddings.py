@@ -457,6 +457,8 @@ def with_features(
             )
         if not bool(torch.isfinite(features).all()):
             raise ValueError(f"The features of split {name!r} contain NaN or infinity.")
-        seen = ClientRows((features.contiguous().to(rows.device),), rows.codes, rows.names)
+        seen = ClientRows(
+            (features.contiguous().to(rows.device),), rows.codes, rows.names, rows.weights
+        )
         changed[name] = replace(rows, features=seen, features_are_inputs=False)
     return replace(dataset, **changed)  # type: ignore[arg-type]

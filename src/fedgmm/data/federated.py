@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -30,11 +30,13 @@ class ClientRows:
         chunks: matrices ``(n_k, d)``; together ``N`` rows.
         codes: the client of each row, an index into ``names``, ``(N,)`` int64.
         names: the clients, in the order of ``codes``.
+        weights: how many rows each row counts for, ``(N,)`` float64, positive; ``None`` means one.
     """
 
     chunks: tuple[Tensor, ...]
     codes: Tensor
     names: tuple[Hashable, ...]
+    weights: Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -50,6 +52,21 @@ class ClientRows:
     def rows_per_client(self) -> Tensor:
         """Number of rows of each client, ``N_c``, ``(C,)`` int64."""
         return torch.bincount(self.codes, minlength=len(self.names))
+
+    @cached_property
+    def weight_per_client(self) -> Tensor:
+        """Summed weights of each client's rows, which are ``N_c`` without weights, ``(C,)``."""
+        if self.weights is None:
+            return self.rows_per_client
+        total = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
+        return total.index_add_(0, self.codes, self.weights)
+
+    def weigh(self, values: Tensor, place: slice) -> Tensor:
+        """Return ``values`` ``(n, ...)`` of the rows at ``place``, times the weights of the rows."""
+        if self.weights is None:
+            return values
+        own = self.weights[place].to(values.dtype)
+        return values * own.reshape(-1, *(1,) * (values.dim() - 1))
 
     @cached_property
     def keys(self) -> NDArray[np.uint64]:
@@ -141,7 +158,8 @@ class ClientRows:
             if bool(here.any()):
                 chunks.append(chunk[here])
         names = tuple(self.names[code] for code in clients.tolist())
-        return ClientRows(tuple(chunks), codes[codes >= 0], names)
+        weights = None if self.weights is None else self.weights[codes >= 0]
+        return ClientRows(tuple(chunks), codes[codes >= 0], names, weights)
 
     def keep(self, wanted: Tensor) -> ClientRows:
         """Return a copy of the rows where ``wanted`` ``(N,)`` is true; the clients stay the same."""
@@ -149,14 +167,25 @@ class ClientRows:
             chunk[wanted[first : first + len(chunk)]]
             for chunk, first in zip(self.chunks, self._first_rows, strict=False)
         ]
-        return ClientRows(tuple(chunks), self.codes[wanted], self.names)
+        weights = None if self.weights is None else self.weights[wanted]
+        return ClientRows(tuple(chunks), self.codes[wanted], self.names, weights)
+
+    def with_weights(self, weights: Tensor) -> ClientRows:
+        """Return the rows with weights ``(N,)``, without those of weight zero and their clients."""
+        wanted = weights > 0
+        rows = self.keep(wanted)
+        rows = replace(rows, weights=weights[wanted])
+        return rows.select(torch.nonzero(rows.rows_per_client).flatten())
 
     def to(self, device: torch.device) -> ClientRows:
         """Return the same rows on another device."""
         if self.device == device:
             return self
         return ClientRows(
-            tuple(chunk.to(device) for chunk in self.chunks), self.codes.to(device), self.names
+            tuple(chunk.to(device) for chunk in self.chunks),
+            self.codes.to(device),
+            self.names,
+            None if self.weights is None else self.weights.to(device),
         )
 
 

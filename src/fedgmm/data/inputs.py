@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from fedgmm.core.checks import given_array
 from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.wording import counted
 
@@ -208,6 +209,16 @@ def _ids(clients: ArrayLike) -> NDArray[Any]:
             ids = np.empty(len(clients), dtype=object)
             ids[:] = clients
     return ids
+
+
+def row_weights(sample_weight: ArrayLike, rows: int) -> NDArray[np.float64]:
+    """Return the weights of ``rows`` rows, which must not be negative, nor all zero."""
+    weights = given_array("sample_weight", sample_weight, (rows,))
+    if (weights < 0).any():
+        raise ValueError(f"sample_weight must not be negative, got {weights.min():g}.")
+    if not weights.any():
+        raise ValueError("sample_weight is zero for all rows; at least one row must count.")
+    return weights
 
 
 def is_missing(name: Any) -> bool:

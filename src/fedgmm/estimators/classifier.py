@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
+from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
@@ -18,6 +19,7 @@ from sklearn.utils.validation import check_is_fitted
 from fedgmm.core.checks import array_of_names, check_choice, check_integer, check_non_negative
 from fedgmm.core.streaming import threads
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.inputs import row_weights
 from fedgmm.estimators.base import TakesClients, as_callbacks, chosen_clients, thread_count
 from fedgmm.model.model import FederatedModel
 from fedgmm.training.local import OnTrainingRound, train
@@ -112,6 +114,9 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
     precision : {"full", "mixed"}, default="full"
     validation_fraction : float, default=0.2
         Share of every client's rows that is held out, if ``patience`` is set or a size is ``"auto"``.
+    class_weight : dict, "balanced" or None, default=None
+        Weight of the rows of each class, times ``sample_weight``. ``"balanced"`` gives all classes the
+        same summed weight. The density follows the weights, too.
     client_column : str, int or None, default=None
         Column of ``X`` that holds the client of each row: a name of a data frame's column, or an index,
         negative from the end. It is not an input of the model. With it, all tools of scikit-learn give
@@ -204,6 +209,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         dtype: str = "float32",
         precision: str = "full",
         validation_fraction: float = 0.2,
+        class_weight: dict[Any, float] | Literal["balanced"] | None = None,
         client_column: str | int | None = None,
         unknown_clients: str = "error",
         random_state: int | np.random.RandomState | None = None,
@@ -251,6 +257,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         self.dtype = dtype
         self.precision = precision
         self.validation_fraction = validation_fraction
+        self.class_weight = class_weight
         self.client_column = client_column
         self.unknown_clients = unknown_clients
         self.random_state = random_state
@@ -259,13 +266,23 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         self.verbose_interval = verbose_interval
         self.on_round = on_round
 
-    def fit(self, X: ArrayLike, y: ArrayLike, *, clients: ArrayLike | None = None) -> Self:
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+        *,
+        clients: ArrayLike | None = None,
+    ) -> Self:
         """Fit to labelled rows.
 
         Parameters
         ----------
         X : array-like (n_rows, n_features) or (n_rows, channels, height, width)
         y : array-like (n_rows,)
+        sample_weight : array-like (n_rows,), default=None
+            A row of weight ``w`` counts like ``w`` copies of it, for Gaussians, learners and label
+            frequencies alike; rows of weight zero are left out.
         clients : array-like (n_rows,), default=None
             One client id per row. ``None`` means one client, or the ids in ``client_column``.
         """
@@ -279,6 +296,11 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
             X, clients, reset=True, y=y, dtype=_DTYPES, allow_nd=True, ensure_min_samples=2
         )
         check_classification_targets(y)
+        weights = sample_weight
+        if self.class_weight is not None:
+            weights = compute_sample_weight(self.class_weight, y)
+            if sample_weight is not None:
+                weights = weights * row_weights(sample_weight, len(weights))
         check_choice("algorithm", self.algorithm, ALGORITHMS)
         sizes = {"n_components": self.n_components, "n_learners": self.n_learners}
         for name, size in sizes.items():
@@ -294,7 +316,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         split = (1.0 - held_out, held_out, 0.0)
         dataset = FederatedDataset.from_arrays(
-            X, y, clients, task="classification", split=split, seed=seed
+            X, y, clients, task="classification", split=split, seed=seed, sample_weight=weights
         )
         self.classes_ = dataset.classes
         if len(self.classes_) < 2:

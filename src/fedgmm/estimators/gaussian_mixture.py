@@ -47,6 +47,7 @@ from fedgmm.data.inputs import (
     encode_clients,
     is_missing,
     matrices_of_pairs,
+    row_weights,
 )
 from fedgmm.estimators.base import (
     TakesClients,
@@ -204,7 +205,14 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
 
     # ------------------------------------------------------------------ fitting
 
-    def fit(self, X: Rows, y: object = None, *, clients: ArrayLike | None = None) -> Self:
+    def fit(
+        self,
+        X: Rows,
+        y: object = None,
+        sample_weight: ArrayLike | None = None,
+        *,
+        clients: ArrayLike | None = None,
+    ) -> Self:
         """Fit to the rows of one or many clients.
 
         Ctrl-C keeps the best parameters so far and warns.
@@ -213,6 +221,9 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         ----------
         X : array-like (n_rows, n_features), or {client: rows}, or iterable of (client, rows)
         y : ignored
+        sample_weight : array-like (n_rows,), default=None
+            A row of weight ``w`` counts like ``w`` copies of it; rows of weight zero are left out.
+            Rows of several clients follow each other as in ``X``.
         clients : array-like (n_rows,), default=None
             One client id per row. ``None`` means one client, or the ids in ``client_column``.
 
@@ -220,17 +231,22 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         -------
         self
         """
-        return self.fit_with_callbacks(X, clients=clients)
+        return self.fit_with_callbacks(X, sample_weight, clients=clients)
 
     def fit_with_callbacks(
-        self, X: Rows, *, clients: ArrayLike | None = None, on_round: Iterable[OnRound] = ()
+        self,
+        X: Rows,
+        sample_weight: ArrayLike | None = None,
+        *,
+        clients: ArrayLike | None = None,
+        on_round: Iterable[OnRound] = (),
     ) -> Self:
         """Like :meth:`fit`; calls these callbacks of a round, too."""
         before = dict(vars(self))
         try:
             with threads(thread_count(self.n_jobs)):
                 callbacks = [*as_callbacks(self.on_round), *on_round]
-                best, rows = self._best_run(X, clients, callbacks)
+                best, rows = self._best_run(X, sample_weight, clients, callbacks)
         except BaseException:  # bad input, or Ctrl-C before the first round: keep the last fit
             self.__dict__ = before
             raise
@@ -239,14 +255,23 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         return self
 
     def fit_predict(
-        self, X: Rows, y: object = None, *, clients: ArrayLike | None = None
+        self,
+        X: Rows,
+        y: object = None,
+        sample_weight: ArrayLike | None = None,
+        *,
+        clients: ArrayLike | None = None,
     ) -> NDArray[np.int64]:
         """Fit, then return the most likely component of every row under its own client's weights."""
         X = as_pairs(X) or X
-        return self.fit(X, clients=clients).predict(X, clients=clients)
+        return self.fit(X, None, sample_weight, clients=clients).predict(X, clients=clients)
 
     def _best_run(
-        self, X: Rows, clients: ArrayLike | None, on_round: Iterable[OnRound]
+        self,
+        X: Rows,
+        sample_weight: ArrayLike | None,
+        clients: ArrayLike | None,
+        on_round: Iterable[OnRound],
     ) -> tuple[MixtureRun, ClientRows]:
         """Return the best of ``n_init`` runs, and the rows."""
         try:
@@ -254,6 +279,9 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         except (TypeError, ValueError) as error:
             raise InvalidParameterError(str(error)) from None
         rows = self._rows_to_fit(X, clients)
+        if sample_weight is not None:
+            weights = torch.from_numpy(row_weights(sample_weight, len(rows)))
+            rows = rows.with_weights(weights.to(rows.device))
         if len(rows) < self.n_components:
             raise ValueError(
                 f"Expected n_samples >= n_components over all clients, got n_components="

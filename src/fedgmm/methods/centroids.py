@@ -39,14 +39,15 @@ def local_centroids(
     active = torch.arange(clusters, device=rows.device) < wanted[:, None]
     centres, active = _far_apart_rows(rows, active, seed)
     for _ in range(_LLOYD_ITERATIONS):
-        sums, counts = _lloyd_step(rows, centres, active)
-        moved = torch.where(counts[..., None] > 0, sums / counts.clamp_min(1)[..., None], centres)
+        sums, weights, counts = _lloyd_step(rows, centres, active)
+        means = sums / torch.where(weights > 0, weights, 1)[..., None]
+        moved = torch.where(weights[..., None] > 0, means, centres)
         unchanged = torch.equal(moved, centres)
         centres = moved
         if unchanged:
             break
     sent = counts >= FEWEST_ROWS_SENT
-    return Centroids(centres[sent].cpu().numpy(), counts[sent].cpu().numpy())
+    return Centroids(centres[sent].cpu().numpy(), weights[sent].cpu().numpy())
 
 
 def start_sample(
@@ -87,7 +88,7 @@ def _sample(rows: ClientRows, clusters: int, seed: int, most_rows: int | None) -
     new_code = torch.zeros(len(rows.names), dtype=torch.int64)
     new_code[torch.from_numpy(chosen)] = torch.arange(len(chosen))
     names = tuple(rows.names[code] for code in chosen.tolist())
-    return ClientRows(kept.chunks, new_code.to(rows.device)[kept.codes], names)
+    return ClientRows(kept.chunks, new_code.to(rows.device)[kept.codes], names, kept.weights)
 
 
 def _chosen_clients(keys: NDArray[np.uint64], most: int, seed: int) -> NDArray[np.int64]:
@@ -111,10 +112,11 @@ def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor
     centres = torch.zeros(clients, clusters, rows.columns, dtype=torch.float64, device=rows.device)
     active = active.clone()
     squared = torch.full((len(rows),), 1.0, dtype=torch.float64, device=rows.device)
+    every = slice(0, len(rows))
     for j in range(clusters):
         uniform = torch.from_numpy(row_uniforms(seed, j + 1, keys, rows.positions)).to(rows.device)
         # argmax of log D² + Gumbel noise is a draw with probability proportional to D²
-        score = squared.log() - (-uniform.log()).log()
+        score = rows.weigh(squared, every).log() - (-uniform.log()).log()
         best = torch.full((clients,), -torch.inf, dtype=torch.float64, device=rows.device)
         best.scatter_reduce_(0, rows.codes, score, "amax")
         is_best = (score == best[rows.codes]) & (score > -torch.inf)
@@ -140,23 +142,27 @@ def _squared_distances(rows: ClientRows, centres: Tensor, active: Tensor) -> Ten
     return out
 
 
-def _lloyd_step(rows: ClientRows, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums ``(C, k, d)`` and counts ``(C, k)`` of the rows nearest to each centre."""
+def _lloyd_step(rows: ClientRows, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums ``(C, k, d)``, weights and counts ``(C, k)`` of the rows nearest to each centre."""
     clients, clusters, d = centres.shape
 
-    def start() -> tuple[Tensor, Tensor]:
+    def start() -> tuple[Tensor, Tensor, Tensor]:
         sums = torch.zeros(clients * clusters, d, dtype=torch.float64, device=rows.device)
-        return sums, sums.new_zeros(clients * clusters)
+        return sums, sums.new_zeros(clients * clusters), sums.new_zeros(clients * clusters)
 
-    def add_block(total: tuple[Tensor, Tensor], block: Block) -> None:
-        x, codes, _ = rows.read(block)
+    def add_block(total: tuple[Tensor, Tensor, Tensor], block: Block) -> None:
+        x, codes, place = rows.read(block)
         x = x.double()
         labels, _ = nearest(x, centres[codes], active[codes])
         cell = codes * clusters + labels
-        total[0].index_add_(0, cell, x)
-        total[1].index_add_(0, cell, torch.ones_like(cell, dtype=torch.float64))
+        ones = torch.ones_like(cell, dtype=torch.float64)
+        total[0].index_add_(0, cell, rows.weigh(x, place))
+        total[2].index_add_(0, cell, ones)
+        if rows.weights is not None:
+            total[1].index_add_(0, cell, rows.weigh(ones, place))
 
     lanes = accumulate(rows.blocks(clusters), start, add_block, rows.device)
-    sums = torch.stack([lane[0] for lane in lanes]).sum(0).reshape(clients, clusters, d)
-    counts = torch.stack([lane[1] for lane in lanes]).sum(0).reshape(clients, clusters)
-    return sums, counts
+    sums, weights, counts = (torch.stack(parts).sum(0) for parts in zip(*lanes, strict=True))
+    weights = counts if rows.weights is None else weights
+    cells = (clients, clusters)
+    return sums.reshape(*cells, d), weights.reshape(cells), counts.reshape(cells)

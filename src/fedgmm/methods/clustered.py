@@ -86,7 +86,7 @@ class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
         present = torch.nonzero(rows.features.rows_per_client > 0).flatten()
         entries = {
             CLIENTS: personal[present],
-            "rows": rows.features.rows_per_client[present].double(),
+            "rows": rows.features.weight_per_client[present].double(),
             **{LEARNERS + n: v[present, 0] for n, v in trained.items()},
         }
         return personal, Sums({**fit, **entries}, gathered=entries)

@@ -172,7 +172,8 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
             inputs, labels = as_numbers(rows.inputs[place], dtype), rows.labels[place]
             log_y = log_likelihoods(net, shared.learners, inputs, labels)
             q, log_evidence = responsibilities(add_likelihoods(own, log_x, log_y).flatten(1))
-            learner_weights[place] = q.mT.reshape(-1, m2, len(codes)).sum(0).mT.to(dtype)
+            of_rows = q.mT.reshape(-1, m2, len(codes)).sum(0).mT
+            learner_weights[place] = rows.features.weigh(of_rows, place).to(dtype)
             return q, log_evidence
 
         counts, sums = self.gaussians.sum_over_rows(rows.features, current, e_step, learners=m2)
@@ -199,8 +200,8 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         )
         if self.independence:
             counts = towards_independence(counts, m2, self.independence)
-        present = rows.features.rows_per_client
-        weights = client_weights(counts, present.clamp_min(1))
+        present = rows.features.weight_per_client
+        weights = client_weights(counts, torch.where(present > 0, present, 1))
         return torch.where(present[:, None] > 0, weights, personal), sums
 
     def _newton_over_rows(self, learners: Params, rows: LabelledRows, weights: Tensor) -> Params:

@@ -172,7 +172,7 @@ class FederatedGMM:
             return responsibilities(densities.add_(log_pi.index_select(0, codes)))
 
         counts, sums = self.sum_over_rows(rows, shared.gaussians, e_step)
-        return client_weights(counts, rows.rows_per_client), sums
+        return client_weights(counts, rows.weight_per_client), sums
 
     def server_step(
         self, shared: MixtureShared, sums: Sums, round_number: int = 1
@@ -223,7 +223,7 @@ class FederatedGMM:
         def add_block(lane: dict[str, Tensor], block: Block) -> None:
             x, codes, place = rows.read(block)
             difference = None if current is None else residuals(x, current.means, self.dtype)
-            q, log_evidence = assign(difference, codes, place)
+            q, log_evidence = (rows.weigh(one, place) for one in assign(difference, codes, place))
             rows.add_by_client(lane["counts"], q, place)
             lane["log_likelihood"].add_(log_evidence.sum())
             if current is None or difference is None:

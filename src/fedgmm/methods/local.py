@@ -48,10 +48,11 @@ def fit_of_own_learners(
                 active = take_clients(own, step.clients)
                 inputs = as_numbers(rows.inputs[step.rows], training.dtype)
                 fit = log_likelihoods(training.net, active, inputs, rows.labels[step.rows])
-                total += (fit[..., 0] * step.mask).sum()
+                counted = step.mask if rows.weights is None else step.mask * rows.weights[step.rows]
+                total += (fit[..., 0] * counted).sum()
     # cloned, because tensors of inference mode cannot be added to in place later
     return {
-        "rows": torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device),
+        "rows": rows.features.weight_per_client.sum().double(),
         "log_likelihood": total.clone(),
     }
 

@@ -233,6 +233,10 @@ class LocalTraining:
         self.over_groups(rows, one, round_number, visit)
         return result
 
+    def row_weights(self, rows: LabelledRows) -> Tensor | None:
+        """Return the weights of the rows as those of one learner, ``(N, 1)``, if there are any."""
+        return None if rows.weights is None else rows.weights.to(self.dtype)[:, None]
+
     def train(
         self,
         start: Params,
@@ -242,7 +246,11 @@ class LocalTraining:
         options: SGD,
         anchor: Params | None = None,
     ) -> Params:
-        """Train by a plan of batches, and raise if the result is not finite."""
+        """Train by a plan of batches, and raise if the result is not finite.
+
+        ``weights`` are responsibilities times the rows' own weights; ``None`` means the latter alone.
+        """
+        weights = self.row_weights(rows) if weights is None else weights
         trained = train_local(
             self.net, start, rows.inputs, rows.labels, weights, plan, options, anchor
         )

@@ -70,7 +70,7 @@ class PFedMe(SupervisedMethod[PFedMeShared, Params]):
         options = training.options(round_number)
         # gradient steps on f + λ/2 ‖·‖² are stable below 1 / (λ + curvature of f)
         inner_lr = self.inner_lr or min(options.lr, 0.5 / self.penalty)
-        counts = rows.features.rows_per_client.double()
+        counts = rows.features.weight_per_client.double()
         orders = training.orders(rows, round_number, options)
         moved = {name: value.clone() for name, value in personal.items()}
 
@@ -86,6 +86,7 @@ class PFedMe(SupervisedMethod[PFedMeShared, Params]):
                 self.penalty,
                 self.inner_steps,
                 inner_lr,
+                training.row_weights(rows),
             )
             check_finite(own, plan.clients, rows)
             check_finite(local, plan.clients, rows)

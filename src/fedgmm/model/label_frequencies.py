@@ -38,17 +38,20 @@ class ClientLabels:
         log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
         labels: ``y_i``, ``(n,)``.
         codes: the client of each row, ``(n,)``.
+        weights: how many rows each row counts for, ``(n,)``; ``None`` means one.
     """
 
     x: Tensor
     log_x: Tensor | None
     labels: Tensor
     codes: Tensor
+    weights: Tensor | None = None
 
     def take(self, which: slice | Tensor) -> ClientLabels:
         """Return some of the rows."""
         log_x = None if self.log_x is None else self.log_x[which]
-        return ClientLabels(self.x[which], log_x, self.labels[which], self.codes[which])
+        weights = None if self.weights is None else self.weights[which]
+        return ClientLabels(self.x[which], log_x, self.labels[which], self.codes[which], weights)
 
     def blocks(self) -> Iterator[ClientLabels]:
         """Yield blocks of rows."""
@@ -75,8 +78,8 @@ def estimate_label_frequencies(
     predicted = torch.zeros_like(counts[0])
     for block in rows.blocks():
         joint, log_y = _terms(prediction, log_pi, block)
-        predicted += predicted_label_counts(joint, log_y)
-        q = _responsibilities(joint, log_y, block.labels)
+        predicted += predicted_label_counts(joint, log_y, block.weights)
+        q = _responsibilities(joint, log_y, block)
         add_label_counts(counts, q, block.labels, block.codes)
     if known is not None:
         present = counts.sum((1, 2))[:, None, None] > 0
@@ -114,9 +117,9 @@ def _best_prior(
         own = counts[block.codes]
         if leave_out:
             place = torch.arange(len(own), device=own.device)
-            own[place, :, block.labels] -= _responsibilities(joint, log_y, block.labels)
+            own[place, :, block.labels] -= _responsibilities(joint, log_y, block)
             own.clamp_min_(0.0)
-        scores += prior_scores(frequencies, own, joint, log_y, block.labels)
+        scores += prior_scores(frequencies, own, joint, log_y, block.labels, block.weights)
     return PRIORS[int(scores.argmax())]
 
 
@@ -155,7 +158,8 @@ def _terms(prediction: Prediction, log_pi: Tensor, rows: ClientLabels) -> tuple[
     return joint, log_learners(prediction, rows.x)
 
 
-def _responsibilities(joint: Tensor, log_y: Tensor, labels: Tensor) -> Tensor:
-    """Return ``q_i(m)`` of labelled rows, ``(n, M)``."""
-    log_joint = add_likelihoods(joint.clone(), None, at_labels(log_y, labels))
-    return responsibilities(log_joint.flatten(1))[0]
+def _responsibilities(joint: Tensor, log_y: Tensor, rows: ClientLabels) -> Tensor:
+    """Return ``q_i(m)`` of labelled rows times their weights, ``(n, M)``."""
+    log_joint = add_likelihoods(joint.clone(), None, at_labels(log_y, rows.labels))
+    q = responsibilities(log_joint.flatten(1))[0]
+    return q if rows.weights is None else q * rows.weights[:, None].to(q)

@@ -493,7 +493,8 @@ class FederatedModel:
             codes = torch.from_numpy(client_codes(split, self.names))
             rows = self._evaluator.from_split(split)
             device = rows.x.device
-            return ClientLabels(rows.x, rows.log_x, labels.to(device), codes.to(device))
+            weights = None if split.weights is None else split.weights.to(device)
+            return ClientLabels(rows.x, rows.log_x, labels.to(device), codes.to(device), weights)
 
         held_out = labelled(data.validation) if len(data.validation) else None
         found = estimate_label_frequencies(self.prediction, labelled(data.train), held_out)

@@ -216,6 +216,7 @@ def train_moreau(
     penalty: float,
     inner_steps: int,
     inner_lr: float,
+    weights: Tensor | None = None,
 ) -> tuple[Params, Params]:
     """Train every client at once by the local rounds of pFedMe.
 
@@ -234,6 +235,7 @@ def train_moreau(
         penalty: ``λ``.
         inner_steps: gradient steps per batch for the inner problem.
         inner_lr: learning rate of the inner problem.
+        weights: of the rows, ``(N, 1)``; ``None`` means one.
 
     Returns:
         The local learners and the personal ones, both ``(C, M, ...)``.
@@ -248,7 +250,9 @@ def train_moreau(
             active = step.clients
             own = take_clients(personal, active)
             for _ in range(inner_steps):
-                gradients, statistics = batch_gradients(net, own, inputs, labels, None, step)
+                gradients, statistics = batch_gradients(
+                    net, own, inputs, labels, round_inputs.weights, step
+                )
                 _replace_statistics(own, statistics)
                 _sgd_step(own, gradients, inner_rate, inner, None, take_clients(local, active))
             for name, value in local.items():
@@ -256,7 +260,7 @@ def train_moreau(
                 value[active].sub_(rate * (value[active] - personal[name][active]))
         return [local, personal]
 
-    round_inputs = RoundInputs([params], plan.steps, None, [options.lr, inner_lr])
+    round_inputs = RoundInputs([params], plan.steps, weights, [options.lr, inner_lr])
     local, personal = _run_or_replay(net, inputs, labels, (inner, inner_steps), round_inputs, run)
     return local, personal
 

@@ -135,6 +135,8 @@ def fingerprint(dataset: FederatedDataset, features: bool = True) -> str:
     for rows in (dataset.train, dataset.validation):
         _add_to(digest, rows.codes)
         _add_to(digest, rows.labels)
+        if rows.weights is not None:
+            _add_to(digest, rows.weights)
         step = 1 + len(rows) // _SAMPLED_ROWS
         _add_to(digest, rows.inputs[::step])
         if features and not rows.features_are_inputs:

@@ -535,5 +535,5 @@ class _CheckpointFile:
 def _scaling(dataset: FederatedDataset) -> Scaling:
     """Return means and deviations of the training inputs, from sums over clients."""
     rows = dataset.train
-    overall = overall_gaussian(ClientRows((rows.inputs,), rows.codes, rows.names))
+    overall = overall_gaussian(ClientRows((rows.inputs,), rows.codes, rows.names, rows.weights))
     return scaling_of(overall.means[0].cpu(), overall.covariances[0].cpu())
