@@ -289,6 +289,7 @@ def test_patience_holds_rows_out(world):
         ({"n_learners": "many"}, TypeError),
         ({"proximal": -1.0}, ValueError),
         ({"verbose_interval": 0}, ValueError),
+        ({"warm_start": 1}, TypeError),
     ],
 )
 def test_a_bad_parameter_is_named(world, options, error):
@@ -376,3 +377,37 @@ def test_threads_are_given_back(world):
     FedGMMClassifier(1, 1, n_jobs=before + 1, **options).fit(x, y)
     assert used == [before + 1]
     assert torch.get_num_threads() == before
+
+
+# ---------------------------------------------------------------------- more rounds
+
+
+@pytest.mark.parametrize("algorithm", ["fedgmm", "fedavg", "local"])
+def test_a_warm_start_continues_as_if_it_had_not_stopped(world, algorithm):
+    x, y, sites = world
+    options = {"algorithm": algorithm, "tol": None, "random_state": np.random.RandomState(0)}
+    model = FedGMMClassifier(1, 2, rounds=2, warm_start=True, **options)
+    model.fit(x, y, clients=sites)
+    assert model.n_iter_ == 2
+    model = pickle.loads(pickle.dumps(model))
+    seen: list[dict[str, float]] = []
+    model.set_params(rounds=5, on_round=seen.append).fit(x, y, clients=sites)
+    assert (model.n_iter_, len(seen)) == (5, 3)
+    options["random_state"] = np.random.RandomState(0)
+    whole = FedGMMClassifier(1, 2, rounds=5, **options).fit(x, y, clients=sites)
+    assert np.array_equal(
+        model.predict_proba(x, clients=sites), whole.predict_proba(x, clients=sites)
+    )
+
+
+def test_a_warm_start_needs_the_same_rows_and_options(world):
+    x, y, sites = world
+    model = FedGMMClassifier(1, 1, rounds=1, warm_start=True).fit(x, y, clients=sites)
+    for change in (
+        lambda: model.set_params(rounds=2).fit(x[:-1], y[:-1], clients=sites[:-1]),
+        lambda: model.set_params(ridge=2.0).fit(x, y, clients=sites),
+    ):
+        with pytest.raises(ValueError, match="warm_start=False"):
+            change()
+    model.set_params(warm_start=False).fit(x[:-1], y[:-1], clients=sites[:-1])
+    assert not hasattr(model, "_progress")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -16,12 +18,19 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 
-from fedgmm.core.checks import array_of_names, check_choice, check_integer, check_non_negative
+from fedgmm.core.checks import (
+    array_of_names,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_non_negative,
+)
 from fedgmm.core.streaming import threads
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.inputs import row_weights
 from fedgmm.estimators.base import TakesClients, as_callbacks, chosen_clients, thread_count
 from fedgmm.model.model import FederatedModel
+from fedgmm.training.checkpoint import Checkpoint, CheckpointError
 from fedgmm.training.local import OnTrainingRound, train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 
@@ -124,6 +133,9 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
     unknown_clients : {"error", "federation"}, default="error"
         Predictions for clients that ``fit`` did not see: an error, or the federation's weights.
     random_state : int, RandomState or None, default=None
+    warm_start : bool, default=False
+        Continue the last ``fit`` on the same rows and options up to ``rounds`` rounds in all. The result
+        is the same as that of one uninterrupted run.
     n_jobs : int or None, default=None
         Number of threads; -1 uses all cores, ``None`` those that torch uses.
     verbose : int, default=0
@@ -166,6 +178,9 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
     >>> bool(cross_val_score(model, table, y, scoring="accuracy").min() > 0.9)
     True
     """
+
+    _seed: int
+    _progress: bytes  # of a warm start
 
     def __init__(
         self,
@@ -213,6 +228,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         client_column: str | int | None = None,
         unknown_clients: str = "error",
         random_state: int | np.random.RandomState | None = None,
+        warm_start: bool = False,
         n_jobs: int | None = None,
         verbose: int = 0,
         verbose_interval: int = 10,
@@ -261,6 +277,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         self.client_column = client_column
         self.unknown_clients = unknown_clients
         self.random_state = random_state
+        self.warm_start = warm_start
         self.n_jobs = n_jobs
         self.verbose = verbose
         self.verbose_interval = verbose_interval
@@ -313,10 +330,19 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
             )
         needed = self.patience is not None or "auto" in sizes.values()
         held_out = self.validation_fraction if needed else 0.0
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        check_flag("warm_start", self.warm_start)
+        resume = self.warm_start and hasattr(self, "_progress")
+        seed = self._seed if resume else check_random_state(self.random_state).randint(2**31 - 1)
+        self._seed = int(seed)
         split = (1.0 - held_out, held_out, 0.0)
         dataset = FederatedDataset.from_arrays(
-            X, y, clients, task="classification", split=split, seed=seed, sample_weight=weights
+            X,
+            y,
+            clients,
+            task="classification",
+            split=split,
+            seed=self._seed,
+            sample_weight=weights,
         )
         self.classes_ = dataset.classes
         if len(self.classes_) < 2:
@@ -329,7 +355,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
             if field.name != "seed"
         }
         with threads(thread_count(self.n_jobs)):
-            model = train(dataset, seed=seed, on_round=self._callbacks(), **options)
+            model = self._train(dataset, options, resume=resume)
         model.dataset = None  # so that the estimator does not keep the rows
         self.model_: FederatedModel = model
         self.clients_ = array_of_names(model.names)
@@ -337,6 +363,30 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         self.n_iter_ = len(model.history)
         self._warned = False
         return self
+
+    def _train(
+        self, dataset: FederatedDataset, options: dict[str, Any], *, resume: bool
+    ) -> FederatedModel:
+        """Train, from the progress of the last fit if there is one to ``resume``."""
+        options = {"seed": self._seed, "on_round": self._callbacks(), **options}
+        if not self.warm_start:
+            self.__dict__.pop("_progress", None)
+            return train(dataset, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "progress"
+            if resume:
+                path.write_bytes(self._progress)
+            try:
+                # the progress at the end is enough
+                model = train(dataset, checkpoint=Checkpoint(path, every=10**9), **options)
+            except CheckpointError as error:
+                reason = str(error).replace(str(path), "the last fit").split(";")[0]
+                raise ValueError(
+                    f"warm_start needs the same rows and options: {reason}; set warm_start=False to "
+                    "start again."
+                ) from None
+            self._progress = path.read_bytes()
+        return model
 
     def _callbacks(self) -> list[OnTrainingRound]:
         """Return the user's callbacks, and one that prints rounds."""
