@@ -234,6 +234,10 @@ def test_token_ids_reach_an_embedding(rng, algorithm, dtype):
     assert model.scaling is None
     assert model.evaluate().mean_accuracy > 0.8
     assert (model.predict(x) == y).mean() > 0.8
+    with pytest.raises(ValueError, match="integers"):
+        model.predict(x + 0.5)
+    with pytest.raises(ValueError, match="from 10 to"):
+        model.predict(x + 10)
 
 
 def test_an_embedding_without_the_declaration_is_explained(rng):

@@ -24,6 +24,7 @@ from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.data.dataset import LabelledRows, numeric
 from fedgmm.data.inputs import order_columns
 from fedgmm.methods.base import Prediction
+from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import as_numbers
 from fedgmm.wording import counted
 
@@ -212,6 +213,8 @@ class RowEvaluator:
     def _evaluate(self, inputs: Tensor, features: Tensor | None) -> EvaluatedRows:
         parameter = next(iter(self.prediction.learners.values()))
         x, log_volume = inputs.to(parameter.device), 0.0
+        if isinstance(self.prediction.net, ModuleNetwork):
+            self.prediction.net.check_integers(x)
         if self.scaling is not None:
             x = self.scaling.apply(x, parameter.dtype)
             log_volume = self.scaling.log_volume if self.features_are_inputs else 0.0

@@ -343,13 +343,8 @@ class ModuleNetwork:
         some = torch.arange(3 if self.classes == 2 else 2) % len(inputs)
         some[:2] = torch.stack([inputs.argmin(), inputs.argmax()]).cpu() // inputs[0].numel()
         rows = as_numbers(inputs[some.to(inputs.device)].cpu(), next(iter(own.values())).dtype)
+        self.check_integers(inputs)
         if self.integer_inputs:
-            numbers = as_numbers(inputs, torch.float64)
-            if bool(((numbers != numbers.round()) | (numbers.abs() > _LARGEST_INTEGER)).any()):
-                raise ValueError(
-                    f"{kind} has integer_inputs = True, but the inputs are not all integers of at most "
-                    f"{_LARGEST_INTEGER:,}."
-                )
             rows = rows.long()
         params = {n: v.detach()[None].clone() for n, v in own.items()}
         for name, value in params.items():
@@ -371,6 +366,17 @@ class ModuleNetwork:
             raise ValueError(f"The logits of {kind} do not depend on its trained parameters.")
         for training in (False, True):
             self._reason_to_loop(training)
+
+    def check_integers(self, inputs: Tensor) -> None:
+        """Raise if the module reads integers and the inputs ``(N, *shape)`` are other numbers."""
+        if not self.integer_inputs:
+            return
+        numbers = as_numbers(inputs, torch.float64)
+        if bool(((numbers != numbers.round()) | (numbers.abs() > _LARGEST_INTEGER)).any()):
+            raise ValueError(
+                f"{type(self._module).__name__} has integer_inputs = True, but the inputs are not all "
+                f"integers of at most {_LARGEST_INTEGER:,}."
+            )
 
     def _checked_call(self, kind: str, params: Params, rows: Tensor, training: bool) -> Any:
         """Call the module once, with an error that says what it could not read."""
