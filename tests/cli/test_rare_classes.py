@@ -146,3 +146,11 @@ def test_the_columns_that_decide(fraud):
     assert "which columns decide" in shown
     assert f"{found['columns']['amount']['mean']:.3f}" in shown
     assert f"web {found['coefficients']['shop=web']:+.2f}" in shown
+
+
+def test_the_report_leads_with_it_too(fraud):
+    home, _ = fraud
+    works("report", home / "run")
+    page = (home / "run" / "report.html").read_text(encoding="utf-8")
+    assert page.index("Average precision") < page.index("Mean accuracy")
+    assert 'id="chart-columns"' in page

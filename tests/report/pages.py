@@ -53,6 +53,7 @@ def hostile_contents():
         title=HOSTILE[0],
         configuration={HOSTILE[1]: HOSTILE[0], "nested": {"key": HOSTILE[2]}},
         feature_names=[HOSTILE[0], HOSTILE[1], HOSTILE[3]],
+        columns={HOSTILE[0]: [0], HOSTILE[3]: [1, 2]},
         notes=[HOSTILE[0], HOSTILE[2]],
         adaptations=[AdaptationRecord(HOSTILE[1], [0, 5, 9], [0.5, 0.6, 0.7], [-3.0, -2.0], True)],
     )

@@ -15,7 +15,7 @@ from pages import HOSTILE, contents_of, hostile_contents, named_clients
 from fedgmm.core.paired import Estimate
 from fedgmm.data.synthetic import synthetic
 from fedgmm.report import charts
-from fedgmm.report.contents import AdaptationRecord, ClientTable, WeightMap
+from fedgmm.report.contents import AdaptationRecord, ClientTable, TestMetrics, WeightMap
 from fedgmm.report.mixture import project
 from fedgmm.report.page import _plotly, render, verdict, write_report
 
@@ -24,6 +24,7 @@ CHARTS = (
     "accuracy",
     "convergence",
     "calibration",
+    "columns",
     "weights",
     "projection",
     "densities",
@@ -270,6 +271,48 @@ def test_names_that_no_file_can_hold(contents, tmp_path):
     assert "\x1b" not in text
     assert path.parent.name == "new"
     assert [one.name for one in path.parent.iterdir()] == ["report.html"]
+
+
+# ---------------------------------------------------------------------- metrics and columns
+
+
+def test_a_rare_class_has_the_first_tile_and_the_verdict(contents):
+    values = {"accuracy": 0.99, "average_precision": 0.25, "auc": 0.9, "base_rate": 0.0125}
+    intervals = {"average_precision": (0.125, 0.5)}
+    rare = TestMetrics(
+        "Average precision 0.250.", "average_precision", values, intervals, "<b>", 0.9
+    )
+    plain = replace(contents, metrics=rare, baselines={})
+    page = render(plain)
+    first = re.search(r'<div class="card"><dt>(.*?)</dt><dd>(.*?)</dd>', page, flags=re.DOTALL)
+    assert first[1] == "Average precision"
+    assert first[2].startswith("0.250")
+    assert "0.013, the base rate" in first[2]
+    assert "<b>”" not in page
+    assert verdict(plain).startswith("Average precision 0.250.")
+    rows = re.findall(
+        r'<tr class="metric"><th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', page
+    )
+    assert rows[0] == ("average precision", "0.250", "0.125 to 0.500")
+    assert rows[1] == ("base rate", "1.2%", "")
+    assert ("AUC", "0.900", "") in rows
+
+
+def test_accuracy_has_the_first_tile_otherwise(contents, page):
+    first = re.search(r'<div class="card"><dt>(.*?)</dt><dd>(.*?)</dd>', page, flags=re.DOTALL)
+    assert first[1] == "Mean accuracy"
+    assert f"a constant guess reaches {contents.metrics.constant_accuracy:.1%}" in first[2]
+    assert f"<td>{np.nanmin(contents.clients.auc):.3f}</td>" in page
+
+
+def test_the_columns_that_decide(contents):
+    found = contents.deciding
+    assert found.names[0] == "x0"  # the label follows from it
+    assert (found.least <= found.mean).all()
+    assert (found.mean <= found.most).all()
+    (bars,) = charts.deciding_columns(found).data
+    assert list(bars.x) == pytest.approx(found.mean.tolist())
+    assert list(bars.x + bars.error_x.array) == pytest.approx(found.most.tolist())
 
 
 # ---------------------------------------------------------------------- size

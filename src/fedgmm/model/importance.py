@@ -23,7 +23,8 @@ _MEANINGS = {
     "of a client",
 }
 
-_MOST_ROWS = 10_000  # that are shuffled, because every column needs new predictions
+_MOST_ROWS, _FEWEST_ROWS = 10_000, 500
+_MOST_PREDICTIONS = 10_000_000  # because every shuffle of a column needs new predictions
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ def from_permutations(
     return values
 
 
-def some_rows(rows: int) -> IntArray:
-    """Return the positions of rows to shuffle: all of them, or evenly spread ones if there are many."""
-    return np.linspace(0, rows - 1, min(rows, _MOST_ROWS)).round().astype(np.int64)
+def some_rows(rows: int, shuffles: int) -> IntArray:
+    """Return positions of rows to shuffle: all, or evenly spread ones if that would take too long."""
+    most = min(_MOST_ROWS, max(_FEWEST_ROWS, _MOST_PREDICTIONS // shuffles))
+    return np.linspace(0, rows - 1, min(rows, most)).round().astype(np.int64)

@@ -165,7 +165,7 @@ class Evaluation:
         rates = (_base_rates(rows, rows.codes, clients), _base_rates(rows, everything, 1))
         error = float(_calibration(rows, everything, 1).errors[0])
         return (
-            {**own, "calibration_error": self.calibration_error, "base_rate": rates[0]},
+            {**own, **known, "base_rate": rates[0]},
             {
                 **{name: float(value[0]) for name, value in pooled.items()},
                 "calibration_error": error,

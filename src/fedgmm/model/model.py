@@ -390,7 +390,7 @@ class FederatedModel:
             own = np.array([position[name] for name in names])
             values, signed = from_coefficients(self.prediction, x, groups, own, positive)
             return Importance("coefficients", tuple(groups), names, values, features, signed)
-        shown = some_rows(len(rows))
+        shown = some_rows(len(rows), repeats * len(groups))
         owners, labels = codes[shown], self._label_columns(rows, data)[shown]
 
         def losses_of(inputs: NDArray[Any]) -> FloatArray:

@@ -20,6 +20,7 @@ from plotly.subplots import make_subplots
 from fedgmm.report.contents import (
     MOST_CLIENTS_IN_CHARTS,
     AdaptationRecord,
+    DecidingColumns,
     DensityScatter,
     Reliability,
     ReportContents,
@@ -62,6 +63,8 @@ def draw_charts(contents: ReportContents) -> dict[str, Any]:
         drawn["convergence"] = convergence(contents.convergence)
     if contents.reliability is not None:
         drawn["calibration"] = calibration(contents.reliability)
+    if contents.deciding is not None:
+        drawn["columns"] = deciding_columns(contents.deciding)
     if contents.weights is not None:
         drawn["weights"] = weights(contents.weights, names, contents.components)
     if contents.projection is not None:
@@ -249,6 +252,40 @@ def calibration(found: Reliability) -> Any:
     figure.update_yaxes(title_text="rows", row=2, col=1)
     figure.update_xaxes(tickformat=".0%", range=[0, 1.02])
     figure.update_xaxes(title_text="confidence of the prediction", row=2, col=1)
+    return figure
+
+
+def deciding_columns(found: DecidingColumns) -> Any:
+    """Draw a bar per column, the most important on top, with the range over clients."""
+    names = [safe_text(name) for name in found.names]
+    figure = go.Figure(layout=_layout(max(140 + 26 * len(names), 260), showlegend=False))
+    figure.add_bar(
+        x=found.mean,
+        y=np.arange(len(names)),
+        orientation="h",
+        customdata=[
+            [name, f"{low:.3f} to {high:.3f}"]
+            for name, low, high in zip(names, found.least, found.most, strict=True)
+        ],
+        error_x={
+            "type": "data",
+            "array": found.most - found.mean,
+            "arrayminus": found.mean - found.least,
+            "color": _GREY,
+            "thickness": 1.5,
+        },
+        marker={"color": ACCENT, "opacity": 0.8},
+        hovertemplate="%{customdata[0]}<br>%{x:.3f} on average<br>%{customdata[1]} over clients"
+        "<extra></extra>",
+    )
+    figure.update_xaxes(title_text="importance: mean and range over clients")
+    figure.update_yaxes(
+        autorange="reversed",
+        tickvals=np.arange(len(names)),
+        ticktext=names,
+        automargin=True,
+        showgrid=False,
+    )
     return figure
 
 

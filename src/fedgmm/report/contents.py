@@ -18,6 +18,7 @@ FALSE_ALARM_RATE = 0.05
 MOST_POINTS = 3000
 MOST_CLIENTS_IN_HEAT_MAP = 500
 MOST_CLIENTS_IN_CHARTS = 1000
+MOST_COLUMNS = 20
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class ClientTable:
         share: the weight of that pair, ``(C,)``.
         novel_share: share of the test rows that are flagged as novel, ``(C,)``; ``None`` without flags.
         row_accuracy: share of all test rows that were predicted correctly; NaN without test rows.
+        auc: on test rows, ``(C,)``; ``None`` if it is not known, here and below.
+        average_precision: ``(C,)``.
     """
 
     names: tuple[str, ...]
@@ -47,6 +50,52 @@ class ClientTable:
     share: FloatArray | None = None
     novel_share: FloatArray | None = None
     row_accuracy: float = math.nan
+    auc: FloatArray | None = None
+    average_precision: FloatArray | None = None
+
+
+@dataclass(frozen=True)
+class TestMetrics:
+    """Metrics of all test rows together.
+
+    Attributes:
+        headline: a sentence with the main metric.
+        leading: name of the main metric: ``"accuracy"``, or ``"average_precision"`` if a class is rare.
+        values: metric -> its value.
+        intervals: metric -> its 95 % interval, where there is one.
+        positive: the positive class of two; ``None`` with several classes.
+        constant_accuracy: mean accuracy of guessing each client's most frequent class.
+    """
+
+    __test__ = False  # pytest would collect it
+
+    headline: str
+    leading: str
+    values: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    positive: str | None
+    constant_accuracy: float
+
+
+@dataclass(frozen=True)
+class DecidingColumns:
+    """The columns that matter most, the first one most of all.
+
+    Attributes:
+        names: of the columns.
+        mean: importance, mean over clients, ``(columns,)``.
+        least: importance at the client where it is smallest, ``(columns,)``.
+        most: importance at the client where it is largest, ``(columns,)``.
+        total: number of columns, of which the arrays hold some.
+        meaning: of the values, as part of a sentence.
+    """
+
+    names: tuple[str, ...]
+    mean: FloatArray
+    least: FloatArray
+    most: FloatArray
+    total: int
+    meaning: str
 
 
 @dataclass(frozen=True)
@@ -181,6 +230,8 @@ class ReportContents:
         baselines: accuracy of the clients under other methods, ``(C,)`` each; NaN where unknown.
         differences: accuracy of the report's method minus that of another, for each baseline; tested
             over splits or rows by a comparison, otherwise over clients.
+        metrics: of all test rows together.
+        deciding: the columns that matter most for the predictions.
         weights: for the heat map.
         projection: Gaussians and clients in a plane; its clients are those of the table.
         reliability: of test rows.
@@ -202,6 +253,8 @@ class ReportContents:
     convergence: tuple[Series, ...] = ()
     baselines: Mapping[str, FloatArray] = field(default_factory=dict)
     differences: Mapping[str, Estimate] = field(default_factory=dict)
+    metrics: TestMetrics | None = None
+    deciding: DecidingColumns | None = None
     weights: WeightMap | None = None
     projection: Projection | None = None
     reliability: Reliability | None = None

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.report.contents import AdaptationRecord, ClientTable, ReportContents, Series
+from fedgmm.report.contents import (
+    MOST_COLUMNS,
+    AdaptationRecord,
+    ClientTable,
+    DecidingColumns,
+    ReportContents,
+    Series,
+    TestMetrics,
+)
 from fedgmm.report.mixture import projection_of, weight_map
 from fedgmm.report.predictions import (
     PredictedRows,
@@ -43,6 +51,7 @@ def gather(
     history: list[dict[str, float]],
     configuration: Mapping[str, Any],
     feature_names: Sequence[str] | None = None,
+    columns: Mapping[str, Sequence[int]] | None = None,
     baselines: Mapping[str, Evaluation | Mapping[Any, float]] | None = None,
     differences: Mapping[str, Estimate] | None = None,
     adaptations: Sequence[AdaptationRecord] = (),
@@ -57,6 +66,7 @@ def gather(
         history: one dictionary per round, as training records it.
         configuration: settings of the run; names of nested settings are joined with dots.
         feature_names: of the columns the Gaussians see; the data set's own names by default.
+        columns: columns of the inputs that belong together, by name; each on its own by default.
         baselines: method -> its evaluation on the same clients, or client -> accuracy.
         differences: method -> accuracy of the report's method minus that method's, with its test.
         adaptations: of clients that joined after training; without any, a known client joins again.
@@ -67,7 +77,8 @@ def gather(
 
     absent: dict[str, str] = {}
     model = replace(model)  # only this copy is calibrated below
-    clients = _client_table(model, dataset)
+    evaluation = model.evaluate("test", dataset) if len(dataset.test) else None
+    clients = _client_table(dataset, evaluation)
     reliability = densities = None
     if len(dataset.test):
         test = PredictedRows.of(model, dataset)
@@ -91,6 +102,8 @@ def gather(
             for name, result in (baselines or {}).items()
         },
         differences={TITLES.get(name, name): one for name, one in (differences or {}).items()},
+        metrics=None if evaluation is None else _test_metrics(evaluation),
+        deciding=_deciding_columns(model, dataset, columns, absent),
         weights=weights,
         projection=projection_of(model, dataset, feature_names, absent),
         reliability=reliability,
@@ -104,26 +117,66 @@ def gather(
     )
 
 
-def _client_table(model: FederatedModel, dataset: FederatedDataset) -> ClientTable:
+def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> ClientTable:
     train, validation, test = (
         split.features.rows_per_client.cpu().numpy()
         for split in (dataset.train, dataset.validation, dataset.test)
     )
-    scores = np.full((3, len(dataset.names)), np.nan)
+    names = ("accuracy", "log_loss", "calibration_error", "auc", "average_precision")
+    scores = {name: np.full(len(dataset.names), np.nan) for name in names}
     row_accuracy = math.nan
-    if len(dataset.test):
-        result = model.evaluate("test", dataset)
-        row_accuracy = result.weighted_accuracy
-        scores[:, test > 0] = result.accuracy, result.log_loss, result.calibration_error
-    accuracy, log_loss, calibration_error = scores
+    if evaluation is not None:
+        row_accuracy = evaluation.weighted_accuracy
+        for name, values in scores.items():
+            values[test > 0] = evaluation.metrics[name]
     return ClientTable(
         distinct_names(dataset.names),
         train + validation + test,
         train,
-        accuracy,
-        log_loss,
-        calibration_error,
+        accuracy=scores["accuracy"],
+        log_loss=scores["log_loss"],
+        calibration_error=scores["calibration_error"],
         row_accuracy=row_accuracy,
+        auc=scores["auc"],
+        average_precision=scores["average_precision"],
+    )
+
+
+def _test_metrics(evaluation: Evaluation) -> TestMetrics:
+    positive = evaluation.positive
+    return TestMetrics(
+        evaluation.headline(),
+        evaluation.leading_metric,
+        evaluation.pooled,
+        evaluation.pooled_intervals,
+        None if positive is None else str(positive),
+        evaluation.constant_accuracy,
+    )
+
+
+def _deciding_columns(
+    model: FederatedModel,
+    dataset: FederatedDataset,
+    columns: Mapping[str, Sequence[int]] | None,
+    absent: dict[str, str],
+) -> DecidingColumns | None:
+    if len(model.input_shape) != 1 or not model.features_are_inputs:
+        absent["columns"] = "The inputs are not a table of columns."
+        return None
+    split = "test" if len(dataset.test) else "train"
+    found = model.importance(split, dataset, columns=columns, repeats=3)
+    shown = found.order[:MOST_COLUMNS]
+    known = found.values[np.isfinite(found.values).all(1)][:, shown]
+    if not len(known):
+        absent["columns"] = "No client has enough rows to compare columns."
+        return None
+    return DecidingColumns(
+        tuple(found.columns[column] for column in shown),
+        known.mean(0),
+        known.min(0),
+        known.max(0),
+        len(found.columns),
+        found.meaning,
     )
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Addresses in plotly.js (maps, licences), other than the names of XML's own vocabularies.
 _ADDRESS = re.compile(r"https?://(?!www\.w3\.org/)[^\s\"'`<>\\)]*")
+_SHARES = {"accuracy", "balanced_accuracy", "sensitivity", "specificity", "base_rate"}
+_METRIC_TITLES = {"auc": "AUC", "log_loss": "log-loss", "brier": "Brier score"}
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -57,6 +59,7 @@ def render(contents: ReportContents) -> str:
             contents=contents,
             verdict=verdict(contents),
             methods=_compared_methods(contents),
+            metrics=_metric_rows(contents),
             figures=figures,
             policy=_policy(scripts),
             style=_file("report.css"),
@@ -170,15 +173,42 @@ def _compared_methods(contents: ReportContents) -> list[dict[str, Any]]:
     return compared
 
 
+def _metric_rows(contents: ReportContents) -> list[dict[str, str]]:
+    """Return name, value and interval of each metric of all test rows, the main one first."""
+    from fedgmm.report.charts import percent
+
+    found = contents.metrics
+    if found is None:
+        return []
+
+    def shown(name: str, value: float) -> str:
+        if name in _SHARES:
+            return percent(value)
+        return f"{value:.3f}" if np.isfinite(value) else "–"
+
+    first = [found.leading, "base_rate"]
+    return [
+        {
+            "name": _METRIC_TITLES.get(name, name.replace("_", " ")),
+            "value": shown(name, found.values[name]),
+            "interval": " to ".join(shown(name, end) for end in found.intervals.get(name, ())),
+        }
+        for name in [*first, *(one for one in found.values if one not in first)]
+    ]
+
+
 def verdict(contents: ReportContents) -> str:
     """Summarise in one sentence whether the method is worth using, for readers who decide."""
     own, baseline = contents.mean_accuracy, contents.best_baseline
     if not np.isfinite(own):
         return "There were no test rows, so this page cannot say how good the predictions are."
     if baseline is None:
+        found = f"{contents.method} predicts {own:.1%} of an average client's test rows correctly."
+        if contents.metrics is not None and contents.metrics.leading != "accuracy":
+            found = contents.metrics.headline
         return (
-            f"{contents.method} predicts {own:.1%} of an average client's test rows correctly. No "
-            "other method was run, so this page cannot say whether a simpler one would do as well."
+            f"{found} No other method was run, so this page cannot say whether a simpler one would do "
+            "as well."
         )
     values = contents.baselines[baseline]
     both = np.isfinite(values) & np.isfinite(contents.clients.accuracy)

@@ -34,6 +34,7 @@ def write_run_report(run: FederatedRun, notify: Notify = lambda _: None) -> Path
             history=read_history(folder.history),
             configuration=_configuration(folder),
             feature_names=run.preprocessing.feature_names,
+            columns=run.preprocessing.feature_groups,
             baselines=baselines,
             differences=differences,
             adaptations=_adaptations(folder, run.model.names),
