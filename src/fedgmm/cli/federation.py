@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedgmm.cli.output import escaped, sidelines
+from fedgmm.cli.runs import DateFormat, MissingValues, Names, NoHeader, file_options
 
 if TYPE_CHECKING:
     from fedgmm.federation.network.certificates import Tls
@@ -162,6 +163,16 @@ def client(
             min=0, help="Withhold moments, learners and centroids of fewer rows than this."
         ),
     ] = 0,
+    categorical: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Column whose texts are sent even if they look like names. May be repeated."
+        ),
+    ] = None,
+    no_header: NoHeader = False,
+    names: Names = None,
+    missing_values: MissingValues = None,
+    date_format: DateFormat = None,
 ) -> None:
     """Take part in a federation with the rows of this site. The rows stay here.
 
@@ -175,6 +186,7 @@ def client(
     --adapt-only
     """
     with _imports_finish_first():
+        from fedgmm.data.tables.columns import FileFormat
         from fedgmm.data.tables.files import client_name
         from fedgmm.federation.network.client import (
             Connection,
@@ -204,10 +216,19 @@ def client(
     connection = Connection(
         host, port, ca.resolve() if ca else None, key.resolve() if key else None
     )
-    SiteTable.found(
-        tuple(data), name, notify=lambda _: None
-    )  # errors in the data come before any file is written
-    settings = SiteSettings(tuple(data), out, name, share_metrics, adapt_only, min_rows)
+    written = file_options(no_header, names, missing_values, date_format, None)
+    # errors in the data come before any file is written
+    SiteTable.found(tuple(data), name, lambda _: None, FileFormat(**written))
+    settings = SiteSettings(
+        tuple(data),
+        out,
+        name,
+        share_metrics,
+        adapt_only,
+        min_rows,
+        tuple(categorical or ()),
+        **written,
+    )
     with _sigterm_interrupts(), _log_lines(out) as notify:
         take_part(Site(settings, notify=notify), connection, out, notify=notify)
 

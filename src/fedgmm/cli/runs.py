@@ -33,7 +33,9 @@ ClientColumn = Annotated[
 ]
 Categorical = Annotated[
     list[str] | None,
-    typer.Option(help="Number column to treat as categories. May be repeated."),
+    typer.Option(
+        help="Column to treat as categories, even if it has numbers or looks like names. May be repeated."
+    ),
 ]
 Ignore = Annotated[list[str] | None, typer.Option(help="Column to leave out. May be repeated.")]
 Positive = Annotated[
@@ -55,9 +57,56 @@ CostOption = Annotated[
         "cost of missing a class, such as ill=10,well=1. Predicts the class of smallest expected cost.",
     ),
 ]
+NoHeader = Annotated[
+    bool,
+    typer.Option(
+        "--no-header",
+        help="The first line holds values; the columns are called column_1, column_2 and so on.",
+    ),
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(help="Names of the columns of files without a header: a,b,c. May be repeated."),
+]
+MissingValues = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--missing-values",
+        help="Text or number that means a missing value, such as -9. May be repeated.",
+    ),
+]
+DateFormat = Annotated[
+    str | None, typer.Option(help="How dates are written, such as %d.%m.%Y or %m/%d/%y.")
+]
+Ids = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--id",
+        help="Column that identifies rows: never an input, but in the output of predict and detect. May "
+        "be repeated.",
+    ),
+]
 OutFile = Annotated[
     Path | None, typer.Option("--out", help="CSV, TSV or Parquet file; default: standard output.")
 ]
+
+
+def file_options(
+    no_header: bool,
+    names: list[str] | None,
+    missing_values: list[str] | None,
+    date_format: str | None,
+    id_columns: list[str] | None,
+) -> dict[str, Any]:
+    """Return the options about files that were given, as fields of ``TableOptions``."""
+    found = {
+        "no_header": no_header,
+        "names": tuple(name.strip() for text in names or () for name in text.split(",")),
+        "missing_values": tuple(missing_values or ()),
+        "date_format": date_format,
+        "id": tuple(id_columns or ()),
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def inspect(
@@ -66,6 +115,11 @@ def inspect(
     client_column: ClientColumn = None,
     categorical: Categorical = None,
     ignore: Ignore = None,
+    no_header: NoHeader = False,
+    names: Names = None,
+    missing_values: MissingValues = None,
+    date_format: DateFormat = None,
+    id_columns: Ids = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the clients and columns of files, how much clients differ, and possible problems.
@@ -77,7 +131,9 @@ def inspect(
     from fedgmm.data.tables.loading import read_tables
     from fedgmm.data.tables.preprocessing import TableOptions
 
-    options = TableOptions(label, client_column, tuple(categorical or ()), tuple(ignore or ()))
+    written = file_options(no_header, names, missing_values, date_format, id_columns)
+    columns = (label, client_column, tuple(categorical or ()), tuple(ignore or ()))
+    options = TableOptions(*columns, **written)
     with working(as_json) as notify:
         found = inspect_tables(read_tables(files, options, notify))
     if as_json:
@@ -99,6 +155,11 @@ def fit(
     client_column: ClientColumn = None,
     categorical: Categorical = None,
     ignore: Ignore = None,
+    no_header: NoHeader = False,
+    names: Names = None,
+    missing_values: MissingValues = None,
+    date_format: DateFormat = None,
+    id_columns: Ids = None,
     task: Annotated[
         str | None,
         typer.Option(
@@ -169,6 +230,7 @@ def fit(
         "ignore": ignore or None,
         "task": task,
         "seed": seed,
+        **file_options(no_header, names, missing_values, date_format, id_columns),
     }
     training = {
         "algorithm": algorithm,
@@ -370,6 +432,7 @@ def predict(
     positive: Positive = None,
     threshold: Threshold = None,
     cost: CostOption = None,
+    id_columns: Ids = None,
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -389,7 +452,7 @@ def predict(
     with working(as_json) as notify:
         opened = open_run(run)
         chosen = _decision(opened, positive, threshold, cost)
-        found = opened.predict(file, client, notify=notify, **chosen)
+        found = opened.predict(file, client, ids=id_columns or (), notify=notify, **chosen)
         if out is not None or not as_json:
             write_columns(found.columns(), out)
     print_notes(found.notes)
@@ -453,6 +516,7 @@ def detect(
             help="x: inputs; y: labels given inputs; joint: both; confidence: largest class probability."
         ),
     ] = "x",
+    id_columns: Ids = None,
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -468,6 +532,7 @@ def detect(
             file,
             false_alarm_rate=false_alarm_rate,
             score=score,  # type: ignore[arg-type]
+            ids=id_columns or (),
             notify=notify,
         )
         if out is not None or not as_json:

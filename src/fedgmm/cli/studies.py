@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedgmm.cli.output import JsonFlag, escaped, print_json, print_notes, screen, working
-from fedgmm.cli.runs import Categorical, ClientColumn, Ignore
+from fedgmm.cli.runs import (
+    Categorical,
+    ClientColumn,
+    DateFormat,
+    Ids,
+    Ignore,
+    MissingValues,
+    Names,
+    NoHeader,
+    file_options,
+)
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
@@ -106,6 +116,11 @@ def compare(
     client_column: ClientColumn = None,
     categorical: Categorical = None,
     ignore: Ignore = None,
+    no_header: NoHeader = False,
+    names: Names = None,
+    missing_values: MissingValues = None,
+    date_format: DateFormat = None,
+    id_columns: Ids = None,
     methods: Annotated[
         str | None, typer.Option(help="Methods, separated by commas. Default: all.")
     ] = None,
@@ -173,6 +188,7 @@ def compare(
             client_column=client_column,
             categorical=categorical or (),
             ignore=ignore or (),
+            **file_options(no_header, names, missing_values, date_format, id_columns),
             seed=seed,
             sizes=sizes,
             notify=notify,

@@ -12,6 +12,8 @@ from fedgmm.core.checks import (
     NonNegative,
     NonNegativeInt,
     Positive,
+    Text,
+    Texts,
     check_fields,
     integer,
     one_of,
@@ -133,6 +135,13 @@ class SiteSettings:
         adapt_only: learn the weights for a finished model and send nothing about the rows.
         min_rows: withhold moments, learners and centroids with fewer expected rows than this. The
             larger of this number and the federation's counts.
+        categorical: columns whose texts the site sends even if they look like names.
+        no_header: the first line of the file holds values.
+        names: names of the columns of a file without a header.
+        missing_values: further texts or numbers that mean a missing value.
+        date_format: how dates are written.
+
+    The last four replace those of the federation where they are given.
     """
 
     data: tuple[Path, ...]
@@ -141,6 +150,17 @@ class SiteSettings:
     share_metrics: Flag = False
     adapt_only: Flag = False
     min_rows: NonNegativeInt = 0
+    categorical: Texts = ()
+    no_header: Flag = False
+    names: Texts = ()
+    missing_values: Texts = ()
+    date_format: Text | None = None
+
+    @property
+    def file_format(self) -> dict[str, Any]:
+        """The options about the format of the file that were given."""
+        names = ("no_header", "names", "missing_values", "date_format")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     def __post_init__(self) -> None:
         if not self.data:

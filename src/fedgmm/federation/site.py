@@ -23,7 +23,9 @@ from fedgmm.core.gaussians import gaussians
 from fedgmm.core.streaming import lanes_only
 from fedgmm.core.sums import Sums, withhold
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.tables.columns import FileFormat
 from fedgmm.data.tables.errors import TableError
+from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.messages import PROTOCOL, Message, MessageError, check_message, one_line
@@ -84,7 +86,10 @@ class Site:
         """
         self.settings = settings
         self.notify = notify
-        self.table = SiteTable.found(settings.data, settings.name, notify)
+        written = FileFormat(**settings.file_format)
+        self.table = SiteTable.found(
+            settings.data, settings.name, notify, written, settings.categorical
+        )
         self.name = self.table.name
         self.finished = False
         self.refused: str | None = None
@@ -160,7 +165,7 @@ class Site:
             "share_metrics": self.settings.share_metrics,
         }
         if request.facts.get("agree") and not self.settings.adapt_only:
-            table = table_from_record(request.facts.get("table"), self.name)
+            table = self._own_table(table_from_record(request.facts.get("table"), self.name))
             columns = [str(name) for name in request.facts.get("as_categories", [])]
             summary = self.table.summary(table, columns)
             least = max(self.settings.min_rows, _whole(request, "min_rows"))
@@ -337,7 +342,7 @@ class Site:
 
     def _adapt(self, request: Message) -> Content:
         """Take a finished model, for which the site learns its own weights; nothing is sent."""
-        job = Job.from_record(request.facts, self.name)
+        job = self._job(request)
         _, phase, _, _ = _place(request)
         method = job.method_of(phase)
         shared, _ = self._state(request, job, phase)
@@ -358,8 +363,19 @@ class Site:
 
     # ------------------------------------------------------------------ helpers
 
-    def _training_rows(self, request: Message) -> tuple[Job, LabelledRows]:
+    def _own_table(self, table: TableOptions) -> TableOptions:
+        """Return the options of the federation with those of this site in their place."""
+        return replace(table, **self.settings.file_format)
+
+    def _job(self, request: Message) -> Job:
+        """Return the training run that a request describes, with the options of this site."""
         job = Job.from_record(request.facts, self.name)
+        table = self._own_table(job.table)
+        preprocessing = replace(job.preprocessing, written=table.written)
+        return replace(job, table=table, preprocessing=preprocessing)
+
+    def _training_rows(self, request: Message) -> tuple[Job, LabelledRows]:
+        job = self._job(request)
         dataset, _ = self.table.load(job.table, job.preprocessing)
         try:
             device = resolve_device(job.options.device)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.tables.errors import TableError, quoted
+from fedgmm.data.tables.columns import PLAIN, FileFormat
+from fedgmm.data.tables.errors import HeaderError, TableError, quoted
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
 from fedgmm.data.tables.loading import ONE_CLIENT, ClientsFile, Tables, summarise_files
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
@@ -18,14 +19,16 @@ class SiteTable:
     """The file of one site, parsed once and kept while the process lives.
 
     Attributes:
-        file: the file with the columns that were read.
+        path: the file.
+        file: the file with the columns that were read; ``None`` before it is known how to read it.
         name: the name of the site.
         notify: called with a line before each step.
         categorical: columns whose texts the site sends even if they look like names. The server cannot
             ask for that.
     """
 
-    file: TableFile
+    path: Path
+    file: TableFile | None
     name: str
     notify: Notify
     categorical: tuple[str, ...] = ()
@@ -34,8 +37,22 @@ class SiteTable:
     )
 
     @classmethod
-    def found(cls, data: tuple[Path, ...], name: str | None, notify: Notify) -> SiteTable:
+    def found(
+        cls,
+        data: tuple[Path, ...],
+        name: str | None,
+        notify: Notify,
+        written: FileFormat = PLAIN,
+        categorical: tuple[str, ...] = (),
+    ) -> SiteTable:
         """Return the table of the one file that the settings lead to, with its header read.
+
+        Args:
+            data: files, folders or patterns.
+            name: the name of the site; ``None`` uses the name of the file.
+            notify: called with a line before each step.
+            written: how the file is written, as far as the site knows it.
+            categorical: as in :class:`SiteTable`.
 
         Raises:
             ValueError: no file, several files, or a file that cannot be read.
@@ -49,12 +66,11 @@ class SiteTable:
         own = client_name(paths[0]) if name is None else name
         if not own.strip() or not own.isprintable():
             raise ValueError("The site needs a printable name; use --name NAME.")
-        return cls(TableFile(paths[0], notify), own, notify)
-
-    @property
-    def path(self) -> Path:
-        """The path of the file."""
-        return self.file.path
+        try:
+            file = TableFile(paths[0], notify, written)
+        except HeaderError:  # the server may know how it is written
+            file = None
+        return cls(paths[0], file, own, notify, categorical)
 
     def summary(self, options: TableOptions, as_categories: list[str]) -> ClientSummary:
         """Return the summary that the site sends; ``as_categories`` names columns to take as text."""
@@ -67,12 +83,12 @@ class SiteTable:
         """Return the rows as numbers, in their splits; the last result is kept."""
         if self._loaded is not None and self._loaded[:2] == (options, preprocessing):
             return self._loaded[2:]
-        file = self._current_file()
+        file = self._current_file(options)
         notes = preprocessing.check_header(
             self.path, file.header, label_needed=options.label is not None
         )
         texts = {c.name for c in preprocessing.used if c.needs_text(file.columns.get(c.name))}
-        names = set(file.header) - set(options.ignore)
+        names = set(file.header) - set(options.left_out)
         file.read(names, texts if options.label is None else {*texts, options.label})
         tables = self._tables(options)
         _, unknown = preprocessing.labels.encode(tables.summaries[self.name].labels)
@@ -86,15 +102,16 @@ class SiteTable:
         self._loaded = (options, preprocessing, dataset, tables)
         return dataset, tables
 
-    def _current_file(self) -> TableFile:
+    def _current_file(self, options: TableOptions) -> TableFile:
         """Return the file; one that changed on disk is read again from its header on."""
-        if not self.file.is_unchanged():
-            self.file = TableFile(self.path, self.notify)
-        return self.file
+        file = self.file
+        if file is None or file.written != options.written or not file.is_unchanged():
+            file = self.file = TableFile(self.path, self.notify, options.written)
+        return file
 
     def _tables(self, options: TableOptions) -> Tables:
         return summarise_files(
-            [ClientsFile(self._current_file(), options, self.categorical)], options
+            [ClientsFile(self._current_file(options), options, self.categorical)], options
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, get_args
 
-from fedgmm.data.tables.columns import Kind
+from fedgmm.data.tables.columns import DAY_FIRST, MONTH_FIRST, Kind
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary
 
@@ -38,6 +38,10 @@ def summary_record(summary: ClientSummary) -> dict[str, Any]:
                 "mean_rest": _finite(column.mean_rest),
                 "categories": None if column.categories is None else dict(column.categories),
                 "unlisted": column.unlisted,
+                "orders": {
+                    order: [count, *map(_finite, moments)]
+                    for order, (count, *moments) in column.orders.items()
+                },
             }
             for name, column in summary.columns.items()
         ],
@@ -88,7 +92,24 @@ def _column(name: str, record: Mapping[str, Any], rows: int) -> ColumnSummary:
     if texts is not None and sum(texts.values()) > rows - missing:
         raise SummaryError(f"the categories of {what} are more than its rows")
     unlisted = _count(record.get("unlisted", 0), f"unlisted of {what}", rows - missing)
-    return ColumnSummary(kind, missing, count, mean, squares, texts, rest, unlisted)
+    orders = _orders(record.get("orders", {}), what, rows - missing)
+    return ColumnSummary(kind, missing, count, mean, squares, texts, rest, unlisted, orders)
+
+
+def _orders(value: Any, what: str, rows: int) -> dict[str, tuple[int, float, float, float]]:
+    """Return the moments of dates in each order in which they can be read."""
+    if not isinstance(value, Mapping) or not set(value) <= {DAY_FIRST, MONTH_FIRST}:
+        raise SummaryError(f"{what} has an unknown order of dates")
+    found = {}
+    for order, moments in value.items():
+        if not isinstance(moments, list) or len(moments) != 4:
+            raise SummaryError(f"{what} has incomplete dates")
+        own = dict(zip(("mean", "squares", "mean_rest"), moments[1:], strict=True))
+        mean, squares, rest = (_number(own, name, what) for name in own)
+        if squares < 0:
+            raise SummaryError(f"the squares of {what} are negative")
+        found[order] = (_count(moments[0], f"count of {what}", rows), mean, squares, rest)
+    return found
 
 
 def _number(record: Mapping[str, Any], name: str, what: str) -> float:

@@ -419,6 +419,7 @@ def data_to_compare(
     seed: int | None = None,
     sizes: Mapping[str, int] | None = None,
     notify: Notify = lambda _: None,
+    **table: Any,
 ) -> DataToCompare:
     """Load rows from files, from a run folder, or from built-in data.
 
@@ -432,6 +433,7 @@ def data_to_compare(
         sizes: ``components`` and ``learners``, if they were given. Otherwise those of the run are used,
             and files choose them as ``fit`` does.
         notify: called with a line before each step.
+        **table: further fields of :class:`TableOptions`, for files.
     """
     given: dict[str, Any] = {**(sizes or {})}
 
@@ -445,15 +447,16 @@ def data_to_compare(
             seed=seed,
             sizes=sizes,
             notify=notify,
+            **table,
         )
 
     source = sources[0] if len(sources) == 1 else ""
-    of_columns = [client_column, categorical, ignore]
+    of_columns = [client_column, categorical, ignore, *table.values()]
     if source and RunFolder(Path(source)).is_run:
         if label or any(of_columns):
             raise ValueError(
-                f"{source} is a run, which has its own label and columns; leave out --label, "
-                "--client-column, --categorical and --ignore."
+                f"{source} is a run, which has its own label and columns; leave out --label and the "
+                "options about columns and files."
             )
         run = open_run(source)
         run.need_labels()
@@ -464,16 +467,16 @@ def data_to_compare(
     if source in BUILT_IN and label is None:
         if any(of_columns):
             raise ValueError(
-                f"{source} is built in and has no columns; leave out --client-column, --categorical "
-                "and --ignore."
+                f"{source} is built in and has no columns; leave out the options about columns and files."
             )
         dataset, bayes = built_in_data(source, seed or 0)
         options = TrainingOptions(seed=seed or 0, **given)
         return DataToCompare(dataset, source, options, again, bayes)
     if label is None:
         raise ValueError("No label column was given; name it with --label COLUMN.")
-    table = TableOptions(label, client_column, tuple(categorical), tuple(ignore), seed=seed or 0)
-    dataset, _, tables = load_federation(sources, table, notify)
+    columns = (label, client_column, tuple(categorical), tuple(ignore))
+    reading = TableOptions(*columns, seed=seed or 0, **table)
+    dataset, _, tables = load_federation(sources, reading, notify)
     options, _ = choose_sizes(
         TrainingOptions(standardise=False, seed=seed or 0, **given),
         ["covariance_type"],

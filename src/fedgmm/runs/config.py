@@ -183,9 +183,11 @@ def config_from(
         ValueError: an option is missing or has a wrong value.
     """
     data: dict[str, Any] = dict(sections.get("data", {}))
-    for name in ("files", "categorical", "ignore"):
-        if isinstance(data.get(name), str):  # a single name needs no list
+    for name in ("files", "categorical", "ignore", "names", "missing_values", "id"):
+        if isinstance(data.get(name), (str, int, float)):  # a single name needs no list
             data[name] = (data[name],)
+    if isinstance(data.get("missing_values"), (list, tuple)):  # numbers need no quotes
+        data["missing_values"] = tuple(map(str, data["missing_values"]))
     data = {
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
     }

@@ -53,6 +53,11 @@ def fit(
     client_column: str | None = None,
     categorical: Iterable[str] = (),
     ignore: Iterable[str] = (),
+    no_header: bool = False,
+    names: Iterable[str] = (),
+    missing_values: Iterable[str | float] = (),
+    date_format: str | None = None,
+    id: Iterable[str] = (),
     checkpoint_every: int = 5,
     overwrite: bool = False,
     notify: Notify = lambda _: None,
@@ -68,6 +73,11 @@ def fit(
         client_column: the column that names the client, if files hold several clients.
         categorical: number columns whose values are names of groups.
         ignore: columns to leave out.
+        no_header: the first line of the files holds values; columns are called ``column_1`` and so on.
+        names: names of the columns of files without a header, in their order.
+        missing_values: further texts or numbers that mean a missing value, such as -9.
+        date_format: how dates are written, such as ``%d.%m.%Y``.
+        id: columns that identify rows: never an input, but in the output of predictions.
         checkpoint_every: rounds between two checkpoints.
         overwrite: replace a run that is already in the folder.
         notify: called with a line before each step.
@@ -84,6 +94,11 @@ def fit(
         client_column,
         tuple(categorical),
         tuple(ignore),
+        no_header=no_header,
+        names=tuple(names),
+        missing_values=tuple(map(str, missing_values)),
+        date_format=date_format,
+        id=tuple(id),
         seed=training.get("seed", 0),
     )
     config = RunConfig(tuple(map(str, files)), table, training, checkpoint_every)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ class Predictions:
         log_density: ``log P(x)``, ``(n,)``; ``None`` without Gaussians.
         notes: remarks for the user.
         codes: index of the predicted class, ``(n,)``.
+        ids: the columns that identify rows, ``(n,)`` each.
     """
 
     labels: NDArray[Any]
@@ -55,11 +56,13 @@ class Predictions:
     log_density: NDArray[np.float64] | None
     notes: list[str]
     codes: NDArray[np.int64]
+    ids: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Return the columns of an output file."""
         columns: dict[str, NDArray[Any]] = {
             "row": np.arange(1, len(self.labels) + 1),
+            **self.ids,
             "prediction": self.labels,
             "probability": self.probabilities[np.arange(len(self.codes)), self.codes],
         }
@@ -79,17 +82,20 @@ class Detection:
         score: name of the score.
         batch_p_value: p-value of all rows together, as one new client; ``None`` if there are too few.
         notes: remarks for the user.
+        ids: the columns that identify rows, ``(n,)`` each.
     """
 
     result: NoveltyResult
     score: str
     batch_p_value: float | None
     notes: list[str]
+    ids: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Return the columns of an output file."""
         return {
             "row": np.arange(1, len(self.result.scores) + 1),
+            **self.ids,
             "score": self.result.scores,
             "p_value": self.result.p_values,
             "novel": self.result.novel,
@@ -239,6 +245,7 @@ class FederatedRun:
         positive: Any = None,
         threshold: float | None = None,
         cost: Cost | None = None,
+        ids: Sequence[str] = (),
         notify: Notify = lambda _: None,
     ) -> Predictions:
         """Predict the class of each row of a file.
@@ -250,12 +257,13 @@ class FederatedRun:
             positive: the positive class of two; ``None`` means the rarer one in training.
             threshold: probability of the positive class from which on it is predicted.
             cost: cost of missing the positive class, or each class, see :meth:`FederatedModel.predict`.
+            ids: columns that identify rows, besides those that training declared.
             notify: called with a line before each step.
         """
         self.need_labels()
         decision = self.model.decision(positive=positive, threshold=threshold, cost=cost)
         path = Path(file)
-        rows = read_rows(path, self.preprocessing, notify=notify)
+        rows = read_rows(path, self.preprocessing, ids=ids, notify=notify)
         notes = list(rows.notes)
         owner: Any = None
         if client is not None:
@@ -279,7 +287,9 @@ class FederatedRun:
                 f"{self.model.positive if positive is None else positive} is predicted from a "
                 f"probability of {decision.threshold:.3g} on."
             )
-        return Predictions(classes[codes], proba, classes, found.log_density, notes, codes)
+        return Predictions(
+            classes[codes], proba, classes, found.log_density, notes, codes, rows.ids
+        )
 
     def detect(
         self,
@@ -287,6 +297,7 @@ class FederatedRun:
         *,
         false_alarm_rate: float = 0.05,
         score: Score = "x",
+        ids: Sequence[str] = (),
         notify: Notify = lambda _: None,
     ) -> Detection:
         """Find the rows of a file that are unlike the training data.
@@ -296,6 +307,7 @@ class FederatedRun:
             false_alarm_rate: share of ordinary rows that may be flagged.
             score: ``"x"`` uses the inputs, ``"y"`` the labels given the inputs, ``"joint"`` both,
                 ``"confidence"`` the largest class probability.
+            ids: columns that identify rows, besides those that training declared.
             notify: called with a line before each step.
         """
         check_choice("score", score, SCORES)
@@ -319,7 +331,9 @@ class FederatedRun:
             )
         path = Path(file)
         needs_labels = score in ("y", "joint")
-        rows = read_rows(path, self.preprocessing, label_needed=needs_labels, notify=notify)
+        rows = read_rows(
+            path, self.preprocessing, label_needed=needs_labels, ids=ids, notify=notify
+        )
         labels = None
         if needs_labels:
             assert rows.labels is not None
@@ -338,7 +352,7 @@ class FederatedRun:
             false_alarm_rate=false_alarm_rate,
             batch="clients" in self.model.calibration and len(rows.matrix) >= 2,
         )
-        return Detection(result, score, result.batch_p_value, rows.notes)
+        return Detection(result, score, result.batch_p_value, rows.notes, rows.ids)
 
     def adapt(
         self,

@@ -171,6 +171,16 @@ def test_a_client_without_any_shared_column_is_an_error(fails):
     assert message.startswith("Client 'r'")
 
 
+def test_numbers_that_become_categories_are_named():
+    summaries = clients(p=text(high=1, **{"1": 9}), q=text(**{"1": 5, "2": 5}))
+    column, notes = agreed(summaries)
+    assert column.role == "category"
+    (note,) = notes
+    assert all(word in note for word in ("because p", "'high'", "and q", "--missing-values"))
+    assert agreed(summaries, categorical=("a",))[1] == []
+    assert agreed(clients(p=text(high=1, low=9), q=text(low=5)))[1] == []
+
+
 def test_one_client_that_sets_the_scale_is_named():
     ordinary = {name: number(5.0, 40.0, 10) for name in "pq"}
     assert agreed(clients(**ordinary, r=number(9.0, 40.0, 10)))[1] == []

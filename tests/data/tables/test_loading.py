@@ -564,7 +564,7 @@ def works_or_fails_with_a_sentence(call, *args):
         return call(*args)
     except ValueError as error:
         complaint = error
-    assert type(complaint).__name__ in ("TableError", "ValueError"), repr(complaint)
+    assert type(complaint).__name__ in ("TableError", "HeaderError", "ValueError"), repr(complaint)
     assert_one_sentence(str(complaint))
     return None
 

@@ -29,9 +29,9 @@ def counts(monkeypatch):
         found["parses"].append(list(options["convert_options"].include_columns))
         return parse(source, **options)
 
-    def counted_sniff(path):
+    def counted_sniff(path, *written):
         found["sniffs"].append(path.name)
-        return sniff(path)
+        return sniff(path, *written)
 
     monkeypatch.setattr("pyarrow.csv.read_csv", counted_parse)
     monkeypatch.setattr("fedgmm.data.tables.files.sniff", counted_sniff)

@@ -17,7 +17,7 @@ from fedgmm.data.tables.files import TableFile, client_name, find_tables
 
 @pytest.fixture
 def folder(tmp_path):
-    for name in ("b.csv", "a.csv.gz", "c.PARQUET", "notes.txt", ".hidden.csv", "deep/d.npz"):
+    for name in ("b.csv", "a.csv.gz", "c.PARQUET", "notes.doc", ".hidden.csv", "deep/d.npz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "folder.csv").mkdir()
@@ -50,7 +50,7 @@ def test_a_name_that_looks_like_a_pattern(folder):
     [
         ("nowhere.csv", "such file"),
         ("x_*.csv", "such file"),
-        ("notes.txt", "kind"),
+        ("notes.doc", "kind"),
         ("empty", "folder"),
         ("a\x00b", "such file"),
     ],

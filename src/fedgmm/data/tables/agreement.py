@@ -33,7 +33,9 @@ _NAMES = "it has so many different values that they look like names"
 _TOO_LARGE = "its numbers are too large to be squared"
 _CONSTANT = "all its values are equal"
 _UNLISTED = "no client lists its values, because they look like names"
+_AMBIGUOUS = "its dates can be read with the day first or with the month first"
 _REMEDIES = {
+    _AMBIGUOUS: "; say which with --date-format, such as --date-format %d.%m.%Y",
     _NAMES: "; use --categorical {0} if they are categories",
     _UNLISTED: "; sites list them with --categorical {0}",
 }
@@ -75,7 +77,8 @@ def agree(
         raise ValueError("There are no learners for task='regression' yet.")
     else:
         labels = Labels.agreed(options.label, [s.labels for s in summaries.values()], options.task)
-    return Preprocessing(tuple(columns), labels, options.client_column), notes
+    written = options.written
+    return Preprocessing(tuple(columns), labels, options.client_column, options.id, written), notes
 
 
 def agree_on_columns(
@@ -84,7 +87,7 @@ def agree_on_columns(
     """Return the conversion of each column, and notes about them."""
     names = _column_names(summaries, options)
     _check_shared_columns(summaries, options)
-    for name in (*options.categorical, *options.ignore):
+    for name in (*options.categorical, *options.left_out):
         if name not in (*names, options.label, options.client_column):
             raise ValueError(f"There is no column {quoted(name)}; the columns are {listed(names)}.")
     columns = [_agree_on(name, summaries, options) for name in names]
@@ -97,7 +100,7 @@ def agree_on_columns(
 def _column_names(summaries: Mapping[str, ClientSummary], options: TableOptions) -> list[str]:
     """Return all columns in the order of the first client; the ignored ones come last."""
     names = dict.fromkeys(name for own in summaries.values() for name in own.columns)
-    return sorted(names, key=lambda name: name in options.ignore)
+    return sorted(names, key=lambda name: name in options.left_out)
 
 
 def _of_column(summaries: Mapping[str, ClientSummary], name: str) -> dict[str, ColumnSummary]:
@@ -108,7 +111,7 @@ def _check_shared_columns(summaries: Mapping[str, ClientSummary], options: Table
     """Raise for a client that has no column that any other client has."""
     owners = Counter(name for own in summaries.values() for name in own.columns)
     for client, own in summaries.items():
-        mine = [name for name in own.columns if name not in options.ignore]
+        mine = [name for name in own.columns if name not in options.left_out]
         if len(summaries) > 1 and mine and all(owners[name] == 1 for name in mine):
             raise DisagreementError(
                 client,
@@ -144,13 +147,13 @@ def _column_notes(
     """Return notes about a column that is dropped, or changed in a way that may surprise."""
     name = quoted(column.name)
     if column.role == "ignored":
-        if column.name in options.ignore:
+        if column.name in options.left_out:
             return []
         remedy = _REMEDIES.get(column.reason, "").format(column.name)
         return [f"Column {name} is not used: {column.reason}{remedy}."]
     if column.role != "category":
         return _scale_notes(column, own)
-    notes = []
+    notes = [] if column.name in options.categorical else _mixed_notes(column, own)
     hidden = [client for client, one in own.items() if one.categories is None]
     if hidden:
         many = sum(own[client].unlisted for client in hidden)
@@ -167,9 +170,26 @@ def _column_notes(
     if all(map(_OTHER_DATE.fullmatch, set(column.categories) - {OTHER})):
         notes.append(
             f"Column {name} looks like dates, such as {column.categories[0]}, but is used as "
-            "categories; write dates as 2024-12-31."
+            "categories; name the format, such as --date-format %d.%m.%y, or write 2024-12-31."
         )
     return notes
+
+
+def _mixed_notes(column: Column, own: Mapping[str, ColumnSummary]) -> list[str]:
+    """Return a note about numbers that are categories because other clients have words."""
+    words = {text for text in column.categories if kind_of_text(text) == "text"} - {OTHER}
+    numbers = set(column.categories) - words - {OTHER}
+    listed_by = {client: set(one.categories or {}) for client, one in own.items()}
+    wordless = [client for client, texts in listed_by.items() if texts and not texts & words]
+    wordy = [client for client, texts in listed_by.items() if texts & words]
+    if not numbers or not wordless or not wordy or column.categories == TRUTH:
+        return []
+    first = next(text for text in sorted(listed_by[wordy[0]] & words))
+    return [
+        f"Column {quoted(column.name)} is used as categories, because {joined(wordy)} has words such as "
+        f"{quoted(first)}, and {joined(wordless)} only numbers; if a word means a missing value, add "
+        f"--missing-values {quoted(first)}."
+    ]
 
 
 def _scale_notes(column: Column, own: Mapping[str, ColumnSummary]) -> list[str]:
@@ -191,8 +211,9 @@ def _scale_notes(column: Column, own: Mapping[str, ColumnSummary]) -> list[str]:
 
 def _agree_on(name: str, summaries: Mapping[str, ClientSummary], options: TableOptions) -> Column:
     """Return the conversion of a column, decided by sums over all clients."""
-    if name in options.ignore:
-        return Column(name, "ignored", reason="the options ignore it")
+    if name in options.left_out:
+        id_ = name in options.id
+        return Column(name, "ignored", reason="it is an id" if id_ else "the options ignore it")
     own = _of_column(summaries, name)
     if len(own) == 1 < len(summaries) and name not in options.categorical:
         return Column(name, "ignored", reason=_one_owner(name, next(iter(own)), summaries))
@@ -230,7 +251,7 @@ def _converted(
     if not kinds & {"number", "date"}:
         return _category_column(name, own, present, indicator, options)
     if kinds == {"date"}:
-        return _number_column(name, "date", list(own.values()), indicator)
+        return _date_column(name, own, indicator)
     if kinds <= {"number", "boolean"}:
         return _number_column(name, "number", [_zeros_and_ones(s) for s in own.values()], indicator)
     # agree_on_kinds has already read such columns as text if that helps
@@ -288,6 +309,28 @@ def _pooled(own: Sequence[ColumnSummary]) -> tuple[float, float]:
     with np.errstate(over="ignore", invalid="ignore"):
         counts, means, squares, _ = pool(*moments.T[..., None])
     return float(means[0]), float(squares[0] / counts[0])
+
+
+def _date_column(name: str, own: Mapping[str, ColumnSummary], indicator: bool) -> Column:
+    """Return the conversion of dates; those like ``3/4/2020`` are read in the one order that fits all."""
+    possible = {client: set(one.orders) for client, one in own.items() if one.orders}
+    orders = set.intersection(*possible.values()) if possible else {""}
+    if len(orders) > 1:
+        return Column(name, "ignored", reason=_AMBIGUOUS)
+    if not orders:
+        first = next(client for client, found in possible.items() if len(found) == 1)
+        (order,) = possible[first]
+        client = next(client for client, found in possible.items() if order not in found)
+        (other,) = possible[client]
+        raise DisagreementError(
+            client,
+            name,
+            f"the column {quoted(name)} holds dates with the {other}, but {first!r} has the {order}; write "
+            "dates as 2024-12-31.",
+        )
+    (order,) = orders
+    found = _number_column(name, "date", [one.in_order(order) for one in own.values()], indicator)
+    return replace(found, order=order)
 
 
 def _category_column(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -26,12 +28,60 @@ MISSING = (
 
 TRUTH = ("false", "true")
 
+DAY_FIRST, MONTH_FIRST = "day first", "month first"
+"""The orders in which a date such as ``3/4/2020`` can be read."""
+
+_DAY_MONTH_YEAR = (
+    r"^(?P<a>\d{1,2})[./-](?P<b>\d{1,2})[./-](?P<y>\d{4})(?:[ T](?P<t>\d{1,2}:\d{2}(?::\d{2})?))?$"
+)
+
 LARGEST = 1e140
 """Largest number in training; squares of larger ones could overflow and spoil the whole column."""
 
 _MICROSECONDS_PER_DAY = 86_400e6
 _FIRST_LOOK = 8  # most text fails in the first values, which is faster than casting all of them
 _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """Format of files, where the reader cannot see it.
+
+    Attributes:
+        no_header: the first line holds values.
+        names: names of the columns, in the order of the file; the first line then holds values, too,
+            unless it repeats these names.
+        missing_values: further texts or numbers that mean a missing value.
+        date_format: how dates are written, as for ``strptime``; ``None`` recognises them.
+        label: the column that a file without a header may lack.
+    """
+
+    no_header: bool = False
+    names: tuple[str, ...] = ()
+    missing_values: tuple[str, ...] = ()
+    date_format: str | None = None
+    label: str | None = field(default=None, compare=False)
+
+    @property
+    def missing_numbers(self) -> list[float]:
+        """The missing values that are numbers."""
+        found = []
+        for text in self.missing_values:
+            with contextlib.suppress(ValueError):
+                found.append(float(text))
+        return found
+
+    def means_missing(self, texts: pa.StringArray) -> pa.BooleanArray:
+        """Return which texts mean a missing value; ``-9`` is also written ``-9.0``."""
+        found = pc.is_in(texts, value_set=pa.array([*MISSING, *self.missing_values]))
+        whole = [f"{int(n)}" for n in self.missing_numbers if n.is_integer()]
+        if whole:
+            pattern = rf"^(?:{'|'.join(map(re.escape, whole))})(?:\.0*)?$"
+            found = pc.or_(found, pc.match_substring_regex(texts, pattern))
+        return found
+
+
+PLAIN = FileFormat()
 
 
 @dataclass(frozen=True)
@@ -47,6 +97,8 @@ class ColumnValues:
         texts: the distinct texts without surrounding blanks.
         as_written: whether ``texts`` are exactly as the file writes them. A parsed number does not keep
             its text: ``007`` and ``7``, or ``1.50`` and ``1.5``, become equal.
+        orders: for dates such as ``31.12.1960`` the days ``(n,)`` in each order in which all of them
+            can be read; ``numbers`` are those of the first order. Empty for other values.
     """
 
     kind: Kind
@@ -54,12 +106,18 @@ class ColumnValues:
     codes: CodeArray | None
     texts: pa.StringArray
     as_written: bool
+    orders: Mapping[str, FloatArray] = field(default_factory=dict)
 
     @classmethod
     def absent(cls, rows: int) -> ColumnValues:
         """Return a column without any value."""
         codes = np.full(rows, -1, dtype=np.int32)
         return cls("empty", np.full(rows, np.nan), codes, pa.array([], pa.string()), True)
+
+    def as_texts(self) -> NDArray[np.object_]:
+        """Return the text of each row ``(n,)``, ``None`` where missing."""
+        codes, texts = self.categories()
+        return np.array([*texts, None], dtype=object)[codes]
 
     def categories(self) -> tuple[CodeArray, list[str]]:
         """Return the codes and their texts."""
@@ -89,48 +147,71 @@ def stored_kind(kind: pa.DataType) -> Kind | None:
     return None
 
 
-def column_values(values: pa.ChunkedArray) -> ColumnValues:
+def column_values(values: pa.ChunkedArray, written: FileFormat = PLAIN) -> ColumnValues:
     """Convert a column of an Arrow table whose type has a :func:`stored_kind`."""
     kind = stored_kind(values.type)
     assert kind is not None
     if values.null_count == len(values):
         return ColumnValues.absent(len(values))
+    if pa.types.is_integer(values.type) and _is_digits_only(written.date_format):
+        texts = _text_values(values.cast(pa.string()), written)
+        if texts.kind == "date":
+            return texts
     if kind == "text":
-        return _text_values(values)
+        return _text_values(values, written)
     numbers = _days(values) if kind == "date" else _finite(values.cast(pa.float64(), safe=False))
+    if kind == "number" and written.missing_values:
+        numbers = np.where(np.isin(numbers, written.missing_numbers), np.nan, numbers)
+        if np.isnan(numbers).all():
+            return ColumnValues.absent(len(values))
     if kind == "boolean":
         codes = np.where(np.isnan(numbers), -1, numbers).astype(np.int32)
         return ColumnValues(kind, numbers, codes, pa.array(TRUTH), False)
     return ColumnValues(kind, numbers, None, pa.array([], pa.string()), False)
 
 
-def _text_values(values: pa.ChunkedArray) -> ColumnValues:
+def _is_digits_only(date_format: str | None) -> bool:
+    """Return whether dates look like whole numbers, such as 20241231."""
+    return date_format is not None and re.fullmatch(r"(%[YmdHMSj])+", date_format) is not None
+
+
+def _text_values(values: pa.ChunkedArray, written: FileFormat) -> ColumnValues:
     """Encode texts; only the distinct ones are trimmed and cast."""
     encoded = values.dictionary_encode().combine_chunks()
     codes = np.asarray(encoded.indices.fill_null(-1), dtype=np.int32)
     texts = encoded.dictionary
     trimmed = pc.utf8_trim_whitespace(texts)
-    missing = pc.is_in(trimmed, value_set=pa.array(MISSING))
-    clean = pc.if_else(missing, pa.scalar(None, pa.string()), trimmed)
+    clean = pc.if_else(written.means_missing(trimmed), pa.scalar(None, pa.string()), trimmed)
     if not clean.equals(texts):
         again = clean.dictionary_encode()
         lookup = np.append(np.asarray(again.indices.fill_null(-1), dtype=np.int32), np.int32(-1))
         codes, texts = lookup[codes], again.dictionary
-    kind, numbers = _kind_and_numbers(texts)
+    kind, numbers = _kind_and_numbers(texts, written.date_format)
+    orders = {} if numbers is not None else _orders(texts)
+    if orders:
+        kind, numbers = "date", next(iter(orders.values()))
     if numbers is not None:
         numbers = np.append(numbers, np.nan)[codes]
-    return ColumnValues(kind, numbers, codes, texts, True)
+    orders = {order: np.append(days, np.nan)[codes] for order, days in orders.items()}
+    return ColumnValues(kind, numbers, codes, texts, True, orders)
 
 
 def kind_of_text(text: str) -> Kind:
     """Return the kind of a single text."""
-    return _kind_and_numbers(pa.array([text], pa.string()))[0]
+    texts = pa.array([text], pa.string())
+    return "date" if _orders(texts) else _kind_and_numbers(texts)[0]
 
 
-def _kind_and_numbers(texts: pa.StringArray) -> tuple[Kind, FloatArray | None]:
+def _kind_and_numbers(
+    texts: pa.StringArray, date_format: str | None = None
+) -> tuple[Kind, FloatArray | None]:
     """Return the kind that fits all texts, and their numbers unless they are text."""
     if not len(texts):
         return "empty", np.empty(0)
+    if date_format is not None:
+        dates = pc.strptime(texts, date_format, "us", error_is_null=True)
+        if not dates.null_count:
+            return "date", _days(dates)
     found = _cast(texts, pa.float64())
     if found is not None:
         return "number", _finite(found)
@@ -169,6 +250,23 @@ def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
         return pc.cast(values, kind)
     except pa.ArrowInvalid:
         return None
+
+
+def _orders(texts: pa.StringArray) -> dict[str, FloatArray]:
+    """Return dates such as ``31.12.1960`` as days, in each order in which all of them can be read."""
+    if not len(texts) or not pc.all(pc.match_substring_regex(texts, _DAY_MONTH_YEAR)).as_py():
+        return {}
+    parts = pc.extract_regex(texts, _DAY_MONTH_YEAR)
+    a, b = (pc.utf8_lpad(parts.field(name), 2, "0") for name in ("a", "b"))
+    year, clock = parts.field("y"), pc.utf8_lpad(parts.field("t"), 5, "0")
+    clock = pc.if_else(pc.equal(parts.field("t"), ""), "00:00", clock)
+    found = {}
+    for order, month, day in ((DAY_FIRST, b, a), (MONTH_FIRST, a, b)):
+        dates = pc.binary_join_element_wise(year, month, day, "-")
+        read = _cast(pc.binary_join_element_wise(dates, clock, " "), pa.timestamp("us"))
+        if read is not None:
+            found[order] = _days(read)
+    return found
 
 
 def _as_dates(values: pa.Array) -> pa.Array | None:

@@ -33,6 +33,10 @@ class TableError(ValueError):
         self.public = (problem if public is None else public).rstrip(".")
 
 
+class HeaderError(TableError):
+    """A file whose first line holds values instead of the names of its columns."""
+
+
 class ValueKindError(ValueError):
     """A column whose values are of another kind than in training.
 

@@ -12,12 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedgmm.data.tables.columns import ColumnValues, column_values, stored_kind
+from fedgmm.data.tables.columns import PLAIN, ColumnValues, FileFormat, column_values, stored_kind
 from fedgmm.data.tables.errors import TableError, listed, quoted
 from fedgmm.data.tables.text_files import Dialect, parse_text, sniff
 from fedgmm.wording import counted
 
 _SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".csv.gz", ".tsv.gz")
+_OTHER_TEXT = (".txt", ".dat", ".data", ".txt.gz", ".dat.gz", ".data.gz")
+"""Endings of text files that are read if they are named, but not looked for in folders."""
+
 _INDEX = re.compile(r"__index_level_\d+__")  # the name that pandas gives to an unnamed index
 
 Notify = Callable[[str], None]
@@ -58,7 +61,7 @@ def _tables_of(source: str | Path) -> list[Path]:
     if not here:
         raise TableError(source, "there is no such file; check the name.")
     for child in here:
-        if not _is_table(child):
+        if not _is_table(child, (*_SUFFIXES, *_OTHER_TEXT)):
             raise TableError(
                 child, f"this kind of file cannot be read; use one of {', '.join(_SUFFIXES)}."
             )
@@ -75,14 +78,14 @@ def _matching(pattern: str) -> list[Path]:
 def client_name(path: Path) -> str:
     """Return the client whose rows a file holds: ``oslo`` for ``data/oslo.csv.gz``."""
     name = path.name
-    for suffix in sorted(_SUFFIXES, key=len, reverse=True):
+    for suffix in sorted((*_SUFFIXES, *_OTHER_TEXT), key=len, reverse=True):
         if name.lower().endswith(suffix):
             return name[: -len(suffix)] or name
     return path.stem
 
 
-def _is_table(path: Path) -> bool:
-    return path.name.lower().endswith(_SUFFIXES) and not path.name.startswith(".")
+def _is_table(path: Path, endings: tuple[str, ...] = _SUFFIXES) -> bool:
+    return path.name.lower().endswith(endings) and not path.name.startswith(".")
 
 
 # ---------------------------------------------------------------------- read files
@@ -97,19 +100,23 @@ class TableFile:
             without a name is left out, because it is an index that some program wrote.
         columns: the values of the columns that were read.
         rows: number of rows, known after the first read.
+        written: what is known about the format of the file.
     """
 
-    def __init__(self, path: Path, notify: Notify = lambda _: None) -> None:
+    def __init__(
+        self, path: Path, notify: Notify = lambda _: None, written: FileFormat = PLAIN
+    ) -> None:
         """Read the header.
 
         Args:
             path: the file.
             notify: called with a line before the file is parsed.
+            written: what is known about the format of the file.
 
         Raises:
             TableError: a file that cannot be read, or two columns of one name.
         """
-        self.path, self._notify = path, notify
+        self.path, self.written, self._notify = path, written, notify
         self.columns: dict[str, ColumnValues] = {}
         self.rows = 0
         self._dialect: Dialect | None = None
@@ -121,7 +128,7 @@ class TableFile:
             elif lowered.endswith(".npz"):
                 raw = list(_npz_columns(path))
             else:
-                self._dialect = sniff(path)
+                self._dialect = sniff(path, written)
                 raw = list(self._dialect.header)
         except TableError:
             raise
@@ -129,6 +136,11 @@ class TableFile:
             raise _unreadable(path, error) from None
         names = _checked_names(path, raw)
         self.header = {name: old for name, old in zip(names, raw, strict=True) if name}
+
+    @property
+    def looks_headless(self) -> bool:
+        """Whether the first line looks like values although it is read as the header."""
+        return self._dialect is not None and self._dialect.looks_headless
 
     def read(self, names: Collection[str], as_text: Collection[str] = ()) -> None:
         """Read columns that are not kept yet, in one pass over the file.
@@ -161,7 +173,8 @@ class TableFile:
         lowered = self.path.name.lower()
         try:
             if self._dialect is not None:
-                table = parse_text(self.path, self._dialect, wanted, as_text)
+                missing = self.written.missing_values
+                table = parse_text(self.path, self._dialect, wanted, as_text, missing)
             else:
                 load = _read_parquet if lowered.endswith(".parquet") else _read_npz
                 table = load(self.path, list(wanted.values())).rename_columns(list(wanted))
@@ -190,7 +203,7 @@ class TableFile:
             )
         if as_text and kind != "empty":
             values = values.cast(pa.string())
-        return column_values(values)
+        return column_values(values, self.written)
 
     def check_unchanged(self) -> None:
         """Raise :class:`TableError` if the file changed since its header was read."""

@@ -90,7 +90,7 @@ def inspect_tables(tables: Tables) -> Inspection:
     classes: Counter[str] = sum(owned.values(), Counter())
     rows = sum(summary.rows for summary in summaries.values())
     clients = [
-        _client(name, own, columns, owned[name], classes, tables.options.ignore)
+        _client(name, own, columns, owned[name], classes, tables.options.left_out)
         for name, own in summaries.items()
     ]
     facts = [_column(column, summaries, rows) for column in columns]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from fedgmm.data.tables.summaries import (
     ColumnSummary,
     summarise_columns,
 )
+from fedgmm.data.tables.text_files import no_header
 from fedgmm.wording import counted
 
 ONE_CLIENT = (
@@ -71,7 +73,7 @@ class ClientsFile:
         self.file, self.options = file, options
         self.as_categories = set(options.categorical) - {options.label, options.client_column}
         self.listed = options.categorical if listed is None else listed
-        self.ignored = [name for name in file.header if name in options.ignore]
+        self.ignored = [name for name in file.header if name in options.left_out]
         self._check_header()
         self.read()
         if options.client_column is None:
@@ -90,7 +92,7 @@ class ClientsFile:
     def used(self) -> list[str]:
         """The columns to learn from."""
         options = self.options
-        special = (options.label, options.client_column, *options.ignore)
+        special = (options.label, options.client_column, *options.left_out)
         return [name for name in self.file.header if name not in special]
 
     def _check_header(self) -> None:
@@ -98,6 +100,8 @@ class ClientsFile:
         options = self.options
         for name, role in ((options.label, "label"), (options.client_column, "client")):
             if name is not None and name not in names:
+                if self.file.looks_headless:
+                    raise no_header(self.file.path, names)
                 problem = f"there is no {role} column {quoted(name)}"
                 raise TableError(
                     self.file.path, f"{problem}; the columns are {listed(names)}.", public=problem
@@ -255,7 +259,7 @@ def read_tables(
     paths = sorted(find_tables(sources), key=lambda path: (client_name(path), path))
     _check_names(paths, options)
     return summarise_files(
-        [ClientsFile(TableFile(path, notify), options) for path in paths], options
+        [ClientsFile(TableFile(path, notify, options.written), options) for path in paths], options
     )
 
 
@@ -271,6 +275,12 @@ def summarise_files(files: list[ClientsFile], options: TableOptions) -> Tables:
         summaries = _summarise_together(files, options)
     summaries = dict(sorted(summaries.items()))
     notes = []
+    headless = [own.file.path.name for own in files if own.file.looks_headless]
+    if headless:
+        notes.append(
+            f"The first line of {joined(headless)} looks like data, but names the columns; use --no-header "
+            "or --names if there is no header."
+        )
     without = {client: s.unlabelled for client, s in summaries.items() if s.unlabelled}
     if without:
         notes.append(f"{counted(sum(without.values()), *_LEFT_OUT)}: at {joined(list(without))}.")
@@ -290,6 +300,9 @@ def agreement(tables: Tables) -> Preprocessing:
     except DisagreementError as error:
         raise tables.error(error.client, error.problem) from None
     tables.notes.extend(note for note in notes if note not in tables.notes)
+    if tables.options.no_header:  # so that a later file without the label fits, too
+        names = tuple(tables.files[0].file.header)
+        preprocessing = replace(preprocessing, written=replace(preprocessing.written, names=names))
     return preprocessing
 
 
@@ -395,6 +408,7 @@ class Rows:
         clients: the client of each row, if the file has the client column; else ``None``.
         unknown_labels: texts that were not a class in training.
         notes: remarks for the user.
+        ids: the columns that identify rows, as they are written, ``(n,)`` each.
     """
 
     matrix: NDArray[np.float32]
@@ -402,6 +416,7 @@ class Rows:
     clients: list[str] | None
     unknown_labels: list[str]
     notes: list[str]
+    ids: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 def read_rows(
@@ -409,19 +424,32 @@ def read_rows(
     preprocessing: Preprocessing,
     *,
     label_needed: bool = False,
+    ids: Sequence[str] = (),
     notify: Notify = lambda _: None,
 ) -> Rows:
     """Return a later file as the model expects it; columns are found by name.
+
+    Args:
+        path: the file.
+        preprocessing: of the model.
+        label_needed: raise if the label column is missing.
+        ids: further columns that identify rows.
+        notify: called with a line before the file is read.
 
     Raises:
         TableError: a column that is missing, unknown, or of another kind than in training.
     """
     find_tables([path])
-    file = TableFile(path, notify)
+    file = TableFile(path, notify, preprocessing.written)
+    for name in ids:
+        if name not in file.header:
+            raise TableError(path, f"there is no column {quoted(name)} for --id.")
+    ids = [name for name in dict.fromkeys((*preprocessing.ids, *ids)) if name in file.header]
+    preprocessing = replace(preprocessing, ids=tuple(ids))
     notes = preprocessing.check_header(path, file.header, label_needed=label_needed)
     label, client = preprocessing.labels.name, preprocessing.client_column
     texts = {c.name for c in preprocessing.used if c.role == "category"}
-    texts |= {name for name in (label, client) if name in file.header}
+    texts |= {name for name in (label, client, *ids) if name in file.header}
     file.read({*texts, *(column.name for column in preprocessing.used)}, texts)
     encoded = _encoded(file, preprocessing)
     labels, clients = None, None
@@ -436,7 +464,9 @@ def read_rows(
         "training."
         for column, count in encoded.unknown.items()
     ]
-    return Rows(np.concatenate(list(encoded.blocks())), labels, clients, sorted(unknown), notes)
+    found_ids = {name: file.columns[name].as_texts() for name in ids}
+    matrix = np.concatenate(list(encoded.blocks()))
+    return Rows(matrix, labels, clients, sorted(unknown), notes, found_ids)
 
 
 def _encoded(file: TableFile, preprocessing: Preprocessing) -> EncodedRows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,11 +13,22 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.core.checks import NonNegativeInt, Text, Texts, check_fields, integer, number, one_of
+from fedgmm.core.checks import (
+    Flag,
+    NonNegativeInt,
+    Text,
+    Texts,
+    check_fields,
+    integer,
+    number,
+    one_of,
+)
 from fedgmm.data.dataset import TASKS, looks_continuous
 from fedgmm.data.tables.columns import (
+    PLAIN,
     TRUTH,
     ColumnValues,
+    FileFormat,
     FloatArray,
     IntArray,
     Kind,
@@ -72,6 +84,11 @@ class TableOptions:
         split: shares of training, validation and test rows within each client.
         seed: seed of the split.
         client: name of the client if there is only one file; ``None`` means the file's name.
+        no_header: the first line of files holds values; columns are called ``column_1`` and so on.
+        names: names of the columns of files without a header, in their order.
+        missing_values: further texts or numbers that mean a missing value, such as ``-9``.
+        date_format: how dates are written, such as ``%d.%m.%Y``; ``None`` recognises them.
+        id: columns that identify rows: never an input, but in the output of predictions.
         task: ``"classification"`` or ``"regression"``; ``"auto"`` is classification, and raises if the
             labels look like measurements.
     """
@@ -86,6 +103,11 @@ class TableOptions:
     seed: NonNegativeInt = 0
     client: Text | None = None
     task: Annotated[str, one_of(*TASKS)] = "auto"
+    no_header: Flag = False
+    names: Texts = ()
+    missing_values: Texts = ()
+    date_format: Text | None = None
+    id: Texts = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -94,8 +116,30 @@ class TableOptions:
         if self.label is not None and self.client_column == self.label:
             raise ValueError(f"Column {self.label!r} cannot be both the label and the client.")
         for name in (self.label, self.client_column):
-            if name is not None and name in self.ignore:
-                raise ValueError(f"Column {name!r} is the label or the client; do not ignore it.")
+            if name is not None and name in self.left_out:
+                raise ValueError(
+                    f"Column {name!r} is the label or the client; do not ignore it, and do not declare it "
+                    "an id."
+                )
+        twice = [name for name, count in Counter(self.names).items() if count > 1]
+        if twice:
+            raise ValueError(f"names has {twice[0]!r} twice; each column needs its own name.")
+        if self.date_format is not None and "%" not in self.date_format:
+            raise ValueError(
+                f"date_format must be written like %d.%m.%Y or %Y-%m-%d, got {self.date_format!r}."
+            )
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The columns that are not inputs: ignored ones and ids."""
+        return (*self.ignore, *self.id)
+
+    @property
+    def written(self) -> FileFormat:
+        """The format of the files."""
+        return FileFormat(
+            self.no_header, self.names, self.missing_values, self.date_format, self.label
+        )
 
 
 # ---------------------------------------------------------------------- labels
@@ -255,6 +299,8 @@ class Column:
         indicator: whether a column of zeros and ones marks missing values.
         reason: the reason why the column is ignored.
         optional: some client lacked the column in training, so later files may lack it, too.
+        order: how dates such as ``3/4/2020`` are read: ``"day first"`` or ``"month first"``; empty if
+            training had none.
     """
 
     name: str
@@ -265,6 +311,7 @@ class Column:
     indicator: bool = False
     reason: str = ""
     optional: bool = False
+    order: str = ""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -297,8 +344,22 @@ class Column:
         if self.role == "category":
             return self._encode_categories(values)
         self._check_kind(values)
+        if values.orders:
+            return self._in_order(values.orders), 0
         assert values.numbers is not None
         return values.numbers, 0
+
+    def _in_order(self, orders: Mapping[str, FloatArray]) -> FloatArray:
+        """Return dates such as ``3/4/2020`` as days, in the order of training."""
+        if self.order in orders:
+            return orders[self.order]
+        if not self.order and len(orders) == 1:
+            return next(iter(orders.values()))
+        known = f"training had the {self.order}" if self.order else "training did not say which"
+        problem = f"the column {quoted(self.name)} holds dates with the {' or the '.join(orders)}"
+        raise ValueKindError(
+            f"{problem}, but {known}; write dates as 2024-12-31.", f"{problem}, but {known}"
+        )
 
     def fill(self, encoded: FloatArray | IntArray, out: FloatArray) -> None:
         """Write encoded rows ``(n,)`` into ``out``, ``(len(outputs), n)``."""
@@ -389,11 +450,15 @@ class Preprocessing:
         columns: in the order of the first client's file.
         labels: the label column and its classes.
         client_column: the column that names the client, or ``None``.
+        ids: columns that identify rows; later files may have them.
+        written: how the files are written.
     """
 
     columns: tuple[Column, ...]
     labels: Labels
     client_column: str | None = None
+    ids: tuple[str, ...] = ()
+    written: FileFormat = PLAIN
 
     @property
     def used(self) -> list[Column]:
@@ -432,7 +497,7 @@ class Preprocessing:
         if label_needed and self.labels.name not in here:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
         known = {column.name for column in self.columns}
-        known |= {self.labels.name, self.client_column or ""}
+        known |= {self.labels.name, self.client_column or "", *self.ids}
         unknown = [name for name in names if name not in known]
         notes = []
         file = Path(path).name
@@ -477,6 +542,8 @@ class Preprocessing:
             "columns": [asdict(column) for column in self.columns],
             "labels": self.labels.record(),
             "client_column": self.client_column,
+            "ids": list(self.ids),
+            "written": asdict(self.written),
         }
 
     @classmethod
@@ -491,4 +558,14 @@ class Preprocessing:
                 math.isfinite(column.mean) and 0 < column.scale < math.inf
             ):
                 raise ValueError(f"the preprocessing of column {column.name!r} is not valid")
-        return cls(columns, Labels.from_record(record["labels"]), record["client_column"])
+        written: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in record.get("written", {}).items()
+        }
+        return cls(
+            columns,
+            Labels.from_record(record["labels"]),
+            record["client_column"],
+            tuple(record.get("ids", ())),
+            FileFormat(**written),
+        )

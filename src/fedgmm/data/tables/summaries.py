@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,8 @@ class ColumnSummary:
         categories: how often each text occurs; ``None`` if the texts look like names, identifiers or
             free text, which never leave a client.
         unlisted: number of distinct texts if they are not listed.
+        orders: for dates such as ``3/4/2020`` the moments (count, mean, squares, mean_rest) in each
+            order in which all of them can be read.
         mean_rest: the part of the mean that rounding left out. It matters for numbers far from zero,
             whose means differ in their last digits only.
     """
@@ -58,6 +60,14 @@ class ColumnSummary:
     categories: Mapping[str, int] | None = field(default_factory=dict)
     mean_rest: float = 0.0
     unlisted: int = 0
+    orders: Mapping[str, tuple[int, float, float, float]] = field(default_factory=dict)
+
+    def in_order(self, order: str) -> ColumnSummary:
+        """Return the summary of dates that are read in an order."""
+        if order not in self.orders:
+            return self
+        count, mean, squares, rest = self.orders[order]
+        return replace(self, count=count, mean=mean, squares=squares, mean_rest=rest)
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,9 @@ def summarise_columns(
     numeric = [name for name, kind in kinds.items() if kind in ("number", "date")]
     rows = sum(len(part.rows) for part in parts)
     numbers = dict(zip(numeric, _number_summaries(parts, numeric, kinds, rows), strict=True))
+    for name in numeric:
+        if any(part.columns[name].orders for part in parts):
+            numbers[name] = _dates_in_orders(parts, name, rows)
     return {
         name: numbers[name] if name in numbers else _text_summary(parts, name, kind, name in listed)
         for name, kind in kinds.items()
@@ -141,6 +154,24 @@ def _number_summaries(
         )
         for j, name in enumerate(names)
     ]
+
+
+def _dates_in_orders(parts: Sequence[ClientPart], name: str, rows: int) -> ColumnSummary:
+    """Summarise dates such as ``3/4/2020`` in each order in which all files can be read."""
+    possible = [part.columns[name].orders for part in parts if part.columns[name].orders]
+    orders = [order for order in possible[0] if all(order in own for own in possible)]
+    found = {}
+    for order in orders:
+        read = []
+        for part in parts:
+            own = part.columns[name]
+            days = own.orders.get(order, own.numbers)
+            read.append(ClientPart({name: replace(own, numbers=days)}, part.rows))
+        found[order] = _number_summaries(read, [name], {name: "date"}, rows)[0]
+    if not found:  # one file has the day first, another the month
+        return _text_summary(parts, name, "text", False)
+    moments = {o: (s.count, s.mean, s.squares, s.mean_rest) for o, s in found.items()}
+    return replace(next(iter(found.values())), orders=moments)
 
 
 def numbers_of(part: ClientPart, name: str) -> FloatArray:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 import re
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -16,13 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedgmm.data.tables.columns import MISSING
-from fedgmm.data.tables.errors import TableError
+from fedgmm.data.tables.columns import MISSING, PLAIN, FileFormat
+from fedgmm.data.tables.errors import HeaderError, TableError, listed
 from fedgmm.wording import counted
 
 _TRUE, _FALSE = ["true", "True", "TRUE"], ["false", "False", "FALSE"]
 _SEPARATORS = ",;\t|"
 _SAMPLE_BYTES = 256 * 1024
+_SAMPLE_ROWS = 200
 _WHOLE_FILE_BYTES = 48 * 1024 * 1024  # larger files are streamed from disk
 _BLOCK_BYTES = 4 * 1024 * 1024
 _MOST_CONTROLS = 0.01  # largest share of control characters in a text file
@@ -36,23 +38,31 @@ class Dialect:
     """The way a text file is written.
 
     Attributes:
-        header: column names as they stand in the first line.
-        separator: the character between values.
+        header: column names: as they stand in the first line, as given, or ``column_1`` and so on.
+        separator: the character between values; a blank stands for one or several.
         decimal_point: ``"."`` or ``","``.
         encoding: the encoding of the characters.
+        has_header: whether the first line holds the names.
+        looks_headless: whether the first line looks like values although it is read as names.
     """
 
     header: tuple[str, ...]
     separator: str = ","
     decimal_point: str = "."
     encoding: str = "utf8"
+    has_header: bool = True
+    looks_headless: bool = False
 
 
 # ---------------------------------------------------------------------- the dialect
 
 
-def sniff(path: Path) -> Dialect:
+def sniff(path: Path, written: FileFormat = PLAIN) -> Dialect:
     """Return the dialect of a text file from its first bytes.
+
+    Args:
+        path: the file.
+        written: what is known about the format.
 
     Raises:
         TableError: an empty file, a file that is not text, or a file without a header.
@@ -62,15 +72,90 @@ def sniff(path: Path) -> Dialect:
     text = _without_blank_lines(text)
     if not text.strip():
         raise TableError(path, "the file is empty.")
-    first = re.split(r"[\r\n]", text, maxsplit=1)[0]
-    separator = "\t" if ".tsv" in path.name.lower() else _separator(first)
-    header = _header(path, text, separator)
-    if all(_is_number(name) for name in header):
-        raise TableError(
-            path, "it has no header: the first line holds numbers instead of column names."
-        )
+    separator = "\t" if ".tsv" in path.name.lower() else _separator(text)
+    if separator == " ":
+        text = _with_single_blanks(text)
+    first = _header(path, text, separator)
+    header = _given_names(path, first, written)
     comma = separator != "," and _has_decimal_commas(text, separator)
-    return Dialect(header, separator, "," if comma else ".", encoding)
+    point = "," if comma else "."
+    if header is not None:
+        return Dialect(header, separator, point, encoding, has_header=False)
+    is_data = not written.names and _looks_like_data(first, _sample_rows(text, separator), point)
+    if is_data and (all(map(_is_number, first)) or len(set(first)) < len(first)):
+        raise no_header(path, first)
+    return Dialect(first, separator, point, encoding, looks_headless=is_data)
+
+
+def no_header(path: Path, first: Sequence[str]) -> HeaderError:
+    """Return the error about a file whose first line holds values."""
+    problem = "it has no header: the first line looks like data"
+    return HeaderError(
+        path,
+        f"{problem} ({listed(first)}); use --no-header, which calls the columns column_1, column_2 and so "
+        "on, or name them with --names.",
+        public=problem,
+    )
+
+
+def _given_names(path: Path, first: tuple[str, ...], written: FileFormat) -> tuple[str, ...] | None:
+    """Return the names of the columns of a file without a header; ``None`` if it has one."""
+    names = written.names
+    if not names:
+        made = tuple(f"column_{number}" for number in range(1, len(first) + 1))
+        return made if written.no_header else None
+    if {name.strip() for name in first} <= set(names):
+        return None
+    if len(first) == len(names) - 1 and written.label in names:
+        names = tuple(name for name in names if name != written.label)
+    if len(first) != len(names):
+        columns, given = counted(len(first), "column"), counted(len(names), "name")
+        raise TableError(path, f"it has {columns}, but {given} were given (--names).")
+    return names
+
+
+def _sample_rows(text: str, separator: str) -> list[list[str]]:
+    """Return the rows below the first one, at most a few hundred; the last may be cut."""
+    lines = text.splitlines()[1 : _SAMPLE_ROWS + 1]
+    return [row for row in csv.reader(lines, delimiter=separator) if row]
+
+
+def _looks_like_data(first: Sequence[str], rows: list[list[str]], point: str) -> bool:
+    """Return whether the first line looks like the rows below it rather than like names."""
+    first = [value.strip() for value in first]
+    if all(map(_is_number, first)):
+        return True
+    numbers = [float(value) for value in first if value.isdecimal()]
+    if len(numbers) > 1 and all(b - a == 1 for a, b in itertools.pairwise(numbers)):
+        return False  # columns that a program has numbered
+    alike = looked_at = 0
+    for column, value in enumerate(first):
+        below = [row[column].strip() for row in rows if column < len(row)]
+        below = [text for text in below if text not in MISSING]
+        if value and below:
+            looked_at += 1
+            alike += _is_like(value, below, point)
+    return looked_at > 0 and alike > 0.5 * looked_at
+
+
+def _is_like(value: str, below: list[str], point: str) -> bool:
+    """Return whether a value fits those below it: a number in their range, or a text like them."""
+    if value in MISSING or value in below:
+        return True
+    try:
+        numbers = [float(text.replace(point, ".")) for text in below]
+        return min(numbers) <= float(value.replace(point, ".")) <= max(numbers)
+    except ValueError:
+        shape = re.sub(r"\d+", "9", value)
+        return shape != value and shape in {re.sub(r"\d+", "9", text) for text in below}
+
+
+def _with_single_blanks(text: str) -> str:
+    """Return lines with one blank between values and none around them."""
+    if '"' in text:
+        text = re.sub(r'"[^"]*"|[ \t]+', lambda m: m[0] if m[0][0] == '"' else " ", text)
+        return re.sub(r"^ | $", "", text, flags=re.MULTILINE)
+    return "\n".join(" ".join(line.split()) for line in text.splitlines()) + "\n"
 
 
 def _without_blank_lines(text: str) -> str:
@@ -135,10 +220,16 @@ def _decode(path: Path, sample: bytes) -> tuple[str, str]:
         return sample.decode("latin-1"), "latin-1"
 
 
-def _separator(line: str) -> str:
-    """Return the most frequent separator of the header, outside quotes."""
-    outside = re.sub(r'"[^"]*"', "", line)
-    return max(_SEPARATORS, key=lambda mark: (outside.count(mark), -_SEPARATORS.index(mark)))
+def _separator(text: str) -> str:
+    """Return the most frequent separator of the first line, outside quotes."""
+    lines = [re.sub(r'"[^"]*"', "q", line) for line in text.splitlines()[:_SAMPLE_ROWS]]
+    counts = {mark: lines[0].count(mark) for mark in _SEPARATORS}
+    if not any(counts.values()):
+        values = {len(line.split()) for line in lines[: max(1, len(lines) - 1)] if line.strip()}
+        return " " if len(values) == 1 and values.pop() > 1 else ","
+    if re.search(r"\d,\d", lines[0]) and any(counts[mark] for mark in ";\t|"):
+        counts[","] = 0  # decimal commas of a file without a header
+    return max(_SEPARATORS, key=lambda mark: (counts[mark], -_SEPARATORS.index(mark)))
 
 
 def _is_number(text: str) -> bool:
@@ -173,8 +264,11 @@ def _read(path: Path, file: IO[bytes], size: int) -> bytes:
         raise TableError(path, "it is not a complete gzip file; compress it again.") from None
 
 
-def _whole_file(path: Path) -> bytes | None:
+def _whole_file(path: Path, dialect: Dialect) -> bytes | None:
     """Return all bytes of a file; ``None`` for a file that is to be streamed."""
+    if dialect.separator == " ":  # its blanks must be joined before it is parsed
+        with _open(path) as file:
+            return _read(path, file, -1)
     if path.stat().st_size > _WHOLE_FILE_BYTES:
         return None
     with _open(path) as file:
@@ -202,6 +296,8 @@ def _as_utf8(path: Path, data: bytes, dialect: Dialect) -> bytes:
     data = data.removeprefix(b"\xef\xbb\xbf")
     if data[:1].isspace():
         data = _without_blank_lines(data.decode()).encode()
+    if dialect.separator == " ":
+        data = _with_single_blanks(data.decode()).encode()
     if data.count(b'"') % 2:
         _check_quotes(path, data.decode(), dialect.separator)
     if b"\x00" in data:
@@ -224,7 +320,11 @@ def _check_quotes(path: Path, text: str, separator: str) -> None:
 
 
 def parse_text(
-    path: Path, dialect: Dialect, names: Mapping[str, str], as_text: Collection[str]
+    path: Path,
+    dialect: Dialect,
+    names: Mapping[str, str],
+    as_text: Collection[str],
+    missing: Collection[str] = (),
 ) -> pa.Table:
     """Parse some columns of a text file.
 
@@ -237,20 +337,22 @@ def parse_text(
         dialect: from :func:`sniff`.
         names: the columns to parse, and their names in the file.
         as_text: columns whose values are kept as they are written.
+        missing: further texts that mean a missing value.
 
     Raises:
         TableError: a file that cannot be parsed.
     """
     types = {names[name]: pa.string() for name in as_text if name in names}
+    wanted = list(names.values())
     try:
-        data = _whole_file(path)
+        data = _whole_file(path, dialect)
         if data is None:
-            types = {**_types_of_first_block(path, dialect, types, list(names.values())), **types}
+            types = {**_types_of_first_block(path, dialect, types, wanted, missing), **types}
         else:
             data = _as_utf8(path, data, dialect)
         while True:
             try:
-                table = _parse(path, data, dialect, types, list(names.values()))
+                table = _parse(path, data, dialect, types, wanted, missing)
                 break
             except pa.ArrowInvalid as error:
                 column = _column_that_failed(error, dialect.header)
@@ -262,7 +364,7 @@ def parse_text(
             path, "it holds characters of several encodings; save all of it as UTF-8."
         ) from None
     except pa.ArrowException as error:
-        raise _explained(path, error) from None
+        raise _explained(path, error, dialect) from None
     columns = table.columns
     if dialect.decimal_point == ",":
         columns = [_with_points(column) for column in columns]
@@ -275,14 +377,15 @@ def _parse(
     dialect: Dialect,
     types: Mapping[str, pa.DataType],
     names: list[str],
+    missing: Collection[str],
 ) -> pa.Table:
     """Parse all rows: of ``data``, or streamed from the file if it is ``None``."""
     from pyarrow import csv as arrow_csv
 
     if data is None:
-        return arrow_csv.read_csv(_stream(path), **_options(dialect, types, names))
+        return arrow_csv.read_csv(_stream(path), **_options(dialect, types, names, missing))
     quotes = b'"' in data
-    options = _options(replace(dialect, encoding="utf8"), types, names, quotes)
+    options = _options(replace(dialect, encoding="utf8"), types, names, missing, quotes)
     try:
         return arrow_csv.read_csv(_arrow_bytes(data), **options)
     except pa.ArrowInvalid as error:
@@ -298,19 +401,27 @@ def _stream(path: Path) -> pa.NativeFile:
 
 
 def _options(
-    dialect: Dialect, types: Mapping[str, pa.DataType], names: list[str], quotes: bool = True
+    dialect: Dialect,
+    types: Mapping[str, pa.DataType],
+    names: list[str],
+    missing: Collection[str],
+    quotes: bool = True,
 ) -> dict[str, Any]:
     from pyarrow import csv as arrow_csv
 
     return {
-        "read_options": arrow_csv.ReadOptions(block_size=_BLOCK_BYTES, encoding=dialect.encoding),
+        "read_options": arrow_csv.ReadOptions(
+            block_size=_BLOCK_BYTES,
+            encoding=dialect.encoding,
+            column_names=None if dialect.has_header else list(dialect.header),
+        ),
         "parse_options": arrow_csv.ParseOptions(
             delimiter=dialect.separator, newlines_in_values=quotes
         ),
         "convert_options": arrow_csv.ConvertOptions(
             column_types=types,
             include_columns=names,
-            null_values=list(MISSING),
+            null_values=[*MISSING, *missing],
             strings_can_be_null=True,
             true_values=_TRUE,
             false_values=_FALSE,
@@ -320,12 +431,16 @@ def _options(
 
 
 def _types_of_first_block(
-    path: Path, dialect: Dialect, types: Mapping[str, pa.DataType], names: list[str]
+    path: Path,
+    dialect: Dialect,
+    types: Mapping[str, pa.DataType],
+    names: list[str],
+    missing: Collection[str],
 ) -> dict[str, pa.DataType]:
     """Return float64 for columns of numbers and text for all others, from the first block alone."""
     from pyarrow import csv as arrow_csv
 
-    with arrow_csv.open_csv(_stream(path), **_options(dialect, types, names)) as reader:
+    with arrow_csv.open_csv(_stream(path), **_options(dialect, types, names, missing)) as reader:
         found = zip(names, reader.schema.types, strict=True)
         return {
             name: pa.float64()
@@ -353,7 +468,7 @@ def _column_that_failed(error: Exception, header: tuple[str, ...]) -> str | None
     return header[int(found[1])]
 
 
-def _explained(path: Path, error: Exception) -> TableError:
+def _explained(path: Path, error: Exception, dialect: Dialect) -> TableError:
     """Return Arrow's complaint in one line; rows that it quotes are not public."""
     text = " ".join(str(error).split()).removeprefix("CSV parse error: ")
     if "Empty CSV file" in text:
@@ -366,9 +481,11 @@ def _explained(path: Path, error: Exception) -> TableError:
         return TableError(path, "a quote is opened and never closed, or a line is too long.")
     if match := re.match(r"(?:Row #(\d+): )?Expected (\d+) columns, got (\d+)", text):
         row, expected, got = match.groups()
-        where = f"row {row} (the header is row 1)" if row else "a row"
+        header = " (the header is row 1)" if dialect.has_header else ""
+        where = f"row {row}{header}" if row else "a row"
+        first = "the header" if dialect.has_header else "the first row"
         columns = counted(int(expected), "column")
-        problem = f"{where} has {counted(int(got), 'value')}, but the header has {columns}."
+        problem = f"{where} has {counted(int(got), 'value')}, but {first} has {columns}."
         return TableError(path, problem)
     shown = f"it cannot be parsed: {text[:_MOST_EXPLAINED].rstrip('.')}."
     return TableError(path, shown, public="it cannot be parsed")

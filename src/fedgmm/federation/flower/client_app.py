@@ -41,7 +41,17 @@ def reply(message: Message, context: Context) -> Message:
             share_metrics=bool(config.get("share-metrics", False)),
             adapt_only=bool(config.get("adapt-only", False)),
             min_rows=int(config.get("min-rows", 0)),
+            categorical=_texts(config.get("categorical")),
+            no_header=bool(config.get("no-header", False)),
+            names=_texts(config.get("names")),
+            missing_values=_texts(config.get("missing-values")),
+            date_format=str(config["date-format"]) if "date-format" in config else None,
         )
         return Site(settings, notify=notify).reply(from_records(message.content))
 
     return Message(to_records(reply_or_failure(handle, SiteError, notify)), reply_to=message)
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    """Return texts that a node's configuration joins with semicolons."""
+    return tuple(str(value).split(";")) if value is not None else ()
