@@ -23,7 +23,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from fedgmm import FederatedGaussianMixture, FedGMMClassifier
-from fedgmm.estimators.base import NoClientsWarning, split_column
+from fedgmm.estimators import NoClientsWarning
+from fedgmm.estimators.base import split_column
 
 FOLDS = StratifiedKFold(2, shuffle=True, random_state=0)
 
@@ -269,6 +270,8 @@ def test_a_mapping_and_sparse_rows_are_refused(world):
     x, y, _ = world
     with pytest.raises(TypeError, match="from_clients"):
         FedGMMClassifier().fit({"oslo": x}, y)
+    with pytest.raises(TypeError, match="mapping"):
+        FedGMMClassifier(1, 1, rounds=1).fit(x, y).predict({"oslo": x})
     for estimator in (FedGMMClassifier(), FedGMMClassifier(client_column=0)):
         with pytest.raises(TypeError, match="toarray"):
             estimator.fit(sparse.csr_array(x), y)

@@ -303,11 +303,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         clients : array-like (n_rows,), default=None
             One client id per row. ``None`` means one client, or the ids in ``client_column``.
         """
-        if isinstance(X, Mapping) and not hasattr(X, "shape"):  # some sparse matrices are mappings
-            raise TypeError(
-                "X is a mapping; pass one array with clients=ids, or train a model with "
-                "fedgmm.train(FederatedDataset.from_clients({client: (X, y)}))."
-            )
+        _refuse_mapping(X)
         self._check_clients()
         (X, y), clients = self._split_clients(
             X, clients, reset=True, y=y, dtype=_DTYPES, allow_nd=True, ensure_min_samples=2
@@ -462,6 +458,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         self, X: ArrayLike, client: Hashable | None, clients: ArrayLike | None
     ) -> tuple[NDArray[Any], Any]:
         """Return checked rows, and their clients as the model takes them."""
+        _refuse_mapping(X)
         ids = chosen_clients(client, clients)
         rows, ids = self._split_clients(X, ids, reset=False, dtype=_DTYPES, allow_nd=True)
         if ids is None and len(self.clients_) > 1 and self._is_personal:
@@ -474,3 +471,11 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         found = self.model_.prediction
         weights = found.client_weights
         return found.labels is not None or weights is None or weights.shape[1] > 1
+
+
+def _refuse_mapping(X: Any) -> None:
+    if isinstance(X, Mapping) and not hasattr(X, "shape"):  # some sparse matrices are mappings
+        raise TypeError(
+            "X is a mapping; pass one array with clients=ids, or train a model with "
+            "fedgmm.train(FederatedDataset.from_clients({client: (X, y)}))."
+        )
