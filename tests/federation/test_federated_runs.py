@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedgmm.federation.job import check_for_tables
 from fedgmm.federation.settings import FederationError
 from fedgmm.runs import fit, open_run
 from in_memory_sites import InMemorySites, federate, federation_settings, mixture_at_hand
@@ -255,3 +256,10 @@ def test_tiny_and_uniform_sites(tmp_path):
     files = [write_csv(data / f"{name}.csv", rows) for name, rows in tables.items()]
     assert_same_model(files, tmp_path, 1e-10, **{**SIZE, "dtype": "float64", "rounds": 5})
     assert_same_model(files, tmp_path / "sgd", 1e-5, **{**SIZE, "algorithm": "pfedme"})
+
+
+def test_label_frequencies_are_left_out_over_a_federation():
+    assert federation_settings(2).config.options().personal_labels is False
+    asked = federation_settings(2, personal_labels=True).config.options()
+    with pytest.raises(ValueError, match="personal_labels"):
+        check_for_tables(asked)

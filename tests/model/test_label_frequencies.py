@@ -35,7 +35,7 @@ def skewed(rng, clients=4, rows=400):
 def test_clients_gain_by_their_own_frequencies(rng, algorithm):
     data = skewed(rng)
     options = {**OPTIONS, "components": 1, "learners": 1}
-    plain = train(data, algorithm, **options)
+    plain = train(data, algorithm, personal_labels=False, **options)
     own = train(data, algorithm, personal_labels=True, **options)
     assert own.evaluate("test").mean_accuracy > plain.evaluate("test").mean_accuracy + 0.1
     assert own.evaluate("test").mean_log_loss < plain.evaluate("test").mean_log_loss - 0.1
@@ -43,6 +43,40 @@ def test_clients_gain_by_their_own_frequencies(rng, algorithm):
     np.testing.assert_allclose(own.predict_proba(x), plain.predict_proba(x))  # without a client
     assert not np.allclose(own.predict_proba(x, 0), plain.predict_proba(x, 0))
     np.testing.assert_allclose(own.predict_proba(x, 0).sum(1), 1.0)
+
+
+@pytest.mark.parametrize("algorithm", SHARED_LEARNERS)
+def test_validation_rows_decide_by_default(rng, algorithm):
+    options = {**OPTIONS, "components": 1, "learners": 1}
+    model = train(skewed(rng), algorithm, **options)
+    assert model.options["personal_labels"] is True
+    assert model.prediction.labels is not None
+    assert not model.impersonal
+    fair = FederatedDataset.from_arrays(
+        rng.normal(size=(400, 2)), np.arange(400) % 2, np.arange(400) // 2 % 4
+    )
+    model = train(fair, algorithm, **options)
+    assert model.options["personal_labels"] is False
+    assert model.prediction.labels is None
+
+
+@pytest.mark.parametrize("options", [{"algorithm": "local"}, {"algorithm": "gmm"}, {"rounds": 1}])
+def test_label_frequencies_stay_out_where_they_cannot_be(rng, options):
+    rows = 400 if "algorithm" in options else 20  # the last has too few validation rows
+    model = train(skewed(rng, rows=rows), **{**OPTIONS, **options})
+    assert model.options["personal_labels"] is False
+    assert model.prediction.labels is None
+
+
+def test_one_learner_is_not_personal(rng):
+    data = skewed(rng)
+    one = train(data, personal_labels=False, **{**OPTIONS, "learners": 1})
+    assert "--learners 3" in one.impersonal
+    one.learn_labels()
+    assert not one.impersonal
+    for algorithm, learners in (("fedgmm", 2), ("local", 1), ("gmm", 1)):
+        other = {**OPTIONS, "learners": learners, "personal_labels": False}
+        assert not train(data, algorithm, **other).impersonal
 
 
 def test_frequencies_are_expected_rows(rng):
@@ -145,7 +179,9 @@ def test_inputs_that_differ_are_not_taken_for_labels_that_differ(rng, algorithm)
 def test_guesses_are_not_made_on_a_chance_gain(monkeypatch):
     """Here clients gain by them, but no more than by chance."""
     options = {"rounds": 30, "components": 2, "learners": 2, "tol": None}
-    model = train(moved(np.random.default_rng(2), by=2.0), "fedem", **options)
+    model = train(
+        moved(np.random.default_rng(2), by=2.0), "fedem", personal_labels=False, **options
+    )
     again = replace(model)
     model.learn_labels()
     assert model.prediction.labels.guess_rows == 0
@@ -176,7 +212,7 @@ def test_a_known_client_without_labels_keeps_its_frequencies(rng):
 
 def test_adapting_without_labels_needs_gaussians_or_frequencies(rng):
     x = rng.normal(size=(30, 2))
-    plain = train(skewed(rng), "fedem", **OPTIONS)
+    plain = train(skewed(rng), "fedem", personal_labels=False, **OPTIONS)
     with pytest.raises(ValueError, match="pass y"):
         plain.adapt("silent", x)
 
@@ -242,7 +278,7 @@ def test_counting_again_keeps_clients_without_rows(rng):
 def test_labels_are_matched_by_name(rng):
     """Another data set may number its classes differently, and must not have others."""
     data = skewed(rng)
-    model = train(data, **OPTIONS)
+    model = train(data, personal_labels=False, **OPTIONS)
     ones = data.train.labels.numpy() == 1
     again = FederatedDataset.from_arrays(
         data.train.inputs.numpy()[ones], np.ones(ones.sum()), data.train.codes.numpy()[ones]
@@ -260,7 +296,7 @@ def test_labels_are_matched_by_name(rng):
 def test_each_cluster_has_frequencies_of_its_own(rng):
     """Two clusters whose learners disagree: by hand, for the clients of each."""
     data = skewed(rng)
-    model = train(data, "clustered", **OPTIONS)
+    model = train(data, "clustered", personal_labels=False, **OPTIONS)
     one = {name: value[:1] for name, value in model.prediction.learners.items()}
     two = {name: torch.cat([value, -value]) for name, value in one.items()}
     cluster = torch.tensor([0, 1, 0, 1])
@@ -293,14 +329,14 @@ def test_saved_models_remember(rng, tmp_path, algorithm):
     again = load(model.save(tmp_path / "model"))
     x = data.test.inputs.numpy()
     np.testing.assert_array_equal(model.predict_proba(x, 1), again.predict_proba(x, 1))
-    plain = train(data, **OPTIONS)
+    plain = train(data, personal_labels=False, **OPTIONS)
     assert load(plain.save(tmp_path / "plain")).prediction.labels is None
 
 
 def test_a_finished_run_gets_them_without_a_round(rng, tmp_path):
     data = skewed(rng)
     checkpoint = Checkpoint(tmp_path / "c")
-    train(data, checkpoint=checkpoint, **OPTIONS)
+    train(data, checkpoint=checkpoint, personal_labels=False, **OPTIONS)
     rounds = []
     model = train(
         data, checkpoint=checkpoint, on_round=[rounds.append], personal_labels=True, **OPTIONS

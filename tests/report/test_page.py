@@ -373,3 +373,9 @@ def test_several_clients_that_joined_later(contents):
 
 def test_the_caption_says_that_a_known_client_was_replayed(page):
     assert "Its rows were used to train" in Tags(page).words()
+
+
+def test_a_model_without_anything_personal_says_so_first(contents):
+    page = render(replace(contents, impersonal="Nothing is personalised: why."))
+    assert f'<p class="verdict">Nothing is personalised: why. {verdict(contents)[:20]}' in page
+    assert "Nothing is personalised" not in render(contents)

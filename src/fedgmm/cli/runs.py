@@ -388,6 +388,7 @@ def evaluate(
         more = {} if columns is None else {"importance": columns.record()}
         print_json({"summary": found.summary(), **found.record(), **more})
         return
+    print_notes([opened.model.impersonal] if opened.model.impersonal else [])
     console = screen()
     console.print(escaped(found.headline()), style="bold", soft_wrap=True, highlight=False)
     for table in (evaluation_table(found), pooled_table(found), confusion_table(found)):

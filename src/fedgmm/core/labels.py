@@ -122,14 +122,9 @@ def label_frequencies(counts: Tensor, predicted: Tensor, prior_rows: float) -> L
 
 
 def prior_scores(
-    frequencies: LabelFrequencies,
-    counts: Tensor,
-    log_joint: Tensor,
-    log_y: Tensor,
-    labels: Tensor,
-    weights: Tensor | None = None,
+    frequencies: LabelFrequencies, counts: Tensor, log_joint: Tensor, log_y: Tensor, labels: Tensor
 ) -> Tensor:
-    """Return ``Σ_i w_i log P_c(y_i|x_i)`` for each of ``PRIORS``, ``(P,)``; the highest is the best.
+    """Return ``log P_c(y_i|x_i)`` of each row for each of ``PRIORS``, ``(P, n)``.
 
     Args:
         frequencies: their ``P(y|m)`` is used.
@@ -137,15 +132,13 @@ def prior_scores(
         log_joint: ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
         log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
         labels: ``y_i``, ``(n,)``.
-        weights: ``w_i``, ``(n,)``; ``None`` means one.
     """
     scores = []
     for prior in PRIORS:
         ratios = replace(frequencies, prior_rows=prior).log_ratios_from_counts(counts)
         ratios = ratios.view(*log_joint.shape, -1)
         log_proba = log_class_probabilities(log_joint, None, log_y, ratios)
-        own = log_proba.gather(-1, labels[:, None])
-        scores.append(own.sum() if weights is None else (own[:, 0] * weights.to(own)).sum())
+        scores.append(log_proba.gather(-1, labels[:, None])[:, 0])
     return torch.stack(scores)
 
 

@@ -95,10 +95,11 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         Penalty of exact steps.
     independence : float, default=0.0
         Number of rows that a client's overall learner weights count for within each Gaussian.
-    personal_labels : bool, default=False
+    personal_labels : bool or "auto", default="auto"
         After the last round, estimate the label frequencies of each client and correct its predictions
         by them, also for clients that :meth:`adapt` adds. Nothing is trained, and predictions without a
-        client do not change. For FedGMM, FedEM, FedAvg, FedProx and Clustered FL.
+        client do not change. For FedGMM, FedEM, FedAvg, FedProx and Clustered FL. ``"auto"`` does so if
+        rows are held out and gain by it more than by chance.
     server : {"average", "momentum", "adam"}, default="average"
     server_lr : float or None, default=None
     server_momentum : float, default=0.9
@@ -207,7 +208,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         reg_covar: float = 1e-2,
         ridge: float = 1.0,
         independence: float = 0.0,
-        personal_labels: bool = False,
+        personal_labels: bool | Literal["auto"] = "auto",
         server: str = "average",
         server_lr: float | None = None,
         server_momentum: float = 0.9,

@@ -186,6 +186,7 @@ class ImageStudy:
             device=self.device,
             precision="mixed",
             tol=None,
+            personal_labels=False,
         )
         if self.track == "paper":
             # FedGMM's learners are tied to its Gaussians, but FedEM's would all start alike

@@ -149,7 +149,7 @@ def check_for_tables(options: TrainingOptions) -> None:
         raise ValueError(f"learner must be one of {list(_LEARNERS)}, got {options.learner!r}.")
     if options.augment or options.pretrained is not None:
         raise ValueError("augment and pretrained are for images; leave them out.")
-    if options.personal_labels:
+    if options.personal_labels is True:
         raise ValueError(
             "personal_labels needs the label counts of every client, which a federation does not "
             "exchange; leave it out."

@@ -69,6 +69,9 @@ class FederationSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.config.options().personal_labels == "auto":  # sites do not exchange label counts
+            plain = self.config.with_training(personal_labels=False)
+            object.__setattr__(self, "config", plain)
         if self.quorum > self.clients:
             raise ValueError(
                 f"min_clients={self.min_clients} is more than the "

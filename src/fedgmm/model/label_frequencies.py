@@ -26,7 +26,7 @@ from fedgmm.nets.learners import at_labels
 _ROWS_AT_ONCE = 4096
 _TRIED_CLIENTS = 100  # clients on which guesses are tried; more would hardly change the estimate
 _ADAPTATION_ROUNDS = 200
-_STANDARD_ERRORS = 2.0  # by which the mean gain of guesses must exceed zero
+_STANDARD_ERRORS = 2.0  # by which a mean gain must exceed zero
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,12 @@ class ClientLabels:
 
 
 def estimate_label_frequencies(
-    prediction: Prediction, rows: ClientLabels, held_out: ClientLabels | None = None
-) -> LabelFrequencies:
+    prediction: Prediction,
+    rows: ClientLabels,
+    held_out: ClientLabels | None = None,
+    *,
+    if_better: bool = False,
+) -> LabelFrequencies | None:
     """Estimate ``P_c(y|m)`` of clients, see :mod:`fedgmm.core.labels`.
 
     A model that has label frequencies keeps its ``P(y|m)``, its prior, and the frequencies of clients
@@ -72,6 +76,7 @@ def estimate_label_frequencies(
         rows: rows whose labels are counted.
         held_out: rows that choose the prior and decide whether labels of new clients are guessed.
             ``None`` uses ``rows``, each left out of the counts of its client.
+        if_better: return ``None`` unless the rows that choose the prior gain beyond chance.
     """
     log_pi, known = log_weights(prediction), prediction.labels
     counts = log_pi.new_zeros(len(log_pi) - 1, log_pi[0].numel(), prediction.net.classes)
@@ -88,7 +93,9 @@ def estimate_label_frequencies(
 
     judges = held_out or rows
     uncorrected = label_frequencies(counts, predicted, PRIORS[0])
-    prior = _best_prior(prediction, uncorrected, counts, judges, leave_out=held_out is None)
+    prior, better = _best_prior(prediction, uncorrected, counts, judges, leave_out=held_out is None)
+    if if_better and not better:
+        return None
     found = label_frequencies(counts, predicted, prior)
     return replace(found, guess_rows=_guess_rows(replace(prediction, labels=found), judges))
 
@@ -100,8 +107,10 @@ def _best_prior(
     rows: ClientLabels,
     *,
     leave_out: bool,
-) -> float:
+) -> tuple[float, bool]:
     """Return the one of ``PRIORS`` under which the labels of rows are most likely.
+
+    Also return whether the rows gain by it more than by chance.
 
     Args:
         prediction: the fitted parameters.
@@ -111,7 +120,7 @@ def _best_prior(
         leave_out: whether the rows were counted, so that each must be left out.
     """
     log_pi = log_weights(prediction)
-    scores = log_pi.new_zeros(len(PRIORS))
+    gains = []  # over no correction
     for block in rows.blocks():
         joint, log_y = _terms(prediction, log_pi, block)
         own = counts[block.codes]
@@ -119,8 +128,13 @@ def _best_prior(
             place = torch.arange(len(own), device=own.device)
             own[place, :, block.labels] -= _responsibilities(joint, log_y, block)
             own.clamp_min_(0.0)
-        scores += prior_scores(frequencies, own, joint, log_y, block.labels, block.weights)
-    return PRIORS[int(scores.argmax())]
+        scores = prior_scores(frequencies, own, joint, log_y, block.labels)
+        gain = scores - scores[0]
+        gains.append(gain if block.weights is None else gain * block.weights.to(gain))
+    gain = torch.cat(gains, 1)
+    best = int(gain.mean(1).argmax())
+    error = gain[best].std() / gain.shape[1] ** 0.5
+    return PRIORS[best], bool(gain[best].mean() > _STANDARD_ERRORS * error)
 
 
 def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:

@@ -135,6 +135,18 @@ class FederatedModel:
         )
 
     @property
+    def impersonal(self) -> str:
+        """A sentence that says why all clients get the same predictions; empty if they do not."""
+        mixed = self.prediction.client_weights is not None and self.algorithm != DENSITY
+        if not mixed or self.n_learners > 1 or self.prediction.labels or len(self.names) < 2:
+            return ""
+        return (
+            "Nothing is personalised: the model has one learner and no label frequencies, so all clients "
+            "get the same predictions. If clients differ, several learners (--learners 3) or "
+            "personal_labels=true may help."
+        )
+
+    @property
     def n_learners(self) -> int:
         """``M2``, or the number of assigned learners."""
         return count_learners(self.prediction.learners)
@@ -465,7 +477,9 @@ class FederatedModel:
         note = None if self.algorithm == DENSITY else note_on(prediction, found)
         return Adaptation(client, found.weights.cpu().numpy(), found.log_likelihoods, note)
 
-    def learn_labels(self, dataset: FederatedDataset | None = None) -> None:
+    def learn_labels(
+        self, dataset: FederatedDataset | None = None, *, if_better: bool = False
+    ) -> bool:
         """Estimate the label frequencies of every client, and correct its predictions by them.
 
         Shared learners assume the label frequencies of the federation. The correction replaces these by
@@ -477,6 +491,11 @@ class FederatedModel:
 
         Args:
             dataset: data of known clients; ``None`` means the training data.
+            if_better: change nothing unless the labels of held-out rows become more likely, by more
+                than two standard errors.
+
+        Returns:
+            Whether the predictions are corrected.
         """
         if self.algorithm == DENSITY:
             raise ValueError(f"A model without labels ({DENSITY!r}) has no label frequencies.")
@@ -497,9 +516,13 @@ class FederatedModel:
             return ClientLabels(rows.x, rows.log_x, labels.to(device), codes.to(device), weights)
 
         held_out = labelled(data.validation) if len(data.validation) else None
-        found = estimate_label_frequencies(self.prediction, labelled(data.train), held_out)
-        self.prediction = replace(self.prediction, labels=found)
-        self.options = {**self.options, "personal_labels": True}
+        found = estimate_label_frequencies(
+            self.prediction, labelled(data.train), held_out, if_better=if_better
+        )
+        if found is not None:
+            self.prediction = replace(self.prediction, labels=found)
+            self.options = {**self.options, "personal_labels": True}
+        return found is not None
 
     # ------------------------------------------------------------------ novel rows
 

@@ -136,7 +136,8 @@ class EvaluatedRows:
             prediction.labels is not None
         ):  # only of clients that have rows: there may be many others
             present, place = torch.unique(who, return_inverse=True)
-            ratios = prediction.labels.log_ratios(present).view(len(present), *log_pi.shape[1:], -1)
+            own = prediction.labels.log_ratios(present)
+            ratios = own.view(len(own), *log_pi.shape[1:], own.shape[-1])
 
         def write(rows: slice) -> None:
             log_proba = log_class_probabilities(

@@ -241,6 +241,7 @@ class ReportContents:
         configuration: settings of the run.
         environment: versions and hardware.
         notes: warnings and remarks.
+        impersonal: says why all clients get the same predictions, if they do.
         absent: section -> the reason why it has no chart.
     """
 
@@ -264,6 +265,7 @@ class ReportContents:
     configuration: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    impersonal: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -112,7 +112,8 @@ def gather(
         replayed=replay is not None,
         configuration=flattened(configuration),
         environment=flattened(environment()),
-        notes=tuple(notes),
+        notes=tuple(note for note in notes if note != model.impersonal),
+        impersonal=model.impersonal,
         absent=absent,
     )
 

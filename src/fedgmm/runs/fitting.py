@@ -234,7 +234,7 @@ def _run(
     seconds["training"] = model.history[-1]["seconds"] if model.history else 0.0
 
     notify("calibrating and evaluating")
-    notes = list(tables.notes)
+    notes = [*([model.impersonal] if model.impersonal else []), *tables.notes]
     if model.stopped:
         notes.append(f"Training stopped early: {model.stopped}")
     joined = _remove_joined_clients(folder)

@@ -23,7 +23,15 @@ from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import sha256_of
-from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, NamedRows, Prediction, RoundInfo
+from fedgmm.methods.base import (
+    DENSITY,
+    SHARED_LEARNERS,
+    AnyMethod,
+    DivergedError,
+    NamedRows,
+    Prediction,
+    RoundInfo,
+)
 from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.methods.gmm import overall_gaussian
 from fedgmm.model.adaptation import with_prior
@@ -61,6 +69,7 @@ UNSET: Any = type("Unset", (), {"__repr__": lambda _: "<as in options>"})()
 
 _PARTICIPATION_STREAM = 307
 _WATCHED_ROWS = 20_000
+_DECIDING_ROWS = 30  # validation rows; fewer say little about label frequencies
 
 
 class DivergenceWarning(UserWarning):
@@ -211,7 +220,7 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     reg_covar: float = UNSET,
     ridge: float = UNSET,
     independence: float = UNSET,
-    personal_labels: bool = UNSET,
+    personal_labels: bool | Literal["auto"] = UNSET,
     server: str = UNSET,
     server_lr: float | None = UNSET,
     server_momentum: float = UNSET,
@@ -419,11 +428,21 @@ class _LocalTraining:
             model.prediction = recompute_statistics(model.prediction, self.rows)
             rows = self.rows.features.rows_per_client
             model.prediction = with_prior(model.prediction, rows)
-            if self.options.personal_labels:
+            if self.options.personal_labels == "auto":
+                if self._may_learn_labels:
+                    model.learn_labels(if_better=True)
+            elif self.options.personal_labels:
                 model.learn_labels()
         except KeyboardInterrupt:
             model.stopped = self._interrupted()
         return model
+
+    @property
+    def _may_learn_labels(self) -> bool:
+        """Whether there are validation rows that can decide about label frequencies."""
+        shared = self.options.algorithm in SHARED_LEARNERS
+        several = len(self.dataset.names) > 1 and len(self.dataset.validation) >= _DECIDING_ROWS
+        return shared and several and self.dataset.task == "classification"
 
     def _model(self, prediction: Prediction, stopped: str | None = None) -> FederatedModel:
         return FederatedModel(
@@ -433,13 +452,19 @@ class _LocalTraining:
             self.dataset.classes,
             self.dataset.input_shape,
             self.scaling,
-            self.options.record(),
+            self._record,
             self.loop.history,
             stopped,
             features_are_inputs=self.dataset.train.features_are_inputs,
             dataset=self.dataset,
             column_names=self.dataset.column_names,
         )
+
+    @property
+    def _record(self) -> dict[str, Any]:
+        """The options for the model, with what was left open as it is before label frequencies."""
+        record = self.options.record()
+        return {**record, "personal_labels": record["personal_labels"] is True}
 
     def _scored_model(self, prediction: Prediction) -> FederatedModel:
         return self._model(recompute_statistics(prediction, self.rows))

@@ -72,8 +72,9 @@ class TrainingOptions:
             Gaussian of FedGMM. With 0 every Gaussian has its own learner weights; a large number makes
             learners independent of Gaussians.
         personal_labels: after the last round, count how frequent each label is at each client
-            (methods of ``SHARED_LEARNERS``), see :meth:`FederatedModel.learn_labels`. The history and
-            ``patience`` use the model without these frequencies.
+            (methods of ``SHARED_LEARNERS``), see :meth:`FederatedModel.learn_labels`. ``"auto"`` uses
+            the frequencies if validation rows gain by them more than by chance; the model's options
+            say whether it did. The history and ``patience`` use the model without these frequencies.
         server: ``"average"``, ``"momentum"`` or ``"adam"``; the last two follow ``schedule``, except
             with Newton steps, which have no schedule.
         server_lr: step size of the server; ``None`` is 1, and 0.01 for Adam.
@@ -122,7 +123,7 @@ class TrainingOptions:
     reg_covar: NonNegative = 1e-2
     ridge: NonNegative = 1.0
     independence: NonNegative = 0.0
-    personal_labels: Flag = False
+    personal_labels: Flag | Literal["auto"] = "auto"
     server: Annotated[str, one_of(*SERVER_KINDS)] = "average"
     server_lr: Positive | None = None
     server_momentum: Annotated[float, number(least=0, below=1)] = 0.9
@@ -143,7 +144,7 @@ class TrainingOptions:
     def check(self) -> None:
         """Raise ``ValueError`` or ``TypeError`` with the name and the value of a wrong option."""
         check_fields(self)
-        if self.personal_labels and self.algorithm not in SHARED_LEARNERS:
+        if self.personal_labels is True and self.algorithm not in SHARED_LEARNERS:
             raise ValueError(
                 f"personal_labels is for {', '.join(SHARED_LEARNERS)}, whose learners all clients share, "
                 f"not for {self.algorithm!r}."

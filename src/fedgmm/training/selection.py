@@ -145,7 +145,8 @@ def select_mixture(
 ) -> MixtureSelection:
     """Choose ``M1`` and ``M2`` by the likelihood of validation rows after short runs.
 
-    The runs have no ``patience``, so the last round is scored, in one process and over a federation.
+    The runs have no ``patience`` and no label frequencies, in one process as over a federation, so the
+    last round is scored.
     First both grow together until a larger size gains nothing; then the number of learners is
     searched alone. Smaller numbers win ties.
 
@@ -164,7 +165,10 @@ def select_mixture(
     """
     if not candidates:
         raise ValueError("candidates is empty; give at least one number.")
-    options = replace(options, rounds=min(rounds, options.rounds), patience=None)
+    # label frequencies are counted after training, and a federation does not exchange them
+    options = replace(
+        options, rounds=min(rounds, options.rounds), patience=None, personal_labels=False
+    )
     if options.algorithm == DENSITY:
         learners = 1
     evidence: Evidence = "inputs" if learners == 1 else "labels"
