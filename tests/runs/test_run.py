@@ -12,7 +12,7 @@ import fedgmm
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.loading import read_rows
 from fedgmm.runs.folder import RunError
-from small_runs import SMALL, bytes_of, draw_rows, write_csv, write_sites
+from small_runs import SMALL, bytes_of, draw_rows, works, write_csv, write_sites
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_single_row_will_do(run, tmp_path):
     assert len(run.predict(path).labels) == 1
     found = run.detect(path)
     assert len(found.result.novel) == 1
-    assert found.batch_p_value is None
+    assert 0 < found.batch_p_value <= 1
     adapted = run.adapt("one", path)
     assert adapted.rows == 1
     assert adapted.adaptation.weights.sum() == pytest.approx(1.0)
@@ -337,6 +337,61 @@ def test_novel_rows_are_found(run, finished):
     matrix = read_rows(finished / "batch.csv", run.preprocessing).matrix
     np.testing.assert_array_equal(found.result.scores, run.model.score_samples(matrix))
     assert list(found.columns()) == ["row", "score", "p_value", "novel"]
+
+
+def test_a_training_site_is_not_novel_and_a_file_of_novel_rows_is(run, finished):
+    """The p-value of a file was its rank among the clients, one quarter at least with three of them."""
+    assert run.detect(finished / "new.csv").batch_p_value > 0.05  # rows like those of oslo
+    rows = draw_rows(np.random.default_rng(3), 10)
+    for row in rows:
+        row["age"] = "300"
+    strange = run.detect(write_csv(finished / "strange.csv", rows))
+    assert strange.batch_p_value < 0.001
+    assert run.detect(finished / "strange.csv", "oslo").batch_p_value < 0.001
+
+
+def test_rows_are_compared_with_those_of_a_client(run, finished):
+    found = run.detect(finished / "new.csv", "oslo")
+    matrix = read_rows(finished / "new.csv", run.preprocessing).matrix
+    expected = run.model.novelty(matrix, client="oslo")
+    np.testing.assert_array_equal(found.result.p_values, expected.p_values)
+    with pytest.raises(ValueError, match="not known"):
+        run.detect(finished / "new.csv", "paris")
+
+
+def test_a_file_of_several_clients_has_a_table_of_them(tmp_path):
+    rng = np.random.default_rng(0)
+    sites = ("oslo", "bergen")
+    rows = [{**row, "site": site} for site in sites for row in draw_rows(rng, 60, site == "bergen")]
+    known = write_csv(tmp_path / "all.csv", rows)
+    run = fedgmm.fit(known, "state", tmp_path / "run", client_column="site", **SMALL)
+    rows += [{**row, "site": "narvik"} for row in draw_rows(rng, 5)]
+    path = write_csv(tmp_path / "more.csv", rows)
+    found = run.detect(path)
+    assert [(own["client"], own["rows"]) for own in found.clients] == [
+        ("oslo", 60),
+        ("bergen", 60),
+        ("narvik", 5),
+    ]
+    assert sum(own["novel"] for own in found.clients) == found.result.novel.sum()
+    assert any("narvik" in note for note in found.notes)
+    shown = works("detect", tmp_path / "run", path, "--out", tmp_path / "s.csv").stderr
+    assert "by its own threshold" in shown
+    assert "held-out rows of their clients" in shown
+    # a run of an earlier version has no scores of single clients; its files are read again
+    run.model.calibration = {"x": run.model.calibration["x"], "clients": np.zeros(2)}
+    np.testing.assert_array_equal(run.detect(path).result.p_values, found.result.p_values)
+
+
+def test_too_few_rows_to_judge_a_file_are_noted(run, finished):
+    run.model.calibration = {
+        name: scores[:3] if len(scores) > 3 else scores
+        for name, scores in run.model.calibration.items()
+    }
+    rows = draw_rows(np.random.default_rng(3), 1)
+    with pytest.warns(UserWarning, match="No row can be flagged"):
+        found = run.detect(write_csv(finished / "one.csv", rows))
+    assert any("too few rows" in note for note in found.notes)
 
 
 def test_scores_that_look_at_labels_need_them(run, finished):

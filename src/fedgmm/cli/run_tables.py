@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedgmm.data.tables.inspection import Inspection
     from fedgmm.model.importance import Importance
     from fedgmm.model.metrics import Evaluation
-    from fedgmm.runs.run import Adapted
+    from fedgmm.runs.run import Adapted, Detection
 
 _MOST_LINES = 60
 _MOST_CLASSES = 6
@@ -257,6 +257,19 @@ def adaptation_table(found: Adapted) -> Table:
             f"accuracy on held-out rows: {_percent(first['accuracy'])} with the federation's weights, "
             f"{_percent(last['accuracy'])} with its own from {counted(round(last['rows']), 'row')}"
         )
+    return table
+
+
+def detection_table(found: Detection) -> Table:
+    """Return the novel rows of each client."""
+    table = Table(title="novel rows")
+    _add_names(table, "client")
+    for column in ("rows", "by its own threshold", "by that of all clients"):
+        table.add_column(column, justify="right")
+    for own in found.clients[:_MOST_LINES]:
+        shares = (own[key] / own["rows"] for key in ("novel", "novel_for_all_clients"))
+        table.add_row(escape(str(own["client"])), f"{own['rows']:,}", *map(_percent, shares))
+    _add_rest(table, len(found.clients))
     return table
 
 

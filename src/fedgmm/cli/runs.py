@@ -18,6 +18,7 @@ from fedgmm.cli.output import (
     print_json,
     print_notes,
     screen,
+    sidelines,
     working,
     write_columns,
 )
@@ -508,6 +509,13 @@ def adapt(
 def detect(
     run: RunFolderArgument,
     file: Annotated[Path, typer.Argument(help="Rows to check.")],
+    client: Annotated[
+        str | None,
+        typer.Option(
+            help="Client whose weights and held-out rows are used; default: the client column of the file, "
+            "otherwise all clients."
+        ),
+    ] = None,
     false_alarm_rate: Annotated[
         float, typer.Option(help="Share of ordinary rows that may be flagged.")
     ] = 0.05,
@@ -523,7 +531,13 @@ def detect(
 ) -> None:
     """Find rows of a file that are unlike the training data.
 
+    The p-value of all rows together tests whether they are drawn like held-out rows: of the client, or
+    within each Gaussian of all clients. It is at most 5 % for 5 % of such files. It is at least
+    1 / C(m + n, n) for n rows and m held-out rows, so with 19 held-out rows one row can speak at 5 %.
+
     Example: fedgmm detect run/ batch.csv --false-alarm-rate 0.05 --out scores.csv
+
+    Example: fedgmm detect run/ --client oslo batch.csv
     """
     from fedgmm.runs.run import open_run
 
@@ -531,6 +545,7 @@ def detect(
     with working(as_json) as notify:
         found = open_run(run).detect(
             file,
+            client,
             false_alarm_rate=false_alarm_rate,
             score=score,  # type: ignore[arg-type]
             ids=id_columns or (),
@@ -545,7 +560,10 @@ def detect(
             "rows": rows,
             "novel": novel,
             "false_alarm_rate": false_alarm_rate,
+            "client": client,
+            "clients": found.clients,
             "batch_p_value": found.batch_p_value,
+            "smallest_batch_p_value": found.result.batch and found.result.batch.smallest,
             "out": out,
         }
         print_json(record if out else {**record, "scores": as_rows(found.columns())})
@@ -555,12 +573,16 @@ def detect(
         f"{100 * false_alarm_rate:g} % of ordinary rows are flagged by mistake.",
         err=True,
     )
-    if found.batch_p_value is not None:
-        typer.echo(
-            f"The whole file, as one new client, has p-value {found.batch_p_value:.3f}; a small value "
-            "means that it is novel.",
-            err=True,
-        )
+    like = f"of {client}" if client else "of their clients" if found.clients else "of all clients"
+    typer.echo(
+        f"All rows together have p-value {found.batch_p_value:.2g}; a small value means that they are less "
+        f"familiar than held-out rows {like}.",
+        err=True,
+    )
+    if found.clients:
+        from fedgmm.cli.run_tables import detection_table
+
+        sidelines().print(detection_table(found))
     if out is not None:
         typer.echo(f"Scores: {out}", err=True)
 

@@ -233,3 +233,28 @@ def covariance_parameters(covariance_type: CovarianceType, components: int, colu
             return components
         case _:
             return 0
+
+
+def log_densities_without(log_x: Tensor, shared: Gaussians, counts: Tensor, q: Tensor) -> Tensor:
+    """Return ``log N(x_i; μ_m, Σ_m)`` of Gaussians from which row ``i`` itself was taken out, ``(n, M)``.
+
+    Rows look too familiar to Gaussians that were fitted to them. With ``n' = n - q`` and
+    ``D = (x - μ)ᵀ Σ⁻¹ (x - μ)``, removing the share ``q`` of a row from ``μ`` and ``Σ`` gives::
+
+        D' = n/n' · D / (1 - q D / n')        log |Σ'| = log |Σ| + d log (n/n') + log (1 - q D / n')
+
+    This is exact for full covariances, and slightly too large a correction for the others.
+
+    Args:
+        log_x: ``log N(x_i; μ_m, Σ_m)``, ``(n, M)``.
+        shared: the Gaussians.
+        counts: ``n``, the rows that each Gaussian was fitted to, ``(M,)``.
+        q: responsibilities of the rows, ``(n, M)``.
+    """
+    d = shared.means.shape[-1]
+    peak = shared.log_determinants - d / 2 * math.log(2 * math.pi)  # the log-density at the mean
+    distance = 2 * (peak - log_x)
+    rest = (counts - q).clamp_min(1.0)
+    kept = (1 - q * distance / rest).clamp_min(0.05)  # a row is never all of a Gaussian's width
+    distance = counts / rest * distance / kept
+    return peak - (d * torch.log(counts / rest) + kept.log() + distance) / 2

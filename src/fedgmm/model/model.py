@@ -15,7 +15,6 @@ from torch import Tensor
 from fedgmm.core.checks import check_choice
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import count_learners
-from fedgmm.core.predictive import new_client_weights
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients, column_order
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
@@ -39,11 +38,19 @@ from fedgmm.model.importance import (
 from fedgmm.model.label_frequencies import ClientLabels, estimate_label_frequencies
 from fedgmm.model.metrics import Evaluation, evaluate, row_losses
 from fedgmm.model.novelty import (
+    OWN,
     SCORES,
+    FalseAlarms,
+    FileTest,
     NoveltyResult,
     Score,
+    check_rate,
+    client_p_values,
     conformal_p_values,
+    few_held_out,
+    file_test,
     flag_novel_rows,
+    standardise,
 )
 from fedgmm.model.predictions import (
     EvaluatedRows,
@@ -57,9 +64,6 @@ from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-
-CALIBRATIONS = (*SCORES, "clients")
-"""Kinds of calibration scores; ``"clients"`` are means over the rows of each client."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class FederatedModel:
         options: training options.
         history: one dictionary per round.
         stopped: reason why training ended before its last round, or ``None``.
-        calibration: scores of held-out rows by kind, see ``CALIBRATIONS``; computed on first use.
+        calibration: scores of held-out rows by kind, see :mod:`fedgmm.model.novelty`; computed on
+            first use.
         features_are_inputs: whether the Gaussians use the inputs and not separate features.
         column_names: of the inputs, or ``None``. A table is put into this order; an array is taken by
             position.
@@ -107,7 +112,7 @@ class FederatedModel:
     options: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
     stopped: str | None = None
-    calibration: dict[str, FloatArray] = field(default_factory=dict)
+    calibration: dict[str, NDArray[Any]] = field(default_factory=dict)
     features_are_inputs: bool = True
     dataset: FederatedDataset | None = None
     column_names: tuple[str, ...] | None = None
@@ -572,7 +577,10 @@ class FederatedModel:
         return conditional if score == "y" else rows.log_density(codes) + conditional
 
     def calibrate(self, dataset: FederatedDataset | None = None, split: str = "validation") -> None:
-        """Store the scores of held-out rows, from which :meth:`novelty` takes its threshold.
+        """Store the scores of held-out rows, from which :meth:`novelty` takes its thresholds.
+
+        Clients with few held-out rows use their training rows, too; each is scored as if it had not been
+        trained on.
 
         Args:
             dataset: data of known clients; ``None`` means the training data.
@@ -582,26 +590,44 @@ class FederatedModel:
         held_out = data.split(split)
         if not len(held_out):
             raise ValueError(f"The {split} split has no rows to calibrate on.")
-        rows = self._evaluator.from_split(held_out)
-        no_client = np.full(len(rows), NO_CLIENT, dtype=np.int64)
-        log_proba = self._log_proba(rows, no_client)
-        with_unseen, labels = self._with_unseen_classes(log_proba, held_out, data)
-        conditional = with_unseen[np.arange(len(labels)), labels]
-        scores = {"confidence": log_proba.max(-1), "y": conditional}
+        rows, codes = self._evaluator.from_split(held_out), client_codes(held_out, self.names)
+        scores: dict[str, NDArray[Any]] = {"client": codes}
+        for prefix, who in (("", np.full_like(codes, NO_CLIENT)), (OWN, codes)):
+            log_proba = self._log_proba(rows, who)
+            with_unseen, labels = self._with_unseen_classes(log_proba, held_out, data)
+            conditional = with_unseen[np.arange(len(labels)), labels]
+            scores |= {prefix + "confidence": log_proba.max(-1), prefix + "y": conditional}
+            if rows.log_x is not None:
+                density = rows.log_density(who)
+                scores |= {prefix + "x": density, prefix + "joint": density + conditional}
         if rows.log_x is not None:
-            density = rows.log_density(no_client)
-            scores |= {"x": density, "joint": density + conditional}
-            own_density = rows.log_density(client_codes(held_out, self.names))
-            codes = held_out.codes.cpu().numpy()
-            sums, sizes = np.bincount(codes, weights=own_density), np.bincount(codes)
-            scores["clients"] = sums[sizes > 0] / sizes[sizes > 0]
+            scores["gaussian"] = self._most_likely_gaussians(rows)
+            own, clients = [scores["own_x"]], [codes]
+            few = few_held_out(codes, len(self.names))
+            if split != "train" and len(data.train) and few.any():
+                trained = client_codes(data.train, self.names)
+                some = few[trained]
+                evaluated = self._evaluator.from_split(data.train)
+                own.append(evaluated.log_density_without_itself(trained)[some])
+                clients.append(trained[some])
+            found = standardise(np.concatenate(own), np.concatenate(clients), len(self.names))
+            if len(found[2]):
+                scores |= dict(zip(("location", "scale", "standard"), found, strict=True))
         self.calibration = scores
+
+    def _most_likely_gaussians(self, rows: EvaluatedRows) -> IntArray:
+        """Return the Gaussian that most likely holds each row under the federation's weights, ``(n,)``."""
+        weights = self._mixture_weights("weights").reshape(-1, self.n_learners).sum(-1)
+        assert rows.log_x is not None
+        return np.asarray((rows.log_x + weights.log()).argmax(-1).cpu().numpy())
 
     def novelty(
         self,
         X: ArrayLike,
         y: ArrayLike | None = None,
         *,
+        client: Any = None,
+        clients: ArrayLike | None = None,
         score: Score = "x",
         false_alarm_rate: float = 0.05,
         features: ArrayLike | None = None,
@@ -609,46 +635,127 @@ class FederatedModel:
     ) -> NoveltyResult:
         """Flag novel rows at a chosen false-alarm rate.
 
-        Scores use the federation's own weights. The threshold comes from held-out rows of all clients,
-        so the rate holds for new rows drawn like them.
+        Without a client, scores use the federation's weights, and the threshold comes from held-out rows
+        of all clients. The rate then holds for new rows drawn like all of them together, but a small
+        client with a region of its own may have many more. With a client, scores use its weights and the
+        threshold its own rows, see :func:`fedgmm.model.novelty.client_p_values`.
 
         Args:
             X: rows, ``(n, *input_shape)``.
             y: labels, required by ``"y"`` and ``"joint"``.
+            client: a known client for all rows.
+            clients: one known client per row, or ``None`` for rows without a client.
             score: as in :meth:`novelty_scores`.
             false_alarm_rate: share of ordinary rows that may be flagged.
             features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
-            batch: whether to compute :meth:`client_novelty` of the rows as well.
+            batch: whether to test all rows together as well, see :meth:`client_novelty`.
         """
-        if not self.calibration:
-            self.calibrate()
+        check_rate(false_alarm_rate)
         self._check_score(score, y)
-        rows = self._evaluator.from_arrays(X, features)
-        scores = self._score(rows, y, self._codes(None, None, len(rows)), score)
-        result = flag_novel_rows(self.calibration[score], scores, false_alarm_rate)
-        return replace(result, batch_p_value=self._client_p_value(rows)) if batch else result
-
-    def client_novelty(self, X: ArrayLike, *, features: ArrayLike | None = None) -> float:
-        """Return a conformal p-value of rows as one new client; small means an unfamiliar client.
-
-        Half of the rows learn the client's weights, and the other half is scored. Its mean
-        log-likelihood is compared with those of the federation's clients on held-out rows, so the
-        p-value is at least ``1 / (1 + clients)``.
-        """
         if not self.calibration:
             self.calibrate()
-        self._need_density()
-        return self._client_p_value(self._evaluator.from_arrays(X, features))
+        rows = self._evaluator.from_arrays(X, features)
+        codes = self._codes(client, clients, len(rows))
+        scores = self._score(rows, y, codes, score)
+        common = codes == NO_CLIENT
+        if common.all():
+            result = flag_novel_rows(self.calibration[score], scores, false_alarm_rate)
+        else:
+            p_values = np.empty(len(rows))
+            if common.any():
+                p_values[common] = conformal_p_values(self.calibration[score], scores[common])
+            for code in np.unique(codes[~common]).tolist():
+                own = client_p_values(self.calibration, score, scores[codes == code], code)
+                if own is None:
+                    raise ValueError(
+                        f"Client {self.names[code]!r} has too few held-out scores of its own; call "
+                        "calibrate(dataset) with its rows, or omit the client."
+                    )
+                p_values[codes == code] = own
+            flags = p_values <= false_alarm_rate
+            result = NoveltyResult(scores, p_values, flags, false_alarm_rate)
+        if not batch:
+            return result
+        return replace(result, batch=self._test_file(rows, scores, codes, score))
 
-    def _client_p_value(self, rows: EvaluatedRows) -> float:
-        if len(rows) < 2:
-            raise ValueError("The p-value of a client needs at least two rows.")
+    def has_own_threshold(self, client: Hashable, score: Score = "x") -> bool:
+        """Return whether ``novelty(client=...)`` has held-out scores of a known client."""
+        code = self.names.index(client)
+        return client_p_values(self.calibration, score, np.zeros(0), code) is not None
+
+    def client_novelty(
+        self, X: ArrayLike, *, client: Any = None, features: ArrayLike | None = None
+    ) -> float:
+        """Return the p-value of rows together; small means that they are novel.
+
+        The null hypothesis without a client: within each Gaussian the rows are drawn like the held-out
+        rows of all clients, in any shares of the Gaussians. So a client with other weights is not
+        novel. With a client: the rows are drawn like its held-out rows. The size of the test is
+        exact, see :func:`fedgmm.model.novelty.file_test`, which also says how few rows can speak.
+        """
         self._need_density()
-        assert rows.log_x is not None
-        start = self._mixture_weights("weights").reshape(-1, self.n_learners).sum(-1)
-        own, _ = new_client_weights(rows.log_x[::2], start)
-        scored = torch.logsumexp(rows.log_x[1::2] + own.log(), -1) - rows.log_volume
-        return float(conformal_p_values(self.calibration["clients"], [float(scored.mean())])[0])
+        if not self.calibration:
+            self.calibrate()
+        rows = self._evaluator.from_arrays(X, features)
+        if not len(rows):
+            raise ValueError("The test of a client needs at least one row.")
+        codes = self._codes(client, None, len(rows))
+        return self._test_file(rows, rows.log_density(codes), codes, "x").p_value
+
+    def _test_file(
+        self, rows: EvaluatedRows, scores: FloatArray, codes: IntArray, score: Score
+    ) -> FileTest:
+        """Compare rows with held-out rows of their client or, without one, of their Gaussian."""
+        found, known = self.calibration, codes != NO_CLIENT
+        if known.any():
+            if "client" not in found:
+                raise ValueError("There are no scores of single clients; call calibrate(dataset).")
+            strata = found["client"], codes[known]
+            return file_test(found[OWN + score], scores[known], strata, least=0)
+        if rows.log_x is None or "gaussian" not in found:  # no Gaussians, or an earlier version
+            return file_test(found[score], scores)
+        gaussians = found["gaussian"], self._most_likely_gaussians(rows)
+        return file_test(found[score], scores, gaussians)
+
+    def false_alarm_rates(
+        self,
+        dataset: FederatedDataset | None = None,
+        *,
+        split: str = "test",
+        score: Score = "x",
+        false_alarm_rate: float = 0.05,
+    ) -> dict[Hashable, FalseAlarms]:
+        """Return the share of each client's held-out rows that :meth:`novelty` flags by mistake.
+
+        Args:
+            dataset: data of known clients; ``None`` means the training data.
+            split: the held-out rows; thresholds come from the validation rows.
+            score: as in :meth:`novelty_scores`.
+            false_alarm_rate: share of ordinary rows that may be flagged.
+        """
+        data = self._data(dataset)
+        if not self.calibration:
+            self.calibrate(data)
+        held_out = data.split(split)
+        rows, codes = self._evaluator.from_split(held_out), client_codes(held_out, self.names)
+        y = data.classes[held_out.labels.cpu().numpy()] if score in ("y", "joint") else None
+        self._check_score(score, y)
+        check_rate(false_alarm_rate)
+        pooled = self._score(rows, y, np.full_like(codes, NO_CLIENT), score)
+        pooled_p, own = (
+            conformal_p_values(self.calibration[score], pooled),
+            self._score(rows, y, codes, score),
+        )
+        rates: dict[Hashable, FalseAlarms] = {}
+        for code in np.unique(codes).tolist():
+            here = codes == code
+            p_values = client_p_values(self.calibration, score, own[here], code)
+            rates[self.names[code]] = FalseAlarms(
+                int(here.sum()),
+                float((pooled_p[here] <= false_alarm_rate).mean()),
+                None if p_values is None else float((p_values <= false_alarm_rate).mean()),
+            )
+        return rates
 
     # ------------------------------------------------------------------ files and helpers
 

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.em import responsibilities
+from fedgmm.core.gaussians import log_densities, log_densities_without, residuals
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, count_learners
 from fedgmm.core.predictive import log_class_probabilities, log_marginal
@@ -117,6 +118,23 @@ class EvaluatedRows:
 
         _for_blocks(len(self), write, log_x.device)
         return out - self.log_volume
+
+    def log_density_without_itself(self, codes: IntArray) -> FloatArray:
+        """Return ``log P_c(x_i)`` of training rows as if each had not been trained on, ``(n,)``.
+
+        Each row is taken out of the Gaussians and of the weights of its client. Rows of clients that
+        are not here would only add to the Gaussians, so without them the correction is too large.
+        """
+        log_x, shared = self.log_x, self.prediction.gaussians
+        assert log_x is not None
+        assert shared is not None
+        who = torch.from_numpy(codes).to(log_x.device)
+        own = log_weights(self.prediction)[who].logsumexp(-1)
+        q, _ = responsibilities(own + log_x)
+        rows = torch.bincount(who, minlength=int(who.max()) + 1)[who, None]
+        kept = ((rows * own.exp() - q).clamp_min(0.0) / (rows - 1).clamp_min(1)).log()
+        without = log_densities_without(log_x, shared, q.sum(0).clamp_min(1.0), q)
+        return (kept + without).logsumexp(-1).cpu().numpy() - self.log_volume
 
     def log_proba(self, codes: IntArray) -> FloatArray:
         """Return ``log P_c(y|x)`` of every class, equation (3), ``(n, K)``."""

@@ -27,7 +27,8 @@ from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, count_learners
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import Prediction
-from fedgmm.model.model import CALIBRATIONS, FederatedModel
+from fedgmm.model.model import FederatedModel
+from fedgmm.model.novelty import CALIBRATIONS, OWN, SCORES
 from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import ModuleFactory, Network, network
 
@@ -266,6 +267,10 @@ def _build_model(
     for name, scores in calibration.items():
         valid = name in CALIBRATIONS and scores.ndim == 1 and len(scores) > 0
         _require(valid, f"calibration/{name}")
+    if "client" in calibration:
+        for name in (*SCORES, *(OWN + score for score in SCORES), "gaussian"):
+            scores = calibration.get(name, calibration["client"])
+            _require(len(scores) == len(calibration["client"]), f"calibration/{name}")
     return FederatedModel(
         str(facts["algorithm"]),
         replace(prediction, labels=labels),

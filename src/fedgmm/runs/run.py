@@ -80,16 +80,22 @@ class Detection:
     Attributes:
         result: scores, p-values and flags of the rows.
         score: name of the score.
-        batch_p_value: p-value of all rows together, as one new client; ``None`` if there are too few.
         notes: remarks for the user.
         ids: the columns that identify rows, ``(n,)`` each.
+        clients: for each client in the client column its rows, how many are novel, and how many
+            would be by the threshold of all clients.
     """
 
     result: NoveltyResult
     score: str
-    batch_p_value: float | None
     notes: list[str]
     ids: dict[str, NDArray[Any]] = field(default_factory=dict)
+    clients: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def batch_p_value(self) -> float | None:
+        """The p-value of all rows together."""
+        return self.result.batch_p_value
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Return the columns of an output file."""
@@ -294,6 +300,7 @@ class FederatedRun:
     def detect(
         self,
         file: str | Path,
+        client: str | None = None,
         *,
         false_alarm_rate: float = 0.05,
         score: Score = "x",
@@ -304,6 +311,8 @@ class FederatedRun:
 
         Args:
             file: a table with the columns of the training data.
+            client: the client whose weights and held-out rows are used; ``None`` uses the client column
+                of the file, or all clients if there is no such column.
             false_alarm_rate: share of ordinary rows that may be flagged.
             score: ``"x"`` uses the inputs, ``"y"`` the labels given the inputs, ``"joint"`` both,
                 ``"confidence"`` the largest class probability.
@@ -345,14 +354,55 @@ class FederatedRun:
                 )
             labels = np.asarray(self.model.classes)[rows.labels]
         notify("looking for novel rows")
-        result = self.model.novelty(
-            rows.matrix,
-            labels,
-            score=score,
-            false_alarm_rate=false_alarm_rate,
-            batch="clients" in self.model.calibration and len(rows.matrix) >= 2,
-        )
-        return Detection(result, score, result.batch_p_value, rows.notes, rows.ids)
+        notes = list(rows.notes)
+        if "client" not in self.model.calibration and (client is not None or rows.clients):
+            self.model.calibrate(self.data(notify))  # the run was written by an earlier version
+        owners: list[str | None] | None = None
+        if client is not None:
+            owners = [self.client_named(client)] * len(rows.matrix)
+        elif rows.clients is not None:
+            owners = self._owners_with_threshold(rows.clients, score, notes)
+        of_rows = None if owners is None else np.array(owners, dtype=object)
+        options: dict[str, Any] = {"score": score, "false_alarm_rate": false_alarm_rate}
+        result = self.model.novelty(rows.matrix, labels, clients=of_rows, batch=True, **options)
+        if result.batch is not None and result.batch.smallest > false_alarm_rate:
+            notes.append(
+                "There are too few rows to say whether the file as a whole is novel: its p-value is at "
+                f"least {result.batch.smallest:.2g}."
+            )
+        table = []
+        if client is None and owners is not None:
+            pooled = self.model.novelty(rows.matrix, labels, **options).novel
+            for name in dict.fromkeys(rows.clients or ()):
+                here = np.array([own == name for own in rows.clients or ()])
+                table.append(
+                    {
+                        "client": name,
+                        "rows": int(here.sum()),
+                        "novel": int(result.novel[here].sum()),
+                        "novel_for_all_clients": int(pooled[here].sum()),
+                    }
+                )
+        return Detection(result, score, notes, rows.ids, table)
+
+    def _owners_with_threshold(
+        self, clients: list[str], score: Score, notes: list[str]
+    ) -> list[str | None]:
+        """Return the full name of each row's client, or ``None`` where the client has no threshold."""
+        full: dict[str, str | None] = {}
+        for name in dict.fromkeys(clients):
+            try:
+                full[name] = self.client_named(name)
+            except ValueError:
+                full[name] = None
+        for name, own in full.items():
+            if own is None or not self.model.has_own_threshold(own, score):
+                full[name] = None
+                notes.append(
+                    f"{name or 'A row without a client'} has no held-out rows of its own, so its rows are "
+                    "compared with those of all clients."
+                )
+        return [full[name] for name in clients]
 
     def adapt(
         self,
