@@ -70,9 +70,10 @@ def test_a_sites_folder_holds_its_own_part_only(finished):
 def test_a_second_run_writes_over_the_first(finished, files, tmp_path):
     federate(files, tmp_path, **SIZE)
     first = (tmp_path / "sites/oslo/model/model.json").read_bytes()
-    sites = InMemorySites(files, tmp_path)
     settings = federation_settings(3, **{**SIZE, "components": 3})
-    run_federation(settings, sites, tmp_path / "second")
+    run_federation(
+        settings, InMemorySites(files, tmp_path, forget=True, fresh=False), tmp_path / "second"
+    )
     assert (tmp_path / "sites/oslo/model/model.json").read_bytes() != first
     assert len(list((tmp_path / "sites/oslo/federation").iterdir())) == 1
 

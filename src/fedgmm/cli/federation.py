@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedgmm.cli.output import escaped, sidelines
+from fedgmm.cli.output import JsonFlag, escaped, print_json, screen, sidelines
 from fedgmm.cli.runs import DateFormat, MissingValues, Names, NoHeader, file_options
 
 if TYPE_CHECKING:
@@ -173,6 +173,20 @@ def client(
     names: Names = None,
     missing_values: MissingValues = None,
     date_format: DateFormat = None,
+    min_count: Annotated[
+        int,
+        typer.Option(min=0, help="Do not send categories of fewer rows than this. Default: 5."),
+    ] = 5,
+    max_rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds that you allow. Default: those of the server's plan."),
+    ] = None,
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget", help="Forget the plan that this folder agreed to; agree to a new one."
+        ),
+    ] = False,
 ) -> None:
     """Take part in a federation with the rows of this site. The rows stay here.
 
@@ -228,9 +242,52 @@ def client(
         min_rows,
         tuple(categorical or ()),
         **written,
+        min_count=min_count,
+        max_rounds=max_rounds,
+        forget=forget,
     )
     with _sigterm_interrupts(), _log_lines(out) as notify:
         take_part(Site(settings, notify=notify), connection, out, notify=notify)
+
+
+def audit(
+    site: Annotated[Path, typer.Argument(help="The folder of a site (--out of fedgmm client).")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Show every request that a site received, and what left with the reply.
+
+    Example: fedgmm audit oslo/
+    """
+    from rich.table import Table
+
+    from fedgmm.federation.policy import read_record
+
+    entries = list(read_record(site))
+    if as_json:
+        print_json(entries)
+        return
+    table = Table(title=f"Requests to {escaped(site)}", title_justify="left")
+    for name in (
+        "time (UTC)",
+        "request",
+        "bytes sent",
+        "numbers sent",
+        "texts sent, or why refused",
+    ):
+        table.add_column(name, justify="right" if name.startswith("bytes") else "left")
+    for one in entries:
+        arrays = ", ".join(f"{n} {'×'.join(map(str, s))}" for n, s in one.get("arrays", {}).items())
+        texts = {**one.get("texts", {}), **({"labels": one["labels"]} if "labels" in one else {})}
+        words = "; ".join(f"{name}: {', '.join(found)}" for name, found in texts.items())
+        number = f" {one['round']}" if "round" in one else ""
+        table.add_row(
+            one["time"][:19].replace("T", " "),
+            f"{one['request']}{number}",
+            str(one.get("bytes", "")),
+            escaped(arrays),
+            escaped(f"refused: {one['refused']}" if "refused" in one else words),
+        )
+    screen().print(table)
 
 
 @keys.command("new")

@@ -235,6 +235,7 @@ class Members:
         if agree:
             facts |= {
                 "table": table_record(self.settings.config.table),
+                "plan": self.settings.plan(),
                 "as_categories": sorted(as_categories),
                 "min_rows": self.settings.min_rows,
             }

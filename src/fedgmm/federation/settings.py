@@ -30,6 +30,9 @@ WirePrecision = Literal["float32", "float16"]
 WIRE_PRECISIONS: tuple[str, ...] = get_args(WirePrecision)
 
 
+MIN_COUNT = 5
+"""Fewest rows of a category whose text a site sends, unless its owner chooses another number."""
+
 _ONLY_AT_SITES = {
     "files": "each site names its own with --data",
     "client": "each site has its own name",
@@ -82,6 +85,12 @@ class FederationSettings:
         """Return the section ``[federation]`` of a TOML file."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "config"}
         return {name: value for name, value in values.items() if value is not None}
+
+    def plan(self) -> dict[str, Any]:
+        """Return what sites agree to before they send anything about their rows."""
+        options = self.config.options()
+        trials = bool({"components", "learners"} & set(self.config.open_choices()))
+        return {"algorithm": options.algorithm, "rounds": options.rounds, "trials": trials}
 
     @property
     def quorum(self) -> int:
@@ -143,8 +152,11 @@ class SiteSettings:
         names: names of the columns of a file without a header.
         missing_values: further texts or numbers that mean a missing value.
         date_format: how dates are written.
+        min_count: categories of fewer rows than this are not sent; their rows count as "other".
+        max_rounds: rounds that the owner allows; ``None`` allows those of the server's first plan.
+        forget: forget the plan that the site agreed to earlier, and agree to a new one.
 
-    The last four replace those of the federation where they are given.
+    The four about the format of the file replace those of the federation where they are given.
     """
 
     data: tuple[Path, ...]
@@ -158,12 +170,9 @@ class SiteSettings:
     names: Texts = ()
     missing_values: Texts = ()
     date_format: Text | None = None
-
-    @property
-    def file_format(self) -> dict[str, Any]:
-        """The options about the format of the file that were given."""
-        names = ("no_header", "names", "missing_values", "date_format")
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
+    min_count: NonNegativeInt = MIN_COUNT
+    max_rounds: Count | None = None
+    forget: Flag = False
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -171,3 +180,9 @@ class SiteSettings:
         object.__setattr__(self, "data", tuple(Path(path) for path in self.data))
         object.__setattr__(self, "out", Path(self.out))
         check_fields(self)
+
+    @property
+    def file_format(self) -> dict[str, Any]:
+        """The options about the format of the file that were given."""
+        names = ("no_header", "names", "missing_values", "date_format")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}

@@ -29,6 +29,7 @@ from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.messages import PROTOCOL, Message, MessageError, check_message, one_line
+from fedgmm.federation.policy import TRAINING_REQUESTS, Policy
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.site_table import SiteTable, public_reason
@@ -96,13 +97,31 @@ class Site:
         self.unusable: str | None = None
         self._folder = SiteFolder(settings.out)
         self._folder.check()
+        self._plan_shown = False
+        self._policy = Policy(settings.out, settings.max_rounds)
+        if settings.forget:
+            self._policy.forget()
 
     def reply(self, request: Message) -> Message:
-        """Reply to one request; called for one request at a time.
+        """Reply to one request, and record what leaves; called for one request at a time.
 
         Raises:
             SiteError: why there is no reply; the text holds no value of a row.
         """
+        try:
+            try:
+                reply = self._reply(request)
+            except SiteError as error:
+                self._policy.record(request, None, str(error))
+                raise
+            self._policy.record(request, reply)
+        except OSError as error:
+            self.notify(f"The record of requests cannot be written: {error}")
+            raise SiteError("its own folder cannot be used; its log says why") from None
+        return reply
+
+    def _reply(self, request: Message) -> Message:
+        """Return the reply; everything that the site's rules forbid raises ``SiteError``."""
         self.refused = self.unusable = None
         handlers: dict[str, Callable[[Message], Content]] = {
             "hello": self._hello,
@@ -130,6 +149,10 @@ class Site:
                     "it only adapts to finished models, and does not take part in training."
                 )
             with self._folder.run.lock():
+                if request.kind in TRAINING_REQUESTS:
+                    Job.from_record(request.facts, self.name)  # malformed requests are not counted
+                    _place(request)
+                self._policy.check(request)
                 arrays, facts = handlers[request.kind](request)
             if request.kind == "model":  # takes the lock itself
                 open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)
@@ -178,10 +201,21 @@ class Site:
                     f"the label column {table.label!r} has too many different values to be classes, so "
                     "they are not sent; choose another label"
                 )
-            facts["summary"] = summary_record(summary)
+            facts["summary"] = summary_record(summary, self.settings.min_count)
+            self._show_plan(request.facts.get("plan"))
         if self.settings.adapt_only:
             self.notify("waiting for the end of the training, and its model")
         return {}, facts
+
+    def _show_plan(self, plan: Any) -> None:
+        """Log what the site agrees to with its first summary."""
+        if isinstance(plan, dict) and not self._plan_shown:
+            self._plan_shown = True
+            trials = ", after short runs that choose its size" if plan.get("trials") else ""
+            self.notify(
+                f"agreed to a run of {plan.get('algorithm')} with at most {plan.get('rounds')} rounds"
+                f"{trials}; the record of all requests is in {self._policy.log}"
+            )
 
     def _start(self, request: Message) -> Content:
         """Return sums of all columns and local centroids, for the start of the Gaussians."""
@@ -381,6 +415,8 @@ class Site:
             device = resolve_device(job.options.device)
         except (RuntimeError, ValueError) as error:
             raise UnfitError(f"the federation wants an accelerator: {error}") from None
+        if len(dataset.train) < self._least(job):
+            raise UnfitError(f"it has fewer training rows than min_rows={self._least(job)}")
         return job, dataset.train.to(device)
 
     def _model(self, job: Job, dataset: FederatedDataset, prediction: Any) -> FederatedModel:

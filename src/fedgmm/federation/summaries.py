@@ -21,8 +21,14 @@ class SummaryError(ValueError):
     """A summary that no table could have made, with the reason."""
 
 
-def summary_record(summary: ClientSummary) -> dict[str, Any]:
-    """Return plain values; numbers that JSON cannot hold become ``None``."""
+def summary_record(summary: ClientSummary, min_count: int = 0) -> dict[str, Any]:
+    """Return plain values; numbers that JSON cannot hold become ``None``.
+
+    Args:
+        summary: of a client's table.
+        min_count: categories of fewer rows are left out, because the text of a rare one may identify a
+            person.
+    """
     return {
         "rows": summary.rows,
         "unlabelled": summary.unlabelled,
@@ -36,7 +42,9 @@ def summary_record(summary: ClientSummary) -> dict[str, Any]:
                 "mean": _finite(column.mean),
                 "squares": _finite(column.squares),
                 "mean_rest": _finite(column.mean_rest),
-                "categories": None if column.categories is None else dict(column.categories),
+                "categories": None
+                if column.categories is None
+                else {text: n for text, n in column.categories.items() if n >= min_count},
                 "unlisted": column.unlisted,
                 "orders": {
                     order: [count, *map(_finite, moments)]

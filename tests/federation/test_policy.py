@@ -1,0 +1,198 @@
+"""A hostile server and an unmodified site: it learns no row, no label and no rare text."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+
+from fedgmm.federation.messages import Message
+from fedgmm.federation.policy import Policy, RefusedRequestError, read_record
+from fedgmm.federation.settings import SiteSettings
+from fedgmm.federation.site import Site, SiteError
+from in_memory_sites import InMemorySites, federate
+from small_runs import works
+
+pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+
+SIZE = {"components": 2, "learners": 2, "covariance_type": "full", "rounds": 3}
+
+
+@pytest.fixture(scope="module")
+def honest(files, tmp_path_factory):
+    """The requests of an honest run to the site oslo, in their order."""
+    requests = []
+
+    def look(name, request, reply):
+        if name == "oslo":
+            requests.append(request)
+        return reply
+
+    home = tmp_path_factory.mktemp("honest")
+    sites = InMemorySites(files, home)
+    sites.tamper = look
+    federate(files, home, sites=sites, **SIZE)
+    return requests
+
+
+@pytest.fixture
+def site(files, tmp_path):
+    return Site(SiteSettings((files[0],), tmp_path / "oslo"))
+
+
+def ask(site, request, arrays=None, **facts):
+    return site.reply(Message(request.kind, arrays or request.arrays, {**request.facts, **facts}))
+
+
+def of_kind(requests, kind):
+    return [one for one in requests if one.kind == kind]
+
+
+def test_an_honest_run_is_served_and_may_be_repeated(site, honest):
+    """A lost reply is sent again, and it is the same."""
+    for request in honest:
+        first, second = ask(site, request), ask(site, request)
+        for name, array in first.arrays.items():
+            np.testing.assert_array_equal(array, second.arrays[name])
+
+
+def test_a_split_that_leaves_one_row_is_refused(site, honest):
+    (hello, *_) = of_kind(honest, "hello")
+    table = {**hello.facts["table"], "split": [1e-9, 0.0, 1.0 - 1e-9]}
+    with pytest.raises(SiteError, match="third of its rows"):
+        ask(site, hello, table=table)
+
+
+def test_another_split_or_seed_is_refused_after_the_first(site, honest):
+    (hello, *_) = of_kind(honest, "hello")
+    ask(site, hello)
+    for change in ({"seed": 1}, {"split": [0.5, 0.2, 0.3]}, {"ignore": ["age"]}):
+        with pytest.raises(SiteError, match="read and split"):
+            ask(site, hello, table={**hello.facts["table"], **change})
+
+
+def test_a_thousand_shifted_half_spaces_get_one_reply(site, honest):
+    """Two half-spaces that differ by one row would give that row away."""
+    for request in honest[: [one.kind for one in honest].index("assigned")]:
+        ask(site, request)
+    assigned, replies = of_kind(honest, "assigned")[0], 0
+    for shift in np.linspace(-3.0, 3.0, 1000):
+        means = np.zeros_like(assigned.arrays["means"])
+        means[:, 0] = shift - 1e6, shift + 1e6
+        with contextlib.suppress(SiteError):
+            ask(site, assigned, {"means": means})
+            replies += 1
+    assert replies == 1
+
+
+def test_a_round_is_asked_once_in_order_and_not_beyond_the_plan(site, honest):
+    rounds = of_kind(honest, "round")
+    for request in honest:
+        if request is rounds[1]:
+            break
+        ask(site, request)
+    means = {**rounds[0].arrays}
+    name = next(name for name in means if name.endswith("means"))
+    means[name] = means[name] + 1e-3
+    with pytest.raises(SiteError, match="again, with other numbers"):
+        ask(site, rounds[0], means)
+    ask(site, rounds[1])
+    with pytest.raises(SiteError, match="again, with other numbers"):
+        ask(site, rounds[0], means)
+    with pytest.raises(SiteError, match="beyond the last"):
+        ask(site, rounds[1], round=4)
+
+
+def test_other_options_preprocessing_or_more_rounds_are_refused(site, honest):
+    for request in honest[:3]:
+        ask(site, request)
+    start = of_kind(honest, "start")[0]
+    options = start.facts["options"]
+    with pytest.raises(SiteError, match="other training options"):
+        ask(site, start, options={**options, "seed": 7})
+    with pytest.raises(SiteError, match="--max-rounds 50"):
+        ask(site, start, options={**options, "rounds": 50})
+    columns = json.loads(json.dumps(start.facts["preprocessing"]))
+    columns["columns"][0]["mean"] = 1e9
+    with pytest.raises(SiteError, match="another preprocessing"):
+        ask(site, start, preprocessing=columns)
+
+
+def test_a_second_run_needs_the_owner(site, honest, files):
+    for request in honest:
+        ask(site, request)
+    other = {"run": "ab" * 8}
+    with pytest.raises(SiteError, match="--forget"):
+        ask(site, of_kind(honest, "round")[0], **other)
+    again = Site(SiteSettings((files[0],), site.settings.out))  # a restart forgets nothing
+    with pytest.raises(SiteError, match="--forget"):
+        ask(again, of_kind(honest, "round")[0], **other)
+    told = Site(SiteSettings((files[0],), site.settings.out, forget=True))
+    assert ask(told, of_kind(honest, "round")[0], **other).kind == "reply"
+
+
+def test_a_server_may_restart_a_few_times_before_the_first_round(site, honest):
+    start = of_kind(honest, "start")[0]
+    for k in range(3):
+        ask(site, start, run=f"{k:016x}")
+    with pytest.raises(SiteError, match="another run"):
+        ask(site, start, run="f" * 16)
+
+
+def test_rare_texts_do_not_leave_the_site(tmp_path, honest):
+    """A remark that one patient has is not a category for all sites."""
+    rows = ["dose,remark,state"]
+    rng = np.random.default_rng(0)
+    for k in range(60):
+        remark = "Mr. Smith called" if k == 7 else ("calm", "anxious")[k % 2]
+        rows.append(f"{rng.normal():.3f},{remark},{('ill', 'well')[k % 2]}")
+    (tmp_path / "oslo.csv").write_text("\n".join(rows))
+    (hello, *_) = of_kind(honest, "hello")
+    site = Site(SiteSettings((tmp_path / "oslo.csv",), tmp_path / "out"))
+    reply = ask(site, hello)
+    (remark,) = [c for c in reply.facts["summary"]["columns"] if c["name"] == "remark"]
+    assert set(remark["categories"]) == {"calm", "anxious"}
+    assert "Smith" not in json.dumps(reply.facts)
+
+
+def test_too_few_training_rows_are_refused(files, tmp_path, honest):
+    site = Site(SiteSettings((files[0],), tmp_path / "oslo", min_rows=60))  # 54 of 90 rows train
+    with pytest.raises(SiteError, match="training rows than min_rows"):
+        ask(site, of_kind(honest, "start")[0])
+
+
+def test_the_owner_sees_every_request_and_what_left(site, honest):
+    for request in honest[:3]:
+        ask(site, request)
+    with pytest.raises(SiteError):
+        ask(site, honest[2], options={**honest[2].facts["options"], "seed": 7})
+    entries = list(read_record(site.settings.out))
+    assert [one["request"] for one in entries[:3]] == [one.kind for one in honest[:3]]
+    assert "other training options" in entries[-1]["refused"]
+    assert entries[0]["texts"]
+    assert entries[0]["bytes"] > 100
+    printed = works("audit", site.settings.out).stdout
+    assert "refused" in printed
+    assert "hello" in printed
+
+
+def test_nothing_leaves_without_a_record(site, honest):
+    (site.settings.out / "audit.jsonl").mkdir(parents=True)  # a folder is in the way
+    with pytest.raises(SiteError, match="folder"):
+        ask(site, honest[0])
+
+
+def test_a_damaged_agreement_is_reported(tmp_path):
+    (tmp_path / "agreement.json").write_text("{")
+    with pytest.raises(ValueError, match="--forget"):
+        Policy(tmp_path)
+
+
+def test_a_refusal_changes_nothing(tmp_path, honest):
+    policy = Policy(tmp_path)
+    policy.check(honest[0])
+    before = (tmp_path / "agreement.json").read_bytes()
+    bad = Message("hello", {}, {**honest[0].facts, "table": {"split": [0.9, 0, 0.1]}})
+    with pytest.raises(RefusedRequestError):
+        policy.check(bad)
+    assert (tmp_path / "agreement.json").read_bytes() == before
