@@ -46,7 +46,7 @@ class TrainingOptions:
         components: ``M1``, the number of Gaussians, or ``"auto"``: chosen by the validation rows.
         learners: ``M2``, the number of learners, or ``"auto"``: chosen by the validation rows.
         learner: ``"linear"``, ``"mlp"``, ``"cnn"``, ``"mobilenet"`` (MobileNet-V2, colour images) or a
-            function that makes a ``torch.nn.Module``.
+            function that makes a ``torch.nn.Module``; its frozen layers and buffers stay as they are made.
         solver: ``"sgd"``, ``"newton"`` (linear learners only) or ``"auto"``: Newton steps for linear
             learners of the mixture methods, SGD otherwise. FedProx, Local, Clustered FL and pFedMe are
             defined by their gradient steps, so they always use SGD.
@@ -93,7 +93,8 @@ class TrainingOptions:
         penalty: ``λ`` of pFedMe.
         inner_steps: inner steps of pFedMe.
         mixing: ``β`` of pFedMe.
-        standardise: scale columns to mean zero and variance one, using sums over clients.
+        standardise: scale columns to mean zero and variance one, using sums over clients; integers for a
+            module with ``integer_inputs = True`` are never scaled.
         seed: seed of all random numbers.
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
         dtype: floating-point type of the learners and of the Gaussians' products.
