@@ -154,3 +154,10 @@ def test_the_report_leads_with_it_too(fraud):
     page = (home / "run" / "report.html").read_text(encoding="utf-8")
     assert page.index("Average precision") < page.index("Mean accuracy")
     assert 'id="chart-columns"' in page
+
+
+def test_the_inspection_mentions_it(fraud):
+    home, _ = fraud
+    options = ["--label", "fraud", "--client-column", "site", "--json"]
+    notes = json.loads(works("inspect", home / "all.csv", *options).stdout)["warnings"]
+    assert any("average precision" in note and "yes" in note for note in notes)

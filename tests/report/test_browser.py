@@ -386,4 +386,4 @@ def test_clients_that_joined_later_are_drawn(browser, contents, tmp_path):
 def test_a_method_without_density_is_drawn_too(browser, tmp_path):
     browser.open(write_report(contents_of(named_clients("abc"), "local"), tmp_path / "report.html"))
     assert browser.errors() == []
-    assert browser.run("return document.querySelectorAll('.js-plotly-plot').length") == 3
+    assert browser.run("return document.querySelectorAll('.js-plotly-plot').length") == 4

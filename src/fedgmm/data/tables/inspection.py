@@ -19,6 +19,7 @@ _FEW_ROWS = 20
 _FAR = 1.0  # standard deviations
 _MANY_MISSING = 0.5
 _RARE_CLASS = 0.01
+_FEW_POSITIVE = 0.2  # as in evaluate
 _OTHER_LABELS = 0.5  # total variation distance
 
 
@@ -196,6 +197,12 @@ def _warnings(
         if facts.name in used and facts.missing > _MANY_MISSING
     ]
     total = sum(classes.values())
+    if len(classes) == 2 and min(classes.values()) < _FEW_POSITIVE * total:
+        rarer = min(classes, key=lambda label: classes[label])
+        found.append(
+            f"Only {100 * classes[rarer] / total:.1f} % of the rows are of class {quoted(rarer)}, so "
+            "accuracy says little; evaluate leads with average precision."
+        )
     for label, count in classes.items():
         owners = [client.name for client in clients if label in client.classes]
         if len(owners) == 1 and len(clients) > 1:
