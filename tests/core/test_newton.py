@@ -5,12 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LogisticRegression, Ridge
 from torch.nn.functional import cross_entropy
 
-from fedgmm.core.newton import contrasts, newton_step, newton_sums
+from fedgmm.core.newton import (
+    LeastSquaresSums,
+    contrasts,
+    least_squares_step,
+    least_squares_sums,
+    newton_step,
+    newton_sums,
+)
+from fedgmm.core.params import NOISE
 from fedgmm.nets.learners import log_likelihoods
-from fedgmm.nets.networks import Dense
+from fedgmm.nets.networks import Dense, Regression
 from small_learners import drawn, rows
 
 
@@ -176,3 +184,51 @@ def test_an_exact_step_survives_what_has_no_curvature(rng, ridge):
 
 def log_odds(params):
     return {name: value[:, 1] - value[:, 0] for name, value in params.items()}
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("ridge", [1e-9, 3.0])
+def test_least_squares_are_weighted_ridge_regressions(rng, ridge):
+    x, w = rng.normal(size=(50, 3)), rng.random((50, 2))
+    y = x @ [1.0, -2.0, 0.5] + 4.0 + rng.normal(size=50)
+    net = Regression(Dense(3, 1))
+    params = {
+        "0.weight": torch.from_numpy(rng.normal(size=(2, 1, 3))),
+        "0.bias": torch.from_numpy(rng.normal(size=(2, 1))),
+        NOISE: torch.ones(2, dtype=torch.float64),
+    }
+    parts = [
+        vars(
+            least_squares_sums(
+                net.logits(params, torch.from_numpy(x[part])),
+                *(torch.from_numpy(value[part]) for value in (x, y, w)),
+            )
+        )
+        for part in (slice(0, 20), slice(20, 50))
+    ]
+    sums = LeastSquaresSums(**{name: parts[0][name] + parts[1][name] for name in parts[0]})
+    found = least_squares_step(params, sums, ridge)
+    for m in range(2):
+        oracle = Ridge(ridge).fit(x, y, sample_weight=w[:, m])
+        np.testing.assert_allclose(found["0.weight"][m, 0], oracle.coef_, atol=1e-8)
+        np.testing.assert_allclose(found["0.bias"][m, 0], oracle.intercept_, atol=1e-8)
+        variance = np.average((y - oracle.predict(x)) ** 2, weights=w[:, m])
+        assert float(found[NOISE][m]) == pytest.approx(variance, rel=1e-8)
+
+
+def test_a_learner_of_numbers_without_rows_keeps_its_parameters():
+    params = {
+        "0.weight": torch.ones(2, 1, 1, dtype=torch.float64),
+        "0.bias": torch.ones(2, 1, dtype=torch.float64),
+        NOISE: torch.full((2,), 0.5, dtype=torch.float64),
+    }
+    x, y = torch.ones(4, 1, dtype=torch.float64), torch.full((4,), 3.0, dtype=torch.float64)
+    w = torch.tensor([[0.0, 1.0]] * 4, dtype=torch.float64)
+    outputs = Regression(Dense(1, 1)).logits(params, x)
+    found = least_squares_step(params, least_squares_sums(outputs, x, y, w), 1.0)
+    for name, value in params.items():
+        assert torch.equal(found[name][0], value[0])
+        assert torch.isfinite(found[name]).all()
+    assert float(found[NOISE][1]) == pytest.approx(0.0, abs=1e-6)

@@ -8,9 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import norm
 
 from fedgmm.core.gaussians import gaussians
-from fedgmm.core.predictive import log_class_probabilities, log_marginal, new_client_weights
+from fedgmm.core.moments import Scaling
+from fedgmm.core.predictive import (
+    NumberPredictions,
+    log_class_probabilities,
+    log_marginal,
+    new_client_weights,
+)
 from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import FederatedModel
@@ -230,3 +237,29 @@ def test_probabilities_are_in_the_unit_interval_and_sum_to_one(seed, spread, sur
     assert proba.min() >= 0.0
     assert proba.max() <= 1.0
     np.testing.assert_allclose(proba.sum(-1), 1.0, rtol=4 * np.finfo(float).eps)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def test_numbers_are_a_mixture_of_normals(rng):
+    n, m = 5, 3
+    weights = rng.dirichlet(np.ones(m), size=n)
+    means, deviations = 3 * rng.normal(size=(n, m)), 0.1 + rng.random((n, m))
+    found = NumberPredictions(
+        *map(torch.from_numpy, (np.log(weights), means, deviations**2))
+    ).unscaled(Scaling(torch.tensor(5.0), torch.tensor(2.0)))
+    means, deviations = 2 * means + 5, 2 * deviations
+    which = np.array([rng.choice(m, size=200_000, p=own) for own in weights])
+    draws = np.take_along_axis(means, which, 1) + np.take_along_axis(
+        deviations, which, 1
+    ) * rng.normal(size=which.shape)
+    np.testing.assert_allclose(found.mean, draws.mean(1), atol=0.1)
+    np.testing.assert_allclose(found.variance, draws.var(1), rtol=0.05)
+    y = rng.normal(size=n)
+    density = (weights * norm.pdf(y[:, None], means, deviations)).sum(1)
+    np.testing.assert_allclose(found.log_density(torch.from_numpy(y)), np.log(density))
+    for share in (0.001, 0.05, 0.5, 0.95):
+        quantile = found.quantile(share).numpy()[:, None]
+        below = (weights * norm.cdf(quantile, means, deviations)).sum(1)
+        np.testing.assert_allclose(below, share, rtol=1e-9)

@@ -22,7 +22,7 @@ from fedgmm.data.federated import client_rows
 from fedgmm.methods.base import DENSITY
 from fedgmm.methods.clustered import CLIENTS
 from fedgmm.methods.gmm import equal_covariances
-from fedgmm.nets.networks import Dense
+from fedgmm.nets.networks import Dense, Regression
 from fedgmm.training.build import build
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from fedgmm.training.state_arrays import take_apart
@@ -54,10 +54,15 @@ FEDGMM = {k: v for one in GAUSSIANS for k, v in with_solvers("fedgmm", **one).it
 GMM = {" ".join((DENSITY, *one.values())): {"algorithm": DENSITY, **one} for one in GAUSSIANS}
 EXACT = {k: v for name in ("fedem", "fedavg", "fedavg+") for k, v in with_solvers(name).items()}
 GRADIENTS = {name: {"algorithm": name} for name in ("fedprox", "local", "clustered", "pfedme")}
-METHODS = {**FEDGMM, **GMM, **EXACT, **GRADIENTS}
+CLASSES = {**FEDGMM, **GMM, **EXACT, **GRADIENTS}
+NUMBERS = {
+    f"{name} numbers": CLASSES[name]
+    for name in ("fedgmm full exact sgd", "fedgmm full exact newton", "fedem newton", *GRADIENTS)
+}
+METHODS = {**CLASSES, **NUMBERS}
 
 every_method = pytest.mark.parametrize("name", METHODS)
-additive = pytest.mark.parametrize("name", [name for name in METHODS if name != "clustered"])
+additive = pytest.mark.parametrize("name", [name for name in METHODS if "clustered" not in name])
 with_gaussians = pytest.mark.parametrize("name", [*FEDGMM, *GMM])
 
 
@@ -70,17 +75,21 @@ def method_of(name, dtype="float64", lr=0.2):
     options = TrainingOptions(
         **METHODS[name], components=COMPONENTS, learners=2, batch_size=8, lr=lr, dtype=dtype
     )
+    if name in NUMBERS:
+        return build(options, Regression(Dense(COLUMNS, 1)))
     return build(options, Dense(COLUMNS, 1 if options.algorithm == DENSITY else 3))
 
 
 def rows_of(method, clients, labels=None):
     """Rows of ``{client: rows}``, with labels that depend on them, or with given ones."""
     x = np.concatenate(list(clients.values())).astype(str(method.training.dtype)[6:])
+    classes = method.training.net.classes
     if labels is None:
-        labels = np.floor(np.abs(x[:, 0]) * 7) % method.training.net.classes
+        labels = np.floor(np.abs(x[:, 0]) * 7) % classes if classes else np.sin(x.sum(1))
+    labels = labels.astype(int if classes else x.dtype)
     codes = np.repeat(np.arange(len(clients)), [len(own) for own in clients.values()])
     features = client_rows([x], codes, clients)
-    return LabelledRows(features, torch.from_numpy(x), torch.from_numpy(labels.astype(int)))
+    return LabelledRows(features, torch.from_numpy(x), torch.from_numpy(labels))
 
 
 def ragged(rng, sizes=SIZES):
@@ -167,7 +176,7 @@ def test_broadcasts_have_the_declared_names_and_shapes(rng, name):
 
 @every_method
 def test_all_methods_but_clustered_learning_need_sums_alone(name):
-    assert method_of(name).is_additive == (name != "clustered")
+    assert method_of(name).is_additive == ("clustered" not in name)
 
 
 # ---------------------------------------------------------------------- clients one by one
@@ -349,9 +358,15 @@ def added_by_the_last_row(method, shared, personal, x, y):
     }
 
 
-def bounds_of(method, shared, x):
-    """The declared bounds: rows are within ``clip`` of all means, or of zero for the learners."""
+def bounds_of(method, shared, x, y):
+    """The declared bounds: rows are within ``clip`` of all means, or of zero for the learners.
+
+    Residuals of numbers are within ``clip``, too.
+    """
     clips = {"learners": np.linalg.norm(x, axis=-1).max(), "gaussians": 0.0}
+    if not method.training.net.classes and method.is_additive and shared is not None:
+        outputs = method.training.net.logits(shared.learners, torch.from_numpy(x))[..., 0]
+        clips["learners"] = max(clips["learners"], np.abs(y[:, None] - outputs.numpy()).max())
     if method.mixture is not None:
         means = shared.mixture.gaussians.means.numpy()
         clips["gaussians"] = np.linalg.norm(x[:, None] - means, axis=-1).max()
@@ -369,10 +384,10 @@ def test_one_row_changes_no_sum_by_more_than_is_declared(rng, name):
     shared, personal = after_a_round(method, rows)
     for others in (0, 1, 2, 9):
         x = rng.normal(size=(others + 1, COLUMNS)) * 3.0
-        y = rng.integers(method.training.net.classes, size=others + 1)
+        y = rng.integers(method.training.net.classes or 9, size=others + 1)
         state = at_home(method, shared, personal, 1)
         found = added_by_the_last_row(method, *state, x, y)
-        bounds = bounds_of(method, shared, x)
+        bounds = bounds_of(method, shared, x, y)
         assert found.keys() == bounds.keys()
         for key, bound in bounds.items():
             assert found[key] <= bound * (1 + 1e-9), (key, others)
@@ -399,20 +414,23 @@ def worst_states(method):
     undecided = {key: torch.zeros_like(value) for key, value in shared.learners.items()}
     certain = {key: value.clone() for key, value in undecided.items()}
     certain["0.bias"][:, 0] = 30.0
+    if not method.training.net.classes:  # a residual may be as large as the clip
+        return [(replace(shared, learners=undecided), first)]
     return [(replace(shared, learners=own), first) for own in (undecided, certain)]
 
 
 @pytest.mark.parametrize("clip", [0.5, 20.0])
 @additive
 def test_declared_sensitivities_are_within_ten_times_the_worst_case(name, clip):
-    method = method_of(name)
+    method = method_of(name, lr=1e-4)
     x = np.zeros((10, COLUMNS))
     x[:, 0] = -clip
     x[-1, 0] = clip  # on the other side of the mean than all other rows of the client
-    y = np.full(10, method.training.net.classes - 1)
+    classes = method.training.net.classes
+    y = np.full(10, classes - 1 if classes else clip)
     largest = {}
     for (shared, personal), rows in product(worst_states(method), (slice(None), slice(-1, None))):
-        bounds = bounds_of(method, shared, x)
+        bounds = bounds_of(method, shared, x, y)
         found = added_by_the_last_row(method, shared, personal, x[rows], y[rows])
         for key, value in found.items():
             largest[key] = max(largest.get(key, 0.0), value / bounds[key])

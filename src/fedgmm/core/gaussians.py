@@ -148,6 +148,11 @@ def residuals(x: Tensor, means: Tensor, dtype: torch.dtype | None = None) -> Ten
     return difference if dtype is None else difference.to(dtype)
 
 
+def log_normal(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Return ``log N(y; μ, σ²)`` of single numbers; the shapes are broadcast."""
+    return -0.5 * ((y - mean).square() / variance + torch.log(2.0 * math.pi * variance))
+
+
 def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
     """Return ``log N(x_i; μ_m, Σ_m)`` from the residuals.
 

@@ -1,4 +1,7 @@
-"""Newton steps of linear learners, from sums over rows and over clients."""
+"""Exact steps of linear learners, from sums over rows and over clients.
+
+Newton steps for classes, and least squares for numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.linalg import matmul, solve
-from fedgmm.core.params import Params
+from fedgmm.core.params import NOISE, Params
 
 _SMALLEST_RIDGE = 1e-9
 
@@ -53,8 +56,7 @@ def newton_sums(logits: Tensor, inputs: Tensor, labels: Tensor, weights: Tensor)
         weights: ``w_i(m)``, ``(n, M)``.
     """
     classes = logits.shape[-1]
-    x = inputs.flatten(1).double()
-    x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype, device=x.device)], dim=1)
+    x = _with_constant(inputs)
     basis = contrasts(classes).to(x.device)
     probabilities = torch.softmax(logits.double(), dim=-1)
     truth = torch.nn.functional.one_hot(labels, classes).double()
@@ -66,22 +68,16 @@ def newton_sums(logits: Tensor, inputs: Tensor, labels: Tensor, weights: Tensor)
     pb = probabilities @ basis
     curvature = torch.einsum("kr,nmk,ks->nmrs", basis, probabilities, basis)
     curvature = (curvature - pb[..., :, None] * pb[..., None, :]) * w[..., None, None]
-    n, m, r, _ = curvature.shape
+    _, m, r, _ = curvature.shape
     p = x.shape[1]
-
-    def gram(row_weights: Tensor) -> Tensor:
-        """Return ``Σ_i v_i(m) x_i x_iᵀ``, ``(M, p, p)``, as one product for all learners."""
-        scaled = (row_weights.mT[:, None] * x.mT).reshape(m * p, n)
-        return matmul(scaled, x).reshape(m, p, p)
-
     hessian = torch.empty(m, r, p, r, p, dtype=x.dtype, device=x.device)
     for a in range(r):
         for b in range(a, r):
-            block = gram(curvature[:, :, a, b])
+            block = _gram(x, curvature[:, :, a, b])
             hessian[:, a, :, b] = block
             hessian[:, b, :, a] = block.mT
     flat = (m, r * p, r * p)
-    return NewtonSums(gradient.reshape(flat[:2]), hessian.reshape(flat), gram(w), w.sum(0))
+    return NewtonSums(gradient.reshape(flat[:2]), hessian.reshape(flat), _gram(x, w), w.sum(0))
 
 
 def newton_step(params: Params, sums: NewtonSums, ridge: float) -> Params:
@@ -117,3 +113,93 @@ def newton_step(params: Params, sums: NewtonSums, ridge: float) -> Params:
     logits = basis @ beta.reshape(m, k - 1, d + 1)
     dtype = params["0.weight"].dtype
     return {"0.weight": logits[..., :d].to(dtype), "0.bias": logits[..., d].to(dtype)}
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@dataclass(frozen=True)
+class LeastSquaresSums:
+    """Sums of ``M`` linear learners of numbers, around the learners as they are.
+
+    With the residuals ``r_i(m) = y_i - f_θm(x_i)`` and a constant one behind each ``x_i``, over rows and
+    over clients:
+
+    Attributes:
+        gradient: ``Σ_i w_i(m) r_i(m) x_i``, ``(M, p)`` with ``p = columns + 1``.
+        second: ``Σ_i w_i(m) x_i x_iᵀ``, ``(M, p, p)``.
+        squares: ``Σ_i w_i(m) r_i(m)²``, ``(M,)``.
+        weight: ``Σ_i w_i(m)``, ``(M,)``.
+    """
+
+    gradient: Tensor
+    second: Tensor
+    squares: Tensor
+    weight: Tensor
+
+
+def least_squares_sums(
+    outputs: Tensor, inputs: Tensor, labels: Tensor, weights: Tensor
+) -> LeastSquaresSums:
+    """Return the sums of a block of rows.
+
+    Args:
+        outputs: ``f_θm(x_i)`` first along the last axis, ``(n, M, ...)``.
+        inputs: ``(n, d)``.
+        labels: ``y_i``, ``(n,)``.
+        weights: ``w_i(m)``, ``(n, M)``.
+    """
+    x, w = _with_constant(inputs), weights.double()
+    residuals = labels.double()[:, None] - outputs[..., 0].double()
+    weighted = w * residuals
+    return LeastSquaresSums(weighted.mT @ x, _gram(x, w), (weighted * residuals).sum(0), w.sum(0))
+
+
+def least_squares_step(params: Params, sums: LeastSquaresSums, ridge: float) -> Params:
+    """Return the learners that minimise ``Σ_i w_i(m) (y_i - f_θm(x_i))² + ridge ‖W_m‖²``, and ``σ²_m``.
+
+    ``β ← β + δ`` with ``δ = (Σ w x xᵀ + ridge·I)⁻¹ (Σ w r x - ridge·β)``, and
+    ``σ²_m = Σ w (r - δᵀx)² / Σ w``. The bias is not penalised. A learner without rows keeps its
+    parameters.
+
+    Args:
+        params: ``0.weight`` ``(M, 1, d)``, ``0.bias`` ``(M, 1)`` and ``σ²`` ``(M,)``.
+        sums: over the rows of all clients.
+        ridge: penalty of the weights.
+    """
+    weight, bias = params["0.weight"].double(), params["0.bias"].double()
+    beta = torch.cat([weight[:, 0], bias], dim=-1)
+    penalty = torch.full_like(beta[0], max(ridge, _SMALLEST_RIDGE))
+    penalty[-1] = _SMALLEST_RIDGE
+    delta = solve(sums.second + torch.diag(penalty), sums.gradient - penalty * beta)
+    alive = (sums.weight > 1e-9) & torch.isfinite(delta).all(-1)
+    # Σ w (r - δᵀx)² = Σ w r² - 2 δᵀ Σ w r x + δᵀ (Σ w x xᵀ) δ
+    curvature = torch.einsum("mp,mpq,mq->m", delta, sums.second, delta)
+    squares = sums.squares - 2.0 * (delta * sums.gradient).sum(-1) + curvature
+    variance = squares.clamp_min(0.0) / sums.weight.clamp_min(1e-9)
+    beta = torch.where(alive[:, None], beta + delta, beta)
+    variance = torch.where(alive, variance, params[NOISE].double())
+    dtype = params["0.weight"].dtype
+    return {
+        "0.weight": beta[:, None, :-1].to(dtype),
+        "0.bias": beta[:, -1:].to(dtype),
+        NOISE: variance.to(dtype),
+    }
+
+
+def _with_constant(inputs: Tensor) -> Tensor:
+    """Return inputs ``(n, ...)`` as float64 with a constant one behind them, ``(n, p)``."""
+    x = inputs.flatten(1).double()
+    return torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype, device=x.device)], dim=1)
+
+
+def _gram(x: Tensor, weights: Tensor) -> Tensor:
+    """Return ``Σ_i v_i(m) x_i x_iᵀ``, ``(M, p, p)``, as one product for all learners.
+
+    Args:
+        x: ``(n, p)``.
+        weights: ``v_i(m)``, ``(n, M)``.
+    """
+    (n, p), m = x.shape, weights.shape[1]
+    scaled = (weights.mT[:, None] * x.mT).reshape(m * p, n)
+    return matmul(scaled, x).reshape(m, p, p)

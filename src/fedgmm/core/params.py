@@ -9,12 +9,16 @@ Params = dict[str, Tensor]
 """Named tensors: ``(...)`` for one learner, ``(M, ...)`` for several, ``(C, M, ...)`` per client."""
 
 
+NOISE = "noise.variance"
+"""The parameter ``σ²`` of a learner that predicts numbers: ``P_θ(y|x) = N(y; f_θ(x), σ²)``."""
+
+
 def is_statistic(name: str) -> bool:
-    """Return whether a parameter is a running statistic of batch normalisation.
+    """Return whether a parameter is a running statistic of batch normalisation, or ``σ²``.
 
     Statistics are averaged like other parameters, but no gradient trains them.
     """
-    return name.rpartition(".")[2] in ("running_mean", "running_var")
+    return name == NOISE or name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 def stack(params: list[Params]) -> Params:

@@ -6,9 +6,15 @@ Everything is in log space. Shapes: ``n`` rows, ``M1`` Gaussians, ``M2`` learner
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fedgmm.core.gaussians import log_normal
+from fedgmm.core.moments import Scaling
+
+_HALVINGS = 60  # of an interval around a quantile; more would not change a float64
 
 
 def log_class_probabilities(
@@ -29,16 +35,80 @@ def log_class_probabilities(
     Returns:
         ``(n, K)``, at most zero; the probabilities of a row sum to one.
     """
-    joint = log_pi if log_x is None else log_pi + log_x.unsqueeze(-1)
     if log_ratios is not None:
+        joint = log_pi if log_x is None else log_pi + log_x.unsqueeze(-1)
         joint = joint - joint.logsumexp((-2, -1), keepdim=True)
         corrected = joint.unsqueeze(-1) + log_y.unsqueeze(-3) + log_ratios
         return torch.log_softmax(corrected.logsumexp((-3, -2)), -1)
-    # log P_c(m2|x): the Gaussians decide how much each learner counts for this row
-    learner = joint.logsumexp(-2)
-    learner = learner - learner.logsumexp(-1, keepdim=True)
+    learner = log_learner_weights(log_pi, log_x)
     # normalised once more, because rounding may leave a sum slightly above one
     return torch.log_softmax(torch.logsumexp(learner.unsqueeze(-1) + log_y, dim=-2), -1)
+
+
+def log_learner_weights(log_pi: Tensor, log_x: Tensor | None) -> Tensor:
+    """Return ``log P_c(m2|x)``: the Gaussians decide how much each learner counts for a row, ``(n, M2)``.
+
+    The arguments are those of :func:`log_class_probabilities`.
+    """
+    learner = (log_pi if log_x is None else log_pi + log_x.unsqueeze(-1)).logsumexp(-2)
+    return learner - learner.logsumexp(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class NumberPredictions:
+    """Equation (3) for numbers: ``P_c(y|x) = Σ_m P_c(m|x) N(y; f_θm(x), σ²_m)`` of every row.
+
+    Attributes:
+        log_weights: ``log P_c(m|x)``, ``(n, M2)``.
+        means: ``f_θm(x)``, ``(n, M2)``.
+        variances: ``σ²_m``, ``(n, M2)``.
+    """
+
+    log_weights: Tensor
+    means: Tensor
+    variances: Tensor
+
+    def unscaled(self, scaling: Scaling) -> NumberPredictions:
+        """Return predictions of ``y`` from those of ``(y - mean) / scale``."""
+        mean, scale = scaling.mean.to(self.means), scaling.scale.to(self.means)
+        return NumberPredictions(
+            self.log_weights, self.means * scale + mean, self.variances * scale**2
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        """``E[y|x] = Σ_m P_c(m|x) f_θm(x)``, ``(n,)``."""
+        mean: Tensor = (self.log_weights.exp() * self.means).sum(-1)
+        return mean
+
+    @property
+    def variance(self) -> Tensor:
+        """``Var[y|x] = Σ_m P_c(m|x) (σ²_m + (f_θm(x) - E[y|x])²)``, ``(n,)``."""
+        spread = (self.means - self.mean.unsqueeze(-1)).square()
+        variance: Tensor = (self.log_weights.exp() * (self.variances + spread)).sum(-1)
+        return variance
+
+    def log_density(self, y: Tensor) -> Tensor:
+        """Return ``log P_c(y|x)`` of numbers ``(n,)``, ``(n,)``."""
+        own = log_normal(y.unsqueeze(-1), self.means, self.variances)
+        return torch.logsumexp(self.log_weights + own, dim=-1)
+
+    def quantile(self, share: float) -> Tensor:
+        """Return the ``y`` below which a share of ``P_c(y|x)`` lies, ``(n,)``, by bisection.
+
+        It lies between the smallest and the largest quantile of the row's learners.
+        """
+        weights, deviations = self.log_weights.exp(), self.variances.sqrt()
+        level = torch.tensor(share, dtype=self.means.dtype, device=self.means.device)
+        own = self.means + deviations * torch.special.ndtri(level)
+        low, high = own.amin(-1), own.amax(-1)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            below = torch.special.ndtr((middle.unsqueeze(-1) - self.means) / deviations)
+            less = (weights * below).sum(-1) < level
+            low, high = torch.where(less, middle, low), torch.where(less, high, middle)
+        quantile: Tensor = (low + high) / 2
+        return quantile
 
 
 def log_marginal(log_pi: Tensor, log_x: Tensor) -> Tensor:

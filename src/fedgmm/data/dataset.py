@@ -355,6 +355,11 @@ class FederatedDataset:
         rows: LabelledRows = getattr(self, name)
         return rows
 
+    def labels_of(self, rows: LabelledRows) -> NDArray[Any]:
+        """Return the labels of a split as they were given, ``(n,)``."""
+        labels = rows.labels.cpu().numpy()
+        return self.classes[labels] if self.target is None else labels
+
     def select(self, clients: Sequence[Hashable]) -> FederatedDataset:
         """Return the data set with only some clients, in their order here."""
         keep, known = set(clients), set(self.names)

@@ -7,6 +7,7 @@ the same functions see one client.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import Gaussians
 from fedgmm.core.labels import LabelFrequencies
-from fedgmm.core.params import Params
+from fedgmm.core.params import NOISE, Params
 from fedgmm.core.sums import Declaration, Sum, Sums, check_sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.nets.networks import Network
@@ -241,7 +242,13 @@ class SupervisedMethod(ABC, Generic[Shared, Personal]):
     def declare_learners(self, count: int, rows: str | None = None) -> dict[str, Sum]:
         """Declare ``count`` stacked learners, or sums of them over the rows that ``rows`` counts."""
         return {
-            LEARNERS + name: Sum((count, *shape), rows=rows, largest=LARGEST_WEIGHT, as_mean=True)
+            LEARNERS + name: Sum(
+                (count, *shape),
+                rows=rows,
+                lowest=0.0 if name == NOISE else -math.inf,
+                largest=LARGEST_WEIGHT**2 if name == NOISE else LARGEST_WEIGHT,
+                as_mean=True,
+            )
             for name, shape in self.training.net.parameter_shapes.items()
         }
 

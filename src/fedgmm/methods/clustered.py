@@ -82,7 +82,7 @@ class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
         """Train the learner of its cluster on every client."""
         start = self._learners_of(shared, personal)
         fit = fit_of_own_learners(self.training, start, rows)
-        trained = self.training.train_personal(start, rows, round_number)
+        trained = self.training.train_personal(start, rows, round_number, averaged=True)
         present = torch.nonzero(rows.features.rows_per_client > 0).flatten()
         entries = {
             CLIENTS: personal[present],
@@ -174,7 +174,7 @@ class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
     def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
         """Check each entry by itself, and the fit."""
         super().check(sums, rows, declaration)
-        check_fit(sums, rows)
+        check_fit(sums, rows, self.training.net)
 
     def of_client(self, sums: Sums, client: int) -> Sums:
         """Add the client's code to its entries."""

@@ -30,7 +30,14 @@ from fedgmm.core.em import (
 )
 from fedgmm.core.gaussians import Gaussians, covariance_shape, gaussians, log_densities
 from fedgmm.core.linalg import take
-from fedgmm.core.newton import NewtonSums, newton_step, newton_sums
+from fedgmm.core.newton import (
+    LeastSquaresSums,
+    NewtonSums,
+    least_squares_step,
+    least_squares_sums,
+    newton_step,
+    newton_sums,
+)
 from fedgmm.core.params import Params, count_learners, is_statistic
 from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
@@ -45,16 +52,16 @@ from fedgmm.methods.base import (
     learners_in,
 )
 from fedgmm.methods.gmm import FARTHEST, FederatedGMM, MixtureShared, check_counts
+from fedgmm.methods.local import check_log_likelihood
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.learners import log_likelihoods
-from fedgmm.nets.networks import Dense, as_numbers
+from fedgmm.nets.networks import Dense, as_numbers, function_of
 
 LearnerStart = Literal["tied", "split", "random"]
 LEARNER_STARTS: tuple[str, ...] = get_args(LearnerStart)
 Solver = Literal["sgd", "newton"]
 
 _TIE = 0.9  # share of a Gaussian's weight that a tied start gives to its own learner
-_NEWTON = ("gradient", "hessian", "second", "weight")
 _COUNTS = "learner_counts"
 
 
@@ -84,7 +91,8 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         density: whether the Gaussians take part in responsibilities and prediction.
         start: start of the learners: ``"tied"`` gives each Gaussian a learner of its own,
             ``"split"`` perturbs copies of one learner, ``"random"`` draws independent ones.
-        solver: gradient steps, or one exact Newton step per round (linear learners).
+        solver: gradient steps, or one exact step per round for linear learners: a Newton step for
+            classes, least squares for numbers.
         ridge: penalty of the exact steps.
         perturbation: size of the split, relative to each parameter tensor's spread.
         independence: number of rows that a client's own shares of the learners count for within each
@@ -182,7 +190,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
             raise DivergedError(rows.names[int(lost[0])])
         of_learners = counts.reshape(len(counts), -1, m2).sum(1)
         if self.solver == "newton":
-            trained = self._newton_over_rows(shared.learners, rows, learner_weights)
+            trained = self._exact_sums(shared.learners, rows, learner_weights)
         else:
             trained = self.training.train_shared(
                 shared.learners,
@@ -204,28 +212,31 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         weights = client_weights(counts, torch.where(present > 0, present, 1))
         return torch.where(present[:, None] > 0, weights, personal), sums
 
-    def _newton_over_rows(self, learners: Params, rows: LabelledRows, weights: Tensor) -> Params:
-        """Return gradient and Hessian of every learner, summed over all rows."""
-        net = self._linear_net
+    def _exact_sums(self, learners: Params, rows: LabelledRows, weights: Tensor) -> Params:
+        """Return the sums of every learner's exact step, over all rows."""
+        net, classes = self.training.net, self._linear_net.classes
+        of_block = newton_sums if net.classes else least_squares_sums
 
         def add_block(total: dict[str, Tensor], block: Block) -> None:
             _, _, place = rows.features.read(block)
             inputs = as_numbers(rows.inputs[place], self.training.dtype)
-            logits = net.logits(learners, inputs)
-            sums = vars(newton_sums(logits, inputs, rows.labels[place], weights[place]))
+            outputs = net.logits(learners, inputs)
+            sums = vars(of_block(outputs, inputs, rows.labels[place], weights[place]))
             for name, value in sums.items():
                 if name in total:
                     total[name].add_(value)
                 else:
                     total[name] = value
 
-        blocks = rows.features.blocks(self.learners * (net.classes - 1))
-        lanes = accumulate(blocks, dict[str, Tensor], add_block, rows.device)
-        return {n: torch.stack([lane[n] for lane in lanes if lane]).sum(0) for n in _NEWTON}
+        blocks = rows.features.blocks(self.learners * max(1, classes - 1))
+        lanes = [
+            lane for lane in accumulate(blocks, dict[str, Tensor], add_block, rows.device) if lane
+        ]
+        return {n: torch.stack([lane[n] for lane in lanes]).sum(0) for n in lanes[0]}
 
     @property
     def _linear_net(self) -> Dense:
-        net = self.training.net
+        net = function_of(self.training.net)
         assert isinstance(net, Dense)
         assert not net.hidden
         return net
@@ -243,12 +254,17 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         trained = sums.below(LEARNERS)
         if self.solver == "newton":
             share = 1.0  # exact steps have no learning rate
-            average = newton_step(shared.learners, NewtonSums(**trained), self.ridge)
+            average = self._exact_step(shared.learners, trained)
         else:
             share = self.training.rate_share(round_number)
             average = average_learners(trained, sums[_COUNTS], shared.learners)
         learners, server = self.server.step(shared.learners, average, shared.server, share)
         return FedGMMShared(mixture, learners, server), info
+
+    def _exact_step(self, learners: Params, sums: Params) -> Params:
+        if self.training.net.classes:
+            return newton_step(learners, NewtonSums(**sums), self.ridge)
+        return least_squares_step(learners, LeastSquaresSums(**sums), self.ridge)
 
     def newcomer(self, shared: FedGMMShared, learner: Params | None = None) -> Tensor:
         """Return the federation's own weights, ``(1, M1 · M2)``."""
@@ -286,7 +302,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
     # ------------------------------------------------------------------ sums and broadcasts
 
     def declare_sums(self, columns: int) -> dict[str, Sum]:
-        """Declare counts, moments of the Gaussians, and learners or their Newton sums."""
+        """Declare counts, moments of the Gaussians, and learners or the sums of their exact steps."""
         m1, m2 = self.gaussians.components, self.learners
         found = self.gaussians.declare_sums(columns, m1 * m2)
         if not self.density:
@@ -295,7 +311,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         if self.solver != "newton":
             return {**found, **self.declare_learners(m2, rows=_COUNTS)}
         net = self._linear_net
-        r, p = net.classes - 1, net.columns + 1
+        r, p = max(1, net.classes - 1), net.columns + 1
 
         def squared_length(clip: float) -> float:
             return clip**2 + 1.0  # of an input with the constant one behind it
@@ -311,19 +327,34 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
                 sensitivity=sensitivity,
             )
 
-        # |p - y| ≤ √2 and ‖diag p - p pᵀ‖ ≤ √½, times the inputs
-        newton = {
-            "gradient": Sum(
-                (m2, r * p),
-                rows=_COUNTS,
-                largest=2.0 * FARTHEST,
-                sensitivity=lambda clip: math.sqrt(2.0 * squared_length(clip)),
-            ),
-            "hessian": matrices(r * p, lambda clip: math.sqrt(0.5) * squared_length(clip)),
+        def gradients(largest: float, sensitivity: Callable[[float], float]) -> Sum:
+            return Sum((m2, r * p), rows=_COUNTS, largest=largest, sensitivity=sensitivity)
+
+        exact = {
             "second": matrices(p, squared_length),
             "weight": replace(found[_COUNTS], rows=_COUNTS),
         }
-        return {**found, **{LEARNERS + name: one for name, one in newton.items()}}
+        if self.training.net.classes:  # |p - y| ≤ √2 and ‖diag p - p pᵀ‖ ≤ √½, times the inputs
+            exact |= {
+                "gradient": gradients(
+                    2.0 * FARTHEST, lambda clip: math.sqrt(2.0 * squared_length(clip))
+                ),
+                "hessian": matrices(r * p, lambda clip: math.sqrt(0.5) * squared_length(clip)),
+            }
+        else:  # a bound on inputs must bound residuals, too
+            exact |= {
+                "gradient": gradients(
+                    FARTHEST**2, lambda clip: clip * math.sqrt(squared_length(clip))
+                ),
+                "squares": Sum(
+                    (m2,),
+                    rows=_COUNTS,
+                    lowest=0.0,
+                    largest=FARTHEST**2,
+                    sensitivity=lambda clip: clip**2,
+                ),
+            }
+        return {**found, **{LEARNERS + name: one for name, one in exact.items()}}
 
     def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
         """Check each sum by itself, and that counts, moments and learners agree with each other."""
@@ -333,13 +364,12 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         else:
             check_sums(sums, declaration, rows)
             check_counts(sums["counts"], rows)
-            if float(sums["log_likelihood"]) > 1e-3 * rows:
-                raise SumsError("the log-likelihood of its labels is positive")
+            check_log_likelihood(sums, rows, self.training.net)
         sent, own = sums[_COUNTS], counts.sum(0)
         if bool(((sent - own).abs()[sent != 0] > 1e-3 * (1.0 + own.max())).any()):
             raise SumsError("the counts of its learners differ from those of its responsibilities")
         if self.solver == "newton":
-            _check_newton(NewtonSums(**sums.below(LEARNERS)), sent)
+            _check_exact(sums.below(LEARNERS), sent)
 
     def declare_broadcast(self, columns: int) -> dict[str, Sum]:
         """Declare learners, weights, and the Gaussians if there are any."""
@@ -372,18 +402,21 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         return FedGMMShared(mixture, learners_in(arrays), ServerState())
 
 
-def _check_newton(sums: NewtonSums, counts: Tensor) -> None:
-    """Raise unless gradient and Hessian are bounded by the second moments of the inputs."""
-    weight, second = sums.weight, sums.second
+def _check_exact(sums: Params, counts: Tensor) -> None:
+    """Raise unless the sums of an exact step are bounded by the second moments of the inputs."""
+    weight, second, gradient = sums["weight"], sums["second"], sums["gradient"]
     if bool(((weight - counts).abs() > 1e-3 * (1.0 + counts.max())).any()):
         raise SumsError("the weights of its learners differ from their counts")
     if bool(((second[:, -1, -1] - weight).abs() > 1e-6 * (1.0 + weight)).any()):
         raise SumsError("learners/second does not count the rows")
     # |p - y| ≤ √2 and curvature ≤ 1/2, so Cauchy and Schwarz bound both by the inputs
-    classes = sums.gradient.shape[-1] // second.shape[-1]
+    classes = gradient.shape[-1] // second.shape[-1]
     squares = second.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).repeat(1, classes)
     slack = 1e-3 * squares + 1e-6
-    if bool((sums.gradient.abs() > 1.5 * (weight[:, None] * squares).sqrt() + slack).any()):
+    errors = 2.25 * weight if "hessian" in sums else 1.01 * sums["squares"]
+    if bool((gradient.abs() > (errors[:, None] * squares).sqrt() + slack).any()):
         raise SumsError("learners/gradient is larger than its inputs allow")
-    if bool((sums.hessian.diagonal(dim1=-2, dim2=-1) > 0.5 * squares + slack).any()):
+    if "hessian" in sums and bool(
+        (sums["hessian"].diagonal(dim1=-2, dim2=-1) > 0.5 * squares + slack).any()
+    ):
         raise SumsError("learners/hessian is larger than its inputs allow")

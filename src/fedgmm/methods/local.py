@@ -13,8 +13,8 @@ from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, row_counts
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction, RoundInfo, SupervisedMethod
 from fedgmm.methods.local_training import LocalTraining
-from fedgmm.nets.learners import log_likelihoods
-from fedgmm.nets.networks import as_numbers
+from fedgmm.nets.learners import largest_log_likelihood, log_likelihoods
+from fedgmm.nets.networks import Network, as_numbers
 from fedgmm.nets.sgd import plan_batches
 
 _ROWS_AT_ONCE = 512
@@ -57,15 +57,20 @@ def fit_of_own_learners(
     }
 
 
+def check_log_likelihood(sums: Sums, rows: int, net: Network) -> None:
+    """Raise :class:`SumsError` if labels are more likely than ``rows`` rows can be."""
+    if float(sums["log_likelihood"]) > rows * (largest_log_likelihood(net) + 1e-3):
+        raise SumsError("the log-likelihood of its labels is larger than possible")
+
+
 def fit_info(sums: Sums) -> RoundInfo:
     """Return the mean log-likelihood over rows."""
     return RoundInfo(float(sums["log_likelihood"]) / max(float(sums["rows"].sum()), 1.0))
 
 
-def check_fit(sums: Sums, rows: int) -> None:
-    """Raise :class:`SumsError` unless the log-likelihood of labels is at most zero."""
-    if float(sums["log_likelihood"]) > 1e-3 * rows:
-        raise SumsError("the log-likelihood of its labels is positive")
+def check_fit(sums: Sums, rows: int, net: Network) -> None:
+    """Raise :class:`SumsError` unless the log-likelihood of labels is possible."""
+    check_log_likelihood(sums, rows, net)
     if abs(float(sums["rows"].sum()) - rows) > 1e-6:
         raise SumsError(f"it counts {float(sums['rows'].sum()):g} rows, not {rows}")
 
@@ -112,7 +117,7 @@ class Local(SupervisedMethod[None, Params]):
     def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
         """Check the fit."""
         super().check(sums, rows, declaration)
-        check_fit(sums, rows)
+        check_fit(sums, rows, self.training.net)
 
     def declare_broadcast(self, columns: int) -> dict[str, Sum]:
         """Declare an empty broadcast."""

@@ -11,14 +11,29 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from fedgmm.core.params import Params, add_params, expand_clients, stack, take_clients, weighted_sum
+from fedgmm.core.params import (
+    NOISE,
+    Params,
+    add_params,
+    expand_clients,
+    stack,
+    take_clients,
+    weighted_sum,
+)
 from fedgmm.core.streaming import accumulate
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import LARGEST_WEIGHT, DivergedError
 from fedgmm.nets.devices import accelerator_memory, out_of_memory_reason, use_less_memory
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.networks import Network
-from fedgmm.nets.sgd import SGD, BatchPlan, padded_rows, plan_batches, train_local
+from fedgmm.nets.sgd import (
+    SGD,
+    BatchPlan,
+    noise_variances,
+    padded_rows,
+    plan_batches,
+    train_local,
+)
 from fedgmm.wording import counted
 
 Schedule = Literal["constant", "cooldown", "cosine", "sqrt"]
@@ -28,6 +43,7 @@ Result = TypeVar("Result")
 _ROUND_STRIDE = 1_000_003  # between the seeds of rounds
 _ROWS_OF_A_PRODUCT = 8  # GPUs multiply matrices of other sizes several times as slowly
 _STEP_NUMBERS = 512 * 1024  # inputs of one step of a group: they stay in a core's cache
+_ROWS_AT_ONCE = 512  # of a client, where residuals are computed
 _COOLING_SHARE = 1 / 5  # of the rounds, at the end
 
 
@@ -211,21 +227,35 @@ class LocalTraining:
             plan = self.plan(rows, clients, orders, options)
             anchor = start if options.proximal else None
             trained = self.train(start, rows, weights, plan, options, anchor)
+            # of the learner that all clients share, because each fits its own rows better
+            trained = self.with_noise(trained, rows, plan.clients, weights, at=start)
             sums.append(weighted_sum(trained, counts[plan.clients]))
 
         return add_params(self.over_groups(rows, shared, round_number, visit))
 
     def train_personal(
-        self, personal: Params, rows: LabelledRows, round_number: int, sgd: SGD | None = None
+        self,
+        personal: Params,
+        rows: LabelledRows,
+        round_number: int,
+        sgd: SGD | None = None,
+        *,
+        averaged: bool = False,
     ) -> Params:
-        """Train every client's own learners, ``(C, M, ...)``."""
+        """Train every client's own learners, ``(C, M, ...)``.
+
+        ``averaged`` says that several clients started from the same learner and will be averaged, so
+        ``σ²`` is that of the start, see :meth:`train_shared`.
+        """
         options = sgd or self.options(round_number)
         orders = self.orders(rows, round_number, options)
         result = {name: value.clone() for name, value in personal.items()}
 
         def visit(_: list[None], clients: Tensor) -> None:
             plan = self.plan(rows, clients, orders, options)
-            trained = self.train(take_clients(personal, plan.clients), rows, None, plan, options)
+            start = take_clients(personal, plan.clients)
+            trained = self.train(start, rows, None, plan, options)
+            trained = self.with_noise(trained, rows, plan.clients, at=start if averaged else None)
             for name, value in trained.items():
                 result[name][plan.clients] = value  # groups do not overlap
 
@@ -236,6 +266,32 @@ class LocalTraining:
     def row_weights(self, rows: LabelledRows) -> Tensor | None:
         """Return the weights of the rows as those of one learner, ``(N, 1)``, if there are any."""
         return None if rows.weights is None else rows.weights.to(self.dtype)[:, None]
+
+    def with_noise(
+        self,
+        params: Params,
+        rows: LabelledRows,
+        clients: Tensor,
+        weights: Tensor | None = None,
+        at: Params | None = None,
+    ) -> Params:
+        """Return parameters with the ``σ²`` of their residuals; learners of classes do not change.
+
+        Args:
+            params: ``(A, M, ...)``.
+            rows: of all clients.
+            clients: codes of the ``A`` clients.
+            weights: responsibilities of the learners, ``(N, M)``; ``None`` means those of the rows.
+            at: learners whose residuals are used instead.
+        """
+        if self.net.classes:
+            return params
+        everything = torch.arange(len(rows), device=rows.device)
+        plan = plan_batches(rows.offsets, clients, [everything], _ROWS_AT_ONCE)
+        if weights is None:
+            weights = self.row_weights(rows)
+        variances = noise_variances(self.net, at or params, rows.inputs, rows.labels, weights, plan)
+        return {**params, NOISE: variances.to(self.dtype)}
 
     def train(
         self,
@@ -261,8 +317,8 @@ class LocalTraining:
 def check_finite(params: Params, clients: Tensor, rows: LabelledRows) -> None:
     """Raise :class:`DivergedError` for the first client whose parameters are not finite."""
     largest = [
-        torch.linalg.vector_norm(value.flatten(1), math.inf, -1)
-        for value in params.values()
+        torch.linalg.vector_norm((value.sqrt() if n == NOISE else value).flatten(1), math.inf, -1)
+        for n, value in params.items()
         if value.numel()
     ]
     good = (torch.stack(largest) < LARGEST_WEIGHT).all(0)  # NaN is not less than anything

@@ -76,9 +76,10 @@ class PFedMe(SupervisedMethod[PFedMeShared, Params]):
 
         def visit(sums: list[Params], clients: Tensor) -> None:
             plan = training.plan(rows, clients, orders, options)
+            start = expand_clients(shared.learners, len(clients))
             local, own = train_moreau(
                 training.net,
-                expand_clients(shared.learners, len(clients)),
+                start,
                 rows.inputs,
                 rows.labels,
                 plan,
@@ -90,6 +91,8 @@ class PFedMe(SupervisedMethod[PFedMeShared, Params]):
             )
             check_finite(own, plan.clients, rows)
             check_finite(local, plan.clients, rows)
+            own = training.with_noise(own, rows, plan.clients)
+            local = training.with_noise(local, rows, plan.clients, at=start)
             sums.append(weighted_sum(local, counts[plan.clients, None]))
             for name, value in own.items():
                 moved[name][plan.clients] = value  # groups do not overlap
@@ -127,7 +130,7 @@ class PFedMe(SupervisedMethod[PFedMeShared, Params]):
     def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
         """Check each sum by itself, and the fit."""
         super().check(sums, rows, declaration)
-        check_fit(sums, rows)
+        check_fit(sums, rows, self.training.net)
 
     def received(self, arrays: Mapping[str, Tensor], columns: int) -> PFedMeShared:
         """Return the global learner from a broadcast."""

@@ -20,6 +20,7 @@ from fedgmm.core.labels import add_label_counts, guess_label_counts
 from fedgmm.core.params import count_learners
 from fedgmm.core.predictive import (
     log_class_probabilities,
+    log_learner_weights,
     new_client_weights,
     prior_strength,
     shares_of_models,
@@ -144,7 +145,7 @@ def adapt_with_labels(
     Args:
         prediction: a mixture.
         log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
+        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``; for numbers ``f_θm2(x_i)`` and ``σ²_m2``.
         labels: ``y_i``, ``(n,)``.
         max_rounds: maximal number of iterations.
         independence: strength of the prior that the other clients were trained with, in rows, see
@@ -186,6 +187,9 @@ def adapt_with_labels(
     def log_p(weights: Tensor, ratios: Tensor | None = None) -> Tensor:
         """Return ``log P(y_i|x_i)`` of the judging rows under the weights of each, ``(n, M1, M2)``."""
         some_x = None if log_x is None else log_x[judges]
+        if labels.is_floating_point():
+            own = log_learner_weights(weights.log(), some_x)
+            return torch.logsumexp(own + at_labels(log_y[judges], labels[judges]), dim=-1)
         log_proba = log_class_probabilities(weights.log(), some_x, log_y[judges], ratios)
         return log_proba.gather(-1, labels[judges, None]).squeeze(-1)
 

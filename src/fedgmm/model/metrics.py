@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from fedgmm.core.predictive import NumberPredictions
 from fedgmm.model.bootstrap import ScoredRows, bootstrap, metrics_of
 from fedgmm.model.decisions import Decision
 from fedgmm.wording import counted
@@ -300,6 +302,142 @@ class Evaluation:
             f"{self.weighted_accuracy:.4f} by rows, {self.worst_decile:.4f} worst decile; "
             f"log-loss {self.mean_log_loss:.4f}"
         )
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegressionEvaluation(Evaluation):
+    """Metrics of predicted numbers, of every client that has rows.
+
+    ``log_loss`` is the mean of ``-log P_c(y|x)``, a density. ``calibration_error`` is the distance of the
+    coverage from ``level``. There is no accuracy, so ``accuracy`` is NaN.
+
+    Attributes:
+        level: probability that an interval holds ``y``, by the model.
+        rmse: root of the mean squared error of the means, ``(C,)``.
+        r2: ``1 - Σ (y - E[y|x])² / Σ (y - ȳ_c)²``, ``(C,)``; NaN if all ``y`` of a client are equal.
+        coverage: share of rows whose interval holds ``y``, ``(C,)``.
+        together: the same metrics of all rows together.
+    """
+
+    level: float
+    rmse: FloatArray
+    r2: FloatArray
+    coverage: FloatArray
+    together: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, FloatArray]:
+        """``rmse``, ``r2``, ``coverage`` and ``log_loss`` of each client, ``(C,)`` each."""
+        return {
+            "rmse": self.rmse,
+            "r2": self.r2,
+            "coverage": self.coverage,
+            "log_loss": self.log_loss,
+        }
+
+    @property
+    def pooled(self) -> dict[str, float]:
+        """The same metrics of all rows together, each predicted with the weights of its client."""
+        return self.together
+
+    def summary(self) -> dict[str, float]:
+        """Return the metrics that summarise all clients."""
+        return {
+            "mean_rmse": float(self.rmse.mean()),
+            "worst_rmse": float(self.rmse.max()),
+            **self.together,
+            "mean_log_loss": self.mean_log_loss,
+        }
+
+    def headline(self) -> str:
+        """Return a sentence with the main metrics."""
+        own = self.together
+        return (
+            f"RMSE {own['rmse']:.4g}, R² {own['r2']:.3f}; {100 * self.level:g} % intervals hold "
+            f"{own['coverage']:.1%} of the rows."
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return all metrics as plain values, for JSON."""
+        return {
+            "headline": self.headline(),
+            "level": self.level,
+            "pooled": {"rows": int(self.rows.sum()), **self.together},
+            "clients": self.client_records(),
+        }
+
+    def __repr__(self) -> str:
+        """Return one line with the main metrics."""
+        return f"Evaluation of {counted(len(self.clients), 'client')}: {self.headline()}"
+
+
+def interval_of(predicted: NumberPredictions, level: float) -> FloatArray:
+    """Return the interval between the quantiles ``(1 ± level) / 2`` of every row, ``(n, 2)``."""
+    ends = [predicted.quantile((1.0 + sign * level) / 2.0) for sign in (-1.0, 1.0)]
+    return np.stack([end.cpu().numpy() for end in ends], -1)
+
+
+def evaluate_numbers(
+    predicted: NumberPredictions,
+    numbers: Tensor,
+    codes: IntArray,
+    names: tuple[Hashable, ...],
+    level: float = 0.9,
+) -> RegressionEvaluation:
+    """Return the metrics of predicted numbers of every client.
+
+    Args:
+        predicted: ``P_c(y|x)`` of ``n`` rows.
+        numbers: ``y``, ``(n,)``.
+        codes: the client of each row, an index into ``names``, ``(n,)``.
+        names: the clients.
+        level: of the intervals whose coverage is measured.
+    """
+    losses = -predicted.log_density(numbers.to(predicted.means)).cpu().numpy()
+    y = numbers.cpu().numpy()
+    errors = (y - predicted.mean.cpu().numpy()) ** 2
+    low, high = interval_of(predicted, level).T
+    held = ((low <= y) & (y <= high)).astype(np.float64)
+
+    def metrics(codes: IntArray, groups: int) -> dict[str, FloatArray]:
+        rows = np.bincount(codes, minlength=groups)
+
+        def mean_of(values: FloatArray) -> FloatArray:
+            return np.bincount(codes, weights=values, minlength=groups) / np.maximum(rows, 1)
+
+        spread = mean_of((y - mean_of(y)[codes]) ** 2)
+        error = mean_of(errors)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            r2 = np.where(spread > 0, 1.0 - error / spread, np.nan)
+        return {
+            "rmse": np.sqrt(error),
+            "r2": r2,
+            "coverage": mean_of(held),
+            "log_loss": mean_of(losses),
+        }
+
+    counts = np.bincount(codes, minlength=len(names))
+    present = np.flatnonzero(counts)
+    own = {name: value[present] for name, value in metrics(codes, len(names)).items()}
+    together = metrics(np.zeros_like(codes), 1)
+    return RegressionEvaluation(
+        clients=tuple(names[code] for code in present),
+        rows=counts[present],
+        accuracy=np.full(len(present), np.nan),
+        calibration_error=np.abs(own["coverage"] - level),
+        level=level,
+        together={name: float(value[0]) for name, value in together.items()},
+        rmse=own["rmse"],
+        r2=own["r2"],
+        coverage=own["coverage"],
+        log_loss=own["log_loss"],
+    )
+
+
+# ---------------------------------------------------------------------- classes
 
 
 def evaluate(

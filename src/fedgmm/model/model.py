@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import check_choice
+from fedgmm.core.checks import check_choice, check_number
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import count_learners
+from fedgmm.core.predictive import NumberPredictions
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients, column_order
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
@@ -36,7 +37,13 @@ from fedgmm.model.importance import (
     some_rows,
 )
 from fedgmm.model.label_frequencies import ClientLabels, estimate_label_frequencies
-from fedgmm.model.metrics import Evaluation, evaluate, row_losses
+from fedgmm.model.metrics import (
+    Evaluation,
+    evaluate,
+    evaluate_numbers,
+    interval_of,
+    row_losses,
+)
 from fedgmm.model.novelty import (
     OWN,
     SCORES,
@@ -58,6 +65,7 @@ from fedgmm.model.predictions import (
     class_codes,
     client_codes,
     log_learners,
+    numbers_of,
     probabilities,
 )
 from fedgmm.wording import counted
@@ -87,7 +95,7 @@ class FederatedModel:
         algorithm: name of the method.
         prediction: fitted parameters, for scaled inputs.
         names: the clients, in the order of their weights.
-        classes: the labels, ``(K,)``.
+        classes: the labels, ``(K,)``; empty if the model predicts numbers.
         input_shape: shape of one row.
         scaling: scaling of the inputs, or ``None``.
         options: training options.
@@ -99,6 +107,7 @@ class FederatedModel:
         column_names: of the inputs, or ``None``. A table is put into this order; an array is taken by
             position.
         dataset: training data, if it is in memory; never saved.
+        target: mean and deviation of the numbers that the model predicts; ``None`` for classes.
         positive: the positive class of two: the rarer one among the training rows; ``None`` if it is not
             known.
     """
@@ -117,6 +126,7 @@ class FederatedModel:
     dataset: FederatedDataset | None = None
     column_names: tuple[str, ...] | None = None
     positive: Any = None
+    target: Scaling | None = None
 
     def __post_init__(self) -> None:
         """Find the positive class, if there are two classes and training rows."""
@@ -128,7 +138,8 @@ class FederatedModel:
     def __repr__(self) -> str:
         """Return three lines: the method, its size, and the number of rounds."""
         mixed = self.prediction.client_weights is not None
-        size = f"{counted(self.n_learners, 'learner')} of {counted(len(self.classes), 'class', 'classes')}"
+        labels = counted(len(self.classes), "class", "classes") if len(self.classes) else "numbers"
+        size = f"{counted(self.n_learners, 'learner')} of {labels}"
         if self.prediction.gaussians is not None:
             size = f"{counted(self.n_components, 'Gaussian')}, {size}"
         ended = "" if self.stopped is None else f", stopped: {self.stopped}"
@@ -150,6 +161,11 @@ class FederatedModel:
             "get the same predictions. If clients differ, several learners (--learners 3) or "
             "personal_labels=true may help."
         )
+
+    @property
+    def task(self) -> Literal["classification", "regression"]:
+        """``"regression"`` if the model predicts numbers, else ``"classification"``."""
+        return "classification" if self.target is None else "regression"
 
     @property
     def n_learners(self) -> int:
@@ -228,6 +244,8 @@ class FederatedModel:
     ) -> NDArray[Any]:
         """Return the class of every row, ``(n,)``: the most likely one without threshold and cost.
 
+        A model of numbers returns the mean ``E[y|x]`` of every row.
+
         Args:
             X: rows, ``(n, *input_shape)``.
             client: as in :meth:`predict_proba`.
@@ -239,9 +257,42 @@ class FederatedModel:
                 is predicted.
             positive: the positive class of two; ``None`` means the rarer one in training.
         """
+        if self.target is not None:
+            if not (threshold is None and cost is None and positive is None):
+                raise ValueError("threshold, cost and positive are for classes, not for numbers.")
+            return self._predict_numbers(X, client, clients, features).mean.cpu().numpy()
         decision = self.decision(positive=positive, threshold=threshold, cost=cost)
         log_proba = self.predict_log_proba(X, client, clients=clients, features=features)
         return np.asarray(self.classes[decision.choose(log_proba)])
+
+    def predict_interval(
+        self,
+        X: ArrayLike,
+        client: Any = None,
+        level: float = 0.9,
+        *,
+        clients: ArrayLike | None = None,
+        features: ArrayLike | None = None,
+    ) -> FloatArray:
+        """Return the interval that holds ``y`` with probability ``level``, ``(n, 2)``, for numbers.
+
+        As much of ``P_c(y|x)`` lies below the interval as above it.
+
+        Args:
+            X: rows, ``(n, *input_shape)``.
+            client: as in :meth:`predict_proba`.
+            level: between 0 and 1.
+            clients: as in :meth:`predict_proba`.
+            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
+        """
+        check_number("level", level, above=0, below=1)
+        return interval_of(self._predict_numbers(X, client, clients, features), level)
+
+    def _predict_numbers(
+        self, X: ArrayLike, client: Any, clients: ArrayLike | None, features: ArrayLike | None
+    ) -> NumberPredictions:
+        rows = self._evaluator.from_arrays(X, features)
+        return self._numbers(rows, self._codes(client, clients, len(rows)))
 
     def decision(
         self,
@@ -315,6 +366,8 @@ class FederatedModel:
     ) -> Evaluation:
         """Return the metrics of every client's own predictions, and of all rows together.
 
+        A model of numbers returns a :class:`~fedgmm.model.metrics.RegressionEvaluation`.
+
         Args:
             split: ``"train"``, ``"validation"`` or ``"test"``.
             dataset: data of known clients; ``None`` means the training data.
@@ -328,6 +381,11 @@ class FederatedModel:
         if not len(rows):
             raise ValueError(f"The {split} split has no rows.")
         codes = client_codes(rows, self.names)
+        if (data.target is None) != (self.target is None):
+            raise ValueError(f"The model is for {self.task}, but the data are for {data.task}.")
+        if self.target is not None:
+            found = self._numbers(self._evaluator.from_split(rows), codes)
+            return evaluate_numbers(found, rows.labels, rows.codes.cpu().numpy(), rows.names)
         log_proba = self._log_proba(self._evaluator.from_split(rows), codes)
         log_proba, labels = self._with_unseen_classes(log_proba, rows, data)
         return evaluate(
@@ -386,9 +444,11 @@ class FederatedModel:
             raise ValueError(
                 f"importance needs rows of columns, not inputs of shape {self.input_shape}."
             )
-        linear = is_linear(self.prediction)
+        linear = is_linear(self.prediction)  # of classes
         if kind == "coefficients" and not linear:
-            raise ValueError("Only linear learners have coefficients; use kind='permutation'.")
+            raise ValueError(
+                "Only linear learners of classes have coefficients; use kind='permutation'."
+            )
         data = self._data(dataset)
         rows = data.split(split)
         if not len(rows):
@@ -408,11 +468,17 @@ class FederatedModel:
             values, signed = from_coefficients(self.prediction, x, groups, own, positive)
             return Importance("coefficients", tuple(groups), names, values, features, signed)
         shown = some_rows(len(rows), repeats * len(groups))
-        owners, labels = codes[shown], self._label_columns(rows, data)[shown]
+        owners, numbers = codes[shown], rows.labels[torch.from_numpy(shown)]
+        labels = None if self.target is not None else self._label_columns(rows, data)[shown]
 
         def losses_of(inputs: NDArray[Any]) -> FloatArray:
-            log_proba = self._log_proba(self._evaluator.from_arrays(inputs, None), owners)
-            return row_losses(_with_impossible(log_proba), labels)
+            evaluated = self._evaluator.from_arrays(inputs, None)
+            if labels is None:
+                density = self._numbers(evaluated, owners).log_density(
+                    numbers.to(evaluated.x.device)
+                )
+                return -density.cpu().numpy()
+            return row_losses(_with_impossible(self._log_proba(evaluated, owners)), labels)
 
         values = from_permutations(
             losses_of,
@@ -461,7 +527,7 @@ class FederatedModel:
         if not len(rows):
             raise ValueError(f"Client {client!r} has no rows to adapt to.")
         if y is not None:
-            labels = torch.from_numpy(class_codes(y, len(rows), self.classes)).to(rows.x.device)
+            labels = self._labels(y, len(rows)).to(rows.x.device)
             independence = float(self.options.get("independence", 0.0))
             log_y = log_learners(prediction, rows.x)
             found = adapt_with_labels(
@@ -502,6 +568,8 @@ class FederatedModel:
         Returns:
             Whether the predictions are corrected.
         """
+        if self.target is not None:
+            raise ValueError("A model of numbers has no label frequencies.")
         if self.algorithm == DENSITY:
             raise ValueError(f"A model without labels ({DENSITY!r}) has no label frequencies.")
         if self.algorithm not in SHARED_LEARNERS:
@@ -512,8 +580,7 @@ class FederatedModel:
         data = self._data(dataset)
 
         def labelled(split: LabelledRows) -> ClientLabels:
-            names = data.classes[split.labels.cpu().numpy()]
-            labels = torch.from_numpy(class_codes(names, len(split), self.classes))
+            labels = self._labels(data.labels_of(split), len(split))
             codes = torch.from_numpy(client_codes(split, self.names))
             rows = self._evaluator.from_split(split)
             device = rows.x.device
@@ -558,6 +625,8 @@ class FederatedModel:
 
     def _check_score(self, score: str, y: ArrayLike | None) -> None:
         check_choice("score", score, SCORES)
+        if score == "confidence" and self.target is not None:
+            raise ValueError("score='confidence' is for classes; use 'x', 'y' or 'joint'.")
         if score in ("y", "joint") and y is None:
             raise ValueError(f"score={score!r} needs labels; pass y, or use score='x'.")
         if score in ("x", "joint"):
@@ -568,6 +637,10 @@ class FederatedModel:
     ) -> FloatArray:
         if score == "x":
             return rows.log_density(codes)
+        if self.target is not None:
+            numbers = torch.from_numpy(numbers_of(y, len(rows))).to(rows.x.device)  # type: ignore[arg-type]
+            conditional = self._numbers(rows, codes).log_density(numbers).cpu().numpy()
+            return conditional if score == "y" else rows.log_density(codes) + conditional
         log_proba = self._log_proba(rows, codes)
         if score == "confidence":
             return np.asarray(log_proba.max(-1))
@@ -593,10 +666,15 @@ class FederatedModel:
         rows, codes = self._evaluator.from_split(held_out), client_codes(held_out, self.names)
         scores: dict[str, NDArray[Any]] = {"client": codes}
         for prefix, who in (("", np.full_like(codes, NO_CLIENT)), (OWN, codes)):
-            log_proba = self._log_proba(rows, who)
-            with_unseen, labels = self._with_unseen_classes(log_proba, held_out, data)
-            conditional = with_unseen[np.arange(len(labels)), labels]
-            scores |= {prefix + "confidence": log_proba.max(-1), prefix + "y": conditional}
+            if self.target is not None:
+                numbers = held_out.labels.to(rows.x.device)
+                conditional = self._numbers(rows, who).log_density(numbers).cpu().numpy()
+            else:
+                log_proba = self._log_proba(rows, who)
+                with_unseen, labels = self._with_unseen_classes(log_proba, held_out, data)
+                conditional = with_unseen[np.arange(len(labels)), labels]
+                scores[prefix + "confidence"] = log_proba.max(-1)
+            scores[prefix + "y"] = conditional
             if rows.log_x is not None:
                 density = rows.log_density(who)
                 scores |= {prefix + "x": density, prefix + "joint": density + conditional}
@@ -816,12 +894,32 @@ class FederatedModel:
             self.column_names,
         )
 
+    def _labels(self, y: ArrayLike, rows: int) -> Tensor:
+        """Return given labels as the learners see them: class indices or standardised numbers."""
+        if self.target is None:
+            return torch.from_numpy(class_codes(y, rows, self.classes))
+        return self.target.apply(torch.from_numpy(numbers_of(y, rows)), torch.float64)
+
     def _log_proba(self, rows: EvaluatedRows, codes: IntArray) -> FloatArray:
         """Return ``log P_c(y|x)`` of every class, ``(n, K)``."""
+        if self.target is not None:
+            raise ValueError(
+                "The model predicts numbers, not classes; use predict or predict_interval."
+            )
+        self._check_common(codes)
+        return rows.log_proba(codes)
+
+    def _numbers(self, rows: EvaluatedRows, codes: IntArray) -> NumberPredictions:
+        """Return ``P_c(y|x)`` of numbers."""
+        if self.target is None:
+            raise ValueError("The model predicts classes, not numbers; use predict_proba.")
+        self._check_common(codes)
+        return rows.numbers(codes).unscaled(self.target)
+
+    def _check_common(self, codes: IntArray) -> None:
         common = self.prediction.weights is not None or self.prediction.default_learner is not None
         if not common and (codes == NO_CLIENT).any():
             raise ValueError(f"{self.algorithm} has no common model; name a client.")
-        return rows.log_proba(codes)
 
 
 def _with_impossible(log_proba: FloatArray) -> FloatArray:

@@ -7,7 +7,7 @@ more row for it, the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,19 @@ from fedgmm.core.em import responsibilities
 from fedgmm.core.gaussians import log_densities, log_densities_without, residuals
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, count_learners
-from fedgmm.core.predictive import log_class_probabilities, log_marginal
+from fedgmm.core.predictive import (
+    NumberPredictions,
+    log_class_probabilities,
+    log_learner_weights,
+    log_marginal,
+)
 from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.data.dataset import LabelledRows, numeric
 from fedgmm.data.inputs import order_columns
 from fedgmm.methods.base import Prediction
+from fedgmm.nets.learners import log_outputs
 from fedgmm.nets.modules import ModuleNetwork
-from fedgmm.nets.networks import as_numbers
+from fedgmm.nets.networks import as_numbers, function_of
 from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
@@ -72,6 +78,8 @@ def log_gaussians(prediction: Prediction, features: Tensor) -> Tensor | None:
 def log_learners(prediction: Prediction, x: Tensor, learners: Params | None = None) -> Tensor:
     """Return ``log P_θm2(y|x_i)`` of every class, ``(n, M2, K)`` float64.
 
+    Learners of numbers give ``f_θm2(x_i)`` and ``σ²_m2`` instead, ``(n, M2, 2)``.
+
     Args:
         prediction: the fitted parameters.
         x: inputs, ``(n, *shape)``.
@@ -80,7 +88,7 @@ def log_learners(prediction: Prediction, x: Tensor, learners: Params | None = No
     params = prediction.learners if learners is None else learners
     with torch.inference_mode():
         inputs = as_numbers(x, next(iter(params.values())).dtype)
-        return torch.log_softmax(prediction.net.logits(params, inputs).double(), -1)
+        return log_outputs(prediction.net, params, inputs)
 
 
 # ---------------------------------------------------------------------- rows and their predictions
@@ -146,6 +154,35 @@ class EvaluatedRows:
             self._write_mixed(out, who)
         return out
 
+    def numbers(self, codes: IntArray) -> NumberPredictions:
+        """Return ``P_c(y|x)`` of standardised numbers, equation (3)."""
+        prediction, log_x = self.prediction, self.log_x
+        who = torch.from_numpy(codes).to(self.x.device)
+        if prediction.assignment is not None:
+            outputs = self.x.new_empty(len(self), 1, 2, dtype=torch.float64)
+            for _, rows, learner in self._by_learner(who):
+                outputs[rows] = log_learners(prediction, self.x[rows], learner)
+            return NumberPredictions(torch.zeros_like(outputs[..., 0]), *outputs.unbind(-1))
+        log_pi = log_weights(prediction)
+        outputs = log_pi.new_empty(len(self), log_pi.shape[-1], 2)
+        weights = torch.empty_like(outputs[..., 0])
+
+        def write(rows: slice) -> None:
+            own = None if log_x is None else log_x[rows]
+            weights[rows] = log_learner_weights(log_pi[who[rows]], own)
+            outputs[rows] = log_learners(prediction, self.x[rows])
+
+        _for_blocks(len(self), write, self.x.device)
+        return NumberPredictions(weights, *outputs.unbind(-1))
+
+    def _by_learner(self, who: Tensor) -> Iterator[tuple[int, Tensor, Params]]:
+        """Yield the place of each assigned learner, its rows, and its parameters ``(1, ...)``."""
+        learner_of = _assigned_learners(self.prediction)[who]
+        for place in torch.unique(learner_of).tolist():
+            rows = torch.nonzero(learner_of == place).flatten()
+            learners = self.prediction.learners.items()
+            yield place, rows, {name: value[place : place + 1] for name, value in learners}
+
     def _write_mixed(self, out: FloatArray, who: Tensor) -> None:
         """Mix all learners by the weights of each row's client."""
         prediction, log_x, log_pi = self.prediction, self.log_x, log_weights(self.prediction)
@@ -171,10 +208,7 @@ class EvaluatedRows:
     def _write_assigned(self, out: FloatArray, who: Tensor) -> None:
         """Use the learner that each row's client is assigned to, or the default learner."""
         prediction = self.prediction
-        learner_of = _assigned_learners(prediction)[who]
-        for place in torch.unique(learner_of).tolist():
-            rows = torch.nonzero(learner_of == place).flatten()
-            learner = {n: value[place : place + 1] for n, value in prediction.learners.items()}
+        for place, rows, learner in self._by_learner(who):
             log_proba = log_learners(prediction, self.x[rows], learner)[:, 0]
             if prediction.labels is not None:
                 ratios = prediction.labels.log_ratios(who[rows])[:, place]
@@ -232,8 +266,9 @@ class RowEvaluator:
     def _evaluate(self, inputs: Tensor, features: Tensor | None) -> EvaluatedRows:
         parameter = next(iter(self.prediction.learners.values()))
         x, log_volume = inputs.to(parameter.device), 0.0
-        if isinstance(self.prediction.net, ModuleNetwork):
-            self.prediction.net.check_integers(x)
+        function = function_of(self.prediction.net)
+        if isinstance(function, ModuleNetwork):
+            function.check_integers(x)
         if self.scaling is not None:
             x = self.scaling.apply(x, parameter.dtype)
             log_volume = self.scaling.log_volume if self.features_are_inputs else 0.0
@@ -264,6 +299,24 @@ def class_codes(y: ArrayLike, rows: int, classes: NDArray[Any]) -> IntArray:
             f"Label {unknown[0]!r} was not seen in training; the classes are {classes.tolist()[:20]}."
         )
     return np.array([position[label] for label in labels.tolist()], dtype=np.int64)
+
+
+def numbers_of(y: ArrayLike, rows: int) -> FloatArray:
+    """Return numbers to predict, ``(n,)``.
+
+    Raises:
+        ValueError: not one finite number per row.
+    """
+    try:
+        numbers = np.asarray(y, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError("y must hold numbers, because the model predicts numbers.") from None
+    if numbers.shape != (rows,) or not np.isfinite(numbers).all():
+        raise ValueError(
+            f"y must hold one finite number per row: {counted(rows, 'row')}, y has shape "
+            f"{numbers.shape}."
+        )
+    return numbers
 
 
 def client_codes(rows: LabelledRows, names: Sequence[Hashable]) -> IntArray:

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians, covariance_shape
 from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.moments import Scaling
-from fedgmm.core.params import Params, count_learners
+from fedgmm.core.params import NOISE, Params, count_learners
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import CALIBRATIONS, OWN, SCORES
 from fedgmm.nets.modules import ModuleNetwork
-from fedgmm.nets.networks import ModuleFactory, Network, network
+from fedgmm.nets.networks import ModuleFactory, Network, Regression, function_of, network
 
 FORMAT = 2
 """Version of the layout; a newer one is refused."""
@@ -79,8 +79,9 @@ def save(model: FederatedModel, folder: str | Path) -> Path:
 def _tensors(model: FederatedModel) -> dict[str, Tensor]:
     prediction = model.prediction
     tensors = {f"learners/{name}": value for name, value in prediction.learners.items()}
-    if isinstance(prediction.net, ModuleNetwork):
-        tensors |= {f"constants/{n}": value for n, value in prediction.net.constants.items()}
+    function = function_of(prediction.net)
+    if isinstance(function, ModuleNetwork):
+        tensors |= {f"constants/{n}": value for n, value in function.constants.items()}
     for name in ("client_weights", "weights", "assignment"):
         value = getattr(prediction, name)
         if value is not None:
@@ -96,6 +97,8 @@ def _tensors(model: FederatedModel) -> dict[str, Tensor]:
             tensors[f"gaussians/{name}"] = getattr(prediction.gaussians, name)
     if model.scaling is not None:
         tensors |= {"scaling/mean": model.scaling.mean, "scaling/scale": model.scaling.scale}
+    if model.target is not None:
+        tensors["target"] = torch.stack([model.target.mean, model.target.scale])
     for name, scores in model.calibration.items():
         tensors[f"calibration/{name}"] = torch.from_numpy(np.ascontiguousarray(scores))
     return tensors
@@ -245,10 +248,13 @@ def _build_model(
     if isinstance(kind, nn.Module):
         raise LearnerError("it is a module; pass the function that made the learners in training.")
     net = network(kind, shape, len(classes), seed=options.get("seed", 0))
-    if isinstance(net, ModuleNetwork):
+    function = function_of(net)
+    if isinstance(function, ModuleNetwork):
         constants = _under(tensors, "constants/")
-        _check_learner(_under(tensors, "learners/"), constants, net)
-        net = replace(net, given=constants or None)  # earlier versions wrote no constants
+        learned = {n: v for n, v in _under(tensors, "learners/").items() if n != NOISE}
+        _check_learner(learned, constants, function)
+        function = replace(function, given=constants or None)  # earlier versions wrote no constants
+        net = Regression(function) if isinstance(net, Regression) else function
     positive = facts.get("positive")  # files of earlier versions do not have it
     _require(positive is None or positive in classes.tolist(), "positive")
     prediction = Prediction(
@@ -285,6 +291,7 @@ def _build_model(
         bool(facts["features_are_inputs"]),
         column_names=_column_names(facts, shape),
         positive=positive,
+        target=_target(tensors, len(classes)),
     )
 
 
@@ -297,7 +304,7 @@ def _classes(facts: dict[str, Any]) -> NDArray[Any]:
     dtype = np.dtype(facts["class_dtype"])
     _require(dtype.kind in _CLASS_KINDS and dtype.itemsize <= 4 * _LONGEST_LABEL, "class_dtype")
     classes: NDArray[Any] = np.array(facts["classes"], dtype=dtype)
-    _require(classes.ndim == 1 and len(set(classes.tolist())) == len(classes) > 0, "classes")
+    _require(classes.ndim == 1 and len(set(classes.tolist())) == len(classes), "classes")
     return classes
 
 
@@ -307,6 +314,16 @@ def _prior_rows(facts: dict[str, Any]) -> float | None:
     valid = rows is None or (isinstance(rows, (int, float)) and 0 <= rows < math.inf)
     _require(valid, "prior_rows")
     return rows
+
+
+def _target(tensors: dict[str, Tensor], classes: int) -> Scaling | None:
+    """Return the scaling of numbers to predict; ``None`` for classes."""
+    found = tensors.get("target")
+    _require((found is None) == (classes > 0), "target")
+    if found is None:
+        return None
+    _require(found.shape == (2,) and bool(torch.isfinite(found).all() and found[1] > 0), "target")
+    return Scaling(found[0], found[1])
 
 
 def _column_names(facts: dict[str, Any], shape: tuple[int, ...]) -> tuple[str, ...] | None:
@@ -321,8 +338,9 @@ def _column_names(facts: dict[str, Any], shape: tuple[int, ...]) -> tuple[str, .
 
 def _learners(learners: dict[str, Tensor], net: Network) -> dict[str, Tensor]:
     shapes = dict(net.parameter_shapes)
-    if isinstance(net, ModuleNetwork):  # earlier versions trained frozen layers
-        shapes |= {n: tuple(v.shape) for n, v in net.constants.items() if n in learners}
+    function = function_of(net)
+    if isinstance(function, ModuleNetwork):  # earlier versions trained frozen layers
+        shapes |= {n: tuple(v.shape) for n, v in function.constants.items() if n in learners}
     _require(set(learners) == set(shapes), "learners")
     count = len(next(iter(learners.values())))
     for name, value in learners.items():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from fedgmm.core.gaussians import log_normal
 from fedgmm.core.linalg import matmul
 from fedgmm.core.params import Params
-from fedgmm.nets.networks import Dense, Network
+from fedgmm.nets.networks import SMALLEST_VARIANCE, Dense, Network
 
 _MAX_ACTIVATIONS = 512 * 1024 * 1024  # of the rows that shared learners evaluate in one block
 _LARGER_ON_ACCELERATORS = 4
@@ -26,7 +29,7 @@ def log_likelihoods(
         net: the network.
         params: stacked parameters, ``(*C, M, ...)``.
         inputs: ``(*C, n, *shape)``.
-        labels: class indices, ``(*C, n)``.
+        labels: class indices or numbers, ``(*C, n)``.
         training: enable dropout.
 
     Returns:
@@ -47,6 +50,8 @@ def log_likelihoods(
 
 def likelihoods_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return ``log P(y_i|x_i)``, ``(*C, n, M)``, of logits ``(*C, n, M, K)`` and labels ``(*C, n)``."""
+    if labels.is_floating_point():
+        return at_labels(logits, labels)
     if logits.shape[-1] == 2:
         return _of_margins(logits[..., 1] - logits[..., 0], labels)
     return at_labels(torch.log_softmax(logits, dim=-1), labels)
@@ -57,8 +62,27 @@ def _of_margins(margins: Tensor, labels: Tensor) -> Tensor:
     return logsigmoid((margins * label_signs(labels, margins.dtype)).mT).mT
 
 
+def log_outputs(net: Network, params: Params, inputs: Tensor) -> Tensor:
+    """Return what :func:`at_labels` needs, in float64.
+
+    ``log P_θm(y|x_i)`` of every class, ``(n, M, K)``, or ``f_θm(x_i)`` and ``σ²_m``, ``(n, M, 2)``.
+    """
+    outputs = net.logits(params, inputs).double()
+    return torch.log_softmax(outputs, -1) if net.classes else outputs
+
+
+def largest_log_likelihood(net: Network) -> float:
+    """Return the largest possible ``log P_θ(y|x)``: zero for classes, but not for a density."""
+    return 0.0 if net.classes else -0.5 * math.log(2.0 * math.pi * SMALLEST_VARIANCE)
+
+
 def at_labels(log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Select the labels' values: ``(*C, n, M, K)`` at labels ``(*C, n)`` gives ``(*C, n, M)``."""
+    """Select the labels' values: ``(*C, n, M, K)`` at labels ``(*C, n)`` gives ``(*C, n, M)``.
+
+    Labels that are numbers get ``log N(y_i; f_θm(x_i), σ²_m)`` from outputs ``(*C, n, M, 2)``.
+    """
+    if labels.is_floating_point():
+        return log_normal(labels.unsqueeze(-1), *log_probabilities.unbind(-1))
     index = labels[..., None, None].expand(*log_probabilities.shape[:-1], 1)
     return log_probabilities.gather(-1, index).squeeze(-1)
 

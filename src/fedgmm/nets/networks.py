@@ -23,9 +23,12 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedgmm.core.params import Params
+from fedgmm.core.params import NOISE, Params, is_statistic
 
 ModuleFactory = Callable[[], nn.Module]
+
+SMALLEST_VARIANCE = 1e-6
+"""The smallest ``σ²`` of standardised numbers, because a learner of few rows may fit them exactly."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Network(Protocol):
 
     @property
     def classes(self) -> int:
-        """Number of classes ``K``."""
+        """Number of classes ``K``; zero for numbers, see :class:`Regression`."""
         ...
 
     @property
@@ -162,6 +165,71 @@ class Dense:
         return hidden
 
 
+# ---------------------------------------------------------------------- numbers
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A network of one output for numbers: ``P_θ(y|x) = N(y; f_θ(x), σ²)``.
+
+    ``σ²`` is a parameter of each learner that no gradient trains.
+
+    Attributes:
+        net: computes ``f_θ(x)``.
+    """
+
+    net: Network
+
+    @property
+    def classes(self) -> int:
+        """Zero: there are no classes."""
+        return 0
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one row."""
+        return self.net.input_shape
+
+    @property
+    def activations_per_row(self) -> int:
+        """Those of ``f_θ``."""
+        return self.net.activations_per_row
+
+    @property
+    def hints(self) -> TrainingHints:
+        """Those of ``f_θ``."""
+        return self.net.hints
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of ``f_θ``, and of ``σ²``."""
+        return {**self.net.parameter_shapes, NOISE: ()}
+
+    def initial(self, generator: torch.Generator) -> Params:
+        """Draw the parameters of ``f_θ``; ``σ²`` is that of standardised numbers."""
+        own = self.net.initial(generator)
+        if any(map(is_statistic, own)):
+            raise ValueError(
+                "Batch normalisation is not supported for regression; use GroupNorm or LayerNorm."
+            )
+        return {**own, NOISE: torch.ones(())}
+
+    def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+        """Return ``f_θ(x)`` and ``σ²``, ``(*C, n, M, 2)``.
+
+        In training ``σ²`` is one, so that the loss is the squared error for any noise.
+        """
+        own = {name: value for name, value in params.items() if name != NOISE}
+        mean = self.net.logits(own, inputs, training)[..., 0]
+        variance = params[NOISE].clamp_min(SMALLEST_VARIANCE).unsqueeze(-2).expand_as(mean)
+        return torch.stack([mean, torch.ones_like(mean) if training else variance], dim=-1)
+
+
+def function_of(net: Network) -> Network:
+    """Return the network of logits or of ``f_θ(x)``, without the noise of a :class:`Regression`."""
+    return net.net if isinstance(net, Regression) else net
+
+
 # ---------------------------------------------------------------------- networks by name
 
 
@@ -180,7 +248,7 @@ def network(
     Args:
         learner: a name, or a function without arguments that makes a ``torch.nn.Module``.
         input_shape: shape of one input, ``(d,)`` or ``(channels, height, width)``.
-        classes: number of classes ``K``.
+        classes: number of classes ``K``; zero for numbers, see :class:`Regression`.
         compute: dtype of a convolutional network's products on an accelerator; ``None`` means the
             dtype of the parameters.
         seed: of the frozen parameters and buffers of a factory's module.
@@ -194,6 +262,8 @@ def network(
             f"learner must make a new module on every call, got an instance of "
             f"{type(learner).__name__}; pass a function, such as lambda: {type(learner).__name__}(...)."
         )
+    if not classes:
+        return Regression(network(learner, input_shape, 1, compute, seed))
     if callable(learner):
         from fedgmm.nets.modules import ModuleNetwork
 

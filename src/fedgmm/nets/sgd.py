@@ -265,6 +265,39 @@ def train_moreau(
     return local, personal
 
 
+def noise_variances(
+    net: Network,
+    params: Params,
+    inputs: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    plan: BatchPlan,
+) -> Tensor:
+    """Return ``σ²_mc = Σ_i q_i(m) (y_i - f_θmc(x_i))² / Σ_i q_i(m)``, ``(C, M)``, for numbers.
+
+    Args:
+        net: the network.
+        params: of every client, ``(C, M, ...)`` in the plan's order of clients.
+        inputs: all rows, ``(N, *shape)``.
+        labels: numbers, ``(N,)``.
+        weights: ``q_i(m)``, ``(N, M)``; ``None`` means one.
+        plan: one pass over the clients' rows.
+    """
+    own = next(iter(params.values()))
+    squares = torch.zeros(own.shape[:2], dtype=torch.float64, device=own.device)
+    counts = torch.zeros_like(squares)
+    with torch.no_grad():
+        for step in plan.steps:
+            x = as_numbers(_take_rows(inputs, step.rows), own.dtype)
+            mean = net.logits(take_clients(params, step.clients), x)[..., 0].double()
+            w = step.mask.double().unsqueeze(-1).expand_as(mean)
+            w = w if weights is None else w * weights[step.rows]
+            residuals = _take_rows(labels, step.rows).unsqueeze(-1) - mean
+            squares[step.clients] += (w * residuals.square()).sum(1)
+            counts[step.clients] += w.sum(1)
+    return squares / counts.clamp_min(torch.finfo(counts.dtype).tiny)
+
+
 @dataclass(frozen=True)
 class RoundInputs:
     """Values that differ between rounds: parameter sets, batches, weights of rows, learning rates."""

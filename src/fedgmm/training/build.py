@@ -20,7 +20,7 @@ from fedgmm.methods.local import Local
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.methods.pfedme import PFedMe
 from fedgmm.nets.devices import resolve_dtype
-from fedgmm.nets.networks import Dense, Network, network
+from fedgmm.nets.networks import Dense, Network, function_of, network
 from fedgmm.nets.sgd import SGD
 from fedgmm.nets.stacked import Stacked
 from fedgmm.training.options import TrainingOptions
@@ -36,9 +36,9 @@ def learner_network(
     Raises:
         ValueError: options that do not suit these inputs or classes.
     """
-    if not len(classes):
-        raise ValueError("There are no learners for task='regression' yet.")
-    if len(classes) < 2 and options.algorithm != DENSITY:
+    if not len(classes) and options.personal_labels is True:
+        raise ValueError("personal_labels is for classes; leave it out for regression.")
+    if len(classes) == 1 and options.algorithm != DENSITY:
         raise ValueError(
             f"The data have only one class ({classes[0]!r}); classification needs two."
         )
@@ -138,12 +138,13 @@ def build(options: TrainingOptions, net: Network) -> AnyMethod:
 
 def solver_of(options: TrainingOptions, net: Network) -> str:
     """Return the solver of a method's learners, ``"sgd"`` or ``"newton"``."""
+    net = function_of(net)
     if not isinstance(net, Dense) or net.hidden:
         if options.solver == "newton":
             raise ValueError("solver='newton' is exact for linear learners only; use solver='sgd'.")
         return "sgd"
     if options.solver == "auto":
         # an exact step solves a system of (K-1)(d+1) unknowns for every learner
-        small = (net.classes - 1) * (net.columns + 1) <= 1000
+        small = max(1, net.classes - 1) * (net.columns + 1) <= 1000
         return "newton" if small and options.algorithm in ("fedgmm", "fedem") else "sgd"
     return options.solver if options.algorithm in _WITH_EXACT_STEPS else "sgd"

@@ -39,7 +39,7 @@ from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import reset_memory_shares, resolve_device, resolve_dtype
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.modules import ModuleNetwork
-from fedgmm.nets.networks import ModuleFactory
+from fedgmm.nets.networks import ModuleFactory, function_of
 from fedgmm.training.build import build, build_warm_up, learner_network, pretrained_learner
 from fedgmm.training.checkpoint import (
     DENSITY_OPTIONS,
@@ -369,7 +369,8 @@ class _LocalTraining:
         self.dataset, self.options, self.watch_accuracy = dataset, options, watch_accuracy
         self.net = learner_network(options, dataset.input_shape, dataset.classes)
         device = resolve_device(options.device)
-        custom = self.net if isinstance(self.net, ModuleNetwork) else None
+        function = function_of(self.net)
+        custom = function if isinstance(function, ModuleNetwork) else None
         columns = options.standardise and len(dataset.input_shape) == 1
         if custom is not None and custom.integer_inputs:
             columns = False  # integers would not stay integers
@@ -380,6 +381,9 @@ class _LocalTraining:
             self.rows = self.rows.with_inputs(scaled)
         if custom is not None and options.algorithm != DENSITY:
             custom.check(self.rows.inputs)
+        if dataset.target is not None:
+            numbers = dataset.target.apply(self.rows.labels, resolve_dtype(options.dtype))
+            self.rows = replace(self.rows, labels=numbers)
         method = build(options, self.net)
         participation = Participation(options.participation, answers, options.seed)
         self.loop = Training(
@@ -458,6 +462,7 @@ class _LocalTraining:
             features_are_inputs=self.dataset.train.features_are_inputs,
             dataset=self.dataset,
             column_names=self.dataset.column_names,
+            target=self.dataset.target,
         )
 
     @property
@@ -551,7 +556,7 @@ class _CheckpointFile:
             name: value.item() if isinstance(value, np.generic) else value
             for name, value in self.options.record().items()
         }
-        net = self.loop.method.training.net
+        net = function_of(self.loop.method.training.net)
         if isinstance(net, ModuleNetwork) and net.constants:
             record["frozen layers"] = net.fingerprint
         return record | {WEIGHTS: None if weights is None else sha256_of(Path(weights))}

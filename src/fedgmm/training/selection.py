@@ -226,7 +226,7 @@ def local_score(dataset: FederatedDataset) -> Score | None:
             raise KeyboardInterrupt
         if model.stopped:
             return -math.inf
-        x, labels = rows.inputs.cpu().numpy(), dataset.classes[rows.labels.cpu().numpy()]
+        x, labels = rows.inputs.cpu().numpy(), dataset.labels_of(rows)
         owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
         own = None if rows.features_are_inputs else torch.cat(rows.features.chunks).cpu().numpy()
         if evidence == "inputs" and model.prediction.gaussians is not None:
