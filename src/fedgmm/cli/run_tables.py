@@ -23,8 +23,25 @@ _MOST_EFFECTS = 3
 
 
 def inspection_tables(found: Inspection) -> list[Table]:
-    """Return tables of the clients and of the columns of files."""
-    return [_clients_table(found), _columns_table(found)]
+    """Return tables of the clients, the classes and the columns of files."""
+    classes = [_classes_table(found)] if found.base_rates else []
+    return [_clients_table(found), *classes, _columns_table(found)]
+
+
+def _classes_table(found: Inspection) -> Table:
+    classes = counted(len(found.classes), "class", "classes")
+    table = Table(title=classes)
+    _add_names(table, "class")
+    for column in ("of all rows", "lowest", "highest"):
+        table.add_column(column, justify="right")
+    for rate in found.base_rates:
+        extremes = [
+            f"{_percent(share)} {escape(name)}" for name, share in (rate.lowest, rate.highest)
+        ]
+        table.add_row(escape(rate.label), _percent(rate.share), *extremes)
+    if len(found.classes) > len(found.base_rates):
+        table.caption = f"{len(found.classes) - len(found.base_rates)} more"
+    return table
 
 
 def _clients_table(found: Inspection) -> Table:

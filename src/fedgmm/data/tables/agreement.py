@@ -36,7 +36,7 @@ _UNLISTED = "no client lists its values, because they look like names"
 _AMBIGUOUS = "its dates can be read with the day first or with the month first"
 _REMEDIES = {
     _AMBIGUOUS: "; say which with --date-format, such as --date-format %d.%m.%Y",
-    _NAMES: "; use --categorical {0} if they are categories",
+    _NAMES: "; use --categorical {0} if they are categories, or --id {0} to repeat them in predictions",
     _UNLISTED: "; sites list them with --categorical {0}",
 }
 """What to do about a column that is not used for a reason."""

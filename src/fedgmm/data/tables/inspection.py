@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from fedgmm.data.tables.agreement import DisagreementError, agree_on_columns
-from fedgmm.data.tables.errors import quoted
+from fedgmm.data.tables.errors import joined, quoted
 from fedgmm.data.tables.loading import Tables
 from fedgmm.data.tables.preprocessing import Column, Labels, as_classes
 from fedgmm.data.tables.summaries import ClientSummary
-from fedgmm.wording import counted
 
 _FEW_ROWS = 20
 _FAR = 1.0  # standard deviations
 _MANY_MISSING = 0.5
-_RARE_CLASS = 0.01
-_FEW_POSITIVE = 0.2  # as in evaluate
+_FEW_POSITIVE = 0.2  # of two classes, as in evaluate
+_RARE_CLASS = 0.05
+_MOST_BASE_RATES = 10
+_MOST_LISTED_CLASSES = 20  # of labels that cannot be learned
+_MOST_GROUPS = 3
+_ID_NAME = re.compile(r"(^|[\W_])(id|nr|no|number|key|index|mrn)$", re.IGNORECASE)
 _OTHER_LABELS = 0.5  # total variation distance
 
 
@@ -67,6 +73,23 @@ class ColumnFacts:
 
 
 @dataclass(frozen=True)
+class BaseRate:
+    """The share of one class.
+
+    Attributes:
+        label: the class.
+        share: its share of all rows.
+        lowest: the client with the smallest share, and that share.
+        highest: the client with the largest share, and that share.
+    """
+
+    label: str
+    share: float
+    lowest: tuple[str, float]
+    highest: tuple[str, float]
+
+
+@dataclass(frozen=True)
 class Inspection:
     """Facts about clients and columns, and warnings about likely problems."""
 
@@ -74,6 +97,7 @@ class Inspection:
     columns: list[ColumnFacts]
     classes: dict[str, int]
     warnings: list[str]
+    base_rates: list[BaseRate]
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -95,13 +119,17 @@ def inspect_tables(tables: Tables) -> Inspection:
         for name, own in summaries.items()
     ]
     facts = [_column(column, summaries, rows) for column in columns]
+    problems = _label_problems(tables)
+    of_classes = {} if problems and len(classes) > _MOST_LISTED_CLASSES else classes
     warnings = [
         *tables.notes,
         *(note for note in notes if note not in tables.notes),
-        *_label_problems(tables),
-        *_warnings(clients, facts, summaries, classes),
+        *problems,
+        *_id_warnings(tables, columns),
+        *_warnings(clients, facts, summaries, of_classes),
     ]
-    return Inspection(clients, facts, dict(sorted(classes.items())), warnings)
+    rates = _base_rates(clients, of_classes)
+    return Inspection(clients, facts, dict(sorted(classes.items())), warnings, rates)
 
 
 def _classes_of(tables: Tables) -> dict[str, Counter[str]]:
@@ -182,57 +210,122 @@ def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -
     return ColumnFacts(column.name, column.role, share, len(column.outputs), detail)
 
 
+def _base_rates(clients: list[ClientFacts], classes: Mapping[str, int]) -> list[BaseRate]:
+    """Return the share of each class over all rows, and at the clients where it is extreme."""
+    total = sum(classes.values())
+    found = []
+    for label, count in sorted(classes.items())[:_MOST_BASE_RATES]:
+        rates = {c.name: c.classes.get(label, 0) / c.rows for c in clients if c.rows}
+        lowest, highest = (choose(rates, key=lambda name: rates[name]) for choose in (min, max))
+        extremes = (lowest, rates[lowest]), (highest, rates[highest])
+        found.append(BaseRate(label, count / total, *extremes))
+    return found
+
+
 def _warnings(
     clients: list[ClientFacts],
     columns: list[ColumnFacts],
     summaries: Mapping[str, ClientSummary],
     classes: Mapping[str, int],
 ) -> list[str]:
-    found = []
-    used = {facts.name for facts in columns if facts.role != "ignored"}
+    used = [facts.name for facts in columns if facts.role != "ignored"]
     # warnings about all clients come first, because callers may show only the first few
-    found += [
+    found = [
         f"Column {quoted(facts.name)} lacks {100 * facts.missing:.0f} % of its values."
         for facts in columns
         if facts.name in used and facts.missing > _MANY_MISSING
     ]
-    total = sum(classes.values())
-    if len(classes) == 2 and min(classes.values()) < _FEW_POSITIVE * total:
-        rarer = min(classes, key=lambda label: classes[label])
-        found.append(
-            f"Only {100 * classes[rarer] / total:.1f} % of the rows are of class {quoted(rarer)}, so "
-            "accuracy says little; evaluate leads with average precision."
-        )
-    for label, count in classes.items():
-        owners = [client.name for client in clients if label in client.classes]
-        if len(owners) == 1 and len(clients) > 1:
-            found.append(f"Class {quoted(label)} occurs only at {owners[0]}.")
-        elif count < _RARE_CLASS * total:
-            found.append(f"Class {quoted(label)} is rare: {count} of {counted(total, 'row')}.")
-    for client in clients:
-        if client.rows < _FEW_ROWS:
-            found.append(
-                f"{client.name} has only {counted(client.rows, 'row')}; its figures will be noisy."
-            )
-        absent = sorted(label for label in classes if label not in client.classes)
-        if absent:
-            found.append(f"{client.name} has no row of class {_some(absent)}.")
-        found += [
-            f"{client.name} has no value in column {quoted(column)}."
-            for column, own in summaries[client.name].columns.items()
-            if column in used and own.missing >= client.rows
+    found += _class_warnings(clients, classes)
+    few = [f"{c.name} ({c.rows})" for c in clients if c.rows < _FEW_ROWS]
+    if few:
+        found.append(f"Fewer than {_FEW_ROWS} rows: {joined(few)}; their figures will be noisy.")
+    for column in used:
+        without = [
+            c.name
+            for c in clients
+            if column in summaries[c.name].columns
+            and summaries[c.name].columns[column].missing >= c.rows
         ]
-        if client.farthest_column and abs(client.farthest_column[1]) > _FAR:
-            column, gap = client.farthest_column
-            found.append(
-                f"{client.name} lies {gap:+.1f} standard deviations from the mean of all clients in column "
-                f"{quoted(column)}."
-            )
-        if client.label_shift > _OTHER_LABELS:
-            found.append(
-                f"{client.name} has other labels than most clients (shift {client.label_shift:.2f})."
-            )
+        if without:
+            found.append(f"Column {quoted(column)} has no value at {joined(without)}.")
+    far = [
+        f"{c.name} in {quoted(c.farthest_column[0])} ({c.farthest_column[1]:+.1f})"
+        for c in clients
+        if c.farthest_column and abs(c.farthest_column[1]) > _FAR
+    ]
+    if far:
+        found.append(f"More than {_FAR:g} deviation from the mean of all clients: {joined(far)}.")
+    other = [f"{c.name} ({c.label_shift:.2f})" for c in clients if c.label_shift > _OTHER_LABELS]
+    if other:
+        found.append(f"Other labels than most clients (shift above 0.5): {joined(other)}.")
     return found
+
+
+def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> list[str]:
+    total = sum(classes.values())
+    found, single = [], []
+    for label in sorted(classes):
+        owners = [client.name for client in clients if label in client.classes]
+        if len(owners) == 1 < len(clients):
+            single.append(f"{quoted(label)} at {owners[0]}")
+    if single:
+        found.append(f"Classes that only one client has: {joined(single)}.")
+    few = _FEW_POSITIVE if len(classes) == 2 else _RARE_CLASS
+    rare = [label for label, count in classes.items() if count < few * total]
+    if rare and len(classes) > 1:
+        label = min(rare, key=lambda name: (classes[name], name))
+        share = classes[label] / total
+        rates = {c.name: c.classes.get(label, 0) / c.rows for c in clients if c.rows}
+        lowest, highest = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
+        more = f" (and {len(rare) - 1} more classes under 5 %)" if len(rare) > 1 else ""
+        found.append(
+            f"Class {quoted(label)} is rare{more}: {_share(share)} of all rows, from "
+            f"{_share(rates[lowest])} at {lowest} to {_share(rates[highest])} at {highest}. A model that "
+            f"never finds it has an accuracy of {_share(1 - share)}, so look at average precision, which "
+            "evaluate shows first."
+        )
+    lacking: dict[tuple[str, ...], list[str]] = {}
+    for client in clients:
+        absent = tuple(sorted(label for label in classes if label not in client.classes))
+        if absent:
+            lacking.setdefault(absent, []).append(client.name)
+    if len(lacking) <= _MOST_GROUPS:
+        found += [
+            f"No row of class {_some(list(absent))}: {joined(names)}."
+            for absent, names in lacking.items()
+        ]
+    else:
+        names = [name for group in lacking.values() for name in group]
+        found.append(f"Clients without rows of some class: {joined(names)}.")
+    return found
+
+
+def _id_warnings(tables: Tables, columns: list[Column]) -> list[str]:
+    """Return a warning about each column of numbers that looks like an id."""
+    return [
+        f"Column {quoted(column.name)} has another whole number in every row and looks like an id, but is "
+        f"used as a number; add --id {column.name}."
+        for column in columns
+        if column.role == "number" and _looks_like_id(tables, column.name)
+    ]
+
+
+def _looks_like_id(tables: Tables, name: str) -> bool:
+    """Return whether whole numbers never repeat and count upwards, or have the name of an id."""
+    parts = [own.file.columns[name].numbers for own in tables.files if name in own.file.columns]
+    numbers = [part for part in parts if part is not None and len(part)]
+    if sum(map(len, numbers)) < _FEW_ROWS:
+        return False
+    whole = all(
+        (part == np.floor(part)).all() for part in numbers
+    )  # false where a value is missing
+    if not whole or any(len(np.unique(part)) < len(part) for part in numbers):
+        return False
+    return bool(_ID_NAME.search(name)) or all((np.diff(part) == 1).all() for part in numbers)
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
 
 
 def _some(labels: list[str]) -> str:
