@@ -9,6 +9,7 @@ import socket
 import string
 import subprocess
 import sys
+import tomllib
 import warnings
 
 import numpy as np
@@ -511,3 +512,61 @@ def test_a_hundred_thousand_rows_take_less_than_five_seconds(finished):
         began = time.perf_counter()
         works(*command)
         assert time.perf_counter() - began < 5.0, command[0]
+
+
+# ---------------------------------------------------------------------- files as they are sent
+
+
+def test_a_table_without_header_from_inspect_to_detect(tmp_path):
+    for name in ("oslo", "bergen"):
+        rows = [
+            f"p{i} {-9 if i % 4 == 0 else i % 7}  {i % 28 + 1}.{i % 12 + 1}.2020   {'ab'[i % 2]}"
+            for i in range(60)
+        ]
+        (tmp_path / f"{name}.txt").write_text("\n".join(rows) + "\n")
+    files = [tmp_path / "oslo.txt", tmp_path / "bergen.txt"]
+    assert "no header" in fails("inspect", *files, "--label", "state")
+    written = ["--names", "patient,dose", "--names", "seen,state", "--missing-values", "-9"]
+    common = [*files, "--label", "state", *written, "--id", "patient"]
+    found = strict(works("inspect", *common, "--json").stdout)
+    roles = {column["name"]: column["role"] for column in found["columns"]}
+    assert roles == {"dose": "number", "seen": "date", "patient": "ignored"}
+    small = ["--rounds", 2, "--components", 1, "--learners", 1]
+    works("fit", *common, *small, "--out", tmp_path / "run")
+    new = tmp_path / "new.txt"
+    new.write_text("x7 3 5.6.2020\nx8 -9 7.8.2020\n")
+    for command in ("predict", "detect"):
+        found = works(command, tmp_path / "run", new, "--out", tmp_path / "out.csv")
+        lines = (tmp_path / "out.csv").read_text().splitlines()
+        assert lines[0].startswith('"row","patient"')
+        assert lines[2].startswith('2,"x8"')
+    works("evaluate", tmp_path / "run", files[0])
+    works("adapt", tmp_path / "run", files[0], "--client", "new")
+    again = ["--config", tmp_path / "run" / "config.toml", "--out", tmp_path / "again"]
+    works("fit", *again)
+    first, second = (tmp_path / name / "clients/preprocessing.json" for name in ("run", "again"))
+    assert first.read_text() == second.read_text()
+
+
+def test_file_options_of_a_configuration(tmp_path):
+    rows = "".join(f"{-9 if i % 4 == 0 else i},{i % 3},{'ab'[i % 2]}\n" for i in range(60))
+    (tmp_path / "a.csv").write_text(rows)
+    (tmp_path / "b.csv").write_text(rows)
+    (tmp_path / "run.toml").write_text(
+        f"""
+        [data]
+        files = ["{tmp_path}/*.csv"]
+        label = "column_3"
+        no_header = true
+        missing_values = -9
+        id = "column_1"
+        [training]
+        rounds = 1
+        components = 1
+        learners = 1
+        """
+    )
+    works("fit", "--config", tmp_path / "run.toml", "--out", tmp_path / "run")
+    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert config["data"]["missing_values"] == ["-9"]
+    assert config["data"]["id"] == ["column_1"]

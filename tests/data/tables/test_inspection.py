@@ -153,3 +153,16 @@ def test_ambiguous_dates(inspected):
         b="d,x,y\n" + "5/6/2020,1,p\n3/4/2020,2,q\n" * 10,
     )
     assert any("'d'" in note and "--date-format" in note for note in found.warnings)
+
+
+def test_numbers_that_look_like_codes_for_missing_values(inspected):
+    rows = "".join(
+        f"{-9 if i % 5 == 0 else i % 7},{999 if i % 6 == 0 else i % 3},{i % 4 - 2},{'pq'[i % 2]}\n"
+        for i in range(60)
+    )
+    found = inspected(a="x,z,w,y\n" + rows, b="x,z,w,y\n" + rows)
+    codes = [note for note in found.warnings if "--missing-values" in note]
+    assert [("-9 occurs repeatedly in x" in n, "999 occurs" in n) for n in codes] == [
+        (True, False),
+        (False, True),
+    ]

@@ -666,3 +666,12 @@ def test_a_site_without_a_column_trains_and_predicts(write, load):
     rows = read_rows(small, preprocessing)
     assert (rows.matrix[:, 1] == 0).all()
     assert "z not in the file" in rows.notes[0]
+
+
+def test_a_word_in_a_column_of_numbers_is_shown(write, load, fails):
+    rows = "".join(f"{i / 7:.3f},{'pq'[i % 2]}\n" for i in range(80))
+    a, b = write("a.csv", "x,y\n<5,p\n" + rows), write("b.csv", "x,y\n" + rows)
+    message = fails(load, a, b)
+    assert "'<5'" in message
+    assert "--missing-values" in message
+    assert load(a, b, missing_values=("<5",))[1].columns[0].role == "number"

@@ -36,7 +36,7 @@ _UNLISTED = "no client lists its values, because they look like names"
 _AMBIGUOUS = "its dates can be read with the day first or with the month first"
 _REMEDIES = {
     _AMBIGUOUS: "; say which with --date-format, such as --date-format %d.%m.%Y",
-    _NAMES: "; use --categorical {0} if they are categories, or --id {0} to repeat them in predictions",
+    _NAMES: "; use --categorical {0} for categories, --date-format for dates, or --id {0} for ids",
     _UNLISTED: "; sites list them with --categorical {0}",
 }
 """What to do about a column that is not used for a reason."""
@@ -270,7 +270,8 @@ def _disagreement(name: str, own: Mapping[str, ColumnSummary]) -> DisagreementEr
         client,
         name,
         f"the column {quoted(name)} holds {KIND_NAMES[odd.kind]}{such}, but {first!r} has "
-        f"{KIND_NAMES[usual]}; correct it, ignore the column or declare it categorical.",
+        f"{KIND_NAMES[usual]}; correct it, name a text that means a missing value (--missing-values), or "
+        "use --categorical or --ignore.",
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from fedgmm.data.tables.agreement import DisagreementError, agree_on_columns
-from fedgmm.data.tables.errors import joined, quoted
+from fedgmm.data.tables.columns import FloatArray
+from fedgmm.data.tables.errors import joined, listed, quoted
 from fedgmm.data.tables.loading import Tables
 from fedgmm.data.tables.preprocessing import Column, Labels, as_classes
 from fedgmm.data.tables.summaries import ClientSummary
@@ -25,6 +26,8 @@ _RARE_CLASS = 0.05
 _MOST_BASE_RATES = 10
 _MOST_LISTED_CLASSES = 20  # of labels that cannot be learned
 _MOST_GROUPS = 3
+_CODES = (-1.0, -9.0, -99.0, -999.0, -9999.0, 99.0, 999.0, 9999.0, 99999.0)
+_FEW_CODES = 3
 _ID_NAME = re.compile(r"(^|[\W_])(id|nr|no|number|key|index|mrn)$", re.IGNORECASE)
 _OTHER_LABELS = 0.5  # total variation distance
 
@@ -110,7 +113,7 @@ def inspect_tables(tables: Tables) -> Inspection:
     try:
         columns, notes = agree_on_columns(summaries, tables.options)
     except DisagreementError as error:
-        raise tables.error(error.client, error.problem) from None
+        raise tables.disagreement(error) from None
     owned = _classes_of(tables)
     classes: Counter[str] = sum(owned.values(), Counter())
     rows = sum(summary.rows for summary in summaries.values())
@@ -126,6 +129,7 @@ def inspect_tables(tables: Tables) -> Inspection:
         *(note for note in notes if note not in tables.notes),
         *problems,
         *_id_warnings(tables, columns),
+        *_code_warnings(tables, columns),
         *_warnings(clients, facts, summaries, of_classes),
     ]
     rates = _base_rates(clients, of_classes)
@@ -308,6 +312,36 @@ def _id_warnings(tables: Tables, columns: list[Column]) -> list[str]:
         for column in columns
         if column.role == "number" and _looks_like_id(tables, column.name)
     ]
+
+
+def _code_warnings(tables: Tables, columns: list[Column]) -> list[str]:
+    """Return a warning about each number that looks like a code for missing values."""
+    found: dict[float, list[str]] = {}
+    for column in columns:
+        if column.role == "number":
+            parts = [own.file.columns.get(column.name) for own in tables.files]
+            numbers = [p.numbers for p in parts if p is not None and p.numbers is not None]
+            for code in _codes(np.concatenate(numbers)):
+                found.setdefault(code, []).append(column.name)
+    return [
+        f"{code:g} occurs repeatedly in {listed(names)}, far from all other values; if it means a missing "
+        f"value, add --missing-values {code:g}."
+        for code, names in found.items()
+    ]
+
+
+def _codes(numbers: FloatArray) -> list[float]:
+    """Return the usual codes for missing values that occur several times, outside of all other values."""
+    found = []
+    for code in _CODES:
+        here = numbers == code
+        others = numbers[~here & ~np.isnan(numbers)]
+        if here.sum() < _FEW_CODES or len(np.unique(others)) < 2:
+            continue
+        low, high = others.min(), others.max()
+        if low >= 0 > code or (code > 0 and code > high + 2 * (high - low)):
+            found.append(code)
+    return found
 
 
 def _looks_like_id(tables: Tables, name: str) -> bool:

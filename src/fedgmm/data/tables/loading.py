@@ -26,7 +26,7 @@ from fedgmm.data.tables.agreement import (
     agree_on_kinds,
     columns_to_read_as_text,
 )
-from fedgmm.data.tables.columns import ColumnValues, IntArray, Kind, without_beyond
+from fedgmm.data.tables.columns import ColumnValues, IntArray, Kind, kind_of_text, without_beyond
 from fedgmm.data.tables.errors import TableError, joined, listed, quoted
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
 from fedgmm.data.tables.preprocessing import NO_LABEL, EncodedRows, Preprocessing, TableOptions
@@ -168,6 +168,17 @@ class Tables:
         named = "" if self.options.client_column is None else f"client {quoted(client)}: "
         return TableError(path, f"{named}{problem}")
 
+    def disagreement(self, error: DisagreementError) -> TableError:
+        """Return the error for a client that does not fit, with an example of its values."""
+        own = next(own for own in self.files if error.client in own.names)
+        values = own.file.columns.get(error.column)
+        problem = error.problem
+        if values is not None and values.kind == "text" and " holds text, " in problem:
+            texts = values.texts.to_pylist()
+            example = next(text for text in texts if kind_of_text(text) == "text")
+            problem = problem.replace(" holds text, ", f" holds text such as {quoted(example)}, ")
+        return self.error(error.client, problem)
+
     def load(
         self,
         preprocessing: Preprocessing,
@@ -298,7 +309,7 @@ def agreement(tables: Tables) -> Preprocessing:
     try:
         preprocessing, notes = agree(tables.summaries, tables.options)
     except DisagreementError as error:
-        raise tables.error(error.client, error.problem) from None
+        raise tables.disagreement(error) from None
     tables.notes.extend(note for note in notes if note not in tables.notes)
     if tables.options.no_header:  # so that a later file without the label fits, too
         names = tuple(tables.files[0].file.header)

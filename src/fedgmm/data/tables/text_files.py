@@ -485,7 +485,10 @@ def _explained(path: Path, error: Exception, dialect: Dialect) -> TableError:
         where = f"row {row}{header}" if row else "a row"
         first = "the header" if dialect.has_header else "the first row"
         columns = counted(int(expected), "column")
-        problem = f"{where} has {counted(int(got), 'value')}, but {first} has {columns}."
+        problem = f"{where} has {counted(int(got), 'value')}, but {first} has {columns}"
+        if int(got) == int(expected) + 1:
+            problem += "; remove a separator at the end of rows, or name the first column, too"
+        problem += "."
         return TableError(path, problem)
     shown = f"it cannot be parsed: {text[:_MOST_EXPLAINED].rstrip('.')}."
     return TableError(path, shown, public="it cannot be parsed")
