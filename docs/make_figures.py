@@ -1,4 +1,4 @@
-"""Compute the numbers and the picture of aggregation.md, and draw the demo's picture for the README.
+"""Compute the numbers and the picture of aggregation.md, and draw the demo's pictures for the README.
 
 python docs/make_figures.py
 """
@@ -19,6 +19,7 @@ from sklearn.mixture import GaussianMixture
 
 from fedgmm import FederatedGaussianMixture
 from fedgmm.experiments.demo import plot_demo, run_demo
+from fedgmm.experiments.story import plot_story, run_story
 from fedgmm.report.plots import COLOURS, INK, draw_ellipses
 
 IMAGES = Path(__file__).parent / "images"
@@ -174,7 +175,7 @@ def draw_case(case: Case, found: dict[str, Outcome], path: Path) -> Path:
 
 
 def main() -> None:
-    """Print the numbers of the page and write both pictures."""
+    """Print the numbers of the page and write the pictures."""
     console = Console(width=110)
     drawn = sliced_clients(blur=1.0)
     cases = (drawn, sliced_clients(blur=0.0), mixed_clients(20, 500), mixed_clients(1000, 10))
@@ -184,6 +185,7 @@ def main() -> None:
     for picture in (
         draw_case(drawn, found[drawn.name], IMAGES / "aggregation.png"),
         plot_demo(run_demo(), IMAGES / "demo.png"),
+        plot_story(run_story(), IMAGES / "story.png"),
     ):
         console.print(f"{picture.name}: {picture.stat().st_size / 1024:.0f} KB")
 

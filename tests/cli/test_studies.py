@@ -248,6 +248,7 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path):
     assert "oracle" in fails("compare", "digits", "--methods", "fedavg", "--learner", "oracle")
     assert "built in" in fails("compare", "digits", "--ignore", "x")
     assert "--label" in fails("compare", tmp_path)
+    assert "classes" in fails("compare", tmp_path, "--label", "age", "--task", "regression")
     assert "no such file" in fails("compare", tmp_path / "x.csv", "--label", "y")
 
 

@@ -1,8 +1,12 @@
 """The demonstration's acts on small data."""
 
+import io
+
 import numpy as np
 import pytest
+from rich.console import Console
 
+from fedgmm.cli import studies
 from fedgmm.data.examples import WHITE, heterogeneous_digits
 from fedgmm.experiments.story import (
     adapt_newcomer,
@@ -31,6 +35,18 @@ def test_story_shows_what_it_claims(story, tmp_path):
     assert any("digits, FedAvg, MLP" in line for line in lines)
     picture = plot_story(shown, tmp_path / "story.png")
     assert picture.stat().st_size > 10_000
+
+
+def test_the_demo_says_what_it_computed(story, tmp_path, monkeypatch):
+    shown, _ = story
+    monkeypatch.setattr("fedgmm.experiments.story.run_story", lambda *_: shown)
+    console = Console(record=True, width=100, file=io.StringIO())
+    studies._run_story(1, tmp_path, console)
+    words = " ".join(console.export_text().split())
+    for ranking in (shown.synthetic, shown.digits):
+        assert ranking.headline() in words
+    gained = max(shown.newcomer.labelled, shown.newcomer.unlabelled) > shown.newcomer.before
+    assert ("Nothing was gained" in words) != gained
 
 
 def test_newcomer_and_novelty(story):

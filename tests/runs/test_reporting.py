@@ -59,12 +59,13 @@ def test_the_tests_of_a_comparison_are_in_the_report(finished, gathered):
         {"algorithm": "fedgmm", "learner": "mlp", "clients": clients, "mean_accuracy": 0.5},
     ]
     methods[1]["against"] = {"fedavg": tie}
-    record = {"methods": methods, "intervals": "Intervals: over 5 splits."}
+    record = {"methods": methods, "intervals": "Intervals: over 5 splits.", "seeds": [0, 1, 2]}
     run.folder.comparison.write_text(json.dumps(record))
     text = run.report().read_text(encoding="utf-8")
     assert gathered["differences"]["fedavg"].within_noise
     assert "A tie: FedGMM and FedAvg" in text
     assert "over 5 splits" in text
+    assert "those of 3 splits" in text
     assert "this run has linear learners" in text
 
 

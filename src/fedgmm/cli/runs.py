@@ -38,6 +38,13 @@ Categorical = Annotated[
         help="Column to treat as categories, even if it has numbers or looks like names. May be repeated."
     ),
 ]
+Task = Annotated[
+    str | None,
+    typer.Option(
+        help="classification, regression, or auto: classification, with an error if the label looks "
+        "like a measurement. Default: auto."
+    ),
+]
 Ignore = Annotated[list[str] | None, typer.Option(help="Column to leave out. May be repeated.")]
 Positive = Annotated[
     str | None,
@@ -161,13 +168,7 @@ def fit(
     missing_values: MissingValues = None,
     date_format: DateFormat = None,
     id_columns: Ids = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="classification, regression, or auto: classification, with an error if the label looks "
-            "like a measurement. Default: auto."
-        ),
-    ] = None,
+    task: Task = None,
     config: Annotated[
         Path | None,
         typer.Option(help="TOML file with options; options given here replace its own."),

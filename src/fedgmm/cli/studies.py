@@ -18,6 +18,7 @@ from fedgmm.cli.runs import (
     MissingValues,
     Names,
     NoHeader,
+    Task,
     file_options,
 )
 from fedgmm.wording import counted
@@ -94,6 +95,7 @@ def _run_story(seed: int, out: Path, console: Console) -> None:
         f"Its weights, learned from {counted(new.rows, 'row')} in "
         f"[bold]{new.milliseconds:.1f} ms[/]: accuracy {100 * new.labelled:.1f} % with labels, "
         f"{100 * new.unlabelled:.1f} % without, {100 * new.before:.1f} % with the federation's weights."
+        + ("" if max(new.labelled, new.unlabelled) > new.before else " Nothing was gained here.")
     )
     console.rule("4. Samples that no client has seen")
     console.print(
@@ -121,6 +123,7 @@ def compare(
     missing_values: MissingValues = None,
     date_format: DateFormat = None,
     id_columns: Ids = None,
+    task: Task = None,
     methods: Annotated[
         str | None, typer.Option(help="Methods, separated by commas. Default: all.")
     ] = None,
@@ -189,6 +192,7 @@ def compare(
             categorical=categorical or (),
             ignore=ignore or (),
             **file_options(no_header, names, missing_values, date_format, id_columns),
+            task=task,
             seed=seed,
             sizes=sizes,
             notify=notify,

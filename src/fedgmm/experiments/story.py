@@ -209,7 +209,8 @@ def _draw_accuracies(axes: Axes, ranking: Ranking, lines: Mapping[str, float]) -
             reach = 50.0 * (one.value.high - one.value.low) if chosen else 0.0
             axes.errorbar(value, place, xerr=reach or None, color=INK, capsize=2, linewidth=1)
             label = f"{value:.1f} {LEARNER_TITLES[kind]}"
-            axes.text(value + reach + 1.5, place, label, va="center", color=INK, fontsize=9)
+            text = axes.text(value + reach + 1.5, place, label, va="center", color=INK, fontsize=9)
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     names = [
         TITLES[one.algorithm] + ("\n(tie)" if _ties(ranking, one) else "") for one in standings
     ]

@@ -48,6 +48,10 @@ POOLED = ("logistic", "boosting")
 
 _SMALLEST_RATE, _LARGEST_RATE = 1e-5, 10.0  # a grid does not grow beyond them
 
+_ONLY_CLASSES = (
+    "compare is for labels that are classes; train with fit and use evaluate for numbers."
+)
+
 Notify = Callable[[str], None]
 
 
@@ -416,6 +420,7 @@ def data_to_compare(
     client_column: str | None = None,
     categorical: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    task: str | None = None,
     seed: int | None = None,
     sizes: Mapping[str, int] | None = None,
     notify: Notify = lambda _: None,
@@ -429,6 +434,7 @@ def data_to_compare(
         client_column: column that names the client, for files.
         categorical: number columns whose values are names of groups, for files.
         ignore: columns to leave out, for files.
+        task: ``"classification"`` takes any label as a class, for files; regression is refused.
         seed: seed of the split and of training; ``None`` is the run's own seed, or 0.
         sizes: ``components`` and ``learners``, if they were given. Otherwise those of the run are used,
             and files choose them as ``fit`` does.
@@ -436,6 +442,8 @@ def data_to_compare(
         **table: further fields of :class:`TableOptions`, for files.
     """
     given: dict[str, Any] = {**(sizes or {})}
+    if task == "regression":
+        raise ValueError(_ONLY_CLASSES)
 
     def again(seed: int) -> DataToCompare:
         return data_to_compare(
@@ -444,6 +452,7 @@ def data_to_compare(
             client_column=client_column,
             categorical=categorical,
             ignore=ignore,
+            task=task,
             seed=seed,
             sizes=sizes,
             notify=notify,
@@ -451,7 +460,7 @@ def data_to_compare(
         )
 
     source = sources[0] if len(sources) == 1 else ""
-    of_columns = [client_column, categorical, ignore, *table.values()]
+    of_columns = [client_column, categorical, ignore, task, *table.values()]
     if source and RunFolder(Path(source)).is_run:
         if label or any(of_columns):
             raise ValueError(
@@ -460,6 +469,8 @@ def data_to_compare(
             )
         run = open_run(source)
         run.need_labels()
+        if run.config.table.task == "regression":
+            raise ValueError(_ONLY_CLASSES)
         options = replace(run.config.options(), algorithm="fedgmm", **given)
         dataset = run.data(notify) if seed is None else run.split_anew(seed, notify)
         options = options if seed is None else replace(options, seed=seed)
@@ -475,7 +486,7 @@ def data_to_compare(
     if label is None:
         raise ValueError("No label column was given; name it with --label COLUMN.")
     columns = (label, client_column, tuple(categorical), tuple(ignore))
-    reading = TableOptions(*columns, seed=seed or 0, **table)
+    reading = TableOptions(*columns, task=task or "auto", seed=seed or 0, **table)
     dataset, _, tables = load_federation(sources, reading, notify)
     options, _ = choose_sizes(
         TrainingOptions(standardise=False, seed=seed or 0, **given),

@@ -70,6 +70,12 @@ def _comparison(
     own: dict[str, Any] = next((one for one in methods if one["algorithm"] == model.algorithm), {})
     against = own.get("against", {})
     notes = [record["intervals"]] if isinstance(record, dict) else []
+    splits = len(record.get("seeds", [])) if isinstance(record, dict) else 1
+    if splits > 1:
+        notes.append(
+            f"Leads over other methods and ties are those of {splits} splits; the chart and all other "
+            "figures are those of the run's own split."
+        )
     if isinstance(record, dict) and record.get("metric", "mean_accuracy") != "mean_accuracy":
         against, notes = {}, [record["headline"], *notes]  # the page compares accuracies
     learner = model.options.get("learner")
