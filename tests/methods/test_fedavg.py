@@ -173,7 +173,7 @@ def test_fedavg_plus_is_fedavg_and_then_everyone_at_home(rng):
             torch.testing.assert_close(plus.prediction.learners[name][c], value, atol=1e-10, rtol=0)
     # for everybody else there is the global learner
     x = data.test.inputs.numpy()
-    assert np.array_equal(plus.predict_proba(x), average.predict_proba(x))
+    np.testing.assert_allclose(plus.predict_proba(x), average.predict_proba(x), rtol=1e-12)
 
 
 def test_without_tuning_fedavg_plus_is_fedavg(rng):
