@@ -117,6 +117,9 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
     if metrics.get("leading_metric") == "average_precision":
         names = ("average_precision", "base_rate", "auc", "mean_accuracy", "mean_log_loss")
         columns = {name: columns.get(name, _title(name)) for name in names}
+    if metrics.get("leading_metric") == "rmse":
+        names = ("rmse", "r2", "coverage", "worst_rmse", "mean_log_loss")
+        columns = {name: columns.get(name, _title(name)) for name in names}
     for column in ("rows", *columns.values()):
         table.add_column(column, justify="left" if column == "rows" else "right")
     for split in ("train", "validation", "test"):
@@ -124,6 +127,8 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
         if own is not None:
             table.add_row(split, *(_shown(name, own[name]) for name in columns))
     table.caption = "means over clients; every client has the same weight"
+    if "rmse" in columns:
+        table.caption = "of all rows together; the log-loss is a mean over clients"
     if "average_precision" in columns:
         table.caption = (
             "average precision, base rate and AUC of all rows; otherwise means over clients"
@@ -136,11 +141,14 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
     return table
 
 
-_PERCENT = {"sensitivity", "specificity", "base_rate", "worst_decile"}  # and every accuracy
+_PERCENT = {"sensitivity", "specificity", "base_rate", "worst_decile", "coverage"}  # and accuracies
 _TITLES = {
     "auc": "AUC",
     "log_loss": "log-loss",
     "brier": "Brier score",
+    "rmse": "RMSE",
+    "r2": "R²",
+    "worst_rmse": "worst client",
 }
 
 
@@ -163,11 +171,15 @@ def evaluation_table(found: Evaluation) -> Table:
     columns = ["accuracy", "auc", "log_loss", "calibration_error"]
     if leading == "average_precision":
         columns = [leading, "base_rate", "auc", "sensitivity"]
+    if leading == "rmse":
+        columns = list(found.metrics)
     columns = [name for name in columns if name in found.metrics]
     for column in ("rows", *map(_title, columns)):
         widest = max(map(len, column.split()))  # a title breaks between words only
         table.add_column(column, justify="right", min_width=widest)
-    worst_first = np.argsort(found.metrics[leading], kind="stable")  # undefined ones come last
+    values = found.metrics[leading]
+    order = -values if leading == "rmse" else values  # a large error is bad
+    worst_first = np.argsort(order, kind="stable")  # undefined ones come last
     for index in worst_first[:_MOST_LINES].tolist():
         cells = [_shown(name, found.metrics[name][index]) for name in columns]
         table.add_row(escape(str(found.clients[index])), f"{found.rows[index]:,}", *cells)
@@ -181,10 +193,12 @@ def evaluation_table(found: Evaluation) -> Table:
         means = [_shown(name, _mean_of_defined(found.metrics[name])) for name in columns]
         table.add_row("mean over clients", "", *means, style="bold")
         table.add_row(*total)
+    if leading == "accuracy":
         rest = [""] * (len(columns) - 1)
         table.add_row("nine of ten clients reach", "", _percent(found.worst_decile), *rest)
     if any(np.isnan(found.metrics[name]).any() for name in columns):
-        table.caption = "–: undefined, because the rows of the client lack a class"
+        lack = "have one value" if leading == "rmse" else "lack a class"
+        table.caption = f"–: undefined, because the rows of the client {lack}"
     return table
 
 

@@ -439,7 +439,9 @@ def predict(
     out: OutFile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Predict the class of every row of a file with the model of a client.
+    """Predict the class or number of every row of a file with the model of a client.
+
+    A number comes with the ends of its 90 % interval (lower, upper).
 
     Example: fedgmm predict run/ --client oslo new_patients.csv --out p.csv
 
@@ -459,8 +461,14 @@ def predict(
         if out is not None or not as_json:
             write_columns(found.columns(), out)
     print_notes(found.notes)
-    names, counts = np.unique(found.labels, return_counts=True)
-    shares = {str(name): int(count) for name, count in zip(names, counts, strict=True)}
+    shares: dict[str, int | float]
+    if found.interval is None:
+        names, counts = np.unique(found.labels, return_counts=True)
+        shares = {str(name): int(count) for name, count in zip(names, counts, strict=True)}
+    else:
+        ends = found.labels.min(), found.labels.mean(), found.labels.max()
+        numbers = (float(f"{value:.6g}") for value in ends)
+        shares = dict(zip(("smallest", "mean", "largest"), numbers, strict=True))
     if as_json:
         record = {"rows": len(found.labels), "predicted": shares, "out": out}
         print_json(record if out else {**record, "predictions": as_rows(found.columns())})

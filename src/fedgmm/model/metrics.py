@@ -25,6 +25,9 @@ RARE = 0.2
 MOST_CONFUSED = 30
 """Largest number of classes for which records contain confusion matrices."""
 
+INTERVAL = 0.9
+"""Probability that the interval of a number holds it, where no other is chosen."""
+
 _BINS = 15
 _SMALLEST_LOG_PROBABILITY = -700.0  # so that a row with probability zero has a finite loss
 
@@ -329,6 +332,11 @@ class RegressionEvaluation(Evaluation):
     together: dict[str, float]
 
     @property
+    def leading_metric(self) -> str:
+        """``"rmse"``."""
+        return "rmse"
+
+    @property
     def metrics(self) -> dict[str, FloatArray]:
         """``rmse``, ``r2``, ``coverage`` and ``log_loss`` of each client, ``(C,)`` each."""
         return {
@@ -364,6 +372,7 @@ class RegressionEvaluation(Evaluation):
         """Return all metrics as plain values, for JSON."""
         return {
             "headline": self.headline(),
+            "leading_metric": self.leading_metric,
             "level": self.level,
             "pooled": {"rows": int(self.rows.sum()), **self.together},
             "clients": self.client_records(),
@@ -385,7 +394,7 @@ def evaluate_numbers(
     numbers: Tensor,
     codes: IntArray,
     names: tuple[Hashable, ...],
-    level: float = 0.9,
+    level: float = INTERVAL,
 ) -> RegressionEvaluation:
     """Return the metrics of predicted numbers of every client.
 

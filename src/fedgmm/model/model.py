@@ -156,6 +156,11 @@ class FederatedModel:
         mixed = self.prediction.client_weights is not None and self.algorithm != DENSITY
         if not mixed or self.n_learners > 1 or self.prediction.labels or len(self.names) < 2:
             return ""
+        if self.target is not None:
+            return (
+                "Nothing is personalised: the model has one learner, so all clients get the same "
+                "predictions. If clients differ, several learners (--learners 3) may help."
+            )
         return (
             "Nothing is personalised: the model has one learner and no label frequencies, so all clients "
             "get the same predictions. If clients differ, several learners (--learners 3) or "
@@ -258,9 +263,9 @@ class FederatedModel:
             positive: the positive class of two; ``None`` means the rarer one in training.
         """
         if self.target is not None:
-            if not (threshold is None and cost is None and positive is None):
-                raise ValueError("threshold, cost and positive are for classes, not for numbers.")
-            return self._predict_numbers(X, client, clients, features).mean.cpu().numpy()
+            self.check_decision(threshold=threshold, cost=cost, positive=positive)
+            found = self.predict_distribution(X, client, clients=clients, features=features)
+            return found.mean.cpu().numpy()
         decision = self.decision(positive=positive, threshold=threshold, cost=cost)
         log_proba = self.predict_log_proba(X, client, clients=clients, features=features)
         return np.asarray(self.classes[decision.choose(log_proba)])
@@ -286,11 +291,24 @@ class FederatedModel:
             features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
         """
         check_number("level", level, above=0, below=1)
-        return interval_of(self._predict_numbers(X, client, clients, features), level)
+        found = self.predict_distribution(X, client, clients=clients, features=features)
+        return interval_of(found, level)
 
-    def _predict_numbers(
-        self, X: ArrayLike, client: Any, clients: ArrayLike | None, features: ArrayLike | None
+    @staticmethod
+    def check_decision(**chosen: Any) -> None:
+        """Raise if a rule for classes is given, such as a threshold, but numbers are predicted."""
+        if any(value is not None for value in chosen.values()):
+            raise ValueError("threshold, cost and positive are for classes, not for numbers.")
+
+    def predict_distribution(
+        self,
+        X: ArrayLike,
+        client: Any = None,
+        *,
+        clients: ArrayLike | None = None,
+        features: ArrayLike | None = None,
     ) -> NumberPredictions:
+        """Return ``P_c(y|x)`` of numbers; arguments as in :meth:`predict_proba`."""
         rows = self._evaluator.from_arrays(X, features)
         return self._numbers(rows, self._codes(client, clients, len(rows)))
 
@@ -384,6 +402,7 @@ class FederatedModel:
         if (data.target is None) != (self.target is None):
             raise ValueError(f"The model is for {self.task}, but the data are for {data.task}.")
         if self.target is not None:
+            self.check_decision(threshold=threshold, cost=cost, positive=positive)
             found = self._numbers(self._evaluator.from_split(rows), codes)
             return evaluate_numbers(found, rows.labels, rows.codes.cpu().numpy(), rows.names)
         log_proba = self._log_proba(self._evaluator.from_split(rows), codes)

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_choice
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.files import Notify, client_name, find_tables
 from fedgmm.data.tables.loading import Rows, read_rows
-from fedgmm.data.tables.preprocessing import UNKNOWN, Preprocessing
+from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.methods.base import DENSITY
 from fedgmm.model.adaptation import Adaptation
 from fedgmm.model.decisions import Cost
 from fedgmm.model.importance import Importance
-from fedgmm.model.metrics import Evaluation, evaluate
+from fedgmm.model.metrics import INTERVAL, Evaluation, evaluate, evaluate_numbers, interval_of
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import SCORES, NoveltyResult, Score
 from fedgmm.model.predictions import probabilities
@@ -41,13 +42,14 @@ class Predictions:
     """Predictions for the rows of a file.
 
     Attributes:
-        labels: the predicted class of each row, ``(n,)``.
+        labels: the predicted class or number of each row, ``(n,)``.
         probabilities: probabilities of the classes, ``(n, K)``.
         classes: ``(K,)``.
         log_density: ``log P(x)``, ``(n,)``; ``None`` without Gaussians.
         notes: remarks for the user.
         codes: index of the predicted class, ``(n,)``.
         ids: the columns that identify rows, ``(n,)`` each.
+        interval: lower and upper end of the interval of each number, ``(n, 2)``; ``None`` for classes.
     """
 
     labels: NDArray[Any]
@@ -57,6 +59,7 @@ class Predictions:
     notes: list[str]
     codes: NDArray[np.int64]
     ids: dict[str, NDArray[Any]] = field(default_factory=dict)
+    interval: NDArray[np.float64] | None = None
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Return the columns of an output file."""
@@ -64,8 +67,11 @@ class Predictions:
             "row": np.arange(1, len(self.labels) + 1),
             **self.ids,
             "prediction": self.labels,
-            "probability": self.probabilities[np.arange(len(self.codes)), self.codes],
         }
+        if self.interval is not None:
+            columns |= {"lower": self.interval[:, 0], "upper": self.interval[:, 1]}
+        else:
+            columns["probability"] = self.probabilities[np.arange(len(self.codes)), self.codes]
         for index, label in enumerate(self.classes.tolist()):
             columns[f"p({label})"] = self.probabilities[:, index]
         if self.log_density is not None:
@@ -195,7 +201,7 @@ class FederatedRun:
         chosen: dict[str, Any] = {"positive": positive, "threshold": threshold, "cost": cost}
         if not files:
             return self.model.evaluate(split, self.data(notify), **chosen)
-        owners, log_proba, labels = [], [], []
+        owners, matrices, labels = [], [], []
         for path in find_tables(files):
             rows = read_rows(path, self.preprocessing, label_needed=True, notify=notify)
             assert rows.labels is not None
@@ -205,7 +211,7 @@ class FederatedRun:
                     f"the label {rows.unknown_labels[0]!r} is not a class of the training data; "
                     "correct the label or remove the row.",
                 )
-            kept = rows.labels != UNKNOWN
+            kept = rows.labelled
             if not kept.any():
                 raise TableError(path, "no row has a label; evaluation needs labels.")
             names = rows.clients
@@ -213,13 +219,19 @@ class FederatedRun:
                 names = [client_name(path)] * len(rows.matrix)
             own = np.array(self._full_names(names, path), dtype=object)[kept]
             owners += own.tolist()
-            log_proba.append(self.model.predict_log_proba(rows.matrix[kept], own))
+            matrices.append(rows.matrix[kept])
             labels.append(rows.labels[kept])
         code_of = {name: code for code, name in enumerate(dict.fromkeys(owners))}
         codes = np.array([code_of[name] for name in owners], dtype=np.int64)
+        matrix, truth = np.concatenate(matrices), np.concatenate(labels)
+        clients = np.array(owners, dtype=object)
+        if self.model.target is not None:
+            self.model.check_decision(**chosen)
+            numbers = self.model.predict_distribution(matrix, clients=clients)
+            return evaluate_numbers(numbers, torch.from_numpy(truth), codes, tuple(code_of))
         return evaluate(
-            np.concatenate(log_proba),
-            np.concatenate(labels),
+            self.model.predict_log_proba(matrix, clients=clients),
+            truth.astype(np.int64),
             codes,
             tuple(code_of),
             classes=tuple(self.model.classes.tolist()),
@@ -267,7 +279,12 @@ class FederatedRun:
             notify: called with a line before each step.
         """
         self.need_labels()
-        decision = self.model.decision(positive=positive, threshold=threshold, cost=cost)
+        chosen: dict[str, Any] = {"positive": positive, "threshold": threshold, "cost": cost}
+        decision = None
+        if self.model.target is None:
+            decision = self.model.decision(**chosen)
+        else:
+            self.model.check_decision(**chosen)
         path = Path(file)
         rows = read_rows(path, self.preprocessing, ids=ids, notify=notify)
         notes = list(rows.notes)
@@ -285,6 +302,22 @@ class FederatedRun:
                 f"The federation's weights were used; for those of {name} add --client {name}."
             )
         notify("predicting")
+        if decision is None:
+            numbers = self.model.predict_distribution(rows.matrix, owner)
+            density = None
+            if self.model.prediction.gaussians is not None:
+                density = self.model.score_samples(rows.matrix, owner)
+            ends = interval_of(numbers, INTERVAL)
+            return Predictions(
+                numbers.mean.cpu().numpy(),
+                np.empty((len(ends), 0)),
+                np.empty(0),
+                density,
+                notes,
+                np.zeros(len(ends), dtype=np.int64),
+                rows.ids,
+                ends,
+            )
         found = self.model.log_predictions(rows.matrix, owner)
         proba, classes = probabilities(found.log_proba), np.asarray(self.model.classes)
         codes = decision.choose(found.log_proba)
@@ -346,13 +379,13 @@ class FederatedRun:
         labels = None
         if needs_labels:
             assert rows.labels is not None
-            missing = np.flatnonzero(rows.labels == UNKNOWN)
+            missing = np.flatnonzero(~rows.labelled)
             if len(missing):
                 raise TableError(
                     path,
                     f"row {missing[0] + 1} has no label, or one that is not in the training data.",
                 )
-            labels = np.asarray(self.model.classes)[rows.labels]
+            labels = self._labels_as_given(rows.labels)
         notify("looking for novel rows")
         notes = list(rows.notes)
         if "client" not in self.model.calibration and (client is not None or rows.clients):
@@ -454,14 +487,14 @@ class FederatedRun:
         rows = _rows_of(client, read_rows(path, self.preprocessing, notify=notify), path)
         notes = list(rows.notes)
         matrix, labels = rows.matrix, None
-        known = None if rows.labels is None else rows.labels != UNKNOWN
-        if rows.labels is not None and known is not None and known.any():
+        known = rows.labelled
+        if rows.labels is not None and known.any():
             if not known.all():
                 notes.append(
                     f"{path.name}: left out {counted(int((~known).sum()), 'row')} without a label that "
                     "is in the training data."
                 )
-            matrix, labels = matrix[known], np.asarray(self.model.classes)[rows.labels[known]]
+            matrix, labels = matrix[known], self._labels_as_given(rows.labels[known])
         notify("learning the client's weights")
         curve = [] if labels is None else self._adaptation_curve(matrix, labels)
         adaptation = self.model.adapt(client, matrix, labels)
@@ -472,7 +505,7 @@ class FederatedRun:
         self, matrix: NDArray[np.float32], labels: NDArray[Any]
     ) -> list[dict[str, float]]:
         """Return the accuracy on every second row, after learning from some of the other rows."""
-        if len(matrix) < 10:
+        if len(matrix) < 10 or self.model.target is not None:
             return []
         x, y = matrix[::2], labels[::2]
         rows, truth = matrix[1::2][:_MOST_TEST_ROWS], labels[1::2][:_MOST_TEST_ROWS]
@@ -490,9 +523,15 @@ class FederatedRun:
     def report(self, *, notify: Notify = lambda _: None) -> Path:
         """Write ``report.html`` and return its path."""
         self.need_labels()
+        if self.model.target is not None:
+            raise RunError("The report is for classes; for numbers use fedgmm evaluate.")
         from fedgmm.runs.reporting import write_run_report
 
         return write_run_report(self, notify)
+
+    def _labels_as_given(self, labels: NDArray[Any]) -> NDArray[Any]:
+        """Return the classes of class indices, or numbers as they are."""
+        return labels if self.model.target is not None else np.asarray(self.model.classes)[labels]
 
     # ------------------------------------------------------------------ checks and names
 
@@ -502,6 +541,8 @@ class FederatedRun:
         Raises:
             ValueError: no class has this name.
         """
+        if self.model.target is not None:
+            raise RunError("The model predicts numbers, so it has no classes to choose.")
         codes, unknown = self.preprocessing.labels.encode([text])
         if unknown:
             known = ", ".join(map(str, self.model.classes.tolist()[:20]))

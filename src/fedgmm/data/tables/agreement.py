@@ -74,7 +74,8 @@ def agree(
     if options.label is None:
         labels = Labels.absent()
     elif options.task == "regression":
-        raise ValueError("There are no learners for task='regression' yet.")
+        own = [s.target for s in summaries.values() if s.target is not None]
+        labels = Labels.of_numbers(options.label, *_pooled(own))
     else:
         labels = Labels.agreed(options.label, [s.labels for s in summaries.values()], options.task)
     written = options.written

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedgmm.core.moments import Scaling
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import client_rows
@@ -26,10 +27,24 @@ from fedgmm.data.tables.agreement import (
     agree_on_kinds,
     columns_to_read_as_text,
 )
-from fedgmm.data.tables.columns import ColumnValues, IntArray, Kind, kind_of_text, without_beyond
-from fedgmm.data.tables.errors import TableError, joined, listed, quoted
+from fedgmm.data.tables.columns import (
+    ColumnValues,
+    FloatArray,
+    IntArray,
+    Kind,
+    kind_of_text,
+    without_beyond,
+)
+from fedgmm.data.tables.errors import TableError, ValueKindError, joined, listed, quoted
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
-from fedgmm.data.tables.preprocessing import NO_LABEL, EncodedRows, Preprocessing, TableOptions
+from fedgmm.data.tables.preprocessing import (
+    NO_LABEL,
+    UNKNOWN,
+    EncodedRows,
+    Preprocessing,
+    TableOptions,
+    numbers_to_predict,
+)
 from fedgmm.data.tables.summaries import (
     ClientPart,
     ClientSummary,
@@ -137,8 +152,19 @@ class ClientsFile:
         """Return the label of each row as an index into texts, -1 where it is missing."""
         if self.options.label is None:
             return np.zeros(self.file.rows, dtype=np.int64), [NO_LABEL]
+        if self.options.task == "regression":
+            return np.where(np.isnan(self.numbers()), -1, 0), [NO_LABEL]
         codes, texts = self.file.columns[self.options.label].categories()
         return codes.astype(np.int64), texts
+
+    def numbers(self) -> FloatArray:
+        """Return the numbers to predict, NaN where they are missing."""
+        assert self.options.label is not None
+        values = self.file.columns[self.options.label]
+        try:
+            return numbers_to_predict(values, self.options.label)
+        except ValueKindError as error:
+            raise TableError(self.file.path, str(error), public=error.public) from None
 
 
 @dataclass(frozen=True)
@@ -200,8 +226,13 @@ class Tables:
             own.file.check_unchanged()
             own.read()
             own_labels, texts = own.labels()
-            encoded = np.append(preprocessing.labels.encode(texts)[0], -1)[own_labels]
-            kept.append(encoded >= 0)
+            encoded: NDArray[Any]
+            if preprocessing.labels.scaling is not None:
+                encoded = own.numbers()
+                kept.append(~np.isnan(encoded))
+            else:
+                encoded = np.append(preprocessing.labels.encode(texts)[0], -1)[own_labels]
+                kept.append(encoded >= 0)
             labels.append(encoded[kept[-1]])
             codes.append(np.array([place[n] for n in own.names])[own.clients[kept[-1]]])
         all_codes, all_labels = np.concatenate(codes), np.concatenate(labels)
@@ -238,7 +269,11 @@ class Tables:
             for matrix, rows in zip(matrices, splits, strict=True)
         )
         classes, columns = preprocessing.labels.array, preprocessing.feature_names
-        return FederatedDataset(train, validation, test, tuple(names), classes, columns)
+        target = None
+        if preprocessing.labels.scaling is not None:
+            mean, deviation = preprocessing.labels.scaling
+            target = Scaling(*torch.tensor([mean, deviation], dtype=torch.float64))
+        return FederatedDataset(train, validation, test, tuple(names), classes, columns, target)
 
 
 # ---------------------------------------------------------------------- the files of training
@@ -371,6 +406,8 @@ def _summarise_together(
 def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
     """Return the summaries of all clients that have rows in some files."""
     names = dict.fromkeys(name for own in files for name in own.used)
+    options = files[0].options
+    target = options.label if options.task == "regression" else None
     parts: dict[str, list[ClientPart]] = {}
     owned: dict[str, set[str]] = {}
     labels: dict[str, Counter[str]] = {}
@@ -379,6 +416,8 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
         columns = dict.fromkeys(names, ColumnValues.absent(own.file.rows))
         for name in own.used:
             columns[name] = replace(own.file.columns[name], kind=own.kind(name))
+        if target is not None:
+            columns[target] = own.file.columns[target]
         codes, texts = own.labels()
         order = np.argsort(own.clients, kind="stable")
         ends = np.cumsum(np.bincount(own.clients, minlength=len(own.names)))
@@ -401,6 +440,7 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
                 **ignored,
             },
             dict(labels[client]),
+            None if target is None else summarise_columns(own, [target])[target],
         )
         for client, own in parts.items()
     }
@@ -415,7 +455,8 @@ class Rows:
 
     Attributes:
         matrix: ``(n, d)`` float32.
-        labels: class indices ``(n,)``, -1 where the label is missing; ``None`` without a label column.
+        labels: class indices ``(n,)``, -1 where the label is missing, or numbers to predict, NaN where
+            missing; ``None`` without a label column.
         clients: the client of each row, if the file has the client column; else ``None``.
         unknown_labels: texts that were not a class in training.
         notes: remarks for the user.
@@ -423,11 +464,18 @@ class Rows:
     """
 
     matrix: NDArray[np.float32]
-    labels: IntArray | None
+    labels: IntArray | FloatArray | None
     clients: list[str] | None
     unknown_labels: list[str]
     notes: list[str]
     ids: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def labelled(self) -> NDArray[np.bool_]:
+        """Whether each row has a label that training knows, ``(n,)``."""
+        if self.labels is None:
+            return np.zeros(len(self.matrix), dtype=bool)
+        return (self.labels != UNKNOWN) if self.labels.dtype.kind == "i" else ~np.isnan(self.labels)
 
 
 def read_rows(
@@ -466,7 +514,10 @@ def read_rows(
     labels, clients = None, None
     unknown: list[str] = []
     if label in file.header:
-        labels, unknown = preprocessing.labels.encode_column(file.columns[label])
+        try:
+            labels, unknown = preprocessing.labels.encode_column(file.columns[label])
+        except ValueKindError as error:
+            raise TableError(path, str(error), public=error.public) from None
     if client is not None and client in file.header:
         codes, names = file.columns[client].categories()
         clients = [names[code] if code >= 0 else "" for code in codes.tolist()]

@@ -151,11 +151,13 @@ class Labels:
 
     Attributes:
         name: name of the column.
-        classes: sorted truth values, whole numbers, numbers or texts.
+        classes: sorted truth values, whole numbers, numbers or texts; empty for numbers to predict.
+        scaling: mean and deviation of numbers to predict; ``None`` for classes.
     """
 
     name: str
     classes: tuple[Any, ...]
+    scaling: tuple[float, float] | None = None
 
     @classmethod
     def agreed(cls, name: str, counts: Iterable[Mapping[str, int]], task: str = "auto") -> Labels:
@@ -190,6 +192,14 @@ class Labels:
         return cls(name, classes)
 
     @classmethod
+    def of_numbers(cls, name: str, mean: float, variance: float) -> Labels:
+        """Return a column of numbers to predict, with its mean and variance over all clients."""
+        if not (math.isfinite(mean) and 0 < variance < math.inf):
+            problem = "only one value" if variance == 0 else "numbers that are too large"
+            raise ValueError(f"The label column {name!r} has {problem} in all files.")
+        return cls(name, (), (mean, math.sqrt(variance)))
+
+    @classmethod
     def absent(cls) -> Labels:
         """Return labels for data without a label column: one class for all rows."""
         return cls("", (NO_LABEL,))
@@ -217,20 +227,42 @@ class Labels:
                 unknown.append(text)
         return np.array(indices, dtype=np.int64), unknown
 
-    def encode_column(self, values: ColumnValues) -> tuple[IntArray, list[str]]:
-        """Return the class index of each row ``(n,)``, and the texts that are not a class."""
+    def encode_column(self, values: ColumnValues) -> tuple[IntArray | FloatArray, list[str]]:
+        """Return the class index of each row ``(n,)``, and the texts that are not a class.
+
+        Numbers to predict are returned as they are, NaN where missing.
+        """
+        if self.scaling is not None:
+            return numbers_to_predict(values, self.name), []
         codes, texts = values.categories()
         indices, unknown = self.encode(texts)
         return np.append(indices, UNKNOWN)[codes], unknown  # the code of a missing value is -1
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {"name": self.name, "classes": list(self.classes)}
+        scaling = {} if self.scaling is None else {"scaling": list(self.scaling)}
+        return {"name": self.name, "classes": list(self.classes), **scaling}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Labels:
         """Invert :meth:`record`."""
+        scaling = record.get("scaling")
+        if scaling is not None:
+            mean, deviation = map(float, scaling)
+            return cls.of_numbers(str(record["name"]), mean, deviation**2)
         return cls(str(record["name"]), tuple(record["classes"]))
+
+
+def numbers_to_predict(values: ColumnValues, name: str) -> FloatArray:
+    """Return a label column as numbers, NaN where missing.
+
+    Raises:
+        ValueKindError: dates, truth values or text.
+    """
+    if values.kind not in ("number", "empty") or values.numbers is None:
+        problem = f"the label column {quoted(name)} holds {KIND_NAMES[values.kind]}"
+        raise ValueKindError(f"{problem}, but regression needs numbers.", problem)
+    return values.numbers
 
 
 def as_classes(texts: Iterable[str]) -> dict[str, Any]:

@@ -78,13 +78,15 @@ class ClientSummary:
         rows: number of rows with a label.
         unlabelled: number of rows without a label; they are left out.
         columns: in the order of the client's file; ignored columns come last and are empty.
-        labels: how often each label occurs, as it is written.
+        labels: how often each label occurs, as it is written; numbers to predict count as one label.
+        target: the numbers to predict; ``None`` for classes.
     """
 
     rows: int
     unlabelled: int
     columns: Mapping[str, ColumnSummary]
     labels: Mapping[str, int]
+    target: ColumnSummary | None = None
 
 
 @dataclass(frozen=True)
