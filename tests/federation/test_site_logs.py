@@ -65,13 +65,15 @@ def test_who_cannot_take_part_is_named_where_its_key_is_known(files, tmp_path):
 
 
 def test_sites_hear_why_there_is_no_training(files, tmp_path):
-    odd = write_csv(tmp_path / "zz.csv", draw_rows(np.random.default_rng(8), 40), without=("dose",))
+    rows = draw_rows(np.random.default_rng(8), 40)
+    renamed = [{n if n == "state" else f"{n} (new)": v for n, v in row.items()} for row in rows]
+    odd = write_csv(tmp_path / "zz.csv", renamed)
     sites = InMemorySites([*files, odd], tmp_path)
     with pytest.raises(FederationError, match="do not fit together"):
         federate([], tmp_path, sites=sites, **SIZE)
     assert sites.asked[-1] == ["refused"] * 4
     for name in ("oslo", "zz"):
-        assert any("column 'dose' is missing" in line for line in sites.lines[name])
+        assert any("no other client has any of its columns" in line for line in sites.lines[name])
 
 
 def test_a_site_whose_table_cannot_be_used_knows_it(tmp_path):
