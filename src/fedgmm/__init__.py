@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
-    from fedgmm.estimators import FederatedGaussianMixture, FedGMMClassifier
+    from fedgmm.estimators import FederatedGaussianMixture, FedGMMClassifier, FedGMMRegressor
     from fedgmm.estimators.selection import ComponentSelection, select_components
     from fedgmm.model.model import FederatedModel
     from fedgmm.model.saving import load
@@ -24,6 +24,7 @@ _HOMES = {
     "FederatedDataset": "fedgmm.data.dataset",
     "FederatedModel": "fedgmm.model.model",
     "FedGMMClassifier": "fedgmm.estimators",
+    "FedGMMRegressor": "fedgmm.estimators",
     "TrainingOptions": "fedgmm.training.options",
     "FederatedRun": "fedgmm.runs",
     "RunConfig": "fedgmm.runs",
@@ -40,6 +41,7 @@ _HOMES = {
 __all__ = [
     "ComponentSelection",
     "FedGMMClassifier",
+    "FedGMMRegressor",
     "FederatedDataset",
     "FederatedGaussianMixture",
     "FederatedModel",

@@ -330,7 +330,7 @@ class FederatedDataset:
             _labelled(inputs, seen, encoded, codes, names, rows, weights, shared=features is None)
             for rows in split_rows(codes, client_keys(names), split, seed)
         )
-        target = scaling_of_numbers(train.labels) if task == "regression" else None
+        target = scaling_of_numbers(train) if task == "regression" else None
         return cls(train, validation, test, tuple(names), classes, columns, target)
 
     @property
@@ -449,9 +449,12 @@ def _as_float(rows: NDArray[Any]) -> NDArray[np.floating]:
     return rows.astype(np.float32) if rows.dtype == np.uint8 else rows
 
 
-def scaling_of_numbers(numbers: Tensor) -> Scaling:
-    """Return the mean and deviation of numbers to predict ``(N,)``, for standardising them."""
-    return scaling_of(numbers.mean(), numbers.var(correction=0))
+def scaling_of_numbers(rows: LabelledRows) -> Scaling:
+    """Return the mean and deviation of the numbers to predict, for standardising them."""
+    weights = torch.ones_like(rows.labels) if rows.weights is None else rows.weights.double()
+    share = weights / weights.sum()
+    mean = (share * rows.labels).sum()
+    return scaling_of(mean, (share * (rows.labels - mean).square()).sum())
 
 
 def looks_continuous(values: NDArray[Any], rows: int) -> bool:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from joblib import effective_n_jobs  # type: ignore[import-untyped]
 from numpy.typing import ArrayLike, NDArray
 from sklearn.utils import _safe_indexing
-from sklearn.utils.validation import check_array, check_X_y, validate_data
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_array, check_is_fitted, check_X_y, validate_data
 
-from fedgmm.core.checks import check_choice, check_integer
+from fedgmm.core.checks import array_of_names, check_choice, check_integer
 from fedgmm.data.inputs import encode_clients
+from fedgmm.model.model import FederatedModel
 from fedgmm.wording import counted
 
 Callback = TypeVar("Callback")
+FloatArray = NDArray[np.float64]
+DTYPES = [np.float64, np.float32, np.uint8]
 
 
 class NoClientsWarning(UserWarning):
@@ -181,3 +185,70 @@ def thread_count(n_jobs: int | None) -> int | None:
     if n_jobs == 0:
         raise ValueError("n_jobs must not be 0; use -1 for all cores.")
     return int(effective_n_jobs(n_jobs))
+
+
+def _has_density(estimator: Any) -> bool:
+    if estimator.algorithm != "fedgmm":
+        raise AttributeError(
+            f"algorithm={estimator.algorithm!r} has no density of the inputs; use 'fedgmm'."
+        )
+    return True
+
+
+class PredictsByModel(TakesClients):
+    """The part of an estimator that answers from a trained model.
+
+    Attributes:
+        model_: the trained model.
+    """
+
+    model_: FederatedModel
+
+    @available_if(_has_density)  # type: ignore[untyped-decorator]
+    def score_samples(
+        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
+    ) -> FloatArray:
+        """Return ``log P_c(x)`` of every row, ``(n_rows,)``: low for rows unlike anything seen.
+
+        Requires ``algorithm="fedgmm"``.
+        """
+        return self._fitted().score_samples(*self._rows(X, client, clients))
+
+    def adapt(self, client: Hashable, X: ArrayLike, y: ArrayLike | None = None) -> Self:
+        """Add a client by learning only its weights, from labelled or unlabelled rows."""
+        model = self._fitted()
+        rows, _ = self._split_clients(X, None, reset=False, dtype=DTYPES, allow_nd=True)
+        model.adapt(client, rows, y)
+        self.clients_ = array_of_names(model.names)
+        return self
+
+    def _fitted(self) -> FederatedModel:
+        check_is_fitted(self)
+        return self.model_
+
+    def _rows(
+        self, X: ArrayLike, client: Hashable | None, clients: ArrayLike | None
+    ) -> tuple[NDArray[Any], Any]:
+        """Return checked rows, and their clients as the model takes them."""
+        refuse_mapping(X)
+        ids = chosen_clients(client, clients)
+        rows, ids = self._split_clients(X, ids, reset=False, dtype=DTYPES, allow_nd=True)
+        if ids is None and len(self.clients_) > 1 and self._is_personal:
+            self._warn_without_clients()
+        return rows, self._known_clients(ids)
+
+    @property
+    def _is_personal(self) -> bool:
+        """Whether predictions may differ between clients."""
+        found = self.model_.prediction
+        weights = found.client_weights
+        return found.labels is not None or weights is None or weights.shape[1] > 1
+
+
+def refuse_mapping(X: Any) -> None:
+    """Raise if rows are given as ``{client: rows}``, which scikit-learn cannot split."""
+    if isinstance(X, Mapping) and not hasattr(X, "shape"):  # some sparse matrices are mappings
+        raise TypeError(
+            "X is a mapping; pass one array with clients=ids, or train a model with "
+            "fedgmm.train(FederatedDataset.from_clients({client: (X, y)}))."
+        )

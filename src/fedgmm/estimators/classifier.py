@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,9 +14,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
 from sklearn.utils.class_weight import compute_sample_weight
-from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted
 
 from fedgmm.core.checks import (
     array_of_names,
@@ -28,26 +26,23 @@ from fedgmm.core.checks import (
 from fedgmm.core.streaming import threads
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.inputs import row_weights
-from fedgmm.estimators.base import TakesClients, as_callbacks, chosen_clients, thread_count
+from fedgmm.estimators.base import (
+    DTYPES,
+    PredictsByModel,
+    as_callbacks,
+    refuse_mapping,
+    thread_count,
+)
 from fedgmm.model.model import FederatedModel
 from fedgmm.training.checkpoint import Checkpoint, CheckpointError
 from fedgmm.training.local import OnTrainingRound, train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 
 FloatArray = NDArray[np.float64]
-_DTYPES = [np.float64, np.float32, np.uint8]
 _RENAMED = {"components": "n_components", "learners": "n_learners"}
 
 
-def _has_density(classifier: FedGMMClassifier) -> bool:
-    if classifier.algorithm != "fedgmm":
-        raise AttributeError(
-            f"algorithm={classifier.algorithm!r} has no density of the inputs; use 'fedgmm'."
-        )
-    return True
-
-
-class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """Personalised classifier for the rows of several clients.
 
     All clients share ``n_components`` Gaussians and ``n_learners`` learners; each client mixes them
@@ -304,10 +299,10 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         clients : array-like (n_rows,), default=None
             One client id per row. ``None`` means one client, or the ids in ``client_column``.
         """
-        _refuse_mapping(X)
+        refuse_mapping(X)
         self._check_clients()
         (X, y), clients = self._split_clients(
-            X, clients, reset=True, y=y, dtype=_DTYPES, allow_nd=True, ensure_min_samples=2
+            X, clients, reset=True, y=y, dtype=DTYPES, allow_nd=True, ensure_min_samples=2
         )
         check_classification_targets(y)
         weights = sample_weight
@@ -354,7 +349,7 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         with threads(thread_count(self.n_jobs)):
             model = self._train(dataset, options, resume=resume)
         model.dataset = None  # so that the estimator does not keep the rows
-        self.model_: FederatedModel = model
+        self.model_ = model
         self.clients_ = array_of_names(model.names)
         self.history_ = model.history
         self.n_iter_ = len(model.history)
@@ -432,51 +427,3 @@ class FedGMMClassifier(TakesClients, ClassifierMixin, BaseEstimator):  # type: i
         """Return the accuracy."""
         predicted = self.predict(X, client=client, clients=clients)
         return float(accuracy_score(y, predicted, sample_weight=sample_weight))
-
-    @available_if(_has_density)  # type: ignore[untyped-decorator]
-    def score_samples(
-        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> FloatArray:
-        """Return ``log P_c(x)`` of every row, ``(n_rows,)``: low for rows unlike anything seen.
-
-        Requires ``algorithm="fedgmm"``.
-        """
-        return self._fitted().score_samples(*self._rows(X, client, clients))
-
-    def adapt(self, client: Hashable, X: ArrayLike, y: ArrayLike | None = None) -> Self:
-        """Add a client by learning only its weights, from labelled or unlabelled rows."""
-        model = self._fitted()
-        rows, _ = self._split_clients(X, None, reset=False, dtype=_DTYPES, allow_nd=True)
-        model.adapt(client, rows, y)
-        self.clients_ = array_of_names(model.names)
-        return self
-
-    def _fitted(self) -> FederatedModel:
-        check_is_fitted(self)
-        return self.model_
-
-    def _rows(
-        self, X: ArrayLike, client: Hashable | None, clients: ArrayLike | None
-    ) -> tuple[NDArray[Any], Any]:
-        """Return checked rows, and their clients as the model takes them."""
-        _refuse_mapping(X)
-        ids = chosen_clients(client, clients)
-        rows, ids = self._split_clients(X, ids, reset=False, dtype=_DTYPES, allow_nd=True)
-        if ids is None and len(self.clients_) > 1 and self._is_personal:
-            self._warn_without_clients()
-        return rows, self._known_clients(ids)
-
-    @property
-    def _is_personal(self) -> bool:
-        """Whether predictions may differ between clients."""
-        found = self.model_.prediction
-        weights = found.client_weights
-        return found.labels is not None or weights is None or weights.shape[1] > 1
-
-
-def _refuse_mapping(X: Any) -> None:
-    if isinstance(X, Mapping) and not hasattr(X, "shape"):  # some sparse matrices are mappings
-        raise TypeError(
-            "X is a mapping; pass one array with clients=ids, or train a model with "
-            "fedgmm.train(FederatedDataset.from_clients({client: (X, y)}))."
-        )

@@ -1,0 +1,63 @@
+"""Personalised regression as a scikit-learn estimator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.linear_model import LinearRegression
+from sklearn.model_selection import cross_val_score
+from sklearn.utils.estimator_checks import check_estimator
+
+from fedgmm import FedGMMRegressor
+from fedgmm.estimators import NoClientsWarning
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Three sites; one of them has the opposite slope."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(300, 3))
+    sites = np.repeat([0, 1, 2], 100)
+    return x, np.where(sites == 1, -2.0, 2.0) * x[:, 0] + 0.1 * rng.normal(size=300), sites
+
+
+@pytest.fixture(scope="module")
+def fitted(world):
+    x, y, sites = world
+    model = FedGMMRegressor(1, 2, rounds=20, random_state=0)
+    return model.fit(x, y, clients=sites)
+
+
+def test_predictions_are_those_of_the_client(world, fitted):
+    x, y, sites = world
+    assert fitted.score(x, y, clients=sites) > 0.98
+    low, high = fitted.predict_interval(x, 0.9, clients=sites).T
+    assert 0.85 < np.mean((low <= y) & (y <= high)) < 0.95
+    with pytest.warns(NoClientsWarning):
+        assert fitted.predict(x[:2]).shape == (2,)
+    assert fitted.score_samples(x[:2], client=1).shape == (2,)
+    fitted.adapt(7, x[sites == 1][:20], y[sites == 1][:20])
+    assert fitted.score(x[sites == 1], y[sites == 1], client=7) > 0.95
+
+
+def test_one_learner_equals_linear_regression(world):
+    x, y, _ = world
+    options = {"dtype": "float64"}
+    model = FedGMMRegressor(1, 1, ridge=0.0, rounds=3, training_options=options).fit(x, y)
+    np.testing.assert_allclose(model.predict(x), LinearRegression().fit(x, y).predict(x), atol=1e-8)
+
+
+def test_a_client_column_survives_cross_validation(world):
+    x, y, sites = world
+    model = FedGMMRegressor(1, 2, rounds=20, random_state=0, client_column=3)
+    with_sites = np.column_stack([x, sites])
+    shuffled = np.random.default_rng(0).permutation(len(y))
+    assert cross_val_score(model, with_sites[shuffled], y[shuffled], cv=3).min() > 0.95
+
+
+def test_scikit_learns_own_checks():
+    model = clone(FedGMMRegressor(1, 1, rounds=5, random_state=0))
+    results = check_estimator(model, on_fail=None, on_skip=None)
+    failed = [r["check_name"] for r in results if r["status"] == "failed"]
+    assert not failed
