@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import fedgmm
-from fedgmm.federation.settings import FederationSettings
-from fedgmm.runs.config import RunConfig, TableOptions
 from small_runs import fails, works, write_csv
 
 NOISE = 30.0
@@ -101,9 +99,6 @@ def test_commands_for_classes_say_so(sites):
     assert "classes" in fails("compare", sites / "run")
     assert "classes" in fails("predict", sites / "run", sites / "new.csv", "--threshold", "0.5")
     assert "classes" in fails("predict", sites / "run", sites / "new.csv", "--positive", "ill")
-    config = RunConfig((), TableOptions("cost", task="regression"))
-    with pytest.raises(ValueError, match="classes"):
-        FederationSettings(config, clients=2)
 
 
 def test_a_label_of_texts_is_refused(sites, tmp_path):

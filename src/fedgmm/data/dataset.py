@@ -355,6 +355,13 @@ class FederatedDataset:
         rows: LabelledRows = getattr(self, name)
         return rows
 
+    def training_rows(self, device: torch.device, dtype: torch.dtype) -> LabelledRows:
+        """Return the training rows on a device; numbers to predict are standardised."""
+        rows = self.train.to(device)
+        if self.target is None:
+            return rows
+        return replace(rows, labels=self.target.apply(rows.labels, dtype))
+
     def labels_of(self, rows: LabelledRows) -> NDArray[Any]:
         """Return the labels of a split as they were given, ``(n,)``."""
         labels = rows.labels.cpu().numpy()

@@ -192,4 +192,5 @@ def shared_model(
         history=[dict(entry) for entry in history],
         stopped=stopped,
         column_names=job.preprocessing.feature_names,
+        target=job.preprocessing.labels.target,
     )

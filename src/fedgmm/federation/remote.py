@@ -6,6 +6,7 @@ exception is Clustered FL, which compares single clients.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -206,7 +207,7 @@ class RemoteTraining:
 
         def note(member: Member, reply: Message) -> None:
             sums = self.read_sums(reply, SCORE)
-            check_score(sums)
+            check_score(sums, numbers=not self.job.method.training.net.classes)
             total.add(sums)
 
         self.exchange("validation", lambda name: self.request("score", name), note)
@@ -384,12 +385,18 @@ class Validation:
             self.rows, self.right = self.rows + rows, self.right + right
 
 
-def check_score(sums: Sums) -> None:
-    """Raise :class:`SumsError` unless the sums of ``SCORE`` can be those of one site."""
+def check_score(sums: Sums, *, numbers: bool = False) -> None:
+    """Raise :class:`SumsError` unless the sums of ``SCORE`` can be those of one site.
+
+    The log-loss of ``numbers`` may be negative, because it is that of a density.
+    """
     rows, clients = float(sums["rows"]), float(sums["clients"])
     if not 0 <= rows <= MOST_ROWS or rows != int(rows):
         raise SumsError(f"it declares {rows:g} validation rows")
-    check_sums(sums, SCORE, max(1, int(rows)))
+    score = (
+        {**SCORE, "log_loss": replace(SCORE["log_loss"], lowest=-math.inf)} if numbers else SCORE
+    )
+    check_sums(sums, score, max(1, int(rows)))
     if float(sums["log_loss"]) > _LARGEST_LOG_LOSS:
         raise SumsError("its log-loss is too large")
     if clients != float(rows > 0):

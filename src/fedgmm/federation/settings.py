@@ -72,10 +72,6 @@ class FederationSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.config.table.task == "regression":
-            raise ValueError(
-                "A federation over several machines is for classes; train on numbers with fedgmm fit."
-            )
         if self.config.options().personal_labels == "auto":  # sites do not exchange label counts
             plain = self.config.with_training(personal_labels=False)
             object.__setattr__(self, "config", plain)

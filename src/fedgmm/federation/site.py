@@ -303,7 +303,7 @@ class Site:
     def _validation(self, job: Job, prediction: Any) -> dict[str, float]:
         """Return metrics of the received model on the site's validation rows."""
         dataset, _ = self.table.load(job.table, job.preprocessing)
-        if not len(dataset.validation):
+        if not len(dataset.validation) or dataset.target is not None:  # numbers have no accuracy
             return {"rows": 0, "right": 0.0, "log_loss": 0.0}
         found = self._model(job, dataset, prediction).evaluate("validation")
         rows = int(found.rows[0])
@@ -331,7 +331,7 @@ class Site:
                 values |= {"clients": 1.0, "rows": float(count)}
                 x = dataset.validation.inputs.cpu().numpy()
                 if job.options.algorithm != DENSITY:
-                    labels = dataset.classes[dataset.validation.labels.cpu().numpy()]
+                    labels = dataset.labels_of(dataset.validation)
                     values["log_loss"] = float(model.evaluate("validation").log_loss[0])
                     values["labels"] = float(model.log_conditional(x, labels, self.name).sum())
                 if method.mixture is not None:
@@ -368,7 +368,7 @@ class Site:
             split: metrics[split] for split in ("train", "validation", "test") if split in metrics
         }
         facts: dict[str, Any] = {"rows": len(rows)}
-        if self.settings.share_metrics:
+        if self.settings.share_metrics and dataset.target is None:
             own = metrics["clients"].get(self.name, {})
             own = {name: own[name] for name in ("rows", *SHARED_METRICS) if name in own}
             facts["metrics"] = {"clients": own, **shared_metrics}
@@ -417,7 +417,7 @@ class Site:
             raise UnfitError(f"the federation wants an accelerator: {error}") from None
         if len(dataset.train) < self._least(job):
             raise UnfitError(f"it has fewer training rows than min_rows={self._least(job)}")
-        return job, dataset.train.to(device)
+        return job, dataset.training_rows(device, job.training_dtype)
 
     def _model(self, job: Job, dataset: FederatedDataset, prediction: Any) -> FederatedModel:
         return FederatedModel(
@@ -429,6 +429,7 @@ class Site:
             options=job.options.record(),
             dataset=dataset,
             column_names=dataset.column_names,
+            target=dataset.target,
         )
 
     def _least(self, job: Job) -> int:

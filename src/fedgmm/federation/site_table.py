@@ -92,7 +92,7 @@ class SiteTable:
         file.read(names, texts if options.label is None else {*texts, options.label})
         tables = self._tables(options)
         _, unknown = preprocessing.labels.encode(tables.summaries[self.name].labels)
-        if unknown:
+        if unknown and preprocessing.labels.scaling is None:
             problem = "it has a label that the federation does not know"
             raise TableError(self.path, f"{problem}: {quoted(unknown[0])}.", public=problem)
         if ONE_CLIENT in tables.notes:  # a site is always one client

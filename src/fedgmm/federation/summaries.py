@@ -34,25 +34,29 @@ def summary_record(summary: ClientSummary, min_count: int = 0) -> dict[str, Any]
         "unlabelled": summary.unlabelled,
         "labels": dict(summary.labels),
         "columns": [
-            {
-                "name": name,
-                "kind": column.kind,
-                "missing": column.missing,
-                "count": column.count,
-                "mean": _finite(column.mean),
-                "squares": _finite(column.squares),
-                "mean_rest": _finite(column.mean_rest),
-                "categories": None
-                if column.categories is None
-                else {text: n for text, n in column.categories.items() if n >= min_count},
-                "unlisted": column.unlisted,
-                "orders": {
-                    order: [count, *map(_finite, moments)]
-                    for order, (count, *moments) in column.orders.items()
-                },
-            }
-            for name, column in summary.columns.items()
+            _column_record(name, column, min_count) for name, column in summary.columns.items()
         ],
+        "target": None if summary.target is None else _column_record("target", summary.target),
+    }
+
+
+def _column_record(name: str, column: ColumnSummary, min_count: int = 0) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kind": column.kind,
+        "missing": column.missing,
+        "count": column.count,
+        "mean": _finite(column.mean),
+        "squares": _finite(column.squares),
+        "mean_rest": _finite(column.mean_rest),
+        "categories": None
+        if column.categories is None
+        else {text: n for text, n in column.categories.items() if n >= min_count},
+        "unlisted": column.unlisted,
+        "orders": {
+            order: [count, *map(_finite, moments)]
+            for order, (count, *moments) in column.orders.items()
+        },
     }
 
 
@@ -82,7 +86,11 @@ def summary_from_record(record: Any) -> ClientSummary:
             raise SummaryError("the name of a column is missing or used twice")
         found[name] = _column(name, column, rows)
     unlabelled = _count(record.get("unlabelled"), "unlabelled", _MOST_ROWS)
-    return ClientSummary(rows, unlabelled, found, labels)
+    target = record.get("target")
+    if target is not None and not isinstance(target, Mapping):
+        raise SummaryError("the summary of its numbers is not a record")
+    own = None if target is None else _column("target", target, rows)
+    return ClientSummary(rows, unlabelled, found, labels, own)
 
 
 def _column(name: str, record: Mapping[str, Any], rows: int) -> ColumnSummary:

@@ -60,7 +60,8 @@ def fit_of_own_learners(
 def check_log_likelihood(sums: Sums, rows: int, net: Network) -> None:
     """Raise :class:`SumsError` if labels are more likely than ``rows`` rows can be."""
     if float(sums["log_likelihood"]) > rows * (largest_log_likelihood(net) + 1e-3):
-        raise SumsError("the log-likelihood of its labels is larger than possible")
+        problem = "positive" if net.classes else "larger than possible"
+        raise SumsError(f"the log-likelihood of its labels is {problem}")
 
 
 def fit_info(sums: Sums) -> RoundInfo:

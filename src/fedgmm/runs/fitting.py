@@ -58,6 +58,7 @@ def fit(
     missing_values: Iterable[str | float] = (),
     date_format: str | None = None,
     id: Iterable[str] = (),
+    task: str = "auto",
     checkpoint_every: int = 5,
     overwrite: bool = False,
     notify: Notify = lambda _: None,
@@ -78,6 +79,8 @@ def fit(
         missing_values: further texts or numbers that mean a missing value, such as -9.
         date_format: how dates are written, such as ``%d.%m.%Y``.
         id: columns that identify rows: never an input, but in the output of predictions.
+        task: ``"classification"``, ``"regression"``, or ``"auto"``: classification, with an error if the
+            label looks like a measurement.
         checkpoint_every: rounds between two checkpoints.
         overwrite: replace a run that is already in the folder.
         notify: called with a line before each step.
@@ -99,6 +102,7 @@ def fit(
         missing_values=tuple(map(str, missing_values)),
         date_format=date_format,
         id=tuple(id),
+        task=task,
         seed=training.get("seed", 0),
     )
     config = RunConfig(tuple(map(str, files)), table, training, checkpoint_every)

@@ -375,15 +375,12 @@ class _LocalTraining:
         if custom is not None and custom.integer_inputs:
             columns = False  # integers would not stay integers
         self.scaling = _scaling(dataset) if columns else None
-        self.rows = dataset.train.to(device)
+        self.rows = dataset.training_rows(device, resolve_dtype(options.dtype))
         if self.scaling is not None:
             scaled = self.scaling.apply(self.rows.inputs, resolve_dtype(options.dtype))
             self.rows = self.rows.with_inputs(scaled)
         if custom is not None and options.algorithm != DENSITY:
             custom.check(self.rows.inputs)
-        if dataset.target is not None:
-            numbers = dataset.target.apply(self.rows.labels, resolve_dtype(options.dtype))
-            self.rows = replace(self.rows, labels=numbers)
         method = build(options, self.net)
         participation = Participation(options.participation, answers, options.seed)
         self.loop = Training(

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgmm.core.moments import Scaling
 from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import client_rows
@@ -269,10 +268,7 @@ class Tables:
             for matrix, rows in zip(matrices, splits, strict=True)
         )
         classes, columns = preprocessing.labels.array, preprocessing.feature_names
-        target = None
-        if preprocessing.labels.scaling is not None:
-            mean, deviation = preprocessing.labels.scaling
-            target = Scaling(*torch.tensor([mean, deviation], dtype=torch.float64))
+        target = preprocessing.labels.target
         return FederatedDataset(train, validation, test, tuple(names), classes, columns, target)
 
 

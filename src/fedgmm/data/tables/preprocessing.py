@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import (
@@ -23,6 +24,7 @@ from fedgmm.core.checks import (
     number,
     one_of,
 )
+from fedgmm.core.moments import Scaling
 from fedgmm.data.dataset import TASKS, looks_continuous
 from fedgmm.data.tables.columns import (
     PLAIN,
@@ -203,6 +205,14 @@ class Labels:
     def absent(cls) -> Labels:
         """Return labels for data without a label column: one class for all rows."""
         return cls("", (NO_LABEL,))
+
+    @property
+    def target(self) -> Scaling | None:
+        """Mean and deviation of numbers to predict, as tensors; ``None`` for classes."""
+        if self.scaling is None:
+            return None
+        mean, deviation = torch.tensor(self.scaling, dtype=torch.float64)
+        return Scaling(mean, deviation)
 
     @property
     def array(self) -> NDArray[Any]:
