@@ -175,7 +175,7 @@ def test_names_of_files_and_fields_stay_the_same(finished):
         "fedgmm-tuning.json": "search chosen seed winner scores",
         "fedgmm-0.json": "method seed lr server_momentum independence personal_labels mean_accuracy "
         "weighted_accuracy worst_decile worst_accuracy mean_log_loss mean_calibration_error rounds "
-        "stopped seconds environment curve likelihood",
+        "stopped seconds environment curve likelihood auc average_precision base_rate",
     }
     for name, expected in fields.items():
         assert set(json.loads((folder / name).read_text())) == set(expected.split()), name
