@@ -473,6 +473,17 @@ def test_clients_that_are_not_pairs(clients, message):
         FederatedDataset.from_clients(clients)
 
 
+def test_a_column_of_texts_is_named():
+    table = pd.DataFrame({"age": np.arange(6.0), "sex": list("mfmfmf")})
+    with pytest.raises(ValueError, match=r"column 'sex'.*Encode"):
+        FederatedDataset.from_arrays(table, np.arange(6) % 2)
+
+
+def test_a_mapping_in_place_of_rows():
+    with pytest.raises(TypeError, match="X is a mapping"):
+        FederatedDataset.from_arrays({"a": np.eye(6)}, np.arange(6) % 2)
+
+
 @pytest.mark.parametrize("kind", [scipy.sparse.csr_matrix, scipy.sparse.coo_array])
 def test_sparse_rows(kind):
     x, y = kind(np.eye(6)), np.arange(6) % 2

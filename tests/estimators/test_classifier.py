@@ -233,7 +233,8 @@ def test_sites_may_have_label_frequencies_of_their_own(skewed, tmp_path, algorit
     x, y, sites = skewed
     train, test = slice(None, None, 2), slice(1, None, 2)
     options = {"algorithm": algorithm, "rounds": 4, "random_state": 0}  # one learner: no other way
-    plain = FedGMMClassifier(1, 1, **options).fit(x[train], y[train], clients=sites[train])
+    plain = FedGMMClassifier(1, 1, personal_labels=False, **options)
+    plain.fit(x[train], y[train], clients=sites[train])
     own = FedGMMClassifier(1, 1, personal_labels=True, **options)
     own.fit(x[train], y[train], clients=sites[train])
     gain = own.score(x[test], y[test], clients=sites[test])
@@ -243,12 +244,26 @@ def test_sites_may_have_label_frequencies_of_their_own(skewed, tmp_path, algorit
     )  # rows without a client
     assert clone(own).personal_labels is True
     expected = own.predict_proba(x, clients=sites)
+    default = FedGMMClassifier(1, 1, **options).fit(x[train], y[train], clients=sites[train])
+    np.testing.assert_array_equal(default.predict_proba(x, clients=sites), expected)
     again = clone(own).fit(x[train], y[train], clients=sites[train])
     np.testing.assert_array_equal(again.predict_proba(x, clients=sites), expected)
     pickled = pickle.loads(pickle.dumps(own))
     np.testing.assert_array_equal(pickled.predict_proba(x, clients=sites), expected)
     saved = load(own.model_.save(tmp_path / "model"))
     np.testing.assert_array_equal(saved.predict_proba(x, sites), expected)
+
+
+def test_sites_with_the_same_labels_get_no_frequencies_of_their_own(skewed):
+    x, y, _ = skewed
+    model = FedGMMClassifier(1, 1, rounds=4, random_state=0)
+    few = slice(0, 140)
+    for rows in (slice(None), few):
+        model.fit(x[rows], y[rows], clients=np.arange(len(x))[rows] % 4)
+        assert model.model_.prediction.labels is None
+    skew = np.where(y == "sick", "clinic", "village")
+    model.fit(x[::6], y[::6], clients=skew[::6])  # too few rows to decide
+    assert model.model_.prediction.labels is None
 
 
 def test_a_site_that_joins_later_has_label_frequencies_too(skewed):

@@ -98,6 +98,8 @@ def test_a_custom_learner_must_be_passed(rng, tmp_path):
         load(tmp_path, learner=lambda: nn.Linear(3, 2))
     with pytest.raises(LearnerError, match="function"):
         load(tmp_path, learner=Custom())
+    with pytest.raises(LearnerError, match="function"):
+        load(tmp_path, learner="mlp")
 
 
 def test_a_learner_is_refused_where_the_model_has_a_named_one(rng, tmp_path):

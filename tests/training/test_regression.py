@@ -157,7 +157,7 @@ def test_other_learners(dataset, learner, tmp_path):
 
 
 def test_a_module_needs_one_output(dataset):
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match="one number per row, shape"):
         train(dataset, learner=lambda: nn.Linear(3, 2), rounds=1)
     with pytest.raises(ValueError, match="normalisation"):
         train(dataset, learner=lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), rounds=1)
@@ -175,7 +175,18 @@ def test_a_run_resumes_with_the_same_bits(dataset, tmp_path):
         assert torch.equal(found.prediction.learners[name], value)
 
 
+def test_no_accuracy_is_watched(dataset):
+    found = train(dataset, components=1, learners=1, rounds=1, watch_accuracy=True)
+    assert "validation_accuracy" not in found.history[-1]
+
+
 # ---------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("score", ["y", "joint"])
+def test_false_alarms_of_numbers(model, score):
+    found = model.false_alarm_rates(score=score, false_alarm_rate=0.1)
+    assert np.mean([one.pooled for one in found.values()]) == pytest.approx(0.1, abs=0.1)
 
 
 def test_saved_and_loaded(model, tmp_path):

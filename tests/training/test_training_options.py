@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fedgmm.core.server_optimisers import ServerOptimiser
+from fedgmm.data.dataset import FederatedDataset
 from fedgmm.nets.networks import network
 from fedgmm.training.build import build, solver_of
 from fedgmm.training.checkpoint import Checkpoint
@@ -93,6 +94,12 @@ def test_an_unknown_option_is_named_with_the_nearest_one(rng, name, meant):
         train(federation(rng), **{name: 3})
 
 
+@pytest.mark.parametrize(("name", "ours"), [("random_state", "seed"), ("max_iter", "rounds")])
+def test_names_of_scikit_learn_are_translated(rng, name, ours):
+    with pytest.raises(TypeError, match=f"no option {name!r}; use {ours!r}"):
+        train(federation(rng), **{name: 3})
+
+
 @pytest.mark.parametrize(("name", "meant"), [("FedGMM", "fedgmm"), ("fedprx", "fedprox")])
 def test_an_unknown_algorithm_is_answered_with_the_nearest_one(rng, name, meant):
     with pytest.raises(ValueError, match=f"algorithm.*Did you mean {meant!r}"):
@@ -108,6 +115,25 @@ def test_arrays_in_place_of_a_data_set(rng):
 def test_a_module_in_place_of_a_learner(rng):
     with pytest.raises(TypeError, match=r"lambda: Linear\(\.\.\.\)"):
         train(federation(rng), learner=torch.nn.Linear(3, 2))
+
+
+def test_a_class_with_arguments_in_place_of_a_learner(rng):
+    with pytest.raises(TypeError, match=r"lambda: Linear\(\.\.\.\)"):
+        train(federation(rng), learner=torch.nn.Linear)
+
+
+@pytest.mark.parametrize(
+    "slip", [{"on_round": "x"}, {"on_round": 3}, {"on_round": [3]}, {"checkpoint": 3}]
+)
+def test_a_callback_or_checkpoint_of_another_type_is_named(rng, slip):
+    with pytest.raises(TypeError, match=f"{next(iter(slip))} must be"):
+        train(federation(rng), **slip, **FAST)
+
+
+def test_one_class_is_named_as_it_was_given(rng):
+    data = FederatedDataset.from_arrays(rng.normal(size=(20, 2)), np.zeros(20, dtype=int))
+    with pytest.raises(ValueError, match=r"one class \(0\)"):
+        train(data, **FAST)
 
 
 def test_one_function_or_several_are_called_after_a_round(rng):

@@ -423,6 +423,8 @@ def numeric(values: Any, what: str) -> NDArray[Any]:
     """
     if hasattr(values, "toarray") and hasattr(values, "nnz"):  # of SciPy, which is not imported
         raise TypeError(f"{what} is a sparse matrix; convert it to an array with .toarray().")
+    if isinstance(values, Mapping):
+        raise TypeError(f"{what} is a mapping; pass an array or a data frame, (n, columns).")
     rows = np.asarray(values)
     if rows.ndim < 2:
         raise ValueError(f"{what} must have rows and columns, got an array of shape {rows.shape}.")
@@ -433,7 +435,22 @@ def numeric(values: Any, what: str) -> NDArray[Any]:
             raise ValueError(f"they are of type {rows.dtype}")
         return rows.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} holds data that are not numeric: {error}.") from None
+        raise ValueError(
+            f"{what} holds data that are not numeric{_first_text(rows, column_names(values))}: {error}. "
+            "Encode categories and dates as numbers, or train on files, where fedgmm fit does it."
+        ) from None
+
+
+def _first_text(rows: NDArray[Any], names: Sequence[str] | None) -> str:
+    """Return where a table ``(n, d)`` has its first entry that is not a number, for an error."""
+    if rows.dtype.kind != "O" or rows.ndim != 2:
+        return ""
+    for place, column in enumerate(rows.T):
+        try:
+            column.astype(np.float64)
+        except (TypeError, ValueError):
+            return f", in column {place if names is None else repr(names[place])}"
+    return ""
 
 
 def _check_pair(pair: Any) -> None:

@@ -145,6 +145,8 @@ def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:
     ):
         if hasattr(rows, "toarray"):
             raise TypeError(f"Client {name!r}: sparse input is not supported; call .toarray().")
+        if isinstance(rows, tuple) and any(np.ndim(part) > 1 for part in rows):
+            raise TypeError(f"Client {name!r} has a tuple of arrays; give one array of rows.")
         try:
             array = np.asarray(rows)
             if array.dtype.kind in "cmMV":  # NumPy would cast dates and drop imaginary parts
@@ -310,7 +312,8 @@ def codes_of_known_clients(clients: Any, rows: int, known: Sequence[Hashable]) -
         )
         raise ValueError(
             f"Unknown client {unknown[0]!r}: the model knows {counted(len(known), 'client')} ({shown}). "
-            "Omit the client to use the weights of the whole federation."
+            "To use the weights of the whole federation, omit the client, or set "
+            "unknown_clients='federation' in an estimator."
         )
     lookup = np.array([*(position[name] for name in names), NO_CLIENT], dtype=np.int64)
     return np.asarray(lookup[codes])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 from joblib import effective_n_jobs  # type: ignore[import-untyped]
@@ -18,7 +18,6 @@ from fedgmm.data.inputs import encode_clients
 from fedgmm.model.model import FederatedModel
 from fedgmm.wording import counted
 
-Callback = TypeVar("Callback")
 FloatArray = NDArray[np.float64]
 DTYPES = [np.float64, np.float32, np.uint8]
 
@@ -160,21 +159,6 @@ def chosen_clients(client: Hashable | None, clients: ArrayLike | None) -> Any:
             "one id per row."
         )
     return client if clients is None else clients
-
-
-def as_callbacks(on_round: Callback | Iterable[Callback] | None) -> list[Callback]:
-    """Return one callback, several or none as a list.
-
-    Raises:
-        TypeError: something that cannot be called.
-    """
-    if on_round is None:
-        return []
-    found: list[Any] = list(on_round) if isinstance(on_round, Iterable) else [on_round]
-    for callback in found:
-        if not callable(callback):
-            raise TypeError(f"on_round must be a function or several, got {callback!r}.")
-    return found
 
 
 def thread_count(n_jobs: int | None) -> int | None:

@@ -29,13 +29,13 @@ from fedgmm.data.inputs import row_weights
 from fedgmm.estimators.base import (
     DTYPES,
     PredictsByModel,
-    as_callbacks,
     refuse_mapping,
     thread_count,
 )
 from fedgmm.model.model import FederatedModel
 from fedgmm.training.checkpoint import Checkpoint, CheckpointError
 from fedgmm.training.local import OnTrainingRound, train
+from fedgmm.training.loop import as_callbacks
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
 
 FloatArray = NDArray[np.float64]
@@ -94,7 +94,8 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         After the last round, estimate the label frequencies of each client and correct its predictions
         by them, also for clients that :meth:`adapt` adds. Nothing is trained, and predictions without a
         client do not change. For FedGMM, FedEM, FedAvg, FedProx and Clustered FL. ``"auto"`` does so if
-        rows are held out and gain by it more than by chance.
+        held-out rows gain by it more than by chance. If none are held out, the training rows decide,
+        each left out of the counts, from 150 rows on.
     server : {"average", "momentum", "adam"}, default="average"
     server_lr : float or None, default=None
     server_momentum : float, default=0.9

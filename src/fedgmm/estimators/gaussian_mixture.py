@@ -51,7 +51,6 @@ from fedgmm.data.inputs import (
 )
 from fedgmm.estimators.base import (
     TakesClients,
-    as_callbacks,
     chosen_clients,
     column_index,
     split_column,
@@ -61,7 +60,7 @@ from fedgmm.methods.base import RoundInfo
 from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.nets.devices import resolve_device, resolve_dtype
 from fedgmm.training.local import StackedClients
-from fedgmm.training.loop import OnRound, Run, run_rounds
+from fedgmm.training.loop import OnRound, Run, as_callbacks, run_rounds
 from fedgmm.wording import counted
 
 Rows = ArrayLike | Mapping[Any, ArrayLike] | Iterable[tuple[Any, ArrayLike]]

@@ -835,7 +835,7 @@ class FederatedModel:
             self.calibrate(data)
         held_out = data.split(split)
         rows, codes = self._evaluator.from_split(held_out), client_codes(held_out, self.names)
-        y = data.classes[held_out.labels.cpu().numpy()] if score in ("y", "joint") else None
+        y = data.labels_of(held_out) if score in ("y", "joint") else None
         self._check_score(score, y)
         check_rate(false_alarm_rate)
         pooled = self._score(rows, y, np.full_like(codes, NO_CLIENT), score)

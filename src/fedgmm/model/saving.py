@@ -245,8 +245,11 @@ def _build_model(
     shape, classes = tuple(facts["input_shape"]), _classes(facts)
     _require(bool(shape) and all(type(size) is int and size > 0 for size in shape), "input_shape")
     _require(len(set(names)) == len(names), "names")
-    if isinstance(kind, nn.Module):
-        raise LearnerError("it is a module; pass the function that made the learners in training.")
+    if learner is not None and (isinstance(learner, nn.Module) or not callable(learner)):
+        raise LearnerError(
+            f"it is of type {type(learner).__name__}; pass the function that made the learners in "
+            "training."
+        )
     net = network(kind, shape, len(classes), seed=options.get("seed", 0))
     function = function_of(net)
     if isinstance(function, ModuleNetwork):

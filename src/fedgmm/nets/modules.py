@@ -353,12 +353,13 @@ class ModuleNetwork:
             out = self._checked_call(kind, params, rows, training)
             if not isinstance(out, Tensor):
                 raise ValueError(
-                    f"{kind} must return one tensor of logits {expected}, not {type(out).__name__}."
+                    f"{kind} must return one tensor of shape {expected}, not {type(out).__name__}."
                 )
             if tuple(out.shape) != (len(rows), self.classes):
+                outputs = "one logit per class" if self.classes > 1 else "one number per row"
                 raise ValueError(
-                    f"{kind} must return logits of shape {expected}, one per class; for {len(rows)} "
-                    f"rows it returned shape {tuple(out.shape)}."
+                    f"{kind} must return {outputs}, shape {expected}; for {len(rows)} rows it returned "
+                    f"shape {tuple(out.shape)}."
                 )
             if not bool(torch.isfinite(out).all()):
                 raise ValueError(f"{kind} returns NaN or infinity for the first rows.")
@@ -388,7 +389,9 @@ class ModuleNetwork:
         except Exception as error:  # the module is the user's, so any error can come
             reason = str(error).split("\n")[0] or type(error).__name__
             hint = ""
-            if not self.integer_inputs and any(part in reason for part in _LOOKUP):
+            if self.integer_inputs and isinstance(error, IndexError):
+                hint = f" The rows hold integers from {int(rows.min())} to {int(rows.max())}."
+            elif not self.integer_inputs and any(part in reason for part in _LOOKUP):
                 hint = (
                     " If they are integers such as token ids, set integer_inputs = True on the module; "
                     "if only some columns are, use standardise=False and convert them in the module."
@@ -411,7 +414,15 @@ def seeded_module(factory: ModuleFactory, generator: torch.Generator) -> nn.Modu
     # tensors that are made in inference mode could never be trained
     with _LOCK, torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return factory()
+        try:
+            return factory()
+        except TypeError as error:
+            if not isinstance(factory, type):
+                raise
+            name = factory.__name__  # a class that needs arguments
+            raise TypeError(
+                f"learner must be a function without arguments, such as lambda: {name}(...); {error}."
+            ) from error
 
 
 def _training_mode(module: nn.Module) -> nn.Module:

@@ -40,7 +40,7 @@ def learner_network(
         raise ValueError("personal_labels is for classes; leave it out for regression.")
     if len(classes) == 1 and options.algorithm != DENSITY:
         raise ValueError(
-            f"The data have only one class ({classes[0]!r}); classification needs two."
+            f"The data have only one class ({classes.tolist()[0]!r}); classification needs two."
         )
     if options.augment and len(input_shape) != 3:
         raise ValueError(f"augment=True requires image inputs, got shape {input_shape}.")

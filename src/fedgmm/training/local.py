@@ -50,7 +50,7 @@ from fedgmm.training.checkpoint import (
     read_checkpoint,
     save_progress,
 )
-from fedgmm.training.loop import Replies, Run, Training
+from fedgmm.training.loop import Replies, Run, Training, as_callbacks
 from fedgmm.training.options import TrainingOptions
 
 OnTrainingRound = Callable[[dict[str, float]], None]
@@ -70,6 +70,11 @@ UNSET: Any = type("Unset", (), {"__repr__": lambda _: "<as in options>"})()
 _PARTICIPATION_STREAM = 307
 _WATCHED_ROWS = 20_000
 _DECIDING_ROWS = 30  # validation rows; fewer say little about label frequencies
+_COUNTED_ROWS = 150  # training rows that may decide in place of validation rows, each left out
+
+
+_ELSEWHERE = {"random_state": "seed", "max_iter": "rounds"}
+"""Names of scikit-learn that are far from ours."""
 
 
 class DivergenceWarning(UserWarning):
@@ -195,7 +200,7 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     *,
     options: TrainingOptions | None = None,
     answers: Participates | None = None,
-    on_round: OnTrainingRound | Iterable[OnTrainingRound] = (),
+    on_round: OnTrainingRound | Iterable[OnTrainingRound] | None = None,
     checkpoint: Checkpoint | str | Path | None = None,
     watch_accuracy: bool | int = False,
     until: int | None = None,
@@ -263,7 +268,8 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
             a warm-up as long as the run, or the patience of FedAvg+.
         watch_accuracy: add ``validation_accuracy`` to every entry of the history, or to every second,
             third and so on and to the last of the ``rounds``. The accuracy is that of all rows of a
-            fixed sample of at most 20,000 validation rows, before any tuning at home.
+            fixed sample of at most 20,000 validation rows, before any tuning at home. Models of numbers
+            have none.
         until: end this call after that round, although ``rounds`` plan for more; with a checkpoint
             another call continues as if the first had not ended. A call that ends within the warm-up
             returns the model of its shared learner.
@@ -284,6 +290,8 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
         if name in TrainingOptions.__dataclass_fields__ and value is not UNSET
     }
     for name in unknown:
+        if name in _ELSEWHERE:
+            raise TypeError(f"train() has no option {name!r}; use {_ELSEWHERE[name]!r}.")
         check_known("train() has no option", name, _keywords(), TypeError)
     if not isinstance(dataset, FederatedDataset):
         raise TypeError(
@@ -292,6 +300,8 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
         )
     if isinstance(checkpoint, (str, Path)):
         checkpoint = Checkpoint(Path(checkpoint))
+    if not isinstance(checkpoint, Checkpoint | None):
+        raise TypeError(f"checkpoint must be the path of a file, got {checkpoint!r}.")
     if algorithm is None:
         del given["algorithm"]
     # torch's generators do not accept NumPy's numbers, such as those of a grid
@@ -301,7 +311,7 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     chosen = _with_sizes(chosen, dataset, checkpoint)
     if until is not None:
         check_integer("until", until, 1)
-    callbacks = (on_round,) if callable(on_round) else tuple(on_round)
+    callbacks = as_callbacks(on_round)
     job = _LocalTraining(
         dataset, chosen, answers, callbacks, checkpoint, int(watch_accuracy), until
     )
@@ -440,10 +450,13 @@ class _LocalTraining:
 
     @property
     def _may_learn_labels(self) -> bool:
-        """Whether there are validation rows that can decide about label frequencies."""
+        """Whether there are enough rows to decide about label frequencies."""
+        data = self.dataset
+        enough = len(data.validation) >= _DECIDING_ROWS
+        if not len(data.validation):
+            enough = len(data.train) >= _COUNTED_ROWS
         shared = self.options.algorithm in SHARED_LEARNERS
-        several = len(self.dataset.names) > 1 and len(self.dataset.validation) >= _DECIDING_ROWS
-        return shared and several and self.dataset.task == "classification"
+        return shared and enough and len(data.names) > 1 and data.task == "classification"
 
     def _model(self, prediction: Prediction, stopped: str | None = None) -> FederatedModel:
         return FederatedModel(
@@ -476,7 +489,7 @@ class _LocalTraining:
     def _watch(self, method: AnyMethod, run: Run[Any, Any]) -> dict[str, float]:
         """Return the accuracy on the watched rows, before any tuning at home, if it is due."""
         due = run.round == self.options.rounds or run.round % self.watch_accuracy == 0
-        if not due or not len(self._watched.validation):
+        if not due or not len(self._watched.validation) or self.dataset.task == "regression":
             return {}
         model = self._scored_model(method.prediction(run.shared, run.personal))
         found = model.evaluate("validation", self._watched)

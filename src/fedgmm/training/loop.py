@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from fedgmm.core.params import Params
 from fedgmm.core.sums import Sums
@@ -28,6 +28,8 @@ from fedgmm.methods.base import (
 from fedgmm.training.checkpoint import Best, Phase, Progress
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.state_arrays import all_finite
+
+Callback = TypeVar("Callback")
 
 OnRound = Callable[[int, RoundInfo], None]
 """Called after every round with its number, counted from one, and its diagnostics."""
@@ -131,6 +133,22 @@ class Store(Protocol):
 
 StopRule = Callable[[Run[Any, Any]], bool]
 """Returns whether a run ends with its last round."""
+
+
+def as_callbacks(on_round: Callback | Iterable[Callback] | None) -> tuple[Callback, ...]:
+    """Return one callback, several or none as a tuple.
+
+    Raises:
+        TypeError: something that cannot be called.
+    """
+    if on_round is None:
+        return ()
+    several = isinstance(on_round, Iterable) and not callable(on_round)
+    found: tuple[Any, ...] = tuple(on_round) if several else (on_round,)  # type: ignore[arg-type]
+    for callback in found:
+        if not callable(callback):
+            raise TypeError(f"on_round must be a function or several, got {callback!r}.")
+    return found
 
 
 def run_rounds(

@@ -73,8 +73,9 @@ class TrainingOptions:
             learners independent of Gaussians.
         personal_labels: after the last round, count how frequent each label is at each client
             (methods of ``SHARED_LEARNERS``), see :meth:`FederatedModel.learn_labels`. ``"auto"`` uses
-            the frequencies if validation rows gain by them more than by chance; the model's options
-            say whether it did. The history and ``patience`` use the model without these frequencies.
+            the frequencies if validation rows gain by them more than by chance, or without such rows the
+            training rows, each left out of its client's counts; the model's options say whether it
+            did. The history and ``patience`` use the model without these frequencies.
         server: ``"average"``, ``"momentum"`` or ``"adam"``; the last two follow ``schedule``, except
             with Newton steps, which have no schedule.
         server_lr: step size of the server; ``None`` is 1, and 0.01 for Adam.
