@@ -51,9 +51,10 @@ def test_none_is_a_text_where_an_option_may_be_none():
 
 
 def test_open_choices():
-    assert config_from(sections()).open_choices() == ["covariance_type"]
-    wanted = {"components": "auto", "learners": "auto", "covariance_type": "diag"}
-    assert config_from(sections(training=wanted)).open_choices() == ["components", "learners"]
+    assert config_from(sections()).open_choices() == ["covariance_type", "ridge", "refit"]
+    wanted = {"components": "auto", "learners": "auto", "covariance_type": "diag", "ridge": 2.0}
+    open_choices = config_from(sections(training=wanted)).open_choices()
+    assert open_choices == ["components", "learners", "refit"]
 
 
 def test_sizes_that_were_not_given_stay_out_until_the_data_are_read():
@@ -77,7 +78,8 @@ def test_the_record_is_complete_and_reads_back_the_same(tmp_path):
     assert again.table == config.table
     assert again.files == config.files
     assert again.checkpoint_every == 2
-    assert again.open_choices() == config.open_choices() == ["components", "covariance_type"]
+    expected = ["components", "covariance_type", "ridge", "refit"]
+    assert again.open_choices() == config.open_choices() == expected
     assert again.complete().toml() == complete.toml()
     written = set(tomllib.loads(complete.toml())["training"])
     assert written == set(TrainingOptions.__dataclass_fields__) - {"standardise"}

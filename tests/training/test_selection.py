@@ -204,6 +204,34 @@ def test_methods_choose_only_sizes_that_they_have(algorithm, tried):
     assert chosen.patience == 3
 
 
+def test_few_rows_need_more_evidence_for_a_larger_size():
+    def score(options, evidence):
+        return 0.01 * options.learners
+
+    options = TrainingOptions()
+    assert select_mixture(score, options, rows=100).learners == 1
+    assert select_mixture(score, options, rows=1_000_000).learners == 10
+
+
+def test_ridge_and_refit_are_chosen_with_the_sizes():
+    def score(options, evidence):
+        assert not options.refit
+        return -abs(options.ridge - 10.0)
+
+    many = {"rows": 100, "columns": 4, "score": score}
+    open_choices = ["ridge", "refit"]
+    chosen, _ = choose_sizes(TrainingOptions(), open_choices, **many, sizes_given=False)
+    assert (chosen.ridge, chosen.refit) == (10.0, True)
+    for options in (TrainingOptions(), TrainingOptions(algorithm="fedavg", learners="auto")):
+        chosen, _ = choose_sizes(options, open_choices, **many)  # nothing is tried
+        assert (chosen.ridge, chosen.refit) == (1.0, False)
+    chosen, _ = choose_sizes(TrainingOptions(), (), **many, sizes_given=False)
+    assert (chosen.ridge, chosen.refit) == (1.0, False)
+    mlp = TrainingOptions(learner="mlp")
+    chosen, _ = choose_sizes(mlp, open_choices, **many, sizes_given=False)
+    assert (chosen.ridge, chosen.refit) == (1.0, False)
+
+
 def test_trials_run_without_patience():
     def score(options, evidence):
         assert options.patience is None

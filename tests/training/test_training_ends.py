@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import LogisticRegression
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.synthetic import synthetic
@@ -99,6 +100,50 @@ def test_patience_saves_rounds_after_the_plateau():
     assert len(model.history) < 40
     lost = free.evaluate().weighted_accuracy - model.evaluate().weighted_accuracy
     assert lost < 0.02
+
+
+def test_refit_trains_learners_on_validation_rows(rng):
+    """One learner with exact steps is logistic regression, on the rows of both splits."""
+    data = federation(rng, sizes=(60, 70, 50))
+    options = {"components": 2, "learners": 1, "ridge": 2.0, "dtype": "float64", "rounds": 60}
+    plain = train(data, **options)
+    model = train(data, refit=True, **options)
+    both = [data.train, data.validation]
+    x = np.concatenate([model.scaling.apply(rows.inputs, torch.float64) for rows in both])
+    y = np.concatenate([rows.labels for rows in both])
+    # the penalty is on the weights of both classes, so it is half as large for their difference
+    exact = LogisticRegression(C=2 / 2.0, tol=1e-10, max_iter=10_000).fit(x, y)
+    test = model.scaling.apply(data.test.inputs, torch.float64)
+    np.testing.assert_allclose(
+        model.predict_proba(data.test.inputs.numpy()), exact.predict_proba(test), atol=1e-4
+    )
+    # the density and its calibration are those of the training rows
+    plain.calibrate()
+    x = data.test.inputs.numpy()
+    np.testing.assert_array_equal(model.score_samples(x), plain.score_samples(x))
+    for name, scores in plain.calibration.items():
+        np.testing.assert_array_equal(model.calibration[name], scores)
+    assert model.history[-1]["log_likelihood"] == plain.history[-1]["log_likelihood"]
+
+
+@pytest.mark.parametrize("options", [{"learner": "mlp"}, {"algorithm": "fedavg+"}])
+def test_refit_is_for_exact_steps(rng, options):
+    data, x = federation(rng), np.zeros((1, 3))
+    options = {**FAST, **options}
+    refit = train(data, refit=True, **options)
+    np.testing.assert_array_equal(
+        refit.predict_proba(x, "oslo"), train(data, **options).predict_proba(x, "oslo")
+    )
+
+
+def test_refit_of_numbers(rng):
+    x = rng.normal(size=(90, 2))
+    y = x @ [2.0, -1.0] + 0.1 * rng.normal(size=90)
+    data = FederatedDataset.from_arrays(x, y, np.arange(90) % 2, task="regression")
+    options = {"components": 1, "learners": 1, "rounds": 20}
+    plain, refit = (train(data, refit=value, **options) for value in (False, True))
+    assert not np.array_equal(plain.predict(x, 0), refit.predict(x, 0))
+    np.testing.assert_allclose(refit.predict(x, 0), y, atol=0.6)
 
 
 def interrupt_after(number):

@@ -136,6 +136,21 @@ class LabelledRows:
             labels=self.labels[wanted],
         )
 
+    def join(self, other: LabelledRows) -> LabelledRows:
+        """Return these rows and other rows of the same clients; features must be the inputs."""
+        codes = torch.cat([self.codes, other.codes])
+        order = codes.argsort(stable=True)
+        weights = [
+            torch.ones(len(one), dtype=torch.float64) if one.weights is None else one.weights
+            for one in (self, other)
+        ]
+        inputs = torch.cat([self.inputs, other.inputs])[order]
+        unweighted = self.weights is None and other.weights is None
+        own = None if unweighted else torch.cat([one.to(self.device) for one in weights])[order]
+        features = _features_of(inputs, codes[order], self.names, own)
+        labels = torch.cat([self.labels, other.labels])[order]
+        return replace(self, features=features, inputs=inputs, labels=labels)
+
     def client(self, code: int) -> LabelledRows:
         """Return the rows of one client."""
         return self.select(torch.tensor([code], device=self.device))

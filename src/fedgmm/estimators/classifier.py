@@ -96,6 +96,8 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         client do not change. For FedGMM, FedEM, FedAvg, FedProx and Clustered FL. ``"auto"`` does so if
         held-out rows gain by it more than by chance. If none are held out, the training rows decide,
         each left out of the counts, from 150 rows on.
+    refit : bool, default=False
+        After the last round, train linear learners on the held-out rows as well, if there are any.
     server : {"average", "momentum", "adam"}, default="average"
     server_lr : float or None, default=None
     server_momentum : float, default=0.9
@@ -205,6 +207,7 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         ridge: float = 1.0,
         independence: float = 0.0,
         personal_labels: bool | Literal["auto"] = "auto",
+        refit: bool = False,
         server: str = "average",
         server_lr: float | None = None,
         server_momentum: float = 0.9,
@@ -254,6 +257,7 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         self.ridge = ridge
         self.independence = independence
         self.personal_labels = personal_labels
+        self.refit = refit
         self.server = server
         self.server_lr = server_lr
         self.server_momentum = server_momentum

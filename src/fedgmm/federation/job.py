@@ -149,6 +149,8 @@ def check_for_tables(options: TrainingOptions) -> None:
         raise ValueError(f"learner must be one of {list(_LEARNERS)}, got {options.learner!r}.")
     if options.augment or options.pretrained is not None:
         raise ValueError("augment and pretrained are for images; leave them out.")
+    if options.refit:
+        raise ValueError("refit needs the rows in one place; leave it out.")
     if options.personal_labels is True:
         raise ValueError(
             "personal_labels needs the label counts of every client, which a federation does not "

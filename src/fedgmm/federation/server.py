@@ -441,7 +441,7 @@ def _chosen_options(
     try:
         chosen, found = choose_sizes(
             options,
-            config.open_choices(),
+            [name for name in config.open_choices() if name != "refit"],  # rows stay at the sites
             rows=rows,
             columns=width,
             score=score,

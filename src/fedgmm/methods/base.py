@@ -155,6 +155,11 @@ class SupervisedMethod(ABC, Generic[Shared, Personal]):
     mixture: FederatedGMM | None = None
     shares_start: bool = True
 
+    @property
+    def learners_only(self) -> SupervisedMethod[Shared, Personal] | None:
+        """The method that trains only the learners, by exact steps; ``None`` if that is not possible."""
+        return None
+
     # ------------------------------------------------------------------ training
 
     @abstractmethod

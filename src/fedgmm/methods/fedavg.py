@@ -36,6 +36,11 @@ class FedAvgPlus(FedGMM):
 
     tuning_epochs: int = 1
 
+    @property
+    def learners_only(self) -> None:
+        """None, because clients tune the global learner."""
+        return
+
     def finish(  # type: ignore[override]
         self, shared: FedGMMShared, personal: Tensor | Params, rows: LabelledRows
     ) -> Params:

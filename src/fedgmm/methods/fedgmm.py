@@ -266,6 +266,11 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
             return newton_step(learners, NewtonSums(**sums), self.ridge)
         return least_squares_step(learners, LeastSquaresSums(**sums), self.ridge)
 
+    @property
+    def learners_only(self) -> LearnersOnly | None:
+        """The method that changes nothing but the learners; ``None`` unless they take exact steps."""
+        return LearnersOnly(**vars(self)) if self.solver == "newton" else None
+
     def newcomer(self, shared: FedGMMShared, learner: Params | None = None) -> Tensor:
         """Return the federation's own weights, ``(1, M1 · M2)``."""
         return shared.mixture.weights[None]
@@ -420,3 +425,22 @@ def _check_exact(sums: Params, counts: Tensor) -> None:
         (sums["hessian"].diagonal(dim1=-2, dim2=-1) > 0.5 * squares + slack).any()
     ):
         raise SumsError("learners/hessian is larger than its inputs allow")
+
+
+@dataclass(frozen=True)
+class LearnersOnly(FedGMM):
+    """FedGMM whose Gaussians and weights stay as they are, so a density keeps its calibration."""
+
+    def client_step(
+        self, shared: FedGMMShared, personal: Tensor, rows: LabelledRows, round_number: int = 1
+    ) -> tuple[Tensor, Sums]:
+        """Run the step, and keep the weights of the clients."""
+        _, sums = super().client_step(shared, personal, rows, round_number)
+        return personal, sums
+
+    def server_step(
+        self, shared: FedGMMShared, sums: Sums, round_number: int = 1
+    ) -> tuple[FedGMMShared, RoundInfo]:
+        """Run the step, and keep the Gaussians and the weights of the federation."""
+        new, info = super().server_step(shared, sums, round_number)
+        return replace(new, mixture=shared.mixture), info

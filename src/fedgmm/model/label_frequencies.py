@@ -76,7 +76,9 @@ def estimate_label_frequencies(
         rows: rows whose labels are counted.
         held_out: rows that choose the prior and decide whether labels of new clients are guessed.
             ``None`` uses ``rows``, each left out of the counts of its client.
-        if_better: return ``None`` unless the rows that choose the prior gain beyond chance.
+        if_better: return ``None`` unless labels become more likely beyond chance. Then ``rows``, each
+            left out of the counts of its client, choose the prior as well, because held-out rows may
+            be few; these must gain, too.
     """
     log_pi, known = log_weights(prediction), prediction.labels
     counts = log_pi.new_zeros(len(log_pi) - 1, log_pi[0].numel(), prediction.net.classes)
@@ -88,29 +90,32 @@ def estimate_label_frequencies(
         add_label_counts(counts, q, block.labels, block.codes)
     if known is not None:
         present = counts.sum((1, 2))[:, None, None] > 0
-        own = known.from_counts(counts)
-        return replace(known, clients=torch.where(present, own, known.clients))
+        counted = known.from_counts(counts)
+        return replace(known, clients=torch.where(present, counted, known.clients))
 
     judges = held_out or rows
     uncorrected = label_frequencies(counts, predicted, PRIORS[0])
-    prior, better = _best_prior(prediction, uncorrected, counts, judges, leave_out=held_out is None)
-    if if_better and not better:
+    gains = own = _prior_gains(prediction, uncorrected, counts, judges, leave_out=held_out is None)
+    if if_better and held_out is not None:
+        more = _prior_gains(prediction, uncorrected, counts, rows, leave_out=True)
+        gains = torch.cat([own, more], 1)
+    best = int(gains.mean(1).argmax())
+    error = gains[best].std() / gains.shape[1] ** 0.5
+    if if_better and not (own[best].mean() > 0 and gains[best].mean() > _STANDARD_ERRORS * error):
         return None
-    found = label_frequencies(counts, predicted, prior)
+    found = label_frequencies(counts, predicted, PRIORS[best])
     return replace(found, guess_rows=_guess_rows(replace(prediction, labels=found), judges))
 
 
-def _best_prior(
+def _prior_gains(
     prediction: Prediction,
     frequencies: LabelFrequencies,
     counts: Tensor,
     rows: ClientLabels,
     *,
     leave_out: bool,
-) -> tuple[float, bool]:
-    """Return the one of ``PRIORS`` under which the labels of rows are most likely.
-
-    Also return whether the rows gain by it more than by chance.
+) -> Tensor:
+    """Return the gain in ``log P_c(y|x)`` of each row by each of ``PRIORS``, ``(P, n)``.
 
     Args:
         prediction: the fitted parameters.
@@ -131,10 +136,7 @@ def _best_prior(
         scores = prior_scores(frequencies, own, joint, log_y, block.labels)
         gain = scores - scores[0]
         gains.append(gain if block.weights is None else gain * block.weights.to(gain))
-    gain = torch.cat(gains, 1)
-    best = int(gain.mean(1).argmax())
-    error = gain[best].std() / gain.shape[1] ** 0.5
-    return PRIORS[best], bool(gain[best].mean() > _STANDARD_ERRORS * error)
+    return torch.cat(gains, 1)
 
 
 def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:

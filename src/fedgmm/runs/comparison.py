@@ -471,7 +471,7 @@ def data_to_compare(
         run.need_labels()
         if run.config.table.task == "regression":
             raise ValueError(_ONLY_CLASSES)
-        options = replace(run.config.options(), algorithm="fedgmm", **given)
+        options = replace(run.config.options(), algorithm="fedgmm", refit=False, **given)
         dataset = run.data(notify) if seed is None else run.split_anew(seed, notify)
         options = options if seed is None else replace(options, seed=seed)
         return DataToCompare(dataset, source, options, again, home=run.folder.home)
@@ -490,7 +490,7 @@ def data_to_compare(
     dataset, _, tables = load_federation(sources, reading, notify)
     options, _ = choose_sizes(
         TrainingOptions(standardise=False, seed=seed or 0, **given),
-        ["covariance_type"],
+        ["covariance_type", "ridge"],  # without refit, because validation rows compare the methods
         rows=len(dataset.train),
         columns=dataset.input_shape[0],
         score=local_score(dataset),

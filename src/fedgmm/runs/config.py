@@ -25,7 +25,7 @@ from fedgmm.training.options import TrainingOptions
 
 _SIZES = ("components", "learners")
 
-_AUTO = (*_SIZES, "covariance_type")
+_AUTO = (*_SIZES, "covariance_type", "ridge", "refit")
 """Training options that may be ``"auto"``: chosen from the data before training."""
 
 _NONE = "none"  # TOML has no null
@@ -112,7 +112,7 @@ class RunConfig:
 
     def open_choices(self) -> list[str]:
         """Return the options that are still to be chosen from the data."""
-        values = {"covariance_type": "auto", **self.training}
+        values = {"covariance_type": "auto", "ridge": "auto", "refit": "auto", **self.training}
         return [name for name in _AUTO if values.get(name) == "auto"]
 
     @property

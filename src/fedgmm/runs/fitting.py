@@ -217,7 +217,7 @@ def _run(
     )
     if selection is not None:  # a run that is resumed does not choose again
         write_json(folder.selection, selection.record())
-    chosen = ("components", "learners", "covariance_type")
+    chosen = ("components", "learners", "covariance_type", "ridge", "refit")
     config = config.with_training(**{name: getattr(options, name) for name in chosen})
     write_atomically(folder.config, config.toml().encode())
     seconds["choosing"] = time.perf_counter() - started - seconds["reading"]
@@ -292,7 +292,7 @@ def finish_run(
     facts: dict[str, Any],
 ) -> None:
     """Calibrate, evaluate and write the model, the clients' weights and, last, the metrics."""
-    if len(dataset.validation) and has_common_model(model):
+    if len(dataset.validation) and has_common_model(model) and not model.calibration:
         model.calibrate()
     # history.jsonl has the times; without them the same run writes the same bytes
     timeless = [{k: v for k, v in entry.items() if k != "seconds"} for entry in model.history]
@@ -309,6 +309,8 @@ def finish_run(
         # not flushed one by one: the model holds the same numbers, and there may be thousands
         folder.client(str(name)).write_text(as_json(record), encoding="utf-8")
     named = [one for one in ("train", "validation", "test") if len(dataset.split(one))]
+    if model.options.get("refit") and "validation" in named:
+        named.remove("validation")  # the learners were trained on them
     held_out = "test" if "test" in named else "train"
     found: dict[str, Any]
     if model.algorithm == DENSITY:

@@ -29,7 +29,7 @@ from fedgmm.training.state_arrays import StateDecoder, StateError, laid_out, tak
 FORMAT = 1
 """Version of the layout; a newer one is refused."""
 
-FREE_OPTIONS = ("rounds", "device", "personal_labels")
+FREE_OPTIONS = ("rounds", "device", "personal_labels", "refit")
 """Options that may differ when a run resumes, because they do not change rounds that are done."""
 
 DENSITY_OPTIONS = ("components", "covariance_type", "reg_covar")

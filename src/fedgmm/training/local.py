@@ -20,7 +20,7 @@ from fedgmm.core.moments import Scaling, scaling_of
 from fedgmm.core.params import Params
 from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.streaming import lanes_only
-from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import sha256_of
 from fedgmm.methods.base import (
@@ -50,7 +50,7 @@ from fedgmm.training.checkpoint import (
     read_checkpoint,
     save_progress,
 )
-from fedgmm.training.loop import Replies, Run, Training, as_callbacks
+from fedgmm.training.loop import Replies, Run, Training, as_callbacks, run_rounds
 from fedgmm.training.options import TrainingOptions
 
 OnTrainingRound = Callable[[dict[str, float]], None]
@@ -69,6 +69,7 @@ UNSET: Any = type("Unset", (), {"__repr__": lambda _: "<as in options>"})()
 
 _PARTICIPATION_STREAM = 307
 _WATCHED_ROWS = 20_000
+_REFIT_ROUNDS, _REFIT_TOL = 20, 1e-6
 _DECIDING_ROWS = 30  # validation rows; fewer say little about label frequencies
 _COUNTED_ROWS = 150  # training rows that may decide in place of validation rows, each left out
 
@@ -226,6 +227,7 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     ridge: float = UNSET,
     independence: float = UNSET,
     personal_labels: bool | Literal["auto"] = UNSET,
+    refit: bool = UNSET,
     server: str = UNSET,
     server_lr: float | None = UNSET,
     server_momentum: float = UNSET,
@@ -262,8 +264,8 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
             how many; a path means five) and at the end.
             If the file exists, training resumes from it and ends with the same bits as an
             uninterrupted run (on a CPU, with as many threads). The data, ``answers`` and all options
-            except ``rounds``, ``device`` and ``personal_labels`` must be the same. A finished run
-            continues if ``rounds`` is raised. Rounds that are done stay as they are, even if another
+            except ``rounds``, ``device``, ``personal_labels`` and ``refit`` must be the same. A finished
+            run continues if ``rounds`` is raised. Rounds that are done stay as they are, even if another
             number of rounds would have changed them: with a schedule that depends on the last round,
             a warm-up as long as the run, or the patience of FedAvg+.
         watch_accuracy: add ``validation_accuracy`` to every entry of the history, or to every second,
@@ -385,10 +387,7 @@ class _LocalTraining:
         if custom is not None and custom.integer_inputs:
             columns = False  # integers would not stay integers
         self.scaling = _scaling(dataset) if columns else None
-        self.rows = dataset.training_rows(device, resolve_dtype(options.dtype))
-        if self.scaling is not None:
-            scaled = self.scaling.apply(self.rows.inputs, resolve_dtype(options.dtype))
-            self.rows = self.rows.with_inputs(scaled)
+        self.rows = self._scaled(dataset, device)
         if custom is not None and options.algorithm != DENSITY:
             custom.check(self.rows.inputs)
         method = build(options, self.net)
@@ -444,9 +443,38 @@ class _LocalTraining:
                     model.learn_labels(if_better=True)
             elif self.options.personal_labels:
                 model.learn_labels()
+            self._refit(model, method, shared, personal)
         except KeyboardInterrupt:
             model.stopped = self._interrupted()
         return model
+
+    def _refit(self, model: FederatedModel, method: AnyMethod, shared: Any, personal: Any) -> None:
+        """Train the learners of the model on validation rows, too, if the options say so."""
+        validation = self.dataset.validation
+        possible = len(validation) and validation.features_are_inputs and model.stopped is None
+        if not self.options.refit or method.learners_only is None or not possible:
+            return
+        model.calibrate()
+        held_out = replace(self.dataset, train=validation)
+        rows = self.rows.join(self._scaled(held_out, self.rows.device))
+        run = run_rounds(
+            method.learners_only,
+            Run(shared, personal),
+            StackedClients(rows),
+            last_round=_REFIT_ROUNDS,
+            tol=_REFIT_TOL,
+        )
+        if run.interrupted:
+            raise KeyboardInterrupt
+        model.prediction = replace(model.prediction, learners=run.shared.learners)
+
+    def _scaled(self, dataset: FederatedDataset, device: torch.device) -> LabelledRows:
+        """Return the training rows of a data set in scaled coordinates."""
+        dtype = resolve_dtype(self.options.dtype)
+        rows = dataset.training_rows(device, dtype)
+        if self.scaling is None:
+            return rows
+        return rows.with_inputs(self.scaling.apply(rows.inputs, dtype))
 
     @property
     def _may_learn_labels(self) -> bool:

@@ -76,6 +76,9 @@ class TrainingOptions:
             the frequencies if validation rows gain by them more than by chance, or without such rows the
             training rows, each left out of its client's counts; the model's options say whether it
             did. The history and ``patience`` use the model without these frequencies.
+        refit: after the last round, train linear learners with exact steps on the validation rows as
+            well. Gaussians, weights and label frequencies stay, and novelty is calibrated before, so
+            its rows were not trained on. Scores of the validation rows then say nothing about new rows.
         server: ``"average"``, ``"momentum"`` or ``"adam"``; the last two follow ``schedule``, except
             with Newton steps, which have no schedule.
         server_lr: step size of the server; ``None`` is 1, and 0.01 for Adam.
@@ -126,6 +129,7 @@ class TrainingOptions:
     ridge: NonNegative = 1.0
     independence: NonNegative = 0.0
     personal_labels: Flag | Literal["auto"] = "auto"
+    refit: Flag = False
     server: Annotated[str, one_of(*SERVER_KINDS)] = "average"
     server_lr: Positive | None = None
     server_momentum: Annotated[float, number(least=0, below=1)] = 0.9

@@ -29,8 +29,11 @@ Score = Callable[[TrainingOptions, Evidence], float]
 _ROWS_PER_PARAMETER = 5.0
 _WIDEST_FULL = 200  # columns
 _PATIENCE = 2  # sizes without a gain before the search ends
-_GAIN = 1e-3  # nats per row that a larger size must gain
+_GAIN = 1e-3  # nats per row that a larger size must gain, however many rows there are
+_NOISE = 1.0  # a larger size must also gain this over the square root of the training rows
+_RIDGES = (1.0, 3.0, 10.0, 30.0)
 _SMALL = 1_000_000  # numbers in the training rows; trials on fewer take well under a minute
+_TRIAL_ROUNDS = 30
 _ALWAYS_ALLOWED = 10  # Gaussians or learners, even if there are fewer rows
 
 
@@ -78,7 +81,8 @@ def choose_sizes(
 
     Args:
         options: the training options; open choices have their defaults, or are ``"auto"``.
-        open_choices: any of ``"components"``, ``"learners"`` and ``"covariance_type"``.
+        open_choices: any of ``"components"``, ``"learners"`` and ``"covariance_type"``; if trials are
+            run, also ``"ridge"`` and ``"refit"``.
         rows: training rows of all clients.
         columns: columns of the inputs.
         score: runs one trial, see :data:`Score`; ``None`` if there are no validation rows.
@@ -101,7 +105,7 @@ def choose_sizes(
     found = None
     if not sizes_given:
         if score is not None and options.algorithm == "fedgmm" and rows * columns <= _SMALL:
-            found = select_mixture(score, options, notify=notify)
+            found = select_mixture(score, options, rows=rows, notify=notify)
         if found is not None and found.learners == 1:
             # labels do not depend on the Gaussians then, but novelty needs more than one of them
             found = replace(found, components=max(found.components, components))
@@ -120,10 +124,16 @@ def choose_sizes(
                 options,
                 components=None if try_components else components,
                 learners=None if try_learners else learners,
+                rows=rows,
                 notify=notify,
             )
     if found is not None:
         options = replace(options, components=found.components, learners=found.learners)
+        if options.learner == "linear" and options.algorithm in ("fedgmm", "fedem") and score:
+            if "ridge" in open_choices:
+                options = replace(options, ridge=_best_ridge(score, options, notify))
+            if "refit" in open_choices:
+                options = replace(options, refit=True)
     for name in ("components", "learners"):
         size = getattr(options, name)
         if size > max(rows, _ALWAYS_ALLOWED):  # it would learn nothing and take very long
@@ -140,15 +150,16 @@ def select_mixture(
     components: int | None = None,
     learners: int | None = None,
     candidates: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10),
-    rounds: int = 30,
+    rows: int | None = None,
+    rounds: int = _TRIAL_ROUNDS,
     notify: Notify = lambda _: None,
 ) -> MixtureSelection:
     """Choose ``M1`` and ``M2`` by the likelihood of validation rows after short runs.
 
-    The runs have no ``patience`` and no label frequencies, in one process as over a federation, so the
-    last round is scored.
+    The runs have no ``patience``, in one process as over a federation, so the last round is scored.
     First both grow together until a larger size gains nothing; then the number of learners is
-    searched alone. Smaller numbers win ties.
+    searched alone. Smaller numbers win ties, and differences that few rows make by chance count as
+    ties.
 
     Labels decide, by ``log P_c(y|x)``, because the likelihood of the inputs keeps growing with more
     Gaussians if columns are categories. With one given learner the labels do not depend on the
@@ -160,15 +171,14 @@ def select_mixture(
         components: a given number of Gaussians.
         learners: a given number of learners.
         candidates: numbers to try, in this order.
+        rows: training rows of all clients; ``None`` means many.
         rounds: rounds of a trial.
         notify: called with a line before each trial.
     """
     if not candidates:
         raise ValueError("candidates is empty; give at least one number.")
-    # label frequencies are counted after training, and a federation does not exchange them
-    options = replace(
-        options, rounds=min(rounds, options.rounds), patience=None, personal_labels=False
-    )
+    options = _for_trials(options, rounds)
+    gain = _GAIN if rows is None else max(_GAIN, _NOISE / math.sqrt(rows))
     if options.algorithm == DENSITY:
         learners = 1
     evidence: Evidence = "inputs" if learners == 1 else "labels"
@@ -182,21 +192,34 @@ def select_mixture(
 
     most = max(candidates)
     if components is None:
-        components = most = _climb(candidates, lambda m: try_sizes(m, learners or m))
+        components = most = _climb(candidates, lambda m: try_sizes(m, learners or m), gain)
     if learners is None:
         chosen = components
         smaller = [m for m in candidates if m <= max(most, candidates[0])]
-        learners = _climb(smaller, lambda m: try_sizes(chosen, m))
+        learners = _climb(smaller, lambda m: try_sizes(chosen, m), gain)
     try_sizes(components, learners)
     return MixtureSelection(components, learners, scores)
 
 
-def _climb(candidates: Sequence[int], score: Callable[[int], float]) -> int:
-    """Return the first candidate that the next ones do not beat."""
+def _for_trials(options: TrainingOptions, rounds: int) -> TrainingOptions:
+    return replace(options, rounds=min(rounds, options.rounds), patience=None, refit=False)
+
+
+def _best_ridge(score: Score, options: TrainingOptions, notify: Notify) -> float:
+    """Return the penalty of exact steps under which the labels of validation rows are most likely."""
+    options, scores = _for_trials(options, _TRIAL_ROUNDS), {}
+    for ridge in _RIDGES:
+        notify(f"trying ridge {ridge:g}")
+        scores[ridge] = score(replace(options, ridge=ridge), "labels")
+    return max(_RIDGES, key=lambda ridge: scores[ridge])
+
+
+def _climb(candidates: Sequence[int], score: Callable[[int], float], gain: float) -> int:
+    """Return the first candidate that the next ones do not beat by ``gain``."""
     best, best_score, behind = candidates[0], score(candidates[0]), 0
     for candidate in candidates[1:]:
         found = score(candidate)
-        if found > best_score + _GAIN:
+        if found > best_score + gain:
             best, best_score, behind = candidate, found, 0
         else:
             behind += 1
