@@ -175,7 +175,7 @@ def test_leave_one_client_out(world, table):
         found = model.predict_proba(strangers)
     nobody = strangers.assign(site=None)
     assert np.array_equal(found, model.predict_proba(nobody))
-    with pytest.raises(ValueError, match="oslo.*unknown_clients='federation'"):
+    with pytest.raises(ValueError, match=r"oslo.*unknown_clients='federation'"):
         model.set_params(unknown_clients="error").predict(strangers)
 
 

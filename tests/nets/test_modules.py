@@ -458,7 +458,7 @@ def test_token_ids_that_are_no_integers_are_refused():
         ModuleNetwork(UndeclaredTokens, (STEPS,), CLASSES).check(torch.zeros(6, STEPS))
     net, unknown = ModuleNetwork(Tokens, (STEPS,), CLASSES), torch.zeros(9, STEPS)
     unknown[7, 1] = 20  # a single token that the module does not know
-    with pytest.raises(ValueError, match="index out of range.* from 0 to 20"):
+    with pytest.raises(ValueError, match=r"index out of range.* from 0 to 20"):
         net.check(unknown)
     with pytest.raises(ValueError, match="from 0 to 20"):
         net.logits(drawn(net, 1, 1), unknown[None].double())
