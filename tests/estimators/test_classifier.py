@@ -136,6 +136,17 @@ def test_a_site_can_join_later(fitted, world):
     twin.predict(x[:5], clients="unlabelled")
 
 
+def test_a_site_that_cannot_change_anything_is_a_warning(skewed):
+    x, y, sites = skewed
+    model = FedGMMClassifier(1, 1, rounds=2, personal_labels=False).fit(x, y, clients=sites)
+    with pytest.warns(UserWarning, match="Nothing can change"):
+        model.adapt("ward", x[:9], y[:9])
+    model.set_params(personal_labels=True).fit(x, y, clients=sites)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.adapt("ward", x[:9], y[:9])
+
+
 def test_tables_have_named_columns(world):
     x, y, sites = world
     table = pd.DataFrame(x, columns=["a", "b", "c"])

@@ -71,6 +71,44 @@ def test_without_a_client_the_federation_s_weights_decide(model):
     assert not np.allclose(model.predict_proba(x), model.predict_proba(x, 0))
 
 
+def test_a_round_and_its_predictions_in_plain_numpy():
+    """Equations (E), (M) and (3) from the rows as they are given, without any code of the package."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(60, 2)) * [1.0, 3.0] + [5.0, -2.0]
+    y, owners = (x[:, 0] + rng.normal(size=60) > 5).astype(int), np.repeat([0, 1, 2], 20)
+    rows = FederatedDataset.from_arrays(x, y, owners, split=(1, 0, 0))
+    options = {"components": 2, "learners": 2, "dtype": "float64", "tol": None, "reg_covar": 0.01}
+    before, after = (train(rows, rounds=n, personal_labels=False, **options) for n in (3, 4))
+
+    z = (x - x.mean(0)) / x.std(0)
+    gaussians, theta = before.prediction.gaussians, before.prediction.learners
+    density = np.empty((60, 2))
+    for m in range(2):
+        gap, covariance = z - gaussians.means[m].numpy(), gaussians.covariances[m].numpy()
+        distance = (gap @ np.linalg.inv(covariance) * gap).sum(1)
+        density[:, m] = np.exp(-distance / 2) / np.sqrt(np.linalg.det(2 * np.pi * covariance))
+    proba = np.exp(np.einsum("nd,mkd->nmk", z, theta["0.weight"]) + theta["0.bias"].numpy())
+    proba /= proba.sum(-1, keepdims=True)
+
+    pi = before.client_weights[owners]
+    mixed = np.einsum("nab,na,nbk->nk", pi, density, proba)
+    mixed /= np.einsum("nab,na->n", pi, density)[:, None]
+    found = before.predict_proba(x, clients=owners)
+    np.testing.assert_allclose(found, mixed, rtol=0, atol=1e-12)
+
+    q = pi * density[:, :, None] * proba[np.arange(60), :, y][:, None]
+    assert after.history[-1]["log_likelihood"] == pytest.approx(np.log(q.sum((1, 2))).mean())
+    q /= q.sum((1, 2), keepdims=True)
+    own = q.reshape(3, 20, 2, 2).mean(1)
+    np.testing.assert_allclose(after.client_weights, own, rtol=0, atol=1e-12)
+    for m, r in enumerate(q.sum(2).T):
+        mean = r @ z / r.sum()
+        covariance = (r * (z - mean).T) @ (z - mean) / r.sum() + 0.01 * np.eye(2)
+        new = after.prediction.gaussians
+        np.testing.assert_allclose(new.means[m], mean, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(new.covariances[m], covariance, rtol=0, atol=1e-12)
+
+
 def test_blocks_and_single_rows_agree(model, monkeypatch):
     x = np.random.default_rng(0).normal(size=(100, 2))
     whole, density = model.predict_proba(x, 3), model.score_samples(x, 3)

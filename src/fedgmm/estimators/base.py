@@ -199,10 +199,15 @@ class PredictsByModel(TakesClients):
         return self._fitted().score_samples(*self._rows(X, client, clients))
 
     def adapt(self, client: Hashable, X: ArrayLike, y: ArrayLike | None = None) -> Self:
-        """Add a client by learning only its weights, from labelled or unlabelled rows."""
+        """Add a client by learning only its weights, from labelled or unlabelled rows.
+
+        A warning says if nothing could change or nothing has.
+        """
         model = self._fitted()
         rows, _ = self._split_clients(X, None, reset=False, dtype=DTYPES, allow_nd=True)
-        model.adapt(client, rows, y)
+        note = model.adapt(client, rows, y).note
+        if note is not None:
+            warnings.warn(note, stacklevel=2)
         self.clients_ = array_of_names(model.names)
         return self
 

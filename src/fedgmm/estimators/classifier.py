@@ -344,7 +344,7 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         self.classes_ = dataset.classes
         if len(self.classes_) < 2:
             raise ValueError(
-                f"Classifier can't train when only one class is present: {self.classes_[0]!r}."
+                f"Classifier can't train when only one class is present: {self.classes_.tolist()[0]!r}."
             )
         options = {
             field.name: getattr(self, _RENAMED.get(field.name, field.name))

@@ -215,7 +215,7 @@ def note_on(prediction: Prediction, client: NewClient) -> str | None:
     """Return a sentence if the client's predictions could not change, or did not; else ``None``."""
     assert prediction.weights is not None
     learners = client.weights.shape[1]
-    if client.weights.numel() == 1:
+    if client.weights.numel() == 1 and prediction.labels is None:
         return (
             "Nothing can change: with one Gaussian and one learner there are no weights to learn. Train "
             "with several learners."
