@@ -85,6 +85,7 @@ class Copies:
             began = time.perf_counter()
             kind = (request.kind, request.facts.get("most_rows"))
             if kind not in made:
+                self._site._policy.forget()  # it stands for sites that are asked differently
                 made[kind] = self._site.reply(request)
             reply = made[kind]
             facts = {**reply.facts, "name": node, "ticket": request.facts["ticket"]}

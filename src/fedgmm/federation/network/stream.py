@@ -40,6 +40,8 @@ COMMON_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.bdp_probe", 0),  # otherwise the buffer of a connection grows to many megabytes
+    ("grpc.http2.lookahead_bytes", 1024 * 1024),
 ]
 """Options of both sides: a silent connection is noticed within half a minute."""
 
