@@ -146,6 +146,7 @@ def test_the_columns_that_decide(fraud):
     assert "which columns decide" in shown
     assert f"{found['columns']['amount']['mean']:.3f}" in shown
     assert f"web {found['coefficients']['shop=web']:+.2f}" in shown
+    assert "│ +" in next(line for line in shown.splitlines() if "(missing)" in line)
 
 
 def test_the_report_leads_with_it_too(fraud):
@@ -161,3 +162,8 @@ def test_the_inspection_mentions_it(fraud):
     options = ["--label", "fraud", "--client-column", "site", "--json"]
     notes = json.loads(works("inspect", home / "all.csv", *options).stdout)["warnings"]
     assert any("average precision" in note and "yes" in note for note in notes)
+
+
+def test_no_row_above_the_threshold_is_said_with_a_remedy(fraud):
+    home, _ = fraud
+    assert "--cost" in works("evaluate", home / "run", "--threshold", "0.999").stderr

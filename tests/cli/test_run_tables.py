@@ -80,7 +80,8 @@ def test_a_rare_class_puts_average_precision_first():
     pooled = shown(pooled_table(found))
     assert "positive class [b]fraud, predicted from a probability of 0.3 on" in pooled
     assert pooled.index("average precision") < pooled.index("base rate") < pooled.index("accuracy")
-    assert "100.0 % to 100.0 %" in pooled
+    assert "sensitivity │ 100.0 % │ 54.1 % to 100.0 %" in pooled  # six rows: 0.025^(1/6)
+    assert "AUC │ 1.000 │ │" in pooled
     assert "predicted [b]fraud" in shown(confusion_table(found))
 
 

@@ -134,6 +134,7 @@ def test_rows_of_other_files_are_of_no_split(finished, finished_home):
     ]
     assert rows[0] < rows[1]
     assert "--split" in fails("evaluate", finished / "run", files, "--split", "train", code=2)
+    assert "files" in fails("evaluate", finished / "run", "--client", "oslo", code=2)
 
 
 def test_a_configuration_file_holds_every_option_and_the_command_line_wins(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedgmm.model.decisions import Decision
+from fedgmm.model.decisions import Decision, default_positive
 
 PROBABILITIES = np.array([[0.9, 0.1], [0.8, 0.2], [0.75, 0.25], [0.2, 0.8]])
 
@@ -55,3 +55,20 @@ def test_the_smallest_expected_cost_of_several_classes(rng):
 def test_rules_that_do_not_fit(classes, given, word):
     with pytest.raises(ValueError, match=word):
         Decision.of(classes, **given)
+
+
+@pytest.mark.parametrize(
+    ("classes", "counts", "index"),
+    [
+        ((0, 1), (3, 7), 1),
+        ((0.0, 1.0), (3, 7), 1),
+        ((False, True), (3, 7), 1),
+        (("yes", "no"), (7, 3), 0),
+        (("FALSE", "TRUE"), (3, 7), 1),
+        (("ill", "well"), (3, 7), 0),
+        (("ill", "well"), (5, 5), 1),
+        ((1, 2), (3, 7), 0),
+    ],
+)
+def test_one_true_and_yes_are_positive_and_otherwise_the_rarer_class(classes, counts, index):
+    assert default_positive(classes, counts) == index

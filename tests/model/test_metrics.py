@@ -24,6 +24,7 @@ from sklearn.metrics import (
 from fedgmm.model.decisions import Decision
 from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.runs.folder import as_json
+from fedgmm.wording import percent
 from supervised import log_softmax
 
 NAMES = ("a", "b", "c", "d")
@@ -201,6 +202,22 @@ def test_a_label_that_is_not_a_class_counts_as_wrong(rng):
 # ---------------------------------------------------------------------- intervals
 
 
+def test_a_few_rows_without_error_do_not_prove_perfection():
+    """All resamples agree, so the interval is the exact binomial one: 0.025 = p^n."""
+    labels, codes = np.array([0, 0, 0, 0, 1, 1, 0]), np.array([0, 0, 0, 0, 0, 0, 1])
+    result = evaluate(np.log(np.where(np.eye(2)[labels], 0.9, 0.1)), labels, codes, NAMES)
+    low = result.pooled_intervals
+    assert low["accuracy"] == pytest.approx((0.025 ** (1 / 7), 1.0))
+    assert low["sensitivity"] == pytest.approx((0.025 ** (1 / 2), 1.0))
+    assert result.intervals["accuracy"][1] == pytest.approx([0.025, 1.0])
+    assert np.isnan(low["auc"]).all()
+    assert "interval" not in result.headline()
+    wrong = evaluate(np.log(np.tile([0.9, 0.1], (7, 1))), labels, codes, NAMES)
+    assert wrong.pooled_intervals["sensitivity"] == pytest.approx((0.0, 1 - 0.025 ** (1 / 2)))
+    assert "threshold" in wrong.silence
+    assert result.silence == ""
+
+
 def test_intervals_agree_with_a_loop_over_resamples(rng):
     """The same percentiles from scikit-learn's metrics of resampled rows, up to the noise of resampling."""
     log_p = log_softmax(rng.normal(size=(150, 2)))
@@ -273,8 +290,8 @@ def test_frequent_classes_lead_with_accuracy(rng):
         [np.bincount(labels[codes == c]).max() / (codes == c).sum() for c in range(4)]
     )
     assert result.constant_accuracy == pytest.approx(constant)
-    assert f"{result.mean_accuracy:.1%}" in result.headline()
-    assert f"{constant:.1%}" in result.headline()
+    assert percent(result.mean_accuracy) in result.headline()
+    assert percent(constant) in result.headline()
 
 
 def test_metrics_without_rows_are_those_that_are_known(rng):

@@ -97,6 +97,7 @@ def test_resumed_runs_keep_their_task(sites):
 def test_commands_for_classes_say_so(sites):
     assert "classes" in fails("report", sites / "run")
     assert "classes" in fails("compare", sites / "run")
+    assert "numbers" in fails("evaluate", sites / "run", "--threshold", "0.5")
     assert "classes" in fails("predict", sites / "run", sites / "new.csv", "--threshold", "0.5")
     assert "classes" in fails("predict", sites / "run", sites / "new.csv", "--positive", "ill")
 

@@ -59,6 +59,7 @@ def test_a_file_named_like_a_client_gives_a_note(run, finished):
     assert "--client oslo" in note
     assert run.predict(finished / "oslo.csv", "oslo").notes == []
     assert run.predict(finished / "new.csv").notes == []
+    assert "--client oslo" in run.detect(finished / "oslo.csv").notes[0]
 
 
 def test_predictions_are_the_model_s_bits(run, finished):
@@ -187,6 +188,16 @@ def test_rows_without_a_label_are_left_out_and_unknown_ones_refused(run, finishe
         run.evaluate([write_csv(finished / "stranger.csv", rows[:3])])
 
 
+def test_a_file_of_any_name_is_evaluated_for_a_client(run, finished):
+    rows = draw_rows(np.random.default_rng(5), 10)
+    other = run.evaluate([write_csv(finished / "oslo_2025.csv", rows)], "oslo")
+    own = run.evaluate([write_csv(finished / "oslo.csv", rows)])
+    assert other.clients == ("oslo",)
+    assert other.log_loss == own.log_loss
+    with pytest.raises(ValueError, match="stranger"):
+        run.evaluate([finished / "oslo.csv"], "stranger")
+
+
 def test_an_unknown_split_is_refused(run):
     with pytest.raises(ValueError, match="exam"):
         run.evaluate(split="exam")
@@ -240,6 +251,7 @@ def test_labels_are_used_where_they_are(run, finished):
     strange = [{**row, "state": "undead"} for row in rows]
     without_use = run.adapt("b", write_csv(finished / "b.csv", strange))
     assert not without_use.labelled
+    assert any("undead" in note for note in without_use.notes)
     np.testing.assert_array_equal(without_use.adaptation.weights, unlabelled.adaptation.weights)
     mixed = run.adapt("c", write_csv(finished / "c.csv", rows[:30] + strange[30:]))
     assert mixed.labelled

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
-from fedgmm.wording import counted
+from fedgmm.wording import counted, percent
 
 if TYPE_CHECKING:
     from fedgmm.data.tables.inspection import Inspection
@@ -36,9 +36,9 @@ def _classes_table(found: Inspection) -> Table:
         table.add_column(column, justify="right")
     for rate in found.base_rates:
         extremes = [
-            f"{_percent(share)} {escape(name)}" for name, share in (rate.lowest, rate.highest)
+            f"{percent(share)} {escape(name)}" for name, share in (rate.lowest, rate.highest)
         ]
-        table.add_row(escape(rate.label), _percent(rate.share), *extremes)
+        table.add_row(escape(rate.label), percent(rate.share), *extremes)
     if len(found.classes) > len(found.base_rates):
         table.caption = f"{len(found.classes) - len(found.base_rates)} more"
     return table
@@ -57,20 +57,23 @@ def _clients_table(found: Inspection) -> Table:
     if labels:
         table.add_column("labels differ by", justify="right")
     for client in found.clients[:_MOST_LINES]:
-        cells = [escape(client.name), f"{client.rows:,}", _percent(client.missing)]
+        cells = [escape(client.name), f"{client.rows:,}", percent(client.missing)]
         cells += [f"{client.classes.get(label, 0):,}" for label in labels]
         if len(found.classes) > len(labels):
             shown = sum(client.classes.get(label, 0) for label in labels)
             cells.append(f"{sum(client.classes.values()) - shown:,}")
         cells.append(f"{client.marginal_shift:.2f} dev.")
         if labels:
-            cells.append(_percent(client.label_shift))
+            cells.append(percent(client.label_shift))
         table.add_row(*cells)
     _add_rest(table, len(found.clients))
     table.caption = (
-        "inputs: distance of the client's means from those of all clients, in standard deviations; "
-        "labels: share of rows that would need another label to match all clients"
+        "inputs: distance of the client's means from those of all clients, in standard deviations"
     )
+    if labels:
+        table.caption += (
+            "; labels: share of rows that would need another label to match all clients"
+        )
     return table
 
 
@@ -87,7 +90,7 @@ def _columns_table(found: Inspection) -> Table:
         table.add_row(
             escape(column.name),
             column.role,
-            _percent(column.missing),
+            percent(column.missing),
             str(column.outputs),
             escape(column.detail),
             style="dim" if column.role == "ignored" else None,
@@ -160,7 +163,7 @@ def _shown(metric: str, value: float | None) -> str:
     """Return a metric as text; a dash if it is undefined."""
     if value is None or not np.isfinite(value):
         return "–"
-    return _percent(value) if metric in _PERCENT or metric.endswith("accuracy") else f"{value:.3f}"
+    return percent(value) if metric in _PERCENT or metric.endswith("accuracy") else f"{value:.3f}"
 
 
 def evaluation_table(found: Evaluation) -> Table:
@@ -195,7 +198,7 @@ def evaluation_table(found: Evaluation) -> Table:
         table.add_row(*total)
     if leading == "accuracy":
         rest = [""] * (len(columns) - 1)
-        table.add_row("nine of ten clients reach", "", _percent(found.worst_decile), *rest)
+        table.add_row("nine of ten clients reach", "", percent(found.worst_decile), *rest)
     if any(np.isnan(found.metrics[name]).any() for name in columns):
         lack = "have one value" if leading == "rmse" else "lack a class"
         table.caption = f"–: undefined, because the rows of the client {lack}"
@@ -222,9 +225,8 @@ def pooled_table(found: Evaluation) -> Table | None:
     table.add_column("95 % interval", justify="right")
     first = [found.leading_metric, "base_rate"]
     for name in [*first, *(one for one in found.pooled if one not in first)]:
-        interval = ""
-        if name in found.pooled_intervals:
-            interval = " to ".join(_shown(name, end) for end in found.pooled_intervals[name])
+        ends = found.pooled_intervals.get(name, ())
+        interval = " to ".join(_shown(name, end) for end in ends if np.isfinite(end))
         table.add_row(_title(name), _shown(name, found.pooled[name]), interval)
     return table
 
@@ -257,9 +259,11 @@ def importance_table(found: Importance) -> Table:
         cells = [escape(name), f"{found.mean[column]:.3f}", f"{found.spread[column]:.3f}"]
         if signed is not None:
             own = [j for j, f in enumerate(found.features) if f == name or f.startswith(f"{name}=")]
-            own = sorted(own, key=lambda j: -abs(signed[j]))[:_MOST_EFFECTS]
+            # the value itself comes before its indicator of missing values
+            own = sorted(own, key=lambda j: (found.features[j] != name, -abs(signed[j])))
             effects = (
-                f"{found.features[j].removeprefix(name).lstrip('=')} {signed[j]:+.2f}" for j in own
+                f"{found.features[j].removeprefix(name).lstrip('=')} {signed[j]:+.2f}"
+                for j in own[:_MOST_EFFECTS]
             )
             cells.append(escape(", ".join(effects).strip()))
         table.add_row(*cells)
@@ -285,8 +289,8 @@ def adaptation_table(found: Adapted) -> Table:
     if found.curve:
         first, last = found.curve[0], found.curve[-1]
         table.caption = (
-            f"accuracy on held-out rows: {_percent(first['accuracy'])} with the federation's weights, "
-            f"{_percent(last['accuracy'])} with its own from {counted(round(last['rows']), 'row')}"
+            f"accuracy on held-out rows: {percent(first['accuracy'])} with the federation's weights, "
+            f"{percent(last['accuracy'])} with its own from {counted(round(last['rows']), 'row')}"
         )
     return table
 
@@ -299,7 +303,7 @@ def detection_table(found: Detection) -> Table:
         table.add_column(column, justify="right")
     for own in found.clients[:_MOST_LINES]:
         shares = (own[key] / own["rows"] for key in ("novel", "novel_for_all_clients"))
-        table.add_row(escape(str(own["client"])), f"{own['rows']:,}", *map(_percent, shares))
+        table.add_row(escape(str(own["client"])), f"{own['rows']:,}", *map(percent, shares))
     _add_rest(table, len(found.clients))
     return table
 
@@ -307,10 +311,6 @@ def detection_table(found: Detection) -> Table:
 def _add_names(table: Table, of: str) -> None:
     """Add a column of names; they are folded on a narrow screen, because a cut name is ambiguous."""
     table.add_column(of, overflow="fold")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _add_rest(table: Table, lines: int) -> None:

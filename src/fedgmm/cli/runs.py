@@ -48,7 +48,10 @@ Task = Annotated[
 Ignore = Annotated[list[str] | None, typer.Option(help="Column to leave out. May be repeated.")]
 Positive = Annotated[
     str | None,
-    typer.Option(help="Positive class of two. Default: the rarer one in training."),
+    typer.Option(
+        help="Positive class of two. Default: 1, true or yes beside 0, false or no; otherwise the rarer "
+        "one in training."
+    ),
 ]
 Threshold = Annotated[
     float | None,
@@ -346,6 +349,12 @@ def evaluate(
         str | None,
         typer.Option(help="Rows of the run: train, validation or test. Default: test."),
     ] = None,
+    client: Annotated[
+        str | None,
+        typer.Option(
+            help="Client whose rows the files hold; default: the client column, otherwise the file's name."
+        ),
+    ] = None,
     positive: Positive = None,
     threshold: Threshold = None,
     cost: CostOption = None,
@@ -368,6 +377,8 @@ def evaluate(
     Example: fedgmm evaluate run/ --positive ill --threshold 0.2
 
     Example: fedgmm evaluate run/ --importance
+
+    Example: fedgmm evaluate run/ --client oslo oslo_2025.csv
     """
     from fedgmm.cli.run_tables import (
         confusion_table,
@@ -381,16 +392,18 @@ def evaluate(
         raise typer.BadParameter(
             "--split selects rows of the run; leave out either --split or the files."
         )
+    if client is not None and not files:
+        raise typer.BadParameter("--client says whose rows the files hold; name the files, too.")
     with working(as_json) as notify:
         opened = open_run(run)
         chosen = _decision(opened, positive, threshold, cost)
-        found = opened.evaluate(files or (), split=split or "test", notify=notify, **chosen)
+        found = opened.evaluate(files or (), client, split=split or "test", notify=notify, **chosen)
         columns = opened.importance(split or "test", notify=notify) if importance else None
     if as_json:
         more = {} if columns is None else {"importance": columns.record()}
         print_json({"summary": found.summary(), **found.record(), **more})
         return
-    print_notes([opened.model.impersonal] if opened.model.impersonal else [])
+    print_notes([note for note in (opened.model.impersonal, found.silence) if note])
     console = screen()
     console.print(escaped(found.headline()), style="bold", soft_wrap=True, highlight=False)
     for table in (evaluation_table(found), pooled_table(found), confusion_table(found)):

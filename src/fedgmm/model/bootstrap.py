@@ -260,10 +260,38 @@ def bootstrap(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
     """Return 95 % percentile intervals of each client ``(C, 2)`` and of all rows ``(1, 2)``.
 
     Each resample draws as many rows of each client as the client has, with replacement. Resamples where a
-    metric is undefined, such as the AUC of rows of one class, are left out.
+    metric is undefined, such as the AUC of rows of one class, are left out. Where all resamples agree,
+    because every row is right or every row is wrong, shares of rows have the exact binomial bound, and
+    other metrics have no interval (NaN).
     """
     own, pooled = resample(rows, seed)
-    return _interval(own), _interval(pooled)
+    everything = np.zeros_like(rows.codes)
+    return _with_exact_bounds(_interval(own), rows, rows.codes), _with_exact_bounds(
+        _interval(pooled), rows, everything
+    )
+
+
+def _with_exact_bounds(intervals: Values, rows: ScoredRows, groups: IntArray) -> Values:
+    """Replace intervals without width: of ``n`` rows all are right with probability ``p^n``."""
+    counted = {"accuracy": np.ones(len(rows), dtype=bool)}
+    if rows.positive is not None:
+        counted["sensitivity"] = rows.labels == rows.positive
+        counted["specificity"] = rows.labels != rows.positive
+    found = {}
+    for name, interval in intervals.items():
+        low, high = interval.T.astype(np.float64)
+        flat = np.isclose(low, high, rtol=0, atol=1e-6)
+        if name in counted:
+            n = np.bincount(groups[counted[name]], minlength=len(low))
+            bound = ((1 - _LEVEL) / 2) ** (1 / np.maximum(n, 1))
+            low, high = (
+                np.where(flat & (low > 0.5), bound, low),
+                np.where(flat & (high < 0.5), 1 - bound, high),
+            )
+        else:
+            low, high = np.where(flat, np.nan, low), np.where(flat, np.nan, high)
+        found[name] = np.stack([low, high], -1)
+    return found
 
 
 def resample(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:

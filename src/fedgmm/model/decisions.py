@@ -15,6 +15,25 @@ IntArray = NDArray[np.int64]
 Cost = float | Mapping[Any, float]
 """Cost of missing the positive class, or of missing each class; see :meth:`Decision.of`."""
 
+_CODED = ((0, 1), ("0", "1"), ("false", "true"), ("no", "yes"))  # negative and positive class
+
+
+def default_positive(classes: Sequence[Hashable], counts: Sequence[int]) -> int:
+    """Return the index of the positive class of two.
+
+    It is 1, true or yes beside 0, false or no. Otherwise it is the rarer class, and the second one if
+    both are equally frequent.
+
+    Args:
+        classes: names of the classes, ``(2,)``.
+        counts: number of rows of each.
+    """
+    names = [name.lower() if isinstance(name, str) else name for name in classes]
+    for pair in _CODED:
+        if set(names) == set(pair):
+            return names.index(pair[1])
+    return int(counts[1] <= counts[0])
+
 
 @dataclass(frozen=True)
 class Decision:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedgmm.core.predictive import NumberPredictions
 from fedgmm.model.bootstrap import ScoredRows, bootstrap, metrics_of
-from fedgmm.model.decisions import Decision
-from fedgmm.wording import counted
+from fedgmm.model.decisions import Decision, default_positive
+from fedgmm.wording import counted, percent
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -186,7 +186,9 @@ class Evaluation:
     def intervals(self) -> dict[str, FloatArray]:
         """95 % bootstrap intervals of the metrics of each client, ``(C, 2)``; NaN where undefined.
 
-        Rows are resampled within each client. Calibration error and base rate have no interval.
+        Rows are resampled within each client. If all rows are right or all are wrong, resamples agree, and
+        shares of rows have the exact binomial bound instead. Calibration error and base rate have no
+        interval.
         """
         return self._bootstrapped[0]
 
@@ -238,19 +240,30 @@ class Evaluation:
     def headline(self) -> str:
         """Return a sentence with the main metric, and with the value that a constant guess reaches."""
         if self.predicted is None:
-            return f"Accuracy {self.mean_accuracy:.1%} on average over clients."
+            return f"Accuracy {percent(self.mean_accuracy)} on average over clients."
         if self.leading_metric == "average_precision":
             value = f"{self.pooled['average_precision']:.3f}"
-            if "average_precision" in self.pooled_intervals:
-                low, high = self.pooled_intervals["average_precision"]
+            low, high = self.pooled_intervals.get("average_precision", (np.nan, np.nan))
+            if np.isfinite(low):
                 value += f" (95 % interval {low:.3f} to {high:.3f})"
             return (
                 f"Average precision {value} for {self.positive!r}; a constant guess reaches "
                 f"{self.pooled['base_rate']:.3f}, the base rate."
             )
         return (
-            f"Accuracy {self.mean_accuracy:.1%} on average over clients; guessing each client's most "
-            f"frequent class reaches {self.constant_accuracy:.1%}."
+            f"Accuracy {percent(self.mean_accuracy)} on average over clients; guessing each client's most "
+            f"frequent class reaches {percent(self.constant_accuracy)}."
+        )
+
+    @property
+    def silence(self) -> str:
+        """A sentence that says that no row is predicted as the positive class; empty if one is."""
+        rows = self.predicted
+        if self.positive is None or rows is None or (rows.decided == rows.decision.positive).any():
+            return ""
+        return (
+            f"No row is predicted as {self.positive!r}: its probability is never large enough. Choose a "
+            "lower one with --threshold, or name the --cost of missing a row."
         )
 
     # ------------------------------------------------------------------ records
@@ -365,7 +378,7 @@ class RegressionEvaluation(Evaluation):
         own = self.together
         return (
             f"RMSE {own['rmse']:.4g}, R² {own['r2']:.3f}; {100 * self.level:g} % intervals hold "
-            f"{own['coverage']:.1%} of the rows."
+            f"{percent(own['coverage'])} of the rows."
         )
 
     def record(self) -> dict[str, Any]:
@@ -468,14 +481,16 @@ def evaluate(
         names: the clients.
         classes: names of the classes, ``(K,)``; by default the columns are numbered.
         decision: turns probabilities into a class; the most likely class by default. If it has no positive
-            class, the rarer one of two classes is positive.
+            class, :func:`~fedgmm.model.decisions.default_positive` finds it if there are two classes.
     """
     counts = np.bincount(codes, minlength=len(names))
     present = np.flatnonzero(counts)
     known = tuple(range(log_probabilities.shape[1])) if classes is None else classes
     decision = decision or Decision()
     if len(known) == 2 and decision.positive is None:
-        decision = decision.with_positive(rarer_class(labels))
+        decision = decision.with_positive(
+            default_positive(known, np.bincount(labels, minlength=2).tolist())
+        )
     place = np.cumsum(counts > 0) - 1
     rows = PredictedRows(log_probabilities, labels, place[codes], known, decision)
 
@@ -496,11 +511,6 @@ def row_losses(log_probabilities: FloatArray, labels: IntArray) -> FloatArray:
     """Return ``-log P(y|x)`` of each row's label ``(n,)``; finite also for labels of probability zero."""
     own = log_probabilities[np.arange(len(labels)), labels]
     return np.asarray(-np.maximum(own, _SMALLEST_LOG_PROBABILITY))
-
-
-def rarer_class(labels: IntArray) -> int:
-    """Return the rarer one of the classes 0 and 1; 1 if both are equally frequent."""
-    return int((labels == 1).sum() <= (labels == 0).sum())
 
 
 # ---------------------------------------------------------------------- helpers

@@ -27,7 +27,7 @@ from fedgmm.model.adaptation import (
     note_on,
     with_client,
 )
-from fedgmm.model.decisions import Cost, Decision
+from fedgmm.model.decisions import Cost, Decision, default_positive
 from fedgmm.model.importance import (
     KINDS,
     Importance,
@@ -108,8 +108,8 @@ class FederatedModel:
             position.
         dataset: training data, if it is in memory; never saved.
         target: mean and deviation of the numbers that the model predicts; ``None`` for classes.
-        positive: the positive class of two: the rarer one among the training rows; ``None`` if it is not
-            known.
+        positive: the positive class of two, see :func:`~fedgmm.model.decisions.default_positive`; ``None``
+            if it is not known.
     """
 
     algorithm: str
@@ -132,8 +132,9 @@ class FederatedModel:
         """Find the positive class, if there are two classes and training rows."""
         if self.positive is None and self.dataset is not None and len(self.classes) == 2:
             labels = self.dataset.classes[self.dataset.train.labels.cpu().numpy()]
-            second = int((labels == self.classes[1]).sum())
-            self.positive = self.classes.tolist()[int(2 * second <= len(labels))]
+            classes = self.classes.tolist()
+            counts = [int((labels == one).sum()) for one in self.classes]
+            self.positive = classes[default_positive(classes, counts)]
 
     def __repr__(self) -> str:
         """Return three lines: the method, its size, and the number of rounds."""
@@ -164,7 +165,7 @@ class FederatedModel:
         return (
             "Nothing is personalised: the model has one learner and no label frequencies, so all clients "
             "get the same predictions. If clients differ, several learners (--learners 3) or "
-            "personal_labels=true may help."
+            "label frequencies (--set personal_labels=true) may help."
         )
 
     @property
@@ -260,7 +261,7 @@ class FederatedModel:
             cost: cost of missing the positive class, where a false alarm costs 1; or a cost for missing
                 each class, by its name, where the others cost 1. The class with the smallest expected cost
                 is predicted.
-            positive: the positive class of two; ``None`` means the rarer one in training.
+            positive: the positive class of two; ``None`` means that of the model.
         """
         if self.target is not None:
             self.check_decision(threshold=threshold, cost=cost, positive=positive)
@@ -389,11 +390,10 @@ class FederatedModel:
         Args:
             split: ``"train"``, ``"validation"`` or ``"test"``.
             dataset: data of known clients; ``None`` means the training data.
-            positive: the positive class of two; ``None`` means the rarer one.
+            positive: as in :meth:`predict`.
             threshold: as in :meth:`predict`.
             cost: as in :meth:`predict`.
         """
-        decision = self.decision(positive=positive, threshold=threshold, cost=cost)
         data = self._data(dataset)
         rows = data.split(split)
         if not len(rows):
@@ -405,6 +405,7 @@ class FederatedModel:
             self.check_decision(threshold=threshold, cost=cost, positive=positive)
             found = self._numbers(self._evaluator.from_split(rows), codes)
             return evaluate_numbers(found, rows.labels, rows.codes.cpu().numpy(), rows.names)
+        decision = self.decision(positive=positive, threshold=threshold, cost=cost)
         log_proba = self._log_proba(self._evaluator.from_split(rows), codes)
         log_proba, labels = self._with_unseen_classes(log_proba, rows, data)
         return evaluate(

@@ -170,7 +170,7 @@ def accuracies(contents: ReportContents) -> Any:
         marker={"size": 8 if few else 4},
         **common,
     )
-    figure.update_yaxes(title_text="test accuracy", tickformat=".0%")
+    figure.update_yaxes(title_text="test accuracy", tickformat="~%")
     figure.update_xaxes(zeroline=False)
     if few:
         figure.update_xaxes(tickvals=np.arange(len(order)), ticktext=names, automargin=True)
@@ -206,7 +206,7 @@ def convergence(series: Sequence[Series]) -> Any:
             col=1,
         )
         if share:
-            figure.update_yaxes(tickformat=".0%", range=share_range(one.values), row=row, col=1)
+            figure.update_yaxes(tickformat="~%", range=share_range(one.values), row=row, col=1)
     figure.update_xaxes(title_text="round", row=len(series), col=1)
     if max(one.rounds.max() for one in series) <= _FEW_ROUNDS:
         figure.update_xaxes(dtick=1)  # otherwise plotly labels fractions of a round
@@ -476,7 +476,7 @@ def adaptation(records: Sequence[AdaptationRecord]) -> Any:
             row=1,
             col=1,
         )
-        figure.update_yaxes(tickformat=".0%", range=share_range(known), row=1, col=1)
+        figure.update_yaxes(tickformat="~%", range=share_range(known), row=1, col=1)
     if with_steps:
         figure.update_xaxes(title_text="iteration", row=len(titles), col=1)
     return figure

@@ -191,7 +191,9 @@ def _metric_rows(contents: ReportContents) -> list[dict[str, str]]:
         {
             "name": _METRIC_TITLES.get(name, name.replace("_", " ")),
             "value": shown(name, found.values[name]),
-            "interval": " to ".join(shown(name, end) for end in found.intervals.get(name, ())),
+            "interval": " to ".join(
+                shown(name, end) for end in found.intervals.get(name, ()) if np.isfinite(end)
+            ),
         }
         for name in [*first, *(one for one in found.values if one not in first)]
     ]

@@ -180,6 +180,7 @@ class FederatedRun:
     def evaluate(
         self,
         files: Sequence[str | Path] = (),
+        client: str | None = None,
         *,
         split: str = "test",
         positive: Any = None,
@@ -191,8 +192,10 @@ class FederatedRun:
 
         Args:
             files: labelled files of known clients; without any, the rows of the run are used.
+            client: the client whose files these are; ``None`` means the client column of a file, or its
+                name if there is no such column.
             split: which rows of the run: ``"train"``, ``"validation"`` or ``"test"``.
-            positive: the positive class of two; ``None`` means the rarer one in training.
+            positive: the positive class of two; ``None`` means that of the model.
             threshold: probability of the positive class from which on it is predicted.
             cost: cost of missing the positive class, or each class, see :meth:`FederatedModel.predict`.
             notify: called with a line before each step.
@@ -215,8 +218,8 @@ class FederatedRun:
             if not kept.any():
                 raise TableError(path, "no row has a label; evaluation needs labels.")
             names = rows.clients
-            if names is None:
-                names = [client_name(path)] * len(rows.matrix)
+            if names is None or client is not None:
+                names = [client or client_name(path)] * len(rows.matrix)
             own = np.array(self._full_names(names, path), dtype=object)[kept]
             owners += own.tolist()
             matrices.append(rows.matrix[kept])
@@ -272,7 +275,7 @@ class FederatedRun:
             file: a table with the columns of the training data; labels are not needed.
             client: the client whose weights are used; ``None`` uses the client column of the file, or
                 the federation's weights if there is no such column.
-            positive: the positive class of two; ``None`` means the rarer one in training.
+            positive: the positive class of two; ``None`` means that of the model.
             threshold: probability of the positive class from which on it is predicted.
             cost: cost of missing the positive class, or each class, see :meth:`FederatedModel.predict`.
             ids: columns that identify rows, besides those that training declared.
@@ -297,10 +300,8 @@ class FederatedRun:
             raise ValueError(
                 f"{self.model.algorithm} has no common model; choose a client with --client NAME."
             )
-        elif (name := client_name(path)) in self.model.names:
-            notes.append(
-                f"The federation's weights were used; for those of {name} add --client {name}."
-            )
+        else:
+            notes += self._unused_name(path, "The federation's weights were used; for those of")
         notify("predicting")
         if decision is None:
             numbers = self.model.predict_distribution(rows.matrix, owner)
@@ -395,6 +396,8 @@ class FederatedRun:
             owners = [self.client_named(client)] * len(rows.matrix)
         elif rows.clients is not None:
             owners = self._owners_with_threshold(rows.clients, score, notes)
+        else:
+            notes += self._unused_name(path, "The rows are compared with all clients; for")
         of_rows = None if owners is None else np.array(owners, dtype=object)
         options: dict[str, Any] = {"score": score, "false_alarm_rate": false_alarm_rate}
         result = self.model.novelty(rows.matrix, labels, clients=of_rows, batch=True, **options)
@@ -488,6 +491,11 @@ class FederatedRun:
         notes = list(rows.notes)
         matrix, labels = rows.matrix, None
         known = rows.labelled
+        if rows.unknown_labels and not known.any():
+            notes.append(
+                f"{path.name}: no label is a class of the training data, such as "
+                f"{rows.unknown_labels[0]!r}, so the client learned without labels."
+            )
         if rows.labels is not None and known.any():
             if not known.all():
                 notes.append(
@@ -575,6 +583,11 @@ class FederatedRun:
         raise ValueError(
             f"Client {client!r} is not known; {hint} A new client joins with fedgmm adapt."
         )
+
+    def _unused_name(self, path: Path, what: str) -> list[str]:
+        """Return a note if the name of a file is that of a client, which was not asked for."""
+        name = client_name(path)
+        return [f"{what} {name} add --client {name}."] if name in self.model.names else []
 
     def _full_names(self, clients: list[str], path: Path) -> list[str]:
         if "" in clients:

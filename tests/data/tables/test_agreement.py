@@ -240,3 +240,9 @@ def test_a_note_about_dates_that_are_not_read_as_dates(dates):
 def test_no_note_about_texts_that_are_not_all_dates(texts):
     _, notes = agreed(clients(oslo=text(**dict.fromkeys(texts.split(), 5))))
     assert notes == []
+
+
+def test_columns_that_one_rule_drops_share_a_note():
+    columns = {"a": number(5.0, 0.0, 9), "b": number(3.0, 0.0, 9), "x": number(5.0, 8.0, 9)}
+    _, notes = agree_on_columns({"p": ClientSummary(9, 0, columns, {"u": 9})}, TableOptions("y"))
+    assert notes == ["2 columns (a, b) are not used: all values are equal."]

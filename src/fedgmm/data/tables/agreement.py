@@ -29,11 +29,11 @@ from fedgmm.data.tables.preprocessing import (
 )
 from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary, look_like_names
 
-_NAMES = "it has so many different values that they look like names"
-_TOO_LARGE = "its numbers are too large to be squared"
-_CONSTANT = "all its values are equal"
-_UNLISTED = "no client lists its values, because they look like names"
-_AMBIGUOUS = "its dates can be read with the day first or with the month first"
+_NAMES = "so many different values look like names"
+_TOO_LARGE = "the numbers are too large to be squared"
+_CONSTANT = "all values are equal"
+_UNLISTED = "no client lists the values, because they look like names"
+_AMBIGUOUS = "the dates can be read with the day first or with the month first"
 _REMEDIES = {
     _AMBIGUOUS: "; say which with --date-format, such as --date-format %d.%m.%Y",
     _NAMES: "; use --categorical {0} for categories, --date-format for dates, or --id {0} for ids",
@@ -92,7 +92,7 @@ def agree_on_columns(
         if name not in (*names, options.label, options.client_column):
             raise ValueError(f"There is no column {quoted(name)}; the columns are {listed(names)}.")
     columns = [_agree_on(name, summaries, options) for name in names]
-    notes = _absent_notes(columns, summaries)
+    notes = [*_absent_notes(columns, summaries), *_unused_notes(columns, options)]
     for column in columns:
         notes += _column_notes(column, _of_column(summaries, column.name), options)
     return columns, notes
@@ -136,6 +136,18 @@ def _absent_notes(columns: Sequence[Column], summaries: Mapping[str, ClientSumma
     ]
 
 
+def _unused_notes(columns: Sequence[Column], options: TableOptions) -> list[str]:
+    """Return a note for each rule that drops columns; a remedy names the first of them."""
+    dropped: dict[str, list[str]] = {}
+    for column in columns:
+        if column.role == "ignored" and column.name not in options.left_out:
+            dropped.setdefault(column.reason, []).append(column.name)
+    return [
+        f"{_columns(names)} not used: {reason}{_REMEDIES.get(reason, '').format(names[0])}."
+        for reason, names in dropped.items()
+    ]
+
+
 def _columns(names: Sequence[str]) -> str:
     if len(names) == 1:
         return f"Column {quoted(names[0])} is"
@@ -145,13 +157,10 @@ def _columns(names: Sequence[str]) -> str:
 def _column_notes(
     column: Column, own: Mapping[str, ColumnSummary], options: TableOptions
 ) -> list[str]:
-    """Return notes about a column that is dropped, or changed in a way that may surprise."""
+    """Return notes about a column that is changed in a way that may surprise."""
     name = quoted(column.name)
     if column.role == "ignored":
-        if column.name in options.left_out:
-            return []
-        remedy = _REMEDIES.get(column.reason, "").format(column.name)
-        return [f"Column {name} is not used: {column.reason}{remedy}."]
+        return []
     if column.role != "category":
         return _scale_notes(column, own)
     notes = [] if column.name in options.categorical else _mixed_notes(column, own)
@@ -221,7 +230,7 @@ def _agree_on(name: str, summaries: Mapping[str, ClientSummary], options: TableO
     rows = sum(summary.rows for summary in summaries.values())
     present = sum(summaries[client].rows - column.missing for client, column in own.items())
     if not present:
-        return Column(name, "ignored", reason="it has no values")
+        return Column(name, "ignored", reason="there are no values")
     # a client without the column lacks all of its values
     indicator = present < rows and rows - present >= options.indicator_from * rows
     column = _converted(name, own, present, indicator, options)
@@ -234,7 +243,7 @@ def _one_owner(name: str, owner: str, summaries: Mapping[str, ClientSummary]) ->
     here = summaries[owner].columns
     twin = next((n for n in sorted(others) if n not in here and _plain(n) == _plain(name)), None)
     hint = "" if twin is None else f"; rename it there if it is the {quoted(twin)} of the others"
-    return f"only {owner} has it{hint}"
+    return f"only {owner} has such a column{hint}"
 
 
 def _plain(name: str) -> str:

@@ -234,11 +234,12 @@ def _warnings(
 ) -> list[str]:
     used = [facts.name for facts in columns if facts.role != "ignored"]
     # warnings about all clients come first, because callers may show only the first few
-    found = [
-        f"Column {quoted(facts.name)} lacks {100 * facts.missing:.0f} % of its values."
+    sparse = [
+        f"{quoted(facts.name)} ({100 * facts.missing:.0f} %)"
         for facts in columns
         if facts.name in used and facts.missing > _MANY_MISSING
     ]
+    found = [f"Columns that lack many of their values: {joined(sparse)}."] if sparse else []
     found += _class_warnings(clients, classes)
     few = [f"{c.name} ({c.rows})" for c in clients if c.rows < _FEW_ROWS]
     if few:
@@ -281,12 +282,16 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
         share = classes[label] / total
         rates = {c.name: c.classes.get(label, 0) / c.rows for c in clients if c.rows}
         lowest, highest = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
+        better = (
+            f"average precision: evaluate --positive {label} shows it first"
+            if len(classes) == 2
+            else "balanced accuracy and the confusion matrix of evaluate"
+        )
         more = f" (and {len(rare) - 1} more classes under 5 %)" if len(rare) > 1 else ""
         found.append(
             f"Class {quoted(label)} is rare{more}: {_share(share)} of all rows, from "
             f"{_share(rates[lowest])} at {lowest} to {_share(rates[highest])} at {highest}. A model that "
-            f"never finds it has an accuracy of {_share(1 - share)}, so look at average precision, which "
-            "evaluate shows first."
+            f"never finds it has an accuracy of {_share(1 - share)}, so look at {better}."
         )
     lacking: dict[tuple[str, ...], list[str]] = {}
     for client in clients:
