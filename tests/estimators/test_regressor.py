@@ -61,3 +61,14 @@ def test_scikit_learns_own_checks():
     results = check_estimator(model, on_fail=None, on_skip=None)
     failed = [r["check_name"] for r in results if r["status"] == "failed"]
     assert not failed
+
+
+def test_sizes_are_chosen_by_held_out_rows(world):
+    x, y, sites = world
+    model = FedGMMRegressor("auto", "auto", rounds=3, random_state=0).fit(x, y, clients=sites)
+    assert {type(model.model_.options[name]) for name in ("components", "learners")} == {int}
+
+
+def test_a_density_alone_is_not_a_regressor(world):
+    with pytest.raises(ValueError, match="algorithm"):
+        FedGMMRegressor(algorithm="gmm").fit(*world[:2])

@@ -211,6 +211,14 @@ class PredictsByModel(TakesClients):
         self.clients_ = array_of_names(model.names)
         return self
 
+    def _keep(self, model: FederatedModel) -> None:
+        """Store a fitted model, without the rows."""
+        model.dataset = None
+        self.model_ = model
+        self.clients_ = array_of_names(model.names)
+        self.n_iter_ = len(model.history)
+        self._warned = False
+
     def _fitted(self) -> FederatedModel:
         check_is_fitted(self)
         return self.model_

@@ -17,11 +17,10 @@ from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 
 from fedgmm.core.checks import (
-    array_of_names,
     check_choice,
     check_flag,
     check_integer,
-    check_non_negative,
+    check_number,
 )
 from fedgmm.core.streaming import threads
 from fedgmm.data.dataset import FederatedDataset
@@ -320,11 +319,7 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         for name, size in sizes.items():
             if size != "auto":
                 check_integer(name, size, 1)
-        check_non_negative("validation_fraction", self.validation_fraction)  # its type
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(
-                f"validation_fraction must lie between 0 and 1, got {self.validation_fraction!r}."
-            )
+        check_number("validation_fraction", self.validation_fraction, above=0, below=1)
         needed = self.patience is not None or "auto" in sizes.values()
         held_out = self.validation_fraction if needed else 0.0
         check_flag("warm_start", self.warm_start)
@@ -353,12 +348,8 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         }
         with threads(thread_count(self.n_jobs)):
             model = self._train(dataset, options, resume=resume)
-        model.dataset = None  # so that the estimator does not keep the rows
-        self.model_ = model
-        self.clients_ = array_of_names(model.names)
         self.history_ = model.history
-        self.n_iter_ = len(model.history)
-        self._warned = False
+        self._keep(model)
         return self
 
     def _train(

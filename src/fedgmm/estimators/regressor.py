@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,10 +11,11 @@ from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.utils import check_random_state
 
-from fedgmm.core.checks import array_of_names, check_number
+from fedgmm.core.checks import check_choice, check_number
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.estimators.base import DTYPES, PredictsByModel, refuse_mapping
 from fedgmm.training.local import train
+from fedgmm.training.options import ALGORITHMS
 
 FloatArray = NDArray[np.float64]
 
@@ -27,10 +28,10 @@ class FedGMMRegressor(PredictsByModel, RegressorMixin, BaseEstimator):  # type: 
 
     Parameters
     ----------
-    n_components : int, default=3
-        Number of Gaussians ``M1``.
-    n_learners : int, default=3
-        Number of learners ``M2``.
+    n_components : int or "auto", default=3
+        Number of Gaussians ``M1``. ``"auto"`` chooses by held-out rows.
+    n_learners : int or "auto", default=3
+        Number of learners ``M2``. ``"auto"`` chooses by held-out rows.
     learner : {"linear", "mlp"} or callable, default="linear"
         Network of the learners, or a function that returns a ``torch.nn.Module`` with one output.
     algorithm : str, default="fedgmm"
@@ -44,7 +45,7 @@ class FedGMMRegressor(PredictsByModel, RegressorMixin, BaseEstimator):  # type: 
     patience : int or None, default=None
         Stop after this many rounds without a better log-likelihood of held-out rows.
     validation_fraction : float, default=0.2
-        Share of each client's rows that ``patience`` holds out.
+        Share of each client's rows that ``patience`` and ``"auto"`` hold out.
     training_options : dict or None, default=None
         Further fields of :class:`fedgmm.TrainingOptions`, such as ``{"batch_size": 32}``.
     client_column : str, int or None, default=None
@@ -63,8 +64,8 @@ class FedGMMRegressor(PredictsByModel, RegressorMixin, BaseEstimator):  # type: 
 
     def __init__(
         self,
-        n_components: int = 3,
-        n_learners: int = 3,
+        n_components: int | Literal["auto"] = 3,
+        n_learners: int | Literal["auto"] = 3,
         *,
         learner: Any = "linear",
         algorithm: str = "fedgmm",
@@ -123,8 +124,10 @@ class FedGMMRegressor(PredictsByModel, RegressorMixin, BaseEstimator):  # type: 
             ensure_min_samples=2,
             y_numeric=True,
         )
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
         check_number("validation_fraction", self.validation_fraction, above=0, below=1)
-        held_out = 0.0 if self.patience is None else self.validation_fraction
+        needed = self.patience is not None or "auto" in (self.n_components, self.n_learners)
+        held_out = self.validation_fraction if needed else 0.0
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         dataset = FederatedDataset.from_arrays(
             X,
@@ -148,11 +151,7 @@ class FedGMMRegressor(PredictsByModel, RegressorMixin, BaseEstimator):  # type: 
             seed=seed,
             **(self.training_options or {}),
         )
-        model.dataset = None  # so that the estimator does not keep the rows
-        self.model_ = model
-        self.clients_ = array_of_names(model.names)
-        self.n_iter_ = len(model.history)
-        self._warned = False
+        self._keep(model)
         return self
 
     def predict(
