@@ -126,6 +126,9 @@ class Job:
         return cls(options, table, preprocessing, precision, min_rows)
 
 
+_LATER_OPTIONS = {"refit"}  # version 0.1 did not have them; their defaults change nothing
+
+
 def options_from_record(record: Any) -> TrainingOptions:
     """Return the options that a server sent.
 
@@ -133,7 +136,7 @@ def options_from_record(record: Any) -> TrainingOptions:
         ValueError: values that are not options of this version.
     """
     known = {field.name for field in fields(TrainingOptions)}
-    if not isinstance(record, Mapping) or set(record) != known:
+    if not isinstance(record, Mapping) or not known - _LATER_OPTIONS <= set(record) <= known:
         raise ValueError(
             "the options belong to another version of fedgmm; install the same version at server and sites"
         )
