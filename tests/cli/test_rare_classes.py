@@ -154,6 +154,7 @@ def test_the_report_leads_with_it_too(fraud):
     works("report", home / "run")
     page = (home / "run" / "report.html").read_text(encoding="utf-8")
     assert page.index("Average precision") < page.index("Mean accuracy")
+    assert "One class is rare" in page
     assert 'id="chart-columns"' in page
 
 

@@ -402,6 +402,12 @@ def test_a_file_of_several_clients_has_a_table_of_them(tmp_path):
     np.testing.assert_array_equal(run.detect(path).result.p_values, found.result.p_values)
 
 
+def test_a_client_that_joined_has_no_threshold_of_its_own(run, finished):
+    run.adapt("kiel", finished / "new.csv")
+    with pytest.raises(RunError, match="--client"):
+        run.detect(finished / "new.csv", "kiel")
+
+
 def test_too_few_rows_to_judge_a_file_are_noted(run, finished):
     run.model.calibration = {
         name: scores[:3] if len(scores) > 3 else scores

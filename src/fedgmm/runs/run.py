@@ -393,7 +393,13 @@ class FederatedRun:
             self.model.calibrate(self.data(notify))  # the run was written by an earlier version
         owners: list[str | None] | None = None
         if client is not None:
-            owners = [self.client_named(client)] * len(rows.matrix)
+            name = self.client_named(client)
+            if not self.model.has_own_threshold(name, score):
+                raise RunError(
+                    f"{name} has no held-out rows of its own: it joined later, or has too few rows. Leave "
+                    "out --client to compare with the rows of all clients."
+                )
+            owners = [name] * len(rows.matrix)
         elif rows.clients is not None:
             owners = self._owners_with_threshold(rows.clients, score, notes)
         else:

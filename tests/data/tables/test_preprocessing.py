@@ -159,7 +159,7 @@ def test_labels_that_are_not_classes(fails):
     assert "no values" in fails(agreed, [], [])
     assert "--task regression" in fails(agreed, [str(0.1 + i) for i in range(30)])
     assert "--task classification" in fails(agreed, map(str, range(500)))
-    assert "measurement" in fails(agreed, ["long " * 500 + str(i) for i in range(1500)])
+    assert "free text" in fails(agreed, ["long " * 500 + str(i) for i in range(1500)])
 
 
 def test_many_whole_numbers_are_classes():
@@ -167,3 +167,13 @@ def test_many_whole_numbers_are_classes():
     assert len(agreed(map(str, range(500)), task="classification").classes) == 500
     assert agreed(["0", "1"]).array.dtype.kind == "i"
     assert agreed(["true", "false"]).array.dtype == np.bool_
+
+
+def test_labels_that_hardly_repeat_are_no_classes():
+    dates = {f"{day:02d}.{month:02d}.1960": 1 for day in range(1, 29) for month in (1, 2)}
+    with pytest.raises(ValueError, match="--label"):
+        Labels.agreed("born", [dates])
+    assert len(Labels.agreed("born", [dates], "classification").classes) == 56
+    assert (
+        len(Labels.agreed("town", [dict.fromkeys("abcdefghijklmnopqrstuvwxyz", 3)]).classes) == 26
+    )

@@ -38,6 +38,7 @@ from fedgmm.data.tables.columns import (
     without_point,
 )
 from fedgmm.data.tables.errors import TableError, ValueKindError, listed, quoted
+from fedgmm.data.tables.summaries import look_like_names
 
 Role = Literal["number", "date", "category", "ignored"]
 
@@ -177,14 +178,20 @@ class Labels:
         read = as_classes(text for own in counts for text in own)
         classes = tuple(sorted(set(read.values())))
         rows = sum(sum(own.values()) for own in counts)
-        continuous = looks_continuous(np.array(classes), rows)
-        if task == "auto" and (continuous or len(classes) > _MOST_CLASSES):
-            numbers = not isinstance(next(iter(classes)), str)
-            remedies = "--task regression predicts numbers, " if numbers else ""
+        texts = bool(classes) and isinstance(classes[0], str)
+        unlike_classes = (
+            look_like_names(len(classes), rows)
+            if texts
+            else looks_continuous(np.array(classes), rows)
+        )
+        if task == "auto" and (unlike_classes or len(classes) > _MOST_CLASSES):
+            like, remedy = "a measurement", "--task regression predicts numbers"
+            if texts:
+                like, remedy = "names, dates or free text", "--label names another column"
             raise ValueError(
                 f"The label column {name!r} has {len(classes):,} different values, such as "
-                f"{quoted(classes[0])} and {quoted(classes[1])}; it looks like a measurement, not a "
-                f"class: {remedies}--task classification makes every value a class (task in [data])."
+                f"{quoted(classes[0])} and {quoted(classes[1])}; it looks like {like}, not like classes: "
+                f"{remedy}, --task classification makes every value a class (task in [data])."
             )
         if len(classes) < 2:
             only = f"only the class {quoted(classes[0])}" if classes else "no values"
@@ -432,8 +439,12 @@ class Column:
 
     def _kind_error(self, kind: Kind, such: str, known: str) -> ValueKindError:
         holds = f"the column {quoted(self.name)} holds {KIND_NAMES[kind]}"
+        remedy = "correct these values, or leave them empty"
+        if known == KIND_NAMES["date"]:
+            remedy = "write dates as 2024-12-31"
         return ValueKindError(
-            f"{holds}{such}, but training had {known}.", f"{holds}, but training had {known}"
+            f"{holds}{such}, but training had {known}; {remedy}.",
+            f"{holds}, but training had {known}",
         )
 
     def _encode_categories(self, values: ColumnValues) -> tuple[IntArray, int]:
