@@ -117,6 +117,12 @@ def test_a_module_in_place_of_a_learner(rng):
         train(federation(rng), learner=torch.nn.Linear(3, 2))
 
 
+def test_a_learner_that_is_always_the_same_module(rng):
+    module = torch.nn.Linear(3, 2)
+    with pytest.raises(TypeError, match="the same Linear twice"):
+        train(federation(rng), learner=lambda: module, **FAST)
+
+
 def test_a_class_with_arguments_in_place_of_a_learner(rng):
     with pytest.raises(TypeError, match=r"lambda: Linear\(\.\.\.\)"):
         train(federation(rng), learner=torch.nn.Linear)

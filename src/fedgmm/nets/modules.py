@@ -248,7 +248,13 @@ class ModuleNetwork:
         try:
             module = idle.pop()
         except IndexError:
-            module = _training_mode(seeded_module(self.factory, self._generator))
+            module = seeded_module(self.factory, self._generator)
+            if module is self._module:
+                raise TypeError(
+                    "learner must make a new module on every call, but it returned the same "
+                    f"{type(module).__name__} twice."
+                ) from None
+            _training_mode(module)
             for _, layer in _normalisations(module):
                 layer.momentum = 1.0  # so that it leaves the statistics of the batch
             if not training:
@@ -383,22 +389,12 @@ class ModuleNetwork:
         """Call the module once, with an error that says what it could not read."""
         values = {name: value.clone() for name, value in self.constants.items()}
         values |= {n: v[0].clone() if n in self._momenta else v[0] for n, v in params.items()}
-        try:
-            with _trial(), self._borrowed(training) as module:
-                out = functional_call(module, values, (rows.clone(),))
-        except Exception as error:  # the module is the user's, so any error can come
-            reason = str(error).split("\n")[0] or type(error).__name__
-            hint = ""
-            if self.integer_inputs and isinstance(error, IndexError):
-                hint = f" The rows hold integers from {int(rows.min())} to {int(rows.max())}."
-            elif not self.integer_inputs and any(part in reason for part in _LOOKUP):
-                hint = (
-                    " If they are integers such as token ids, set integer_inputs = True on the module; "
-                    "if only some columns are, use standardise=False and convert them in the module."
-                )
-            raise ValueError(
-                f"{kind} cannot read rows of shape {self.input_shape}: {reason}.{hint}"
-            ) from error
+        with self._borrowed(training) as module:
+            try:
+                with _trial():
+                    out = functional_call(module, values, (rows.clone(),))
+            except Exception as error:  # the module is the user's, so any error can come
+                raise self._unreadable(kind, rows, error) from error
         for name, value in self.constants.items():
             if value.is_floating_point() and not torch.equal(values[name], value):
                 raise ValueError(
@@ -406,6 +402,19 @@ class ModuleNetwork:
                     "do that, because a change would have to be averaged over clients."
                 )
         return out
+
+    def _unreadable(self, kind: str, rows: Tensor, error: Exception) -> ValueError:
+        """Return an error that says what the module could not read."""
+        reason = str(error).split("\n")[0] or type(error).__name__
+        hint = ""
+        if self.integer_inputs and isinstance(error, IndexError):
+            hint = f" The rows hold integers from {int(rows.min())} to {int(rows.max())}."
+        elif not self.integer_inputs and any(part in reason for part in _LOOKUP):
+            hint = (
+                " If they are integers such as token ids, set integer_inputs = True on the module; "
+                "if only some columns are, use standardise=False and convert them in the module."
+            )
+        return ValueError(f"{kind} cannot read rows of shape {self.input_shape}: {reason}.{hint}")
 
 
 def seeded_module(factory: ModuleFactory, generator: torch.Generator) -> nn.Module:
