@@ -479,6 +479,12 @@ def test_a_column_of_texts_is_named():
         FederatedDataset.from_arrays(table, np.arange(6) % 2)
 
 
+def test_a_missing_number_of_pandas_is_a_missing_value():
+    table = pd.DataFrame({"age": np.arange(6.0), "dose": pd.array([1, 2, pd.NA, 3, 4, 5])})
+    with pytest.raises(ValueError, match=r"NaN.*column 'dose', row 2"):
+        FederatedDataset.from_arrays(table, np.arange(6) % 2)
+
+
 def test_a_mapping_in_place_of_rows():
     with pytest.raises(TypeError, match="X is a mapping"):
         FederatedDataset.from_arrays({"a": np.eye(6)}, np.arange(6) % 2)

@@ -448,6 +448,8 @@ def numeric(values: Any, what: str) -> NDArray[Any]:
     try:
         if rows.dtype.kind in "cmMV":  # NumPy would cast dates and drop imaginary parts
             raise ValueError(f"they are of type {rows.dtype}")
+        if rows.dtype.kind == "O":  # None and pandas' NA are missing numbers
+            rows = np.where(np.frompyfunc(is_missing, 1, 1)(rows).astype(bool), np.nan, rows)
         return rows.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(
