@@ -64,3 +64,9 @@ def test_figures_hold_the_values(contents):
     assert list(own.y) == sorted(contents.clients.accuracy)
     first = contents.clients.names.index(own.customdata[0])
     assert figure.data[0].y[0] == contents.baselines["FedAvg"][first]
+
+
+def test_axes_of_shares_have_no_tick_beyond_all_or_nothing():
+    low, high = charts.share_range([0.0, 1.0])
+    assert -0.02 < low < 0
+    assert 1 < high < 1.02

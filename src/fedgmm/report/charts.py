@@ -106,7 +106,7 @@ def share_range(shares: Sequence[float] | FloatArray) -> list[float]:
     """Return the range of an axis, wide enough that small changes do not look large."""
     low, high = float(np.min(shares)), float(np.max(shares))
     spare = max(0.05, 0.1 * (high - low))
-    return [max(low - spare, -0.02), min(high + spare, 1.02)]
+    return [max(low - spare, -0.01), min(high + spare, 1.01)]  # without ticks beyond 0 and 100 %
 
 
 def _layout(height: int, **layout: Any) -> dict[str, Any]:
