@@ -216,6 +216,8 @@ def test_a_few_rows_without_error_do_not_prove_perfection():
     assert wrong.pooled_intervals["sensitivity"] == pytest.approx((0.0, 1 - 0.025 ** (1 / 2)))
     assert "threshold" in wrong.silence
     assert result.silence == ""
+    alarm = evaluate(np.log(np.where(np.eye(2)[1 - labels], 0.9, 0.1)), labels, codes, NAMES)
+    assert "threshold" in alarm.silence  # positive rows are predicted, but the wrong ones
 
 
 def test_intervals_agree_with_a_loop_over_resamples(rng):

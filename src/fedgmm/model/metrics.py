@@ -257,12 +257,11 @@ class Evaluation:
 
     @property
     def silence(self) -> str:
-        """A sentence that says that no row is predicted as the positive class; empty if one is."""
-        rows = self.predicted
-        if self.positive is None or rows is None or (rows.decided == rows.decision.positive).any():
+        """A sentence that says that no row of the positive class is found; empty if one is."""
+        if self.positive is None or self.pooled["sensitivity"] != 0:
             return ""
         return (
-            f"No row is predicted as {self.positive!r}: its probability is never large enough. Choose a "
+            f"No row of {self.positive!r} is found: its probability is nowhere large enough. Choose a "
             "lower one with --threshold, or name the --cost of missing a row."
         )
 
