@@ -17,7 +17,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -154,21 +154,33 @@ def check_fields(options: Any) -> None:
         TypeError: a value of the wrong type.
         ValueError: a value that is not allowed.
     """
-    for name, hint in get_type_hints(type(options), include_extras=True).items():
+    for name, optional, words, checks in _rules(type(options)):
         value = getattr(options, name)
+        if (value is None and optional) or (isinstance(value, str) and value in words):
+            continue
+        for check in checks:
+            try:
+                check(name, value)
+            except (TypeError, ValueError) as error:
+                if not words:
+                    raise
+                also = " or ".join(map(repr, words))
+                raise type(error)(f"{error} {also} is allowed, too.") from None
+
+
+@cache
+def _rules(options: type) -> list[tuple[str, bool, list[str], list[Check]]]:
+    """Return for each field: its name, whether it may be ``None``, allowed texts, and checks.
+
+    Reading annotations takes longer than all checks together, so the rules of a class are kept.
+    """
+    found = []
+    for name, hint in get_type_hints(options, include_extras=True).items():
         parts = get_args(hint) if not hasattr(hint, "__metadata__") else (hint,)
         words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-        if (value is None and type(None) in parts) or (isinstance(value, str) and value in words):
-            continue
-        for part in parts:
-            for check in getattr(part, "__metadata__", ()):
-                try:
-                    check(name, value)
-                except (TypeError, ValueError) as error:
-                    if not words:
-                        raise
-                    also = " or ".join(map(repr, words))
-                    raise type(error)(f"{error} {also} is allowed, too.") from None
+        checks = [check for part in parts for check in getattr(part, "__metadata__", ())]
+        found.append((name, type(None) in parts, words, checks))
+    return found
 
 
 def optional_fields(options: type) -> set[str]:

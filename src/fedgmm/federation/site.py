@@ -98,6 +98,7 @@ class Site:
         self._folder = SiteFolder(settings.out)
         self._folder.check()
         self._plan_shown = False
+        self._described: tuple[Message, Job] | None = None  # the last request, parsed
         self._policy = Policy(settings.out, settings.max_rounds)
         if settings.forget:
             self._policy.forget()
@@ -150,7 +151,7 @@ class Site:
                 )
             with self._folder.run.lock():
                 if request.kind in TRAINING_REQUESTS:
-                    Job.from_record(request.facts, self.name)  # malformed requests are not counted
+                    self._job(request)  # malformed requests are not counted
                     _place(request)
                 self._policy.check(request)
                 arrays, facts = handlers[request.kind](request)
@@ -403,10 +404,13 @@ class Site:
 
     def _job(self, request: Message) -> Job:
         """Return the training run that a request describes, with the options of this site."""
-        job = Job.from_record(request.facts, self.name)
-        table = self._own_table(job.table)
-        preprocessing = replace(job.preprocessing, written=table.written)
-        return replace(job, table=table, preprocessing=preprocessing)
+        if self._described is None or self._described[0] is not request:
+            job = Job.from_record(request.facts, self.name)
+            table = self._own_table(job.table)
+            preprocessing = replace(job.preprocessing, written=table.written)
+            job = replace(job, table=table, preprocessing=preprocessing)
+            self._described = request, job
+        return self._described[1]
 
     def _training_rows(self, request: Message) -> tuple[Job, LabelledRows]:
         job = self._job(request)
