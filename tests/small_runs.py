@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+import typer
+from click.testing import CliRunner
 
 SITES = {"oslo": 90, "bergen": 60, "tromso": 50}
 SMALL = {"components": 2, "learners": 2, "rounds": 4}
@@ -53,11 +55,26 @@ def write_sites(folder, sizes=None, seed=0):
     ]
 
 
+class Runner(CliRunner):
+    """A runner that builds the tree of commands once; typer's own builds it for every call."""
+
+    def invoke(self, app, *arguments, **options):
+        return super().invoke(_command(app), *arguments, **options)
+
+
+@cache
+def _command(app):
+    return typer.main.get_command(app)
+
+
+RUNNER = Runner()
+
+
 def invoke(*arguments):
     """A command in this process; whatever goes wrong must be a sentence, not a traceback."""
     from fedgmm.cli import app
 
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = RUNNER.invoke(app, [str(argument) for argument in arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 

@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import tiny_images
 from fedgmm.cli import app
+from small_runs import RUNNER
 
-runner = CliRunner()
 SMALL = ["--rounds", "2", "--tuning-rounds", "1", "--seeds", "1", "--encoder", "pixels"]
 SMALL += ["--learner", "linear", "--device", "cpu"]
 
@@ -20,7 +19,7 @@ def test_an_experiment_on_images_writes_its_table(experiment, tmp_path):
     tiny_images.write_femnist(tmp_path / "data")
     arguments = ["reproduce", experiment, "--dataset", "femnist", "--methods", "fedavg,fedgmm"]
     arguments += ["--data-dir", str(tmp_path / "data"), "--out", str(tmp_path / "out"), *SMALL]
-    result = runner.invoke(app, arguments)
+    result = RUNNER.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "FedGMM" in result.output
     table = tmp_path / "out" / f"{experiment}-femnist-paper.md"
@@ -31,12 +30,12 @@ def test_the_data_folder_may_come_from_the_environment(tmp_path, monkeypatch):
     tiny_images.write_femnist(tmp_path / "data")
     monkeypatch.setenv("FEDGMM_DATA", str(tmp_path / "data"))
     arguments = ["reproduce", "classification", "--methods", "fedavg", "--out", str(tmp_path / "o")]
-    assert runner.invoke(app, [*arguments, *SMALL]).exit_code == 0
+    assert RUNNER.invoke(app, [*arguments, *SMALL]).exit_code == 0
 
 
 def test_without_a_data_folder_it_says_what_to_set(tmp_path, monkeypatch):
     monkeypatch.delenv("FEDGMM_DATA", raising=False)
-    result = runner.invoke(app, ["reproduce", "classification", "--out", str(tmp_path)])
+    result = RUNNER.invoke(app, ["reproduce", "classification", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "FEDGMM_DATA" in result.output
     assert "Traceback" not in result.output
@@ -46,14 +45,14 @@ def test_without_a_data_folder_it_says_what_to_set(tmp_path, monkeypatch):
     "wrong", [["--dataset", "imagenet"], ["--track", "fast"], ["--methods", "magic"]], ids=str
 )
 def test_unknown_names_are_reported(wrong, tmp_path):
-    result = runner.invoke(app, ["reproduce", "classification", "--out", str(tmp_path), *wrong])
+    result = RUNNER.invoke(app, ["reproduce", "classification", "--out", str(tmp_path), *wrong])
     assert result.exit_code == 1
     assert wrong[1] in result.output
 
 
 def test_options_of_images_are_refused_elsewhere(tmp_path):
     arguments = ["reproduce", "synthetic", "--out", str(tmp_path), "--dataset", "femnist"]
-    result = runner.invoke(app, arguments)
+    result = RUNNER.invoke(app, arguments)
     assert result.exit_code == 2
     assert "classification" in result.output
 
@@ -67,9 +66,9 @@ def test_nothing_is_fetched_unless_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr("fedgmm.data.images.files.fetch_files", fetched)
     arguments = ["reproduce", "classification", "--dataset", "mnist", "--out", str(tmp_path / "o")]
     arguments += ["--data-dir", str(tmp_path / "data")]
-    assert runner.invoke(app, arguments).exit_code == 1
+    assert RUNNER.invoke(app, arguments).exit_code == 1
     assert asked == []
-    assert runner.invoke(app, [*arguments, "--download"]).exit_code == 1  # there is still no file
+    assert RUNNER.invoke(app, [*arguments, "--download"]).exit_code == 1  # there is still no file
     assert [name for name, _ in asked] == ["mnist"]
 
 
@@ -78,7 +77,7 @@ def test_sizes_reach_the_study(tmp_path):
     arguments = ["reproduce", "classification", "--methods", "fedavg", "--out", str(tmp_path / "o")]
     arguments += ["--data-dir", str(tmp_path / "data"), *SMALL]
     sizes = ["--components", "2", "--learners", "1", "--image-size", "16"]
-    result = runner.invoke(app, [*arguments, *sizes, "--encoder-dtype", "float32"])
+    result = RUNNER.invoke(app, [*arguments, *sizes, "--encoder-dtype", "float32"])
     assert result.exit_code == 0, result.output
     study = json.loads((tmp_path / "o" / "classification-femnist-paper" / "study.json").read_text())
     asked = {"components": 2, "learners": 1, "image_size": 16, "encoder_dtype": "float32"}
@@ -87,7 +86,7 @@ def test_sizes_reach_the_study(tmp_path):
 
 def test_a_flag_of_images_is_named_as_it_was_typed(tmp_path):
     arguments = ["reproduce", "synthetic", "--out", str(tmp_path), "--image-size", "16"]
-    result = runner.invoke(app, arguments)
+    result = RUNNER.invoke(app, arguments)
     assert result.exit_code == 2
     assert "--image-size" in result.output
 
@@ -107,7 +106,7 @@ def test_a_flag_of_images_is_named_as_it_was_typed(tmp_path):
     ids=str,
 )
 def test_an_option_of_another_experiment_is_refused(experiment, option, tmp_path):
-    result = runner.invoke(app, ["reproduce", experiment, "--out", str(tmp_path / "o"), *option])
+    result = RUNNER.invoke(app, ["reproduce", experiment, "--out", str(tmp_path / "o"), *option])
     assert result.exit_code == 2
     assert f"{option[0]} is for" in result.output
     assert f"not for {experiment}" in " ".join(result.output.replace("│", " ").split())
@@ -116,7 +115,7 @@ def test_an_option_of_another_experiment_is_refused(experiment, option, tmp_path
 
 def test_a_data_folder_in_the_environment_is_ignored_without_images(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDGMM_DATA", str(tmp_path))
-    assert runner.invoke(app, ["reproduce", "illustration", "--out", str(tmp_path)]).exit_code == 0
+    assert RUNNER.invoke(app, ["reproduce", "illustration", "--out", str(tmp_path)]).exit_code == 0
 
 
 def test_every_option_belongs_to_an_experiment():
@@ -135,7 +134,7 @@ def test_a_number_of_gaussians_leaves_novelty_nothing_to_choose(tmp_path, monkey
 
     monkeypatch.setattr("fedgmm.experiments.paper.novelty.reproduce_novelty", reproduced)
     arguments = ["reproduce", "novelty", "--out", str(tmp_path), "--components", "7"]
-    assert runner.invoke(app, arguments).exit_code == 0
+    assert RUNNER.invoke(app, arguments).exit_code == 0
     _, sizes = seen[0].density_choices
     assert {size["components"] for size in sizes} == {7}
 
@@ -155,6 +154,6 @@ def test_encoded_images_are_kept_beside_the_results(tmp_path, monkeypatch, optio
         raise ValueError("that is all")
 
     monkeypatch.setattr("fedgmm.experiments.paper.classification.reproduce_classification", look)
-    result = runner.invoke(app, ["reproduce", "classification", "--out", "o", *options])
+    result = RUNNER.invoke(app, ["reproduce", "classification", "--out", "o", *options])
     assert "that is all" in result.output
     assert seen == [None if kept is None else Path(kept)]

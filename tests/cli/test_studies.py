@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from fedgmm import __version__
 from fedgmm.cli import app
-from small_runs import SMALL, fails, works, write_sites
-
-runner = CliRunner()
+from small_runs import RUNNER, SMALL, fails, works, write_sites
 
 COMMANDS = [
     "inspect",
@@ -44,7 +41,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_version():
-    result = runner.invoke(app, ["--version"])
+    result = RUNNER.invoke(app, ["--version"])
     assert result.exit_code == 0
     assert result.output.strip() == f"fedgmm {__version__}"
 
@@ -56,7 +53,7 @@ def test_the_package_is_the_command():
 
 
 def test_help_lists_every_command():
-    result = runner.invoke(app, ["--help"])
+    result = RUNNER.invoke(app, ["--help"])
     assert result.exit_code == 0
     for command in COMMANDS:
         assert command in result.output
@@ -65,7 +62,7 @@ def test_help_lists_every_command():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(command):
-    result = runner.invoke(app, [command, "--help"])
+    result = RUNNER.invoke(app, [command, "--help"])
     assert result.exit_code == 0
     assert f"Example: fedgmm {command}" in " ".join(result.output.split())
     for parameter in get_command(app).commands[command].params:
@@ -103,7 +100,7 @@ def test_help_loads_nothing_heavy(code):
 def test_demo_prints_a_table_and_draws_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr("fedgmm.cli.studies._run_story", lambda *_: None)  # has tests of its own
     out = tmp_path / "new" / "folder"
-    result = runner.invoke(app, ["demo", "--out", str(out), "--clients", "3", "--seed", "1"])
+    result = RUNNER.invoke(app, ["demo", "--out", str(out), "--clients", "3", "--seed", "1"])
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
     assert "client 3" in words
@@ -155,7 +152,7 @@ def test_a_full_gpu_is_reported_with_a_remedy(monkeypatch, tmp_path, message, ex
         raise torch.cuda.OutOfMemoryError(message)
 
     monkeypatch.setattr("fedgmm.experiments.story.run_story", full)
-    result = runner.invoke(app, ["demo", "--out", str(tmp_path)])
+    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stderr == f"Error: {expected}\n"
 
@@ -170,7 +167,7 @@ def test_debug_shows_where_an_error_came_from(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["--clients", "0"], ["--seed", "-1"], ["--clients", "x"]])
 def test_bad_options_are_refused(arguments, tmp_path):
-    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "out"), *arguments])
+    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path / "out"), *arguments])
     assert result.exit_code == 2
     assert not Path(tmp_path / "out").exists()
 
@@ -180,7 +177,7 @@ def test_an_error_without_a_message_is_named(monkeypatch, tmp_path):
         raise RuntimeError
 
     monkeypatch.setattr("fedgmm.experiments.demo.run_demo", fail)
-    result = runner.invoke(app, ["demo", "--out", str(tmp_path)])
+    result = RUNNER.invoke(app, ["demo", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "RuntimeError" in result.output
 

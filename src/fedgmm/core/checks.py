@@ -154,7 +154,8 @@ def check_fields(options: Any) -> None:
         TypeError: a value of the wrong type.
         ValueError: a value that is not allowed.
     """
-    for name, optional, words, checks in _rules(type(options)):
+    rules = _rules(type(options))  # type: ignore[arg-type]  # mypy does not know classes as hashable
+    for name, optional, words, checks in rules:
         value = getattr(options, name)
         if (value is None and optional) or (isinstance(value, str) and value in words):
             continue

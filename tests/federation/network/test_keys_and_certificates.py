@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from fedgmm.cli import app
 from fedgmm.federation.network import certificates, keys
@@ -23,6 +22,7 @@ from fedgmm.federation.network.keys import (
     new_pair,
     read_public_keys,
 )
+from small_runs import RUNNER
 
 
 def test_the_keys_of_a_pair_fit_and_the_private_one_is_protected(tmp_path):
@@ -128,7 +128,7 @@ def test_an_expired_certificate_is_refused(tmp_path, monkeypatch):
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
+    return RUNNER.invoke(app, list(map(str, arguments)))
 
 
 def test_the_commands(tmp_path):
