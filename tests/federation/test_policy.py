@@ -103,6 +103,16 @@ def test_a_round_is_asked_once_in_order_and_not_beyond_the_plan(site, honest):
         ask(site, rounds[1], round=4)
 
 
+def test_a_finished_site_does_not_judge_another_model(site, honest):
+    """Each model would say how many labels of the test rows it gets right, if metrics are shared."""
+    for request in honest:
+        ask(site, request)
+    finish = of_kind(honest, "finish")[0]
+    name = next(name for name in finish.arrays if name.endswith("means"))
+    with pytest.raises(SiteError, match="twice"):
+        ask(site, finish, {**finish.arrays, name: finish.arrays[name] + 1.0})
+
+
 def test_other_options_preprocessing_or_more_rounds_are_refused(site, honest):
     for request in honest[:3]:
         ask(site, request)

@@ -168,15 +168,14 @@ class Policy:
             raise RefusedRequestError("the request has no number of a round.")
         if kind in ("round", "score") and number > (state["rounds"] or 0):
             raise RefusedRequestError(f"round {number} is beyond the last of the run.")
-        if kind == "finish" or asked.get(kind, [None])[-1] == digest:
-            asked[kind] = [phase, number, digest]
+        if asked.get(kind, [None])[-1] == digest:
             return
-        if kind in ("start", "assigned"):
+        if kind in ("start", "assigned", "finish"):
             if kind in asked:
                 raise RefusedRequestError(
                     f"the server asked for {kind!r} twice, with other numbers."
                 )
-            if "round" in asked and asked["round"][0] >= phase:
+            if kind != "finish" and "round" in asked and asked["round"][0] >= phase:
                 raise RefusedRequestError(f"the server asked for {kind!r} after the first round.")
         elif kind in asked and [phase, number] <= asked[kind][:2]:
             raise RefusedRequestError(
