@@ -113,6 +113,12 @@ def test_a_finished_site_does_not_judge_another_model(site, honest):
         ask(site, finish, {**finish.arrays, name: finish.arrays[name] + 1.0})
 
 
+def test_more_centroids_than_gaussians_are_refused(site, honest):
+    """Many centroids would be means of two rows each."""
+    with pytest.raises(SiteError, match="more centroids"):
+        ask(site, of_kind(honest, "start")[0], clusters=27)
+
+
 def test_other_options_preprocessing_or_more_rounds_are_refused(site, honest):
     for request in honest[:3]:
         ask(site, request)

@@ -227,6 +227,8 @@ class Site:
         sums = sums_of_all(rows.features, zero)
         arrays = encode(sums, declaration, job.learner_dtype)
         clusters, most = _whole(request, "clusters"), _whole(request, "most_rows")
+        if clusters > job.options.sizes[0]:
+            raise MessageError("it asks for more centroids than the run has Gaussians.")
         points, counts = np.empty((0, job.columns)), np.empty(0)
         if clusters > 1 and most > 0:
             sent = local_centroids(rows.features, clusters, job.options.seed, most)
