@@ -209,7 +209,7 @@ def test_compare_prints_a_table_and_who_ties(tmp_path):
 def test_compare_prints_json_and_writes_it_to_out(tmp_path):
     write_sites(tmp_path / "data")
     arguments = ["compare", tmp_path / "data", "--label", "state", "--methods", "fedavg, fedgmm"]
-    arguments += ["--rounds", "2", "--tuning-rounds", "1", "--seeds", "2", "--learners", "2"]
+    arguments += ["--rounds", "2", "--tuning-rounds", "1", "--seeds", "3", "--learners", "2"]
     arguments += ["--out", tmp_path / "new", "--json"]
     record = json.loads(works(*arguments).stdout, parse_constant=pytest.fail)
     assert [one["algorithm"] for one in record["methods"]] == ["fedavg", "fedgmm"]
@@ -218,7 +218,7 @@ def test_compare_prints_json_and_writes_it_to_out(tmp_path):
         assert one["tied_with_best"] == (one["algorithm"] in record["tied"])
     first = record["splits"][0][0]
     assert first["lr"] in [float(rate) for rate in first["tuning_in_full"]]
-    assert record["seeds"] == [0, 1]
+    assert record["seeds"] == [0, 1, 2]
     assert json.loads((tmp_path / "new" / "comparison.json").read_text()) == record
     assert set(record["methods"][0]["clients"]) == {"oslo", "bergen", "tromso"}
 

@@ -400,6 +400,8 @@ CONTINUOUS = {
     "rounded": np.arange(5000) % 40 / 10,
     "whole numbers": np.arange(300.0),
     "many whole numbers": np.arange(6000) % 1500,
+    "texts of fractions": np.array([f"{i / 7}" for i in range(200)]),
+    "texts among objects": np.array([f"{i / 4}" for i in range(200)], dtype=object),
 }
 CLASSES = {
     "digits": np.arange(10),
@@ -409,7 +411,9 @@ CLASSES = {
     "counts": np.arange(2000) % 200,
     "thousand": np.arange(4000) % 1000,
     "half stars": np.arange(30) % 10 / 2,
-    "texts": np.array([f"{i / 7}" for i in range(200)]),
+    "texts": np.array([f"{i / 7}a" for i in range(200)]),
+    "texts of codes": np.array([f"{i:04}" for i in range(200)]),
+    "texts of half stars": np.array([f"{i % 10 / 2}" for i in range(30)]),
     "dates": np.datetime64("2024-01-01") + np.arange(300),
 }
 
@@ -442,6 +446,8 @@ def test_numbers_to_predict():
     assert float(data.target.scale) == pytest.approx(float(data.train.labels.std(correction=0)))
     assert "numbers" in repr(data)
     assert labelled(np.arange(3), task="regression").task == "regression"
+    texts = labelled(y.astype(str), task="regression", split=(0.5, 0.25, 0.25))
+    np.testing.assert_array_equal(texts.train.labels, data.train.labels)
     assert labelled(np.arange(3)).task == "classification"
 
 

@@ -121,6 +121,12 @@ def test_learners_of_all_splits_are_counted():
     assert ranking.standings[0].title == "FedAvg (MLP or linear)"
 
 
+def test_two_splits_are_too_few(finished):
+    """The t interval of two values spans 12.7 standard errors on either side."""
+    with pytest.raises(ValueError, match="too few"):
+        compare_splits(data_to_compare([str(finished / "run")]), ["local"], 2)
+
+
 # ---------------------------------------------------------------------- files
 
 
@@ -130,7 +136,7 @@ def test_results_are_kept_with_the_run(finished):
     ranking = compare_splits(
         data,
         ["local", "fedgmm"],
-        2,
+        3,
         learner_kinds=["linear"],
         grid=(0.1,),
         tuning_rounds=1,
@@ -138,13 +144,13 @@ def test_results_are_kept_with_the_run(finished):
         notify=told.append,
     )
     seed = data.options.seed
-    assert ranking.seeds == (seed, seed + 1)
-    assert any(line.startswith("split 2 of 2, Local, linear") for line in told)
+    assert ranking.seeds == (seed, seed + 1, seed + 2)
+    assert any(line.startswith("split 2 of 3, Local, linear") for line in told)
     path = ranking.write(data.home)
     assert path == finished / "run" / "comparison.json"
     record = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert [one["algorithm"] for one in record["methods"]] == ["local", "fedgmm"]
-    assert len(record["splits"]) == 2
+    assert len(record["splits"]) == 3
     for one, first in zip(record["methods"], record["splits"][0], strict=True):
         assert set(one["clients"]) == set(SITES)
         assert one["clients"] == first["clients"]

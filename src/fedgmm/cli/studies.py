@@ -141,7 +141,9 @@ def compare(
     ] = None,
     seeds: Annotated[
         int,
-        typer.Option(min=1, help="Number of splits; methods are tuned and trained on each."),
+        typer.Option(
+            min=1, help="Number of splits, 1 or at least 3; methods are tuned and trained on each."
+        ),
     ] = 1,
     components: Annotated[
         int | None, typer.Option(min=1, help="Number of Gaussians. Default: as for fit.")

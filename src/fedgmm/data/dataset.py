@@ -501,8 +501,9 @@ def scaling_of_numbers(rows: LabelledRows) -> Scaling:
 def looks_continuous(values: NDArray[Any], rows: int) -> bool:
     """Return whether distinct labels look like measurements rather than classes.
 
-    Texts, truth values and dates are always classes. So are up to 20 fractions, such as 0.5, and whole
-    numbers of which there are at most 100, or at most 1000 with four rows each on average.
+    Truth values, dates and texts are always classes, unless all texts are numbers and some of them
+    fractions. So are up to 20 fractions, such as 0.5, and whole numbers of which there are at most 100,
+    or at most 1000 with four rows each on average.
 
     Args:
         values: the distinct labels, ``(K,)``.
@@ -510,6 +511,12 @@ def looks_continuous(values: NDArray[Any], rows: int) -> bool:
     """
     if values.dtype.kind == "O" and all(type(value) in (int, float) for value in values.tolist()):
         values = values.astype(np.float64)
+    if values.dtype.kind in "UO" and all(isinstance(value, str) for value in values.tolist()):
+        try:
+            numbers = values.astype(np.float64)
+        except ValueError:
+            return False
+        return bool((numbers != np.floor(numbers)).any()) and len(numbers) > _MOST_FRACTIONS
     if values.dtype.kind not in "fiu":
         return False
     if values.dtype.kind == "f" and (values != np.floor(values)).any():
@@ -556,7 +563,7 @@ def _encode_labels(
 def _numbers(labels: NDArray[Any]) -> NDArray[np.float64]:
     """Return labels as float64, NaN where missing."""
     try:
-        if labels.dtype.kind not in "fiuO":
+        if labels.dtype.kind not in "fiuOU":
             raise ValueError(f"it is of type {labels.dtype}")
         return labels.astype(np.float64)
     except (TypeError, ValueError) as error:

@@ -262,10 +262,15 @@ def compare_splits(
     Args:
         data: the rows; other splits are drawn by :attr:`DataToCompare.again`.
         algorithms: the methods.
-        seeds: number of splits.
+        seeds: number of splits, not two: their interval would span twelve standard errors.
         notify: called with a line before each step.
         **options: of :func:`compare`.
     """
+    if seeds == 2:
+        raise ValueError(
+            "Two splits are too few for intervals; use --seeds 3 or more, or --seeds 1, which resamples "
+            "the test rows of one split."
+        )
     first = data.options.seed
     numbers = range(first, first + seeds)
 
