@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedgmm.estimators.selection import ComponentSelection, select_components
     from fedgmm.model.model import FederatedModel
     from fedgmm.model.saving import load
+    from fedgmm.privacy.settings import Privacy
     from fedgmm.runs import FederatedRun, RunConfig, fit, open_run, resume
     from fedgmm.training.local import train
     from fedgmm.training.options import TrainingOptions
@@ -28,6 +29,7 @@ _HOMES = {
     "TrainingOptions": "fedgmm.training.options",
     "FederatedRun": "fedgmm.runs",
     "RunConfig": "fedgmm.runs",
+    "Privacy": "fedgmm.privacy.settings",
     "fit": "fedgmm.runs",
     "load": "fedgmm.model.saving",
     "open_run": "fedgmm.runs",
@@ -46,6 +48,7 @@ __all__ = [
     "FederatedGaussianMixture",
     "FederatedModel",
     "FederatedRun",
+    "Privacy",
     "RunConfig",
     "TrainingOptions",
     "__version__",

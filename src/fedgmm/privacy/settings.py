@@ -1,0 +1,189 @@
+"""Settings of privacy: the budget, whom it protects, and what is declared about the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgmm.core.checks import (
+    Count,
+    Flag,
+    NonNegativeInt,
+    Positive,
+    Text,
+    check_fields,
+    check_texts,
+    number,
+    one_of,
+)
+
+UNITS = ("row", "person", "client")
+"""Whom a budget protects: one row, all rows of a person, or all rows of a client."""
+
+Bounds = tuple[float, float]
+FloatArray = NDArray[np.float64]
+
+
+class PrivacyError(ValueError):
+    """Private training that cannot run with these settings, with the reason."""
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Settings of privacy.
+
+    With ``epsilon``, training is differentially private: all that leaves the clients has the same
+    distribution, up to ``epsilon`` and ``delta``, whether or not one unit is among the data. Bounds
+    and categories are declared, because learning them from the data would reveal extreme rows.
+
+    Attributes:
+        epsilon: budget of the whole run; ``None`` adds no noise.
+        delta: probability with which the bound by ``epsilon`` may fail; less than one over the number
+            of protected units.
+        unit: ``"row"``, ``"person"`` or ``"client"``; the budget hides whether one such unit is among
+            the data.
+        bounds: smallest and largest value of the columns: one pair for all columns, one pair per
+            column, or pairs by name of column. Values outside are clipped.
+        categories: values of categorical columns, and of the label, by name of column. Other values
+            count as missing.
+        person: column that names the person of a row; it is not used as an input.
+        rounds: noised rounds of the mixture; more rounds have more noise each.
+        secure_aggregation: sites mask their sums, so a server sees only the total.
+        tolerated: sites that may drop out or collude with the server without weakening the noise.
+    """
+
+    epsilon: Positive | None = None
+    delta: Annotated[float, number(above=0, below=1)] | None = None
+    unit: Annotated[str, one_of(*UNITS)] = "row"
+    bounds: Any = None
+    categories: Mapping[str, Sequence[str]] | None = None
+    person: Text | None = None
+    rounds: Count = 5
+    secure_aggregation: Flag = False
+    tolerated: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.bounds is not None:
+            object.__setattr__(self, "bounds", _plain_bounds(self.bounds))
+        if self.categories is not None:
+            if not isinstance(self.categories, Mapping):
+                raise TypeError(
+                    f"categories must map columns to lists of values, got {self.categories!r}."
+                )
+            for column, values in self.categories.items():
+                check_texts(f"categories of {column!r}", values)
+            plain = {str(name): tuple(values) for name, values in self.categories.items()}
+            object.__setattr__(self, "categories", plain)
+        if self.epsilon is None:
+            return
+        if self.delta is None:
+            raise PrivacyError(
+                f"epsilon={self.epsilon:g} needs a delta; declare one that is much smaller than one "
+                "over the number of protected units, such as 1e-5."
+            )
+        if self.bounds is None:
+            raise PrivacyError(
+                "epsilon needs bounds: declare the smallest and the largest value of the columns from "
+                "what is publicly known about them, not from the data."
+            )
+
+    @property
+    def is_noised(self) -> bool:
+        """Whether training is differentially private."""
+        return self.epsilon is not None
+
+    def check_units(self, units: int) -> None:
+        """Raise unless ``delta`` is less than one over the number of protected units.
+
+        Args:
+            units: number of rows, persons or clients.
+        """
+        if self.delta is not None and self.is_noised and self.delta >= 1.0 / max(units, 1):
+            raise PrivacyError(
+                f"delta={self.delta:g} must be less than 1/{units} ({1.0 / max(units, 1):.2g}), because "
+                f"a larger delta allows to publish one {self.unit} as it is."
+            )
+
+    def limits(
+        self, columns: int, names: Sequence[str] | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return the smallest and the largest value of each column, ``(d,)`` each.
+
+        Args:
+            columns: ``d``.
+            names: of the columns, for bounds that are given by name.
+
+        Raises:
+            PrivacyError: a column without bounds.
+        """
+        if isinstance(self.bounds, dict):
+            missing = [name for name in names or () if name not in self.bounds]
+            if names is None or missing:
+                what = f"column {missing[0]!r} has" if missing else "the columns have no names, so"
+                raise PrivacyError(f"bounds: {what} no bounds; declare a pair for every column.")
+            pairs: Any = [self.bounds[name] for name in names]
+        elif self.bounds is not None and isinstance(self.bounds[0], tuple):
+            pairs = self.bounds
+            if len(pairs) != columns:
+                raise PrivacyError(
+                    f"bounds has {len(pairs)} pairs for {columns} columns; declare a pair for every "
+                    "column, or one pair for all."
+                )
+        else:
+            pairs = [self.bounds] * columns
+        low, high = np.array(pairs, dtype=np.float64).reshape(columns, 2).T
+        return low, high
+
+    def record(self) -> dict[str, Any]:
+        """Return the settings as plain values, for saving; :meth:`from_record` reads them."""
+        record = {name: value for name, value in vars(self).items() if value is not None}
+        if isinstance(self.bounds, tuple):
+            record["bounds"] = np.array(self.bounds).tolist()
+        elif isinstance(self.bounds, dict):
+            record["bounds"] = {name: list(pair) for name, pair in self.bounds.items()}
+        if self.categories is not None:
+            record["categories"] = {n: list(values) for n, values in self.categories.items()}
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Privacy:
+        """Return the settings from plain values, such as the section ``[privacy]`` of a TOML file."""
+        return cls(**record)
+
+
+def _plain_bounds(bounds: Any) -> Bounds | tuple[Bounds, ...] | dict[str, Bounds]:
+    """Return bounds as plain tuples.
+
+    Raises:
+        TypeError: something else than pairs of numbers.
+        ValueError: a pair that is not finite or not in order.
+    """
+    if isinstance(bounds, Mapping):
+        return {str(name): _pair(f"bounds of {name!r}", pair) for name, pair in bounds.items()}
+    try:
+        flat = np.ndim(bounds) == 1
+    except ValueError:
+        flat = False
+    if flat:
+        return _pair("bounds", bounds)
+    try:
+        return tuple(_pair(f"bounds[{place}]", pair) for place, pair in enumerate(bounds))
+    except TypeError:
+        raise TypeError(
+            f"bounds must be a pair of numbers, one pair per column, or pairs by name, got {bounds!r}."
+        ) from None
+
+
+def _pair(name: str, value: Any) -> Bounds:
+    try:
+        low, high = (float(one) for one in value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a pair of numbers, got {value!r}.") from None
+    if not (np.isfinite([low, high]).all() and low < high):
+        raise PrivacyError(f"{name} must be finite, with the smaller value first, got {value!r}.")
+    return low, high
