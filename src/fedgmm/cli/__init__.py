@@ -128,6 +128,6 @@ for command in _ON_RUNS:
     app.command(rich_help_panel=_RUNS)(command)
 for command in _ON_STUDIES:
     app.command(rich_help_panel=_STUDIES)(command)
-for command in (federation.server, federation.client, federation.audit):
+for command in (federation.server, federation.client, federation.audit, federation.ledger):
     app.command(rich_help_panel=_FEDERATION)(command)
 app.add_typer(federation.keys, name="keys", rich_help_panel=_FEDERATION)

@@ -290,6 +290,40 @@ def audit(
     screen().print(table)
 
 
+def ledger(
+    folder: Annotated[Path, typer.Argument(help="The folder of a site or of a private run.")],
+    delta: Annotated[
+        float, typer.Option(help="The δ at which ε is computed; below 1 / number of rows.")
+    ] = 1e-5,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the privacy that all releases about a table have spent, over all runs.
+
+    A damaged or shortened ledger, or an older copy, is refused.
+
+    Example: fedgmm ledger oslo/
+    """
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from fedgmm.privacy.ledger import Ledger, accounts
+
+    found = accounts(Ledger.found(folder).entries(), delta)
+    if as_json:
+        print_json([{**asdict(one), "delta": delta} for one in found])
+        return
+    table = Table(title=f"Privacy spent in {escaped(folder)} (δ = {delta:g})", title_justify="left")
+    for name in ("table", "unit", "runs", "releases", "ε"):
+        table.add_column(name, justify="left" if name in ("table", "unit") else "right")
+    for one in found:
+        name = "all tables" if one.table is None else one.table[:12]
+        table.add_row(
+            escaped(name), one.unit, str(one.runs), str(one.releases), f"{one.epsilon:.3g}"
+        )
+    screen().print(table)
+
+
 @keys.command("new")
 def new_key(
     name: Annotated[str, typer.Argument(help="Name of the site.")],
