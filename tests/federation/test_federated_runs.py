@@ -207,6 +207,16 @@ def test_sizes_that_were_not_given_are_reported(files, tmp_path):
     assert any("not given" in note for note in metrics["notes"])
 
 
+def test_sizes_are_chosen_as_in_one_process(files, tmp_path):
+    options = {"components": "auto", "learners": "auto", "rounds": 3, "ridge": 1.0}
+    alone = fit(files, "state", tmp_path / "alone", **options, refit=False).model
+    _, lines = federate(files, tmp_path, **options)
+    together = open_run(tmp_path / "sites" / "oslo").model
+    found, wanted = ((own.n_components, own.n_learners) for own in (together, alone))
+    assert found == wanted
+    assert any("were chosen by the validation rows" in line for line in lines)
+
+
 def test_too_many_components_are_refused(files, tmp_path):
     with pytest.raises(FederationError, match="components=500"):
         federate(files, tmp_path, components=500)

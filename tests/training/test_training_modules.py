@@ -71,6 +71,29 @@ def test_frozen_layers_stay_as_the_factory_made_them(data, algorithm, setting, t
     assert not torch.equal(trained, made["out.weight"])
 
 
+class Blind(nn.Module):
+    """A frozen layer of zeros, behind which no row can be seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(3, 4).requires_grad_(False)
+        with torch.no_grad():
+            for parameter in self.frozen.parameters():
+                parameter.zero_()
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.frozen(x))
+
+
+@pytest.mark.parametrize("start", ["random", "split"])
+@pytest.mark.parametrize("algorithm", ["fedem", "fedavg"])
+def test_neither_training_nor_the_start_changes_a_frozen_layer(data, algorithm, start):
+    model = train(data, algorithm, **{**FAST, "start": start, "rounds": 3, "learner": Blind})
+    proba = model.predict_proba(data.test.inputs.numpy(), data.names[0])
+    np.testing.assert_allclose(proba, proba[:1].repeat(len(proba), 0), atol=1e-12)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_frozen_layers_are_not_sent(algorithm):
     options = TrainingOptions(algorithm, learner=Frozen)
