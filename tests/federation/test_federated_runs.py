@@ -208,7 +208,7 @@ def test_sizes_that_were_not_given_are_reported(files, tmp_path):
 
 
 def test_sizes_are_chosen_as_in_one_process(files, tmp_path):
-    options = {"components": "auto", "learners": "auto", "rounds": 3, "ridge": 1.0}
+    options = {"components": "auto", "learners": "auto", "rounds": 1, "ridge": 1.0}
     alone = fit(files, "state", tmp_path / "alone", **options, refit=False).model
     _, lines = federate(files, tmp_path, **options)
     together = open_run(tmp_path / "sites" / "oslo").model

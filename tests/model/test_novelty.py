@@ -13,6 +13,7 @@ from sklearn.metrics import f1_score
 
 from fedgmm.core.gaussians import gaussians, log_densities, log_densities_without, residuals
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.inputs import NO_CLIENT
 from fedgmm.data.synthetic import synthetic
 from fedgmm.model.novelty import (
     FileTest,
@@ -52,8 +53,15 @@ def test_p_values_of_known_rows_are_valid_for_any_scores():
     assert (p <= 0.1).mean() > 0.06  # and not for lack of trying
 
 
+def flag(held_out, scores, rate):
+    """Flag rows without a client."""
+    return flag_novel_rows(
+        {"x": np.asarray(held_out)}, "x", np.asarray(scores), np.full(len(scores), NO_CLIENT), rate
+    )
+
+
 def test_rows_are_flagged_at_the_asked_rate():
-    result = flag_novel_rows(np.arange(99.0), [-1.0, 4.0, 3.0, 50.0], 0.05)
+    result = flag(np.arange(99.0), [-1.0, 4.0, 3.0, 50.0], 0.05)
     np.testing.assert_allclose(result.p_values, [0.01, 0.06, 0.05, 0.52])
     assert result.novel.tolist() == [True, False, True, False]
     assert result.false_alarm_rate == 0.05
@@ -62,17 +70,15 @@ def test_rows_are_flagged_at_the_asked_rate():
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, np.nan])
 def test_a_rate_lies_between_zero_and_one(rate):
     with pytest.raises(ValueError, match="false_alarm_rate"):
-        flag_novel_rows([1.0], [1.0], rate)
+        flag([1.0], [1.0], rate)
 
 
 def test_a_rate_that_few_rows_cannot_reach_warns(recwarn):
-    flag_novel_rows(np.arange(19.0), [-1e9], 0.05)  # the smallest p-value is 1 / 20
-    assert flag_novel_rows(
-        np.arange(48.0), [-1e9], 1 / 49
-    ).novel.all()  # though (1 / 49) · 49 is below one
+    flag(np.arange(19.0), [-1e9], 0.05)  # the smallest p-value is 1 / 20
+    assert flag(np.arange(48.0), [-1e9], 1 / 49).novel.all()  # though (1 / 49) · 49 is below one
     assert not recwarn
     with pytest.warns(UserWarning, match="18 held-out rows"):
-        assert not flag_novel_rows(np.arange(18.0), [-1e9], 0.05).novel.any()
+        assert not flag(np.arange(18.0), [-1e9], 0.05).novel.any()
 
 
 def test_without_held_out_rows_there_is_no_p_value():

@@ -508,8 +508,12 @@ def evaluate(
 
 def row_losses(log_probabilities: FloatArray, labels: IntArray) -> FloatArray:
     """Return ``-log P(y|x)`` of each row's label ``(n,)``; finite also for labels of probability zero."""
-    own = log_probabilities[np.arange(len(labels)), labels]
-    return np.asarray(-np.maximum(own, _SMALLEST_LOG_PROBABILITY))
+    return finite_losses(log_probabilities[np.arange(len(labels)), labels])
+
+
+def finite_losses(log_probabilities: FloatArray) -> FloatArray:
+    """Return ``-log P``, which is 700 for a probability of zero."""
+    return np.asarray(-np.maximum(log_probabilities, _SMALLEST_LOG_PROBABILITY))
 
 
 # ---------------------------------------------------------------------- helpers

@@ -41,21 +41,20 @@ from fedgmm.model.metrics import (
     Evaluation,
     evaluate,
     evaluate_numbers,
+    finite_losses,
     interval_of,
-    row_losses,
 )
 from fedgmm.model.novelty import (
     OWN,
     SCORES,
     FalseAlarms,
-    FileTest,
     NoveltyResult,
     Score,
     check_rate,
     client_p_values,
-    conformal_p_values,
+    compare_file,
+    count_false_alarms,
     few_held_out,
-    file_test,
     flag_novel_rows,
     standardise,
 )
@@ -394,11 +393,7 @@ class FederatedModel:
             threshold: as in :meth:`predict`.
             cost: as in :meth:`predict`.
         """
-        data = self._data(dataset)
-        rows = data.split(split)
-        if not len(rows):
-            raise ValueError(f"The {split} split has no rows.")
-        codes = client_codes(rows, self.names)
+        data, rows, codes = self._split(dataset, split)
         if (data.target is None) != (self.target is None):
             raise ValueError(f"The model is for {self.task}, but the data are for {data.task}.")
         if self.target is not None:
@@ -407,32 +402,14 @@ class FederatedModel:
             return evaluate_numbers(found, rows.labels, rows.codes.cpu().numpy(), rows.names)
         decision = self.decision(positive=positive, threshold=threshold, cost=cost)
         log_proba = self._log_proba(self._evaluator.from_split(rows), codes)
-        log_proba, labels = self._with_unseen_classes(log_proba, rows, data)
         return evaluate(
-            log_proba,
-            labels,
+            _with_impossible(log_proba),
+            self._labels_of(rows, data).numpy(),
             rows.codes.cpu().numpy(),
             rows.names,
             classes=tuple(self.classes.tolist()),
             decision=decision,
         )
-
-    def _with_unseen_classes(
-        self, log_proba: FloatArray, rows: LabelledRows, data: FederatedDataset
-    ) -> tuple[FloatArray, IntArray]:
-        """Return ``log_proba`` with a column for unseen classes, and the column of each row's label.
-
-        A class that is not in the training data has probability zero, so its rows count as wrong, with
-        the largest loss.
-        """
-        return _with_impossible(log_proba), self._label_columns(rows, data)
-
-    def _label_columns(self, rows: LabelledRows, data: FederatedDataset) -> IntArray:
-        """Return the position of each row's label among the classes, or ``K`` if it is not there."""
-        known = len(self.classes)
-        position = {label: index for index, label in enumerate(self.classes.tolist())}
-        lookup = np.array([position.get(label, known) for label in data.classes.tolist()])
-        return np.asarray(lookup[rows.labels.cpu().numpy()])
 
     def importance(
         self,
@@ -469,36 +446,25 @@ class FederatedModel:
             raise ValueError(
                 "Only linear learners of classes have coefficients; use kind='permutation'."
             )
-        data = self._data(dataset)
-        rows = data.split(split)
-        if not len(rows):
-            raise ValueError(f"The {split} split has no rows.")
+        data, rows, codes = self._split(dataset, split)
         features = self.column_names or tuple(f"x{j}" for j in range(self.input_shape[0]))
         groups = {name: [j] for j, name in enumerate(features)} if columns is None else columns
-        present, clients = np.unique(rows.codes.cpu().numpy(), return_inverse=True)
-        names = tuple(rows.names[code] for code in present)
-        position = {name: code for code, name in enumerate(self.names)}
-        codes = client_codes(rows, self.names)
+        present, clients = np.unique(codes, return_inverse=True)
+        names = tuple(self.names[code] for code in present)
         if kind != "permutation" and linear:
             x = self._evaluator.from_split(rows).x.double().cpu().numpy()
             positive = self.decision().positive
             if len(self.classes) == 2 and positive is None:
                 positive = 1
-            own = np.array([position[name] for name in names])
-            values, signed = from_coefficients(self.prediction, x, groups, own, positive)
+            values, signed = from_coefficients(self.prediction, x, groups, present, positive)
             return Importance("coefficients", tuple(groups), names, values, features, signed)
         shown = some_rows(len(rows), repeats * len(groups))
-        owners, numbers = codes[shown], rows.labels[torch.from_numpy(shown)]
-        labels = None if self.target is not None else self._label_columns(rows, data)[shown]
+        labels = self._labels_of(rows, data)[torch.from_numpy(shown)]
 
         def losses_of(inputs: NDArray[Any]) -> FloatArray:
             evaluated = self._evaluator.from_arrays(inputs, None)
-            if labels is None:
-                density = self._numbers(evaluated, owners).log_density(
-                    numbers.to(evaluated.x.device)
-                )
-                return -density.cpu().numpy()
-            return row_losses(_with_impossible(self._log_proba(evaluated, owners)), labels)
+            log_p, _ = self._log_conditional(evaluated, codes[shown], labels)
+            return -log_p if self.target is not None else finite_losses(log_p)
 
         values = from_permutations(
             losses_of,
@@ -548,8 +514,8 @@ class FederatedModel:
             raise ValueError(f"Client {client!r} has no rows to adapt to.")
         if y is not None:
             labels = self._labels(y, len(rows)).to(rows.x.device)
-            independence = float(self.options.get("independence", 0.0))
             log_y = log_learners(prediction, rows.x)
+            independence = float(self.options.get("independence", 0.0))
             found = adapt_with_labels(
                 prediction, rows.log_x, log_y, labels, max_rounds, independence
             )
@@ -657,16 +623,15 @@ class FederatedModel:
     ) -> FloatArray:
         if score == "x":
             return rows.log_density(codes)
-        if self.target is not None:
-            numbers = torch.from_numpy(numbers_of(y, len(rows))).to(rows.x.device)  # type: ignore[arg-type]
-            conditional = self._numbers(rows, codes).log_density(numbers).cpu().numpy()
-            return conditional if score == "y" else rows.log_density(codes) + conditional
-        log_proba = self._log_proba(rows, codes)
         if score == "confidence":
-            return np.asarray(log_proba.max(-1))
+            return np.asarray(self._log_proba(rows, codes).max(-1))
         assert y is not None
-        labels = class_codes(y, len(rows), self.classes)
-        conditional = np.asarray(log_proba[np.arange(len(rows)), labels])
+        labels: NDArray[Any] = (
+            class_codes(y, len(rows), self.classes)
+            if self.target is None
+            else numbers_of(y, len(rows))
+        )
+        conditional, _ = self._log_conditional(rows, codes, torch.from_numpy(labels))
         return conditional if score == "y" else rows.log_density(codes) + conditional
 
     def calibrate(self, dataset: FederatedDataset | None = None, split: str = "validation") -> None:
@@ -679,27 +644,19 @@ class FederatedModel:
             dataset: data of known clients; ``None`` means the training data.
             split: the held-out rows.
         """
-        data = self._data(dataset)
-        held_out = data.split(split)
-        if not len(held_out):
-            raise ValueError(f"The {split} split has no rows to calibrate on.")
-        rows, codes = self._evaluator.from_split(held_out), client_codes(held_out, self.names)
+        data, held_out, codes = self._split(dataset, split)
+        rows, labels = self._evaluator.from_split(held_out), self._labels_of(held_out, data)
         scores: dict[str, NDArray[Any]] = {"client": codes}
         for prefix, who in (("", np.full_like(codes, NO_CLIENT)), (OWN, codes)):
-            if self.target is not None:
-                numbers = held_out.labels.to(rows.x.device)
-                conditional = self._numbers(rows, who).log_density(numbers).cpu().numpy()
-            else:
-                log_proba = self._log_proba(rows, who)
-                with_unseen, labels = self._with_unseen_classes(log_proba, held_out, data)
-                conditional = with_unseen[np.arange(len(labels)), labels]
-                scores[prefix + "confidence"] = log_proba.max(-1)
+            conditional, confidence = self._log_conditional(rows, who, labels)
             scores[prefix + "y"] = conditional
+            if confidence is not None:
+                scores[prefix + "confidence"] = confidence
             if rows.log_x is not None:
                 density = rows.log_density(who)
                 scores |= {prefix + "x": density, prefix + "joint": density + conditional}
         if rows.log_x is not None:
-            scores["gaussian"] = self._most_likely_gaussians(rows)
+            scores["gaussian"] = rows.most_likely_gaussians()
             own, clients = [scores["own_x"]], [codes]
             few = few_held_out(codes, len(self.names))
             if split != "train" and len(data.train) and few.any():
@@ -712,12 +669,6 @@ class FederatedModel:
             if len(found[2]):
                 scores |= dict(zip(("location", "scale", "standard"), found, strict=True))
         self.calibration = scores
-
-    def _most_likely_gaussians(self, rows: EvaluatedRows) -> IntArray:
-        """Return the Gaussian that most likely holds each row under the federation's weights, ``(n,)``."""
-        weights = self._mixture_weights("weights").reshape(-1, self.n_learners).sum(-1)
-        assert rows.log_x is not None
-        return np.asarray((rows.log_x + weights.log()).argmax(-1).cpu().numpy())
 
     def novelty(
         self,
@@ -755,26 +706,14 @@ class FederatedModel:
         rows = self._evaluator.from_arrays(X, features)
         codes = self._codes(client, clients, len(rows))
         scores = self._score(rows, y, codes, score)
-        common = codes == NO_CLIENT
-        if common.all():
-            result = flag_novel_rows(self.calibration[score], scores, false_alarm_rate)
-        else:
-            p_values = np.empty(len(rows))
-            if common.any():
-                p_values[common] = conformal_p_values(self.calibration[score], scores[common])
-            for code in np.unique(codes[~common]).tolist():
-                own = client_p_values(self.calibration, score, scores[codes == code], code)
-                if own is None:
-                    raise ValueError(
-                        f"Client {self.names[code]!r} has too few held-out scores of its own; call "
-                        "calibrate(dataset) with its rows, or omit the client."
-                    )
-                p_values[codes == code] = own
-            flags = p_values <= false_alarm_rate
-            result = NoveltyResult(scores, p_values, flags, false_alarm_rate)
+        result = flag_novel_rows(
+            self.calibration, score, scores, codes, false_alarm_rate, self.names
+        )
         if not batch:
             return result
-        return replace(result, batch=self._test_file(rows, scores, codes, score))
+        gaussians = None if rows.log_x is None else rows.most_likely_gaussians()
+        found = compare_file(self.calibration, score, scores, codes, gaussians)
+        return replace(result, batch=found)
 
     def has_own_threshold(self, client: Hashable, score: Score = "x") -> bool:
         """Return whether ``novelty(client=...)`` has held-out scores of a known client."""
@@ -798,22 +737,8 @@ class FederatedModel:
         if not len(rows):
             raise ValueError("The test of a client needs at least one row.")
         codes = self._codes(client, None, len(rows))
-        return self._test_file(rows, rows.log_density(codes), codes, "x").p_value
-
-    def _test_file(
-        self, rows: EvaluatedRows, scores: FloatArray, codes: IntArray, score: Score
-    ) -> FileTest:
-        """Compare rows with held-out rows of their client or, without one, of their Gaussian."""
-        found, known = self.calibration, codes != NO_CLIENT
-        if known.any():
-            if "client" not in found:
-                raise ValueError("There are no scores of single clients; call calibrate(dataset).")
-            strata = found["client"], codes[known]
-            return file_test(found[OWN + score], scores[known], strata, least=0)
-        if rows.log_x is None or "gaussian" not in found:  # no Gaussians, or an earlier version
-            return file_test(found[score], scores)
-        gaussians = found["gaussian"], self._most_likely_gaussians(rows)
-        return file_test(found[score], scores, gaussians)
+        scores, gaussians = rows.log_density(codes), rows.most_likely_gaussians()
+        return compare_file(self.calibration, "x", scores, codes, gaussians).p_value
 
     def false_alarm_rates(
         self,
@@ -831,29 +756,17 @@ class FederatedModel:
             score: as in :meth:`novelty_scores`.
             false_alarm_rate: share of ordinary rows that may be flagged.
         """
-        data = self._data(dataset)
+        data, held_out, codes = self._split(dataset, split)
         if not self.calibration:
             self.calibrate(data)
-        held_out = data.split(split)
-        rows, codes = self._evaluator.from_split(held_out), client_codes(held_out, self.names)
         y = data.labels_of(held_out) if score in ("y", "joint") else None
         self._check_score(score, y)
         check_rate(false_alarm_rate)
+        rows = self._evaluator.from_split(held_out)
         pooled = self._score(rows, y, np.full_like(codes, NO_CLIENT), score)
-        pooled_p, own = (
-            conformal_p_values(self.calibration[score], pooled),
-            self._score(rows, y, codes, score),
-        )
-        rates: dict[Hashable, FalseAlarms] = {}
-        for code in np.unique(codes).tolist():
-            here = codes == code
-            p_values = client_p_values(self.calibration, score, own[here], code)
-            rates[self.names[code]] = FalseAlarms(
-                int(here.sum()),
-                float((pooled_p[here] <= false_alarm_rate).mean()),
-                None if p_values is None else float((p_values <= false_alarm_rate).mean()),
-            )
-        return rates
+        own = self._score(rows, y, codes, score)
+        found = count_false_alarms(self.calibration, score, pooled, own, codes, false_alarm_rate)
+        return {self.names[code]: alarms for code, alarms in found.items()}
 
     # ------------------------------------------------------------------ files and helpers
 
@@ -885,6 +798,16 @@ class FederatedModel:
             data, train=train, validation=validation, test=test, column_names=self.column_names
         )
 
+    def _split(
+        self, dataset: FederatedDataset | None, split: str
+    ) -> tuple[FederatedDataset, LabelledRows, IntArray]:
+        """Return the data, the rows of a split, and the code of each row's client."""
+        data = self._data(dataset)
+        rows = data.split(split)
+        if not len(rows):
+            raise ValueError(f"The {split} split has no rows.")
+        return data, rows, client_codes(rows, self.names)
+
     def _need_density(self) -> None:
         if self.prediction.gaussians is None:
             raise ValueError(
@@ -914,6 +837,18 @@ class FederatedModel:
             self.column_names,
         )
 
+    def _labels_of(self, rows: LabelledRows, data: FederatedDataset) -> Tensor:
+        """Return the number or the position among the classes of each row's label, ``(n,)``.
+
+        Position ``K`` stands for a class that is not in the training data. It has probability zero, so its
+        rows count as wrong, with the largest loss.
+        """
+        if self.target is not None:
+            return rows.labels
+        position = {label: index for index, label in enumerate(self.classes.tolist())}
+        lookup = [position.get(label, len(self.classes)) for label in data.classes.tolist()]
+        return torch.tensor(lookup)[rows.labels.cpu()]
+
     def _labels(self, y: ArrayLike, rows: int) -> Tensor:
         """Return given labels as the learners see them: class indices or standardised numbers."""
         if self.target is None:
@@ -935,6 +870,23 @@ class FederatedModel:
             raise ValueError("The model predicts classes, not numbers; use predict_proba.")
         self._check_common(codes)
         return rows.numbers(codes).unscaled(self.target)
+
+    def _log_conditional(
+        self, rows: EvaluatedRows, codes: IntArray, labels: Tensor
+    ) -> tuple[FloatArray, FloatArray | None]:
+        """Return ``log P_c(y|x)`` of given labels ``(n,)``, and the largest of any class.
+
+        Args:
+            rows: the rows.
+            codes: their clients.
+            labels: numbers, for which there is no largest one; or positions among the classes, where
+                ``K`` has probability zero.
+        """
+        if self.target is not None:
+            density = self._numbers(rows, codes).log_density(labels.to(rows.x.device))
+            return density.cpu().numpy(), None
+        log_proba = _with_impossible(self._log_proba(rows, codes))
+        return log_proba[np.arange(len(rows)), labels.numpy()], log_proba.max(-1)
 
     def _check_common(self, codes: IntArray) -> None:
         common = self.prediction.weights is not None or self.prediction.default_learner is not None

@@ -8,12 +8,14 @@ fits.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedgmm.data.inputs import NO_CLIENT
 from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
@@ -101,35 +103,49 @@ class FalseAlarms:
 
 
 def flag_novel_rows(
-    calibration: ArrayLike, scores: ArrayLike, false_alarm_rate: float
+    calibration: Mapping[str, NDArray[Any]],
+    score: Score,
+    scores: FloatArray,
+    codes: NDArray[np.int64],
+    false_alarm_rate: float,
+    names: Sequence[Hashable] = (),
 ) -> NoveltyResult:
     """Flag the rows whose conformal p-value is at most ``false_alarm_rate``.
 
-    Warns if there are too few held-out rows for any row to be flagged.
+    Warns if there are too few held-out rows for any row without a client to be flagged.
 
     Args:
-        calibration: scores of held-out rows, ``(m,)``; high means familiar.
+        calibration: see ``CALIBRATIONS``.
+        score: the kind of the scores.
         scores: scores of the rows to test, ``(n,)``.
+        codes: the client of each row, or ``NO_CLIENT``, ``(n,)``.
         false_alarm_rate: between 0 and 1.
+        names: of the clients.
     """
     check_rate(false_alarm_rate)
-    p_values = conformal_p_values(calibration, scores)
-    held_out = len(np.asarray(calibration))
-    smallest = 1.0 / (1.0 + held_out)
-    if smallest > false_alarm_rate:
-        warnings.warn(
-            f"No row can be flagged: with {counted(held_out, 'held-out row')} the smallest p-value is "
-            f"{smallest:.3g}, but false_alarm_rate is {false_alarm_rate:g}; hold out more rows or raise "
-            "the rate.",
-            UserWarning,
-            stacklevel=3,
-        )
-    return NoveltyResult(
-        np.asarray(scores, dtype=np.float64),
-        p_values,
-        p_values <= false_alarm_rate,
-        false_alarm_rate,
-    )
+    p_values = np.empty(len(scores))
+    common = codes == NO_CLIENT
+    if common.any() or not len(codes):
+        p_values[common] = conformal_p_values(calibration[score], scores[common])
+        held_out = len(calibration[score])
+        smallest = 1.0 / (1.0 + held_out)
+        if smallest > false_alarm_rate:
+            warnings.warn(
+                f"No row can be flagged: with {counted(held_out, 'held-out row')} the smallest p-value "
+                f"is {smallest:.3g}, but false_alarm_rate is {false_alarm_rate:g}; hold out more rows or "
+                "raise the rate.",
+                UserWarning,
+                stacklevel=3,
+            )
+    for code in np.unique(codes[~common]).tolist():
+        own = client_p_values(calibration, score, scores[codes == code], code)
+        if own is None:
+            raise ValueError(
+                f"Client {names[code]!r} has too few held-out scores of its own; call "
+                "calibrate(dataset) with its rows, or omit the client."
+            )
+        p_values[codes == code] = own
+    return NoveltyResult(scores, p_values, p_values <= false_alarm_rate, false_alarm_rate)
 
 
 def check_rate(false_alarm_rate: float) -> None:
@@ -181,7 +197,7 @@ def few_held_out(codes: NDArray[np.int64], clients: int) -> NDArray[np.bool_]:
 
 
 def client_p_values(
-    calibration: dict[str, NDArray[Any]], score: Score, scores: FloatArray, code: int
+    calibration: Mapping[str, NDArray[Any]], score: Score, scores: FloatArray, code: int
 ) -> FloatArray | None:
     """Return p-values of rows of one client, ``(n,)``; ``None`` if it has no held-out rows.
 
@@ -210,7 +226,62 @@ def client_p_values(
     return conformal_p_values(held_out, scores) if len(held_out) else None
 
 
+def count_false_alarms(
+    calibration: Mapping[str, NDArray[Any]],
+    score: Score,
+    pooled: FloatArray,
+    own: FloatArray,
+    codes: NDArray[np.int64],
+    false_alarm_rate: float,
+) -> dict[int, FalseAlarms]:
+    """Return the share of ordinary rows that are flagged, by the code of each client.
+
+    Args:
+        calibration: see ``CALIBRATIONS``.
+        score: the kind of the scores.
+        pooled: scores with the federation's weights, ``(n,)``.
+        own: scores with the weights of each row's client, ``(n,)``.
+        codes: the client of each row, ``(n,)``.
+        false_alarm_rate: between 0 and 1.
+    """
+    flagged = conformal_p_values(calibration[score], pooled) <= false_alarm_rate
+    rates = {}
+    for code in np.unique(codes).tolist():
+        here = codes == code
+        p_values = client_p_values(calibration, score, own[here], code)
+        by_itself = None if p_values is None else float((p_values <= false_alarm_rate).mean())
+        rates[code] = FalseAlarms(int(here.sum()), float(flagged[here].mean()), by_itself)
+    return rates
+
+
 # ---------------------------------------------------------------------- whole files
+
+
+def compare_file(
+    calibration: Mapping[str, NDArray[Any]],
+    score: Score,
+    scores: FloatArray,
+    codes: NDArray[np.int64],
+    gaussians: NDArray[np.int64] | None,
+) -> FileTest:
+    """Compare rows with held-out rows of their client or, without one, of their Gaussian.
+
+    Args:
+        calibration: see ``CALIBRATIONS``.
+        score: the kind of the scores.
+        scores: scores of the rows, ``(n,)``.
+        codes: the client of each row, or ``NO_CLIENT``, ``(n,)``.
+        gaussians: the most likely Gaussian of each row, ``(n,)``; ``None`` without Gaussians.
+    """
+    known = codes != NO_CLIENT
+    if known.any():
+        if "client" not in calibration:
+            raise ValueError("There are no scores of single clients; call calibrate(dataset).")
+        strata = calibration["client"], codes[known]
+        return file_test(calibration[OWN + score], scores[known], strata, least=0)
+    if gaussians is None or "gaussian" not in calibration:  # written by an earlier version
+        return file_test(calibration[score], scores)
+    return file_test(calibration[score], scores, (calibration["gaussian"], gaussians))
 
 
 def file_test(

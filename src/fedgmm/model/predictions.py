@@ -127,6 +127,12 @@ class EvaluatedRows:
         _for_blocks(len(self), write, log_x.device)
         return out - self.log_volume
 
+    def most_likely_gaussians(self) -> IntArray:
+        """Return the Gaussian that most likely holds each row under the federation's weights, ``(n,)``."""
+        assert self.log_x is not None
+        log_pi = log_weights(self.prediction)[-1].logsumexp(-1)
+        return np.asarray((self.log_x + log_pi).argmax(-1).cpu().numpy())
+
     def log_density_without_itself(self, codes: IntArray) -> FloatArray:
         """Return ``log P_c(x_i)`` of training rows as if each had not been trained on, ``(n,)``.
 
