@@ -7,9 +7,17 @@ import numpy as np
 import pytest
 
 from fedgmm.federation.messages import Message
-from fedgmm.federation.policy import Policy, RefusedRequestError, read_record
+from fedgmm.federation.policy import (
+    LimitError,
+    Limits,
+    Policy,
+    RefusedRequestError,
+    read_record,
+)
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site import Site, SiteError
+from fedgmm.privacy.accounting import Release, mu_of
+from fedgmm.privacy.ledger import LedgerError
 from in_memory_sites import InMemorySites, federate
 from small_runs import works
 
@@ -212,3 +220,102 @@ def test_a_refusal_changes_nothing(tmp_path, honest):
     with pytest.raises(RefusedRequestError):
         policy.check(bad)
     assert (tmp_path / "agreement.json").read_bytes() == before
+
+
+# ---------------------------------------------------------------------- privacy
+
+BUDGET = {"epsilon": 2.0, "delta": 1e-5, "unit": "row", "bounds": [-5.0, 5.0]}
+
+
+def with_privacy(request, **privacy):
+    """A request of a run with this privacy."""
+    privacy = {**BUDGET, **privacy}
+    facts = {**request.facts, "privacy": privacy}
+    if "plan" in facts:
+        facts["plan"] = {**facts["plan"], "privacy": privacy}
+    return Message(request.kind, request.arrays, facts)
+
+
+def agreed(home, honest, limits=None, **privacy):
+    home.mkdir(exist_ok=True)
+    policy = Policy(home, limits)
+    policy.check(with_privacy(honest[0], **privacy))
+    return policy
+
+
+def test_a_site_with_a_limit_refuses_a_run_without_noise(files, tmp_path, honest):
+    site = Site(SiteSettings((files[0],), tmp_path / "oslo", max_epsilon=4.0))
+    for request in (honest[0], of_kind(honest, "start")[0]):
+        with pytest.raises(SiteError, match="no differential privacy"):
+            site.reply(request)
+    assert "--max-epsilon" in site.unusable  # the client ends with this sentence
+
+
+@pytest.mark.parametrize(
+    ("limits", "word"),
+    [(Limits(epsilon=1.5), "max-epsilon"), (Limits(epsilon=8, delta=1e-6), "max-delta")],
+)
+def test_the_owners_limits_beat_the_server(tmp_path, honest, limits, word):
+    with pytest.raises(LimitError, match=word):
+        agreed(tmp_path, honest, limits)
+
+
+def test_the_limit_counts_earlier_runs(tmp_path, honest):
+    limits = Limits(epsilon=2.5)
+    policy = agreed(tmp_path / "oslo", honest, limits)
+    start = with_privacy(of_kind(honest, "start")[0])
+    policy.check(start)
+    policy.charge(start, Release(mu_of(2.0, 1e-5)), "table")
+    policy = Policy(tmp_path / "oslo", limits)
+    policy.forget()
+    with pytest.raises(LimitError, match="of which 2 is spent"):
+        policy.check(with_privacy(honest[0]))
+    policy.check(with_privacy(honest[0], epsilon=0.5))
+
+
+def test_a_run_does_not_release_more_than_its_plan(tmp_path, honest):
+    policy = agreed(tmp_path / "oslo", honest)  # without limits of the owner
+    start = with_privacy(of_kind(honest, "start")[0])
+    policy.check(start)
+    policy.charge(start, Release(mu_of(2.0, 1e-5)), "table")
+    with pytest.raises(LimitError, match="run's budget"):
+        policy.charge(start, Release(0.05), "table")
+
+
+def test_a_server_cannot_leave_out_the_noise_of_its_plan(tmp_path, honest):
+    policy = agreed(tmp_path, honest, Limits(epsilon=4.0))
+    start = of_kind(honest, "start")[0]
+    for request in (start, with_privacy(start, epsilon=3.0), with_privacy(start, unit="client")):
+        with pytest.raises(RefusedRequestError, match="other privacy"):
+            policy.check(request)
+    with pytest.raises(RefusedRequestError, match="plan"):
+        policy.check(with_privacy(honest[0], epsilon=3.0))
+
+
+def test_a_release_needs_agreed_privacy(tmp_path, honest):
+    policy = Policy(tmp_path)
+    policy.check(honest[0])
+    with pytest.raises(RefusedRequestError, match="no differential privacy"):
+        policy.charge(of_kind(honest, "round")[0], Release(0.1), "table")
+
+
+def test_invalid_privacy_is_refused(tmp_path, honest):
+    for wrong in ({"epsilon": -1.0}, {"epsilon": 0}, {"noise": 0}, {"bounds": None}, {"delta": 2}):
+        with pytest.raises(RefusedRequestError, match="not valid"):
+            agreed(tmp_path, honest, **wrong)
+
+
+def test_a_damaged_ledger_is_refused_before_anything_is_sent(files, tmp_path, honest):
+    policy = agreed(tmp_path / "oslo", honest)
+    policy.charge(with_privacy(of_kind(honest, "start")[0]), Release(0.1), "table")
+    policy.ledger.path.write_bytes(policy.ledger.path.read_bytes()[:-30])
+    with pytest.raises(LedgerError, match="shortened"):
+        Site(SiteSettings((files[0],), tmp_path / "oslo"))
+    policy.forget()
+    with pytest.raises(LedgerError, match="shortened"):
+        policy.check(with_privacy(honest[0]))
+
+
+def test_a_site_does_not_send_plain_sums_where_the_plan_has_noise(site, honest):
+    with pytest.raises(SiteError, match="noise"):
+        site.reply(with_privacy(honest[0]))

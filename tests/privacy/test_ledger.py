@@ -59,9 +59,9 @@ def test_the_limit_counts_all_runs_and_tables(ledger):
     with pytest.raises(BudgetError, match="limit is 1"):
         ledger.charge(entry(0.01, run="c"), limit)
     with pytest.raises(BudgetError, match="limit is 1"):
-        ledger.check("t", "row", [Release(0.01)], limit)
+        ledger.check("row", [Release(0.01)], limit)
     assert ledger.path.read_bytes() == before
-    ledger.check("t", "row", [Release(0.01)], Budget(1.1, 1e-5))
+    ledger.check("row", [Release(0.01)], Budget(1.1, 1e-5))
 
 
 def test_a_run_keeps_to_its_own_budget(ledger):

@@ -181,6 +181,13 @@ def client(
         int | None,
         typer.Option(min=1, help="Rounds that you allow. Default: those of the server's plan."),
     ] = None,
+    max_epsilon: Annotated[
+        float | None,
+        typer.Option(help="Limit of ε over all runs; runs without noise are refused, too."),
+    ] = None,
+    max_delta: Annotated[
+        float | None, typer.Option(help="Largest δ of a run. Default: that of the server's plan.")
+    ] = None,
     forget: Annotated[
         bool,
         typer.Option(
@@ -245,6 +252,9 @@ def client(
         min_count=min_count,
         max_rounds=max_rounds,
         forget=forget,
+        key=connection.key,
+        max_epsilon=max_epsilon,
+        max_delta=max_delta,
     )
     with _sigterm_interrupts(), _log_lines(out) as notify:
         take_part(Site(settings, notify=notify), connection, out, notify=notify)

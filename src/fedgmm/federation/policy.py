@@ -6,6 +6,9 @@ is read and split, the options, the number of rounds, the preprocessing. It then
 to one request per round, in order. A request may be repeated, because messages get lost, but only
 unchanged, so that the reply is the same. Only the owner can make the site forget the plan.
 
+The privacy of a run is part of the plan. The owner's limits (:class:`Limits`) are for all runs together:
+a ledger on the site's disk counts every noisy release before it leaves.
+
 Every request is written to ``audit.jsonl`` before its reply leaves, with the names and shapes of the
 numbers in the reply, or with the reason of the refusal.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,9 @@ import numpy as np
 
 from fedgmm.federation.messages import Message, MessageError, one_line
 from fedgmm.files import write_atomically
+from fedgmm.privacy.accounting import Release, mu_of
+from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
+from fedgmm.privacy.settings import Privacy
 
 TRAINING_REQUESTS = ("start", "assigned", "round", "score", "finish")
 """Kinds of requests that belong to a run."""
@@ -41,17 +48,38 @@ class RefusedRequestError(MessageError):
     """A request that the site's rules do not allow; the text says which rule."""
 
 
+class LimitError(RefusedRequestError):
+    """A request beyond the owner's limits, so that asking again does not help."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The owner's limits, which are stronger than any request.
+
+    Attributes:
+        rounds: rounds of a run; ``None`` allows those of the server's first plan.
+        epsilon: ``ε`` of all runs together; ``None`` allows the server's first plan.
+        delta: ``δ`` of a run, and the one at which ``epsilon`` counts; ``None`` means the plan's.
+    """
+
+    rounds: int | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+
+
 class Policy:
     """The rules of one site, with their state on its disk.
 
     Args:
         home: the site's folder.
-        max_rounds: rounds that the owner allows; ``None`` allows those of the server's first plan.
+        limits: of the owner.
+        key: the site's private key; the witness of the ledger lies beside it.
     """
 
-    def __init__(self, home: Path, max_rounds: int | None = None) -> None:
+    def __init__(self, home: Path, limits: Limits | None = None, key: Path | None = None) -> None:
         self._agreement, self.log = home / "agreement.json", home / "audit.jsonl"
-        self._max_rounds = max_rounds
+        self._limits = limits or Limits()
+        self.ledger = Ledger(home, witness_of(home, key))
         self._state = _nothing()
         if self._agreement.is_file():
             try:
@@ -81,7 +109,7 @@ class Policy:
         before = json.dumps(self._state)
         try:
             self._check(request)
-        except RefusedRequestError:
+        except Exception:
             self._state = json.loads(before)
             raise
         if json.dumps(self._state) != before:
@@ -110,6 +138,7 @@ class Policy:
         if asked not in hellos and len(hellos) >= _MOST_HELLOS:
             raise RefusedRequestError("the server asked for too many summaries of the table.")
         if asked not in hellos:
+            self._check_privacy()
             hellos.append(asked)
 
     def _check_run(self, request: Message) -> None:
@@ -124,8 +153,11 @@ class Policy:
         kept = {name: value for name, value in options.items() if name not in ("rounds", "device")}
         setup = _hash([kept, facts.get("precision"), facts.get("min_rows")])
         state = self._state["runs"].get(run)
+        if facts.get("privacy") != self._planned("privacy"):
+            raise RefusedRequestError("the server asks for other privacy than its plan.")
         if state is None:
             self._check_room()
+            self._check_privacy()
             state = self._state["runs"][run] = {"setup": setup, "rounds": None, "asked": {}}
         if state["setup"] != setup:
             raise RefusedRequestError("the server changed the training options of its run.")
@@ -137,8 +169,7 @@ class Policy:
         """Raise unless the site may take part in one more run."""
         runs = self._state["runs"].values()
         trained = sum("round" in one["asked"] for one in runs)
-        trials = bool((self._state.get("plan") or {}).get("trials"))
-        most = 1 + _MOST_TRIALS if trials else 1
+        most = 1 + _MOST_TRIALS if self._planned("trials") else 1
         if trained >= most or len(runs) - trained >= _MOST_STARTS:
             raise RefusedRequestError(
                 "this site has agreed to another run; its owner can start the client with --forget to "
@@ -148,8 +179,7 @@ class Policy:
     def _checked_rounds(self, rounds: Any) -> int:
         if type(rounds) is not int:
             raise RefusedRequestError("the request has no number of rounds.")
-        planned = (self._state.get("plan") or {}).get("rounds")
-        allowed = self._max_rounds or planned or self._state.get("rounds")
+        allowed = self._limits.rounds or self._planned("rounds") or self._state.get("rounds")
         if allowed is not None and rounds > allowed:
             raise RefusedRequestError(
                 f"the server asks for {rounds} rounds, but this site agreed to {allowed}; its owner can "
@@ -182,6 +212,79 @@ class Policy:
                 f"the server asked about round {number} again, with other numbers."
             )
         asked[kind] = [phase, number, digest]
+
+    # ------------------------------------------------------------------ privacy
+
+    def _planned(self, name: str) -> Any:
+        """Return a part of the plan that the site agreed to; ``None`` if the plan lacks it."""
+        plan = self._state.get("plan")
+        return plan.get(name) if isinstance(plan, Mapping) else None
+
+    def _privacy(self) -> Privacy:
+        try:
+            return Privacy.from_record(self._planned("privacy") or {})
+        except (TypeError, ValueError) as error:
+            raise RefusedRequestError(f"the plan's privacy is not valid: {error}") from None
+
+    @property
+    def is_noised(self) -> bool:
+        """Whether the site agreed to a run with differential privacy."""
+        return self._privacy().is_noised
+
+    def _check_privacy(self) -> None:
+        """Raise unless the plan's privacy is within the owner's limits, with what was spent before."""
+        limits, privacy = self._limits, self._privacy()
+        if privacy.epsilon is None or privacy.delta is None:
+            if limits.epsilon is not None or limits.delta is not None:
+                raise LimitError(
+                    "the server's run has no differential privacy, and this site's owner set a limit with "
+                    "--max-epsilon or --max-delta, so it sends noisy sums only."
+                )
+            return
+        for name, value, most in (
+            ("epsilon", privacy.epsilon, limits.epsilon),
+            ("delta", privacy.delta, limits.delta),
+        ):
+            if most is not None and value > most:
+                raise LimitError(
+                    f"the server asks for {name}={value:g}, but this site's owner allows at most "
+                    f"{most:g} (--max-{name})."
+                )
+        try:
+            whole = Release(mu_of(privacy.epsilon, privacy.delta))
+            self.ledger.check(privacy.unit, [whole], self._limit(privacy))
+        except BudgetError as error:
+            raise LimitError(f"the server asks for a run, but {error}") from None
+
+    def _limit(self, privacy: Privacy) -> Budget | None:
+        """Return the owner's limit for all runs together."""
+        if self._limits.epsilon is None or privacy.delta is None:
+            return None
+        return Budget(self._limits.epsilon, self._limits.delta or privacy.delta)
+
+    def charge(self, request: Message, release: Release, table: str) -> None:
+        """Count a noisy release on the disk; it may leave afterwards.
+
+        Args:
+            request: that the release replies to; its run must have agreed privacy.
+            release: the noisy sums.
+            table: fingerprint of the site's table.
+
+        Raises:
+            LimitError: it would exceed the plan or the owner's limit.
+            LedgerError: the ledger is damaged, or an older copy.
+        """
+        privacy = self._privacy()
+        if privacy.epsilon is None or privacy.delta is None:
+            raise RefusedRequestError("the plan of this run has no differential privacy.")
+        number = request.facts.get("round")
+        what = request.kind if number is None else f"{request.kind} {number}"
+        entry = Entry(release, what, str(request.facts.get("run")), table, privacy.unit)
+        try:
+            plan = Budget(privacy.epsilon, privacy.delta)
+            self.ledger.charge(entry, self._limit(privacy), plan)
+        except BudgetError as error:
+            raise LimitError(f"the server asks for a release, but {error}") from None
 
     def _pin(self, name: str, value: Any, what: str) -> None:
         plain = json.loads(json.dumps(value))

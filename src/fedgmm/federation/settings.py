@@ -16,6 +16,7 @@ from fedgmm.core.checks import (
     Texts,
     check_fields,
     integer,
+    number,
     one_of,
 )
 from fedgmm.federation.messages import LARGEST_MESSAGE
@@ -155,6 +156,9 @@ class SiteSettings:
         min_count: categories of fewer rows than this are not sent; their rows count as "other".
         max_rounds: rounds that the owner allows; ``None`` allows those of the server's first plan.
         forget: forget the plan that the site agreed to earlier, and agree to a new one.
+        key: the site's private key; the witness of its ledger lies beside it.
+        max_epsilon: limit of ``ε`` for all runs together; such a site refuses runs without noise.
+        max_delta: largest ``δ`` of a run, and the one at which ``max_epsilon`` counts.
 
     The four about the format of the file replace those of the federation where they are given.
     """
@@ -173,6 +177,9 @@ class SiteSettings:
     min_count: NonNegativeInt = MIN_COUNT
     max_rounds: Count | None = None
     forget: Flag = False
+    key: Path | None = None
+    max_epsilon: Positive | None = None
+    max_delta: Annotated[float, number(above=0, below=1)] | None = None
 
     def __post_init__(self) -> None:
         if not self.data:

@@ -29,7 +29,7 @@ from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.messages import PROTOCOL, Message, MessageError, check_message, one_line
-from fedgmm.federation.policy import TRAINING_REQUESTS, Policy
+from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Limits, Policy
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.site_table import SiteTable, public_reason
@@ -47,6 +47,7 @@ from fedgmm.methods.centroids import local_centroids
 from fedgmm.methods.gmm import FederatedGMM, equal_covariances, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import resolve_device
+from fedgmm.privacy.ledger import LedgerError
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
@@ -83,7 +84,8 @@ class Site:
         """Find the site's table.
 
         Raises:
-            ValueError: no table, or several, or one that cannot be read; a folder of another run.
+            ValueError: no table, or several, or one that cannot be read; a folder of another run; a
+                damaged ledger.
         """
         self.settings = settings
         self.notify = notify
@@ -99,9 +101,11 @@ class Site:
         self._folder.check()
         self._plan_shown = False
         self._described: tuple[Message, Job] | None = None  # the last request, parsed
-        self._policy = Policy(settings.out, settings.max_rounds)
+        limits = Limits(settings.max_rounds, settings.max_epsilon, settings.max_delta)
+        self._policy = Policy(settings.out, limits, settings.key)
         if settings.forget:
             self._policy.forget()
+        self._policy.ledger.entries()  # raises if it is damaged or an older copy
 
     def reply(self, request: Message) -> Message:
         """Reply to one request, and record what leaves; called for one request at a time.
@@ -154,6 +158,8 @@ class Site:
                     self._job(request)  # malformed requests are not counted
                     _place(request)
                 self._policy.check(request)
+                if self._policy.is_noised:
+                    raise UnfitError("this version of fedgmm adds no noise over a network")
                 arrays, facts = handlers[request.kind](request)
             if request.kind == "model":  # takes the lock itself
                 open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)
@@ -161,6 +167,14 @@ class Site:
                 self.notify(f"adapted: the model is in {self.settings.out}")
         except DivergedError as error:
             arrays, facts = {}, {"diverged": str(error)}
+        except LimitError as error:
+            self.unusable = str(error)
+            self.notify(self.unusable)
+            raise SiteError(self.unusable) from None
+        except LedgerError as error:
+            self.unusable = str(error)
+            self.notify(self.unusable)
+            raise SiteError("its ledger of privacy cannot be used; its log says why") from None
         except (MessageError, SummaryError, WireError) as error:
             raise SiteError(str(error)) from None
         except (RunError, StateError, OSError) as error:  # whose texts name folders

@@ -218,18 +218,15 @@ class Ledger:
 
     # ------------------------------------------------------------------ writing
 
-    def check(
-        self, table: str, unit: str, releases: Iterable[Release], limit: Budget | None
-    ) -> None:
+    def check(self, unit: str, releases: Iterable[Release], limit: Budget | None) -> None:
         """Raise unless some releases would stay within the limit; nothing is counted.
 
         Raises:
             BudgetError: they would exceed the limit.
-            LedgerError: the ledger cannot be trusted, or another one counts this table.
+            LedgerError: the ledger cannot be trusted.
         """
-        entries, identity, _, _ = self._verified()
-        self._check_table(table, identity)
-        _check_limit([*_releases(entries, unit), *releases], _releases(entries, unit), unit, limit)
+        before = _releases(self.entries(), unit)
+        _check_limit([*before, *releases], before, unit, limit)
 
     def charge(self, entry: Entry, limit: Budget | None = None, plan: Budget | None = None) -> None:
         """Count a release, on the disk, before it leaves.
