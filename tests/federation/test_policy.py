@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from fedgmm.federation.messages import Message
+from fedgmm.data.tables.errors import TableError
+from fedgmm.federation.messages import ERROR_CODES, Message, coded
 from fedgmm.federation.policy import (
     LimitError,
     Limits,
@@ -15,9 +16,13 @@ from fedgmm.federation.policy import (
     read_record,
 )
 from fedgmm.federation.settings import SiteSettings
-from fedgmm.federation.site import Site, SiteError
+from fedgmm.federation.site import Site, SiteError, UnfitError
+from fedgmm.federation.summaries import SummaryError
+from fedgmm.federation.wire import WireError
+from fedgmm.methods.base import DivergedError
 from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import LedgerError
+from fedgmm.runs.folder import RunError
 from in_memory_sites import InMemorySites, federate
 from small_runs import works
 
@@ -314,6 +319,52 @@ def test_a_damaged_ledger_is_refused_before_anything_is_sent(files, tmp_path, ho
     policy.forget()
     with pytest.raises(LedgerError, match="shortened"):
         policy.check(with_privacy(honest[0]))
+
+
+SECRET = "Mr. Smith of row 7"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError(f"invalid value {SECRET}"), "table"),
+        (TableError("a.csv", SECRET, public=SECRET), "table"),
+        (UnfitError(f"it has fewer rows than {SECRET}"), "table"),
+        (WireError(SECRET), "sums"),
+        (SummaryError(SECRET), "sums"),
+        (OSError(SECRET), "folder"),
+        (RunError(SECRET), "folder"),
+        (LedgerError(SECRET), "ledger"),
+        (KeyError(SECRET), "internal"),
+        (ZeroDivisionError(SECRET), "internal"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_errors_of_a_protected_run_are_codes(site, honest, monkeypatch, error, code):
+    """The text of an error could hold a value of a row; the owner's log has it."""
+    lines = []
+    site.notify = lines.append
+    hello = with_privacy(honest[0], epsilon=None, delta=None, secure_aggregation=True)
+
+    def fails(request):
+        raise error
+
+    monkeypatch.setattr(site, "_hello", fails)
+    with pytest.raises(SiteError) as found:
+        site.reply(hello)
+    assert str(found.value) == coded(code)
+    assert SECRET not in str(found.value)
+    assert any(SECRET in line for line in lines)
+
+
+def test_a_diverged_round_of_a_protected_run_is_a_code(site, honest, monkeypatch):
+    def fails(request):
+        raise DivergedError(reason=SECRET)
+
+    monkeypatch.setattr(site, "_hello", fails)
+    hello = with_privacy(honest[0], epsilon=None, delta=None, secure_aggregation=True)
+    assert site.reply(hello).facts["diverged"] == coded("diverged")
+    assert set(ERROR_CODES) >= {"diverged", "internal"}
 
 
 def test_a_site_does_not_send_plain_sums_where_the_plan_has_noise(site, honest):

@@ -47,6 +47,23 @@ REPORTED = "the client reports: "
 """Start of a failure's reason if the site itself explained it."""
 
 
+ERROR_CODES = {
+    "table": "its table cannot be used",
+    "folder": "its own folder or file cannot be used",
+    "ledger": "its ledger of privacy cannot be used",
+    "sums": "its sums cannot be sent",
+    "diverged": "training diverged",
+    "internal": "an internal error",
+}
+"""Errors of a site in a protected run. A text could hold a value of a row or a number of rows, so such a
+site sends a code; the text stays in its own log."""
+
+
+def coded(code: str) -> str:
+    """Return the sentence that a site sends instead of the text of an error."""
+    return f"error {code!r}: {ERROR_CODES[code]}; its log says why"
+
+
 class MessageError(ValueError):
     """A message that breaks a rule, with the reason."""
 

@@ -231,6 +231,13 @@ class Policy:
         """Whether the site agreed to a run with differential privacy."""
         return self._privacy().is_noised
 
+    def is_protected(self, request: Message) -> bool:
+        """Whether texts of errors are hidden: the plan has masks or noise, or the owner set limits."""
+        plan = request.facts.get("plan")
+        asked = plan.get("privacy") if isinstance(plan, Mapping) else request.facts.get("privacy")
+        limits = self._limits.epsilon, self._limits.delta
+        return bool(asked or self._planned("privacy")) or limits != (None, None)
+
     def _check_privacy(self) -> None:
         """Raise unless the plan's privacy is within the owner's limits, with what was spent before."""
         limits, privacy = self._limits, self._privacy()

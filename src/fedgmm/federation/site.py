@@ -28,7 +28,14 @@ from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
-from fedgmm.federation.messages import PROTOCOL, Message, MessageError, check_message, one_line
+from fedgmm.federation.messages import (
+    PROTOCOL,
+    Message,
+    MessageError,
+    check_message,
+    coded,
+    one_line,
+)
 from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Limits, Policy
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
@@ -59,7 +66,16 @@ _LARGEST_SCORE = 1e14
 
 
 class SiteError(RuntimeError):
-    """The reason why a site cannot reply, in words that the server may see."""
+    """The reason why a site cannot reply, in words that the server may see.
+
+    Attributes:
+        code: of ``ERROR_CODES``, sent instead of the words if the run is protected; ``None`` if the
+            words are about the request alone.
+    """
+
+    def __init__(self, reason: str, code: str | None = None) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class UnfitError(ValueError):
@@ -118,11 +134,13 @@ class Site:
                 reply = self._reply(request)
             except SiteError as error:
                 self._policy.record(request, None, str(error))
-                raise
+                if error.code is None or not self._policy.is_protected(request):
+                    raise
+                raise SiteError(coded(error.code), error.code) from None
             self._policy.record(request, reply)
         except OSError as error:
             self.notify(f"The record of requests cannot be written: {error}")
-            raise SiteError("its own folder cannot be used; its log says why") from None
+            raise SiteError("its own folder cannot be used; its log says why", "folder") from None
         return reply
 
     def _reply(self, request: Message) -> Message:
@@ -159,14 +177,15 @@ class Site:
                     _place(request)
                 self._policy.check(request)
                 if self._policy.is_noised:
-                    raise UnfitError("this version of fedgmm adds no noise over a network")
+                    raise LimitError("this version of fedgmm adds no noise over a network.")
                 arrays, facts = handlers[request.kind](request)
             if request.kind == "model":  # takes the lock itself
                 open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)
                 self.finished = True
                 self.notify(f"adapted: the model is in {self.settings.out}")
         except DivergedError as error:
-            arrays, facts = {}, {"diverged": str(error)}
+            hidden = self._policy.is_protected(request)
+            arrays, facts = {}, {"diverged": coded("diverged") if hidden else str(error)}
         except LimitError as error:
             self.unusable = str(error)
             self.notify(self.unusable)
@@ -174,22 +193,28 @@ class Site:
         except LedgerError as error:
             self.unusable = str(error)
             self.notify(self.unusable)
-            raise SiteError("its ledger of privacy cannot be used; its log says why") from None
-        except (MessageError, SummaryError, WireError) as error:
+            reason = "its ledger of privacy cannot be used; its log says why"
+            raise SiteError(reason, "ledger") from None
+        except MessageError as error:
             raise SiteError(str(error)) from None
+        except (SummaryError, WireError) as error:
+            self.notify(str(error))
+            raise SiteError(str(error), "sums") from None
         except (RunError, StateError, OSError) as error:  # whose texts name folders
             self.notify(str(error))
-            raise SiteError("its own folder or file cannot be used; its log says why") from None
+            reason = "its own folder or file cannot be used; its log says why"
+            raise SiteError(reason, "folder") from None
         except (TableError, UnfitError) as error:
             self.unusable = str(error)
             self.notify(self.unusable)
-            raise SiteError(public_reason(error)) from None
+            raise SiteError(public_reason(error), "table") from None
         except ValueError as error:
             self.notify(str(error))
-            raise SiteError(public_reason(error)) from None
+            raise SiteError(public_reason(error), "table") from None
         except Exception as error:  # a site must outlive every request
             self.notify(f"{type(error).__name__}: {error}")
-            raise SiteError(f"{type(error).__name__} at the site; see its log") from None
+            reason = f"{type(error).__name__} at the site; see its log"
+            raise SiteError(reason, "internal") from None
         facts = {"name": self.name, "ticket": request.facts.get("ticket"), **facts}
         return Message("reply", arrays, facts)
 
