@@ -172,6 +172,13 @@ def fit(
     date_format: DateFormat = None,
     id_columns: Ids = None,
     task: Task = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Tables that need more memory than this, such as 2GB, are read in blocks from scratch "
+            "files in the run folder. Default: half of the available memory."
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="TOML file with options; options given here replace its own."),
@@ -234,6 +241,7 @@ def fit(
         "categorical": categorical or None,
         "ignore": ignore or None,
         "task": task,
+        "memory": memory,
         "seed": seed,
         **file_options(no_header, names, missing_values, date_format, id_columns),
     }

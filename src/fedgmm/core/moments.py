@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedgmm.core.scratch import blocks_in, empty_beside, folder_of
+
 FloatArray = NDArray[np.float64]
 
 
@@ -123,6 +125,16 @@ class Scaling:
     def log_volume(self) -> float:
         """``Σ log scale``: the log density of ``x`` is that of ``z`` less this number."""
         return float(self.scale.log().sum())
+
+
+def scaled(x: Tensor, scaling: Scaling, dtype: torch.dtype) -> Tensor:
+    """Return ``scaling.apply(x, dtype)``, in blocks and in a scratch file if ``x`` is in one."""
+    if folder_of(x) is None:
+        return scaling.apply(x, dtype)
+    out = empty_beside(x, tuple(x.shape), dtype)
+    for into, block in zip(blocks_in(out), blocks_in(x), strict=True):
+        into.copy_(scaling.apply(block, dtype))
+    return out
 
 
 def scaling_of(mean: Tensor, variance: Tensor) -> Scaling:

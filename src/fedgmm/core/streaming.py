@@ -20,6 +20,8 @@ from typing import Generic, TypeVar
 import torch
 from threadpoolctl import ThreadpoolController
 
+from fedgmm.core.scratch import touched
+
 Block = tuple[int, int, int]
 """A run of rows: chunk, first row, last row (exclusive), counted within the chunk."""
 
@@ -91,6 +93,7 @@ def accumulate(
                     break
                 try:
                     add_block(accumulator, block)
+                    touched(_BLOCK_BYTES)
                 except BaseException:
                     stop.append(True)  # the other lanes' work is lost anyway
                     raise

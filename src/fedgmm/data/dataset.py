@@ -15,6 +15,7 @@ from torch import Tensor
 from fedgmm.core.checks import check_choice
 from fedgmm.core.moments import Scaling, scaling_of
 from fedgmm.core.randomness import client_keys, row_uniforms
+from fedgmm.core.scratch import empty_beside, taken
 from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.data.inputs import (
     NO_CLIENT,
@@ -117,7 +118,7 @@ class LabelledRows:
         wanted = torch.zeros(len(self.names), dtype=torch.bool, device=self.device)
         wanted[clients] = True
         here = wanted[self.codes]
-        inputs, labels = self.inputs[here], self.labels[here]
+        inputs, labels = taken(self.inputs, here), self.labels[here]
         if self.features_are_inputs:
             names = tuple(self.names[code] for code in clients.tolist())
             codes = (wanted.cumsum(0) - 1)[self.codes[here]]
@@ -132,7 +133,7 @@ class LabelledRows:
         return replace(
             self,
             features=self.features.keep(wanted),
-            inputs=self.inputs[wanted],
+            inputs=taken(self.inputs, wanted),
             labels=self.labels[wanted],
         )
 
@@ -144,7 +145,11 @@ class LabelledRows:
             torch.ones(len(one), dtype=torch.float64) if one.weights is None else one.weights
             for one in (self, other)
         ]
-        inputs = torch.cat([self.inputs, other.inputs])[order]
+        inputs = empty_beside(self.inputs, (len(codes), *self.inputs.shape[1:]), self.inputs.dtype)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=self.device)
+        inputs[place[: len(self)]] = self.inputs
+        inputs[place[len(self) :]] = other.inputs
         unweighted = self.weights is None and other.weights is None
         own = None if unweighted else torch.cat([one.to(self.device) for one in weights])[order]
         features = _features_of(inputs, codes[order], self.names, own)

@@ -156,8 +156,9 @@ def _texts(value: Any, what: str) -> dict[str, int]:
 
 
 def table_record(options: TableOptions) -> dict[str, Any]:
-    """Return options of tables for JSON, without the name of a client."""
-    return {name: value for name, value in asdict(options).items() if name != "client"}
+    """Return options of tables for JSON, without those of a single client."""
+    own = ("client", "memory")
+    return {name: value for name, value in asdict(options).items() if name not in own}
 
 
 def table_from_record(record: Any, client: str) -> TableOptions:

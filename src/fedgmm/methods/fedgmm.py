@@ -39,6 +39,7 @@ from fedgmm.core.newton import (
     newton_sums,
 )
 from fedgmm.core.params import Params, count_learners, is_statistic
+from fedgmm.core.scratch import empty_beside
 from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums, row_counts
@@ -169,7 +170,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         m2, net, dtype = self.learners, self.training.net, self.training.dtype
         current = shared.mixture.gaussians if self.density else None
         log_pi = torch.log(personal).mT.contiguous()
-        learner_weights = torch.empty(m2, len(rows), dtype=dtype, device=rows.device).mT
+        learner_weights = empty_beside(rows.inputs, (m2, len(rows)), dtype).mT
 
         def e_step(difference: Tensor | None, codes: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             # (n, M1, M2), in memory (M1, M2, n), so that sums over components run along many rows

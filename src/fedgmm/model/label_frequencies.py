@@ -18,13 +18,16 @@ from fedgmm.core.labels import (
     prior_scores,
 )
 from fedgmm.core.predictive import log_class_probabilities
+from fedgmm.core.scratch import empty_beside, touched
 from fedgmm.methods.base import Prediction
 from fedgmm.model.adaptation import adapt_without_labels
 from fedgmm.model.predictions import log_learners, log_weights
 from fedgmm.nets.learners import at_labels
 
 _ROWS_AT_ONCE = 4096
+_BLOCK_BYTES = 4 * 1024 * 1024  # about as many are read from scratch files
 _TRIED_CLIENTS = 100  # clients on which guesses are tried; more would hardly change the estimate
+_TRIED_ROWS = 20_000  # of each of them
 _ADAPTATION_ROUNDS = 200
 _STANDARD_ERRORS = 2.0  # by which a mean gain must exceed zero
 
@@ -57,6 +60,7 @@ class ClientLabels:
         """Yield blocks of rows."""
         for start in range(0, len(self.x), _ROWS_AT_ONCE):
             yield self.take(slice(start, start + _ROWS_AT_ONCE))
+            touched(_BLOCK_BYTES)
 
 
 def estimate_label_frequencies(
@@ -95,10 +99,14 @@ def estimate_label_frequencies(
 
     judges = held_out or rows
     uncorrected = label_frequencies(counts, predicted, PRIORS[0])
-    gains = own = _prior_gains(prediction, uncorrected, counts, judges, leave_out=held_out is None)
-    if if_better and held_out is not None:
-        more = _prior_gains(prediction, uncorrected, counts, rows, leave_out=True)
-        gains = torch.cat([own, more], 1)
+    both = if_better and held_out is not None
+    number, more = len(judges.x), len(rows.x) if both else 0
+    gains = empty_beside(judges.x, (len(PRIORS), number + more), torch.float64)
+    own = gains[:, :number]
+    _write_prior_gains(own, prediction, uncorrected, counts, judges, leave_out=held_out is None)
+    if both:
+        of_rows = gains[:, number:]
+        _write_prior_gains(of_rows, prediction, uncorrected, counts, rows, leave_out=True)
     best = int(gains.mean(1).argmax())
     error = gains[best].std() / gains.shape[1] ** 0.5
     if if_better and not (own[best].mean() > 0 and gains[best].mean() > _STANDARD_ERRORS * error):
@@ -107,17 +115,19 @@ def estimate_label_frequencies(
     return replace(found, guess_rows=_guess_rows(replace(prediction, labels=found), judges))
 
 
-def _prior_gains(
+def _write_prior_gains(
+    out: Tensor,
     prediction: Prediction,
     frequencies: LabelFrequencies,
     counts: Tensor,
     rows: ClientLabels,
     *,
     leave_out: bool,
-) -> Tensor:
-    """Return the gain in ``log P_c(y|x)`` of each row by each of ``PRIORS``, ``(P, n)``.
+) -> None:
+    """Compute the gain in ``log P_c(y|x)`` of each row by each of ``PRIORS``.
 
     Args:
+        out: the gains, ``(P, n)``.
         prediction: the fitted parameters.
         frequencies: their ``P(y|m)`` is used.
         counts: ``n_c(m, y)``, ``(C, M, K)``.
@@ -125,7 +135,7 @@ def _prior_gains(
         leave_out: whether the rows were counted, so that each must be left out.
     """
     log_pi = log_weights(prediction)
-    gains = []  # over no correction
+    first = 0
     for block in rows.blocks():
         joint, log_y = _terms(prediction, log_pi, block)
         own = counts[block.codes]
@@ -134,9 +144,10 @@ def _prior_gains(
             own[place, :, block.labels] -= _responsibilities(joint, log_y, block)
             own.clamp_min_(0.0)
         scores = prior_scores(frequencies, own, joint, log_y, block.labels)
-        gain = scores - scores[0]
-        gains.append(gain if block.weights is None else gain * block.weights.to(gain))
-    return torch.cat(gains, 1)
+        gain = scores - scores[0]  # over no correction
+        gain = gain if block.weights is None else gain * block.weights.to(gain)
+        out[:, first : first + len(own)] = gain
+        first += len(own)
 
 
 def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
@@ -153,7 +164,8 @@ def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
     guessing = replace(prediction, labels=replace(labels, guess_rows=float(len(rows.x))))
     gains = []
     for code in tried:
-        own = rows.take(rows.codes == code)
+        places = torch.nonzero(rows.codes == code).flatten()
+        own = rows.take(places[:: 1 + (len(places) - 1) // _TRIED_ROWS])
         log_y = log_learners(prediction, own.x)
         found = adapt_without_labels(guessing, own.log_x, log_y, _ADAPTATION_ROUNDS)
         assert found.label_counts is not None

@@ -566,7 +566,9 @@ class FederatedModel:
         data = self._data(dataset)
 
         def labelled(split: LabelledRows) -> ClientLabels:
-            labels = self._labels(data.labels_of(split), len(split))
+            labels = self._labels_of(split, data)
+            if bool((labels == len(self.classes)).any()):
+                self._labels(data.labels_of(split), len(split))  # raises
             codes = torch.from_numpy(client_codes(split, self.names))
             rows = self._evaluator.from_split(split)
             device = rows.x.device

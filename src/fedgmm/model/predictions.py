@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedgmm.core.em import responsibilities
 from fedgmm.core.gaussians import log_densities, log_densities_without, residuals
-from fedgmm.core.moments import Scaling
+from fedgmm.core.moments import Scaling, scaled
 from fedgmm.core.params import Params, count_learners
 from fedgmm.core.predictive import (
     NumberPredictions,
@@ -26,6 +26,7 @@ from fedgmm.core.predictive import (
     log_learner_weights,
     log_marginal,
 )
+from fedgmm.core.scratch import blocks_in, empty_beside
 from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.data.dataset import LabelledRows, numeric
 from fedgmm.data.inputs import order_columns
@@ -65,7 +66,7 @@ def log_gaussians(prediction: Prediction, features: Tensor) -> Tensor | None:
     gaussians = prediction.gaussians
     if gaussians is None:
         return None
-    out = features.new_empty(len(features), len(gaussians.means), dtype=torch.float64)
+    out = empty_beside(features, (len(features), len(gaussians.means)), torch.float64)
 
     def evaluate(rows: slice) -> None:
         difference = residuals(features[rows], gaussians.means, torch.float64)
@@ -152,7 +153,8 @@ class EvaluatedRows:
 
     def log_proba(self, codes: IntArray) -> FloatArray:
         """Return ``log P_c(y|x)`` of every class, equation (3), ``(n, K)``."""
-        out = np.empty((len(self), self.prediction.net.classes))
+        shape = (len(self), self.prediction.net.classes)
+        out = empty_beside(self.x, shape, torch.float64).cpu().numpy()
         who = torch.from_numpy(codes).to(self.x.device)
         if self.prediction.assignment is not None:
             self._write_assigned(out, who)
@@ -276,7 +278,7 @@ class RowEvaluator:
         if isinstance(function, ModuleNetwork):
             function.check_integers(x)
         if self.scaling is not None:
-            x = self.scaling.apply(x, parameter.dtype)
+            x = scaled(x, self.scaling, parameter.dtype)
             log_volume = self.scaling.log_volume if self.features_are_inputs else 0.0
         seen = x.flatten(1) if features is None else features.to(parameter.device)
         for rows in (x, seen):
@@ -371,7 +373,9 @@ def _for_blocks(rows: int, visit: Callable[[slice], None], device: torch.device)
 def _check_size(rows: Tensor, dtype: torch.dtype) -> None:
     """Raise if a number is so large that a learner or a density could overflow."""
     largest = min(torch.finfo(dtype).max ** 0.75, 1e150)
-    if rows.is_floating_point() and rows.numel() and not bool((rows.abs() < largest).all()):
+    if not rows.is_floating_point() or not rows.numel():
+        return
+    if not all(bool((block.abs() < largest).all()) for block in blocks_in(rows)):
         row = int(torch.nonzero(~(rows.flatten(1).abs() < largest))[0, 0])
         raise ValueError(f"Row {row} has a number that is too large to compute with; correct it.")
 

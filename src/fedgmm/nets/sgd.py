@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedgmm.core.linalg import matmul, take
 from fedgmm.core.params import Params, is_statistic, take_clients
+from fedgmm.core.scratch import touched
 from fedgmm.nets.kernels.recording import recorder_of
 from fedgmm.nets.learners import (
     class_margins,
@@ -26,6 +27,8 @@ Rate = float | Tensor
 
 MARGIN = 4
 """Largest shift of a random crop, in pixels."""
+
+_BYTES_AROUND = 64 * 1024  # that the system maps around a row of a file
 
 
 @dataclass(frozen=True)
@@ -473,6 +476,7 @@ def _linear_gradients(net: Dense, params: Params, x: Tensor, y: Tensor, share: T
 def _take_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Return ``values[rows]`` for row indices ``(A, B)``; a flat selection is several times faster."""
     taken = take(values, rows.reshape(-1))
+    touched(_BYTES_AROUND * rows.numel())
     return taken.reshape(*rows.shape, *values.shape[1:])
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedgmm.data.tables.files import Notify, find_tables
-from fedgmm.data.tables.loading import Tables, agreement, read_tables
+from fedgmm.data.tables.loading import Tables, agreement, on_disk_if_large, read_tables
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import DENSITY
@@ -59,6 +59,7 @@ def fit(
     date_format: str | None = None,
     id: Iterable[str] = (),
     task: str = "auto",
+    memory: str | None = None,
     checkpoint_every: int = 5,
     overwrite: bool = False,
     notify: Notify = lambda _: None,
@@ -81,6 +82,8 @@ def fit(
         id: columns that identify rows: never an input, but in the output of predictions.
         task: ``"classification"``, ``"regression"``, or ``"auto"``: classification, with an error if the
             label looks like a measurement.
+        memory: tables that need more memory, such as ``"2GB"``, are read in blocks from scratch files
+            beside the run folder; ``None`` means half of the memory that is available.
         checkpoint_every: rounds between two checkpoints.
         overwrite: replace a run that is already in the folder.
         notify: called with a line before each step.
@@ -103,6 +106,7 @@ def fit(
         date_format=date_format,
         id=tuple(id),
         task=task,
+        memory=memory,
         seed=training.get("seed", 0),
     )
     config = RunConfig(tuple(map(str, files)), table, training, checkpoint_every)
@@ -130,7 +134,7 @@ def fit_config(
                 f"The name of the file {str(path)!r} is not UTF-8; rename it."
             ) from None
     config = replace(config, files=tuple(map(str, paths))).complete()
-    with folder.lock():
+    with folder.lock(), on_disk_if_large(config.files, config.table, folder.home):
         tables = None
         if folder.has_progress:
             if not overwrite:
@@ -183,7 +187,8 @@ def resume(
         check_files_unchanged(folder)
         if folder.checkpoint.is_file():
             read_checkpoint(folder.checkpoint)  # stop here if it is damaged, and keep the old model
-        return _run(folder, config, notify, on_start, on_round)
+        with on_disk_if_large(config.files, config.table, folder.home):
+            return _run(folder, config, notify, on_start, on_round)
 
 
 def _run(

@@ -168,12 +168,13 @@ class FederatedRun:
 
     def split_anew(self, seed: int, notify: Notify = lambda _: None) -> FederatedDataset:
         """Read the rows of the run and split them by a seed; the run itself does not change."""
-        from fedgmm.data.tables.loading import read_tables
+        from fedgmm.data.tables.loading import on_disk_if_large, read_tables
 
         check_files_unchanged(self.folder)
         config = self.config
-        tables = read_tables(config.files, replace(config.table, seed=seed), notify)
-        return tables.load(self.preprocessing, notify)
+        with on_disk_if_large(config.files, config.table, self.folder.home):
+            tables = read_tables(config.files, replace(config.table, seed=seed), notify)
+            return tables.load(self.preprocessing, notify)
 
     # ------------------------------------------------------------------ commands
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.checks import check_integer, check_known
-from fedgmm.core.moments import Scaling, scaling_of
+from fedgmm.core.moments import Scaling, scaled, scaling_of
 from fedgmm.core.params import Params
 from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.streaming import lanes_only
@@ -474,7 +474,7 @@ class _LocalTraining:
         rows = dataset.training_rows(device, dtype)
         if self.scaling is None:
             return rows
-        return rows.with_inputs(self.scaling.apply(rows.inputs, dtype))
+        return rows.with_inputs(scaled(rows.inputs, self.scaling, dtype))
 
     @property
     def _may_learn_labels(self) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import IO, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+
+from fedgmm.core.scratch import empty, kept, scratch_file, touched
 
 Kind = Literal["empty", "number", "date", "boolean", "text"]
 """The kind of a column's values. All values of an ``empty`` column are missing, so it fits any kind."""
@@ -39,6 +41,7 @@ LARGEST = 1e140
 """Largest number in training; squares of larger ones could overflow and spoil the whole column."""
 
 _MICROSECONDS_PER_DAY = 86_400e6
+_BLOCK_ROWS = 65_536
 _FIRST_LOOK = 8  # most text fails in the first values, which is faster than casting all of them
 _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
 
@@ -111,8 +114,18 @@ class ColumnValues:
     @classmethod
     def absent(cls, rows: int) -> ColumnValues:
         """Return a column without any value."""
-        codes = np.full(rows, -1, dtype=np.int32)
-        return cls("empty", np.full(rows, np.nan), codes, pa.array([], pa.string()), True)
+        codes = np.broadcast_to(np.int32(-1), rows)  # take no memory
+        numbers = np.broadcast_to(np.float64(np.nan), rows)
+        return cls("empty", numbers, codes, pa.array([], pa.string()), True)
+
+    def on_disk(self) -> ColumnValues:
+        """Return the same values with large arrays in scratch files, see :mod:`fedgmm.core.scratch`."""
+        return replace(
+            self,
+            numbers=None if self.numbers is None else kept(self.numbers),
+            codes=None if self.codes is None else kept(self.codes),
+            orders={order: kept(days) for order, days in self.orders.items()},
+        )
 
     def as_texts(self) -> NDArray[np.object_]:
         """Return the text of each row ``(n,)``, ``None`` where missing."""
@@ -159,7 +172,7 @@ def column_values(values: pa.ChunkedArray, written: FileFormat = PLAIN) -> Colum
             return texts
     if kind == "text":
         return _text_values(values, written)
-    numbers = _days(values) if kind == "date" else _finite(values.cast(pa.float64(), safe=False))
+    numbers = _by_chunk(values, _days if kind == "date" else _as_numbers)
     if kind == "number" and written.missing_values:
         numbers = np.where(np.isin(numbers, written.missing_numbers), np.nan, numbers)
         if np.isnan(numbers).all():
@@ -168,6 +181,33 @@ def column_values(values: pa.ChunkedArray, written: FileFormat = PLAIN) -> Colum
         codes = np.where(np.isnan(numbers), -1, numbers).astype(np.int32)
         return ColumnValues(kind, numbers, codes, pa.array(TRUTH), False)
     return ColumnValues(kind, numbers, None, pa.array([], pa.string()), False)
+
+
+def _by_chunk(values: pa.ChunkedArray, convert: Callable[[pa.Array], FloatArray]) -> FloatArray:
+    """Convert a column chunk by chunk, so that temporaries stay small."""
+    out: FloatArray = empty(len(values), np.float64)
+    first = 0
+    for chunk in values.chunks:
+        out[first : first + len(chunk)] = convert(chunk)
+        first += len(chunk)
+        touched(chunk.nbytes + 8 * len(chunk))
+    return out
+
+
+def _as_numbers(values: pa.Array) -> FloatArray:
+    return _finite(values.cast(pa.float64(), safe=False))
+
+
+def table_on_disk(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> pa.Table:
+    """Return batches as one table whose values are in a scratch file."""
+
+    def write(file: IO[bytes]) -> None:
+        with pa.ipc.new_file(pa.PythonFile(file, "w"), schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+
+    with pa.ipc.open_file(pa.py_buffer(scratch_file(write))) as reader:
+        return reader.read_all()
 
 
 def _is_digits_only(date_format: str | None) -> bool:
@@ -229,8 +269,16 @@ def _finite(values: pa.Array | pa.ChunkedArray) -> FloatArray:
 
 def without_beyond(numbers: FloatArray, largest: float = LARGEST) -> FloatArray:
     """Return numbers with NaN for those whose size is above ``largest``."""
-    beyond = np.abs(numbers) > largest
-    return np.where(beyond, np.nan, numbers) if beyond.any() else numbers
+    found = numbers
+    for first in range(0, len(numbers), _BLOCK_ROWS):
+        place = slice(first, first + _BLOCK_ROWS)
+        beyond = np.abs(numbers[place]) > largest
+        if beyond.any():
+            if found is numbers:
+                found = kept(numbers.copy())
+            found[place][beyond] = np.nan
+        touched(numbers[place].nbytes)
+    return found
 
 
 def _days(values: pa.Array | pa.ChunkedArray) -> FloatArray:

@@ -2,13 +2,14 @@
 
 Each file is parsed once. Its columns stay in memory (8 bytes per number) while all clients agree on the
 preprocessing from their summaries. They are then written as float32 into the splits and released, file
-by file.
+by file. Within :func:`on_disk_if_large`, columns and splits of large tables are in scratch files.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.randomness import client_keys
+from fedgmm.core.scratch import as_bytes, available_memory, empty, scratch, touched
+from fedgmm.core.scratch import kept as on_disk
 from fedgmm.data.dataset import FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import client_rows
 from fedgmm.data.tables.agreement import (
@@ -35,7 +38,7 @@ from fedgmm.data.tables.columns import (
     without_beyond,
 )
 from fedgmm.data.tables.errors import TableError, ValueKindError, joined, listed, quoted
-from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
+from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables, memory_needed
 from fedgmm.data.tables.preprocessing import (
     NO_LABEL,
     UNKNOWN,
@@ -234,17 +237,17 @@ class Tables:
                 kept.append(encoded >= 0)
             labels.append(encoded[kept[-1]])
             codes.append(np.array([place[n] for n in own.names])[own.clients[kept[-1]]])
-        all_codes, all_labels = np.concatenate(codes), np.concatenate(labels)
+        all_codes, all_labels = _joined(codes), _joined(labels)
         options = self.options
         splits = split_rows(all_codes, client_keys(names), options.split, options.seed)
         # the split of each row, and its place within that split
         part = np.empty(len(all_codes), dtype=np.int8)
-        row_in_part = np.empty(len(all_codes), dtype=np.int64)
+        row_in_part = empty(len(all_codes), np.int64)
         for number, rows in enumerate(splits):
             part[rows] = number
             row_in_part[rows] = np.arange(len(rows))
         width = len(preprocessing.feature_names)
-        matrices = [np.empty((len(rows), width), dtype=np.float32) for rows in splits]
+        matrices = [empty((len(rows), width), np.float32) for rows in splits]
         first = 0
         for own, keep in zip(self.files, kept, strict=True):
             notify(f"preparing {own.file.path.name}")
@@ -257,13 +260,14 @@ class Tables:
                     mine = part[first:stop] == number
                     matrix[row_in_part[first:stop][mine]] = values[mine]
                 first = stop
+                touched(values.nbytes * 2 + 8 * block.size)
             if not keep_columns:
                 own.file.columns.clear()
         train, validation, test = (
             LabelledRows(
-                client_rows([matrix], all_codes[rows], names),
+                client_rows([matrix], on_disk(all_codes[rows]), names),
                 torch.from_numpy(matrix),
-                torch.from_numpy(all_labels[rows]),
+                torch.from_numpy(on_disk(all_labels[rows])),
             )
             for matrix, rows in zip(matrices, splits, strict=True)
         )
@@ -272,7 +276,34 @@ class Tables:
         return FederatedDataset(train, validation, test, tuple(names), classes, columns, target)
 
 
+def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """Return arrays one behind the other, and forget them one by one."""
+    out, first = empty(sum(map(len, parts)), parts[0].dtype), 0
+    for number, part in enumerate(parts):
+        out[first : first + len(part)] = part
+        first += len(part)
+        parts[number] = part[:0]
+    return out
+
+
 # ---------------------------------------------------------------------- the files of training
+
+
+@contextmanager
+def on_disk_if_large(
+    sources: Sequence[str | Path], options: TableOptions, folder: str | Path
+) -> Iterator[None]:
+    """Keep tables in scratch files of a folder if they would need more memory than the options allow.
+
+    Args:
+        sources: files, folders or patterns.
+        options: ``memory`` is the limit; half of the memory that is available if it is ``None``.
+        folder: where the scratch files are.
+    """
+    limit = available_memory() // 2 if options.memory is None else as_bytes(options.memory)
+    large = sum(map(memory_needed, find_tables(sources))) > limit
+    with scratch(folder if large else None):
+        yield
 
 
 def load_federation(

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from fedgmm.core.checks import (
     one_of,
 )
 from fedgmm.core.moments import Scaling
+from fedgmm.core.scratch import as_bytes
 from fedgmm.data.dataset import TASKS, looks_continuous
 from fedgmm.data.tables.columns import (
     PLAIN,
@@ -94,6 +95,8 @@ class TableOptions:
         id: columns that identify rows: never an input, but in the output of predictions.
         task: ``"classification"`` or ``"regression"``; ``"auto"`` is classification, and raises if the
             labels look like measurements.
+        memory: tables that need more memory, such as ``"2GB"``, are kept in scratch files and read in
+            blocks; ``None`` means half of the memory that is available. Results do not depend on it.
     """
 
     label: Text | None
@@ -111,9 +114,12 @@ class TableOptions:
     missing_values: Texts = ()
     date_format: Text | None = None
     id: Texts = ()
+    memory: Text | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.memory is not None:
+            as_bytes(self.memory)
         if self.client is not None and self.client_column is not None:
             raise ValueError("client and client_column exclude each other; omit one of them.")
         if self.label is not None and self.client_column == self.label:

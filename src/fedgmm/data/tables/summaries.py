@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.moments import Pooled, pool
+from fedgmm.core.scratch import touched
 from fedgmm.data.tables.columns import ColumnValues, FloatArray, IntArray, Kind, without_point
 
 _BLOCK_ROWS = 16_384
@@ -194,6 +195,7 @@ def _moments(values: FloatArray) -> Pooled:
     filled = np.where(present, values, 0.0)
     mean = filled.sum(1) / np.maximum(count, 1.0)
     around = np.where(present, filled - mean[:, None], 0.0)
+    touched(values.nbytes)
     rest = around.sum(1) / np.maximum(count, 1.0)
     return Pooled(count, mean, (around**2).sum(1) - count * rest**2, rest)
 

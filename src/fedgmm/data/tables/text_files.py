@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedgmm.data.tables.columns import MISSING, PLAIN, FileFormat
+from fedgmm.core.scratch import active
+from fedgmm.data.tables.columns import MISSING, PLAIN, FileFormat, table_on_disk
 from fedgmm.data.tables.errors import HeaderError, TableError, listed
 from fedgmm.wording import counted
 
@@ -383,7 +384,11 @@ def _parse(
     from pyarrow import csv as arrow_csv
 
     if data is None:
-        return arrow_csv.read_csv(_stream(path), **_options(dialect, types, names, missing))
+        options = _options(dialect, types, names, missing)
+        if not active():
+            return arrow_csv.read_csv(_stream(path), **options)
+        with arrow_csv.open_csv(_stream(path), **options) as reader:
+            return table_on_disk(reader.schema, reader)
     quotes = b'"' in data
     options = _options(replace(dialect, encoding="utf8"), types, names, missing, quotes)
     try:

@@ -1,0 +1,216 @@
+"""Arrays in scratch files, mapped into memory, for tables that are larger than memory.
+
+Within :func:`scratch`, :func:`empty` makes large arrays whose numbers are in a file. The files have no
+name, so their space is free again as soon as no array uses them, even if the process is killed. The
+system reads pages when they are used. Pages that were used count as memory of the process until
+:func:`touched` gives them back, which happens after every few blocks of rows.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+from weakref import ref
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+_SMALLEST = 16 * 1024  # bytes; smaller arrays stay in memory
+_COMMON_FILE = 128 * 1024 * 1024  # bytes; smaller arrays share a file, because files are limited
+_MOST_MAPPED = 64 * 1024 * 1024  # bytes that may be used before pages are given back
+_BLOCK_ROWS = 16_384
+
+_UNITS = {"b": 0, "kb": 1, "mb": 2, "gb": 3, "tb": 4}
+
+
+@dataclass
+class _Place:
+    """A folder, and the rest of the file that small arrays share."""
+
+    folder: Path
+    rest: NDArray[np.uint8]
+
+
+_place: ContextVar[_Place | None] = ContextVar("place", default=None)
+
+
+@dataclass(frozen=True)
+class _Map:
+    """A mapped file: its addresses, and the folder it is in."""
+
+    file: ref[mmap.mmap]
+    first: int
+    last: int
+    folder: Path
+
+
+_maps: list[_Map] = []
+_used = 0  # bytes since pages were given back; lanes may lose some counts, which does not matter
+
+
+@contextmanager
+def scratch(folder: str | Path | None) -> Iterator[None]:
+    """Keep large arrays in files of a folder; ``None`` keeps them in memory."""
+    token = _place.set(None if folder is None else _Place(Path(folder), np.empty(0, np.uint8)))
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+def active() -> bool:
+    """Return whether large arrays are kept in files."""
+    return _place.get() is not None
+
+
+def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return an array like ``np.empty``, in a file if it is large and :func:`scratch` says so."""
+    shape = (shape,) if isinstance(shape, int) else shape
+    kind, place = np.dtype(dtype), _place.get()
+    size = math.prod(shape) * kind.itemsize
+    if place is None or size < _SMALLEST:
+        return np.empty(shape, kind)
+    if size > len(place.rest):
+        wanted = max(size, _COMMON_FILE)
+
+        def reserve(file: IO[bytes]) -> None:
+            if hasattr(os, "posix_fallocate"):  # otherwise a full disk would kill the process later
+                os.posix_fallocate(file.fileno(), 0, wanted)
+            else:
+                file.truncate(wanted)
+
+        place.rest = np.frombuffer(scratch_file(reserve), np.uint8)
+    own, place.rest = place.rest[:size], place.rest[-(-size // 64) * 64 :]
+    return own.view(kind).reshape(shape)
+
+
+def kept(values: NDArray[Any]) -> NDArray[Any]:
+    """Return an array, or a copy of it in a file if it is large and :func:`scratch` says so."""
+    if not active() or values.nbytes < _SMALLEST or 0 in values.strides:
+        return values
+    out = empty(values.shape, values.dtype)
+    out[:] = values
+    touched(out.nbytes)
+    return out
+
+
+def scratch_file(write: Callable[[IO[bytes]], None]) -> mmap.mmap:
+    """Return a new file as memory, after ``write`` has written it."""
+    place = _place.get()
+    assert place is not None
+    folder = place.folder
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            write(file)
+            file.flush()
+            found = mmap.mmap(file.fileno(), 0)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{error.strerror}, for tables larger than memory", str(folder)
+        ) from error
+    first = np.frombuffer(found, np.uint8).ctypes.data
+    _maps[:] = [one for one in _maps if one.file() is not None]
+    _maps.append(_Map(ref(found), first, first + len(found), folder))
+    return found
+
+
+def touched(size: int) -> None:
+    """Note that ``size`` bytes of mapped files were used, and give pages back after many."""
+    global _used
+    if not _maps:
+        return
+    _used += size
+    if _used < _MOST_MAPPED or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    _used = 0
+    for one in _maps:
+        found = one.file()
+        if found is not None:
+            with suppress(ValueError):  # closed meanwhile
+                found.madvise(mmap.MADV_DONTNEED)  # of a shared file: nothing is lost
+
+
+# ---------------------------------------------------------------------- tensors beside others
+
+
+def folder_of(values: Tensor) -> Path | None:
+    """Return the scratch folder of a tensor; ``None`` if it is in memory."""
+    if not _maps or values.device.type != "cpu":
+        return None
+    address = values.data_ptr()
+    return next((one.folder for one in _maps if one.first <= address < one.last), None)
+
+
+def empty_beside(values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor like ``values.new_empty``, in a file if ``values`` are in one."""
+    folder = folder_of(values)
+    if folder is None:
+        return values.new_empty(shape, dtype=dtype)
+    with scratch(folder):
+        kind = torch.empty(0, dtype=dtype).numpy().dtype
+        return torch.from_numpy(empty(shape, kind))
+
+
+def taken(values: Tensor, rows: Tensor) -> Tensor:
+    """Return ``values[rows]`` for a mask or indices ``(n,)``, in a file if ``values`` are in one."""
+    if folder_of(values) is None:
+        return values[rows]
+    rows = torch.nonzero(rows).flatten() if rows.dtype == torch.bool else rows
+    out = empty_beside(values, (len(rows), *values.shape[1:]), values.dtype)
+    for into, own in zip(blocks_in(out), blocks_in(rows), strict=True):
+        into.copy_(values[own])
+    return out
+
+
+def blocks_in(values: Tensor) -> Iterator[Tensor]:
+    """Yield blocks of rows, one after the other, as views."""
+    for first in range(0, len(values), _BLOCK_ROWS):
+        block = values[first : first + _BLOCK_ROWS]
+        yield block
+        touched(2 * block.nbytes)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def as_bytes(text: str) -> int:
+    """Return the number of bytes that ``2GB``, ``500 MB`` or ``1e9`` stands for.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?b)?\s*", text.lower())
+    try:
+        size = float(found[1]) * 1000 ** _UNITS[found[2] or "b"] if found else -1.0
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < 2**63:
+        raise ValueError(f"memory must be a size such as 2GB or 500MB, got {text!r}.")
+    return int(size)
+
+
+def available_memory() -> int:
+    """Return the number of bytes that this process can still use without swapping."""
+    sizes = []
+    with suppress(OSError, AttributeError, IndexError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes.append(next(int(t.split()[1]) * 1024 for t in lines if t.startswith("MemAvailable")))
+    with suppress(OSError, ValueError):  # of a container
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        sizes.append(limit - int((group / "memory.current").read_text()))
+    with suppress(OSError, AttributeError, ValueError):
+        if not sizes:
+            sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(sizes, default=2**63))

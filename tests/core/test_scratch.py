@@ -1,0 +1,92 @@
+"""Arrays in scratch files."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from fedgmm.core import scratch
+from fedgmm.core.scratch import as_bytes, available_memory, empty, empty_beside, folder_of, kept
+
+
+@pytest.fixture
+def large(rng):
+    return rng.normal(size=(40_000, 3))
+
+
+def test_without_a_folder_arrays_stay_in_memory(large):
+    assert not scratch.active()
+    assert kept(large) is large
+    assert folder_of(torch.from_numpy(empty((40_000, 3), np.float64))) is None
+
+
+def test_arrays_in_a_file_hold_the_same_numbers_and_leave_no_file(large, tmp_path):
+    with scratch.scratch(tmp_path):
+        copy = kept(large)
+        small = empty(4, np.int32)
+    assert folder_of(torch.from_numpy(copy)) == tmp_path
+    assert folder_of(torch.from_numpy(small)) is None
+    scratch.touched(10**9)  # gives all pages back
+    np.testing.assert_array_equal(copy, large)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_arrays_of_one_file_do_not_overlap(tmp_path):
+    with scratch.scratch(tmp_path):
+        one, other = empty(10_001, np.float32), empty(10_000, np.int64)
+    one[:], other[:] = 1.0, 2
+    assert one.min() == one.max() == 1.0
+    assert other.min() == other.max() == 2
+
+
+def test_maps_are_forgotten_with_their_arrays(large, tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "_maps", [])
+    for _ in range(3):
+        with scratch.scratch(tmp_path):
+            array = kept(large)
+        del array
+    gc.collect()
+    assert sum(one.file() is not None for one in scratch._maps) == 0
+    assert len(scratch._maps) == 1
+
+
+def test_tensors_beside_one_in_a_file_are_in_the_same_folder(large, tmp_path):
+    with scratch.scratch(tmp_path):
+        rows = torch.from_numpy(kept(large))
+    assert folder_of(empty_beside(rows, (2, 40_000), torch.float32)) == tmp_path
+    assert folder_of(empty_beside(torch.from_numpy(large), (2, 40_000), torch.float32)) is None
+    mask = rows[:, 0] > 0
+    assert folder_of(scratch.taken(rows, mask)) == tmp_path
+    np.testing.assert_array_equal(scratch.taken(rows, mask), large[large[:, 0] > 0])
+    order = torch.arange(len(rows) - 1, -1, -1)
+    np.testing.assert_array_equal(scratch.taken(rows, order), large[::-1])
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with scratch.scratch(tmp_path), pytest.raises(OSError, match=f"space.*{tmp_path.name}"):
+        empty(100_000, np.float64)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GB", 2 * 10**9), ("1.5 kb", 1500), ("1e6", 10**6), ("0", 0)]
+)
+def test_sizes(text, size):
+    assert as_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "2XB", "-1GB", "1..5GB", "1e40"])
+def test_other_texts_are_not_sizes(text):
+    with pytest.raises(ValueError, match="memory"):
+        as_bytes(text)
+
+
+def test_some_memory_is_available():
+    assert 10**6 < available_memory() < 2**60
