@@ -16,10 +16,8 @@ from torch import Tensor
 from fedgmm.core.params import Params, count_learners, is_statistic
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction
-from fedgmm.nets.modules import ModuleNetwork
-from fedgmm.nets.networks import as_numbers
+from fedgmm.nets.networks import OfModules, as_numbers
 from fedgmm.nets.sgd import Step, plan_batches
-from fedgmm.nets.stacked import Stacked
 
 _ROWS_AT_ONCE = 512
 _IMAGES_AT_ONCE = 4096
@@ -37,7 +35,7 @@ def recompute_statistics(prediction: Prediction, rows: LabelledRows) -> Predicti
         rows: training rows.
     """
     net, learners = prediction.net, prediction.learners
-    if not (isinstance(net, Stacked | ModuleNetwork) and any(map(is_statistic, learners))):
+    if not (isinstance(net, OfModules) and any(map(is_statistic, learners))):
         return prediction
     counts = rows.offsets.diff()
     own, shares = _learners_of_clients(prediction, counts)
@@ -98,9 +96,7 @@ def _blocks(step: Step, learners: int, learner_bytes: int) -> list[slice]:
     return [slice(first, min(first + most, clients)) for first in range(0, clients, most)]
 
 
-def _statistics(
-    net: Stacked | ModuleNetwork, learners: Params, images: Tensor, counts: Tensor
-) -> Params:
+def _statistics(net: OfModules, learners: Params, images: Tensor, counts: Tensor) -> Params:
     """Return means and variances of the learners' channels per client, ``(A, k, c)`` float64.
 
     ``learners`` are ``(A, k, ...)``; of ``images`` ``(A, n, ...)`` the first ``counts`` are used.

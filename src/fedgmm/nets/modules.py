@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedgmm.core.params import Params
-from fedgmm.nets.networks import ModuleFactory, TrainingHints, as_numbers
+from fedgmm.nets.networks import ModuleFactory, OfModules, TrainingHints, as_numbers
 
 _LOCK = threading.RLock()  # of new modules and trials, which use torch's global random numbers
 _STATISTICS = ("running_mean", "running_var")
@@ -40,7 +40,7 @@ _LOOKUP = ("scalar types: Long", "index out of range")  # in errors of nn.Embedd
 
 
 @dataclass(frozen=True)
-class ModuleNetwork:
+class ModuleNetwork(OfModules):
     """A module with stacked parameters, by ``torch.func.vmap`` or in a loop.
 
     Attributes:
@@ -143,10 +143,6 @@ class ModuleNetwork:
 
     # ------------------------------------------------------------------ evaluation
 
-    def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
-        """Return the logits ``(*C, n, M, K)``."""
-        return self.forward(params, inputs, training)[0]
-
     def forward(
         self,
         params: Params,
@@ -155,16 +151,7 @@ class ModuleNetwork:
         counts: Tensor | None = None,
         number: int = 1,
     ) -> tuple[Tensor, Params]:
-        """Return the logits ``(*C, n, M, K)`` and the running statistics after a batch of training.
-
-        Args:
-            params: stacked parameters, ``(*C, M, ...)``.
-            inputs: ``(*C, n, *shape)``.
-            training: the mode of the module.
-            counts: number of rows per client, ``(*C,)``; padding follows them. ``None`` means no padding.
-            number: number of the batch within the round, from one. The statistics of batch one replace
-                the old ones, which belong to the weights before the server changed them.
-        """
+        """Return the logits and the running statistics, see :meth:`OfModules.forward`."""
         if not self.integer_inputs:
             return self._evaluated(params, inputs, training, counts, number)
         try:

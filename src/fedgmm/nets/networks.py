@@ -14,6 +14,7 @@ of axes for clients, then one for learners. ``logits`` evaluates all learners of
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +87,35 @@ class Network(Protocol):
     def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
         """Return the logits of every learner, ``(*C, n, M, K)``; ``training`` enables dropout."""
         ...
+
+
+class OfModules(ABC):
+    """A network that evaluates modules, which may have running statistics of batch normalisation."""
+
+    @abstractmethod
+    def forward(
+        self,
+        params: Params,
+        inputs: Tensor,
+        training: bool,
+        counts: Tensor | None = None,
+        number: int = 1,
+    ) -> tuple[Tensor, Params]:
+        """Return the logits ``(*C, n, M, K)`` and the running statistics after a batch of training.
+
+        Args:
+            params: stacked parameters, ``(*C, M, ...)``.
+            inputs: ``(*C, n, *shape)``.
+            training: enable dropout, and normalise by the statistics of the batch.
+            counts: number of rows per client, ``(*C,)``. Padding follows them and does not change the
+                statistics. ``None`` means no padding.
+            number: number of the batch within the round, from one. The statistics of batch one replace
+                the old ones, which belong to the weights before the server changed them.
+        """
+
+    def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
+        """Return the logits ``(*C, n, M, K)``."""
+        return self.forward(params, inputs, training)[0]
 
 
 def as_numbers(inputs: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,9 +18,7 @@ from fedgmm.nets.learners import (
     likelihoods_of_logits,
     log_likelihoods,
 )
-from fedgmm.nets.modules import ModuleNetwork
-from fedgmm.nets.networks import Dense, Network, as_numbers
-from fedgmm.nets.stacked import Stacked
+from fedgmm.nets.networks import Dense, Network, OfModules, as_numbers
 
 Rate = float | Tensor
 """A learning rate: a number, or a scalar tensor so that one recording works for every rate."""
@@ -412,7 +410,7 @@ def batch_loss(
 ) -> tuple[Tensor, Params]:
     """Return the weighted mean cross-entropy of one step, ``(A, M)``, and the new running statistics."""
     x, y, share = _batch(params, inputs, labels, weights, step)
-    if isinstance(net, Stacked | ModuleNetwork):
+    if isinstance(net, OfModules):
         logits, statistics = net.forward(params, x, True, step.counts, step.number)
         likelihood = likelihoods_of_logits(logits, y)
     else:

@@ -30,7 +30,7 @@ from fedgmm.nets.backbones import MobileNetV2, ResNet18, load_weights, read_plai
 from fedgmm.nets.convolutional import convolve
 from fedgmm.nets.kernels import fused as kernels
 from fedgmm.nets.modules import seeded_module
-from fedgmm.nets.networks import ModuleFactory, TrainingHints
+from fedgmm.nets.networks import ModuleFactory, OfModules, TrainingHints
 
 Operation = Callable[..., Tensor]
 """One layer: a :class:`ForwardPass` and the layer's inputs to its output."""
@@ -71,7 +71,7 @@ class Instruction(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(OfModules):
     """A module made of convolutions, batch normalisation, pooling and dense layers.
 
     Attributes:
@@ -139,10 +139,6 @@ class Stacked:
         read_plain_pixels(module)
         return {name: value.detach().clone() for name, value in _state(module)}
 
-    def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
-        """Return the logits ``(*C, n, M, K)``."""
-        return self.forward(params, inputs, training)[0]
-
     def forward(
         self,
         params: Params,
@@ -151,17 +147,7 @@ class Stacked:
         counts: Tensor | None = None,
         number: int = 1,
     ) -> tuple[Tensor, Params]:
-        """Return the logits ``(*C, n, M, K)`` and the running statistics after a batch of training.
-
-        Args:
-            params: stacked parameters, ``(*C, M, ...)``.
-            inputs: ``(*C, n, channels, height, width)``.
-            training: enable dropout, and normalise by the statistics of the batch.
-            counts: number of rows per client, ``(*C,)``. Padding follows them and does not change the
-                statistics. ``None`` means no padding.
-            number: number of the batch within the round, from one. The statistics of batch one replace
-                the old ones, which belong to the weights before the server changed them.
-        """
+        """Return the logits and the running statistics, see :meth:`OfModules.forward`."""
         lead_axes = inputs.dim() - 4
         first = next(iter(params.values()))
         lead, learners = first.shape[:lead_axes], first.shape[lead_axes]
