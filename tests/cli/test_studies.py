@@ -245,24 +245,7 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path):
     assert "oracle" in fails("compare", "digits", "--methods", "fedavg", "--learner", "oracle")
     assert "built in" in fails("compare", "digits", "--ignore", "x")
     assert "--label" in fails("compare", tmp_path)
-    assert "classes" in fails("compare", tmp_path, "--label", "age", "--task", "regression")
     assert "no such file" in fails("compare", tmp_path / "x.csv", "--label", "y")
-
-
-def test_runs_that_predict_numbers_are_not_compared(tmp_path):
-    write_sites(tmp_path / "sites")
-    arguments = [
-        "--label",
-        "age",
-        "--task",
-        "regression",
-        "--rounds",
-        "1",
-        "--out",
-        tmp_path / "run",
-    ]
-    works("fit", tmp_path / "sites", *arguments, "--components", "1", "--learners", "1")
-    assert "classes" in fails("compare", tmp_path / "run")
 
 
 def test_a_run_is_compared_as_it_was_trained(finished):

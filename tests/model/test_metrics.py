@@ -17,10 +17,12 @@ from sklearn.metrics import (
     brier_score_loss,
     confusion_matrix,
     log_loss,
+    r2_score,
     recall_score,
     roc_auc_score,
 )
 
+from fedgmm.model.bootstrap import resample_r2
 from fedgmm.model.decisions import Decision
 from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.runs.folder import as_json
@@ -242,6 +244,19 @@ def test_intervals_agree_with_a_loop_over_resamples(rng):
         assert ((lows < result.metrics[name]) & (result.metrics[name] < highs)).all()
     again = evaluate(log_p, labels, codes, NAMES, decision=Decision(1))
     assert again.pooled_intervals == result.pooled_intervals
+
+
+def test_resampled_r2_agrees_with_scikit_learn(rng):
+    """The same percentiles from a loop over rows that are drawn within each client."""
+    y, codes = rng.normal(40, 3, size=150), np.repeat([0, 1], [50, 100])
+    predicted = y + rng.normal(size=150)
+    found = resample_r2(codes, y, (y - predicted) ** 2)
+    drawn = []
+    for _ in range(400):
+        rows = np.concatenate([rng.integers(50, size=50), 50 + rng.integers(100, size=100)])
+        drawn.append(r2_score(y[rows], predicted[rows]))
+    ends = [0.025, 0.975]
+    assert np.quantile(found, ends) == pytest.approx(np.quantile(drawn, ends), abs=0.01)
 
 
 def test_intervals_of_accuracy_cover_as_they_say(rng):

@@ -9,6 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sklearn.ensemble import HistGradientBoostingClassifier
+from sklearn.linear_model import Ridge
+from sklearn.metrics import r2_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 import fedgmm
 from fedgmm.data.dataset import FederatedDataset
@@ -19,6 +23,7 @@ from fedgmm.runs.comparison import (
     compare,
     data_to_compare,
     neighbours,
+    pooled_references,
     tune,
 )
 from fedgmm.runs.run import open_run
@@ -198,6 +203,17 @@ def test_pooled_references_are_scikit_learn_s(rng):
     model = HistGradientBoostingClassifier(random_state=0).fit(x, y)
     right = model.predict(data.test.inputs.numpy()) == data.test.labels.numpy()
     assert result.pooled["boosting"].weighted_accuracy == pytest.approx(right.mean())
+
+
+def test_pooled_references_of_numbers_are_scikit_learn_s(rng):
+    x = rng.normal(size=(90, 2))
+    y = x @ [1.0, 2.0] + rng.normal(size=90)
+    data = FederatedDataset.from_arrays(x, y, np.arange(90) % 3, task="regression")
+    found = pooled_references(data)
+    model = make_pipeline(StandardScaler(), Ridge()).fit(data.train.inputs, data.train.labels)
+    predicted = model.predict(data.test.inputs)
+    assert found["ridge"].pooled["r2"] == pytest.approx(r2_score(data.test.labels, predicted))
+    assert found["boosting"].pooled["rmse"] > 0
 
 
 def test_label_frequencies_are_for_those_who_do_not_know_them(rng):

@@ -94,9 +94,28 @@ def test_resumed_runs_keep_their_task(sites):
     assert fedgmm.open_run(sites / "run").model.task == "regression"
 
 
+def test_methods_are_compared_by_r2(sites, tmp_path):
+    """Sites disagree, so FedEM with two learners beats one learner and the pooled rows."""
+    arguments = ["--methods", "fedavg,fedem", "--learner", "linear", "--rounds", "20"]
+    arguments += ["--learners", "2", "--tuning-rounds", "2"]
+    record = json.loads(works("compare", sites / "run", *arguments, "--json").stdout)
+    assert record["metric"] == "r2"
+    assert record["tied"] == ["fedem"]
+    assert "R²" in record["headline"]
+    average, mixture = record["methods"]
+    assert mixture["r2"] > 0.9 > average["r2"]
+    assert mixture["interval"][0] < mixture["r2"] < mixture["interval"][1]
+    assert mixture["clients"]["oslo"] < 2 * NOISE
+    assert set(record["pooled"]) == {"ridge", "boosting"}
+    assert record["pooled"]["ridge"]["r2"] < 0.5
+    files = [sites / "oslo.csv", "--label", "cost", "--task", "regression", *arguments]
+    shown = works("compare", *files).stdout
+    assert "RMSE" in shown
+    assert "pooled: ridge" in shown
+
+
 def test_commands_for_classes_say_so(sites):
     assert "classes" in fails("report", sites / "run")
-    assert "classes" in fails("compare", sites / "run")
     assert "numbers" in fails("evaluate", sites / "run", "--threshold", "0.5")
     assert "classes" in fails("predict", sites / "run", sites / "new.csv", "--threshold", "0.5")
     assert "classes" in fails("predict", sites / "run", sites / "new.csv", "--positive", "ill")

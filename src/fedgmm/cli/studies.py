@@ -224,8 +224,8 @@ def compare(
     console.print(f"[bold]{escaped(ranking.headline())}[/]", highlight=False)
     if ranking.pooled:
         console.print(
-            "pooled (rows shared; for orientation): logistic regression and gradient boosting of "
-            "scikit-learn on all training rows.",
+            "pooled (rows shared; for orientation): scikit-learn's logistic or ridge regression and "
+            "gradient boosting on all training rows.",
             highlight=False,
         )
     if written is not None:

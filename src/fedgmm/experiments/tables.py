@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,13 @@ def comparison_table(ranking: Ranking, title: str, bayes: float | None = None) -
     table.add_column("method", no_wrap=True)
     titles = [LEARNER_TITLES.get(kind, kind) for kind in kinds]
     per_learner = titles if len(kinds) > 1 else []
-    metric = "accuracy" if ranking.metric == "mean_accuracy" else "avg. precision"
-    for column in (metric, "to best", *per_learner, "log-loss", "rate"):
+    metric = {"mean_accuracy": "accuracy", "r2": "R² (%)"}.get(ranking.metric, "avg. precision")
+    error = ("rmse", "RMSE") if ranking.metric == "r2" else ("mean_log_loss", "log-loss")
+
+    def shown_error(metrics: Mapping[str, float]) -> str:
+        return f"{metrics[error[0]]:{'.4g' if ranking.metric == 'r2' else '.3f'}}"
+
+    for column in (metric, "to best", *per_learner, error[1], "rate"):
         table.add_column(column, justify="right", no_wrap=column != "rate")
     for one in standings:
         best = one is ranking.best
@@ -65,17 +70,14 @@ def comparison_table(ranking: Ranking, title: str, bayes: float | None = None) -
             f"{100 * one.value.mean:.1f} ± {50 * (one.value.high - one.value.low):.1f}",
             "best" if best else lead,
             *(_share(one, kind) for kind in kinds if per_learner),
-            f"{one.summary['mean_log_loss']:.3f}",
+            shown_error(one.summary),
             " ".join(dict.fromkeys(rates)),
             style="bold" if one.lead.within_noise else None,
         )
     table.add_section()
     for name, metrics in ranking.pooled.items():
-        accuracy, loss = metrics[ranking.metric], metrics["mean_log_loss"]
-        blank = [""] * (1 + len(per_learner))
-        table.add_row(
-            f"pooled: {name}", f"{100 * accuracy:.1f}", *blank, f"{loss:.3f}", style="dim"
-        )
+        value, blank = f"{100 * metrics[ranking.metric]:.1f}", [""] * (1 + len(per_learner))
+        table.add_row(f"pooled: {name}", value, *blank, shown_error(metrics), style="dim")
     if bayes is not None:
         table.add_row("best possible", f"{100 * bayes:.1f}", style="dim")
     return table

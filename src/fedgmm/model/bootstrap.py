@@ -8,7 +8,7 @@ over the rows of each client and class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -303,20 +303,45 @@ def resample(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
     ranks = n * widths * _FEWEST_RESAMPLES <= _MOST_RANKED
     work = n * (widths if ranks else 1)
     resamples = min(RESAMPLES, max(_FEWEST_RESAMPLES, _MOST_WORK // work))
-    plan, rng = _Plan.of(rows, ranks), np.random.default_rng(seed)
-    sizes = np.bincount(rows.codes)
-    size_of, start_of = sizes[rows.codes], (sizes.cumsum() - sizes)[rows.codes]
-    blocks = []
+    plan = _Plan.of(rows, ranks)
+    # float32 counts exactly, and halves the time
+    blocks = [
+        _metrics(plan, weights.astype(np.float32))
+        for weights in _draws(rows.codes, resamples, seed)
+    ]
+    own, pooled = zip(*blocks, strict=True)
+    return _joined(own), _joined(pooled)
+
+
+def resample_r2(codes: IntArray, y: FloatArray, errors: FloatArray, seed: int = 0) -> FloatArray:
+    """Return ``R²`` of all rows under resamples of the rows of each client, ``(B,)``.
+
+    Args:
+        codes: client of each row, sorted, ``(n,)``.
+        y: the numbers, ``(n,)``.
+        errors: squared errors of their predictions, ``(n,)``.
+        seed: of the resamples; predictions of other methods for the same rows are resampled alike.
+    """
+    resamples = min(RESAMPLES, max(_FEWEST_RESAMPLES, _MOST_WORK // len(y)))
+    y = y - y.mean()
+    sums = np.concatenate(
+        [weights @ np.stack([y, y**2, errors], -1) for weights in _draws(codes, resamples, seed)]
+    )
+    total, squares, error = sums.T
+    return 1.0 - _ratio(error, squares - total**2 / len(y))
+
+
+def _draws(codes: IntArray, resamples: int, seed: int) -> Iterator[IntArray]:
+    """Yield blocks of resamples: how often each row was drawn among those of its client, ``(b, n)``."""
+    n, rng = len(codes), np.random.default_rng(seed)
+    sizes = np.bincount(codes)
+    size_of, start_of = sizes[codes], (sizes.cumsum() - sizes)[codes]
     block = max(1, _AT_ONCE // n)
     for first in range(0, resamples, block):
         count = min(block, resamples - first)
         drawn = (rng.random((count, n)) * size_of).astype(np.int64) + start_of
         drawn += n * np.arange(count)[:, None]
-        weights = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
-        # float32 counts exactly, and halves the time
-        blocks.append(_metrics(plan, weights.astype(np.float32)))
-    own, pooled = zip(*blocks, strict=True)
-    return _joined(own), _joined(pooled)
+        yield np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
 
 
 def _joined(blocks: Sequence[Values]) -> Values:

@@ -335,6 +335,7 @@ class RegressionEvaluation(Evaluation):
         r2: ``1 - Σ (y - E[y|x])² / Σ (y - ȳ_c)²``, ``(C,)``; NaN if all ``y`` of a client are equal.
         coverage: share of rows whose interval holds ``y``, ``(C,)``.
         together: the same metrics of all rows together.
+        row_errors: client, ``y`` and squared error of each row, sorted by client, ``(n,)`` each.
     """
 
     level: float
@@ -342,6 +343,7 @@ class RegressionEvaluation(Evaluation):
     r2: FloatArray
     coverage: FloatArray
     together: dict[str, float]
+    row_errors: tuple[IntArray, FloatArray, FloatArray] = field(repr=False, compare=False)
 
     @property
     def leading_metric(self) -> str:
@@ -444,6 +446,7 @@ def evaluate_numbers(
     present = np.flatnonzero(counts)
     own = {name: value[present] for name, value in metrics(codes, len(names)).items()}
     together = metrics(np.zeros_like(codes), 1)
+    order, place = np.argsort(codes, kind="stable"), np.cumsum(counts > 0) - 1
     return RegressionEvaluation(
         clients=tuple(names[code] for code in present),
         rows=counts[present],
@@ -455,6 +458,7 @@ def evaluate_numbers(
         r2=own["r2"],
         coverage=own["coverage"],
         log_loss=own["log_loss"],
+        row_errors=(place[codes[order]], y[order], errors[order]),
     )
 
 

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from fedgmm.core.predictive import NumberPredictions
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.methods.base import SHARED_LEARNERS, TITLES
-from fedgmm.model.metrics import Evaluation, evaluate
+from fedgmm.model.metrics import Evaluation, evaluate, evaluate_numbers
 from fedgmm.model.model import FederatedModel
 from fedgmm.runs.folder import RunFolder
 from fedgmm.runs.run import open_run
@@ -44,13 +46,10 @@ PAPER_GRID = tuple(10.0**exponent for exponent in (-0.5, -1.0, -1.5, -2.0, -2.5,
 """Learning rates of the paper."""
 
 POOLED = ("logistic", "boosting")
-"""Logistic regression and gradient boosting on the rows of all clients together, for orientation."""
+"""Logistic regression and gradient boosting on the rows of all clients together, for orientation. Numbers
+have ridge regression in place of the first."""
 
 _SMALLEST_RATE, _LARGEST_RATE = 1e-5, 10.0  # a grid does not grow beyond them
-
-_ONLY_CLASSES = (
-    "compare is for labels that are classes; train with fit and use evaluate for numbers."
-)
 
 Notify = Callable[[str], None]
 
@@ -104,12 +103,8 @@ class Contestant:
         """Metrics over all clients."""
         return self.evaluation.summary()
 
-    def accuracies(self) -> dict[str, float]:
-        """Return the accuracy of every client."""
-        return _accuracies(self.evaluation)
-
     def record(self, clients: bool = False) -> dict[str, Any]:
-        """Return plain values, for JSON; with ``clients`` also the accuracy of every client."""
+        """Return plain values, for JSON; with ``clients`` also the accuracy, or RMSE, of every client."""
         tuning = self.tuning
         return {
             "algorithm": self.algorithm,
@@ -121,7 +116,7 @@ class Contestant:
             "lr": tuning.best if tuning else None,
             "tuning": tuning.record() if tuning else None,
             "tuning_in_full": _finite(tuning.in_full) if tuning else None,
-            **({"clients": self.accuracies()} if clients else {}),
+            **({"clients": _by_client(self.evaluation)} if clients else {}),
             **({"others": [one.record() for one in self.others]} if self.others else {}),
         }
 
@@ -130,9 +125,9 @@ def _finite(scores: Mapping[float, float]) -> dict[str, float | None]:
     return {str(lr): score if math.isfinite(score) else None for lr, score in scores.items()}
 
 
-def _accuracies(evaluation: Evaluation) -> dict[str, float]:
-    clients = map(str, evaluation.clients)
-    return dict(zip(clients, evaluation.accuracy.tolist(), strict=True))
+def _by_client(evaluation: Evaluation) -> dict[str, float]:
+    values = evaluation.metrics["rmse" if evaluation.leading_metric == "rmse" else "accuracy"]
+    return dict(zip(map(str, evaluation.clients), values.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ class Comparison:
     Attributes:
         contestants: one per method.
         test_per_training_row: number of test rows over that of training rows.
-        pooled: metrics of the classifiers of ``POOLED``; empty if they were not asked for.
+        pooled: metrics of the models of ``POOLED``; empty if they were not asked for.
     """
 
     contestants: list[Contestant] = field(default_factory=list)
@@ -150,7 +145,7 @@ class Comparison:
     pooled: dict[str, Evaluation] = field(default_factory=dict)
 
     def record(self, clients: bool = False) -> list[dict[str, Any]]:
-        """Return plain values, for JSON; with ``clients`` also the accuracy of every client."""
+        """Return plain values, for JSON; with ``clients`` also the accuracy, or RMSE, of every client."""
         return [one.record(clients) for one in self.contestants]
 
 
@@ -180,7 +175,7 @@ def compare(
         extend: search beyond the edges of the grid, and among full runs. ``False`` is the paper's
             protocol: the best rate of the grid after short runs. A grid of one rate never grows.
         tuning_rounds: rounds of a short run; ``None`` is a quarter of the rounds.
-        pooled: also train the classifiers of ``POOLED``.
+        pooled: also train the models of ``POOLED``.
         options: training options of all methods.
         notify: called with a line before each step.
         **changes: fields of :class:`TrainingOptions` that replace those of ``options``.
@@ -360,26 +355,39 @@ def validation_accuracy(model: FederatedModel) -> float:
 
 
 def pooled_references(dataset: FederatedDataset) -> dict[str, Evaluation]:
-    """Train scikit-learn's classifiers on the training rows of all clients together.
+    """Train scikit-learn's models on the training rows of all clients together.
 
     They see what a federation cannot, so they are no part of a ranking. They do not know the client of
-    a row.
+    a row. Numbers have normal noise with the variance of the training errors.
     """
-    from sklearn.ensemble import HistGradientBoostingClassifier
-    from sklearn.linear_model import LogisticRegression
+    from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+    from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    def arrays(rows: LabelledRows) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def arrays(rows: LabelledRows) -> tuple[NDArray[Any], NDArray[Any]]:
         return rows.inputs.cpu().numpy(), rows.labels.cpu().numpy()
 
-    regression = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-    models = (regression, HistGradientBoostingClassifier(random_state=0))
+    numbers = dataset.target is not None
+    linear = Ridge() if numbers else LogisticRegression(max_iter=1000)
+    boosting = HistGradientBoostingRegressor if numbers else HistGradientBoostingClassifier
+    models = {
+        "ridge" if numbers else POOLED[0]: make_pipeline(StandardScaler(), linear),
+        POOLED[1]: boosting(random_state=0),
+    }
     x, y = arrays(dataset.test)
     codes = dataset.test.codes.cpu().numpy()
-    found = {}
-    for name, model in zip(POOLED, models, strict=True):
-        model.fit(*arrays(dataset.train))
+    found: dict[str, Evaluation] = {}
+    for name, model in models.items():
+        own_x, own_y = arrays(dataset.train)
+        model.fit(own_x, own_y)
+        if numbers:
+            mean = torch.from_numpy(np.asarray(model.predict(x), dtype=np.float64))[:, None]
+            noise = torch.full_like(mean, ((own_y - model.predict(own_x)) ** 2).mean())
+            predicted = NumberPredictions(torch.zeros_like(mean), mean, noise)
+            test = dataset.test
+            found[name] = evaluate_numbers(predicted, test.labels.cpu(), codes, test.names)
+            continue
         log_proba = np.full((len(x), len(dataset.classes)), -np.inf)
         log_proba[:, model.classes_] = np.log(np.maximum(model.predict_proba(x), 1e-300))
         classes = tuple(dataset.classes.tolist())
@@ -434,7 +442,7 @@ def data_to_compare(
         client_column: column that names the client, for files.
         categorical: number columns whose values are names of groups, for files.
         ignore: columns to leave out, for files.
-        task: ``"classification"`` takes any label as a class, for files; regression is refused.
+        task: as in :class:`TableOptions`, for files.
         seed: seed of the split and of training; ``None`` is the run's own seed, or 0.
         sizes: ``components`` and ``learners``, if they were given. Otherwise those of the run are used,
             and files choose them as ``fit`` does.
@@ -442,8 +450,6 @@ def data_to_compare(
         **table: further fields of :class:`TableOptions`, for files.
     """
     given: dict[str, Any] = {**(sizes or {})}
-    if task == "regression":
-        raise ValueError(_ONLY_CLASSES)
 
     def again(seed: int) -> DataToCompare:
         return data_to_compare(
@@ -469,8 +475,6 @@ def data_to_compare(
             )
         run = open_run(source)
         run.need_labels()
-        if run.config.table.task == "regression":
-            raise ValueError(_ONLY_CLASSES)
         options = replace(run.config.options(), algorithm="fedgmm", refit=False, **given)
         dataset = run.data(notify) if seed is None else run.split_anew(seed, notify)
         options = options if seed is None else replace(options, seed=seed)

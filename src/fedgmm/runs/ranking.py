@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from fedgmm.core.paired import Estimate, over_resamples, over_splits
 from fedgmm.methods.base import TITLES
-from fedgmm.model.bootstrap import resample
-from fedgmm.model.metrics import Evaluation
+from fedgmm.model.bootstrap import resample, resample_r2
+from fedgmm.model.metrics import Evaluation, RegressionEvaluation
 from fedgmm.runs.comparison import (
     LEARNER_TITLES,
     LEARNERS,
@@ -35,7 +35,7 @@ class Standing:
     Attributes:
         algorithm: name of the method.
         learners: kind of learner -> number of splits in which validation rows chose it.
-        value: its accuracy, mean over clients and splits; or its average precision.
+        value: its metric, mean over splits; see :class:`Ranking`.
         lead: its value minus that of the best method, paired.
         by_learner: mean value with each kind of learner.
         summary: metrics over all clients, means over splits.
@@ -61,16 +61,16 @@ class Standing:
 class Ranking:
     """Methods ranked by a metric, with intervals and paired tests.
 
-    The metric is the mean accuracy over clients; or the average precision of all test rows together, if
-    there are two classes and one of them is rare.
+    The metric is the mean accuracy over clients. It is the average precision of all test rows together if
+    there are two classes and one of them is rare, and their ``R²`` if labels are numbers.
 
     Attributes:
         seeds: seed of each split.
         splits: the record of the comparison on each split.
         resampled: method -> the metric under resamples of the test rows of the first split, ``(B,)``.
-        metric: ``"mean_accuracy"`` or ``"average_precision"``.
+        metric: ``"mean_accuracy"``, ``"average_precision"`` or ``"r2"``.
         test_per_training_row: number of test rows over that of training rows.
-        pooled: metrics of the classifiers of ``POOLED``, means over splits.
+        pooled: metrics of the models of ``POOLED``, means over splits.
     """
 
     seeds: tuple[int, ...]
@@ -154,6 +154,8 @@ class Ranking:
         """Return the result in a sentence; a difference within noise is a tie."""
         if self.metric == "mean_accuracy":
             return self._verdict()
+        if self.metric == "r2":
+            return f"By R², the share of the variance that is explained: {self._verdict()}"
         rate = self.best.summary["base_rate"]
         return (
             f"By average precision (a constant guess reaches {100 * rate:.1f} %): {self._verdict()}"
@@ -225,12 +227,13 @@ def rank(comparisons: Iterable[Comparison], seeds: Sequence[int] = (0,)) -> Rank
     splits: list[list[dict[str, Any]]] = []
     pooled, ratios = [], []
     resampled: dict[str, NDArray[np.float64]] = {}
-    rare = False
+    metric = "mean_accuracy"
     for comparison in comparisons:
         if not splits:
             found = {one.algorithm: one.evaluation for one in comparison.contestants}
-            rare = next(iter(found.values())).leading_metric == "average_precision"
-            resampled = {name: _resampled(one, rare) for name, one in found.items()}
+            leading = next(iter(found.values())).leading_metric
+            metric = {"average_precision": leading, "rmse": "r2"}.get(leading, metric)
+            resampled = {name: _resampled(one, metric) for name, one in found.items()}
         splits.append(comparison.record(clients=True))
         pooled.append({name: one.summary() for name, one in comparison.pooled.items()})
         ratios.append(comparison.test_per_training_row)
@@ -238,15 +241,17 @@ def rank(comparisons: Iterable[Comparison], seeds: Sequence[int] = (0,)) -> Rank
         name: {key: float(np.mean([one[name][key] for one in pooled])) for key in pooled[0][name]}
         for name in pooled[0]
     }
-    metric = "average_precision" if rare else "mean_accuracy"
     return Ranking(tuple(seeds), splits, resampled, metric, float(np.mean(ratios)), means)
 
 
-def _resampled(evaluation: Evaluation, rare: bool) -> NDArray[np.float64]:
+def _resampled(evaluation: Evaluation, metric: str) -> NDArray[np.float64]:
     """Return the metric of a ranking under resamples of the test rows, ``(B,)``."""
+    if isinstance(evaluation, RegressionEvaluation):
+        return resample_r2(*evaluation.row_errors)
     assert evaluation.predicted is not None
     own, together = resample(evaluation.predicted.scored)
-    return together["average_precision"][:, 0] if rare else own["accuracy"].mean(1)
+    rare = metric == "average_precision"
+    return together[metric][:, 0] if rare else own["accuracy"].mean(1)
 
 
 def compare_splits(
