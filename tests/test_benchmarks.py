@@ -181,3 +181,10 @@ def test_gpu_rounds_refuses_a_side_that_is_not_a_number(monkeypatch):
     monkeypatch.setattr(benchmark, "_distance", lambda *_: float("nan"))
     with pytest.raises(SystemExit, match="differ"):
         benchmark.compare(benchmark.QUICK[0], benchmark.torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_masks_checks_its_sums(tmp_path):
+    printed, found = quick_run(SCRIPT.with_name("privacy.py"), tmp_path)
+    assert "client ms" in printed
+    assert [(one["sites"], one["dropped"]) for one in found] == [(10, 0), (10, 1)]

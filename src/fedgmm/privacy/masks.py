@@ -1,0 +1,946 @@
+"""Secure aggregation: the server learns the sum of the sites' vectors and nothing else about them.
+
+Every site adds pads to its vector, elements of ``Z_2^64`` (:mod:`fedgmm.privacy.fixed_point`):
+
+    y_u = x_u + PRG(b_u) + Σ_{v > u} PRG(k_uv) - Σ_{v < u} PRG(k_uv)
+
+``k_uv`` is a key that only the sites ``u`` and ``v`` know, so these pads cancel in the sum. ``b_u`` is a
+seed of the site alone. Shares of ``b_u``, and of the key behind all ``k_uv``, are held by other sites
+(:mod:`fedgmm.privacy.shares`). After the uploads, the server learns ``b_u`` of the sites that survived and
+the mask key of those that dropped, never both. This is the protocol of Bonawitz et al. (2017) with the
+sparse graphs of Bell et al. (2020) for more than ``LARGEST_COMPLETE`` sites.
+
+One aggregation has four phases. The first two ride along with the aggregation before, so a round of
+training needs two exchanges:
+
+===========  ==========================================  =============================================
+phase        request of the server                       reply of a site
+===========  ==========================================  =============================================
+``keys``     a number                                    its public mask key, signed
+``shares``   the public mask keys of all                 encrypted shares for its neighbours
+``masked``   encrypted shares for this site              ``y_u``, and its view of the senders, signed
+``unmask``   the survivors, with their signatures        its shares, locked
+===========  ==========================================  =============================================
+
+The server may be hostile. Before the first number, each site sends its identity: two public keys, signed
+with its registered key. A site that knows the registered keys of the others (``peers``) refuses identities
+that they did not sign. The shares of an ``unmask`` reply are locked: they open only if the threshold of
+sites replied about the same senders and survivors, so a server that names different survivors to different
+sites learns nothing. A site replies about one set of survivors per purpose, such as ``round 3``, for good.
+
+This module sends nothing; a transport carries its arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+from fedgmm.privacy.fixed_point import Elements
+from fedgmm.privacy.shares import SHARE_BYTES, combine, split, weights_at_zero
+
+Bytes = NDArray[np.uint8]
+Codes = NDArray[np.int64]
+Sign = Callable[[bytes], bytes]
+"""Sign a text with the registered key of a site: 96 bytes."""
+Verify = Callable[[bytes, bytes], bool]
+"""Return whether a signature of a text is that of a registered key."""
+
+FEWEST_SITES = 3
+"""With two sites, each could subtract its own vector from the sum."""
+
+FEW_SITES = 5
+"""Below this number of sites a run warns."""
+
+LARGEST_COMPLETE = 100
+"""Up to this number of sites every pair of them shares a pad."""
+
+REGISTERED_SIGNATURE = 96
+IDENTITY_BYTES = 64 + REGISTERED_SIGNATURE
+ADVERT_BYTES = 32 + 64
+SIGNATURE_BYTES = 64
+_TAG = 16
+_SECRETS = 3  # the mask key, the seed b_u and the lock
+BUNDLE_BYTES = _SECRETS * SHARE_BYTES + _TAG
+
+_COLLUDING, _DROPPING = 0.2, 0.1  # shares of sites that a sparse graph tolerates
+_SECURITY_BITS, _FAILURE_BITS = 40, 30
+
+
+class MaskError(ValueError):
+    """A message that breaks the protocol, with the reason."""
+
+
+class TooFewSitesError(MaskError):
+    """Too few sites are left to open a sum; the aggregation is discarded."""
+
+
+# ---------------------------------------------------------------------- graphs and thresholds
+
+
+@lru_cache(maxsize=64)
+def graph_sizes(sites: int) -> tuple[int, int]:
+    """Return the number of neighbours of a site, and how many holders open its secrets.
+
+    A site and its neighbours hold the shares of its secrets. With a complete graph a third of the sites may
+    drop. In a sparse graph, with 20 % colluding sites, no site has as many colluding neighbours as the
+    threshold, except with probability ``2^-40``; with 10 % dropped sites the threshold is reached,
+    except with probability ``2^-30``.
+    """
+    if sites <= LARGEST_COMPLETE:
+        return sites - 1, fewest_survivors(sites)
+    from scipy.stats import hypergeom
+
+    colluding, others = math.ceil(_COLLUDING * sites), sites - 1
+    staying = others - math.ceil(_DROPPING * sites)
+    for k in range(2, others, 2):
+        least = np.arange(1, k + 1)
+        known = sites * hypergeom.sf(least - 1, others, colluding, k)
+        threshold = int(np.argmax(known <= 2.0**-_SECURITY_BITS)) + 1
+        if known[threshold - 1] > 2.0**-_SECURITY_BITS:
+            continue
+        if sites * hypergeom.cdf(threshold - 1, others, staying, k) <= 2.0**-_FAILURE_BITS:
+            return k, threshold
+    return sites - 1, fewest_survivors(sites)
+
+
+def fewest_survivors(sites: int) -> int:
+    """Return how many sites must survive: two thirds, and at least three."""
+    return max(min(FEWEST_SITES, sites), sites - sites // 3)
+
+
+def neighbours_of(sites: int, seed: bytes) -> list[tuple[int, ...]]:
+    """Return the neighbours of every site, sorted; the public ``seed`` orders sites in a circle.
+
+    In a sparse graph a site's neighbours are the nearest ``k`` on the circle (Harary's graph).
+    """
+    k, _ = graph_sizes(sites)
+    if k == sites - 1:
+        return [tuple(v for v in range(sites) if v != u) for u in range(sites)]
+    draws = [hashlib.sha256(seed + u.to_bytes(4, "big")).digest() for u in range(sites)]
+    circle = sorted(range(sites), key=draws.__getitem__)
+    place = {u: at for at, u in enumerate(circle)}
+    steps = [s for d in range(1, k // 2 + 1) for s in (d, -d)]
+    return [tuple(sorted(circle[(place[u] + s) % sites] for s in steps)) for u in range(sites)]
+
+
+# ---------------------------------------------------------------------- keys and pads
+
+
+def pad(key: bytes, length: int) -> Elements:
+    """Return ``length`` elements of AES-256 in counter mode; a key is used for one pad only."""
+    stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    return np.frombuffer(stream.update(bytes(8 * length)), dtype="<u8").astype(
+        np.uint64, copy=False
+    )
+
+
+def _derive(secret: bytes, *info: bytes) -> bytes:
+    """Return a key of 32 bytes by HKDF with SHA-256."""
+    text = b"".join(len(one).to_bytes(4, "big") + one for one in info)
+    return HKDF(hashes.SHA256(), 32, None, b"fedgmm" + text).derive(secret)
+
+
+def _pair_pad(own: X25519PrivateKey, other: bytes, where: bytes, length: int) -> Elements:
+    """Return ``PRG(k_uv)``, which only these two sites can compute."""
+    shared = own.exchange(X25519PublicKey.from_public_bytes(other))
+    return pad(_derive(shared, b"pair", where), length)
+
+
+def _seed_pad(seed: bytes, where: bytes, length: int) -> Elements:
+    """Return ``PRG(b_u)``."""
+    return pad(_derive(seed, b"own", where), length)
+
+
+def _lock_pad(channel: bytes, agreement: bytes, holder: int, owner: int) -> bytes:
+    """Return the pad over one holder's share of one owner's lock, known to both."""
+    text = agreement + holder.to_bytes(4, "big") + owner.to_bytes(4, "big")
+    return hmac.digest(channel, b"lock" + text, "sha512")[:SHARE_BYTES]
+
+
+def _xor(one: bytes, other: bytes) -> bytes:
+    return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).to_bytes(len(one), "big")
+
+
+def _array(data: bytes, *shape: int) -> Bytes:
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape).copy()
+
+
+def _where(run: str, number: int) -> bytes:
+    return hashlib.sha256(json.dumps([run, number]).encode()).digest()
+
+
+def _digest(*parts: bytes | Codes | str | int) -> bytes:
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            data = np.ascontiguousarray(part, dtype="<i8").tobytes()
+        else:
+            data = part if isinstance(part, bytes) else str(part).encode()
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.digest()
+
+
+# ---------------------------------------------------------------------- the roster
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The sites of a federation in a fixed order, with their identities, ``(n, IDENTITY_BYTES)``.
+
+    An identity is a public key for signatures, a public key for encryption, and the signature of both with
+    the registered key (zeros without one).
+    """
+
+    names: tuple[str, ...]
+    identities: Bytes
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) != len(self.names):
+            raise MaskError("a site is listed twice")
+        if self.identities.dtype != np.uint8 or self.identities.shape != (
+            len(self.names),
+            IDENTITY_BYTES,
+        ):
+            raise MaskError("the identities of the sites have the wrong size")
+
+    @property
+    def digest(self) -> bytes:
+        """Hash of names and identities."""
+        return _digest(json.dumps(self.names), self.identities.tobytes())
+
+    def signing_key(self, code: int) -> Ed25519PublicKey:
+        """Return the key that checks the signatures of a site."""
+        return Ed25519PublicKey.from_public_bytes(self.identities[code, :32].tobytes())
+
+    def circle(
+        self, run: str, number: int, participants: Sequence[int]
+    ) -> dict[int, frozenset[int]]:
+        """Return the neighbours of every participant, by code."""
+        seed = _digest(run, number, self.digest, np.array(participants))
+        found = neighbours_of(len(participants), seed)
+        return {
+            code: frozenset(participants[v] for v in found[at])
+            for at, code in enumerate(participants)
+        }
+
+
+def identity_text(run: str, name: str, keys: bytes) -> bytes:
+    """Return the text that a site signs with its registered key."""
+    return b"fedgmm identity" + json.dumps([run, name]).encode() + keys
+
+
+def _codes(values: Any, among: Iterable[int], what: str) -> tuple[int, ...]:
+    """Return sorted, different codes of an array, all of which are ``among`` the known ones."""
+    array = np.asarray(values)
+    if array.dtype != np.int64 or array.ndim != 1:
+        raise MaskError(f"the list of {what} is not a list of codes")
+    codes = tuple(array.tolist())
+    if any(a >= b for a, b in itertools.pairwise(codes)):
+        raise MaskError(f"the list of {what} names a site twice or is not sorted")
+    if not set(codes) <= set(among):
+        raise MaskError(f"the list of {what} names a site that is not one")
+    return codes
+
+
+def _checked_bytes(array: Any, *shape: int) -> Bytes:
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != shape:
+        raise MaskError(f"bytes of shape {shape} were expected")
+    return array
+
+
+# ---------------------------------------------------------------------- a site
+
+
+@dataclass
+class Released:
+    """Sums that a site has helped to open; it belongs on the site's disk.
+
+    Attributes:
+        purposes: names of the survivors by purpose, such as ``round 3``.
+        sets: all different sets of survivors.
+    """
+
+    purposes: dict[str, list[str]] = field(default_factory=dict)
+    sets: list[list[str]] = field(default_factory=list)
+
+    def check(self, purpose: str, survivors: Sequence[str], min_change: int) -> None:
+        """Raise unless the sum over ``survivors`` reveals no single site.
+
+        The difference between two sums over almost the same sites would show the few sites in which they
+        differ.
+
+        Raises:
+            MaskError: the purpose was opened for other sites, or a set differs by too few sites.
+        """
+        names = sorted(survivors)
+        if self.purposes.get(purpose, names) != names:
+            raise MaskError(f"{purpose} was opened for other sites already")
+        for known in self.sets:
+            changed = len(set(known) ^ set(names))
+            if 0 < changed < min_change:
+                raise MaskError(
+                    f"the sites changed by {changed}, but sums over sets that differ by fewer than "
+                    f"{min_change} sites would show single sites"
+                )
+
+    def add(self, purpose: str, survivors: Sequence[str]) -> None:
+        """Note that a sum is opened."""
+        names = sorted(survivors)
+        self.purposes[purpose] = names
+        if names not in self.sets:
+            self.sets.append(names)
+
+
+@dataclass
+class _Session:
+    """The secrets of a site for one number."""
+
+    key: X25519PrivateKey
+    participants: tuple[int, ...] = ()
+    neighbours: frozenset[int] = frozenset()
+    threshold: int = 0
+    public: dict[int, bytes] = field(default_factory=dict)  # mask keys of the neighbours
+    seed: bytes = b""
+    lock: bytes = b""
+    own: tuple[int, int, int] = (0, 0, 0)  # its shares of its own secrets
+    bundles: Bytes | None = None
+    senders: tuple[int, ...] = ()
+    held: dict[int, tuple[int, ...]] = field(default_factory=dict)  # shares of the others' secrets
+    purpose: str = ""
+    view: bytes = b""
+    upload: tuple[bytes, Elements] | None = None  # hash of the vector, and the vector with its pads
+    agreement: bytes = b""
+    reply: dict[str, Bytes] | None = None
+
+
+class MaskedSite:
+    """One site in the protocol; its secrets exist in memory only, so a restarted site has dropped.
+
+    Attributes:
+        name: of the site.
+        run: of the federation.
+        released: sums that it has helped to open.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: str,
+        *,
+        sign: Sign | None = None,
+        peers: Mapping[str, Verify] | None = None,
+        min_sites: int = FEWEST_SITES,
+        min_change: int = 2,
+        released: Released | None = None,
+    ) -> None:
+        """Draw the keys of the site.
+
+        Args:
+            name: of the site.
+            run: of the federation.
+            sign: signs with the registered key of the site.
+            peers: checks of the other sites' registered keys by name; ``None`` trusts the server to
+                list the right sites.
+            min_sites: fewest sites in a sum.
+            min_change: fewest sites in which two opened sums may differ; 1 allows any, which is safe
+                only if the sums are noisy.
+            released: of an earlier process.
+        """
+        self.name, self.run, self.released = name, run, released or Released()
+        self._sign, self._peers = sign, peers
+        self._least, self._min_change = max(FEWEST_SITES, min_sites), min_change
+        self._signing, self._channel = Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
+        public = self._signing.public_key().public_bytes_raw()
+        keys = public + self._channel.public_key().public_bytes_raw()
+        signature = bytes(REGISTERED_SIGNATURE)
+        if sign is not None:
+            signature = sign(identity_text(run, name, keys))
+        self.identity = _array(keys + signature, IDENTITY_BYTES)
+        self._known: dict[str, bytes] = {}  # identities that were accepted in this run
+        self._roster: Roster | None = None
+        self._code = -1
+        self._channels: dict[int, bytes] = {}
+        self._sessions: dict[int, _Session] = {}
+        self._last = -1
+
+    # ------------------------------------------------------------------ keys
+
+    def advertise(self, number: int) -> Bytes:
+        """Return a fresh public mask key for a number, signed; ``(ADVERT_BYTES,)``.
+
+        Raises:
+            MaskError: the number is not larger than all before.
+        """
+        known = self._sessions.get(number)
+        if known is None:
+            if number <= self._last:
+                raise MaskError(f"number {number} was used before")
+            self._last = number
+            known = self._sessions[number] = _Session(X25519PrivateKey.generate())
+            for old in [n for n in self._sessions if n < number - 1]:
+                del self._sessions[old]
+        public = known.key.public_key().public_bytes_raw()
+        return _array(
+            public + self._signing.sign(self._advert_text(self.name, number, public)), ADVERT_BYTES
+        )
+
+    def _advert_text(self, name: str, number: int, public: bytes) -> bytes:
+        return _digest("advert", self.run, name, number, public)
+
+    def join(self, roster: Roster) -> None:
+        """Accept the sites of the federation.
+
+        Raises:
+            MaskError: a list without this site, with too few sites, or with an identity that the site
+                did not sign.
+        """
+        if self._roster is not None and roster.digest == self._roster.digest:
+            return
+        if self.name not in roster.names:
+            raise MaskError("the list of sites does not have this site")
+        own = roster.names.index(self.name)
+        if roster.identities[own].tobytes() != self.identity.tobytes():
+            raise MaskError("the list of sites has other keys for this site")
+        self._check_size(len(roster.names), "are listed")
+        seen: set[bytes] = set()
+        for name, row in zip(roster.names, roster.identities, strict=True):
+            identity = row.tobytes()
+            self._check_identity(name, identity)
+            if seen & {identity[:32], identity[32:64]}:
+                raise MaskError("two sites have the same key")
+            seen |= {identity[:32], identity[32:64]}
+        self._roster, self._code, self._channels = roster, own, {}
+
+    def _check_identity(self, name: str, identity: bytes) -> None:
+        if self._known.get(name) == identity or name == self.name:
+            return
+        if self._peers is not None:
+            verify = self._peers.get(name)
+            if verify is None:
+                raise MaskError(f"the site {name!r} is not among the peers")
+            keys, signature = identity[:64], identity[64:]
+            if not verify(identity_text(self.run, name, keys), signature):
+                raise MaskError(f"the keys of {name!r} are not signed with its registered key")
+        self._known[name] = identity
+
+    def _check_size(self, sites: int, verb: str) -> None:
+        if sites < self._least:
+            raise TooFewSitesError(
+                f"{sites} sites {verb}; a sum over fewer than {self._least} is not sent"
+            )
+
+    # ------------------------------------------------------------------ shares
+
+    def share(self, number: int, participants: Codes, adverts: Bytes) -> Bytes:
+        """Return encrypted shares of this site's secrets, ``(k, BUNDLE_BYTES)``.
+
+        Args:
+            number: of the aggregation.
+            participants: sorted codes of the sites that sent their mask keys.
+            adverts: of the site's neighbours in the order of their codes, ``(k, ADVERT_BYTES)``.
+
+        Returns:
+            One bundle per neighbour, in the order of their codes.
+
+        Raises:
+            MaskError: a list or a key that must not be trusted.
+        """
+        session, roster = self._session(number)
+        codes = _codes(participants, range(len(roster.names)), "participants")
+        if session.bundles is not None:
+            if codes != session.participants:
+                raise MaskError("the participants changed")
+            return session.bundles
+        if self._code not in codes:
+            raise MaskError("the list of participants does not have this site")
+        self._check_size(len(codes), "take part")
+        near = roster.circle(self.run, number, codes)[self._code]
+        table = _checked_bytes(adverts, len(near), ADVERT_BYTES)
+        public: dict[int, bytes] = {}
+        for code, row in zip(sorted(near), table, strict=True):
+            key, signature = row[:32].tobytes(), row[32:].tobytes()
+            text = self._advert_text(roster.names[code], number, key)
+            self._check_signature(code, signature, text, "mask key")
+            public[code] = key
+        _, threshold = graph_sizes(len(codes))
+        seed, lock = os.urandom(32), os.urandom(32)
+        holders = sorted({self._code, *near})
+        points = [code + 1 for code in holders]
+        parts = [
+            split(secret, points, threshold)
+            for secret in (session.key.private_bytes_raw(), seed, lock)
+        ]
+        sealed = b""
+        for code in sorted(near):
+            plain = b"".join(part[code + 1].to_bytes(SHARE_BYTES, "big") for part in parts)
+            cipher = AESGCM(_derive(self._channel_with(code), b"bundle"))
+            nonce, text = self._bundle_place(number, self._code, code)
+            sealed += cipher.encrypt(nonce, plain, text)
+        mine = tuple(part[self._code + 1] for part in parts)
+        session.participants, session.neighbours, session.threshold = codes, near, threshold
+        session.public, session.seed, session.lock = public, seed, lock
+        session.own = (mine[0], mine[1], mine[2])
+        session.bundles = _array(sealed, len(near), BUNDLE_BYTES)
+        return session.bundles
+
+    def _session(self, number: int) -> tuple[_Session, Roster]:
+        if self._roster is None:
+            raise MaskError("there is no list of sites yet")
+        if number not in self._sessions:
+            raise MaskError(f"this site has no keys for number {number}")
+        return self._sessions[number], self._roster
+
+    def _channel_with(self, code: int) -> bytes:
+        """Return the secret that this site shares with another one, in all numbers of the run."""
+        if code not in self._channels:
+            assert self._roster is not None
+            key = X25519PublicKey.from_public_bytes(self._roster.identities[code, 32:64].tobytes())
+            self._channels[code] = _derive(
+                self._channel.exchange(key), b"channel", self.run.encode()
+            )
+        return self._channels[code]
+
+    def _bundle_place(self, number: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
+        """Return the nonce and the context of a bundle; a channel never uses a nonce twice."""
+        assert self._roster is not None
+        nonce = number.to_bytes(8, "big") + (b"\0\0\0\0" if sender < receiver else b"\0\0\0\1")
+        names = self._roster.names
+        return nonce, _digest("bundle", self.run, number, names[sender], names[receiver])
+
+    def _check_signature(self, code: int, signature: bytes, text: bytes, what: str) -> None:
+        assert self._roster is not None
+        try:
+            self._roster.signing_key(code).verify(signature, text)
+        except InvalidSignature:
+            raise MaskError(
+                f"the {what} of {self._roster.names[code]!r} is not signed by that site"
+            ) from None
+
+    # ------------------------------------------------------------------ the masked vector
+
+    def mask(
+        self, number: int, purpose: str, senders: Codes, bundles: Bytes, vector: Elements
+    ) -> tuple[Elements, Bytes]:
+        """Return ``y_u`` and the signature of this site's view of the aggregation.
+
+        Args:
+            number: of the aggregation.
+            purpose: of the vector, such as ``round 3``.
+            senders: sorted codes of all sites that sent shares.
+            bundles: from the senders among the neighbours, in the order of their codes.
+            vector: ``x_u``, elements of ``Z_2^64``, ``(D,)``.
+
+        Raises:
+            MaskError: lists that must not be trusted, or a second vector for the same number.
+        """
+        session, roster = self._session(number)
+        if session.bundles is None:
+            raise MaskError("this site has not sent its shares")
+        codes = _codes(senders, session.participants, "senders")
+        if self._code not in codes:
+            raise MaskError("the list of senders does not have this site")
+        content = _digest(purpose, np.array(codes), vector.tobytes())
+        if session.upload is not None:  # a request may be repeated, but not changed
+            if session.upload[0] != content:
+                raise MaskError(f"another vector was sent for number {number} already")
+            return session.upload[1], self._view_signature(session)
+        self._check_size(len(codes), "sent shares")
+        near = sorted(session.neighbours & set(codes))
+        if len(near) + 1 < session.threshold or len(codes) < fewest_survivors(
+            len(session.participants)
+        ):
+            raise TooFewSitesError("too few sites sent shares")
+        for code, row in zip(near, _checked_bytes(bundles, len(near), BUNDLE_BYTES), strict=True):
+            session.held[code] = self._opened(number, code, row.tobytes())
+        where = _where(self.run, number)
+        total = vector + _seed_pad(session.seed, where, len(vector))
+        for code in near:
+            of_pair = _pair_pad(session.key, session.public[code], where, len(vector))
+            if self._code < code:
+                total += of_pair
+            else:
+                total -= of_pair
+        session.senders, session.purpose = codes, purpose
+        session.view = _view(
+            self.run, number, roster, session.participants, codes, purpose, len(vector)
+        )
+        session.upload = content, total
+        return total, self._view_signature(session)
+
+    def _opened(self, number: int, code: int, sealed: bytes) -> tuple[int, ...]:
+        """Return a neighbour's three shares; none if the bundle is damaged."""
+        cipher = AESGCM(_derive(self._channel_with(code), b"bundle"))
+        nonce, text = self._bundle_place(number, code, self._code)
+        try:
+            plain = cipher.decrypt(nonce, sealed, text)
+        except InvalidTag:
+            return ()
+        return tuple(
+            int.from_bytes(plain[at : at + SHARE_BYTES], "big")
+            for at in range(0, _SECRETS * SHARE_BYTES, SHARE_BYTES)
+        )
+
+    def _view_signature(self, session: _Session) -> Bytes:
+        return _array(self._signing.sign(session.view), SIGNATURE_BYTES)
+
+    # ------------------------------------------------------------------ unmasking
+
+    def unmask(self, number: int, survivors: Codes, signatures: Bytes) -> dict[str, Bytes]:
+        """Return shares of the survivors' seeds and of the dropped sites' mask keys, locked.
+
+        Args:
+            number: of the aggregation.
+            survivors: sorted codes of the sites whose vectors are in the sum.
+            signatures: of the survivors among the neighbours, in the order of their codes,
+                ``(k, SIGNATURE_BYTES)``: each survivor saw the same senders as this site.
+
+        Raises:
+            MaskError: survivors that this site must not help to add up.
+        """
+        session, roster = self._session(number)
+        if session.upload is None:
+            raise MaskError("this site has not sent its vector")
+        codes = _codes(survivors, session.senders, "survivors")
+        agreement = _digest(session.view, np.array(codes))
+        if session.reply is not None:
+            if session.agreement != agreement:
+                raise MaskError("the survivors changed")
+            return session.reply
+        if self._code not in codes:
+            raise MaskError("the list of survivors does not have this site")
+        self._check_size(len(codes), "survived")
+        near = sorted(session.neighbours & set(codes))
+        if (
+            len(codes) < fewest_survivors(len(session.participants))
+            or len(near) + 1 < session.threshold
+        ):
+            raise TooFewSitesError("too few sites survived")
+        table = _checked_bytes(signatures, len(near), SIGNATURE_BYTES)
+        for code, row in zip(near, table, strict=True):
+            self._check_signature(code, row.tobytes(), session.view, "view")
+        names = [roster.names[code] for code in codes]
+        self.released.check(session.purpose, names, self._min_change)
+        self.released.add(session.purpose, names)
+        around = sorted(session.neighbours & set(session.senders))
+        shares = b""
+        for code in sorted({self._code, *around}):
+            of_site = session.own if code == self._code else session.held[code]
+            wanted = (
+                1 if code in codes else 0
+            )  # the seed of a survivor, the mask key of a dropped site
+            shares += of_site[wanted].to_bytes(SHARE_BYTES, "big") if of_site else _MISSING
+        locks, keys = b"", b""
+        for code in near:
+            channel, of_site = self._channel_with(code), session.held[code]
+            share = of_site[2].to_bytes(SHARE_BYTES, "big") if of_site else _MISSING
+            locks += _xor(share, _lock_pad(channel, agreement, self._code, code))
+            keys += _lock_pad(channel, agreement, code, self._code)
+        sealed = AESGCM(_derive(session.lock, b"shares")).encrypt(bytes(12), shares, agreement)
+        session.agreement = agreement
+        session.reply = {
+            "shares": _array(sealed, len(sealed)),
+            "locks": _array(locks, len(near), SHARE_BYTES),
+            "keys": _array(keys, len(near), SHARE_BYTES),
+            "own": _array(session.own[2].to_bytes(SHARE_BYTES, "big"), SHARE_BYTES),
+        }
+        return session.reply
+
+
+_MISSING = b"\xff" * SHARE_BYTES  # larger than every share
+
+
+def _view(
+    run: str,
+    number: int,
+    roster: Roster,
+    participants: Sequence[int],
+    senders: Sequence[int],
+    purpose: str,
+    length: int,
+) -> bytes:
+    """Return the text that a site signs with its vector."""
+    return _digest(
+        "view",
+        run,
+        number,
+        roster.digest,
+        np.array(participants),
+        np.array(senders),
+        purpose,
+        length,
+    )
+
+
+# ---------------------------------------------------------------------- the server
+
+
+class Aggregation:
+    """One number at the server: it routes keys and shares, adds vectors and opens the sum.
+
+    Vectors are added as they arrive, so the memory does not grow with the number of sites.
+
+    Attributes:
+        purpose: of the vectors.
+        participants: sorted codes of the sites that sent mask keys.
+        senders: those that sent shares.
+        survivors: those whose vectors are in the sum.
+        replied: those that replied to ``unmask``.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        number: int,
+        roster: Roster,
+        adverts: Mapping[int, Bytes],
+        *,
+        purpose: str = "",
+        keep: int = 1,
+    ) -> None:
+        """Note the mask keys of the participants.
+
+        Args:
+            run: of the federation.
+            number: larger than all before it in the run.
+            roster: of the federation.
+            adverts: mask keys of the participants by code.
+            purpose: of the vectors; it may be set until the first one is asked for.
+            keep: vectors that :meth:`leave_out` can take out of the sum again.
+
+        Raises:
+            TooFewSitesError: fewer than three sites.
+        """
+        self.run, self.number, self.roster, self.purpose = run, number, roster, purpose
+        self.participants = tuple(sorted(adverts))
+        if len(self.participants) < FEWEST_SITES:
+            raise TooFewSitesError(
+                f"secure aggregation needs at least {FEWEST_SITES} sites; "
+                f"there are {len(self.participants)}"
+            )
+        self._adverts = {u: _checked_bytes(one, ADVERT_BYTES) for u, one in adverts.items()}
+        self._near = roster.circle(run, number, self.participants)
+        _, self.threshold = graph_sizes(len(self.participants))
+        self._bundles: dict[int, dict[int, Bytes]] = {}  # by sender and receiver
+        self._senders: tuple[int, ...] | None = None
+        self._total: Elements | None = None
+        self._uploads: dict[int, Bytes] = {}  # signatures
+        self._latest: deque[tuple[int, Elements]] = deque(maxlen=keep)
+        self._closed = False
+        self._replies: dict[int, dict[str, Bytes]] = {}
+
+    # ------------------------------------------------------------------ shares
+
+    def keys_for(self, code: int) -> tuple[Codes, Bytes]:
+        """Return the participants, and the mask keys of a site's neighbours."""
+        near = sorted(self._near[code])
+        return np.array(self.participants), np.stack([self._adverts[v] for v in near])
+
+    def add_bundles(self, code: int, bundles: Bytes) -> None:
+        """Take the encrypted shares of a site.
+
+        Raises:
+            MaskError: bundles of another size.
+        """
+        near = sorted(self._near[code])
+        table = _checked_bytes(bundles, len(near), BUNDLE_BYTES)
+        self._bundles[code] = dict(zip(near, table, strict=True))
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """Sites that sent shares; the first use closes the list."""
+        if self._senders is None:
+            self._senders = tuple(sorted(self._bundles))
+        return self._senders
+
+    @property
+    def enough_senders(self) -> bool:
+        """Whether the sites will accept the list of senders."""
+        return len(self.senders) >= fewest_survivors(len(self.participants))
+
+    def bundles_for(self, code: int) -> tuple[Codes, Bytes]:
+        """Return the senders, and their encrypted shares for one site."""
+        near = sorted(self._near[code] & set(self.senders))
+        table = [self._bundles[v][code] for v in near]
+        return np.array(self.senders), np.array(table, dtype=np.uint8).reshape(-1, BUNDLE_BYTES)
+
+    # ------------------------------------------------------------------ vectors
+
+    def add_masked(self, code: int, vector: Elements, signature: Bytes) -> None:
+        """Add a site's vector to the sum.
+
+        Raises:
+            MaskError: a site that is not a sender, a second vector, or one of another length.
+        """
+        if code not in self.senders or code in self._uploads or self._closed:
+            raise MaskError("the site cannot add a vector now")
+        signature = _checked_bytes(signature, SIGNATURE_BYTES)
+        if vector.dtype != np.uint64 or vector.ndim != 1:
+            raise MaskError("the vector is not one of elements of Z_2^64")
+        if self._total is None:
+            self._total = np.zeros(len(vector), dtype=np.uint64)
+        if len(vector) != len(self._total):
+            raise MaskError(f"the vector has {len(vector)} elements, not {len(self._total)}")
+        self._total += vector
+        self._uploads[code] = signature
+        self._latest.append((code, vector))
+
+    def leave_out(self) -> int | None:
+        """Take the latest vector out of the sum, and return its site; ``None`` if it is not known.
+
+        If one site drops, the sum over the others and the sum of the round before would show that site.
+        So another site is left out, too.
+        """
+        if self._closed or not self._latest or self._total is None:
+            return None
+        code, vector = self._latest.pop()
+        self._total -= vector
+        del self._uploads[code]
+        return code
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Sites whose vectors are in the sum."""
+        return tuple(sorted(self._uploads))
+
+    @property
+    def enough_survivors(self) -> bool:
+        """Whether the sites will accept the list of survivors."""
+        return len(self._uploads) >= fewest_survivors(len(self.participants))
+
+    def survivors_for(self, code: int) -> tuple[Codes, Bytes]:
+        """Return the survivors, and the signatures of a site's neighbours among them."""
+        self._closed = True
+        near = sorted(self._near[code] & set(self.survivors))
+        table = [self._uploads[v] for v in near]
+        return np.array(self.survivors), np.array(table, dtype=np.uint8).reshape(
+            -1, SIGNATURE_BYTES
+        )
+
+    # ------------------------------------------------------------------ the sum
+
+    def add_unmask(self, code: int, reply: Mapping[str, Bytes]) -> None:
+        """Take a survivor's reply to ``unmask``.
+
+        Raises:
+            MaskError: a reply of another size.
+        """
+        if code not in self._uploads:
+            raise MaskError("the site did not survive")
+        near = len(self._near[code] & set(self.survivors))
+        held = len(self._near[code] & set(self.senders)) + 1
+        sizes = {
+            "shares": (held * SHARE_BYTES + _TAG,),
+            "locks": (near, SHARE_BYTES),
+            "keys": (near, SHARE_BYTES),
+            "own": (SHARE_BYTES,),
+        }
+        self._replies[code] = {n: _checked_bytes(reply.get(n), *s) for n, s in sizes.items()}
+
+    @property
+    def replied(self) -> tuple[int, ...]:
+        """Sites that replied to ``unmask``."""
+        return tuple(sorted(self._replies))
+
+    def open(self) -> Elements:
+        """Return the sum of the survivors' vectors.
+
+        Raises:
+            TooFewSitesError: fewer replies than the threshold.
+            MaskError: replies that do not fit together.
+        """
+        if self._total is None or not self.enough_survivors:
+            raise TooFewSitesError(
+                f"{len(self._uploads)} of {len(self.senders)} sites sent a vector"
+            )
+        shares = self._unlocked_shares()
+        where, length = _where(self.run, self.number), len(self._total)
+        total = self._total.copy()
+        for code in self.senders:
+            secret = self._secret(code, shares)
+            if code in self._uploads:
+                total -= _seed_pad(secret, where, length)
+                continue
+            key = X25519PrivateKey.from_private_bytes(secret)
+            if key.public_key().public_bytes_raw() != self._adverts[code][:32].tobytes():
+                raise MaskError(
+                    f"the shares of {self.roster.names[code]!r} do not give its mask key"
+                )
+            for other in self._near[code] & set(self._uploads):
+                of_pair = _pair_pad(key, self._adverts[other][:32].tobytes(), where, length)
+                # the survivor added the pad of a larger code and subtracted that of a smaller one
+                if other < code:
+                    total -= of_pair
+                else:
+                    total += of_pair
+        return total
+
+    def _unlocked_shares(self) -> dict[int, dict[int, int]]:
+        """Return the shares of all secrets by owner and point."""
+        near = {u: sorted(self._near[u] & set(self._uploads)) for u in self._replies}
+        place = {u: {v: at for at, v in enumerate(near[u])} for u in near}
+        view = (self.run, self.number, self.roster, self.participants, self.senders, self.purpose)
+        assert self._total is not None
+        agreement = _digest(_view(*view, len(self._total)), np.array(self.survivors))
+        shares: dict[int, dict[int, int]] = {}
+        for code, reply in self._replies.items():
+            # the same holders for all sites, if possible, because their weights take long
+            holders = sorted(v for v in (code, *near[code]) if v in self._replies)
+            if len(holders) < self.threshold:
+                continue
+            points = {}
+            for v in holders[: self.threshold]:
+                if v == code:
+                    points[v + 1] = int.from_bytes(reply["own"].tobytes(), "big")
+                    continue
+                locked = self._replies[v]["locks"][place[v][code]].tobytes()
+                key = reply["keys"][place[code][v]].tobytes()
+                points[v + 1] = int.from_bytes(_xor(locked, key), "big")
+            sealed = reply["shares"].tobytes()
+            try:
+                lock = combine(points, _weights_of(tuple(points)))
+                plain = AESGCM(_derive(lock, b"shares")).decrypt(bytes(12), sealed, agreement)
+            except (ValueError, InvalidTag):
+                raise MaskError("the sites do not agree on senders and survivors") from None
+            around = sorted({code, *(self._near[code] & set(self.senders))})
+            for at, owner in enumerate(around):
+                part = plain[at * SHARE_BYTES : (at + 1) * SHARE_BYTES]
+                if part != _MISSING:
+                    shares.setdefault(owner, {})[code + 1] = int.from_bytes(part, "big")
+        return shares
+
+    def _secret(self, owner: int, shares: Mapping[int, Mapping[int, int]]) -> bytes:
+        """Return the seed of a survivor, or the mask key of a dropped site."""
+        held = dict(sorted(shares.get(owner, {}).items())[: self.threshold])
+        if len(held) < self.threshold:
+            raise TooFewSitesError(
+                f"{len(held)} of {self.threshold} shares of {self.roster.names[owner]!r} came back"
+            )
+        try:
+            return combine(held, _weights_of(tuple(held)))
+        except ValueError as error:
+            raise MaskError(str(error)) from None
+
+
+@lru_cache(maxsize=4096)
+def _weights_of(points: tuple[int, ...]) -> list[int]:
+    return weights_at_zero(points)
