@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import click
@@ -25,7 +26,7 @@ class _OneSentenceErrors(TyperGroup):
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _note  # type: ignore[assignment]
-                return super().invoke(ctx)
+                return self._invoke_on_first_rank(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except KeyboardInterrupt:
@@ -40,6 +41,20 @@ class _OneSentenceErrors(TyperGroup):
                 raise
             typer.echo(f"Error: {_sentence(error)}", err=True)
             raise typer.Exit(1) from None
+
+    def _invoke_on_first_rank(self, ctx: click.Context) -> Any:
+        """Run the command; of several processes of ``torchrun``, the first runs it and the others help."""
+        if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
+            return super().invoke(ctx)
+        from fedgmm.training.distributed import LeaderError, follow, join, leading
+
+        ranks = join()
+        if ranks.rank:
+            with suppress(LeaderError):  # rank 0 prints it
+                follow(ranks)
+            return None
+        with leading(ranks):
+            return super().invoke(ctx)
 
 
 def _note(message: Warning | str, *_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
@@ -161,9 +162,13 @@ class LocalClients(StackedClients):
         """Return the method's start."""
         return method.init(self.rows, learner)  # type: ignore[arg-type]
 
+    def finish(self, method: AnyMethod, shared: Any, personal: Any) -> Any:
+        """Return the personal parts after the work that follows the last round."""
+        return method.finish(shared, personal, self.rows)  # type: ignore[arg-type]
+
     def score(self, method: AnyMethod, shared: Any, personal: Any) -> float:
         """Return the validation log-likelihood of the model if this round were the last."""
-        own = method.finish(shared, personal, self.rows)  # type: ignore[arg-type]
+        own = self.finish(method, shared, personal)
         model = self.models(method.prediction(shared, own))
         if model.algorithm == DENSITY and model.dataset is not None:
             rows = model.dataset.validation
@@ -310,23 +315,40 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     given = {k: v.item() if isinstance(v, np.generic) else v for k, v in given.items()}
     chosen = replace(options or TrainingOptions(), **given)
     chosen.check()
-    chosen = _with_sizes(chosen, dataset, checkpoint)
     if until is not None:
         check_integer("until", until, 1)
     callbacks = as_callbacks(on_round)
-    job = _LocalTraining(
-        dataset, chosen, answers, callbacks, checkpoint, int(watch_accuracy), until
-    )
-    net = job.net
-    # small networks gain nothing from threads inside an operation
-    quiet = resolve_device(chosen.device).type == "cpu" and net.hints.in_lanes
-    try:
-        with lanes_only() if quiet else nullcontext():
-            return job.run()
-    finally:
-        if net.hints.recorded:  # otherwise a model that is kept would hold half of a GPU's memory
-            forget_recordings(net)
-        reset_memory_shares()
+
+    def run() -> FederatedModel:
+        complete = _with_sizes(chosen, dataset, checkpoint)
+        watch = int(watch_accuracy)
+        job = _LocalTraining(dataset, complete, answers, callbacks, checkpoint, watch, until)
+        net = job.net
+        # small networks gain nothing from threads inside an operation
+        quiet = resolve_device(chosen.device).type == "cpu" and net.hints.in_lanes
+        try:
+            with lanes_only() if quiet else nullcontext():
+                return job.run()
+        finally:
+            if net.hints.recorded:  # otherwise a kept model would hold half of a GPU's memory
+                forget_recordings(net)
+            reset_memory_shares()
+
+    if not several_ranks():
+        return run()
+    from fedgmm.training.distributed import lead_or_follow
+
+    def received(model: FederatedModel | None) -> FederatedModel:
+        assert model is not None
+        return replace(model, dataset=dataset)
+
+    return lead_or_follow(run, received, chosen.learner)
+
+
+def several_ranks() -> bool:
+    """Return whether this process is one of several that ``torchrun`` started."""
+    known = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+    return known and os.environ["WORLD_SIZE"] != "1"
 
 
 def _keywords() -> list[str]:
@@ -390,12 +412,23 @@ class _LocalTraining:
         self.rows = self._scaled(dataset, device)
         if custom is not None and options.algorithm != DENSITY:
             custom.check(self.rows.inputs)
-        method = build(options, self.net)
+        method, warm_up = build(options, self.net), build_warm_up(options, self.net)
         participation = Participation(options.participation, answers, options.seed)
+        self.clients = LocalClients(self.rows, participation, models=self._scored_model)
+        if several_ranks():
+            from fedgmm.training.distributed import RankClients, join
+
+            self.clients = RankClients.dealt(
+                join(),
+                self.clients,
+                options,
+                len(dataset.classes),
+                {"main": method, "warmup": warm_up},
+            )
         self.loop = Training(
             method,
-            build_warm_up(options, self.net),
-            LocalClients(self.rows, participation, models=self._scored_model),
+            warm_up,
+            self.clients,
             options,
             pretrained_learner(options, self.net),
             until=until,
@@ -417,7 +450,7 @@ class _LocalTraining:
             loop.begin_method(save=False)
         shared, personal = loop.outcome
         try:
-            personal = loop.method.finish(shared, personal, self.rows)
+            personal = self.clients.finish(loop.method, shared, personal)
         except DivergedError as error:
             stopped = stopped or self._diverged(f"the end: {error}")
         except KeyboardInterrupt:  # no client is tuned, and the result of the rounds is kept
@@ -542,13 +575,13 @@ class _LocalTraining:
         warnings.warn(
             "Training was interrupted; the last finished round is kept.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         return INTERRUPTED
 
     def _diverged(self, where: str) -> str:
         reason = self.options.after_divergence(where)
-        warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=5)
+        warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=6)
         return reason
 
 
