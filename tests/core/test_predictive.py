@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mpmath
 import numpy as np
 import pytest
@@ -263,3 +265,15 @@ def test_numbers_are_a_mixture_of_normals(rng):
         quantile = found.quantile(share).numpy()[:, None]
         below = (weights * norm.cdf(quantile, means, deviations)).sum(1)
         np.testing.assert_allclose(below, share, rtol=1e-9)
+    below = (weights * norm.cdf(y[:, None], means, deviations)).sum(1)
+    np.testing.assert_allclose(found.normal_scores(torch.from_numpy(y)), norm.ppf(below), rtol=1e-6)
+
+
+def test_intervals_are_calibrated_by_the_scores_of_held_out_rows():
+    one = NumberPredictions(torch.zeros(1, 1), torch.zeros(1, 1).double(), torch.ones(1, 1))
+    held_out = torch.tensor([*np.linspace(-3.0, 2.9, 19)], dtype=torch.float64)
+    wanted = np.sort(np.abs(held_out.numpy()))[18 - 1]  # ⌈20 · 0.9⌉
+    low, high = (float(end) for end in replace(one, held_out=held_out).interval(0.9))
+    assert (-low, high) == pytest.approx((wanted, wanted), rel=1e-6)
+    for few in (None, held_out[:8]):  # eight rows cannot vouch for 90 %
+        assert float(replace(one, held_out=few).interval(0.9)[1]) == pytest.approx(1.6449, abs=1e-4)

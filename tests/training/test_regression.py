@@ -88,6 +88,24 @@ def test_intervals_hold_fresh_rows(model):
         assert np.mean((low <= y) & (y <= high)) == pytest.approx(level, abs=0.03)
 
 
+@pytest.mark.parametrize("options", [{}, {"refit": True}], ids=["held out", "refit"])
+def test_intervals_of_few_rows_are_wide_enough(options):
+    """Ten columns and 72 training rows: by ``σ²`` of the training rows 90 % intervals hold 71 %."""
+    rng, beta, held = np.random.default_rng(0), np.linspace(-1.0, 1.0, 10), []
+
+    def draw(rows):
+        x, owners = rng.normal(size=(rows, 10)), np.arange(rows) % 3
+        return x, x @ beta * np.where(owners == 0, 1, -1) + rng.normal(size=rows), owners
+
+    for seed in range(8):
+        data = FederatedDataset.from_arrays(*draw(120), task="regression", seed=seed)
+        found = train(data, "fedem", learners=2, rounds=15, seed=seed, **options)
+        x, y, owners = draw(500)
+        low, high = found.predict_interval(x, clients=owners).T
+        held.append(np.mean((low <= y) & (y <= high)))
+    assert np.mean(held) == pytest.approx(0.92, abs=0.04)
+
+
 @pytest.mark.parametrize("algorithm", ["fedgmm", "fedem"])
 def test_log_likelihood_never_falls(algorithm):
     data = FederatedDataset.from_arrays(*regimes(purity=0.7, seed=3), task="regression")
@@ -197,6 +215,9 @@ def test_saved_and_loaded(model, tmp_path):
     assert again.task == "regression"
     np.testing.assert_array_equal(
         again.predict(x, clients=owners), model.predict(x, clients=owners)
+    )
+    np.testing.assert_array_equal(
+        again.predict_interval(x, clients=owners), model.predict_interval(x, clients=owners)
     )
     np.testing.assert_array_equal(
         again.predict_interval(x, "c0", 0.5), model.predict_interval(x, "c0", 0.5)

@@ -5,8 +5,9 @@ Everything is in log space. Shapes: ``n`` rows, ``M1`` Gaussians, ``M2`` learner
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from fedgmm.core.gaussians import log_normal
 from fedgmm.core.moments import Scaling
 
+_SMALLEST_SHARE = 1e-15  # of a tail; its normal score is -7.9
 _HALVINGS = 60  # of an interval around a quantile; more would not change a float64
 
 
@@ -62,18 +64,19 @@ class NumberPredictions:
         log_weights: ``log P_c(m|x)``, ``(n, M2)``.
         means: ``f_θm(x)``, ``(n, M2)``.
         variances: ``σ²_m``, ``(n, M2)``.
+        held_out: :meth:`normal_scores` of held-out rows, ``(h,)``, which intervals are calibrated by;
+            ``None`` without any.
     """
 
     log_weights: Tensor
     means: Tensor
     variances: Tensor
+    held_out: Tensor | None = None
 
     def unscaled(self, scaling: Scaling) -> NumberPredictions:
         """Return predictions of ``y`` from those of ``(y - mean) / scale``."""
         mean, scale = scaling.mean.to(self.means), scaling.scale.to(self.means)
-        return NumberPredictions(
-            self.log_weights, self.means * scale + mean, self.variances * scale**2
-        )
+        return replace(self, means=self.means * scale + mean, variances=self.variances * scale**2)
 
     @property
     def mean(self) -> Tensor:
@@ -92,6 +95,30 @@ class NumberPredictions:
         """Return ``log P_c(y|x)`` of numbers ``(n,)``, ``(n,)``."""
         own = log_normal(y.unsqueeze(-1), self.means, self.variances)
         return torch.logsumexp(self.log_weights + own, dim=-1)
+
+    def normal_scores(self, y: Tensor) -> Tensor:
+        """Return ``Φ⁻¹(P_c(Y ≤ y|x))`` of numbers ``(n,)``: standard normal if the model is right."""
+        below = torch.special.ndtr((y.unsqueeze(-1) - self.means) / self.variances.sqrt())
+        share = (self.log_weights.exp() * below).sum(-1)
+        scores: Tensor = torch.special.ndtri(share.clamp(_SMALLEST_SHARE, 1.0 - _SMALLEST_SHARE))
+        return scores
+
+    def interval(self, level: float) -> tuple[Tensor, Tensor]:
+        """Return the ends of the interval that holds ``y`` with probability ``level``, ``(n,)`` each.
+
+        The ends are the quantiles ``Φ(±z)``. By the model ``Φ(z) = (1 + level) / 2``; but ``σ²`` is that of
+        the training rows, which is too small if they are few. So with enough held-out rows ``z`` is taken
+        from them by split-conformal prediction: the ``⌈(h + 1) · level⌉``-th smallest of their ``|z_i|``.
+        Then rows drawn like the held-out ones lie inside with at least this probability, however well
+        the model fits.
+        """
+        z = float(torch.special.ndtri(torch.tensor((1.0 + level) / 2.0, dtype=torch.float64)))
+        if self.held_out is not None:
+            rank = math.ceil((len(self.held_out) + 1) * level)
+            if rank <= len(self.held_out):
+                z = float(self.held_out.abs().sort().values[rank - 1])
+        share = float(torch.special.ndtr(torch.tensor(z, dtype=torch.float64)))
+        return self.quantile(1.0 - share), self.quantile(share)
 
     def quantile(self, share: float) -> Tensor:
         """Return the ``y`` below which a share of ``P_c(y|x)`` lies, ``(n,)``, by bisection.

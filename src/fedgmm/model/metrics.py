@@ -398,9 +398,8 @@ class RegressionEvaluation(Evaluation):
 
 
 def interval_of(predicted: NumberPredictions, level: float) -> FloatArray:
-    """Return the interval between the quantiles ``(1 ± level) / 2`` of every row, ``(n, 2)``."""
-    ends = [predicted.quantile((1.0 + sign * level) / 2.0) for sign in (-1.0, 1.0)]
-    return np.stack([end.cpu().numpy() for end in ends], -1)
+    """Return the interval of every row, ``(n, 2)``; see :meth:`NumberPredictions.interval`."""
+    return np.stack([end.cpu().numpy() for end in predicted.interval(level)], -1)
 
 
 def evaluate_numbers(

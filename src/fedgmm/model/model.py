@@ -107,6 +107,8 @@ class FederatedModel:
             position.
         dataset: training data, if it is in memory; never saved.
         target: mean and deviation of the numbers that the model predicts; ``None`` for classes.
+        interval_scores: normal scores of held-out numbers ``(h,)``, by which intervals are calibrated, see
+            :meth:`~fedgmm.core.predictive.NumberPredictions.interval`; ``None`` if no number was held out.
         positive: the positive class of two, see :func:`~fedgmm.model.decisions.default_positive`; ``None``
             if it is not known.
     """
@@ -126,9 +128,24 @@ class FederatedModel:
     column_names: tuple[str, ...] | None = None
     positive: Any = None
     target: Scaling | None = None
+    interval_scores: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        """Find the positive class, if there are two classes and training rows."""
+        """Find the positive class of two, or score the held-out numbers, if there are rows in memory.
+
+        Numbers are scored now, because learners may be trained on the held-out rows later (``refit``).
+        """
+        if self.target is not None and self.interval_scores is None and self.dataset is not None:
+            held_out = self.dataset.validation
+            if len(held_out):
+                rows, codes = (
+                    self._evaluator.from_split(held_out),
+                    client_codes(held_out, self.names),
+                )
+                numbers = held_out.labels.to(rows.x.device)
+                self.interval_scores = (
+                    self._numbers(rows, codes).normal_scores(numbers).cpu().numpy()
+                )
         if self.positive is None and self.dataset is not None and len(self.classes) == 2:
             labels = self.dataset.classes[self.dataset.train.labels.cpu().numpy()]
             classes = self.classes.tolist()
@@ -281,7 +298,8 @@ class FederatedModel:
     ) -> FloatArray:
         """Return the interval that holds ``y`` with probability ``level``, ``(n, 2)``, for numbers.
 
-        As much of ``P_c(y|x)`` lies below the interval as above it.
+        As much of ``P_c(y|x)`` lies below the interval as above it. If rows were held out in training, the
+        interval is as wide as they need, see :meth:`~fedgmm.core.predictive.NumberPredictions.interval`.
 
         Args:
             X: rows, ``(n, *input_shape)``.
@@ -871,7 +889,9 @@ class FederatedModel:
         if self.target is None:
             raise ValueError("The model predicts classes, not numbers; use predict_proba.")
         self._check_common(codes)
-        return rows.numbers(codes).unscaled(self.target)
+        found = rows.numbers(codes).unscaled(self.target)
+        scores = self.interval_scores
+        return found if scores is None else replace(found, held_out=torch.from_numpy(scores))
 
     def _log_conditional(
         self, rows: EvaluatedRows, codes: IntArray, labels: Tensor

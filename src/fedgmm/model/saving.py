@@ -99,6 +99,8 @@ def _tensors(model: FederatedModel) -> dict[str, Tensor]:
         tensors |= {"scaling/mean": model.scaling.mean, "scaling/scale": model.scaling.scale}
     if model.target is not None:
         tensors["target"] = torch.stack([model.target.mean, model.target.scale])
+    if model.interval_scores is not None:
+        tensors["interval_scores"] = torch.from_numpy(model.interval_scores)
     for name, scores in model.calibration.items():
         tensors[f"calibration/{name}"] = torch.from_numpy(np.ascontiguousarray(scores))
     return tensors
@@ -295,7 +297,17 @@ def _build_model(
         column_names=_column_names(facts, shape),
         positive=positive,
         target=_target(tensors, len(classes)),
+        interval_scores=_interval_scores(tensors),
     )
+
+
+def _interval_scores(tensors: dict[str, Tensor]) -> NDArray[np.float64] | None:
+    scores = tensors.get("interval_scores")
+    if scores is None:
+        return None
+    valid = scores.dim() == 1 and scores.dtype == torch.float64 and len(scores) > 0
+    _require(valid and bool(torch.isfinite(scores).all()), "interval_scores")
+    return np.asarray(scores.numpy())
 
 
 def _require(valid: bool, name: str) -> None:
