@@ -70,6 +70,22 @@ def server(
             min=0, help="Sites withhold moments, learners and centroids of fewer rows than this."
         ),
     ] = None,
+    max_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Largest share of all rows that a site counts for. Default: three times the median site.",
+        ),
+    ] = None,
+    max_norm: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Sums per row that are more than this many times the median of the sites count less. "
+            "Default: 4, and 10 with fewer than six sites.",
+        ),
+    ] = None,
     serve: Annotated[
         bool,
         typer.Option("--serve", help="Continue after training and give the model to new sites."),
@@ -98,6 +114,8 @@ def server(
         min_clients=min_clients,
         round_timeout=round_timeout,
         min_rows=min_rows,
+        max_share=max_share,
+        max_norm=max_norm,
     )
     options = read_server_options(
         config,

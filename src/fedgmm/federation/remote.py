@@ -19,7 +19,7 @@ from fedgmm.core.gaussians import Gaussians
 from fedgmm.core.initialise import FEWEST_ROWS_SENT, Centroids
 from fedgmm.core.params import Params
 from fedgmm.core.randomness import client_keys
-from fedgmm.core.sums import Sum, Sums, SumsError, Total, check_sums
+from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.federation.job import SCORE, Job
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
@@ -30,6 +30,7 @@ from fedgmm.federation.wire import Arrays, WireError, as_array, decode, encode, 
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, RoundInfo
 from fedgmm.methods.centroids import start_sample
 from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of
+from fedgmm.privacy.influence import Cohort, Size, likely_scores, row_weights
 from fedgmm.training.checkpoint import Progress
 from fedgmm.training.local import Participation
 from fedgmm.training.loop import Replies, Training
@@ -71,6 +72,10 @@ class RemoteTraining:
         self._codes: list[str] = []  # names of the clients in the order of their codes
         self._sent: tuple[Any, dict[int, Arrays]] = (None, {})
         self._last: Exchange | None = None
+        self._bounded: dict[
+            str, str
+        ] = {}  # sites whose influence the last round bounded, with the reason
+        self._usual: dict[Size, float] = {}  # largest medians of the sites' sums in this phase
         self._started = 0.0
 
     def train(self) -> None:
@@ -106,6 +111,7 @@ class RemoteTraining:
         """Start a phase; a density needs two exchanges with the sites."""
         for member in self.members.members.values():
             member.since, member.best_since, member.founder = 0, 0, True
+        self._usual = {}
         self._codes = list(self.members.names)
         features = NoRows(self.job.columns) if method.mixture is None else RemoteRows(self)
         rows = _StartingRows(features, self.members.names)
@@ -124,16 +130,19 @@ class RemoteTraining:
         """Run a round at the sites, and add their sums as they arrive."""
         self._started = time.perf_counter()
         declaration = method.declare_sums(self.job.columns)
-        total, validation = Total(), Validation()
+        total, validation, weights = self.cohort(declaration), Validation(), self.weights()
+        total.largest = self._usual
 
         def note(member: Member, reply: Message) -> None:
             rows = declared_rows(member, reply)
             sums = self.read_sums(reply, declaration)
             method.check(sums, rows, declaration)
             member.rows = rows
-            total.add(method.of_client(sums, self._code(member.name)))
+            code = self._code(member.name)
+            current = method.broadcast(method.admit(shared, len(self._codes)), code)
+            total.add(member.name, method.of_client(sums, code), rows, weights(member), current)
             if member.share_metrics:
-                validation.add(reply.facts.get("validation"))
+                validation.add(reply.facts.get("validation"), rows, weights(member))
 
         def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
             part = Participation(self.job.options.participation, seed=self.job.options.seed)
@@ -156,7 +165,37 @@ class RemoteTraining:
             history[-1]["validation_accuracy"] = validation.right / validation.rows
         if failed is not None:
             raise DivergedError(reason=failed)
-        return Replies(personal, total.result())
+        found = total.result()
+        self.report(f"round {number}", total)
+        return Replies(personal, found)
+
+    def cohort(self, declaration: Declaration) -> Cohort:
+        """Return an empty total in which the influence of every site is bounded."""
+        return Cohort(declaration, self.members.settings.max_norm)
+
+    def weights(self) -> Callable[[Member], float]:
+        """Return the factor by which the rows of each member count, see :func:`row_weights`."""
+        share = self.members.settings.max_share
+        known = {m.name: m.rows for m in self.members.members.values() if m.rows}
+        found = row_weights(known, share)
+
+        def weight(member: Member) -> float:
+            if member.name not in found and member.rows:  # a newcomer
+                found[member.name] = row_weights({**known, member.name: member.rows}, share)[
+                    member.name
+                ]
+            return found.get(member.name, 1.0)
+
+        return weight
+
+    def report(self, what: str, total: Cohort) -> None:
+        """Log the sites whose influence was bounded, unless the exchange before logged them."""
+        for name, reason in total.bounded.items():
+            if name not in self._bounded:
+                self.members.notify(
+                    f"{self.title}{what}: the update of {name} counts less: {reason}"
+                )
+        self._bounded = total.bounded
 
     def read_sums(self, reply: Message, declaration: Mapping[str, Sum]) -> Sums:
         """Return the declared sums of a reply."""
@@ -187,7 +226,11 @@ class RemoteTraining:
             "bytes_received": float(received),
             "bytes": {name: [own.sent, own.received] for name, own in sorted(traffic.items())},
         }
-        return {**facts, "dropped": dict(sorted(dropped.items()))} if dropped else facts
+        if dropped:
+            facts["dropped"] = dict(sorted(dropped.items()))
+        if self._bounded:
+            facts["bounded"] = dict(sorted(self._bounded.items()))
+        return facts
 
     def remember_best(self) -> None:
         """Note the states that the sites must keep for the best round."""
@@ -198,21 +241,23 @@ class RemoteTraining:
         """Return the validation log-likelihood of labels as the mean over sites, or of inputs."""
         sums = self.scores()
         if self.job.options.algorithm == DENSITY:
-            return float(sums["inputs"] / sums["rows"])
-        return -float(sums["log_loss"] / sums["clients"])
+            return sums["inputs"] / sums["rows"]
+        return -sums["log_loss"] / sums["clients"]
 
-    def scores(self) -> Sums:
+    def scores(self) -> dict[str, float]:
         """Ask the sites for the sums of ``SCORE`` of the present model."""
-        total = Total()
+        scores: dict[str, dict[str, float]] = {}
+        weights, known = self.weights(), {}
 
         def note(member: Member, reply: Message) -> None:
             sums = self.read_sums(reply, SCORE)
             check_score(sums, numbers=not self.job.method.training.net.classes)
-            total.add(sums)
+            scores[member.name] = {name: float(value) for name, value in sums.items()}
+            known[member.name] = weights(member)
 
         self.exchange("validation", lambda name: self.request("score", name), note)
-        sums = total.result()
-        if not float(sums["clients"]):
+        sums = likely_scores(scores, known)
+        if not sums["clients"]:
             raise FederationError(
                 "No client has validation rows, which patience and the choice of sizes need; change "
                 "split in [data], or give components and learners and leave patience out."
@@ -374,15 +419,15 @@ class Validation:
     rows: float = 0.0
     right: float = 0.0
 
-    def add(self, shared: object) -> None:
-        """Add the numbers of one site; impossible values are left out."""
+    def add(self, shared: object, most: int, weight: float) -> None:
+        """Add the numbers of one site; impossible values, such as more than ``most`` rows, are left out."""
         if not isinstance(shared, Mapping):
             return
         rows, right = shared.get("rows"), shared.get("right")
         if not isinstance(rows, (int, float)) or not isinstance(right, (int, float)):
             return
-        if 0 <= right <= rows:
-            self.rows, self.right = self.rows + rows, self.right + right
+        if 0 <= right <= rows <= most:
+            self.rows, self.right = self.rows + weight * rows, self.right + weight * right
 
 
 def check_score(sums: Sums, *, numbers: bool = False) -> None:
@@ -418,7 +463,6 @@ class RemoteRows:
     def __init__(self, training: RemoteTraining) -> None:
         self.columns, self.device = training.job.columns, torch.device("cpu")
         self._training = training
-        self._total = Total()
         self._centroids: dict[str, Centroids] = {}
 
     def overall(self) -> Gaussians:
@@ -429,6 +473,7 @@ class RemoteRows:
         chosen, most = start_sample(client_keys(names), clusters, seed)
         asked = {names[code] for code in chosen.tolist()}
         declaration = FederatedGMM(1, "diag").declare_sums(self.columns)
+        total, weights = training.cohort(declaration), training.weights()
 
         def request(name: str) -> Message:
             facts = {"clusters": clusters, "most_rows": most if name in asked else 0}
@@ -440,11 +485,18 @@ class RemoteRows:
             rest = {n: a for n, a in reply.arrays.items() if n not in _CENTROIDS}
             sums = training.read_sums(replace(reply, arrays=rest), declaration)
             FederatedGMM(1, "diag").check(sums, rows, declaration)
-            self._centroids[member.name], member.rows = centroids, rows
-            self._total.add(sums)
+            _check_centroid_squares(centroids, sums)
+            member.rows = rows
+            weight = weights(member)
+            self._centroids[member.name] = replace(centroids, counts=weight * centroids.counts)
+            total.add(member.name, sums, rows, weight)
 
         training.exchange("start", request, note)
-        return gaussian_of(self._total.result(), torch.zeros(1, self.columns).double())
+        whole = gaussian_of(total.result(), torch.zeros(1, self.columns).double())
+        training.report("start", total)
+        for name in total.bounded:  # its rows are elsewhere, and so are its centroids
+            del self._centroids[name]
+        return whole
 
     def centroids(self, clusters: int, seed: int) -> Centroids:
         """Return all sites' centroids, which came with the first exchange."""
@@ -459,8 +511,9 @@ class RemoteRows:
     ) -> Sums:
         """Return sums over the sites' rows, each of which belongs to its nearest mean."""
         assert assignment == "nearest"
-        training, total = self._training, Total()
+        training = self._training
         declaration = method.declare_sums(self.columns)
+        total, weights = training.cohort(declaration), training.weights()
         arrays = {"means": as_array(current.means)}
 
         def note(member: Member, reply: Message) -> None:
@@ -468,10 +521,12 @@ class RemoteRows:
             sums = training.read_sums(reply, declaration)
             method.check(sums, rows, declaration)
             member.rows = rows
-            total.add(sums)
+            total.add(member.name, sums, rows, weights(member))
 
         training.exchange("start", lambda _: training.message("assigned", arrays, {}), note)
-        return total.result()
+        found = total.result()
+        training.report("start", total)
+        return found
 
 
 @dataclass(frozen=True)
@@ -509,3 +564,11 @@ def _checked_centroids(reply: Message, rows: int, columns: int, clusters: int) -
     if (counts < FEWEST_ROWS_SENT).any() or counts.sum() > rows + 1e-6:
         raise WireError(f"its centroids stand for more than its {counted(rows, 'row')}")
     return Centroids(points, counts)
+
+
+def _check_centroid_squares(centroids: Centroids, sums: Sums) -> None:
+    """Raise :class:`WireError` if centroids lie farther out than the rows that they stand for."""
+    squares = (centroids.counts[:, None] * centroids.points**2).sum(0)
+    most = sums["gaussians/second"][0].numpy()
+    if (squares > 1.001 * most + 1e-3).any():
+        raise WireError("its centroids are farther away than its rows")

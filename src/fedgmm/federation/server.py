@@ -49,6 +49,7 @@ from fedgmm.federation.server_folder import (
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries import SummaryError, summary_from_record
 from fedgmm.methods.base import DivergedError
+from fedgmm.privacy.influence import bounded_summaries
 from fedgmm.runs.folder import RunError, RunFolder
 from fedgmm.training.checkpoint import CheckpointError
 from fedgmm.training.options import TrainingOptions
@@ -344,6 +345,7 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
         }
         try:
             settled = _with_common_kinds(members, summaries)
+            settled, bounds = bounded_summaries(settled, settings.max_share)
             preprocessing, notes = agree(settled, table)
             break
         except DisagreementError as error:
@@ -352,6 +354,9 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
             members.refuse(error.client, error.problem)
         except ValueError as error:
             raise FederationError(str(error)) from None
+    notes = [*bounds, *notes]
+    for name, summary in summaries.items():
+        members.members[name].rows = training_rows([summary.rows], table.split[0])
     rows = training_rows([s.rows for s in settled.values()], table.split[0])
     width = len(preprocessing.feature_names)
     job = Job(
@@ -470,4 +475,4 @@ def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
         return -np.inf
     finally:
         members.run = run
-    return float(sums[evidence] / sums["rows"])
+    return sums[evidence] / sums["rows"]

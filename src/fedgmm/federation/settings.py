@@ -60,6 +60,11 @@ class FederationSettings:
         precision: floating-point type of the learners' weights in messages.
         largest_message: largest size of a message in bytes.
         start_timeout: seconds to wait for the sites at the start; ``None`` waits without limit.
+        max_share: largest share of all rows that one site counts for; ``None`` lets a site count for three
+            times the median site, from four sites on, see :func:`fedgmm.privacy.influence.row_weights`.
+        max_norm: a site whose sums per row are more than this many times as large as the median of the
+            sites counts less; ``None`` means 4, and 10 with fewer than six sites, see
+            :class:`fedgmm.privacy.influence.Cohort`.
     """
 
     config: RunConfig
@@ -70,6 +75,8 @@ class FederationSettings:
     precision: Annotated[WirePrecision, one_of(*WIRE_PRECISIONS)] = "float32"
     largest_message: Annotated[int, integer(65_536)] = LARGEST_MESSAGE
     start_timeout: NonNegative | None = None
+    max_share: Annotated[float, number(above=0, most=1)] | None = None
+    max_norm: Annotated[float, number(least=1)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -42,6 +42,8 @@ FEDERATION = {
     "precision",
     "largest_message",
     "start_timeout",
+    "max_share",
+    "max_norm",
 }
 """Options of a federation over several machines; a run in one process ignores them."""
 

@@ -246,6 +246,12 @@ def test_sites_with_different_orders_are_an_error(write, load, fails):
     assert "month first" in message
 
 
+def test_the_order_of_dates_of_most_sites_counts(write, load, fails):
+    odd, usual = ["12/31/2020"] * 3, ["31/12/2020"] * 3
+    for sites in ([odd, usual, usual], [usual, odd, usual], [usual, usual, odd]):
+        assert "month first" in fails(dated, write, load, *sites).split("but")[0]
+
+
 def test_later_dates_in_another_order_are_an_error(write, load):
     _, _, files = dated(write, load, DAYS, DAYS)
     _, preprocessing, _ = load(*files)

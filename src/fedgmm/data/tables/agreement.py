@@ -329,8 +329,11 @@ def _date_column(name: str, own: Mapping[str, ColumnSummary], indicator: bool) -
     if len(orders) > 1:
         return Column(name, "ignored", reason=_AMBIGUOUS)
     if not orders:
-        first = next(client for client, found in possible.items() if len(found) == 1)
-        (order,) = possible[first]
+        # the order of most clients counts, whichever of them comes first
+        order = max(
+            sorted(set().union(*possible.values())), key=lambda o: _clients_with(o, possible)
+        )
+        first = next(client for client, found in possible.items() if found == {order})
         client = next(client for client, found in possible.items() if order not in found)
         (other,) = possible[client]
         raise DisagreementError(
@@ -342,6 +345,10 @@ def _date_column(name: str, own: Mapping[str, ColumnSummary], indicator: bool) -
     (order,) = orders
     found = _number_column(name, "date", [one.in_order(order) for one in own.values()], indicator)
     return replace(found, order=order)
+
+
+def _clients_with(order: str, possible: Mapping[str, set[str]]) -> int:
+    return sum(order in found for found in possible.values())
 
 
 def _category_column(
