@@ -17,6 +17,7 @@ from fedgmm.training.options import TrainingOptions
 from fedgmm.training.selection import (
     MixtureSelection,
     choose_sizes,
+    label_noise,
     local_score,
     select_mixture,
     suitable_covariance,
@@ -211,6 +212,27 @@ def test_few_rows_need_more_evidence_for_a_larger_size():
     options = TrainingOptions()
     assert select_mixture(score, options, rows=100).learners == 1
     assert select_mixture(score, options, rows=1_000_000).learners == 10
+
+
+def test_the_noise_of_labels_is_that_of_their_variance():
+    assert label_noise([50, 50]) == pytest.approx(1.0)
+    assert label_noise([990, 10]) == pytest.approx(2 * np.sqrt(0.01 * 0.99))
+    assert label_noise([10] * 5) == 1.0
+    assert label_noise([9]) == label_noise([]) == 1.0
+
+
+def test_shops_that_differ_get_two_learners_also_if_fraud_is_rare():
+    """All sizes gain little if one row in fifty is positive, but so does chance."""
+
+    def shops(sign):
+        rng = np.random.default_rng(0)
+        x, owners = rng.normal(size=(4000, 3)), np.arange(4000) % 8
+        z = x[:, 0] * np.where(owners % 2, 1.0, sign) * 2 + rng.logistic(size=4000)
+        return FederatedDataset.from_arrays(x, z > np.quantile(z, 0.98), owners)
+
+    options = {"components": 1, "learners": "auto", "rounds": 20}
+    assert train(shops(-1), **options).n_learners > 1
+    assert train(shops(1), **options).n_learners == 1
 
 
 def test_ridge_and_refit_are_chosen_with_the_sizes():

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ from fedgmm.privacy.influence import bounded_summaries
 from fedgmm.runs.folder import RunError, RunFolder
 from fedgmm.training.checkpoint import CheckpointError
 from fedgmm.training.options import TrainingOptions
-from fedgmm.training.selection import Evidence, choose_sizes
+from fedgmm.training.selection import Evidence, choose_sizes, label_noise
 from fedgmm.wording import counted
 
 _POLL = 0.5  # seconds between two looks at the connected nodes
@@ -367,7 +368,9 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
     if table.label is not None:
         line += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
     members.notify(line)
-    options, more = _chosen_options(members, job, rows, width)
+    labels = sum((Counter(summary.labels) for summary in settled.values()), Counter[str]())
+    noise = label_noise([*labels.values()])
+    options, more = _chosen_options(members, job, rows, width, noise)
     notes = [*notes, *more]
     for note in notes:
         members.notify(note)
@@ -427,7 +430,7 @@ def training_rows(rows: Iterable[int], share: float) -> int:
 
 
 def _chosen_options(
-    members: Members, job: Job, rows: int, width: int
+    members: Members, job: Job, rows: int, width: int, noise: float
 ) -> tuple[TrainingOptions, list[str]]:
     """Return options with everything that was left open, and notes about the choice."""
     config, options = members.settings.config, job.options
@@ -450,6 +453,7 @@ def _chosen_options(
             rows=rows,
             columns=width,
             score=score,
+            noise=noise,
             notify=members.notify,
         )
     except ValueError as error:

@@ -32,7 +32,7 @@ from fedgmm.runs.run import open_run
 from fedgmm.training.build import solver_of
 from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
-from fedgmm.training.selection import choose_sizes, local_score
+from fedgmm.training.selection import choose_sizes, local_score, noise_in
 from fedgmm.wording import counted
 
 BUILT_IN = ("digits", "synthetic")
@@ -498,6 +498,7 @@ def data_to_compare(
         rows=len(dataset.train),
         columns=dataset.input_shape[0],
         score=local_score(dataset),
+        noise=noise_in(dataset),
         sizes_given=bool(given),
         notify=notify,
     )

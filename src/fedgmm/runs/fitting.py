@@ -34,7 +34,7 @@ from fedgmm.runs.folder import (
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.training.checkpoint import Checkpoint, read_checkpoint
 from fedgmm.training.local import INTERRUPTED, DivergenceWarning, OnTrainingRound, train
-from fedgmm.training.selection import choose_sizes, local_score
+from fedgmm.training.selection import choose_sizes, local_score, noise_in
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
@@ -217,6 +217,7 @@ def _run(
         rows=len(dataset.train),
         columns=dataset.input_shape[0],
         score=local_score(dataset),
+        noise=noise_in(dataset),
         sizes_given=not config.sizes_are_open,
         notify=notify,
     )

@@ -360,7 +360,7 @@ def _with_sizes(
     options: TrainingOptions, dataset: FederatedDataset, checkpoint: Checkpoint | None
 ) -> TrainingOptions:
     """Return the options with numbers in place of ``"auto"``; a run that resumes keeps its numbers."""
-    from fedgmm.training.selection import choose_sizes, local_score  # it trains, too
+    from fedgmm.training.selection import choose_sizes, local_score, noise_in  # it trains, too
 
     if not options.open_sizes:
         return options
@@ -368,7 +368,8 @@ def _with_sizes(
         stored = read_checkpoint(checkpoint.path).facts["options"]
         return replace(options, **{name: stored[name] for name in options.open_sizes})
     rows, columns = len(dataset.train), dataset.train.features.columns
-    chosen, _ = choose_sizes(options, (), rows=rows, columns=columns, score=local_score(dataset))
+    score, noise = local_score(dataset), noise_in(dataset)
+    chosen, _ = choose_sizes(options, (), rows=rows, columns=columns, score=score, noise=noise)
     return chosen
 
 

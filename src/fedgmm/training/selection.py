@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedgmm.core.gaussians import CovarianceType
 from fedgmm.data.dataset import FederatedDataset
@@ -71,6 +72,7 @@ def choose_sizes(
     rows: int,
     columns: int,
     score: Score | None = None,
+    noise: float = 1.0,
     sizes_given: bool = True,
     notify: Notify = lambda _: None,
 ) -> tuple[TrainingOptions, MixtureSelection | None]:
@@ -86,6 +88,7 @@ def choose_sizes(
         rows: training rows of all clients.
         columns: columns of the inputs.
         score: runs one trial, see :data:`Score`; ``None`` if there are no validation rows.
+        noise: see :func:`label_noise`.
         sizes_given: ``False`` if neither ``components`` nor ``learners`` was mentioned.
         notify: called with a line before each trial.
 
@@ -105,7 +108,7 @@ def choose_sizes(
     found = None
     if not sizes_given:
         if score is not None and options.algorithm == "fedgmm" and rows * columns <= _SMALL:
-            found = select_mixture(score, options, rows=rows, notify=notify)
+            found = select_mixture(score, options, rows=rows, noise=noise, notify=notify)
         if found is not None and found.learners == 1:
             # labels do not depend on the Gaussians then, but novelty needs more than one of them
             found = replace(found, components=max(found.components, components))
@@ -125,6 +128,7 @@ def choose_sizes(
                 components=None if try_components else components,
                 learners=None if try_learners else learners,
                 rows=rows,
+                noise=noise,
                 notify=notify,
             )
     if found is not None:
@@ -151,6 +155,7 @@ def select_mixture(
     learners: int | None = None,
     candidates: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10),
     rows: int | None = None,
+    noise: float = 1.0,
     rounds: int = _TRIAL_ROUNDS,
     notify: Notify = lambda _: None,
 ) -> MixtureSelection:
@@ -172,16 +177,18 @@ def select_mixture(
         learners: a given number of learners.
         candidates: numbers to try, in this order.
         rows: training rows of all clients; ``None`` means many.
+        noise: see :func:`label_noise`.
         rounds: rounds of a trial.
         notify: called with a line before each trial.
     """
     if not candidates:
         raise ValueError("candidates is empty; give at least one number.")
     options = _for_trials(options, rounds)
-    gain = _GAIN if rows is None else max(_GAIN, _NOISE / math.sqrt(rows))
     if options.algorithm == DENSITY:
         learners = 1
     evidence: Evidence = "inputs" if learners == 1 else "labels"
+    chance = _NOISE * (noise if evidence == "labels" else 1.0)
+    gain = _GAIN if rows is None else max(_GAIN, chance / math.sqrt(rows))
     scores: dict[tuple[int, int], float] = {}
 
     def try_sizes(m1: int, m2: int) -> float:
@@ -199,6 +206,31 @@ def select_mixture(
         learners = _climb(smaller, lambda m: try_sizes(chosen, m), gain)
     try_sizes(components, learners)
     return MixtureSelection(components, learners, scores)
+
+
+def label_noise(counts: Sequence[int] | NDArray[np.int64]) -> float:
+    """Return how much log-likelihoods of labels vary by chance, relative to two balanced classes.
+
+    They vary with the labels, whose variance is ``1 - Σ_k p_k²``: 1/2 for two balanced classes, and little
+    if one class is rare. A rare class also limits what a larger size can gain, so without this factor
+    no gain would be large enough. At most 1.
+
+    Args:
+        counts: rows of each class; fewer than two without classes.
+    """
+    if len(counts) < 2:
+        return 1.0
+    shares = np.asarray(counts) / np.sum(counts)
+    return float(min(1.0, math.sqrt(2.0 * (1.0 - (shares**2).sum()))))
+
+
+def noise_in(dataset: FederatedDataset) -> float:
+    """Return :func:`label_noise` of all rows; 1 for numbers."""
+    if dataset.target is not None:
+        return 1.0
+    splits = (dataset.train, dataset.validation, dataset.test)
+    labels = np.concatenate([rows.labels.cpu().numpy() for rows in splits])
+    return label_noise(np.bincount(labels))
 
 
 def _for_trials(options: TrainingOptions, rounds: int) -> TrainingOptions:
