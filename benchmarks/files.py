@@ -5,6 +5,10 @@ of the process minus that of a process that only imports the package, relative t
 
     python benchmarks/files.py            # 1,000,000 rows x 50 columns over 100 files
     python benchmarks/files.py --quick    # some seconds
+    python benchmarks/files.py --gigabytes 1 10 --folder /tmp    # tables larger than memory
+
+With ``--gigabytes``, tables of float64 numbers in Parquet files (20 clients, 50 columns) are written
+below ``--folder``, ``fedgmm fit`` runs with ``--memory 500MB`` and 2 rounds, and everything is deleted.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import multiprocessing
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -54,6 +59,42 @@ def write_files(folder: Path, size: Size) -> None:
     write(folder / "later.csv", size.later_rows)
 
 
+def fit_large(gigabytes: float, folder: Path) -> dict[str, float]:
+    """Write a table of that many gigabytes; return seconds and peak memory of ``fedgmm fit``."""
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    files, columns, at_once = 20, 50, 50_000
+    rows = round(gigabytes * 1e9 / (8 * columns * files))
+    rng = np.random.default_rng(0)
+    schema = pa.schema([*((f"x{j}", pa.float64()) for j in range(columns)), ("label", pa.string())])
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        for number in range(files):
+            path = f"{place}/site_{number:02d}.parquet"
+            options = {"compression": "none", "use_dictionary": ["label"]}
+            with parquet.ParquetWriter(path, schema, **options) as writer:
+                for first in range(0, rows, at_once):
+                    x = rng.normal(size=(columns, min(at_once, rows - first)))
+                    label = np.where(x[0] + (-1) ** number * x[1] > 0, "yes", "no")
+                    writer.write_table(pa.table([*x, label], schema=schema))
+        command = [sys.executable, "-m", "fedgmm", "fit", place, "--label", "label"]
+        command += ["--out", f"{place}/run", "--memory", "500MB", "--rounds", "2"]
+        command += ["--set", "tol=none", "--json"]
+        wall = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = json.loads(Path(place, "run", "metrics.json").read_text())["seconds"]
+        return {
+            "gigabytes": gigabytes,
+            "rows": rows * files,
+            "seconds": time.perf_counter() - wall,
+            "cpu_seconds": used.ru_utime + used.ru_stime,
+            "peak_megabytes": used.ru_maxrss / 1024,
+            **{name: seconds[name] for name in ("reading", "training")},
+        }
+
+
 def in_process(job: str, *arguments: Any) -> dict[str, float]:
     """Run a job in a new process; return its wall and CPU seconds after imports, and its peak memory."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -61,6 +102,8 @@ def in_process(job: str, *arguments: Any) -> dict[str, float]:
 
 
 def _work(job: str, arguments: tuple[Any, ...]) -> dict[str, float]:
+    if job == "large":
+        return fit_large(*arguments)
     threads = arguments[0]
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = str(threads)
@@ -111,7 +154,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, some seconds")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--gigabytes", type=float, nargs="+", help="fit tables of these sizes only")
+    parser.add_argument("--folder", type=Path, help="where these are written")
     arguments = parser.parse_args()
+    if arguments.gigabytes:
+        for gigabytes in arguments.gigabytes:
+            found = in_process("large", gigabytes, arguments.folder)
+            print(json.dumps({name: round(value, 2) for name, value in found.items()}), flush=True)
+        return
     size = Size(5, 500, 10, 1000) if arguments.quick else Size(100, 10_000, 50, 100_000)
     results = []
     console = Console(width=None if sys.stdout.isatty() else 140)

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgmm.core.randomness import client_keys
+from fedgmm.core.scratch import folder_of
 from fedgmm.data.dataset import SPLITS, FederatedDataset, split_rows
+from fedgmm.training.local import train
 from supervised import federation
 
 
@@ -51,6 +53,46 @@ def test_splits_are_disjoint_complete_and_of_the_right_size(sizes, shares, seed)
         assert (np.diff(codes[rows]) >= 0).all()
         for client in range(len(sizes)):
             assert (np.diff(rows[codes[rows] == client]) > 0).all()
+
+
+def test_large_federations_are_split_and_shuffled_in_groups(rng, monkeypatch):
+    sizes = [7, 300, 1, 40, 80, 0, 2]
+    codes = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    keys = client_keys(range(len(sizes)))
+    x, y, ids = numbered([size for size in sizes if size])
+    expected = split_rows(codes, keys, (0.6, 0.2, 0.2), 3)
+    rows = FederatedDataset.from_arrays(x, y, ids).train
+    order = rows.shuffled(4, 2, 1)
+    for at_once in (1, 50, 400):
+        monkeypatch.setattr("fedgmm.data.dataset._ROWS_AT_ONCE", at_once)
+        for found, rows_of in zip(
+            split_rows(codes, keys, (0.6, 0.2, 0.2), 3), expected, strict=True
+        ):
+            np.testing.assert_array_equal(found, rows_of)
+        again = FederatedDataset.from_arrays(x, y, ids).train
+        np.testing.assert_array_equal(again.shuffled(4, 2, 1), order)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_arrays_in_files_are_not_copied_into_memory(rng, tmp_path, monkeypatch, weighted):
+    x, ids = rng.normal(size=(3000, 4)).astype(np.float32), np.arange(3000) % 3
+    y = (x[:, 0] > 0).astype(int)
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    weights = {"sample_weight": rng.integers(0, 3, 3000)} if weighted else {}
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = {"components": 2, "learners": 2, "rounds": 2, "dtype": "float64"}
+    models = []
+    for array in (x, mapped):
+        data = FederatedDataset.from_arrays(array, y, ids, **weights)
+        place = folder_of(data.train.inputs)
+        assert place == (tmp_path if array is mapped else None)
+        models.append(train(data, **options))
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+    for name, value in models[0].prediction.learners.items():
+        torch.testing.assert_close(models[1].prediction.learners[name], value, rtol=0, atol=1e-10)
+    scores = [model.evaluate().mean_log_loss for model in models]
+    assert scores[1] == pytest.approx(scores[0], abs=1e-10)
 
 
 def test_the_paper_splits_60_20_20():

@@ -321,3 +321,18 @@ def test_metrics_without_rows_are_those_that_are_known(rng):
     assert result.intervals == result.pooled_intervals == {}
     with pytest.raises(ValueError, match="rows"):
         result.confusion_matrix()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_metrics_of_many_rows_are_computed_in_blocks(rng, monkeypatch, classes):
+    log_p, labels, codes = predictions(rng, 200, classes)
+    log_p = log_p.round(1)  # some scores are equal
+    labels[codes == 3] = 1  # a client without other classes has no ranks
+    whole = evaluate(log_p, labels, codes, NAMES)
+    expected = whole.metrics, whole.pooled
+    monkeypatch.setattr("fedgmm.model.metrics._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("fedgmm.model.bootstrap._MOST_PLANNED", 7)
+    found = evaluate(log_p, labels, codes, NAMES)
+    for name, values in expected[0].items():
+        np.testing.assert_allclose(found.metrics[name], values, rtol=1e-12, atol=1e-14)
+        assert found.pooled[name] == pytest.approx(expected[1][name], rel=1e-12, abs=1e-14)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -18,6 +21,7 @@ from fedgmm.runs.fitting import resume
 from small_runs import draw_rows
 
 SMALL = {"components": 2, "learners": 2, "rounds": 2, "dtype": "float64"}
+BYTES_PER_ROW = 200
 SITES = {"oslo": 900, "bergen": 500, "tromso": 600}
 
 
@@ -134,3 +138,57 @@ def test_the_limit_does_not_belong_to_what_clients_agree_on(folder):
     with pytest.raises(ValueError, match="memory"):
         TableOptions("state", memory="much")
     assert len(read_tables([folder / "oslo.csv"], options).summaries) == 1
+
+
+PEAK = """
+import os, resource, sys
+import numpy as np, pyarrow as pa, pyarrow.parquet
+import fedgmm, fedgmm.runs
+from fedgmm.core import scratch
+from fedgmm.data import dataset
+from fedgmm.data.tables import columns, files, preprocessing, summaries
+from fedgmm.methods import centroids
+from fedgmm.model import bootstrap, label_frequencies, metrics
+from fedgmm.training import local
+# blocks and samples that are small beside the rows
+for module in (columns, preprocessing, summaries):
+    module._BLOCK_ROWS = files._BATCH_ROWS = 4000
+scratch._MOST_MAPPED = 2**21
+dataset._ROWS_AT_ONCE = metrics._ROWS_AT_ONCE = bootstrap._MOST_PLANNED = 4000
+centroids._MOST_START_ROWS = local._WATCHED_ROWS = label_frequencies._TRIED_ROWS = 4000
+
+def peak(rows):
+    home = os.path.join(sys.argv[1], str(rows))
+    reading, writing = os.pipe()
+    if not os.fork():
+        os.makedirs(home)
+        rng = np.random.default_rng(0)
+        for site in range(2):
+            x = rng.normal(size=(30, rows // 2))
+            label = np.where(x[0] > 0, "yes", "no")
+            table = pa.table({**{f"x{j}": v for j, v in enumerate(x)}, "label": label})
+            pyarrow.parquet.write_table(table, f"{home}/{site}.parquet", row_group_size=5000)
+        os._exit(0)
+    os.wait()
+    if not os.fork():
+        fedgmm.fit(home, "label", home + "/run", memory=sys.argv[2], rounds=2, components=2, learners=2)
+        os.write(writing, str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss).encode())
+        os._exit(0)
+    os.wait()
+    return int(os.read(reading, 100)) * 1024
+
+few, many = 60_000, 240_000
+print((peak(many) - peak(few)) / (many - few))
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_hardly_grows_with_the_rows(tmp_path):
+    """docs/scale.md has the number of bytes per row; in memory it grows with the columns, too."""
+    grown = {}
+    for memory in ("1kB", "10GB"):
+        (tmp_path / memory).mkdir()
+        command = [sys.executable, "-c", PEAK, str(tmp_path / memory), memory]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        grown[memory] = float(done.stdout)
+    assert grown["1kB"] < BYTES_PER_ROW < 400 < grown["10GB"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -15,7 +18,7 @@ from torch import Tensor
 from fedgmm.core.checks import check_choice
 from fedgmm.core.moments import Scaling, scaling_of
 from fedgmm.core.randomness import client_keys, row_uniforms
-from fedgmm.core.scratch import empty_beside, taken
+from fedgmm.core.scratch import active, empty, empty_beside, scratch, taken, touched
 from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.data.inputs import (
     NO_CLIENT,
@@ -31,6 +34,8 @@ from fedgmm.wording import counted
 SPLITS = ("train", "validation", "test")
 PAPER_SPLIT = (0.6, 0.2, 0.2)
 _SPLIT_STREAM, _SHUFFLE_STREAM = 101, 211
+_ROWS_AT_ONCE = 250_000  # that are shuffled together, or those of one client
+_ROWS_COPIED = 16_384
 
 Task = Literal["auto", "classification", "regression"]
 TASKS: tuple[str, ...] = get_args(Task)
@@ -82,17 +87,9 @@ class LabelledRows:
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
     @cached_property
-    def _sorting_words(self) -> tuple[NDArray[np.int64], int, int]:
-        """A number per row with the client in its high bits and the position in its low bits.
-
-        Returns:
-            The numbers ``(N,)``, the first free bit between the two, and the number of free bits.
-        """
-        codes, positions = self.codes.cpu().numpy(), self.features.positions
-        first = int(positions.max(initial=0)).bit_length()
-        # the same number in every federation, so that other clients do not change the order
-        free = min(40, 63 - first - int(codes.max(initial=0)).bit_length())
-        return codes << (first + free) | positions, first, free
+    def _client_groups(self) -> list[tuple[int, int]]:
+        """First and last code (exclusive) of clients that are shuffled together."""
+        return _client_groups(self.features.rows_per_client.cpu().numpy())
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -104,12 +101,21 @@ class LabelledRows:
         The order depends only on the seed, the round, the epoch and the client's name.
         """
         stream = _SHUFFLE_STREAM + 1_000_003 * round_number + epoch
-        keys = self.features.keys[self.codes.cpu().numpy()]
-        draws = row_uniforms(seed, stream, keys, self.features.positions)
-        # sort by client, then draw, then position: no two words are equal, even if draws are
-        words, first, free = self._sorting_words
-        words = words | (draws * 2.0**free).astype(np.int64) << first
-        return torch.from_numpy(words).to(self.device).argsort()  # three times as fast as NumPy
+        # a word holds client, draw and position: no two are equal, even if draws are
+        first = max(int(self.features.rows_per_client.max()) - 1, 0).bit_length()
+        # the same number in every federation, so that other clients do not change the order
+        largest = int(self.codes.max()) if len(self) else 0
+        free = min(40, 63 - first - largest.bit_length())
+        out = empty_beside(self.labels, (len(self),), torch.int64)
+        for begin, end in self._client_groups:
+            place = slice(int(self.offsets[begin]), int(self.offsets[end]))
+            codes, positions = self.codes[place].cpu().numpy(), self.features.positions_at(place)
+            draws = row_uniforms(seed, stream, self.features.keys[codes], positions)
+            words = codes << (first + free) | positions
+            words |= (draws * 2.0**free).astype(np.int64) << first
+            # three times as fast as NumPy
+            out[place] = torch.from_numpy(words).to(self.device).argsort() + place.start
+        return out
 
     def select(self, clients: Tensor) -> LabelledRows:
         """Return the rows of some clients, given as sorted codes."""
@@ -222,7 +228,8 @@ class FederatedDataset:
         """Return a data set from rows with one client id each.
 
         Args:
-            X: inputs, ``(N, d)`` or ``(N, channels, height, width)``.
+            X: inputs, ``(N, d)`` or ``(N, channels, height, width)``. The splits of an array that is mapped
+                from a file (``np.load(path, mmap_mode="r")``) are scratch files in ``TMPDIR``.
             y: labels of any kind, or numbers to predict, ``(N,)``.
             clients: one id per row; ``None`` means one client.
             features: rows for the Gaussians, ``(N, d')``; ``None`` means the inputs, flattened.
@@ -251,7 +258,9 @@ class FederatedDataset:
         if sample_weight is not None:
             weights = row_weights(sample_weight, len(inputs))
             wanted = weights > 0
-            inputs, labels, weights = inputs[wanted], labels[wanted], weights[wanted]
+            with _beside(inputs):
+                inputs = _taken(inputs, np.flatnonzero(wanted))
+            labels, weights = labels[wanted], weights[wanted]
             features = None if features is None else np.asarray(features)[wanted]
             codes = codes[wanted]
             if (codes != NO_CLIENT).all():
@@ -346,10 +355,13 @@ class FederatedDataset:
             raise ValueError(f"features must be ({len(inputs)}, d'), got shape {seen.shape}.")
         if features is not None:
             checked_rows([_as_float(seen)], codes, names)
-        train, validation, test = (
-            _labelled(inputs, seen, encoded, codes, names, rows, weights, shared=features is None)
-            for rows in split_rows(codes, client_keys(names), split, seed)
-        )
+        with _beside(inputs):
+            train, validation, test = (
+                _labelled(
+                    inputs, seen, encoded, codes, names, rows, weights, shared=features is None
+                )
+                for rows in split_rows(codes, client_keys(names), split, seed)
+            )
         target = scaling_of_numbers(train) if task == "regression" else None
         return cls(train, validation, test, tuple(names), classes, columns, target)
 
@@ -598,19 +610,69 @@ def split_rows(
         )
     if len(split) != 3 or min(split) < 0 or abs(sum(split) - 1) > 1e-9:
         raise ValueError(f"split must be three shares that sum to 1, got {tuple(split)}.")
-    order = np.argsort(codes, kind="stable")
     counts = np.bincount(codes, minlength=len(keys))
-    starts = np.concatenate([[0], np.cumsum(counts)])[codes[order]]
-    positions = np.arange(len(codes)) - starts
-    draws = row_uniforms(seed, _SPLIT_STREAM, keys[codes[order]], positions)
-    mixed = order[np.lexsort((draws, codes[order]))]
-    sizes = counts[codes[mixed]]
-    training = np.maximum(1, np.round(split[0] * sizes)).astype(np.int64)
-    validation = np.minimum(np.round((split[0] + split[1]) * sizes).astype(np.int64), sizes)
-    part = np.where(positions < training, 0, np.where(positions < validation, 1, 2))
-    rows = [np.sort(mixed[part == k]) for k in range(3)]
-    # sorted by client; the rows of a client keep their order
-    return [own[np.argsort(codes[own], kind="stable")] for own in rows]
+    training = np.maximum(1, np.round(split[0] * counts)).astype(np.int64)
+    validation = np.minimum(np.round((split[0] + split[1]) * counts).astype(np.int64), counts)
+    training = np.minimum(training, counts)  # a client without rows
+    validation = np.maximum(training, validation)
+    found = [
+        empty(int(size.sum()), np.int64)
+        for size in (training, validation - training, counts - validation)
+    ]
+    filled = [0, 0, 0]
+    for begin, end in _client_groups(counts):
+        mixed, positions = _shuffle(codes, keys, counts, seed, begin, end)
+        of_group = counts[begin:end]
+        part = (positions >= np.repeat(training[begin:end], of_group)).astype(np.int8)
+        part += positions >= np.repeat(validation[begin:end], of_group)
+        for k in range(3):
+            own = np.sort(mixed[part == k])
+            # sorted by client; the rows of a client keep their order
+            own = own[np.argsort(codes[own], kind="stable")]
+            found[k][filled[k] : filled[k] + len(own)] = own
+            filled[k] += len(own)
+    return found
+
+
+def _shuffle(
+    codes: NDArray[np.int64],
+    keys: NDArray[np.uint64],
+    counts: NDArray[np.int64],
+    seed: int,
+    begin: int,
+    end: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of some clients, each client's in random order, and places within a client.
+
+    Args:
+        codes: the client of each row, ``(N,)``.
+        keys: a number per client, ``(C,)``.
+        counts: rows of each client, ``(C,)``.
+        seed: seed of the draws.
+        begin: code of the first client.
+        end: code of the last client, exclusive.
+    """
+    of_group = counts[begin:end]
+    rows = np.arange(len(codes))
+    if len(of_group) < len(counts):
+        rows = np.flatnonzero((codes >= begin) & (codes < end))
+    order = rows[np.argsort(codes[rows], kind="stable")]
+    starts = np.cumsum(of_group) - of_group
+    positions = np.arange(len(rows)) - np.repeat(starts, of_group)
+    draws = row_uniforms(seed, _SPLIT_STREAM, np.repeat(keys[begin:end], of_group), positions)
+    return order[np.lexsort((draws, codes[order]))], positions
+
+
+def _client_groups(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return first and last code (exclusive) of groups of clients with a few hundred thousand rows each."""
+    ends, last = np.cumsum(counts), 0
+    groups = []
+    while last < len(counts):
+        rows_before = ends[last] - counts[last]
+        after = int(np.searchsorted(ends, rows_before + _ROWS_AT_ONCE)) + 1
+        groups.append((last, min(after, len(counts))))
+        last = after
+    return groups
 
 
 def _labelled(
@@ -623,8 +685,8 @@ def _labelled(
     weights: NDArray[np.float64] | None,
     shared: bool,
 ) -> LabelledRows:
-    own = inputs[rows]
-    seen = own.reshape(len(own), features.shape[1]) if shared else features[rows]
+    own = _taken(inputs, rows)
+    seen = own.reshape(len(own), features.shape[1]) if shared else _taken(features, rows)
     found = client_rows([_as_float(seen)], codes[rows], names)
     return LabelledRows(
         found if weights is None else replace(found, weights=torch.from_numpy(weights[rows])),
@@ -632,3 +694,22 @@ def _labelled(
         torch.from_numpy(labels[rows]),
         features_are_inputs=shared,
     )
+
+
+def _beside(values: Any) -> AbstractContextManager[None]:
+    """Keep large arrays in scratch files if ``values`` are mapped from a file."""
+    while isinstance(values, (np.ndarray, memoryview)):
+        values = values.base if isinstance(values, np.ndarray) else values.obj
+    return scratch(tempfile.gettempdir()) if isinstance(values, mmap.mmap) else nullcontext()
+
+
+def _taken(values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Return ``values[rows]``, in a scratch file where arrays are kept in files."""
+    if not active():
+        return values[rows]
+    out = empty((len(rows), *values.shape[1:]), values.dtype)
+    for first in range(0, len(rows), _ROWS_COPIED):
+        place = slice(first, first + _ROWS_COPIED)
+        out[place] = values[rows[place]]
+        touched(out[place].nbytes)
+    return out

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ RESAMPLES = 1000
 _FEWEST_RESAMPLES = 200
 _MOST_WORK = 20_000_000  # resampled rows, about half a second
 _MOST_RANKED = 40_000_000  # above, there are no intervals of metrics that need ranks
+_MOST_PLANNED = 250_000  # rows whose ranks are planned; above, groups are sorted one by one
 _AT_ONCE = 100_000  # numbers of a block, which stays in the cache
 _LEVEL = 0.95
 
@@ -62,10 +64,41 @@ class ScoredRows:
 
 def metrics_of(rows: ScoredRows) -> tuple[Values, Values]:
     """Return the metrics of each client, ``(C,)`` each, and of all rows together, ``(1,)`` each."""
-    own, pooled = _metrics(_Plan.of(rows, ranks=True), np.ones((1, len(rows))))
+    large = len(rows) > _MOST_PLANNED
+    ones = np.broadcast_to(1.0, (1, len(rows)))
+    own, pooled = _metrics(_Plan.of(rows, ranks=not large), ones)
+    if large:
+        starts = _starts(rows.codes)
+        own |= _areas(rows, [slice(*ends) for ends in pairwise([*starts, len(rows)])])
+        pooled |= _areas(rows, [slice(0, len(rows))])
     return {name: value[0] for name, value in own.items()}, {
         name: value[0] for name, value in pooled.items()
     }
+
+
+def _areas(rows: ScoredRows, groups: list[slice]) -> Values:
+    """Return AUC and average precision of groups of rows, ``(1, G)``, sorting one group at a time.
+
+    :class:`_Ranking` does this for many weights and groups at once, with a dozen numbers per row.
+    """
+    found = np.full((len(rows.ranked), 2, 1, len(groups)), np.nan)
+    for column, label in enumerate(rows.ranked):
+        for number, group in enumerate(groups):
+            mine = rows.labels[group] == label
+            p, n = np.sort(rows.scores[group, column][mine]), rows.scores[group, column][~mine]
+            if not len(p) or not len(n):
+                continue
+            n.sort()
+            area = precision = 0.0
+            for first in range(0, len(p), _MOST_PLANNED):
+                own = p[first : first + _MOST_PLANNED]
+                below = np.searchsorted(n, own)
+                area += float((below + np.searchsorted(n, own, "right")).sum()) / 2
+                p_above = len(p) - np.searchsorted(p, own)
+                precision += float((p_above / (p_above + len(n) - below)).sum())
+            found[column, :, 0, number] = area / len(p) / len(n), precision / len(p)
+    auc, average = (_mean_of_defined(tuple(found[:, k])) for k in range(2))
+    return {"auc": auc, "average_precision": average}
 
 
 @dataclass(frozen=True)
@@ -89,7 +122,7 @@ class _Plan:
     @classmethod
     def of(cls, rows: ScoredRows, ranks: bool) -> _Plan:
         cells = _starts(rows.codes, rows.labels)
-        everything = np.zeros_like(rows.codes)
+        everything = np.broadcast_to(np.int64(0), len(rows))
         rankings = [
             (
                 _Ranking.of(rows.codes, rows.scores[:, column], rows.labels == label),

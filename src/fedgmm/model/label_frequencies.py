@@ -18,7 +18,7 @@ from fedgmm.core.labels import (
     prior_scores,
 )
 from fedgmm.core.predictive import log_class_probabilities
-from fedgmm.core.scratch import empty_beside, touched
+from fedgmm.core.scratch import touched
 from fedgmm.methods.base import Prediction
 from fedgmm.model.adaptation import adapt_without_labels
 from fedgmm.model.predictions import log_learners, log_weights
@@ -52,6 +52,7 @@ class ClientLabels:
 
     def take(self, which: slice | Tensor) -> ClientLabels:
         """Return some of the rows."""
+        touched(_BLOCK_BYTES)
         log_x = None if self.log_x is None else self.log_x[which]
         weights = None if self.weights is None else self.weights[which]
         return ClientLabels(self.x[which], log_x, self.labels[which], self.codes[which], weights)
@@ -60,7 +61,6 @@ class ClientLabels:
         """Yield blocks of rows."""
         for start in range(0, len(self.x), _ROWS_AT_ONCE):
             yield self.take(slice(start, start + _ROWS_AT_ONCE))
-            touched(_BLOCK_BYTES)
 
 
 def estimate_label_frequencies(
@@ -99,35 +99,52 @@ def estimate_label_frequencies(
 
     judges = held_out or rows
     uncorrected = label_frequencies(counts, predicted, PRIORS[0])
-    both = if_better and held_out is not None
-    number, more = len(judges.x), len(rows.x) if both else 0
-    gains = empty_beside(judges.x, (len(PRIORS), number + more), torch.float64)
-    own = gains[:, :number]
-    _write_prior_gains(own, prediction, uncorrected, counts, judges, leave_out=held_out is None)
-    if both:
-        of_rows = gains[:, number:]
-        _write_prior_gains(of_rows, prediction, uncorrected, counts, rows, leave_out=True)
-    best = int(gains.mean(1).argmax())
-    error = gains[best].std() / gains.shape[1] ** 0.5
-    if if_better and not (own[best].mean() > 0 and gains[best].mean() > _STANDARD_ERRORS * error):
+    own = gains = _prior_gains(prediction, uncorrected, counts, judges, leave_out=held_out is None)
+    if if_better and held_out is not None:
+        gains = own + _prior_gains(prediction, uncorrected, counts, rows, leave_out=True)
+    best = int(gains.mean.argmax())
+    beyond_chance = gains.mean[best] > _STANDARD_ERRORS * gains.error[best]
+    if if_better and not (own.mean[best] > 0 and beyond_chance):
         return None
     found = label_frequencies(counts, predicted, PRIORS[best])
     return replace(found, guess_rows=_guess_rows(replace(prediction, labels=found), judges))
 
 
-def _write_prior_gains(
-    out: Tensor,
+@dataclass(frozen=True)
+class _Gains:
+    """Sums over rows of the gain by each of ``PRIORS``, and of its square, ``(P,)`` each."""
+
+    rows: int
+    sums: Tensor
+    squares: Tensor
+
+    def __add__(self, other: _Gains) -> _Gains:
+        sums, squares = self.sums + other.sums, self.squares + other.squares
+        return _Gains(self.rows + other.rows, sums, squares)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean gain of a row, ``(P,)``."""
+        return self.sums / self.rows
+
+    @property
+    def error(self) -> Tensor:
+        """Its standard error, ``(P,)``."""
+        scatter = (self.squares - self.sums * self.mean).clamp_min(0.0)
+        return (scatter / (self.rows * (self.rows - scatter.new_ones(())))).sqrt()
+
+
+def _prior_gains(
     prediction: Prediction,
     frequencies: LabelFrequencies,
     counts: Tensor,
     rows: ClientLabels,
     *,
     leave_out: bool,
-) -> None:
-    """Compute the gain in ``log P_c(y|x)`` of each row by each of ``PRIORS``.
+) -> _Gains:
+    """Return the gain in ``log P_c(y|x)`` by each of ``PRIORS`` over no correction.
 
     Args:
-        out: the gains, ``(P, n)``.
         prediction: the fitted parameters.
         frequencies: their ``P(y|m)`` is used.
         counts: ``n_c(m, y)``, ``(C, M, K)``.
@@ -135,7 +152,7 @@ def _write_prior_gains(
         leave_out: whether the rows were counted, so that each must be left out.
     """
     log_pi = log_weights(prediction)
-    first = 0
+    sums = log_pi.new_zeros(2, len(PRIORS))
     for block in rows.blocks():
         joint, log_y = _terms(prediction, log_pi, block)
         own = counts[block.codes]
@@ -144,10 +161,10 @@ def _write_prior_gains(
             own[place, :, block.labels] -= _responsibilities(joint, log_y, block)
             own.clamp_min_(0.0)
         scores = prior_scores(frequencies, own, joint, log_y, block.labels)
-        gain = scores - scores[0]  # over no correction
+        gain = scores - scores[0]
         gain = gain if block.weights is None else gain * block.weights.to(gain)
-        out[:, first : first + len(own)] = gain
-        first += len(own)
+        sums += torch.stack([gain.sum(1), gain.square().sum(1)])
+    return _Gains(len(rows.x), sums[0], sums[1])
 
 
 def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
@@ -157,7 +174,7 @@ def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
     gain beyond chance, because harm to a client without labels could not be noticed.
     """
     labels = prediction.labels
-    clients = torch.unique(rows.codes)
+    clients = torch.nonzero(torch.bincount(rows.codes)).flatten()
     tried = clients[:: 1 + (len(clients) - 1) // _TRIED_CLIENTS]
     if labels is None or prediction.client_weights is None or len(tried) < 2:
         return 0.0  # only mixtures adapt, and the gain of one client has no standard error

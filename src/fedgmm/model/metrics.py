@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.predictive import NumberPredictions
+from fedgmm.core.scratch import empty, kept, touched
 from fedgmm.model.bootstrap import ScoredRows, bootstrap, metrics_of
 from fedgmm.model.decisions import Decision, default_positive
 from fedgmm.wording import counted, percent
@@ -29,6 +30,7 @@ INTERVAL = 0.9
 """Probability that the interval of a number holds it, where no other is chosen."""
 
 _BINS = 15
+_ROWS_AT_ONCE = 250_000
 _SMALLEST_LOG_PROBABILITY = -700.0  # so that a row with probability zero has a finite loss
 
 
@@ -54,29 +56,29 @@ class PredictedRows:
     @cached_property
     def decided(self) -> IntArray:
         """The predicted class of each row, ``(n,)``."""
-        return self.decision.choose(self.log_probabilities)
+        return kept(self.decision.choose(self.log_probabilities))
 
     @cached_property
     def scored(self) -> ScoredRows:
         """The same rows, sorted for the computation of metrics."""
         order = np.lexsort((self.labels, self.codes))
-        log_proba, labels = self.log_probabilities[order], self.labels[order]
-        n, positive = len(labels), self.decision.positive
-        errors = np.exp(log_proba)
-        errors[np.arange(n), labels] -= 1.0
-        # with two classes both errors are equal, and one of them is counted
-        brier = (errors**2).sum(-1) / (1.0 if positive is None else 2.0)
+        n, positive = len(order), self.decision.positive
         ranked = tuple(range(len(self.classes))) if positive is None else (positive,)
-        return ScoredRows(
-            self.codes[order],
-            labels,
-            self.decided[order] == labels,
-            row_losses(log_proba, labels),
-            brier,
-            log_proba[:, list(ranked)],
-            ranked,
-            positive,
-        )
+        codes, labels, right = empty(n, np.int64), empty(n, np.int64), empty(n, np.bool_)
+        loss, brier = empty(n, np.float64), empty(n, np.float64)
+        scores = empty((n, len(ranked)), np.float64)
+        for place in _blocks(n):
+            rows = order[place]
+            log_proba, own = self.log_probabilities[rows], self.labels[rows]
+            codes[place], labels[place] = self.codes[rows], own
+            right[place] = self.decided[rows] == own
+            loss[place] = row_losses(log_proba, own)
+            scores[place] = log_proba[:, list(ranked)]
+            errors = np.exp(log_proba)
+            errors[np.arange(len(own)), own] -= 1.0
+            # with two classes both errors are equal, and one of them is counted
+            brier[place] = (errors**2).sum(-1) / (1.0 if positive is None else 2.0)
+        return ScoredRows(codes, labels, right, loss, brier, scores, ranked, positive)
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class Evaluation:
             return known, means
         own, pooled = metrics_of(rows.scored)
         clients = len(self.clients)
-        everything = np.zeros(len(rows.codes), dtype=np.int64)
+        everything = np.broadcast_to(np.int64(0), len(rows.codes))
         rates = (_base_rates(rows, rows.codes, clients), _base_rates(rows, everything, 1))
         error = float(_calibration(rows, everything, 1).errors[0])
         return (
@@ -494,7 +496,8 @@ def evaluate(
             default_positive(known, np.bincount(labels, minlength=2).tolist())
         )
     place = np.cumsum(counts > 0) - 1
-    rows = PredictedRows(log_probabilities, labels, place[codes], known, decision)
+    codes_here = kept(place[codes])
+    rows = PredictedRows(log_probabilities, kept(labels), codes_here, known, decision)
 
     def mean_of(values: FloatArray) -> FloatArray:
         return np.bincount(codes, weights=values, minlength=len(names))[present] / counts[present]
@@ -520,6 +523,13 @@ def finite_losses(log_probabilities: FloatArray) -> FloatArray:
 
 
 # ---------------------------------------------------------------------- helpers
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    """Yield runs of rows, so that temporaries stay small."""
+    for first in range(0, rows, _ROWS_AT_ONCE):
+        yield slice(first, first + _ROWS_AT_ONCE)
+        touched(64 * _ROWS_AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -555,14 +565,17 @@ class _Calibration:
 
 def _calibration(rows: PredictedRows, groups: IntArray, count: int) -> _Calibration:
     """Return the calibration of the most likely class, also if another class was predicted."""
-    confidence = np.exp(rows.log_probabilities.max(-1))
-    right = (rows.log_probabilities.argmax(-1) == rows.labels).astype(np.float64)
-    cell = groups * _BINS + np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
-
-    def total(values: FloatArray | None) -> NDArray[Any]:
-        return np.bincount(cell, values, minlength=count * _BINS).reshape(count, _BINS)
-
-    return _Calibration(total(None), total(confidence), total(right))
+    found = []
+    for place in _blocks(len(groups)):
+        log_proba = rows.log_probabilities[place]
+        confidence = np.exp(log_proba.max(-1))
+        right = (log_proba.argmax(-1) == rows.labels[place]).astype(np.float64)
+        bins = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
+        cell = groups[place] * _BINS + bins
+        size = count * _BINS
+        found.append([np.bincount(cell, one, minlength=size) for one in (None, confidence, right)])
+    sums = (np.sum(parts, axis=0).reshape(count, _BINS) for parts in zip(*found, strict=True))
+    return _Calibration(*sums)
 
 
 def _base_rates(rows: PredictedRows, groups: IntArray, count: int) -> FloatArray:

@@ -16,6 +16,7 @@ from fedgmm.core.checks import check_choice, check_number
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import count_learners
 from fedgmm.core.predictive import NumberPredictions
+from fedgmm.core.scratch import empty_beside
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients, column_order
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
@@ -918,4 +919,7 @@ class FederatedModel:
 
 def _with_impossible(log_proba: FloatArray) -> FloatArray:
     """Return the same columns, and a last one of probability zero."""
-    return np.hstack([log_proba, np.full((len(log_proba), 1), -np.inf)])
+    shape = (len(log_proba), log_proba.shape[1] + 1)
+    out = empty_beside(torch.from_numpy(log_proba), shape, torch.float64).numpy()
+    out[:, :-1], out[:, -1] = log_proba, -np.inf
+    return out

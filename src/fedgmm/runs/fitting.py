@@ -322,9 +322,10 @@ def finish_run(
     if model.algorithm == DENSITY:
         splits, found = {}, {"clients": client_densities(model, dataset, held_out)}
     else:
-        evaluations = {split: model.evaluate(split) for split in named}
-        splits = {split: one.summary() for split, one in evaluations.items()}
-        found = evaluations[held_out].record()
+        splits = {split: model.evaluate(split).summary() for split in named if split != held_out}
+        held = model.evaluate(held_out)
+        splits = {split: splits.get(split) or held.summary() for split in named}
+        found = held.record()
     write_metrics(
         folder,
         algorithm=model.algorithm,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.checks import check_integer
+from fedgmm.core.scratch import touched
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import AnyMethod
@@ -207,6 +208,7 @@ def _digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 def _add_to(digest: Any, value: Tensor) -> None:
     digest.update(value.detach().cpu().contiguous().numpy())
+    touched(value.nbytes)
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:

@@ -41,7 +41,7 @@ LARGEST = 1e140
 """Largest number in training; squares of larger ones could overflow and spoil the whole column."""
 
 _MICROSECONDS_PER_DAY = 86_400e6
-_BLOCK_ROWS = 65_536
+_BLOCK_ROWS = 16_384
 _FIRST_LOOK = 8  # most text fails in the first values, which is faster than casting all of them
 _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
 

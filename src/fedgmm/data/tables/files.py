@@ -29,7 +29,7 @@ _SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".csv.gz", ".tsv.gz")
 _OTHER_TEXT = (".txt", ".dat", ".data", ".txt.gz", ".dat.gz", ".data.gz")
 """Endings of text files that are read if they are named, but not looked for in folders."""
 
-_BATCH_ROWS = 65_536  # of a Parquet file, where it is not read at once
+_BATCH_ROWS = 16_384  # of a Parquet file, where it is not read at once
 _INDEX = re.compile(r"__index_level_\d+__")  # the name that pandas gives to an unnamed index
 
 Notify = Callable[[str], None]

@@ -95,7 +95,7 @@ class ClientsFile:
         self.read()
         if options.client_column is None:
             self.names = [options.client or client_name(file.path)]
-            self.clients: NDArray[np.integer] = np.zeros(file.rows, dtype=np.int64)
+            self.clients: NDArray[np.integer] = np.broadcast_to(np.int64(0), file.rows)
             return
         self.clients, self.names = file.columns[options.client_column].categories()
         if (self.clients < 0).any():
@@ -235,8 +235,9 @@ class Tables:
             else:
                 encoded = np.append(preprocessing.labels.encode(texts)[0], -1)[own_labels]
                 kept.append(encoded >= 0)
-            labels.append(encoded[kept[-1]])
-            codes.append(np.array([place[n] for n in own.names])[own.clients[kept[-1]]])
+            labels.append(on_disk(encoded[kept[-1]]))
+            owners = np.array([place[n] for n in own.names])
+            codes.append(on_disk(owners[own.clients[kept[-1]]]))
         all_codes, all_labels = _joined(codes), _joined(labels)
         options = self.options
         splits = split_rows(all_codes, client_keys(names), options.split, options.seed)
