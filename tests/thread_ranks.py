@@ -7,10 +7,10 @@ import threading
 
 import torch
 
-from fedgmm.training import distributed, local
+from fedgmm.training import distributed, local, ranks
 
 
-class ThreadRanks(distributed.Ranks):
+class ThreadRanks(ranks.Ranks):
     """One rank; its four operations go through queues that all ranks share."""
 
     def __init__(self, rank, size, wires, barrier, sums):
@@ -53,7 +53,8 @@ def on_ranks(monkeypatch, size, work):
             found[rank] = error
 
     with monkeypatch.context() as patched:
-        patched.setattr(distributed, "join", lambda: here.ranks)
+        for module in (distributed, ranks):
+            patched.setattr(module, "join", lambda: here.ranks)
         patched.setattr(local, "several_ranks", lambda: True)
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, size)]
         for thread in threads:

@@ -12,9 +12,10 @@ from torch import nn
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.training.checkpoint import Checkpoint
-from fedgmm.training.distributed import RanksError, deal
+from fedgmm.training.distributed import deal
 from fedgmm.training.local import train
 from fedgmm.training.options import ALGORITHMS
+from fedgmm.training.ranks import RanksError
 from supervised import FAST, federation, images
 from thread_ranks import on_ranks
 
@@ -60,7 +61,7 @@ def compare(monkeypatch, data, size=3, **options):
     return expected
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "gmm"])
 def test_ranks_train_the_model_of_one_process(monkeypatch, data, algorithm):
     compare(monkeypatch, data, algorithm=algorithm, rounds=3)
 
@@ -154,8 +155,9 @@ def test_an_error_of_rank_0_reaches_the_others(monkeypatch, data):
     assert "in a callback" in str(second)
 
 
-def test_one_process_does_not_use_the_module(monkeypatch, data):
-    monkeypatch.setitem(sys.modules, "fedgmm.training.distributed", None)
+def test_one_process_does_not_use_the_modules(monkeypatch, data):
+    for name in ("distributed", "ranks"):
+        monkeypatch.setitem(sys.modules, f"fedgmm.training.{name}", None)
     train(data, **FAST)
 
 

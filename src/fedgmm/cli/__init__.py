@@ -46,7 +46,8 @@ class _OneSentenceErrors(TyperGroup):
         """Run the command; of several processes of ``torchrun``, the first runs it and the others help."""
         if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
             return super().invoke(ctx)
-        from fedgmm.training.distributed import LeaderError, follow, join, leading
+        from fedgmm.training.distributed import follow, leading
+        from fedgmm.training.ranks import LeaderError, join
 
         ranks = join()
         if ranks.rank:

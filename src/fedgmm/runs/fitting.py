@@ -33,7 +33,13 @@ from fedgmm.runs.folder import (
 )
 from fedgmm.runs.run import FederatedRun, has_common_model, open_run
 from fedgmm.training.checkpoint import Checkpoint, read_checkpoint
-from fedgmm.training.local import INTERRUPTED, DivergenceWarning, OnTrainingRound, train
+from fedgmm.training.local import (
+    INTERRUPTED,
+    DivergenceWarning,
+    OnTrainingRound,
+    several_ranks,
+    train,
+)
 from fedgmm.training.selection import choose_sizes, local_score, noise_in
 from fedgmm.wording import counted
 
@@ -123,7 +129,20 @@ def fit_config(
     on_round: Iterable[OnTrainingRound] = (),
 ) -> FederatedRun:
     """Train a model from a configuration, like :func:`fit`."""
-    folder = RunFolder(Path(out))
+    return _on_first_rank(
+        out,
+        lambda: _fit_config(config, RunFolder(Path(out)), overwrite, notify, on_start, on_round),
+    )
+
+
+def _fit_config(
+    config: RunConfig,
+    folder: RunFolder,
+    overwrite: bool,
+    notify: Notify,
+    on_start: OnStart,
+    on_round: Iterable[OnTrainingRound],
+) -> FederatedRun:
     resolve_device(config.options().device)
     paths = [path.resolve() for path in find_tables(config.files)]
     for path in paths:
@@ -171,7 +190,27 @@ def resume(
     Raises:
         RunError: there is no run, or its files changed.
     """
-    folder = RunFolder(Path(home))
+    return _on_first_rank(
+        home, lambda: _resume(RunFolder(Path(home)), rounds, notify, on_start, on_round)
+    )
+
+
+def _on_first_rank(home: str | Path, run: Callable[[], FederatedRun]) -> FederatedRun:
+    """Call ``run``; of several processes of ``torchrun`` the first one does, and the others help."""
+    if not several_ranks():
+        return run()
+    from fedgmm.training.distributed import lead_or_follow
+
+    return lead_or_follow(run, lambda _: open_run(home))
+
+
+def _resume(
+    folder: RunFolder,
+    rounds: int | None,
+    notify: Notify,
+    on_start: OnStart,
+    on_round: Iterable[OnTrainingRound],
+) -> FederatedRun:
     folder.need_run()
     with folder.lock():
         config = config_from(read_config(folder.config))
@@ -183,7 +222,7 @@ def resume(
         if rounds is not None and rounds > planned:
             config = config.with_training(rounds=rounds)
         elif folder.is_finished:
-            return open_run(home)
+            return open_run(folder.home)
         check_files_unchanged(folder)
         if folder.checkpoint.is_file():
             read_checkpoint(folder.checkpoint)  # stop here if it is damaged, and keep the old model

@@ -6,36 +6,35 @@ shared part, all ranks run ``client_step`` on their own clients, and the sums ar
 follow: they wait for requests, and hold nothing but rows that cannot be made again. So a run can resume
 with any number of ranks, and Ctrl-C concerns rank 0 alone.
 
-Processes exchange tensors and JSON, over gloo; sums on GPUs are reduced by NCCL.
+:mod:`fedgmm.training.ranks` has the messages.
 """
 
 from __future__ import annotations
 
-import atexit
-import json
-import os
-import signal
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from datetime import timedelta
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedgmm.core.gaussians import Gaussians
+from fedgmm.core.initialise import Centroids
+from fedgmm.core.params import Params
+from fedgmm.core.randomness import client_keys
 from fedgmm.core.streaming import lanes_only
 from fedgmm.core.sums import Sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.federated import ClientRows
-from fedgmm.methods.base import LEARNERS, AnyMethod, DivergedError, SupervisedMethod
+from fedgmm.methods.base import LEARNERS, AnyMethod, SupervisedMethod
+from fedgmm.methods.centroids import local_centroids, start_sample
+from fedgmm.methods.gmm import Assignment, FederatedGMM, gaussian_of, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.saving import load, save
 from fedgmm.nets.devices import resolve_device
@@ -44,219 +43,20 @@ from fedgmm.training.checkpoint import Phase
 from fedgmm.training.local import LocalClients, Participation, StackedClients
 from fedgmm.training.loop import Replies
 from fedgmm.training.options import TrainingOptions
+from fedgmm.training.ranks import (
+    ElsewhereError,
+    LeaderError,
+    Named,
+    Ranks,
+    interrupts_held,
+    interrupts_ignored,
+    join,
+    layout_of,
+    reason_of,
+)
 from fedgmm.training.state_arrays import StateDecoder, take_apart
 
 Result = TypeVar("Result")
-Named = Mapping[str, Tensor]
-Layout = dict[str, tuple[str, list[int]]]
-"""Type and shape of tensors by name, for JSON."""
-
-_PATIENCE = timedelta(
-    days=7
-)  # rank 0 may read files for long; a process that ends is noticed at once
-
-
-class RanksError(RuntimeError):
-    """A rank that failed or was lost."""
-
-
-class LeaderError(RanksError):
-    """An error on rank 0, which reports it."""
-
-
-class _ElsewhereError(Exception):
-    """A request that some rank could not fulfil, so all ranks drop it."""
-
-
-# ---------------------------------------------------------------------- processes
-
-
-class Ranks:
-    """The processes of one ``torchrun``.
-
-    Attributes:
-        rank: number of this process.
-        size: how many there are.
-        bytes: sent and received by this process so far.
-        leads: this process is within :func:`leading`.
-        lost: another process is gone, so nothing can be sent any more.
-        result: given to the ranks that follow, at the end.
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.bytes, self.leads, self.lost = 0, False, False
-        self.result: FederatedModel | None = None
-
-    # the four operations, all on this object's own process groups
-
-    def connect(self) -> None:
-        """Join the process groups; every rank must call this."""
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=_PATIENCE)
-            atexit.register(dist.destroy_process_group)  # otherwise its threads abort the process
-        self._gloo = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        here = int(os.environ.get("LOCAL_RANK", 0))
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        own_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local
-        if own_gpu:
-            torch.cuda.set_device(here)
-        self._nccl = dist.new_group(backend="nccl") if own_gpu else None
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        import torch.distributed as dist
-
-        dist.broadcast(tensor, 0, group=self._gloo)
-
-    def _add(self, tensor: Tensor) -> None:
-        import torch.distributed as dist
-
-        on_gpu = tensor.device.type == "cuda" and self._nccl is not None
-        dist.all_reduce(tensor, group=self._nccl if on_gpu else self._gloo)
-
-    def _send(self, tensor: Tensor, rank: int) -> None:
-        import torch.distributed as dist
-
-        dist.send(tensor, rank, group=self._gloo)
-
-    def _receive(self, tensor: Tensor, rank: int) -> None:
-        import torch.distributed as dist
-
-        dist.recv(tensor, rank, group=self._gloo)
-
-    def _do(self, operation: Callable[..., None], tensor: Tensor, *peer: int) -> Tensor:
-        """Run one operation, count its bytes, and say in one sentence if a process is gone."""
-        try:
-            operation(tensor, *peer)
-        except RuntimeError as error:
-            self.lost = True
-            raise RanksError(
-                f"Rank {self.rank} lost the connection to another rank, which ended or was killed; look "
-                f"at its messages, and start all ranks again ({str(error).splitlines()[0]})."
-            ) from None
-        self.bytes += tensor.numel() * tensor.element_size()
-        return tensor
-
-    # messages made of them
-
-    def announce(self, facts: Mapping[str, Any], tensors: Named | None = None) -> None:
-        """Send JSON and tensors from rank 0 to all other ranks."""
-        tensors = {n: v.detach().cpu().contiguous() for n, v in (tensors or {}).items()}
-        text = json.dumps({**facts, "tensors": layout_of(tensors, whole=True)}).encode()
-        body = [value.flatten().view(torch.uint8) for value in tensors.values()]
-        blob = torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), *body])
-        self._do(self._broadcast, torch.tensor([len(text), len(blob)]))
-        self._do(self._broadcast, blob)
-
-    def listen(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what rank 0 sends next by :meth:`announce`."""
-        sizes = self._do(self._broadcast, torch.zeros(2, dtype=torch.int64))
-        start, length = sizes.tolist()
-        blob = self._do(self._broadcast, torch.empty(length, dtype=torch.uint8))
-        facts = json.loads(blob[:start].numpy().tobytes())
-        tensors = {}
-        for name, (kind, shape) in facts.pop("tensors").items():
-            empty = torch.empty(shape, dtype=getattr(torch, kind))
-            stop = start + empty.numel() * empty.element_size()
-            tensors[name] = blob[start:stop].clone().view(empty.dtype).reshape(shape)
-            start = stop
-        return facts, tensors
-
-    def hand_out(self, tensors: Named, edges: Sequence[int]) -> None:
-        """Send rank ``r`` the entries from ``edges[r]`` to ``edges[r + 1]`` of the first axis."""
-        for rank, (first, last) in enumerate(pairwise(edges)):
-            for value in tensors.values():
-                if rank and last > first:
-                    self._do(self._send, value[first:last].detach().cpu().contiguous(), rank)
-
-    def receive(self, layout: Layout, edges: Sequence[int]) -> dict[str, Tensor]:
-        """Return the entries that rank 0 hands out to this rank."""
-        entries = edges[self.rank + 1] - edges[self.rank]
-        tensors = {
-            name: torch.empty(entries, *shape, dtype=getattr(torch, kind))
-            for name, (kind, shape) in layout.items()
-        }
-        for value in tensors.values():
-            if entries:
-                self._do(self._receive, value, 0)
-        return tensors
-
-    def collect(self, own: Named, edges: Sequence[int]) -> dict[str, Tensor]:
-        """Return the entries of all ranks along the first axis, in order; on rank 0 only."""
-        if self.rank:
-            for value in own.values():
-                if len(value):
-                    self._do(self._send, value.detach().cpu().contiguous(), 0)
-            return {}
-        whole = {n: v.new_empty(edges[-1], *v.shape[1:], device="cpu") for n, v in own.items()}
-        for rank, (first, last) in enumerate(pairwise(edges)):
-            for name, value in whole.items():
-                if not rank:
-                    value[:last] = own[name]
-                elif last > first:
-                    self._do(self._receive, value[first:last], rank)
-        return {name: value.to(own[name].device) for name, value in whole.items()}
-
-    def total(self, sums: Sums, edges: Sequence[int]) -> Sums:
-        """Return the sums over all ranks; gathered entries are in the order of ranks, on rank 0."""
-        added = [name for name in sorted(sums) if name not in sums.gathered]
-        vector = torch.cat([sums[name].double().flatten() for name in added])
-        on_gpu = vector.device.type != "cpu" and getattr(self, "_nccl", None) is not None
-        parts = self._do(self._add, vector if on_gpu else vector.cpu()).to(vector.device)
-        sizes = [sums[name].numel() for name in added]
-        values = {
-            name: part.reshape(sums[name].shape).to(sums[name].dtype)
-            for name, part in zip(added, torch.split(parts, sizes), strict=True)
-        }
-        entries = {name: sums[name] for name in sorted(sums.gathered)}
-        return Sums({**values, **self.collect(entries, edges)}, sums.gathered)
-
-    def agree(self, entries: int, error: Exception | None = None) -> list[int]:
-        """Return the edges of all ranks' entries, and raise on all ranks if one of them failed."""
-        reason = {"diverged": isinstance(error, ArithmeticError), "reason": _reason(error)}
-        text = b"" if error is None else json.dumps(reason).encode()
-        table = torch.zeros(2, self.size, dtype=torch.int64)
-        table[:, self.rank] = torch.tensor([entries, len(text)])
-        counts, lengths = self._do(self._add, table).tolist()
-        if not any(lengths):
-            return [0, *np.cumsum(counts).tolist()]
-        if self.rank and text:
-            self._do(self._send, torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-        if self.rank:
-            raise _ElsewhereError
-        texts = {0: text} if text else {}
-        for rank in range(1, self.size):
-            if lengths[rank]:
-                blob = torch.empty(lengths[rank], dtype=torch.uint8)
-                texts[rank] = self._do(self._receive, blob, rank).numpy().tobytes()
-        if error is not None:
-            raise error
-        rank, found = next((rank, json.loads(text)) for rank, text in texts.items())
-        if found["diverged"]:
-            raise DivergedError(reason=found["reason"])
-        raise RanksError(f"Rank {rank}: {found['reason']}")
-
-
-def _reason(error: Exception | None) -> str:
-    return str(error) or type(error).__name__
-
-
-def layout_of(tensors: Named, *, whole: bool = False) -> Layout:
-    """Return types and shapes for JSON; without the first axis, unless ``whole``."""
-    return {
-        name: (str(value.dtype).removeprefix("torch."), list(value.shape[not whole :]))
-        for name, value in tensors.items()
-    }
-
-
-@cache
-def join() -> Ranks:
-    """Return the ranks of this ``torchrun``, and connect to them in the first call."""
-    ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    ranks.connect()
-    return ranks
 
 
 @contextmanager
@@ -270,7 +70,7 @@ def leading(ranks: Ranks) -> Iterator[bool]:
     try:
         yield True
     except BaseException as error:
-        problem = _reason(error) if isinstance(error, Exception) else "interrupted"
+        problem = reason_of(error) if isinstance(error, Exception) else "interrupted"
         raise
     finally:
         ranks.leads = False
@@ -322,22 +122,6 @@ def _unpacked(files: Named, learner: Any) -> FederatedModel | None:
         return load(folder, learner=None if isinstance(learner, str) else learner)
 
 
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until an exchange is complete, because half of one would stop all ranks."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if seen:
-        raise KeyboardInterrupt
-
-
 # ---------------------------------------------------------------------- clients of a rank
 
 
@@ -383,38 +167,56 @@ class Share:
     personal: Any = None
 
     def fulfil(self, facts: Mapping[str, Any], shared: Any) -> tuple[Any, Sums]:
-        """Run a step or the work after the last round; return all clients' parts on rank 0."""
-        method, error, found = self.methods[facts["phase"]], None, None
+        """Take part in a request; return all clients' personal parts and sums, on rank 0."""
+        error, found = None, None
         try:
-            found = self._own(method, facts, shared)
+            found = self._own(facts, shared)
         except Exception as problem:  # rank 0 reports it; here, it may be one of many ranks
             error = problem
-        personal, sums = found or (self.personal, Sums({}))
+        personal, sums = found or (None, Sums({}))
         entries = len(next((sums[name] for name in sums.gathered), ()))
         edges = self.ranks.agree(entries, error)
-        if sums:
-            sums = self.ranks.total(sums, edges)
+        sums = self.ranks.total(sums, edges)
+        if personal is None:
+            return None, sums
         self.personal = personal
         return unnamed(self.ranks.collect(named(personal), self.edges)), sums
 
-    def _own(self, method: AnyMethod, facts: Mapping[str, Any], shared: Any) -> tuple[Any, Sums]:
-        """Return the personal parts and the sums of the clients of this rank."""
-        rows, personal = self.rows, self.personal
-        if facts["kind"] == "finish":
-            return (method.finish(shared, personal, rows) if len(rows.names) else personal), Sums(
-                {}
-            )
-        clients = facts["clients"]
+    def _own(self, facts: Mapping[str, Any], shared: Any) -> tuple[Any, Sums]:
+        """Return the personal parts, if the request changes them, and the sums of this rank."""
+        method, rows = self.methods[facts["phase"]], self.rows
         first, last = self.edges[self.ranks.rank : self.ranks.rank + 2]
-        if clients is not None:
-            inside = [code - first for code in clients if first <= code < last]
+        asked = facts.get("clients")
+        clients = torch.arange(last - first)
+        if asked is not None:
+            inside = [code - first for code in asked if first <= code < last]
             clients = torch.tensor(inside, dtype=torch.int64)
-        if first == last or (clients is not None and not len(clients)):
-            return personal, no_sums(method, rows.features.columns, rows.device)
-        stacked = StackedClients(rows, _Asked(codes=clients))
-        replies = stacked.step(method, shared, personal, facts["number"])
-        assert replies is not None
-        return replies.personal, replies.sums
+        match facts["kind"]:
+            case "finish" if len(clients):
+                return method.finish(shared, self.personal, rows), Sums({})
+            case "finish":
+                return self.personal, Sums({})
+            case "step" if len(clients):
+                stacked = StackedClients(rows, _Asked(codes=None if asked is None else clients))
+                replies = stacked.step(method, shared, self.personal, facts["number"])
+                assert replies is not None
+                return replies
+            case "step":
+                return self.personal, no_sums(method, rows.features.columns, rows.device)
+        assert method.mixture is not None
+        match facts["kind"]:
+            case "all":
+                return None, sums_of_all(rows.features, shared)
+            case "assigned":
+                exact = replace(method.mixture, aggregation="exact")
+                how = facts["assignment"], facts["seed"]
+                return None, exact.sums_of_assigned(rows.features, shared, *how)
+        points, counts = torch.zeros(0, rows.features.columns).double(), torch.zeros(0).double()
+        if len(clients):
+            chosen = rows.features.select(clients)
+            own = local_centroids(chosen, facts["clusters"], facts["seed"], facts["most_rows"])
+            points, counts = torch.from_numpy(own.points), torch.from_numpy(own.counts)
+        return None, Sums({"points": points, "counts": counts}, gathered=("points", "counts"))
 
 
 def no_sums(method: AnyMethod, columns: int, device: torch.device) -> Sums:
@@ -445,7 +247,7 @@ def unnamed(tensors: dict[str, Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class RankClients(LocalClients):
-    """Clients that are dealt to ranks, as rank 0 sees them; it holds all rows, too, for the start.
+    """Clients that are dealt to ranks, as rank 0 sees them; it holds all rows, too.
 
     Attributes:
         share: the clients of rank 0.
@@ -490,41 +292,85 @@ class RankClients(LocalClients):
         share = Share(ranks, edges, own, methods)
         return cls(local.rows, local.participation, models=local.models, share=share)
 
+    def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
+        """Return the method's start, from sums and centroids of all ranks."""
+        rows = SimpleNamespace(
+            features=_StartRows(self, method), names=self.rows.names, device=self.share.rows.device
+        )
+        return method.init(rows, learner)  # type: ignore[arg-type]
+
     def step(self, method: Any, shared: Any, personal: Any, number: int) -> Replies | None:
         """Run a round on all ranks."""
         clients = self.participation.clients(self.rows.names, number)
         if clients is not None and not len(clients):
             return None
         asked = None if clients is None else clients.tolist()
-        facts = {"kind": "step", "number": number, "clients": asked}
-        return Replies(*self._request(facts, method, shared, personal))
+        facts = {"number": number, "clients": asked}
+        return Replies(*self.request("step", method, shared, personal, **facts))
 
     def finish(self, method: AnyMethod, shared: Any, personal: Any) -> Any:
         """Run the work after the last round on all ranks."""
         if type(method).finish is SupervisedMethod.finish:
             return personal
-        return self._request({"kind": "finish"}, method, shared, personal)[0]
+        return self.request("finish", method, shared, personal)[0]
 
-    def _request(
-        self, facts: dict[str, Any], method: AnyMethod, shared: Any, personal: Any
+    def request(
+        self, kind: str, method: AnyMethod, shared: Any, personal: Any = None, **facts: Any
     ) -> tuple[Any, Sums]:
-        share, parts = self.share, named(personal)
+        """Let all ranks fulfil a request; ``personal`` is sent unless they hold it already."""
+        share, new = self.share, None
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         take_apart("shared", shared, tensors, values)
         phase = next(phase for phase, one in share.methods.items() if one is method)
-        new = not any(one is personal for one in self.known)
+        if not any(one is personal for one in (None, *self.known)):
+            new = named(personal)
         self.known.clear()
-        facts = {**facts, "phase": phase, "values": values}
-        facts["personal"] = layout_of(parts) if new else None
+        facts |= {"kind": kind, "phase": phase, "values": values}
+        facts["personal"] = None if new is None else layout_of(new)
         with interrupts_held():
             share.ranks.announce(facts, tensors)
-            if new:
-                share.ranks.hand_out(parts, share.edges)
-                share.personal = unnamed({n: v[: share.edges[1]] for n, v in parts.items()})
+            if new is not None:
+                share.ranks.hand_out(new, share.edges)
+                share.personal = unnamed({n: v[: share.edges[1]] for n, v in new.items()})
             found = share.fulfil(facts, shared)
         self.known.append(found[0])
         return found
+
+
+@dataclass(frozen=True)
+class _StartRows:
+    """The rows of all ranks, as the start of the Gaussians needs them."""
+
+    clients: RankClients
+    method: AnyMethod
+
+    @property
+    def columns(self) -> int:
+        return self.clients.share.rows.features.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.clients.share.rows.device
+
+    def overall(self) -> Gaussians:
+        mean = torch.zeros(1, self.columns, dtype=torch.float64, device=self.device)
+        whole = gaussian_of(self._ask("all", mean), mean)
+        return gaussian_of(self._ask("all", whole.means), whole.means)
+
+    def centroids(self, clusters: int, seed: int) -> Centroids:
+        chosen, most = start_sample(client_keys(self.clients.rows.names), clusters, seed)
+        facts = {"clusters": clusters, "seed": seed, "most_rows": most, "clients": chosen.tolist()}
+        found = self._ask("centroids", None, **facts)
+        return Centroids(found["points"].numpy(), found["counts"].numpy())
+
+    def assigned(
+        self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
+    ) -> Sums:
+        return self._ask("assigned", current, assignment=assignment, seed=seed)
+
+    def _ask(self, kind: str, shared: Any, **facts: Any) -> Sums:
+        return self.clients.request(kind, self.method, shared, **facts)[1]
 
 
 def _rows_of(parts: Named, names: Sequence[Any], first: int) -> LabelledRows:
@@ -546,7 +392,7 @@ def follow(ranks: Ranks, learner: Any = None) -> FederatedModel | None:
         RanksError: a rank is gone.
     """
     share: Share | None = None
-    with _ignoring_interrupts(), warnings.catch_warnings():
+    with interrupts_ignored(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 gives the same warnings
         while True:
             facts, tensors = ranks.listen()
@@ -558,7 +404,7 @@ def follow(ranks: Ranks, learner: Any = None) -> FederatedModel | None:
                 else:
                     assert share is not None
                     _fulfil(share, facts, tensors)
-            except _ElsewhereError:  # rank 0 raises the reason
+            except ElsewhereError:  # rank 0 raises the reason
                 continue
     if facts["problem"] is not None:
         raise LeaderError(f"Rank 0: {facts['problem']}")
@@ -605,20 +451,8 @@ def _fulfil(share: Share, facts: dict[str, Any], tensors: dict[str, Tensor]) -> 
         parts = share.ranks.receive(facts["personal"], share.edges)
         share.personal = unnamed({name: value.to(device) for name, value in parts.items()})
     hint, _ = get_args(get_type_hints(type(method).init)["return"])
+    hint = {"all": Tensor, "assigned": Gaussians, "centroids": None}.get(facts["kind"], hint)
     here = {name: value.to(device) for name, value in tensors.items()}
     shared = StateDecoder(here, facts["values"], net.parameter_shapes).decode(hint, "shared")
     with lanes_only() if device.type == "cpu" and net.hints.in_lanes else nullcontext():
         share.fulfil(facts, shared)
-
-
-@contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Leave Ctrl-C to rank 0, which ends the others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

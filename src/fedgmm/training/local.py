@@ -417,7 +417,8 @@ class _LocalTraining:
         participation = Participation(options.participation, answers, options.seed)
         self.clients = LocalClients(self.rows, participation, models=self._scored_model)
         if several_ranks():
-            from fedgmm.training.distributed import RankClients, join
+            from fedgmm.training.distributed import RankClients
+            from fedgmm.training.ranks import join
 
             self.clients = RankClients.dealt(
                 join(),
