@@ -155,6 +155,17 @@ def test_an_error_of_rank_0_reaches_the_others(monkeypatch, data):
     assert "in a callback" in str(second)
 
 
+def test_rank_0_keeps_a_model_that_cannot_be_sent(monkeypatch, rng):
+    names = [(0, 1), (1, 0)]  # JSON cannot hold tuples
+    made = FederatedDataset.from_clients(
+        {name: (rng.normal(size=(20, 2)), np.arange(20) % 2) for name in names}
+    )
+    first, second = on_ranks(monkeypatch, 2, lambda _: train(made, **FAST))
+    assert first.names == names
+    assert isinstance(second, RanksError)
+    assert "saved" in str(second)
+
+
 def test_one_process_does_not_use_the_modules(monkeypatch, data):
     for name in ("distributed", "ranks"):
         monkeypatch.setitem(sys.modules, f"fedgmm.training.{name}", None)
@@ -173,3 +184,10 @@ def test_clients_are_dealt_in_order_and_by_rows(rng):
         assert (edges[0], edges[-1]) == (0, 40)
         shares = [sizes[a:b].sum() for a, b in pairwise(edges)]
         assert max(shares) - min(shares) <= 2 * sizes.max()
+
+
+def test_the_start_draws_the_same_clients_and_rows(monkeypatch, data):
+    monkeypatch.setattr("fedgmm.methods.centroids._MOST_CENTROIDS", 6)
+    monkeypatch.setattr("fedgmm.methods.centroids._MOST_START_ROWS", 30)
+    monkeypatch.setattr("fedgmm.methods.centroids._FEWEST_ROWS_A_CLUSTER", 4)
+    compare(monkeypatch, data, algorithm="gmm", rounds=1)

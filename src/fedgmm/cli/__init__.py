@@ -44,11 +44,14 @@ class _OneSentenceErrors(TyperGroup):
 
     def _invoke_on_first_rank(self, ctx: click.Context) -> Any:
         """Run the command; of several processes of ``torchrun``, the first runs it and the others help."""
-        if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
+        if os.environ.get("WORLD_SIZE", "1") == "1":  # before the heavy imports
             return super().invoke(ctx)
         from fedgmm.training.distributed import follow, leading
+        from fedgmm.training.local import several_ranks
         from fedgmm.training.ranks import LeaderError, join
 
+        if not several_ranks():
+            return super().invoke(ctx)
         ranks = join()
         if ranks.rank:
             with suppress(LeaderError):  # rank 0 prints it

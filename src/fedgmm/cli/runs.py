@@ -227,6 +227,8 @@ def fit(
     Example: fedgmm fit all.parquet --client-column site --label diagnosis --components auto --learners auto
 
     Example: fedgmm fit --config run/config.toml --out again/
+
+    Example, on eight processes: torchrun --nproc-per-node 8 -m fedgmm fit site_*.csv --label diagnosis
     """
     from fedgmm.runs.config import config_from, read_config
     from fedgmm.runs.fitting import fit_config

@@ -75,9 +75,14 @@ def leading(ranks: Ranks) -> Iterator[bool]:
     finally:
         ranks.leads = False
         model, ranks.result = ranks.result, None
+        packed: dict[str, Tensor] = {}
+        try:
+            packed = _packed(model)
+        except ValueError as error:  # names that no file can hold; rank 0 has its model
+            problem = problem or str(error)
         if not ranks.lost:
             with interrupts_held():
-                ranks.announce({"kind": "end", "problem": problem}, _packed(model))
+                ranks.announce({"kind": "end", "problem": problem}, packed)
 
 
 def lead_or_follow(
@@ -213,7 +218,8 @@ class Share:
                 return None, exact.sums_of_assigned(rows.features, shared, *how)
         points, counts = torch.zeros(0, rows.features.columns).double(), torch.zeros(0).double()
         if len(clients):
-            chosen = rows.features.select(clients)
+            whole = len(clients) == last - first
+            chosen = rows.features if whole else rows.features.select(clients)
             own = local_centroids(chosen, facts["clusters"], facts["seed"], facts["most_rows"])
             points, counts = torch.from_numpy(own.points), torch.from_numpy(own.counts)
         return None, Sums({"points": points, "counts": counts}, gathered=("points", "counts"))

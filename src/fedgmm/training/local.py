@@ -253,6 +253,10 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
 ) -> FederatedModel:
     """Train a method on the clients' training rows.
 
+    In a script that ``torchrun`` starts, every process calls this function with the same options. The data
+    set of rank 0 counts; its clients are dealt to all ranks, and all get the same model. Callbacks,
+    warnings and the checkpoint are those of rank 0.
+
     Every field of :class:`TrainingOptions` is a keyword of this function, too, such as ``rounds=50``;
     its meaning and its default are described there. ``components="auto"`` and ``learners="auto"``
     choose the numbers by the validation rows of short runs, and the model's options hold the numbers.
