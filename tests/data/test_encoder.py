@@ -11,14 +11,12 @@ from torch.nn import functional
 
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.embeddings import (
-    PixelEncoder,
-    ResNet18Encoder,
     encode_federation,
     encode_images,
-    encoder,
     federated_pca,
     with_features,
 )
+from fedgmm.data.encoders import PixelEncoder, ResNet18Encoder, encoder
 from fedgmm.nets.backbones import ResNet18, WeightsError
 from fedgmm.training.local import train
 

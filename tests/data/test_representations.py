@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fedgmm.data.embeddings import PixelEncoder, ResNet18Encoder
+from fedgmm.data.encoders import PixelEncoder, ResNet18Encoder
 from fedgmm.data.representations import (
     REPRESENTATIONS,
     Layout,

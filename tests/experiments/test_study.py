@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedgmm.data.embeddings import PixelEncoder
+from fedgmm.data.encoders import PixelEncoder
 from fedgmm.experiments import study as engine
 from fedgmm.experiments import tuning
 from fedgmm.experiments.paper.classification import reproduce_classification

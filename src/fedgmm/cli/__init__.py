@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperArgument, TyperGroup
 
 from fedgmm import __version__
-from fedgmm.cli import federation, reproduce, runs, studies
+from fedgmm.cli import embedding, federation, reproduce, runs, studies
 
 _INTERRUPTED = 130
 
@@ -133,6 +133,7 @@ _RUNS, _STUDIES = "Train and use models", "Demonstrations and experiments"
 _FEDERATION = "Federation over several machines"
 _ON_RUNS: tuple[Callable[..., None], ...] = (
     runs.inspect,
+    embedding.embed,
     runs.fit,
     runs.resume,
     runs.evaluate,

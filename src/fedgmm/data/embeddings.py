@@ -13,204 +13,30 @@ clients' training rows. Encoded images stay on the encoder's device until they a
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import check_choice, check_flag, check_integer
+from fedgmm.core.checks import check_flag, check_integer
 from fedgmm.core.pca import PCA, fit_pca, moments_of
 from fedgmm.data.dataset import SPLITS, FederatedDataset
+from fedgmm.data.encoders import Encoder, check_images, device_of, encoded
 from fedgmm.data.federated import ClientRows
 from fedgmm.files import write_atomically
-from fedgmm.nets.backbones import (
-    IMAGENET_DEVIATION,
-    IMAGENET_MEAN,
-    ResNet18,
-    WeightsError,
-    load_weights,
-    weights_file,
-)
-from fedgmm.nets.devices import resolve_device
 from fedgmm.wording import counted
 
 Images = NDArray[np.uint8]
 Features = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 """Called with the number of images encoded so far and the number of all images."""
-
-ENCODERS = ("resnet18", "pixels")
-PRECISIONS = ("float32", "bfloat16")
-
-
-class Encoder(Protocol):
-    """An encoder turns each image into a row of numbers, independently of the other images.
-
-    An encoder on an accelerator has an attribute ``device``.
-    """
-
-    @property
-    def name(self) -> str:
-        """A text that identifies the numbers, weights included; part of the key of the cache."""
-        ...
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Return rows ``(n, d)`` float32 of images ``(n, channels, height, width)`` uint8."""
-        ...
-
-
-def device_of(encoder: Encoder) -> torch.device:
-    """Return the device of an encoder's rows."""
-    return torch.device(getattr(encoder, "device", "cpu"))
-
-
-# ---------------------------------------------------------------------- encoders
-
-
-class PixelEncoder:
-    """The pixels themselves, flattened and scaled to [0, 1]; needs no weights."""
-
-    name = "pixels"
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Return rows ``(n, channels · height · width)``."""
-        return _checked(images).cpu().flatten(1).float() / 255
-
-
-class ResNet18Encoder:
-    """The 512 features of a frozen ImageNet ResNet-18 before its classifier.
-
-    Args:
-        weights: a safetensors file with torchvision's names. It is required, because random weights
-            say little about images.
-        size: images are resized to ``size × size`` pixels, bilinearly.
-        device: ``"cpu"``, ``"cuda"``, ``"auto"``.
-        batch_size: number of images that pass through the network together.
-        dtype: ``"float32"``, or ``"bfloat16"`` for convolutions in half precision, which are faster on
-            accelerators and accurate to about two digits.
-    """
-
-    def __init__(
-        self,
-        weights: str | Path | None,
-        *,
-        size: int = 224,
-        device: str = "auto",
-        batch_size: int = 512,
-        dtype: str = "float32",
-    ) -> None:
-        check_integer("size", size, 1)
-        check_integer("batch_size", batch_size, 1)
-        check_choice("dtype", dtype, PRECISIONS)
-        if weights is None:
-            raise WeightsError(
-                "ResNet18Encoder needs a file of pretrained weights, because random weights say little "
-                "about images; give weights=FILE or use PixelEncoder."
-            )
-        self.size, self.batch_size, self.dtype = size, batch_size, dtype
-        self.device = resolve_device(device)
-        network = ResNet18(classes=None)
-        self.name = f"resnet18 {size}px {dtype} {load_weights(network, weights)}"
-        self._network = network.eval().requires_grad_(False)
-        self._network.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Return rows ``(n, 512)`` on the encoder's device; a grey image is three equal channels."""
-        images = _checked(images)
-        if images.shape[1] not in (1, 3):
-            raise ValueError(
-                f"ResNet-18 reads images with 1 or 3 channels, got {images.shape[1]} "
-                f"(images of shape {tuple(images.shape[1:])})."
-            )
-        out = torch.empty(len(images), self._network.feature_size, device=self.device)
-        with torch.inference_mode(), self._precision():
-            for start in range(0, len(images), self.batch_size):
-                batch = slice(start, start + self.batch_size)
-                out[batch] = self._network(self._prepared(images[batch])).float()
-        return out
-
-    def _prepared(self, batch: Tensor) -> Tensor:
-        """Return bytes ``(n, 1 or 3, height, width)`` scaled as in the network's training."""
-        x = batch.to(self.device).float() / 255
-        if x.shape[2:] != (self.size, self.size):
-            shrinks = min(x.shape[2:]) > self.size
-            x = torch.nn.functional.interpolate(
-                x, (self.size, self.size), mode="bilinear", antialias=shrinks
-            )
-        mean = x.new_tensor(IMAGENET_MEAN)[:, None, None]
-        deviation = x.new_tensor(IMAGENET_DEVIATION)[:, None, None]
-        return ((x - mean) / deviation).contiguous(memory_format=torch.channels_last)
-
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
-        """Use half precision if it is set, else full float32, which CUDA does not use by default."""
-        half = self.dtype == "bfloat16"
-        exact = (
-            torch.backends.cudnn.flags(allow_tf32=False)
-            if self.device.type == "cuda" and not half
-            else nullcontext()
-        )
-        with exact, torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            yield
-
-
-def encoder(
-    name: str,
-    data_dir: str | Path | None = None,
-    *,
-    size: int = 224,
-    device: str = "auto",
-    dtype: str = "float32",
-) -> Encoder:
-    """Return an encoder by its name.
-
-    Args:
-        name: ``"resnet18"`` (its weights must be in the data folder) or ``"pixels"``.
-        data_dir: the data folder; ``None`` takes the environment variable ``FEDGMM_DATA``.
-        size: side in pixels of the images that ResNet-18 sees.
-        device: the device of ResNet-18.
-        dtype: ``"float32"`` or ``"bfloat16"``, see :class:`ResNet18Encoder`.
-
-    Raises:
-        WeightsError: weights that are missing or do not fit.
-    """
-    check_choice("encoder", name, ENCODERS)
-    if name == "pixels":
-        return PixelEncoder()
-    folder = data_dir or os.environ.get("FEDGMM_DATA")
-    if not folder:
-        raise WeightsError(
-            "Encoder 'resnet18' needs pretrained weights, and no data folder is set; set FEDGMM_DATA "
-            f"or give data_dir, with the file {weights_file(name, Path('FOLDER'))}, or use "
-            "encoder 'pixels', which needs none."
-        )
-    try:
-        return ResNet18Encoder(
-            weights_file(name, Path(folder)), size=size, device=device, dtype=dtype
-        )
-    except WeightsError as error:
-        reason = str(error).removesuffix(".")
-        raise WeightsError(f"{reason}, or use encoder 'pixels', which needs none.") from None
-
-
-def _checked(images: Tensor) -> Tensor:
-    """Return the images after a check that they are bytes ``(n, channels, height, width)``."""
-    if images.dtype != torch.uint8 or images.ndim != 4:
-        raise ValueError(
-            "Encoders read images as bytes (uint8) of shape (n, channels, height, width), got "
-            f"{str(images.dtype).removeprefix('torch.')} of shape {tuple(images.shape)}."
-        )
-    return images.contiguous()
 
 
 # ---------------------------------------------------------------------- encoding with a cache
@@ -226,39 +52,26 @@ def encode_images(images: Tensor, encoder: Encoder, cache: str | Path | None = N
         encoder: encodes images that are not in the cache.
         cache: a folder; ``None`` means no cache.
     """
-    images = _checked(images)
+    images = check_images(images)
     digests = [hashlib.sha256(image).digest() for image in images.cpu().numpy()]
     # Distinct images in one order: the same batches and so the same bits in every call.
     distinct = sorted(set(digests))
     first_row = {digest: row for row, digest in reversed(list(enumerate(digests)))}
     ordered = images[[first_row[digest] for digest in distinct]]
     if cache is None:
-        rows = _encoded(ordered, encoder)
+        rows = encoded(ordered, encoder)
     else:
         facts = f"1 {encoder.name} {tuple(images.shape[1:])} ".encode()
         key = hashlib.sha256(facts + b"".join(distinct)).hexdigest()
         file = Path(cache) / f"{key}.safetensors"
         held = _read_cached(file, len(distinct))
         if held is None:
-            rows = _encoded(ordered, encoder)
+            rows = encoded(ordered, encoder)
             _write_cached(file, rows)
         else:
             rows = held.to(device_of(encoder))
     place = {digest: row for row, digest in enumerate(distinct)}
     return rows[[place[digest] for digest in digests]]
-
-
-def _encoded(images: Tensor, encoder: Encoder) -> Tensor:
-    """Encode images and check the result, because users may bring their own encoders."""
-    rows = encoder.encode(images)
-    if rows.ndim != 2 or len(rows) != len(images):
-        raise ValueError(
-            f"Encoder {encoder.name!r} must give one row for each of "
-            f"{counted(len(images), 'image')}, got shape {tuple(rows.shape)}."
-        )
-    if not bool(torch.isfinite(rows).all()):
-        raise ValueError(f"Encoder {encoder.name!r} gave NaN or infinity.")
-    return rows.float()
 
 
 def _read_cached(file: Path, rows: int) -> Tensor | None:
@@ -412,7 +225,7 @@ def encode_splits(
     """
     splits = [dataset.split(name) for name in SPLITS]
     if cache is None and progress is None:
-        rows = _encoded(_checked(torch.cat([one.inputs for one in splits])), encoder)
+        rows = encoded(check_images(torch.cat([one.inputs for one in splits])), encoder)
         pieces = torch.split(rows, [len(one) for one in splits])
         return dict(zip(SPLITS, pieces, strict=True))
     total, done = sum(len(one) for one in splits), 0

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.checks import check_choice
-from fedgmm.data.embeddings import Encoder, ResNet18Encoder, device_of, encode_images
+from fedgmm.data.embeddings import encode_images
+from fedgmm.data.encoders import Encoder, ResNet18Encoder, device_of
 from fedgmm.nets.backbones import ResNet18
 
 REPRESENTATIONS = ("plain", "direction", "direction and length", "stages", "deviations")
@@ -78,7 +79,7 @@ class StageEncoder:
 
     def __init__(self, base: ResNet18Encoder) -> None:
         self._encoder = copy(base)
-        self._encoder._network = _Stages(base._network)  # type: ignore[assignment]
+        self._encoder._network = _Stages(base._network)  # type: ignore[arg-type]
         self.device = base.device
         self.name = f"means of stages 2 to 4 and deviations of 1 to 4 of {base.name}"
 

@@ -8,7 +8,7 @@ from typing import Generic, Literal, Self, TypeVar, get_args
 
 from fedgmm.core.checks import check_choice, check_distinct, check_integer
 from fedgmm.core.gaussians import COVARIANCE_TYPES
-from fedgmm.data.embeddings import ENCODERS, PRECISIONS
+from fedgmm.data.encoders import ENCODERS, PRECISIONS
 from fedgmm.data.images.federated import check_fraction
 from fedgmm.methods.base import SHARED_LEARNERS, TITLES
 from fedgmm.nets.networks import LEARNERS

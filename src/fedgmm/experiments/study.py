@@ -17,13 +17,8 @@ from typing import TypeVar
 import torch
 
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
-from fedgmm.data.embeddings import (
-    EncodedFederation,
-    Features,
-    Progress,
-    encode_federation,
-    encoder,
-)
+from fedgmm.data.embeddings import EncodedFederation, Features, Progress, encode_federation
+from fedgmm.data.encoders import encoder
 from fedgmm.data.images.federated import FederatedImages, federated_images
 from fedgmm.data.images.files import ImageData, load_images
 from fedgmm.experiments.settings import ImageStudy, StudyT

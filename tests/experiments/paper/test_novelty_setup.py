@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from small_novelty import FIXED, SMALL
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.embeddings import PixelEncoder
+from fedgmm.data.encoders import PixelEncoder
 from fedgmm.data.images.federated import federated_images
 from fedgmm.data.images.files import load_images
 from fedgmm.data.partition import transform_images

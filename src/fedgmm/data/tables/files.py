@@ -124,6 +124,7 @@ class TableFile:
         path: the file; its ending says how it is stored.
         header: names of the columns without surrounding blanks, and their names in the file. A column
             without a name is left out, because it is an index that some program wrote.
+            A column of vectors counts as one column per entry: ``v_0``, ``v_1`` and so on.
         columns: the values of the columns that were read.
         rows: number of rows, known after the first read.
         written: what is known about the format of the file.
@@ -291,25 +292,93 @@ def _is_stored_text(kind: pa.DataType) -> bool:
 def _parquet_header(path: Path) -> list[str]:
     from pyarrow import parquet
 
-    names = parquet.read_schema(path).names
-    return ["" if _INDEX.fullmatch(name) else str(name) for name in names]
+    names = []
+    with parquet.ParquetFile(path) as file:
+        for field in file.schema_arrow:
+            width = _vector_width(path, field, file)
+            if width is not None:
+                names += [f"{field.name}_{j}" for j in range(width)]
+            else:
+                names.append("" if _INDEX.fullmatch(field.name) else str(field.name))
+    return names
+
+
+def _vector_width(path: Path, field: pa.Field, file: Any) -> int | None:
+    """Return the length of the vectors of a column; ``None`` for a column without vectors."""
+    kind, types = field.type, pa.types
+    if types.is_fixed_size_list(kind):
+        return int(kind.list_size) if _holds_numbers(kind) else None
+    if not (types.is_list(kind) or types.is_large_list(kind)) or not _holds_numbers(kind):
+        return None
+    for batch in file.iter_batches(1024, columns=[field.name]):
+        lengths = pc.unique(pc.list_value_length(batch.column(0)).drop_null()).to_pylist()
+        if len(lengths) > 1:
+            raise _other_lengths(path, field.name, lengths)
+        if lengths:
+            return int(lengths[0])
+    return None
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type))
+
+
+def _other_lengths(path: Path, name: str, lengths: Collection[int]) -> TableError:
+    few, many = sorted(lengths)[0], sorted(lengths)[-1]
+    return TableError(
+        path,
+        f"the vectors of column {quoted(name)} have different lengths, such as {few} and {many}; "
+        "vectors must have one length.",
+    )
 
 
 def _read_parquet(path: Path, names: Collection[str]) -> pa.Table:
     from pyarrow import parquet
 
-    def plain(found: pa.Table) -> pa.Table:
-        # asked for "a", some versions of the reader also bring a column "a.b"
-        found = found.select(list(names))
-        return pa.table([_decoded(values) for values in found.columns], found.column_names)
-
     with parquet.ParquetFile(path) as file:
+        stored = set(file.schema_arrow.names)
+        # "v_3" is entry 3 of the column of vectors "v"
+        vectors = {name: name.rpartition("_") for name in names if name not in stored}
+        wanted = list(dict.fromkeys(vectors[n][0] if n in vectors else n for n in names))
+
+        def plain(found: pa.Table) -> pa.Table:
+            # asked for "a", some versions of the reader also bring a column "a.b"
+            held = {name: _decoded(found.column(name)) for name in wanted}
+            entries = {
+                vector: _entries(path, vector, held[vector])
+                for vector in dict.fromkeys(vector for vector, _, _ in vectors.values())
+            }
+            columns = [
+                held[name]
+                if name not in vectors
+                else entries[vectors[name][0]][int(vectors[name][2])]
+                for name in names
+            ]
+            return pa.table(columns, list(names))
+
         if not active():
-            return plain(file.read(columns=list(names)))
-        batches = file.iter_batches(_BATCH_ROWS, columns=list(names))
+            return plain(file.read(columns=wanted))
+        batches = file.iter_batches(_BATCH_ROWS, columns=wanted)
         tables = (plain(pa.Table.from_batches([batch])) for batch in batches)
         schema = plain(file.schema_arrow.empty_table()).schema
         return table_on_disk(schema, (part for table in tables for part in table.to_batches()))
+
+
+def _entries(path: Path, name: str, vectors: pa.ChunkedArray) -> list[pa.Array]:
+    """Return a column of vectors as one column per entry; a missing vector has no entries."""
+    vectors = vectors.combine_chunks()
+    if isinstance(vectors, pa.ChunkedArray):
+        vectors = vectors.chunk(0) if vectors.num_chunks else pa.array([], vectors.type)
+    lengths = pc.unique(pc.list_value_length(vectors).drop_null()).to_pylist()
+    if len(lengths) > 1:
+        raise _other_lengths(path, name, lengths)
+    width = vectors.type.list_size if pa.types.is_fixed_size_list(vectors.type) else None
+    width = width if width is not None else (lengths[0] if lengths else 0)
+    flat = pc.list_flatten(vectors)  # without the missing vectors
+    numbers = flat.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, width)
+    whole = np.full((len(vectors), width), np.nan, dtype=np.float32)
+    whole[vectors.is_valid().to_numpy(zero_copy_only=False)] = numbers
+    return [pa.array(column) for column in np.ascontiguousarray(whole.T)]
 
 
 def _decoded(values: pa.ChunkedArray) -> pa.ChunkedArray:

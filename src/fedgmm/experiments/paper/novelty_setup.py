@@ -25,15 +25,13 @@ from fedgmm.core.checks import check_choice, check_integer
 from fedgmm.data.dataset import SPLITS, FederatedDataset
 from fedgmm.data.embeddings import (
     EncodedFederation,
-    Encoder,
     FeatureMap,
     Images,
-    ResNet18Encoder,
     encode_federation,
     encode_splits,
-    encoder,
     federated_pca,
 )
+from fedgmm.data.encoders import Encoder, ResNet18Encoder, encoder
 from fedgmm.data.images.federated import FederatedImages, federated_images
 from fedgmm.data.images.files import WHITE, ImageData
 from fedgmm.data.partition import transform_images

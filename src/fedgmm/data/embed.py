@@ -1,0 +1,358 @@
+"""Embed images or texts once: each site's files become one Parquet file with a column of vectors.
+
+A site is a folder of images (one folder per class), a table with a column of texts or of paths of images,
+or an npz file of images. Rows are embedded in batches, and every finished batch is kept, so an
+interrupted run resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgmm.core.checks import check_integer
+from fedgmm.data.encoders import Encoder, encoded, reads_texts
+from fedgmm.data.tables.errors import TableError, listed, quoted
+from fedgmm.data.tables.files import client_name
+from fedgmm.data.tables.text_files import parse_text, sniff
+from fedgmm.files import write_atomically
+
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+BATCH_ROWS = 128
+"""Rows that are embedded together and kept when they are done."""
+
+_ENCODER = b"fedgmm.encoder"  # in the metadata of the Parquet file
+_CONTENT = b"fedgmm.content"
+_DEFAULT_SIZE = 224
+
+Progress = Callable[[str, int, int], None]
+"""Called with a site, the number of its rows that are done, and the number of all its rows."""
+
+
+class EmbeddingError(ValueError):
+    """A source that cannot be embedded."""
+
+
+@dataclass(frozen=True)
+class EmbeddedSite:
+    """The vectors of one site.
+
+    Attributes:
+        name: of the site.
+        path: the Parquet file.
+        rows: number of rows in it.
+        skipped: the rows that could not be read, with the reason.
+    """
+
+    name: str
+    path: Path
+    rows: int
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Items:
+    """The images or texts of a site.
+
+    Attributes:
+        columns: all other columns of the rows; the first identifies them.
+        keys: texts that change whenever the item of a row changes.
+        load: returns the item of a row: a text, or an image ``(channels, height, width)`` uint8.
+    """
+
+    columns: pa.Table
+    keys: Sequence[str]
+    load: Callable[[int], Any]
+
+
+class _UnreadableError(ValueError):
+    """An item that cannot be used, with the reason."""
+
+
+def embed(
+    source: str | Path,
+    out: str | Path,
+    encoder: Encoder,
+    *,
+    text: str | None = None,
+    image: str | None = None,
+    progress: Progress | None = None,
+) -> EmbeddedSite:
+    """Write the vectors of one site; finished batches of an earlier attempt are used again.
+
+    Args:
+        source: a folder of images, whose folders are classes; a table; or an npz file with ``images``.
+        out: the folder for ``SITE.parquet``.
+        encoder: see :func:`fedgmm.data.encoders.encoder`.
+        text: the column of texts of a table.
+        image: the column of a table that names files of images, relative to the table.
+        progress: called after every batch.
+
+    Raises:
+        EmbeddingError: a source without images or texts, or a file in the way.
+        TableError: a table that cannot be read.
+    """
+    source, out = Path(source), Path(out)
+    name = source.name if source.is_dir() else client_name(source)
+    items = _items_of(source, encoder, text, image)
+    path = out / f"{name}.parquet"
+    content = _hash(encoder.name, *items.keys)
+    held = _embedded_before(path)
+    if held is not None and held[_CONTENT] == content.encode():
+        return EmbeddedSite(name, path, int(held[b"rows"]), ())
+    parts = out / f".{name}.parts"
+    parts.mkdir(parents=True, exist_ok=True)
+    vectors: list[NDArray[np.float16]] = []
+    reasons: dict[int, str] = {}
+    total = len(items.keys)
+    for start in range(0, total, BATCH_ROWS):
+        rows = range(start, min(start + BATCH_ROWS, total))
+        found, unreadable = _batch(items, rows, encoder, parts)
+        vectors.append(found)
+        reasons |= unreadable
+        if progress is not None:
+            progress(name, rows.stop, total)
+    widths = {part.shape[1] for part in vectors if len(part)}
+    if not widths:
+        raise EmbeddingError(f"{source}: no row can be read; the first reason: {_first(reasons)}.")
+    (width,) = widths
+    kept = np.ones(total, dtype=bool)
+    kept[list(reasons)] = False
+    flat = np.concatenate([part.reshape(-1) for part in vectors if len(part)])
+    column = pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float16()), width)
+    table = items.columns.filter(pa.array(kept)).append_column(column_name(encoder), column)
+    facts = {_ENCODER: encoder.name, _CONTENT: content}
+    _write_parquet(path, table.replace_schema_metadata(facts))
+    shutil.rmtree(parts)
+    ids = items.columns.columns[0]
+    skipped = tuple(f"{ids[row].as_py()}: {reason}" for row, reason in reasons.items())
+    return EmbeddedSite(name, path, int(kept.sum()), skipped)
+
+
+def column_name(encoder: Encoder) -> str:
+    """Return the name of the column of vectors; encoders with other weights have other names.
+
+    So tables of different encoders have no such column in common, and cannot be mixed.
+    """
+    kind = re.sub(r"\W+", "_", encoder.name.split()[0]).strip("_")
+    return f"{kind}_{_hash(encoder.name)[:8]}"
+
+
+def _embedded_before(path: Path) -> dict[bytes, bytes] | None:
+    """Return the facts about an earlier result; ``None`` if there is none."""
+    from pyarrow import parquet
+
+    if not path.exists():
+        return None
+    try:
+        found = parquet.read_metadata(path)
+        facts: dict[bytes, bytes] = found.metadata or {}
+    except (OSError, pa.ArrowException):
+        facts = {}
+    if _CONTENT not in facts:
+        raise EmbeddingError(f"{path} is in the way and was not made by embed; move or rename it.")
+    return {**facts, b"rows": str(found.num_rows).encode()}
+
+
+def _batch(
+    items: _Items, rows: range, encoder: Encoder, parts: Path
+) -> tuple[NDArray[np.float16], dict[int, str]]:
+    """Return vectors of the rows that can be read, and the reasons of the others."""
+    loaded, reasons = [], {}
+    file = parts / f"{_hash(encoder.name, *(items.keys[row] for row in rows))}.npz"
+    held = _read_part(file)
+    if held is not None:
+        vectors, bad, texts = held
+        return vectors, {rows[int(i)]: str(text) for i, text in zip(bad, texts, strict=True)}
+    for row in rows:
+        try:
+            loaded.append(items.load(row))
+        except _UnreadableError as error:
+            reasons[row] = str(error)
+    if loaded:
+        batch = loaded if reads_texts(encoder) else torch.stack(loaded)
+        numbers = encoded(batch, encoder).cpu().numpy()
+        if np.abs(numbers).max() > np.finfo(np.float16).max:
+            raise EmbeddingError(
+                f"Encoder {encoder.name!r} gives numbers that float16 cannot hold."
+            )
+        vectors = numbers.astype(np.float16)
+    else:
+        vectors = np.empty((0, 0), dtype=np.float16)
+    held_bytes = BytesIO()
+    bad = np.array([row - rows.start for row in reasons], dtype=np.int64)
+    texts = np.array(list(reasons.values()), dtype=np.str_)
+    np.savez(held_bytes, vectors=vectors, bad=bad, texts=texts)
+    write_atomically(file, held_bytes.getvalue())
+    return vectors, reasons
+
+
+def _read_part(file: Path) -> tuple[NDArray[np.float16], NDArray[Any], NDArray[Any]] | None:
+    try:
+        with np.load(file, allow_pickle=False) as held:
+            return held["vectors"], held["bad"], held["texts"]
+    except Exception:  # missing or damaged in one of many ways, so it is made again
+        return None
+
+
+def _write_parquet(path: Path, table: pa.Table) -> None:
+    from pyarrow import parquet
+
+    buffer = pa.BufferOutputStream()
+    parquet.write_table(table, buffer, compression="zstd")
+    write_atomically(path, buffer.getvalue().to_pybytes())
+
+
+def _hash(*texts: str) -> str:
+    found = hashlib.sha256()
+    for text in texts:
+        data = text.encode("utf-8", "surrogateescape")
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.hexdigest()
+
+
+def _first(reasons: dict[int, str]) -> str:
+    return next(iter(reasons.values()), "there are no rows")
+
+
+# ---------------------------------------------------------------------- sources
+
+
+def _items_of(source: Path, encoder: Encoder, text: str | None, image: str | None) -> _Items:
+    size = getattr(encoder, "size", _DEFAULT_SIZE)
+    check_integer("size", size, 1)
+    wants_texts = reads_texts(encoder)
+    if wants_texts and text is None:
+        raise EmbeddingError(f"Encoder {encoder.name.split()[0]!r} reads texts; name their column.")
+    if not wants_texts and text is not None:
+        raise EmbeddingError(
+            f"Encoder {encoder.name.split()[0]!r} reads images and not the texts of a column; use "
+            "'wordllama' or 'sentence-transformers:NAME' for texts."
+        )
+    if source.is_dir():
+        if wants_texts:
+            raise EmbeddingError(f"{source} is a folder; texts are read from a table.")
+        return _images_in_folder(source, size)
+    if not source.exists():
+        raise EmbeddingError(f"{source}: there is no such file or folder; check the name.")
+    if source.name.lower().endswith(".npz"):
+        return _images_in_npz(source)
+    table = _read_table(source)
+    column = text if wants_texts else image
+    if column is None:
+        raise EmbeddingError(f"{source}: name the column that holds the paths of the images.")
+    if column not in table.column_names:
+        known = listed(table.column_names)
+        raise TableError(source, f"there is no column {quoted(column)}; the columns are {known}.")
+    values = table.column(column).cast(pa.string()).to_pylist()
+    if wants_texts:
+        return _texts(table.drop_columns([column]), values)
+    paths = [source.parent / value if value else None for value in values]
+    rest = table.drop_columns([column]).add_column(0, column, [pa.array(values)])
+    return _Items(rest, [_key(path) for path in paths], lambda row: _image(paths[row], size))
+
+
+def _texts(columns: pa.Table, values: Sequence[str | None]) -> _Items:
+    def load(row: int) -> str:
+        value = values[row]
+        if value is None or not value.strip():
+            raise _UnreadableError("the text is missing")
+        return value
+
+    numbers = pa.array([f"row {row + 1}" for row in range(len(values))])
+    name = "id" if "id" not in columns.column_names else "row"
+    return _Items(columns.add_column(0, name, numbers), [v or "" for v in values], load)
+
+
+def _images_in_folder(folder: Path, size: int) -> _Items:
+    paths = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".")
+    )
+    if not paths:
+        raise EmbeddingError(f"{folder}: the folder holds no image ({', '.join(IMAGE_ENDINGS)}).")
+    inside = [path.relative_to(folder) for path in paths]
+    columns = {"id": [str(path) for path in inside]}
+    if all(len(path.parts) > 1 for path in inside):
+        columns["label"] = [path.parts[0] for path in inside]
+    elif any(len(path.parts) > 1 for path in inside):
+        loose = next(path for path in inside if len(path.parts) == 1)
+        raise EmbeddingError(
+            f"{folder}: some images are in folders of classes, but {str(loose)!r} is not; move it."
+        )
+    return _Items(pa.table(columns), [_key(p) for p in paths], lambda row: _image(paths[row], size))
+
+
+def _images_in_npz(path: Path) -> _Items:
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            arrays = {name: held[name] for name in held.files}
+    except Exception:  # damaged archives fail in many ways
+        raise EmbeddingError(f"{path} is not a readable npz file.") from None
+    images = arrays.pop("images", None)
+    if images is None or images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise EmbeddingError(
+            f"{path} needs an array 'images' of bytes, (n, height, width) or (n, height, width, 3)."
+        )
+    tensor = torch.from_numpy(images if images.ndim == 4 else images[..., None]).movedim(-1, 1)
+    columns = {"id": [f"row {row + 1}" for row in range(len(images))]}
+    for name, values in arrays.items():
+        if values.shape != (len(images),):
+            raise EmbeddingError(f"{path}: {name!r} must have one value per image.")
+        columns["label" if name == "labels" else name] = values
+    keys = [hashlib.sha256(image.tobytes()).hexdigest() for image in images]
+    return _Items(pa.table(columns), keys, lambda row: tensor[row])
+
+
+def _read_table(path: Path) -> pa.Table:
+    from pyarrow import parquet
+
+    if path.name.lower().endswith(".parquet"):
+        try:
+            return parquet.read_table(path)
+        except (OSError, pa.ArrowException):
+            raise TableError(path, "it cannot be read, or it is damaged.") from None
+    dialect = sniff(path)
+    header = {name: name for name in dialect.header}
+    return parse_text(path, dialect, header, header)
+
+
+def _key(path: Path | None) -> str:
+    """Return a text that changes when a file changes."""
+    try:
+        found = path.stat() if path is not None else None
+    except OSError:
+        found = None
+    return f"{path} missing" if found is None else f"{path} {found.st_size} {found.st_mtime_ns}"
+
+
+def _image(path: Path | None, size: int) -> Tensor:
+    """Decode an image: upright, in RGB, its middle square of ``size × size`` pixels."""
+    from PIL import Image, ImageOps
+
+    if path is None:
+        raise _UnreadableError("the path is missing")
+    try:
+        with Image.open(path) as opened:
+            upright = ImageOps.exif_transpose(opened).convert("RGB")
+            fitted = ImageOps.fit(upright, (size, size), Image.Resampling.BILINEAR)
+    except FileNotFoundError:
+        raise _UnreadableError("there is no such file") from None
+    except Image.DecompressionBombError:
+        raise _UnreadableError("the image is too large") from None
+    except Exception:  # a damaged image fails in many ways
+        raise _UnreadableError("the image is damaged or of an unknown kind") from None
+    return torch.from_numpy(np.array(fitted)).movedim(-1, 0)
