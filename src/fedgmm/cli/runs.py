@@ -205,6 +205,14 @@ def fit(
         ),
     ] = None,
     learner: Annotated[str | None, typer.Option(help="Kind of learner: linear or mlp.")] = None,
+    pca: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Principal components of the inputs that the Gaussians see. Default: 48 for vectors, all "
+            "inputs otherwise.",
+        ),
+    ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Largest number of rounds.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of all random numbers.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
@@ -252,6 +260,7 @@ def fit(
         "components": _count("--components", components),
         "learners": _count("--learners", learners),
         "learner": learner,
+        "pca": pca,
         "rounds": rounds,
         "seed": seed,
         "device": device,

@@ -83,6 +83,8 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         File with torchvision's weights, for ``learner="mobilenet"``.
     covariance_type : {"full", "tied", "diag", "spherical", "identity"}, default="full"
     aggregation : {"exact", "paper"}, default="exact"
+    pca : int or None, default=None
+        Number of principal components of the inputs that the Gaussians see.
     reg_covar : float, default=1e-2
         Added to every variance of the standardised inputs.
     ridge : float, default=1.0
@@ -202,6 +204,7 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         pretrained: str | None = None,
         covariance_type: str = "full",
         aggregation: str = "exact",
+        pca: int | None = None,
         reg_covar: float = 1e-2,
         ridge: float = 1.0,
         independence: float = 0.0,
@@ -252,6 +255,7 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         self.pretrained = pretrained
         self.covariance_type = covariance_type
         self.aggregation = aggregation
+        self.pca = pca
         self.reg_covar = reg_covar
         self.ridge = ridge
         self.independence = independence

@@ -150,6 +150,10 @@ def check_for_tables(options: TrainingOptions) -> None:
     """Raise ``ValueError`` for options that need images, or all rows in one place."""
     if options.learner not in _LEARNERS:
         raise ValueError(f"learner must be one of {list(_LEARNERS)}, got {options.learner!r}.")
+    if options.pca is not None:
+        raise ValueError(
+            "pca is not available in a federation over several machines; leave it out."
+        )
     if options.augment or options.pretrained is not None:
         raise ValueError("augment and pretrained are for images; leave them out.")
     if options.refit:

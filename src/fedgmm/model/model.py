@@ -15,6 +15,7 @@ from torch import Tensor
 from fedgmm.core.checks import check_choice, check_number
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import count_learners
+from fedgmm.core.pca import PCA
 from fedgmm.core.predictive import NumberPredictions
 from fedgmm.core.scratch import empty_beside
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
@@ -104,6 +105,8 @@ class FederatedModel:
         calibration: scores of held-out rows by kind, see :mod:`fedgmm.model.novelty`; computed on
             first use.
         features_are_inputs: whether the Gaussians use the inputs and not separate features.
+        projection: principal components of the scaled inputs that the Gaussians see; ``None`` means that
+            they see all inputs.
         column_names: of the inputs, or ``None``. A table is put into this order; an array is taken by
             position.
         dataset: training data, if it is in memory; never saved.
@@ -130,6 +133,7 @@ class FederatedModel:
     positive: Any = None
     target: Scaling | None = None
     interval_scores: NDArray[np.float64] | None = None
+    projection: PCA | None = None
 
     def __post_init__(self) -> None:
         """Find the positive class of two, or score the held-out numbers, if there are rows in memory.
@@ -856,6 +860,7 @@ class FederatedModel:
             self.scaling,
             self.features_are_inputs,
             self.column_names,
+            self.projection,
         )
 
     def _labels_of(self, rows: LabelledRows, data: FederatedDataset) -> Tensor:

@@ -20,6 +20,7 @@ from fedgmm.core.em import responsibilities
 from fedgmm.core.gaussians import log_densities, log_densities_without, residuals
 from fedgmm.core.moments import Scaling, scaled
 from fedgmm.core.params import Params, count_learners
+from fedgmm.core.pca import PCA
 from fedgmm.core.predictive import (
     NumberPredictions,
     log_class_probabilities,
@@ -234,6 +235,7 @@ class RowEvaluator:
         scaling: scaling of the inputs, or ``None``.
         features_are_inputs: whether the Gaussians use the scaled inputs and not separate features.
         column_names: of the inputs; tables are put into this order. ``None`` if there are no names.
+        projection: principal components of the scaled inputs that the Gaussians see, or ``None``.
     """
 
     prediction: Prediction
@@ -241,6 +243,7 @@ class RowEvaluator:
     scaling: Scaling | None
     features_are_inputs: bool
     column_names: tuple[str, ...] | None = None
+    projection: PCA | None = None
 
     def from_arrays(self, X: ArrayLike, features: ArrayLike | None) -> EvaluatedRows:
         """Evaluate inputs ``(n, *shape)`` and, where the model needs them, features ``(n, d)``."""
@@ -281,6 +284,8 @@ class RowEvaluator:
             x = scaled(x, self.scaling, parameter.dtype)
             log_volume = self.scaling.log_volume if self.features_are_inputs else 0.0
         seen = x.flatten(1) if features is None else features.to(parameter.device)
+        if self.projection is not None:
+            seen, log_volume = self.projection.apply(x).to(x.dtype), 0.0
         for rows in (x, seen):
             _check_size(rows, parameter.dtype)
         return EvaluatedRows(self.prediction, x, log_gaussians(self.prediction, seen), log_volume)

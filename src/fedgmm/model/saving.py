@@ -25,6 +25,7 @@ from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians, covariance_shape
 from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import NOISE, Params, count_learners
+from fedgmm.core.pca import PCA
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import FederatedModel
@@ -97,6 +98,9 @@ def _tensors(model: FederatedModel) -> dict[str, Tensor]:
             tensors[f"gaussians/{name}"] = getattr(prediction.gaussians, name)
     if model.scaling is not None:
         tensors |= {"scaling/mean": model.scaling.mean, "scaling/scale": model.scaling.scale}
+    if model.projection is not None:
+        for name in ("mean", "components", "variances"):
+            tensors[f"projection/{name}"] = getattr(model.projection, name)
     if model.target is not None:
         tensors["target"] = torch.stack([model.target.mean, model.target.scale])
     if model.interval_scores is not None:
@@ -265,7 +269,7 @@ def _build_model(
     prediction = Prediction(
         net,
         _learners(_under(tensors, "learners/"), net),
-        _gaussians(facts, tensors, math.prod(shape)),
+        _gaussians(facts, tensors, _columns_of_gaussians(tensors, math.prod(shape))),
         tensors.get("client_weights"),
         tensors.get("weights"),
         tensors.get("assignment"),
@@ -298,6 +302,7 @@ def _build_model(
         positive=positive,
         target=_target(tensors, len(classes)),
         interval_scores=_interval_scores(tensors),
+        projection=_projection(tensors, math.prod(shape)),
     )
 
 
@@ -434,6 +439,25 @@ def _scaling(tensors: dict[str, Tensor], columns: int) -> Scaling | None:
     _require(mean.shape == scale.shape == (columns,), "scaling")
     _require(bool(torch.isfinite(mean).all()) and bool((scale > 0).all()), "scaling")
     return Scaling(mean, scale)
+
+
+def _projection(tensors: dict[str, Tensor], columns: int) -> PCA | None:
+    """Return the principal components that the Gaussians see; earlier versions did not have any."""
+    found = _under(tensors, "projection/")
+    if not found:
+        return None
+    _require(set(found) == {"mean", "components", "variances"}, "projection")
+    mean, components, variances = found["mean"], found["components"], found["variances"]
+    shapes = mean.shape == (columns,) and components.shape == (len(variances), columns)
+    valid = shapes and variances.dim() == 1 and len(variances) > 0
+    finite = all(v.dtype == torch.float64 and bool(torch.isfinite(v).all()) for v in found.values())
+    _require(valid and finite, "projection")
+    return PCA(mean, components, variances)
+
+
+def _columns_of_gaussians(tensors: dict[str, Tensor], columns: int) -> int:
+    projection = _projection(tensors, columns)
+    return columns if projection is None else len(projection.variances)
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

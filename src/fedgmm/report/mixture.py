@@ -105,7 +105,9 @@ def projection_of(
     if means.shape[1] < 2:
         absent["projection"] = "The Gaussians see a single column, so there is no plane to show."
         return None
-    if feature_names is None and model.features_are_inputs:
+    if model.projection is not None:
+        feature_names = [f"principal component {j + 1}" for j in range(means.shape[1])]
+    elif feature_names is None and model.features_are_inputs:
         feature_names = dataset.column_names
     if feature_names is not None and len(feature_names) != means.shape[1]:
         raise ValueError(

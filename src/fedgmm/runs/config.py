@@ -129,10 +129,11 @@ class RunConfig:
     def complete(self) -> RunConfig:
         """Return the configuration with every option written out, so that new defaults change nothing.
 
-        Options that are still to be chosen stay ``"auto"``. Sizes that were not given stay out, because
-        the data decide about them.
+        Options that are still to be chosen stay ``"auto"``. Sizes and ``pca`` that were not given stay
+        out, because the data decide about them.
         """
         left_out = {"standardise", *(_SIZES if self.sizes_are_open else ())}
+        left_out |= {"pca"} - set(self.training)
         values = {k: v for k, v in self.options().record().items() if k not in left_out}
         return replace(self, training={**values, **dict.fromkeys(self.open_choices(), "auto")})
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from fedgmm.data.dataset import FederatedDataset
     from fedgmm.model.model import FederatedModel
 
+_VECTOR_COMPONENTS = 48  # principal components of vectors that the Gaussians see by default
+
 OnStart = Callable[[int], None]
 """Called with the number of rounds before training begins."""
 
@@ -250,6 +252,10 @@ def _run(
     write_json(folder.preprocessing, preprocessing.record())
     seconds = {"reading": time.perf_counter() - started}
 
+    if "pca" not in config.training:
+        # a Gaussian of hundreds of columns would have too many numbers
+        most = min(_VECTOR_COMPONENTS, len(dataset.train), dataset.input_shape[0])
+        config = config.with_training(pca=most if tables.vectors else None)
     options, selection = choose_sizes(
         config.options(),
         config.open_choices(),

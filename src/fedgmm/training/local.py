@@ -19,6 +19,7 @@ from torch import Tensor
 from fedgmm.core.checks import check_integer, check_known
 from fedgmm.core.moments import Scaling, scaled, scaling_of
 from fedgmm.core.params import Params
+from fedgmm.core.pca import PCA, fit_pca, moments_of
 from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.streaming import lanes_only
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
@@ -53,6 +54,7 @@ from fedgmm.training.checkpoint import (
 )
 from fedgmm.training.loop import Replies, Run, Training, as_callbacks, run_rounds
 from fedgmm.training.options import TrainingOptions
+from fedgmm.wording import counted
 
 OnTrainingRound = Callable[[dict[str, float]], None]
 """Called after every round with its entry of the history."""
@@ -228,6 +230,7 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     batch_size: int = UNSET,
     covariance_type: str = UNSET,
     aggregation: str = UNSET,
+    pca: int | None = UNSET,
     reg_covar: float = UNSET,
     ridge: float = UNSET,
     independence: float = UNSET,
@@ -355,6 +358,24 @@ def several_ranks() -> bool:
     return known and os.environ["WORLD_SIZE"] != "1"
 
 
+def _principal_components(rows: LabelledRows, options: TrainingOptions) -> PCA | None:
+    """Return the principal components of scaled rows that the Gaussians see, if the options say so."""
+    if options.pca is None:
+        return None
+    shape = tuple(rows.inputs.shape[1:])
+    if len(shape) != 1 or not rows.features_are_inputs:
+        raise ValueError(
+            f"pca={options.pca} needs rows of numbers without separate features, got shape {shape}."
+        )
+    if options.pca > min(len(rows), *shape):
+        raise ValueError(
+            f"pca={options.pca} is more than {counted(len(rows), 'training row')} of "
+            f"{counted(shape[0], 'column')} can have; use at most {min(len(rows), *shape)}."
+        )
+    centre = torch.zeros(shape, dtype=torch.float64)
+    return fit_pca(moments_of(rows.inputs, centre), options.pca)
+
+
 def _keywords() -> list[str]:
     """Return the names of the parameters of :func:`train`."""
     return list(inspect.signature(train).parameters)[:-1]
@@ -414,7 +435,9 @@ class _LocalTraining:
         if custom is not None and custom.integer_inputs:
             columns = False  # integers would not stay integers
         self.scaling = _scaling(dataset) if columns else None
-        self.rows = self._scaled(dataset, device)
+        rows = self._scaled(dataset, device)
+        self.projection = _principal_components(rows, options)
+        self.rows = self._projected(rows)
         if custom is not None and options.algorithm != DENSITY:
             custom.check(self.rows.inputs)
         method, warm_up = build(options, self.net), build_warm_up(options, self.net)
@@ -495,7 +518,9 @@ class _LocalTraining:
             return
         model.calibrate()
         held_out = replace(self.dataset, train=validation)
-        rows = self.rows.join(self._scaled(held_out, self.rows.device))
+        device = self.rows.device
+        own = self.rows if self.projection is None else self._scaled(self.dataset, device)
+        rows = self._projected(own.join(self._scaled(held_out, device)))
         run = run_rounds(
             method.learners_only,
             Run(shared, personal),
@@ -514,6 +539,14 @@ class _LocalTraining:
         if self.scaling is None:
             return rows
         return rows.with_inputs(scaled(rows.inputs, self.scaling, dtype))
+
+    def _projected(self, rows: LabelledRows) -> LabelledRows:
+        """Return scaled rows whose Gaussians see the principal components, if the options say so."""
+        if self.projection is None:
+            return rows
+        seen = self.projection.apply(rows.inputs).to(rows.inputs.dtype)
+        features = ClientRows((seen,), rows.codes, rows.names, rows.weights)
+        return replace(rows, features=features, features_are_inputs=False)
 
     @property
     def _may_learn_labels(self) -> bool:
@@ -540,6 +573,7 @@ class _LocalTraining:
             dataset=self.dataset,
             column_names=self.dataset.column_names,
             target=self.dataset.target,
+            projection=self.projection,
         )
 
     @property

@@ -66,6 +66,9 @@ class TrainingOptions:
         batch_size: rows per step.
         covariance_type: shape of the Gaussians' covariances.
         aggregation: ``"exact"`` or ``"paper"``.
+        pca: number of principal components of the inputs that the Gaussians see, from sums over clients;
+            ``None`` means all inputs. Learners always see all inputs. Use it for vectors of an encoder,
+            because a full covariance of hundreds of columns has too many numbers.
         reg_covar: added to every variance; inputs are standardised.
         ridge: ridge penalty of Newton steps.
         independence: number of rows that a client's overall learner weights count for within each
@@ -125,6 +128,7 @@ class TrainingOptions:
     batch_size: Count = 128
     covariance_type: Annotated[str, one_of(*COVARIANCE_TYPES)] = "full"
     aggregation: Annotated[str, one_of(*AGGREGATIONS)] = "exact"
+    pca: Count | None = None
     reg_covar: NonNegative = 1e-2
     ridge: NonNegative = 1.0
     independence: NonNegative = 0.0

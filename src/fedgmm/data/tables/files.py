@@ -127,6 +127,7 @@ class TableFile:
             A column of vectors counts as one column per entry: ``v_0``, ``v_1`` and so on.
         columns: the values of the columns that were read.
         rows: number of rows, known after the first read.
+        vectors: columns of vectors and their lengths.
         written: what is known about the format of the file.
     """
 
@@ -146,12 +147,13 @@ class TableFile:
         self.path, self.written, self._notify = path, written, notify
         self.columns: dict[str, ColumnValues] = {}
         self.rows = 0
+        self.vectors: dict[str, int] = {}
         self._dialect: Dialect | None = None
         self._state = self._current_state()
         lowered = path.name.lower()
         try:
             if lowered.endswith(".parquet"):
-                raw = _parquet_header(path)
+                raw, self.vectors = _parquet_header(path)
             elif lowered.endswith(".npz"):
                 raw = list(_npz_columns(path))
             else:
@@ -289,18 +291,20 @@ def _is_stored_text(kind: pa.DataType) -> bool:
 # ---------------------------------------------------------------------- Parquet
 
 
-def _parquet_header(path: Path) -> list[str]:
+def _parquet_header(path: Path) -> tuple[list[str], dict[str, int]]:
+    """Return the names of all columns, and the columns of vectors with their lengths."""
     from pyarrow import parquet
 
-    names = []
+    names, vectors = [], {}
     with parquet.ParquetFile(path) as file:
         for field in file.schema_arrow:
             width = _vector_width(path, field, file)
             if width is not None:
+                vectors[field.name] = width
                 names += [f"{field.name}_{j}" for j in range(width)]
             else:
                 names.append("" if _INDEX.fullmatch(field.name) else str(field.name))
-    return names
+    return names, vectors
 
 
 def _vector_width(path: Path, field: pa.Field, file: Any) -> int | None:

@@ -186,6 +186,12 @@ class Tables:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def vectors(self) -> dict[str, int]:
+        """Columns of vectors that every file has, and their lengths."""
+        found = [own.file.vectors for own in self.files]
+        return {n: w for n, w in found[0].items() if all(other.get(n) == w for other in found)}
+
+    @property
     def paths(self) -> list[Path]:
         """The paths of the files, in order."""
         return [own.file.path for own in self.files]
