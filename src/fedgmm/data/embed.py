@@ -151,7 +151,7 @@ def column_name(encoder: Encoder) -> str:
 
 
 def _embedded_before(path: Path) -> dict[bytes, bytes] | None:
-    """Return the facts about an earlier result; ``None`` if there is none."""
+    """Return the facts about an earlier result, or ``None`` without one."""
     from pyarrow import parquet
 
     if not path.exists():
