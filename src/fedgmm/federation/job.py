@@ -126,7 +126,7 @@ class Job:
         return cls(options, table, preprocessing, precision, min_rows)
 
 
-_LATER_OPTIONS = {"refit"}  # version 0.1 did not have them; their defaults change nothing
+_LATER_OPTIONS = {"pca", "refit"}  # version 0.1 did not have them; their defaults change nothing
 
 
 def options_from_record(record: Any) -> TrainingOptions:
