@@ -325,11 +325,18 @@ def test_more_categories_than_columns_are_wanted(write, load):
 
 
 def test_a_list_is_an_error_unless_it_is_ignored(load, fails, tmp_path):
-    frame = pd.DataFrame({"a": [1.0, 2.0], "l": [[1], [2]], "y": ["p", "q"]})
+    frame = pd.DataFrame({"a": [1.0, 2.0], "l": [["u"], ["v"]], "y": ["p", "q"]})
     frame.to_parquet(tmp_path / "site.parquet")
     assert "'l'" in fails(load, tmp_path / "site.parquet")
     _, preprocessing, _ = load(tmp_path / "site.parquet", ignore=("l",))
     assert preprocessing.feature_names == ("a",)
+
+
+def test_a_column_of_vectors_can_be_ignored_by_its_name(load, tmp_path):
+    frame = pd.DataFrame({"a": [1.0, 2.0], "v": [[1, 2], [2, 4]], "y": ["p", "q"]})
+    frame.to_parquet(tmp_path / "site.parquet")
+    assert load(tmp_path / "site.parquet")[1].feature_names == ("a", "v_0", "v_1")
+    assert load(tmp_path / "site.parquet", ignore=("v",))[1].feature_names == ("a",)
 
 
 @pytest.mark.parametrize("client_column", [None, "who"])

@@ -171,6 +171,13 @@ class TableFile:
         """Whether the first line looks like values although it is read as the header."""
         return self._dialect is not None and self._dialect.looks_headless
 
+    def ignore_vectors(self, names: Collection[str]) -> None:
+        """Count some columns of vectors as single columns, which cannot be read."""
+        for name in [name for name in self.vectors if name in names]:
+            for entry in range(self.vectors.pop(name)):
+                del self.header[f"{name}_{entry}"]
+            self.header[name] = name
+
     def read(self, names: Collection[str], as_text: Collection[str] = ()) -> None:
         """Read columns that are not kept yet, in one pass over the file.
 

@@ -90,6 +90,7 @@ class ClientsFile:
         self.file, self.options = file, options
         self.as_categories = set(options.categorical) - {options.label, options.client_column}
         self.listed = options.categorical if listed is None else listed
+        file.ignore_vectors(options.left_out)
         self.ignored = [name for name in file.header if name in options.left_out]
         self._check_header()
         self.read()
