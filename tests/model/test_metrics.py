@@ -336,3 +336,20 @@ def test_metrics_of_many_rows_are_computed_in_blocks(rng, monkeypatch, classes):
     for name, values in expected[0].items():
         np.testing.assert_allclose(found.metrics[name], values, rtol=1e-12, atol=1e-14)
         assert found.pooled[name] == pytest.approx(expected[1][name], rel=1e-12, abs=1e-14)
+
+
+def test_metrics_of_many_numbers_are_computed_in_blocks(rng, monkeypatch):
+    import torch
+
+    from fedgmm.core.predictive import NumberPredictions
+    from fedgmm.model.metrics import evaluate_numbers
+
+    shares = torch.from_numpy(log_softmax(rng.normal(size=(50, 2))))
+    means, variances = (torch.from_numpy(rng.normal(size=(50, 2)) ** 2) for _ in range(2))
+    predicted = NumberPredictions(shares, means, 1 + variances)
+    numbers, codes = torch.from_numpy(rng.normal(size=50)), np.arange(50) % 3
+    whole = evaluate_numbers(predicted, numbers, codes, NAMES)
+    monkeypatch.setattr("fedgmm.model.metrics._ROWS_AT_ONCE", 7)
+    found = evaluate_numbers(predicted, numbers, codes, NAMES)
+    for name, values in whole.metrics.items():
+        np.testing.assert_allclose(found.metrics[name], values, rtol=1e-12)

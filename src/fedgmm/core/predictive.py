@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import log_normal
 from fedgmm.core.moments import Scaling
+from fedgmm.core.scratch import empty_beside
 
 _SMALLEST_SHARE = 1e-15  # of a tail; its normal score is -7.9
 _HALVINGS = 60  # of an interval around a quantile; more would not change a float64
@@ -76,7 +77,17 @@ class NumberPredictions:
     def unscaled(self, scaling: Scaling) -> NumberPredictions:
         """Return predictions of ``y`` from those of ``(y - mean) / scale``."""
         mean, scale = scaling.mean.to(self.means), scaling.scale.to(self.means)
-        return replace(self, means=self.means * scale + mean, variances=self.variances * scale**2)
+        means, variances = (
+            empty_beside(self.means, (*self.means.shape,), mean.dtype) for _ in "mv"
+        )
+        torch.mul(self.means, scale, out=means).add_(mean)
+        torch.mul(self.variances, scale**2, out=variances)
+        return replace(self, means=means, variances=variances)
+
+    def rows(self, place: slice) -> NumberPredictions:
+        """Return the predictions of some rows."""
+        own = (self.log_weights[place], self.means[place], self.variances[place])
+        return NumberPredictions(*own, self.held_out)
 
     @property
     def mean(self) -> Tensor:

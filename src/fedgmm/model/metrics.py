@@ -420,11 +420,14 @@ def evaluate_numbers(
         names: the clients.
         level: of the intervals whose coverage is measured.
     """
-    losses = -predicted.log_density(numbers.to(predicted.means)).cpu().numpy()
     y = numbers.cpu().numpy()
-    errors = (y - predicted.mean.cpu().numpy()) ** 2
-    low, high = interval_of(predicted, level).T
-    held = ((low <= y) & (y <= high)).astype(np.float64)
+    losses, errors, held = (empty(len(y), np.float64) for _ in range(3))
+    for block in _blocks(len(y)):
+        found = predicted.rows(block)
+        losses[block] = -found.log_density(numbers[block].to(found.means)).cpu().numpy()
+        errors[block] = (y[block] - found.mean.cpu().numpy()) ** 2
+        low, high = interval_of(found, level).T
+        held[block] = (low <= y[block]) & (y[block] <= high)
 
     def metrics(codes: IntArray, groups: int) -> dict[str, FloatArray]:
         rows = np.bincount(codes, minlength=groups)

@@ -40,6 +40,7 @@ from fedgmm.wording import counted
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+_ROWS_OF_A_LEARNER = 65_536
 _ROWS_AT_ONCE = 4096  # residuals take components × columns numbers per row
 
 
@@ -168,13 +169,13 @@ class EvaluatedRows:
         prediction, log_x = self.prediction, self.log_x
         who = torch.from_numpy(codes).to(self.x.device)
         if prediction.assignment is not None:
-            outputs = self.x.new_empty(len(self), 1, 2, dtype=torch.float64)
+            outputs = empty_beside(self.x, (len(self), 1, 2), torch.float64)
             for _, rows, learner in self._by_learner(who):
                 outputs[rows] = log_learners(prediction, self.x[rows], learner)
             return NumberPredictions(torch.zeros_like(outputs[..., 0]), *outputs.unbind(-1))
         log_pi = log_weights(prediction)
-        outputs = log_pi.new_empty(len(self), log_pi.shape[-1], 2)
-        weights = torch.empty_like(outputs[..., 0])
+        outputs = empty_beside(self.x, (len(self), log_pi.shape[-1], 2), log_pi.dtype)
+        weights = empty_beside(self.x, (len(self), log_pi.shape[-1]), log_pi.dtype)
 
         def write(rows: slice) -> None:
             own = None if log_x is None else log_x[rows]
@@ -185,12 +186,14 @@ class EvaluatedRows:
         return NumberPredictions(weights, *outputs.unbind(-1))
 
     def _by_learner(self, who: Tensor) -> Iterator[tuple[int, Tensor, Params]]:
-        """Yield the place of each assigned learner, its rows, and its parameters ``(1, ...)``."""
+        """Yield the place of each assigned learner, some of its rows, and its parameters ``(1, ...)``."""
         learner_of = _assigned_learners(self.prediction)[who]
         for place in torch.unique(learner_of).tolist():
             rows = torch.nonzero(learner_of == place).flatten()
             learners = self.prediction.learners.items()
-            yield place, rows, {name: value[place : place + 1] for name, value in learners}
+            learner = {name: value[place : place + 1] for name, value in learners}
+            for first in range(0, len(rows), _ROWS_OF_A_LEARNER):
+                yield place, rows[first : first + _ROWS_OF_A_LEARNER], learner
 
     def _write_mixed(self, out: FloatArray, who: Tensor) -> None:
         """Mix all learners by the weights of each row's client."""

@@ -52,6 +52,8 @@ _VECTOR_COMPONENTS = 48  # principal components of vectors that the Gaussians se
 OnStart = Callable[[int], None]
 """Called with the number of rounds before training begins."""
 
+_ROWS_AT_ONCE = 250_000
+
 
 def fit(
     files: str | Path | Sequence[str | Path],
@@ -387,14 +389,15 @@ def client_densities(
 ) -> dict[str, dict[str, float]]:
     """Return each client's mean log-density, for JSON; used if there are no labels."""
     rows = dataset.split(split)
-    codes = rows.codes.cpu().numpy()
-    owners = np.array(rows.names, dtype=object)[codes]
-    density = model.score_samples(rows.inputs.cpu().numpy(), owners)
+    codes, names = rows.codes.cpu().numpy(), np.array(rows.names, dtype=object)
+    counts, totals = np.bincount(codes, minlength=len(names)), np.zeros(len(names))
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        place = slice(first, first + _ROWS_AT_ONCE)
+        owners = names[codes[place]]
+        density = model.score_samples(rows.inputs[place].cpu().numpy(), owners)
+        totals += np.bincount(codes[place], density, minlength=len(names))
     return {
-        str(name): {
-            "rows": int((codes == code).sum()),
-            "log_density": float(density[codes == code].mean()),
-        }
-        for code, name in enumerate(rows.names)
-        if (codes == code).any()
+        str(name): {"rows": int(count), "log_density": float(total / count)}
+        for name, count, total in zip(names, counts, totals, strict=True)
+        if count
     }
