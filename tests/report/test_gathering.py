@@ -9,7 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from pages import contents_of, named_clients
+from sklearn.metrics import r2_score
 
+from fedgmm.data.dataset import FederatedDataset
 from fedgmm.report.contents import MOST_POINTS, evenly
 from fedgmm.report.gathering import distinct_names, flattened, gather
 from fedgmm.report.mixture import pair_names
@@ -285,3 +287,23 @@ def test_importing_the_page_loads_no_large_library():
         "sys.exit(any(name in sys.modules for name in ('torch', 'plotly', 'jinja2')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_numbers_have_r2_and_intervals_that_hold(rng):
+    x = rng.normal(size=(240, 2))
+    y = x @ [1.0, 2.0] + rng.normal(size=240)
+    data = FederatedDataset.from_arrays(x, y, np.arange(240) % 3, task="regression")
+    model = train(data, components=1, learners=2, rounds=10)
+    found = gather(model, data, title="t", history=model.history, configuration={})
+    evaluation = model.evaluate("test")
+    np.testing.assert_array_equal(found.clients.accuracy, evaluation.r2)
+    np.testing.assert_array_equal(found.clients.rmse, evaluation.rmse)
+    at_90 = found.reliability.accuracy[-1]
+    assert at_90 == pytest.approx(evaluation.pooled["coverage"])
+    assert found.reliability.confidence[-1] == 0.9
+    test, code = data.test, data.names.index(int(found.adaptations[0].client))
+    own = test.client(code)
+    predicted = model.predict(own.inputs.numpy())
+    expected = r2_score(own.labels, predicted)
+    assert found.adaptations[0].accuracy[0] == pytest.approx(expected)
+    assert np.isfinite(found.densities.log_y).all()

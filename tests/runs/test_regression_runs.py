@@ -114,8 +114,19 @@ def test_methods_are_compared_by_r2(sites, tmp_path):
     assert "pooled: ridge" in shown
 
 
+def test_the_report_of_numbers(sites):
+    works("report", sites / "run")
+    page = (sites / "run" / "report.html").read_text(encoding="utf-8")
+    metrics = json.loads((sites / "run" / "metrics.json").read_text())
+    assert f"RMSE {metrics['test']['rmse']:.4g}" in page
+    for section in ("accuracy", "calibration", "columns", "weights", "adaptation", "clients"):
+        assert f'id="{section}"' in page
+    for words in ("explains (R²)", "80% interval should hold", "inside 90% intervals", "numbers"):
+        assert words in page
+    assert "test accuracy" not in page
+
+
 def test_commands_for_classes_say_so(sites):
-    assert "classes" in fails("report", sites / "run")
     assert "numbers" in fails("evaluate", sites / "run", "--threshold", "0.5")
     assert "classes" in fails("predict", sites / "run", sites / "new.csv", "--threshold", "0.5")
     assert "classes" in fails("predict", sites / "run", sites / "new.csv", "--positive", "ill")

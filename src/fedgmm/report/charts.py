@@ -62,7 +62,7 @@ def draw_charts(contents: ReportContents) -> dict[str, Any]:
     if contents.convergence:
         drawn["convergence"] = convergence(contents.convergence)
     if contents.reliability is not None:
-        drawn["calibration"] = calibration(contents.reliability)
+        drawn["calibration"] = calibration(contents.reliability, contents.numbers)
     if contents.deciding is not None:
         drawn["columns"] = deciding_columns(contents.deciding)
     if contents.weights is not None:
@@ -72,7 +72,7 @@ def draw_charts(contents: ReportContents) -> dict[str, Any]:
     if contents.densities is not None:
         drawn["densities"] = densities(contents.densities, names)
     if contents.adaptations:
-        drawn["adaptation"] = adaptation(contents.adaptations)
+        drawn["adaptation"] = adaptation(contents.adaptations, contents.numbers)
     return drawn
 
 
@@ -170,7 +170,8 @@ def accuracies(contents: ReportContents) -> Any:
         marker={"size": 8 if few else 4},
         **common,
     )
-    figure.update_yaxes(title_text="test accuracy", tickformat="~%")
+    title = "R² on test rows" if contents.numbers else "test accuracy"
+    figure.update_yaxes(title_text=title, tickformat="~%")
     figure.update_xaxes(zeroline=False)
     if few:
         figure.update_xaxes(tickvals=np.arange(len(order)), ticktext=names, automargin=True)
@@ -213,9 +214,14 @@ def convergence(series: Sequence[Series]) -> Any:
     return figure
 
 
-def calibration(found: Reliability) -> Any:
-    """Draw accuracy against confidence and, below, the number of rows by confidence."""
-    figure = _panels([0.74, 0.26], 460, shared_xaxes=True, vertical_spacing=0.06)
+def calibration(found: Reliability, numbers: bool = False) -> Any:
+    """Draw accuracy against confidence and, below, the number of rows by confidence.
+
+    For numbers draw the share of rows inside of intervals against their level.
+    """
+    own, by = ("inside", "level") if numbers else ("accuracy", "confidence")
+    heights = [1.0] if numbers else [0.74, 0.26]
+    figure = _panels(heights, 460, shared_xaxes=True, vertical_spacing=0.06)
     figure.add_scatter(
         x=[0, 1],
         y=[0, 1],
@@ -234,24 +240,28 @@ def calibration(found: Reliability) -> Any:
         line={"color": ACCENT, "width": 2},
         marker={"size": 9},
         name="this model",
-        hovertemplate="confidence %{x:.1%}<br>accuracy %{y:.1%}<br>%{customdata:,} rows<extra></extra>",
+        hovertemplate=f"{by} %{{x:.1%}}<br>{own} %{{y:.1%}}<br>%{{customdata:,}} rows<extra></extra>",
         row=1,
         col=1,
     )
-    figure.add_bar(
-        x=found.lower + 0.05,
-        y=found.counts,
-        width=0.09,
-        marker={"color": ACCENT, "opacity": 0.6},
-        hovertemplate="%{y:,} rows<extra></extra>",
-        showlegend=False,
-        row=2,
-        col=1,
-    )
-    figure.update_yaxes(title_text="accuracy", tickformat=".0%", range=[-0.02, 1.04], row=1, col=1)
-    figure.update_yaxes(title_text="rows", row=2, col=1)
+    if not numbers:
+        figure.add_bar(
+            x=found.lower + 0.05,
+            y=found.counts,
+            width=0.09,
+            marker={"color": ACCENT, "opacity": 0.6},
+            hovertemplate="%{y:,} rows<extra></extra>",
+            showlegend=False,
+            row=2,
+            col=1,
+        )
+    title = "share of rows inside" if numbers else "accuracy"
+    figure.update_yaxes(title_text=title, tickformat=".0%", range=[-0.02, 1.04], row=1, col=1)
+    if not numbers:
+        figure.update_yaxes(title_text="rows", row=2, col=1)
     figure.update_xaxes(tickformat=".0%", range=[0, 1.02])
-    figure.update_xaxes(title_text="confidence of the prediction", row=2, col=1)
+    below = "level of the interval" if numbers else "confidence of the prediction"
+    figure.update_xaxes(title_text=below, row=len(heights), col=1)
     return figure
 
 
@@ -369,7 +379,7 @@ def projection(contents: ReportContents) -> Any:
             "line": edge,
         },
         hovertemplate="%{customdata[0]}<br>%{customdata[1]} rows<br>"
-        "accuracy %{customdata[2]}<extra></extra>",
+        f"{'R²' if contents.numbers else 'accuracy'} %{{customdata[2]}}<extra></extra>",
     )
     figure.add_scatter(
         x=plane.means[:, 0],
@@ -425,11 +435,12 @@ def _lowest_drawn(values: FloatArray) -> float:
     return float(max(values.min(), low - 1.5 * (high - low) - 1.0))
 
 
-def adaptation(records: Sequence[AdaptationRecord]) -> Any:
-    """Draw accuracy by the number of a new client's rows, and log-likelihood by EM iteration."""
+def adaptation(records: Sequence[AdaptationRecord], numbers: bool = False) -> Any:
+    """Draw accuracy, or R², by the number of a new client's rows, and log-likelihood by EM iteration."""
+    measure = "R²" if numbers else "Accuracy"
     with_accuracy = [one for one in records if one.accuracy]
     with_steps = [one for one in records if one.log_likelihoods]
-    titles = ["Accuracy by the number of its rows"] * bool(with_accuracy)
+    titles = [f"{measure} by the number of its rows"] * bool(with_accuracy)
     titles += ["Log-likelihood by EM iteration of its weights"] * bool(with_steps)
     figure = _panels(
         [1.0] * max(len(titles), 1),
@@ -450,7 +461,7 @@ def adaptation(records: Sequence[AdaptationRecord]) -> Any:
                 x=list(map(str, record.rows)),
                 y=record.accuracy,
                 marker={"size": 8},
-                hovertemplate="%{x} rows<br>accuracy %{y:.1%}<extra>%{fullData.name}</extra>",
+                hovertemplate=f"%{{x}} rows<br>{measure} %{{y:.1%}}<extra>%{{fullData.name}}</extra>",
                 showlegend=len(records) > 1,
                 row=1,
                 **common,
@@ -476,7 +487,8 @@ def adaptation(records: Sequence[AdaptationRecord]) -> Any:
             row=1,
             col=1,
         )
-        figure.update_yaxes(tickformat="~%", range=share_range(known), row=1, col=1)
+        limits = None if numbers else share_range(known)  # R² may be below zero
+        figure.update_yaxes(tickformat="~%", range=limits, row=1, col=1)
     if with_steps:
         figure.update_xaxes(title_text="iteration", row=len(titles), col=1)
     return figure

@@ -29,7 +29,8 @@ class ClientTable:
         names: as shown.
         rows: in all splits, ``(C,)``.
         train_rows: ``(C,)``.
-        accuracy: on test rows, ``(C,)``; NaN for a client without test rows, here and below.
+        accuracy: on test rows, ``(C,)``; NaN for a client without test rows, here and below. A report of
+            numbers has ``R²`` here and wherever else accuracies are shown.
         log_loss: ``(C,)``.
         calibration_error: ``(C,)``.
         strongest: the pair of component and learner with the largest weight; ``None`` without weights.
@@ -38,6 +39,7 @@ class ClientTable:
         row_accuracy: share of all test rows that were predicted correctly; NaN without test rows.
         auc: on test rows, ``(C,)``; ``None`` if it is not known, here and below.
         average_precision: ``(C,)``.
+        rmse: of predicted numbers, ``(C,)``.
     """
 
     names: tuple[str, ...]
@@ -52,6 +54,7 @@ class ClientTable:
     row_accuracy: float = math.nan
     auc: FloatArray | None = None
     average_precision: FloatArray | None = None
+    rmse: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class TestMetrics:
 
     Attributes:
         headline: a sentence with the main metric.
-        leading: name of the main metric: ``"accuracy"``, or ``"average_precision"`` if a class is rare.
+        leading: name of the main metric: ``"accuracy"``, ``"average_precision"`` if a class is rare, or
+            ``"rmse"`` of numbers.
         values: metric -> its value.
         intervals: metric -> its 95 % interval, where there is one.
         positive: the positive class of two; ``None`` with several classes.
@@ -159,6 +163,8 @@ class Projection:
 class Reliability:
     """Accuracy of predictions by their confidence, in bins that are 0.1 wide.
 
+    For numbers: the share of rows that intervals hold, by the level of the intervals.
+
     Attributes:
         confidence: mean of each bin that has rows, ``(B,)``.
         accuracy: share of right predictions, ``(B,)``.
@@ -222,7 +228,7 @@ class ReportContents:
     Attributes:
         title: of the page.
         method: the method's name as the paper writes it.
-        classes: number of classes.
+        classes: number of classes; zero for numbers.
         components: ``M1``; zero without Gaussians.
         learners: ``M2``, or the number of assigned learners.
         clients: one entry each.
@@ -267,6 +273,11 @@ class ReportContents:
     notes: tuple[str, ...] = ()
     impersonal: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> bool:
+        """Whether the model predicts numbers."""
+        return self.classes == 0
 
     @property
     def mean_accuracy(self) -> float:

@@ -24,6 +24,7 @@ from fedgmm.report.predictions import (
     PredictedRows,
     density_scatter,
     reliability_of,
+    reliability_of_intervals,
     replay_newcomer,
 )
 
@@ -82,7 +83,11 @@ def gather(
     reliability = densities = None
     if len(dataset.test):
         test = PredictedRows.of(model, dataset)
-        reliability = reliability_of(test.confidence, test.right)
+        reliability = (
+            reliability_of(test.confidence, test.right)
+            if model.target is None
+            else reliability_of_intervals(model, dataset, test)
+        )
         densities, clients = density_scatter(model, dataset, test, clients, absent)
     else:
         reason = "The data set has no test rows, so predictions could not be checked."
@@ -123,13 +128,33 @@ def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> C
         split.features.rows_per_client.cpu().numpy()
         for split in (dataset.train, dataset.validation, dataset.test)
     )
-    names = ("accuracy", "log_loss", "calibration_error", "auc", "average_precision")
-    scores = {name: np.full(len(dataset.names), np.nan) for name in names}
+    scores: dict[str, FloatArray] = {}
     row_accuracy = math.nan
+    for name in (
+        "accuracy",
+        "log_loss",
+        "calibration_error",
+        "auc",
+        "average_precision",
+        "rmse",
+        "r2",
+    ):
+        scores[name] = np.full(len(dataset.names), np.nan)
+        if evaluation is not None:
+            known = {**evaluation.metrics, "calibration_error": evaluation.calibration_error}
+            scores[name][test > 0] = known.get(name, np.nan)
     if evaluation is not None:
         row_accuracy = evaluation.weighted_accuracy
-        for name, values in scores.items():
-            values[test > 0] = evaluation.metrics[name]
+    if dataset.target is not None:
+        return ClientTable(
+            distinct_names(dataset.names),
+            train + validation + test,
+            train,
+            accuracy=scores["r2"],
+            log_loss=scores["log_loss"],
+            calibration_error=scores["calibration_error"],
+            rmse=scores["rmse"],
+        )
     return ClientTable(
         distinct_names(dataset.names),
         train + validation + test,
@@ -144,15 +169,12 @@ def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> C
 
 
 def _test_metrics(evaluation: Evaluation) -> TestMetrics:
-    positive = evaluation.positive
-    return TestMetrics(
-        evaluation.headline(),
-        evaluation.leading_metric,
-        evaluation.pooled,
-        evaluation.pooled_intervals,
-        None if positive is None else str(positive),
-        evaluation.constant_accuracy,
-    )
+    headline, leading, values = evaluation.headline(), evaluation.leading_metric, evaluation.pooled
+    if leading == "rmse":
+        return TestMetrics(headline, leading, values, {}, None, math.nan)
+    positive = None if evaluation.positive is None else str(evaluation.positive)
+    intervals, constant = evaluation.pooled_intervals, evaluation.constant_accuracy
+    return TestMetrics(headline, leading, values, intervals, positive, constant)
 
 
 def _deciding_columns(

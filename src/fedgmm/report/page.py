@@ -33,8 +33,15 @@ if TYPE_CHECKING:
 
 # Addresses in plotly.js (maps, licences), other than the names of XML's own vocabularies.
 _ADDRESS = re.compile(r"https?://(?!www\.w3\.org/)[^\s\"'`<>\\)]*")
-_SHARES = {"accuracy", "balanced_accuracy", "sensitivity", "specificity", "base_rate"}
-_METRIC_TITLES = {"auc": "AUC", "log_loss": "log-loss", "brier": "Brier score"}
+_SHARES = {"accuracy", "balanced_accuracy", "sensitivity", "specificity", "base_rate", "coverage"}
+_METRIC_TITLES = {
+    "auc": "AUC",
+    "log_loss": "log-loss",
+    "brier": "Brier score",
+    "rmse": "RMSE",
+    "r2": "R²",
+    "coverage": "inside 90% intervals",
+}
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -184,9 +191,9 @@ def _metric_rows(contents: ReportContents) -> list[dict[str, str]]:
     def shown(name: str, value: float) -> str:
         if name in _SHARES:
             return percent(value)
-        return f"{value:.3f}" if np.isfinite(value) else "–"
+        return f"{value:{'.4g' if name == 'rmse' else '.3f'}}" if np.isfinite(value) else "–"
 
-    first = [found.leading, "base_rate"]
+    first = [name for name in (found.leading, "base_rate") if name in found.values]
     return [
         {
             "name": _METRIC_TITLES.get(name, name.replace("_", " ")),

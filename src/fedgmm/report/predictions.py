@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,9 @@ class PredictedRows:
         features: columns of the Gaussians if they differ from the inputs, ``(N, d)``.
         owners: the client of each row, as the model knows it, ``(N,)``.
         codes: the position of that client in the table, ``(N,)``.
-        confidence: probability of the predicted class, ``(N,)``.
-        right: whether the predicted class is the true one, ``(N,)``.
-        log_y: log-probability of the true class, ``(N,)``.
+        confidence: probability of the predicted class, ``(N,)``; NaN for numbers.
+        right: whether the predicted class is the true one, ``(N,)``; false for numbers.
+        log_y: log-probability of the true class, or log density of the number, ``(N,)``.
     """
 
     inputs: NDArray[Any]
@@ -62,6 +63,11 @@ class PredictedRows:
         # Names may be tuples, from which np.array would make a matrix.
         names = np.fromiter(rows.names, dtype=object, count=len(rows.names))
         inputs, features = rows.inputs.cpu().numpy(), features_of(model, rows)
+        if model.target is not None:
+            numbers = rows.labels.cpu().numpy()
+            log_y = model.log_conditional(inputs, numbers, names[codes], features=features)
+            unknown = np.full(len(numbers), np.nan)
+            return cls(inputs, features, names[codes], codes, unknown, unknown > 0, log_y)
         probabilities = model.predict_proba(inputs, names[codes], features=features)
         # A class that is unknown to the model has probability zero.
         position = {label: index for index, label in enumerate(model.classes.tolist())}
@@ -101,6 +107,21 @@ def reliability_of(confidence: FloatArray, right: NDArray[np.bool_]) -> Reliabil
     accuracy = np.bincount(place, weights=right) / counts
     error = float(np.average(np.abs(mean_confidence - accuracy), weights=counts))
     return Reliability(mean_confidence, accuracy, counts, filled / _CONFIDENCE_BINS, error)
+
+
+def reliability_of_intervals(
+    model: FederatedModel, dataset: FederatedDataset, test: PredictedRows
+) -> Reliability:
+    """Return the share of test rows that intervals of ten to ninety percent hold."""
+    from fedgmm.model.metrics import interval_of  # loads torch
+
+    found = model.predict_distribution(test.inputs, test.owners, features=test.features)
+    y = dataset.test.labels.cpu().numpy()
+    levels = np.arange(1, _CONFIDENCE_BINS) / _CONFIDENCE_BINS
+    ends = [interval_of(found, level).T for level in levels.tolist()]
+    held = np.array([((low <= y) & (y <= high)).mean() for low, high in ends])
+    counts = np.full(len(levels), len(y))
+    return Reliability(levels, held, counts, levels, float(np.abs(levels - held).mean()))
 
 
 def density_scatter(
@@ -144,6 +165,12 @@ def density_scatter(
     return scatter, clients
 
 
+def r2_of(truth: FloatArray, predicted: FloatArray) -> float:
+    """Return ``R²`` of predicted numbers; NaN if all numbers are equal."""
+    spread = ((truth - truth.mean()) ** 2).sum()
+    return float(1.0 - ((truth - predicted) ** 2).sum() / spread) if spread > 0 else math.nan
+
+
 def replay_newcomer(
     model: FederatedModel, dataset: FederatedDataset, absent: dict[str, str]
 ) -> AdaptationRecord | None:
@@ -162,11 +189,12 @@ def replay_newcomer(
     code = int(by_size[(len(by_size) - 1) // 2])
     name = dataset.names[code]
     train, test = dataset.train.client(code), dataset.test.client(code)
-    labels, truth = (dataset.classes[rows.labels.cpu().numpy()] for rows in (train, test))
+    labels, truth = (dataset.labels_of(rows) for rows in (train, test))
     inputs, features = train.inputs.cpu().numpy(), features_of(model, train)
     # Shuffle with a fixed seed because rows may be sorted by label; drop labels unknown to the model.
     order = np.random.default_rng(0).permutation(len(train))
-    order = order[np.isin(labels[order], model.classes)]
+    if model.target is None:
+        order = order[np.isin(labels[order], model.classes)]
     counts = sorted({min(n, len(order)) for n in (*_ROWS_OF_A_NEWCOMER, len(order))} - {0})
     copy = replace(model)  # adapting the copy keeps the client's trained weights
 
@@ -175,6 +203,8 @@ def replay_newcomer(
         predicted = copy.predict(
             test.inputs.cpu().numpy(), owners, features=features_of(model, test)
         )
+        if model.target is not None:
+            return r2_of(truth, predicted)
         return float((predicted == truth).mean())
 
     accuracies, log_likelihoods = [accuracy(None)], list[float]()

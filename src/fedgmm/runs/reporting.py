@@ -78,6 +78,8 @@ def _comparison(
         )
     if isinstance(record, dict) and record.get("metric", "mean_accuracy") != "mean_accuracy":
         against, notes = {}, [record["headline"], *notes]  # the page compares accuracies
+        if model.target is not None:
+            baselines = {}
     learner = model.options.get("learner")
     if own.get("learner", learner) != learner:
         notes.append(

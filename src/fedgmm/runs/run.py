@@ -538,8 +538,6 @@ class FederatedRun:
     def report(self, *, notify: Notify = lambda _: None) -> Path:
         """Write ``report.html`` and return its path."""
         self.need_labels()
-        if self.model.target is not None:
-            raise RunError("The report is for classes; for numbers use fedgmm evaluate.")
         from fedgmm.runs.reporting import write_run_report
 
         return write_run_report(self, notify)
