@@ -202,6 +202,7 @@ class FederatedDataset:
         classes: the distinct labels as they were given, sorted, ``(K,)``; empty for regression.
         column_names: names of the inputs' columns, or ``None``.
         target: mean and deviation of the numbers to predict; ``None`` for classification.
+        persons: the person of each training row as a number, ``(N,)``, if persons are known.
     """
 
     train: LabelledRows
@@ -211,6 +212,7 @@ class FederatedDataset:
     classes: NDArray[Any]
     column_names: tuple[str, ...] | None = None
     target: Scaling | None = None
+    persons: Tensor | None = None
 
     @classmethod
     def from_arrays(
@@ -224,6 +226,7 @@ class FederatedDataset:
         split: Sequence[float] = PAPER_SPLIT,
         seed: int = 0,
         sample_weight: ArrayLike | None = None,
+        persons: ArrayLike | None = None,
     ) -> FederatedDataset:
         """Return a data set from rows with one client id each.
 
@@ -239,6 +242,7 @@ class FederatedDataset:
             seed: seed of the split.
             sample_weight: how many rows each row counts for in training, ``(N,)``; ``None`` means one.
                 Rows of weight zero are left out.
+            persons: id of the person of each row, ``(N,)``, for privacy of persons with several rows.
         """
         inputs = numeric(X, "X")
         if not inputs.size:
@@ -254,10 +258,14 @@ class FederatedDataset:
             codes = np.zeros(len(inputs), dtype=np.int64)
         else:
             codes, names = encode_clients(clients, len(inputs))
+        people = None if persons is None else encode_clients(persons, len(inputs))[0]
+        if people is not None and (people == NO_CLIENT).any():
+            raise ValueError("The person of a row is missing; name a person for every row.")
         weights = None
         if sample_weight is not None:
             weights = row_weights(sample_weight, len(inputs))
             wanted = weights > 0
+            people = None if people is None else people[wanted]
             with _beside(inputs):
                 inputs = _taken(inputs, np.flatnonzero(wanted))
             labels, weights = labels[wanted], weights[wanted]
@@ -266,9 +274,13 @@ class FederatedDataset:
             if (codes != NO_CLIENT).all():
                 present, codes = np.unique(codes, return_inverse=True)
                 names = [names[code] for code in present]
-        return cls._build(
+        found = cls._build(
             inputs, labels, codes, names, features, task, split, seed, column_names(X), weights
         )
+        if people is None:
+            return found
+        own = split_rows(codes, client_keys(names), split, seed)[0]
+        return replace(found, persons=torch.from_numpy(people[own]))
 
     @classmethod
     def from_clients(
@@ -408,8 +420,12 @@ class FederatedDataset:
         if not keep:
             raise ValueError("select needs at least one client.")
         codes = torch.tensor([code for code, name in enumerate(self.names) if name in keep])
+        persons = self.persons
+        if persons is not None:
+            persons = persons[torch.isin(self.train.codes.cpu(), codes)]
         return replace(
             self,
+            persons=persons,
             train=self.train.select(codes),
             validation=self.validation.select(codes),
             test=self.test.select(codes),

@@ -115,6 +115,8 @@ class FederatedModel:
             :meth:`~fedgmm.core.predictive.NumberPredictions.interval`; ``None`` if no number was held out.
         positive: the positive class of two, see :func:`~fedgmm.model.decisions.default_positive`; ``None``
             if it is not known.
+        privacy: settings of differential privacy, with ``spent`` (``ε`` of all releases) and ``releases``;
+            ``None`` if the model was trained without. Covers everything but ``client_weights``.
     """
 
     algorithm: str
@@ -134,6 +136,7 @@ class FederatedModel:
     target: Scaling | None = None
     interval_scores: NDArray[np.float64] | None = None
     projection: PCA | None = None
+    privacy: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Find the positive class of two, or score the held-out numbers, if there are rows in memory.
@@ -170,6 +173,18 @@ class FederatedModel:
             f"{'with weights of their own' if mixed else 'with an assigned learner'}\n"
             f"  {size}, rows of shape {self.input_shape}\n"
             f"  {counted(len(self.history), 'round')}{ended}"
+            + ("" if self.privacy is None else f"\n  {self.budget}")
+        )
+
+    @property
+    def budget(self) -> str:
+        """A line about the privacy budget, such as ``ε = 3.2 of 4 (δ = 1e-05, per row), 22 releases``."""
+        if self.privacy is None:
+            return ""
+        facts = self.privacy
+        return (
+            f"ε = {facts['spent']:.3g} of {facts['epsilon']:g} (δ = {facts['delta']:g}, per "
+            f"{facts['unit']}), {counted(facts['releases'], 'release')}"
         )
 
     @property

@@ -131,6 +131,7 @@ def _facts(model: FederatedModel) -> dict[str, Any]:
         "history": model.history,
         "stopped": model.stopped,
         "column_names": None if model.column_names is None else list(model.column_names),
+        **({} if model.privacy is None else {"privacy": model.privacy}),
     }
 
 
@@ -303,6 +304,7 @@ def _build_model(
         target=_target(tensors, len(classes)),
         interval_scores=_interval_scores(tensors),
         projection=_projection(tensors, math.prod(shape)),
+        privacy=facts.get("privacy"),
     )
 
 

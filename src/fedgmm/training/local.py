@@ -37,11 +37,14 @@ from fedgmm.methods.base import (
 from fedgmm.methods.batch_statistics import recompute_statistics
 from fedgmm.methods.gmm import overall_gaussian
 from fedgmm.model.adaptation import with_prior
+from fedgmm.model.decisions import default_positive
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import reset_memory_shares, resolve_device, resolve_dtype
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import ModuleFactory, function_of
+from fedgmm.privacy.private_method import PrivateMixture
+from fedgmm.privacy.settings import Privacy
 from fedgmm.training.build import build, build_warm_up, learner_network, pretrained_learner
 from fedgmm.training.checkpoint import (
     DENSITY_OPTIONS,
@@ -54,6 +57,15 @@ from fedgmm.training.checkpoint import (
 )
 from fedgmm.training.loop import Replies, Run, Training, as_callbacks, run_rounds
 from fedgmm.training.options import TrainingOptions
+from fedgmm.training.private import (
+    Account,
+    PrivateClients,
+    account_file,
+    check_private,
+    declared_scaling,
+    private_options,
+    unit_weights,
+)
 from fedgmm.wording import counted
 
 OnTrainingRound = Callable[[dict[str, float]], None]
@@ -212,6 +224,7 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     checkpoint: Checkpoint | str | Path | None = None,
     watch_accuracy: bool | int = False,
     until: int | None = None,
+    privacy: Privacy | None = None,
     rounds: int = UNSET,
     components: int | Literal["auto"] = UNSET,
     learners: int | Literal["auto"] = UNSET,
@@ -287,6 +300,10 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
         until: end this call after that round, although ``rounds`` plan for more; with a checkpoint
             another call continues as if the first had not ended. A call that ends within the warm-up
             returns the model of its shared learner.
+        privacy: train with differential privacy, if it has an ``epsilon``. The bound holds for everything
+            that clients share: all parameters except their own weights, which each client learns at home
+            after the last round. The history has ``epsilon`` after each round, the model's ``privacy``
+            what was spent. Noise does not follow ``seed``, so two runs differ.
         rounds, ..., precision: the options, see :class:`TrainingOptions`.
         **unknown: raises ``TypeError`` with the nearest known name.
 
@@ -322,6 +339,17 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     given = {k: v.item() if isinstance(v, np.generic) else v for k, v in given.items()}
     chosen = replace(options or TrainingOptions(), **given)
     chosen.check()
+    if not isinstance(privacy, Privacy | None):
+        raise TypeError(f"privacy must be a fedgmm.Privacy, got {privacy!r}.")
+    budget = privacy if privacy is not None and privacy.is_noised else None
+    if budget is not None:
+        if watch_accuracy:
+            raise ValueError("watch_accuracy scores rows without noise; leave it out with epsilon.")
+        if several_ranks():
+            raise ValueError("epsilon is for one process; start the training without torchrun.")
+        check_private(dataset, chosen, budget)
+        chosen = private_options(chosen, budget)
+        budget = replace(budget, rounds=chosen.rounds)
     if until is not None:
         check_integer("until", until, 1)
     callbacks = as_callbacks(on_round)
@@ -329,7 +357,9 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     def run() -> FederatedModel:
         complete = _with_sizes(chosen, dataset, checkpoint)
         watch = int(watch_accuracy)
-        job = _LocalTraining(dataset, complete, answers, callbacks, checkpoint, watch, until)
+        job = _LocalTraining(
+            dataset, complete, answers, callbacks, checkpoint, watch, until, budget
+        )
         net = job.net
         # small networks gain nothing from threads inside an operation
         quiet = resolve_device(chosen.device).type == "cpu" and net.hints.in_lanes
@@ -425,6 +455,7 @@ class _LocalTraining:
         checkpoint: Checkpoint | None,
         watch_accuracy: int,
         until: int | None,
+        privacy: Privacy | None = None,
     ) -> None:
         self.dataset, self.options, self.watch_accuracy = dataset, options, watch_accuracy
         self.net = learner_network(options, dataset.input_shape, dataset.classes)
@@ -434,7 +465,11 @@ class _LocalTraining:
         columns = options.standardise and len(dataset.input_shape) == 1
         if custom is not None and custom.integer_inputs:
             columns = False  # integers would not stay integers
-        self.scaling = _scaling(dataset) if columns else None
+        self.scaling: Scaling | None = None
+        if privacy is not None:
+            self.scaling = declared_scaling(privacy, dataset)
+        elif columns:
+            self.scaling = _scaling(dataset)
         rows = self._scaled(dataset, device)
         self.projection = _principal_components(rows, options)
         self.rows = self._projected(rows)
@@ -442,8 +477,19 @@ class _LocalTraining:
             custom.check(self.rows.inputs)
         method, warm_up = build(options, self.net), build_warm_up(options, self.net)
         participation = Participation(options.participation, answers, options.seed)
-        self.clients = LocalClients(self.rows, participation, models=self._scored_model)
-        if several_ranks():
+        self.clients: LocalClients | PrivateClients = LocalClients(
+            self.rows, participation, models=self._scored_model
+        )
+        self.private: PrivateClients | None = None
+        if privacy is not None:
+            method = PrivateMixture(method, privacy)  # type: ignore[arg-type]
+            self.clients = self.private = PrivateClients(
+                self.rows,
+                privacy,
+                Account(privacy, None if checkpoint is None else account_file(checkpoint.path)),
+                unit_weights(privacy, self.rows.codes.cpu(), dataset.persons),
+            )
+        elif several_ranks():
             from fedgmm.training.distributed import RankClients
             from fedgmm.training.ranks import join
 
@@ -465,8 +511,11 @@ class _LocalTraining:
             watch=self._watch if watch_accuracy else None,
         )
         if checkpoint is not None:
-            self.loop.store = _CheckpointFile(checkpoint.path, dataset, options, self.loop, device)
-            self.loop.save_every = checkpoint.every
+            self.loop.store = _CheckpointFile(
+                checkpoint.path, dataset, options, self.loop, device, privacy
+            )
+            # no release may be seen before it is on the disk
+            self.loop.save_every = checkpoint.every if privacy is None else 1
 
     def run(self) -> FederatedModel:
         """Train, and return the model."""
@@ -493,6 +542,8 @@ class _LocalTraining:
 
         After Ctrl-C it skips passes over all rows, because the user does not want to wait for them.
         """
+        if self.private is not None:
+            return self._private_model(method, shared, personal, stopped)
         model = self._model(method.prediction(shared, personal), stopped)
         if stopped == INTERRUPTED:
             return model
@@ -508,6 +559,21 @@ class _LocalTraining:
             self._refit(model, method, shared, personal)
         except KeyboardInterrupt:
             model.stopped = self._interrupted()
+        return model
+
+    def _private_model(
+        self, method: Any, shared: Any, personal: Any, stopped: str | None
+    ) -> FederatedModel:
+        """Return the model of a private call, without anything that rows decide without noise."""
+        assert self.private is not None
+        assert self.scaling is not None
+        declared, self.scaling = self.scaling, method.scaling(shared, self.scaling)
+        model = self._model(method.prediction(shared, personal), stopped)
+        self.scaling = declared
+        if model.positive is not None:  # counts of labels must not decide
+            classes = model.classes.tolist()
+            model.positive = classes[default_positive(classes, (1, 1))]
+        model.privacy = self.private.facts()
         return model
 
     def _refit(self, model: FederatedModel, method: AnyMethod, shared: Any, personal: Any) -> None:
@@ -634,6 +700,7 @@ class _CheckpointFile:
     options: TrainingOptions
     loop: Training
     device: torch.device
+    privacy: Privacy | None = None
 
     def save(self, progress: Progress) -> None:
         """Write the progress with the options and the fingerprint of the data."""
@@ -670,6 +737,8 @@ class _CheckpointFile:
         net = function_of(self.loop.method.training.net)
         if isinstance(net, ModuleNetwork) and net.constants:
             record["frozen layers"] = net.fingerprint
+        if self.privacy is not None:
+            record["privacy"] = self.privacy.record()
         return record | {WEIGHTS: None if weights is None else sha256_of(Path(weights))}
 
 

@@ -1,0 +1,511 @@
+"""Equations of private training: what a client adds up, how much a row can change it, what follows.
+
+All sums are over rows that were clipped to a ball, with the public parameters of the last release. The
+E-step uses the weights ``π`` of the federation and not those of a client: a client's own ``π_c`` depends
+on all its rows, so one row would change the responsibilities of the others, and their sums.
+
+=============  ==========================================================  =========================
+release        sums                                                        gives
+=============  ==========================================================  =========================
+``columns``    ``Σ x``, ``Σ x²`` within the declared bounds                scale of every column
+``covariance`` ``Σ z``, ``Σ z zᵀ`` of standardised rows                    whitening, directions
+``histogram``  rows per cell of a grid in the leading directions           first Gaussians
+``round``      ``Σ q``, ``Σ q z``, ``Σ q z zᵀ``, ``Σ q (p - y) zᵀ``        Gaussians and learners
+=============  ==========================================================  =========================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from fedgmm.core.em import add_likelihoods, responsibilities, update_gaussians
+from fedgmm.core.gaussians import (
+    CovarianceType,
+    Gaussians,
+    gaussians,
+    log_densities,
+    residuals,
+    weighted_moments,
+)
+from fedgmm.core.newton import contrasts, newton_step, newton_sums
+from fedgmm.core.params import Params
+from fedgmm.privacy.noisy_sums import clip_rows, from_triangle, triangle
+
+_SMALLEST_VARIANCE = 1e-4  # of a column within [-1, 1]
+_LOWEST, _HIGHEST = 0.02, 4.0  # eigenvalues of a Gaussian's covariance in whitened coordinates
+_CELLS_PER_DIRECTION = {1: 64, 2: 24, 3: 12}
+_REACH = 3.0  # deviations that the histogram covers; rows beyond count for its outer cells
+_SAMPLES = 10_000  # drawn from each released Gaussian for the curvature of two classes
+_FEWEST_SAMPLES = 2000
+_CELL_ROUNDS = 50  # of EM on the histogram
+_STEPS = 30
+_CLOSE = 1e-4  # root mean square change of logits at which Newton's method ends
+
+
+class Rows(NamedTuple):
+    """Rows of one or several clients.
+
+    Attributes:
+        inputs: ``(n, d)``, float64, within ``[-1, 1]``.
+        labels: ``(n,)``.
+        weights: ``(n,)``; those of one unit add up to one at most.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Public coordinates ``z = W (x - mean) / scale``, clipped to a ball.
+
+    Attributes:
+        mean: ``(d,)``.
+        scale: ``(d,)``.
+        covariance: of the standardised rows, repaired, ``(d, d)``.
+        whitener: ``W``, symmetric, ``(d, d)``.
+        projection: from standardised rows to the leading directions with unit variance, ``(d, k)``.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    covariance: Tensor
+    whitener: Tensor
+    projection: Tensor
+
+    def standardise(self, inputs: Tensor) -> Tensor:
+        """Return standardised rows, clipped to a ball."""
+        return clip_rows((inputs - self.mean) / self.scale, radius(len(self.mean)))
+
+    def apply(self, inputs: Tensor) -> Tensor:
+        """Return whitened rows, clipped to a ball."""
+        whitened = (inputs - self.mean) / self.scale @ self.whitener
+        return clip_rows(whitened, radius(len(self.mean)))
+
+
+def radius(columns: int) -> float:
+    """Return the radius of the ball: a row of ``d`` independent columns of variance one has length √d."""
+    return math.sqrt(columns) + 1.0
+
+
+def unscaled(columns: int, directions: int) -> Coordinates:
+    """Return coordinates before any release."""
+    eye = torch.eye(columns, dtype=torch.float64)
+    zero, one = eye.new_zeros(columns), eye.new_ones(columns)
+    return Coordinates(zero, one, eye, eye, eye[:, :directions])
+
+
+# ---------------------------------------------------------------------- columns
+
+
+def column_sums(rows: Rows) -> dict[str, Tensor]:
+    """Return ``Σ w``, ``Σ w x`` and ``Σ w x²``."""
+    x, w = rows.inputs, rows.weights[:, None]
+    return {
+        "rows": rows.weights.sum()[None],
+        "first": (w * x).sum(0),
+        "second": (w * x.square()).sum(0),
+    }
+
+
+def standardised(
+    current: Coordinates, noisy: Mapping[str, Tensor], deviation: Mapping[str, float]
+) -> Coordinates:
+    """Return coordinates with mean zero and variance one; noise may not make a variance too small."""
+    n = noisy["rows"].clamp_min(1.0)
+    mean = (noisy["first"] / n).clamp(-1.0, 1.0)
+    variance = noisy["second"] / n - mean.square()
+    floor = max(_SMALLEST_VARIANCE, min(0.1, deviation["second"] / float(n)))
+    return replace(current, mean=mean, scale=variance.clamp(floor, 1.0).sqrt())
+
+
+# ---------------------------------------------------------------------- covariance
+
+
+def covariance_sums(coordinates: Coordinates, rows: Rows, centred: bool) -> dict[str, Tensor]:
+    """Return ``Σ w``, ``Σ w z`` and ``Σ w z zᵀ``, or ``Σ w (z zᵀ - I)`` if ``centred``."""
+    z, w = coordinates.standardise(rows.inputs), rows.weights[:, None]
+    second = z.mT @ (w * z)
+    if centred:
+        second = second - rows.weights.sum() * torch.eye(len(second), dtype=z.dtype)
+    return {
+        "rows": rows.weights.sum()[None],
+        "first": (w * z).sum(0),
+        "second": triangle(second),
+    }
+
+
+def whitened(
+    current: Coordinates,
+    noisy: Mapping[str, Tensor],
+    deviation: Mapping[str, float],
+    *,
+    centred: bool,
+    whiten: bool,
+) -> Coordinates:
+    """Return coordinates in which the rows have covariance one, and the leading directions.
+
+    Eigenvalues that noise could have made are raised, because whitening would amplify the noise.
+    Without ``whiten`` only the directions are found, for Gaussians whose axes are the columns.
+    """
+    d, k = current.projection.shape
+    n = noisy["rows"].clamp_min(1.0)
+    second = from_triangle(noisy["second"], d)
+    if centred:
+        second = second + n * torch.eye(d, dtype=second.dtype)
+    mean = noisy["first"] / n
+    covariance = second / n - torch.outer(mean, mean)
+    # the largest eigenvalue of a symmetric matrix of noise is about √(2d) deviations of the triangle
+    level = deviation["second"] / float(n) * math.sqrt(2.0 * d)
+    values, vectors = torch.linalg.eigh(covariance)
+    values = values.clamp(min(1.0, max(0.05, level)), float(d))
+    whitener = (vectors * values.rsqrt()) @ vectors.mT
+    leading = vectors[:, -k:].flip(-1) if k else vectors[:, :0]
+    return Coordinates(
+        # the clipped mean moves, too, so that whitened rows have mean zero
+        current.mean + current.scale * mean,
+        current.scale,
+        (vectors * values) @ vectors.mT,
+        whitener if whiten else torch.eye(d, dtype=torch.float64),
+        leading * values.flip(-1)[:k].rsqrt(),
+    )
+
+
+# ---------------------------------------------------------------------- histogram
+
+
+def cells(directions: int) -> int:
+    """Return the number of cells of the histogram."""
+    return int(_CELLS_PER_DIRECTION[directions] ** directions)
+
+
+def histogram_sums(coordinates: Coordinates, rows: Rows) -> dict[str, Tensor]:
+    """Return the number of rows in every cell of a grid in the leading directions."""
+    k = coordinates.projection.shape[1]
+    per_direction = _CELLS_PER_DIRECTION[k]
+    y = coordinates.standardise(rows.inputs) @ coordinates.projection
+    place = ((y + _REACH) / (2 * _REACH) * per_direction).long().clamp(0, per_direction - 1)
+    cell = place[:, 0]
+    for axis in range(1, k):
+        cell = cell * per_direction + place[:, axis]
+    counts = torch.zeros(cells(k), dtype=torch.float64)
+    return {"cells": counts.index_add_(0, cell, rows.weights)}
+
+
+def clustered(
+    coordinates: Coordinates,
+    noisy: Mapping[str, Tensor],
+    deviation: Mapping[str, float],
+    components: int,
+    kind: CovarianceType,
+    seed: int,
+) -> tuple[Gaussians, Tensor]:
+    """Return Gaussians and weights ``(M,)`` that fit the histogram.
+
+    A small mixture is fitted to the cells by k-means and EM, in the leading directions. In all other
+    directions the Gaussians have the covariance of all rows.
+    """
+    d, k = coordinates.projection.shape
+    eye = torch.eye(d, dtype=torch.float64)
+    whole = coordinates.whitener @ coordinates.covariance @ coordinates.whitener
+    if not k:
+        means = eye.new_zeros(components, d)
+        return _of_kind(means, whole.expand(components, d, d), kind), eye.new_ones(components)
+    weights, small = _fit_cells(noisy["cells"], deviation["cells"], k, components, seed)
+    # z = W z₁, and the leading directions of z₁ have the deviations that ``projection`` divides by
+    lengths = torch.linalg.vector_norm(coordinates.projection, dim=0)
+    axes = coordinates.whitener @ (coordinates.projection / lengths.square())  # (d, k)
+    missing = torch.eye(k, dtype=torch.float64) - small.covariances
+    covariances = whole - axes @ missing @ axes.mT
+    return _of_kind(small.means @ axes.mT, covariances, kind), weights
+
+
+def _fit_cells(
+    counts: Tensor, deviation: float, k: int, components: int, seed: int
+) -> tuple[Tensor, Gaussians]:
+    """Return weights and full Gaussians of a mixture of the cells, ``k`` columns."""
+    from sklearn.cluster import KMeans
+
+    per_direction = _CELLS_PER_DIRECTION[k]
+    middles = (torch.arange(per_direction).double() + 0.5) / per_direction * 2 * _REACH - _REACH
+    points = torch.cartesian_prod(*[middles] * k).reshape(-1, k)
+    # a cell that noise alone may have filled counts for nothing
+    filled = torch.where(counts > 2.0 * deviation, counts, 0.0)
+    if int((filled > 0).sum()) < components:
+        filled = counts.clamp_min(0.0) + 1e-9
+    here = filled > 0
+    points, filled = points[here], filled[here]
+    found = KMeans(components, n_init=10, random_state=seed).fit(
+        points.numpy(), sample_weight=filled.numpy()
+    )
+    width = 2 * _REACH / per_direction
+    spread = torch.eye(k, dtype=torch.float64).mul(0.1).expand(components, k, k)
+    current = gaussians(torch.from_numpy(found.cluster_centers_), spread, "full")
+    weights = torch.full((components,), 1.0 / components, dtype=torch.float64)
+    for _ in range(_CELL_ROUNDS):
+        difference = residuals(points, current.means)
+        q, _ = responsibilities(log_densities(difference, current) + weights.log())
+        moments, _ = weighted_moments(difference, q * filled[:, None], "full")
+        current = update_gaussians(moments, current, width**2 / 12)
+        weights = (moments.counts / moments.counts.sum()).clamp_min(1e-3)
+        weights = weights / weights.sum()
+    return weights, current
+
+
+def _of_kind(means: Tensor, covariances: Tensor, kind: CovarianceType) -> Gaussians:
+    """Return Gaussians of a covariance type from full matrices ``(M, d, d)``, which are repaired."""
+    full = repaired(covariances)
+    variances = full.diagonal(dim1=-2, dim2=-1)
+    match kind:
+        case "full":
+            found = full
+        case "tied":
+            found = full.mean(0)
+        case "diag":
+            found = variances
+        case "spherical":
+            found = variances.mean(-1)
+        case _:
+            found = torch.ones(len(means), dtype=torch.float64)
+    return gaussians(means, found, kind)
+
+
+def repaired(matrices: Tensor) -> Tensor:
+    """Return symmetric matrices ``(..., d, d)`` with eigenvalues within public limits."""
+    values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
+    clamped = values.clamp(_LOWEST, _HIGHEST)
+    product: Tensor = (vectors * clamped.unsqueeze(-2)) @ vectors.mT
+    return product
+
+
+# ---------------------------------------------------------------------- rounds
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The public parameters that a round's E-step uses.
+
+    Attributes:
+        gaussians: in whitened coordinates; without a density they only give the curvature.
+        weights: ``π(m1, m2)`` of the federation, flattened, ``(M1 · M2,)``.
+        learners: linear, float64, in whitened coordinates: ``0.weight`` ``(M2, K, d)``, ``0.bias``.
+    """
+
+    gaussians: Gaussians
+    weights: Tensor
+    learners: Params
+
+    @property
+    def count(self) -> int:
+        """``M2``."""
+        return len(self.learners["0.bias"])
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Return the logits of every learner, ``(n, M2, K)``."""
+        product = torch.einsum("nd,mkd->nmk", z, self.learners["0.weight"])
+        return product + self.learners["0.bias"]
+
+
+def log_likelihood_range(columns: int, classes: int, density: bool) -> tuple[float, float]:
+    """Return the middle of the range to which a row's log-likelihood is clipped, and its half width."""
+    if density:
+        return -0.5 * columns * (1.0 + math.log(2.0 * math.pi)), float(columns)
+    return -math.log(max(classes, 2)), math.log(max(classes, 2))
+
+
+def round_sums(
+    coordinates: Coordinates, mixture: Mixture, rows: Rows, *, density: bool, centred: bool
+) -> dict[str, Tensor]:
+    """Return the sums of a round over some rows.
+
+    ``counts`` are ``Σ q(m1, m2)``; ``first`` and ``second`` are moments of each Gaussian around zero;
+    ``gradient`` is that of the cross-entropy in contrasts of the classes, ``(M2, K-1, d+1)``.
+
+    Args:
+        coordinates: of the rows.
+        mixture: the public parameters.
+        rows: of one or several clients.
+        density: whether the Gaussians take part.
+        centred: take moments relative to the current Gaussians, so that they are small.
+    """
+    z = coordinates.apply(rows.inputs)
+    m2, d = mixture.count, z.shape[1]
+    log_pi = mixture.weights.log().reshape(-1, m2).expand(len(z), -1, -1).clone()
+    current = mixture.gaussians
+    difference = residuals(z, current.means) if density else None
+    log_x = None if difference is None else log_densities(difference, current)
+    logits = mixture.logits(z)
+    classes = logits.shape[-1]
+    log_p = torch.log_softmax(logits, -1)
+    truth = one_hot(rows.labels, classes).double()
+    log_y = (log_p * truth[:, None]).sum(-1)
+    q, evidence = responsibilities(add_likelihoods(log_pi, log_x, log_y).flatten(1))
+    q = q * rows.weights[:, None]
+    joint = q.reshape(len(z), -1, m2)
+    middle, half = log_likelihood_range(d, classes, density)
+    found = {
+        "counts": q.sum(0),
+        "log_likelihood": ((evidence - middle).clamp(-half, half) * rows.weights).sum()[None],
+    }
+    if classes > 1:
+        # ∂CE/∂β = Bᵀ (p - y) zᵀ
+        error = (log_p.exp() - truth[:, None]) @ contrasts(classes) * joint.sum(1)[..., None]
+        with_one = torch.cat([z, z.new_ones(len(z), 1)], -1)
+        gradient = error.flatten(1).mT @ with_one
+        found["gradient"] = gradient.reshape(m2, classes - 1, d + 1)
+    if density:
+        around = residuals(z, torch.zeros_like(current.means))
+        moments, _ = weighted_moments(around, joint.sum(2), current.covariance_type)
+        first, second = moments.first, moments.second
+        if centred:
+            first, second = relative(first, second, moments.counts, current, sign=-1.0)
+        found["first"] = first
+        kind = current.covariance_type
+        found["second"] = triangle(second) if kind in ("full", "tied") else second
+    return found
+
+
+def relative(
+    first: Tensor, second: Tensor, counts: Tensor, current: Gaussians, *, sign: float
+) -> tuple[Tensor, Tensor]:
+    """Subtract from moments what the current Gaussians expect (``sign=-1``), or add it again (``sign=1``).
+
+    ``Σ q (z - μ)`` and ``Σ q (z zᵀ - μ μᵀ - Σ)`` are close to zero for every client whose rows the
+    Gaussians describe, whichever of them it has.
+    """
+    kind = current.covariance_type
+    means, n = current.means, counts
+    match kind:
+        case "full":
+            expected = means[:, :, None] * means[:, None] + current.covariances
+            add = n[:, None, None] * expected
+        case "tied":
+            add = torch.einsum("m,md,me->de", n, means, means) + n.sum() * current.covariances
+        case "diag":
+            add = n[:, None] * (means.square() + current.covariances)
+        case _:
+            add = n * (means.square().sum(-1) + means.shape[-1] * current.covariances)
+    return first + sign * n[:, None] * means, second + sign * add
+
+
+def next_gaussians(
+    noisy: Mapping[str, Tensor],
+    deviation: Mapping[str, float],
+    counts: Tensor,
+    current: Gaussians,
+    reg_covar: float,
+    *,
+    centred: bool,
+) -> Gaussians:
+    """Return the Gaussians of noisy moments, with repaired covariances.
+
+    A component with fewer rows than the noise could have made keeps its parameters.
+
+    Args:
+        noisy: the sums of a round.
+        deviation: of their noise.
+        counts: ``Σ q(m1)``, ``(M1,)``, positive.
+        current: the Gaussians of the round.
+        reg_covar: added to every variance.
+        centred: as in :func:`round_sums`.
+    """
+    d, kind = current.means.shape[1], current.covariance_type
+    first, second = noisy["first"], noisy["second"]
+    if kind in ("full", "tied"):
+        second = from_triangle(second, d)
+    if centred:
+        first, second = relative(first, second, counts, current, sign=1.0)
+    # the noise of a mean must be smaller than the radius of the ball
+    alive = counts * radius(d) > 2.0 * deviation["first"] * math.sqrt(d)
+    n = counts.clamp_min(1.0)
+    means = torch.where(alive[:, None], clip_rows(first / n[:, None], radius(d)), current.means)
+    centre = means[:, :, None] * means[:, None]
+    match kind:
+        case "full":
+            found = repaired(second / n[:, None, None] - centre)
+            found.diagonal(dim1=-2, dim2=-1).add_(reg_covar)
+            found = torch.where(alive[:, None, None], found, current.covariances)
+        case "tied":
+            total = n.sum()
+            found = repaired(second / total - (n[:, None, None] * centre).sum(0) / total)
+            found.diagonal().add_(reg_covar)
+        case "diag":
+            variances = second / n[:, None] - means.square()
+            found = variances.clamp(_LOWEST, _HIGHEST) + reg_covar
+            found = torch.where(alive[:, None], found, current.covariances)
+        case "spherical":
+            variances = (second / n - means.square().sum(-1)) / d
+            found = variances.clamp(_LOWEST, _HIGHEST) + reg_covar
+            found = torch.where(alive, found, current.covariances)
+        case _:
+            found = current.covariances
+    return gaussians(means, found, kind)
+
+
+def next_learners(
+    mixture: Mixture, gradient: Tensor, counts: Tensor, ridge: float, seed: int
+) -> Params:
+    """Return the learners at which a noisy gradient would vanish, by the released Gaussians.
+
+    The server knows the distribution of the inputs, so it needs no Hessian of the clients. With
+    ``p_θ(z)`` the probabilities of the classes, it solves for ``θ'``::
+
+        n E[(p_θ'(z) - p_θ(z)) zᵀ] + Σ q (p_θ(z) - y) zᵀ + ridge θ' = 0
+
+    The expectation is over draws from the Gaussians, clipped as rows are. If the Gaussians are wrong,
+    steps are too long or too short, but the solution is still where the gradient vanishes.
+
+    Args:
+        mixture: with new Gaussians and weights, and the learners of the round.
+        gradient: noisy, ``(M2, K-1, d+1)``.
+        counts: ``n``, rows of each learner, ``(M2,)``, positive.
+        ridge: penalty of the weights.
+        seed: of the draws, which are public.
+    """
+    m2 = mixture.count
+    draws, weights = draws_of(mixture, seed)
+    weights = weights * counts
+    nothing = torch.zeros(len(draws), dtype=torch.int64)
+    flat = gradient.reshape(m2, -1)
+    # the labels of the draws cancel out
+    start = newton_sums(mixture.logits(draws), draws, nothing, weights).gradient
+    learners = mixture.learners
+    for _ in range(_STEPS):
+        logits = replace(mixture, learners=learners).logits(draws)
+        sums = newton_sums(logits, draws, nothing, weights)
+        new = newton_step(learners, replace(sums, gradient=sums.gradient - start + flat), ridge)
+        change = replace(mixture, learners=new).logits(draws) - logits
+        learners = new
+        if float(change.square().mean().sqrt()) < _CLOSE:
+            break
+    return learners
+
+
+def draws_of(mixture: Mixture, seed: int) -> tuple[Tensor, Tensor]:
+    """Return inputs drawn from the Gaussians ``(n, d)``, and their weights for the learners ``(n, M2)``."""
+    current = mixture.gaussians
+    m1, d = current.means.shape
+    # a Hessian of K classes has (K - 1)² blocks
+    pairs = max(1, mixture.learners["0.bias"].shape[1] - 1)
+    count = max(_FEWEST_SAMPLES, _SAMPLES // pairs**2)
+    normal = torch.from_numpy(np.random.default_rng(seed).standard_normal((m1, count, d)))
+    match current.covariance_type:
+        case "full" | "tied":
+            spread = normal @ torch.linalg.cholesky(current.covariances).mT
+        case "diag":
+            spread = normal * current.covariances.sqrt()[:, None]
+        case _:
+            spread = normal * current.covariances.sqrt()[:, None, None]
+    draws = clip_rows((current.means[:, None] + spread).reshape(-1, d), radius(d))
+    joint = mixture.weights.reshape(m1, -1)
+    share = joint / joint.sum(0).clamp_min(1e-300) / count
+    return draws, share.repeat_interleave(count, 0)

@@ -1,0 +1,463 @@
+"""FedGMM, FedEM, FedAvg and the federated GMM by noised sums, as a method behind the round loop.
+
+A run is a list of releases: ``columns``, ``covariance``, ``histogram``, then one ``round`` after the other.
+For each the method gives three things, which are the same in one process and over a network:
+
+- :meth:`PrivateMixture.contributions`: what a client adds up over its rows, given public parameters;
+- :meth:`PrivateMixture.layout`: the parts of the sum, with the largest contribution of one unit;
+- :meth:`PrivateMixture.advance`: the next public parameters, from the noisy total.
+
+Nothing else leaves a client. Its weights ``π_c`` are learned after the last round, from its own rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.em import add_likelihoods, client_weights, responsibilities
+from fedgmm.core.gaussians import Gaussians, gaussians, log_densities, residuals
+from fedgmm.core.moments import Scaling
+from fedgmm.core.params import Params
+from fedgmm.core.sums import Sum, Sums
+from fedgmm.data.dataset import LabelledRows
+from fedgmm.methods.base import Prediction, RoundInfo, SupervisedMethod
+from fedgmm.methods.fedgmm import FedGMM
+from fedgmm.nets.learners import at_labels
+from fedgmm.privacy.noisy_sums import NoisySums, Part
+from fedgmm.privacy.private_em import (
+    Coordinates,
+    Mixture,
+    Rows,
+    cells,
+    clustered,
+    column_sums,
+    covariance_sums,
+    histogram_sums,
+    log_likelihood_range,
+    next_gaussians,
+    next_learners,
+    radius,
+    round_sums,
+    standardised,
+    unscaled,
+    whitened,
+)
+from fedgmm.privacy.settings import Privacy
+
+ROUND = "round"
+DEVIATION = "deviation/"
+"""Names of noise deviations start with this among noisy sums."""
+MUS = "mus"
+"""Name of the ``μ`` of the releases behind noisy sums."""
+
+_START_SHARES = {"columns": 0.02, "covariance": 0.04, "histogram": 0.02}
+_GROWTH = 1.5  # each round's share of the budget, relative to the one before
+_SHARES = {"gradient": 0.75, "second": 0.14, "first": 0.08, "counts": 0.02, "log_likelihood": 0.01}
+_HOME_ROUNDS = 30  # of EM for a client's own weights
+_TIE = 0.97  # share of a Gaussian's weight that its own learner starts with
+_TYPICAL_LENGTH = 50.0  # of a learner's weights in whitened coordinates
+
+
+@dataclass(frozen=True)
+class PrivateShared:
+    """Everything that is public during a run.
+
+    Attributes:
+        coordinates: of the rows that sums run over.
+        gaussians: in these coordinates.
+        weights: ``π(m1, m2)``, flattened, ``(M1 · M2,)``.
+        learners: in these coordinates, float64.
+        spent: ``μ`` of every release so far.
+    """
+
+    coordinates: Coordinates
+    gaussians: Gaussians
+    weights: Tensor
+    learners: Params
+    spent: Tensor
+
+    @property
+    def mixture(self) -> Mixture:
+        """The parameters that an E-step uses."""
+        return Mixture(self.gaussians, self.weights, self.learners)
+
+
+@dataclass(frozen=True)
+class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
+    """A mixture whose clients send nothing but noised sums.
+
+    Attributes:
+        base: the method without privacy, whose sizes and penalties are used; its learners are linear.
+        privacy: the budget.
+    """
+
+    base: FedGMM
+    privacy: Privacy
+
+    @property
+    def training(self) -> Any:  # type: ignore[override]
+        """Local training of the base, for its network."""
+        return self.base.training
+
+    @property
+    def mixture(self) -> Any:  # type: ignore[override]
+        """Settings of the Gaussians; ``None`` without a density."""
+        return self.base.mixture
+
+    @property
+    def centred(self) -> bool:
+        """Whether moments are taken relative to the current model: a client's sums are clipped as one."""
+        return self.privacy.unit == "client"
+
+    @property
+    def components(self) -> int:
+        """``M1``."""
+        return self.base.gaussians.components if self.base.density else 1
+
+    @property
+    def directions(self) -> int:
+        """Number of leading directions of the histogram; zero if one Gaussian needs no start."""
+        return min(self.components - 1, 3)
+
+    # ------------------------------------------------------------------ the releases
+
+    def plan(self) -> list[tuple[str, float]]:
+        """Return the releases of a run, in order, with their shares of ``μ²``; the shares sum to one."""
+        start = dict(_START_SHARES)
+        if not self.directions:
+            del start["histogram"]
+        growth = [_GROWTH**number for number in range(self.privacy.rounds)]
+        rest = (1.0 - sum(start.values())) / sum(growth)
+        return [*start.items(), *((ROUND, rest * one) for one in growth)]
+
+    def layout(self, name: str, columns: int) -> NoisySums:
+        """Return the parts of a release, with bounds for one row; for a client they are clipped further.
+
+        Args:
+            name: of the release.
+            columns: ``d``.
+        """
+        d, r = columns, radius(columns)
+        triangle = d * (d + 1) // 2
+        if name == "columns":
+            whole = math.sqrt(d)
+            return NoisySums(
+                (
+                    Part("rows", (1,), 1.0, 0.02),
+                    Part("first", (d,), whole, 0.49),
+                    Part("second", (d,), whole, 0.49),
+                )
+            )
+        if name == "covariance":
+            # ‖z zᵀ - I‖ ≤ max(R², d)
+            return NoisySums(
+                (
+                    Part("rows", (1,), 1.0, 0.02),
+                    Part("first", (d,), r, 0.18),
+                    Part("second", (triangle,), r**2 + self.centred * math.sqrt(d), 0.8),
+                )
+            )
+        if name == "histogram":
+            return NoisySums((Part("cells", (cells(self.directions),), 1.0, 1.0),))
+        m1, m2, kind = self.components, self.base.learners, self.base.gaussians.covariance_type
+        classes = self._classes
+        _, half = log_likelihood_range(d, classes, self.base.density)
+        # the responsibilities of a row have length one at most, and those of a Gaussian, too
+        found: dict[str, tuple[tuple[int, ...], float]] = {
+            "counts": ((m1 * m2,), 1.0),
+            "log_likelihood": ((1,), half),
+        }
+        if self.base.density:
+            shapes = {"full": (m1, triangle), "tied": (triangle,), "diag": (m1, d)}
+            # relative moments can be larger by what the model expects, but are clipped for a client
+            found["first"] = ((m1, d), r * (1 + self.centred))
+            found["second"] = (shapes.get(kind, (m1,)), r**2 * (1 + 4 * self.centred))
+        if classes > 1:
+            # ‖p - y‖ ≤ √2
+            found["gradient"] = ((m2, classes - 1, d + 1), math.sqrt(2.0 * (r**2 + 1.0)))
+        total = sum(_SHARES[name] for name in found)
+        return NoisySums(
+            tuple(Part(n, *one, share=_SHARES[n] / total) for n, one in sorted(found.items()))
+        )
+
+    def contributions(self, name: str, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+        """Return the sums of a release over some rows."""
+        where = shared.coordinates
+        match name:
+            case "columns":
+                return column_sums(rows)
+            case "covariance":
+                return covariance_sums(where, rows, self.centred)
+            case "histogram":
+                return histogram_sums(where, rows)
+            case _:
+                return round_sums(
+                    where, shared.mixture, rows, density=self.base.density, centred=self.centred
+                )
+
+    def advance(self, name: str, shared: PrivateShared, noisy: Sums) -> PrivateShared:
+        """Return the public parameters after a release.
+
+        Args:
+            name: of the release.
+            shared: the parameters before it.
+            noisy: the total with noise, the deviations of the noise, and the ``μ`` that were spent.
+        """
+        deviation = {n: float(v) for n, v in noisy.below(DEVIATION).items()}
+        shared = replace(shared, spent=torch.cat([shared.spent, noisy[MUS]]))
+        where, kind = shared.coordinates, self.base.gaussians.covariance_type
+        if name == "columns":
+            return replace(shared, coordinates=standardised(where, noisy, deviation))
+        if name == "covariance":
+            where = whitened(
+                where,
+                noisy,
+                deviation,
+                centred=self.centred,
+                whiten=kind in ("full", "tied") or not self.base.density,
+            )
+            shared = replace(shared, coordinates=where)
+            return shared if self.directions else self._with_start(shared, {}, {})
+        if name == "histogram":
+            return self._with_start(shared, noisy, deviation)
+        return self._after_round(shared, noisy, deviation)
+
+    def _with_start(
+        self, shared: PrivateShared, noisy: Mapping[str, Tensor], deviation: Mapping[str, float]
+    ) -> PrivateShared:
+        """Return the first Gaussians, with weights that tie learners to them."""
+        m1, m2 = self.components, self.base.learners
+        kind = self.base.gaussians.covariance_type if self.base.density else "full"
+        own, of_gaussians = clustered(
+            shared.coordinates, noisy, deviation, m1, kind, self.training.seed
+        )
+        tied = torch.arange(m1)[:, None] % m2 == torch.arange(m2)
+        share = torch.where(tied, _TIE + (1.0 - _TIE) / m2, (1.0 - _TIE) / m2)
+        if not self.base.density:
+            share = torch.full((m1, m2), 1.0 / m2, dtype=torch.float64)
+        weights = (of_gaussians[:, None] * share).reshape(-1)
+        return replace(shared, gaussians=own, weights=weights / weights.sum())
+
+    def _after_round(
+        self, shared: PrivateShared, noisy: Sums, deviation: Mapping[str, float]
+    ) -> PrivateShared:
+        m2 = self.base.learners
+        # a pair without rows would never get any
+        counts = noisy["counts"].clamp_min(max(1e-6, float(noisy["counts"].sum()) * 1e-4))
+        joint = counts.reshape(-1, m2)
+        weights = counts / counts.sum()
+        own = shared.gaussians
+        if self.base.density:
+            own = next_gaussians(
+                noisy,
+                deviation,
+                joint.sum(1),
+                own,
+                self.base.gaussians.reg_covar,
+                centred=self.centred,
+            )
+        learners = shared.learners
+        if "gradient" in noisy:
+            gradient = noisy["gradient"]
+            # a penalty as large as the noise, so that noise alone moves no learner far
+            length = deviation["gradient"] * math.sqrt(gradient[0].numel())
+            ridge = max(self.base.ridge, length / _TYPICAL_LENGTH)
+            learners = next_learners(
+                Mixture(own, weights, learners),
+                gradient,
+                joint.sum(0),
+                ridge,
+                self.training.seed + len(shared.spent),
+            )
+        return replace(shared, gaussians=own, weights=weights, learners=learners)
+
+    # ------------------------------------------------------------------ the method
+
+    def blank(self, columns: int) -> PrivateShared:
+        """Return the public parameters before any release."""
+        m1, m2 = self.components, self.base.learners
+        kind = self.base.gaussians.covariance_type if self.base.density else "full"
+        where = unscaled(columns, self.directions)
+        own, weights = clustered(
+            replace(where, projection=where.projection[:, :0]), {}, {}, m1, kind, 0
+        )
+        if self.base.density:
+            first = self.training.net.parameter_shapes
+            learners = {n: torch.zeros(m2, *s, dtype=torch.float64) for n, s in first.items()}
+        else:  # equal learners would stay equal
+            drawn = self.training.initial(m2, torch.device("cpu"))
+            learners = {name: value.double() for name, value in drawn.items()}
+        pairs = (weights / weights.sum())[:, None].expand(m1, m2).reshape(-1) / m2
+        return PrivateShared(where, own, pairs, learners, torch.zeros(0, dtype=torch.float64))
+
+    def init(
+        self, rows: LabelledRows, learner: Params | None = None
+    ) -> tuple[PrivateShared, Tensor]:
+        """Return the parameters before any release, and the same weights for all clients."""
+        shared = self.blank(rows.features.columns)
+        return shared, self._equal_weights(shared, len(rows.names))
+
+    def _equal_weights(self, shared: PrivateShared, clients: int) -> Tensor:
+        return shared.weights.expand(clients, -1)
+
+    def client_step(
+        self, shared: PrivateShared, personal: Tensor, rows: LabelledRows, round_number: int = 1
+    ) -> tuple[Tensor, Sums]:
+        """Refuse: sums of a round leave clients with noise only, see :mod:`fedgmm.training.private`."""
+        raise NotImplementedError("Private sums are made with noise, by contributions().")
+
+    def server_step(
+        self, shared: PrivateShared, sums: Sums, round_number: int = 1
+    ) -> tuple[PrivateShared, RoundInfo]:
+        """Return the new public parameters from the noisy total of a round."""
+        d = len(shared.coordinates.mean)
+        rows = max(float(sums["counts"].sum()), 1.0)
+        middle, _ = log_likelihood_range(d, self._classes, self.base.density)
+        volume = torch.linalg.slogdet(shared.coordinates.whitener).logabsdet
+        fit = float(sums["log_likelihood"]) / rows + middle
+        fit += float(volume) if self.base.density else 0.0
+        return self.advance(ROUND, shared, sums), RoundInfo(fit)
+
+    def newcomer(self, shared: PrivateShared, learner: Params | None = None) -> Tensor:
+        """Return the federation's weights, ``(1, M1 · M2)``."""
+        return shared.weights[None]
+
+    def finish(self, shared: PrivateShared, personal: Tensor, rows: LabelledRows) -> Tensor:
+        """Return the weights ``π_c`` of every client, learned at home; they never leave it.
+
+        Args:
+            shared: the public parameters.
+            personal: not used.
+            rows: of the clients, within ``[-1, 1]``.
+        """
+        z = shared.coordinates.apply(rows.inputs.flatten(1).double().cpu())
+        m2 = self.base.learners
+        mixture = shared.mixture
+        log_y = at_labels(torch.log_softmax(mixture.logits(z), -1), rows.labels.cpu())
+        log_x = None
+        if self.base.density:
+            log_x = log_densities(residuals(z, shared.gaussians.means), shared.gaussians)
+        nothing = torch.zeros(len(z), self.components, m2, dtype=torch.float64)
+        log_p = add_likelihoods(nothing, log_x, log_y).flatten(1)
+        codes, clients = rows.codes.cpu(), len(rows.names)
+        present = torch.bincount(codes, minlength=clients)
+        weights = self._equal_weights(shared, clients)
+        for _ in range(_HOME_ROUNDS):
+            q, _ = responsibilities(log_p + weights.log()[codes])
+            counts = torch.zeros_like(weights).index_add_(0, codes, q)
+            # the federation's weights count for one row
+            weights = client_weights(counts + shared.weights, present + 1)
+        return weights
+
+    def prediction(self, shared: PrivateShared, personal: Tensor) -> Prediction:
+        """Return the parameters in the coordinates of :meth:`scaling`."""
+        # logits are W z + b with z = A x, so W A x + b
+        whitener = shared.coordinates.whitener
+        learners = {
+            "0.weight": shared.learners["0.weight"] @ whitener,
+            "0.bias": shared.learners["0.bias"],
+        }
+        own = None
+        if self.base.density:
+            back = torch.linalg.inv(whitener)
+            kind = shared.gaussians.covariance_type
+            covariances = shared.gaussians.covariances
+            if kind in ("full", "tied"):
+                covariances = back @ covariances @ back.mT
+                covariances = (covariances + covariances.mT) / 2
+            own = gaussians(shared.gaussians.means @ back.mT, covariances, kind)
+        dtype = self.training.dtype
+        return Prediction(
+            self.training.net,
+            {name: value.to(dtype) for name, value in learners.items()},
+            own,
+            personal,
+            shared.weights,
+        )
+
+    def scaling(self, shared: PrivateShared, declared: Scaling) -> Scaling:
+        """Return the scaling of columns that :meth:`prediction` expects.
+
+        Args:
+            shared: the public parameters.
+            declared: the scaling of the declared bounds to ``[-1, 1]``.
+        """
+        where, half = shared.coordinates, declared.scale
+        return Scaling(declared.mean + half * where.mean, half * where.scale)
+
+    def check_state(self, shared: PrivateShared, personal: Tensor) -> None:
+        """Raise ``ValueError`` unless the state has as many Gaussians and learners as the method."""
+        m1, m2 = self.components, self.base.learners
+        if len(shared.gaussians.means) != m1 or shared.mixture.count != m2:
+            raise ValueError("the state has other numbers of Gaussians or learners.")
+        if shared.weights.numel() != m1 * m2:
+            raise ValueError("the state has another number of weights.")
+
+    @property
+    def _classes(self) -> int:
+        return max(1, int(self.training.net.classes))
+
+    # ------------------------------------------------------------------ sums and broadcasts
+
+    def declare_sums(self, columns: int) -> dict[str, Sum]:
+        """Declare the noisy sums of a round."""
+        return {one.name: Sum(one.shape) for one in self.layout(ROUND, columns).parts}
+
+    def received(self, arrays: Mapping[str, Tensor], columns: int) -> PrivateShared:
+        """Refuse: the public parameters of a private run are not broadcast in this form."""
+        raise NotImplementedError("Private training over a network is not available yet.")
+
+
+@dataclass(frozen=True)
+class NormBins:
+    """A histogram of the lengths of clients' contributions, which decides how far to clip them.
+
+    Attributes:
+        layout: of the release that will be clipped, with its largest possible lengths.
+    """
+
+    layout: NoisySums
+
+    _BINS = 24  # lengths fall by a factor of √2 per bin
+
+    @property
+    def release(self) -> NoisySums:
+        """The histogram as a release: each part of each client falls into one bin."""
+        share = 1.0 / len(self.layout.parts)
+        return NoisySums(
+            tuple(Part(one.name, (self._BINS,), 1.0, share) for one in self.layout.parts)
+        )
+
+    def contributions(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return one client's bins."""
+        found = {}
+        for one in self.layout.parts:
+            length = float(torch.linalg.vector_norm(sums[one.name])) / one.bound
+            place = math.floor(-2.0 * math.log2(max(length, 1e-30)))
+            bins = torch.zeros(self._BINS, dtype=torch.float64)
+            bins[min(max(place, 0), self._BINS - 1)] = 1.0
+            found[one.name] = bins
+        return found
+
+    def clipped_layout(
+        self, noisy: Mapping[str, Tensor], deviation: Mapping[str, float], quantile: float
+    ) -> NoisySums:
+        """Return the layout with bounds below which about a share ``quantile`` of the lengths lies."""
+        parts = []
+        for one in self.layout.parts:
+            counts = noisy[one.name].clamp_min(0.0)
+            counts = torch.where(counts > 2.0 * deviation[one.name], counts, 0.0)
+            if not float(counts.sum()):
+                parts.append(one)
+                continue
+            longer = torch.cumsum(counts, 0) / counts.sum()  # bins run from long to short
+            place = int(torch.searchsorted(longer, 1.0 - quantile))
+            # the bin's upper edge
+            parts.append(replace(one, bound=one.bound * 2.0 ** (-place / 2.0)))
+        return NoisySums(tuple(parts))
