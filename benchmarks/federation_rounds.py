@@ -143,7 +143,8 @@ class Federation:
             for path in self.tables:
                 self._start("client", "--server", f"127.0.0.1:{port}", "--data", path, "--out",
                             self.home / path.stem, "--key", self.home / "private" / f"{path.stem}.key",
-                            "--ca", self.home / "tls" / "ca.crt", name=path.stem)  # fmt: skip
+                            "--ca", self.home / "tls" / "ca.crt", "--min-rows", 0, "--blur", 0,
+                            name=path.stem)  # fmt: skip
             return self._measured(began)
         finally:
             end_all(self.processes.values())
@@ -236,7 +237,8 @@ class SitesInMemory:
         from fedgmm.federation.site import Site, SiteSettings
 
         self._sites = {
-            path.stem: Site(SiteSettings((path,), home / "sites" / path.stem)) for path in files
+            path.stem: Site(SiteSettings((path,), home / "sites" / path.stem, min_rows=0, blur=0.0))
+            for path in files
         }
 
     def nodes(self) -> list[str]:

@@ -121,7 +121,10 @@ def _serve(load: Load) -> dict[str, float]:
             "components": 3, "learners": 3, "rounds": ROUNDS, "tol": None, "learner": load.learner,
             "covariance_type": "full" if load.columns < 50 else "diag",
         }  # fmt: skip
-        sites = Copies(Site(SiteSettings((home / "site00000.csv",), home / "site")), load.clients)
+        sites = Copies(
+            Site(SiteSettings((home / "site00000.csv",), home / "site", min_rows=0, blur=0.0)),
+            load.clients,
+        )
         config = RunConfig((), TableOptions("label"), training)
         waits: list[tuple[float, float]] = []
 

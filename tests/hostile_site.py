@@ -55,7 +55,7 @@ class Liar(Site):
 
 def main() -> None:
     port, name, authority = sys.argv[1:4]
-    site = Liar(SiteSettings((Path(f"{name}.csv"),), Path(name)))
+    site = Liar(SiteSettings((Path(f"{name}.csv"),), Path(name), min_rows=0, blur=0.0))
     connection = Connection(
         "127.0.0.1", int(port), Path(authority), Path(f"private/{name}.key").resolve()
     )

@@ -55,7 +55,9 @@ class InMemorySites:
         node = node or f"node-{len(self.settings)}"
         name = settings.get("name") or Path(path).stem
         out = settings.pop("out", self.home / "sites" / name)
-        self.settings[node] = SiteSettings((Path(path),), out, **settings)
+        # exact sums, so that results can be compared with those of one process
+        exact = {"min_rows": 0, "blur": 0.0}
+        self.settings[node] = SiteSettings((Path(path),), out, **{**exact, **settings})
         return node
 
     def name_of(self, node):

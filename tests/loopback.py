@@ -100,6 +100,7 @@ class Federation:
         return [
             "--server", f"127.0.0.1:{self.port}", "--data", f"{name}.csv", "--out", name,
             "--key", f"private/{name}.key", "--ca", self.tls.authority,
+            "--min-rows", 0, "--blur", 0,  # exact sums, to compare with one process
         ]  # fmt: skip
 
     def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:

@@ -178,9 +178,18 @@ def client(
     min_rows: Annotated[
         int,
         typer.Option(
-            min=0, help="Withhold moments, learners and centroids of fewer rows than this."
+            min=0,
+            help="Send nothing that stands for fewer rows than this. Default: 5; 0 switches it off.",
         ),
-    ] = 0,
+    ] = 5,
+    blur: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=0.5,
+            help="Spread of the random weights of rows in each reply. Default: 0.1; 0 sends exact sums.",
+        ),
+    ] = 0.1,
     categorical: Annotated[
         list[str] | None,
         typer.Option(
@@ -270,6 +279,7 @@ def client(
         min_count=min_count,
         max_rounds=max_rounds,
         forget=forget,
+        blur=blur,
         key=connection.key,
         max_epsilon=max_epsilon,
         max_delta=max_delta,

@@ -133,7 +133,7 @@ class Policy:
                 f"the server asks for a training split of {share!r:.20}, and so few rows could be "
                 "recognised; this site takes part with a third of its rows or more."
             )
-        asked = _digest(request, ("table", "as_categories", "min_rows"))
+        asked = digest_of(request, ("table", "as_categories", "min_rows"))
         hellos = self._state["hellos"]
         if asked not in hellos and len(hellos) >= _MOST_HELLOS:
             raise RefusedRequestError("the server asked for too many summaries of the table.")
@@ -191,11 +191,17 @@ class Policy:
     def _in_order(self, request: Message, state: dict[str, Any]) -> None:
         """Raise unless a request is the next one of its run, or an unchanged repetition."""
         kind, asked = request.kind, state["asked"]
-        digest = _digest(request, ("phase", "round", "since", "clusters", "most_rows"))
+        digest = digest_of(request, ("phase", "round", "since", "clusters", "most_rows"))
         phase = _PHASES.get(str(request.facts.get("phase")), 1)
         number = request.facts.get("round", 0)
         if type(number) is not int:
             raise RefusedRequestError("the request has no number of a round.")
+        if kind == "score" and not (
+            request.facts["options"].get("patience") or self._planned("trials")
+        ):
+            raise RefusedRequestError(
+                "the server asks for scores, but its plan has neither patience nor a choice of sizes."
+            )
         if kind in ("round", "score") and number > (state["rounds"] or 0):
             raise RefusedRequestError(f"round {number} is beyond the last of the run.")
         if asked.get(kind, [None])[-1] == digest:
@@ -353,7 +359,7 @@ def read_record(home: Path) -> Iterator[dict[str, Any]]:
                 yield {"time": "", "request": "unreadable line"}
 
 
-def _digest(request: Message, names: tuple[str, ...]) -> str:
+def digest_of(request: Message, names: tuple[str, ...]) -> str:
     """Return a hash of a request's arrays and of some of its facts."""
     found = hashlib.sha256()
     found.update(request.kind.encode())

@@ -34,6 +34,12 @@ WIRE_PRECISIONS: tuple[str, ...] = get_args(WirePrecision)
 MIN_COUNT = 5
 """Fewest rows of a category whose text a site sends, unless its owner chooses another number."""
 
+MIN_ROWS = 5
+"""Fewest rows behind a number that a site sends; the smallest cell that official statistics publish."""
+
+BLUR = 0.1
+"""Spread of the random weights of rows, see ``SiteSettings.blur``."""
+
 _ONLY_AT_SITES = {
     "files": "each site names its own with --data",
     "client": "each site has its own name",
@@ -153,8 +159,12 @@ class SiteSettings:
         name: the site's name; ``None`` uses the name of the file.
         share_metrics: send the metrics of the held-out rows to the server.
         adapt_only: learn the weights for a finished model and send nothing about the rows.
-        min_rows: withhold moments, learners and centroids with fewer expected rows than this. The
-            larger of this number and the federation's counts.
+        min_rows: send no sum that stands for fewer rows than this. Components with fewer rows take no
+            part in what the site sends, and rows that dominate a gradient count for less. If the
+            federation's number is larger, moments, learners and centroids with fewer expected rows than
+            that are withheld as well. Zero switches the rule off.
+        blur: standard deviation of the weight of a row around one. Each reply draws new weights, so
+            that the difference of two replies never is one row. Zero sends exact sums.
         categorical: columns whose texts the site sends even if they look like names.
         no_header: the first line of the file holds values.
         names: names of the columns of a file without a header.
@@ -175,7 +185,7 @@ class SiteSettings:
     name: str | None = None
     share_metrics: Flag = False
     adapt_only: Flag = False
-    min_rows: NonNegativeInt = 0
+    min_rows: NonNegativeInt = MIN_ROWS
     categorical: Texts = ()
     no_header: Flag = False
     names: Texts = ()
@@ -187,6 +197,7 @@ class SiteSettings:
     key: Path | None = None
     max_epsilon: Positive | None = None
     max_delta: Annotated[float, number(above=0, below=1)] | None = None
+    blur: Annotated[float, number(least=0, most=0.5)] = BLUR
 
     def __post_init__(self) -> None:
         if not self.data:

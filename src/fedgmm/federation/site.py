@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedgmm import __version__
 from fedgmm.core.gaussians import gaussians
@@ -36,7 +37,13 @@ from fedgmm.federation.messages import (
     coded,
     one_line,
 )
-from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Limits, Policy
+from fedgmm.federation.policy import (
+    TRAINING_REQUESTS,
+    LimitError,
+    Limits,
+    Policy,
+    digest_of,
+)
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.site_table import SiteTable, public_reason
@@ -50,10 +57,11 @@ from fedgmm.federation.wire import (
     take_personal,
 )
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError
-from fedgmm.methods.centroids import local_centroids
+from fedgmm.methods.centroids import FEWEST_ROWS_A_CLUSTER, local_centroids
 from fedgmm.methods.gmm import FederatedGMM, equal_covariances, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import resolve_device
+from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
 from fedgmm.privacy.ledger import LedgerError
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
@@ -63,6 +71,7 @@ from fedgmm.training.state_arrays import StateError
 Content = tuple[Arrays, dict[str, Any]]
 
 _LARGEST_SCORE = 1e14
+_WEIGHED = ("run", "phase", "round", "since", "clusters", "most_rows")
 
 
 class SiteError(RuntimeError):
@@ -121,6 +130,7 @@ class Site:
         self._policy = Policy(settings.out, limits, settings.key)
         if settings.forget:
             self._policy.forget()
+        self._row_weights = RowWeights(settings.out / "row_weights.key", settings.blur)
         self._policy.ledger.entries()  # raises if it is damaged or an older copy
 
     def reply(self, request: Message) -> Message:
@@ -195,7 +205,7 @@ class Site:
             self.notify(self.unusable)
             reason = "its ledger of privacy cannot be used; its log says why"
             raise SiteError(reason, "ledger") from None
-        except MessageError as error:
+        except (ImplausibleModelError, MessageError) as error:
             raise SiteError(str(error)) from None
         except (SummaryError, WireError) as error:
             self.notify(str(error))
@@ -233,7 +243,10 @@ class Site:
             summary = self.table.summary(table, columns)
             least = max(self.settings.min_rows, _whole(request, "min_rows"))
             if summary.rows < least:
-                raise UnfitError(f"it has fewer rows than min_rows={least}")
+                raise UnfitError(
+                    f"it has fewer rows than min_rows={least}; its owner can start the client with a "
+                    "smaller --min-rows"
+                )
             if look_like_names(
                 len(summary.labels), summary.rows
             ):  # whichever column the server calls the label
@@ -269,9 +282,18 @@ class Site:
         if clusters > job.options.sizes[0]:
             raise MessageError("it asks for more centroids than the run has Gaussians.")
         points, counts = np.empty((0, job.columns)), np.empty(0)
+        own = self.settings.min_rows
+        if own:
+            if most < FEWEST_ROWS_A_CLUSTER * clusters:
+                raise MessageError(
+                    "it asks for centroids of so few rows that they could be recognised."
+                )
+            clusters = min(clusters, len(rows) // own)
         if clusters > 1 and most > 0:
             sent = local_centroids(rows.features, clusters, job.options.seed, most)
             enough = sent.counts >= self._least(job)
+            if own:
+                enough &= separable(sent.counts, len(rows), own)
             points, counts = sent.points[enough], sent.counts[enough]
         arrays["centroids/points"] = np.ascontiguousarray(points, dtype=np.float64)
         arrays["centroids/counts"] = np.ascontiguousarray(counts, dtype=np.float64)
@@ -290,7 +312,9 @@ class Site:
         # only the means decide which one is nearest
         spread = equal_covariances(torch.ones(job.columns).double(), len(means), kind)
         current = gaussians(as_tensor(means).double(), spread, kind)
-        sums = method.sums_of_assigned(rows.features, current, "nearest", job.options.seed)
+        sums = method.sums_of_assigned(
+            rows.features, current, "nearest", job.options.seed, self.settings.min_rows
+        )
         declaration = method.declare_sums(job.columns)
         sums = withhold(sums, declaration, self._least(job))
         return encode(sums, declaration, job.learner_dtype), {"rows": len(rows)}
@@ -302,7 +326,7 @@ class Site:
         started = time.perf_counter()
         job, rows = self._training_rows(request)
         run, phase, number, since = _place(request)
-        method = job.method_of(phase)
+        method = self._careful(job.method_of(phase))
         self._folder.begin(run)
         shared, personal = self._state(request, job, phase)
         facts: dict[str, Any] = {"rows": len(rows)}
@@ -335,12 +359,14 @@ class Site:
             decode(sent, declaration, job.learner_dtype, job.training_dtype), job.columns
         )
         run, _, _, since = _place(request)
-        kept = self._folder.personal(run, phase, since, method)
-        if kept is not None:
-            return shared, kept
-        if since:
-            self.notify(f"the state after round {since} is missing; starting as a newcomer")
-        return shared, take_personal(arrays, method.newcomer(shared))
+        personal = self._folder.personal(run, phase, since, method)
+        if personal is None:
+            if since:
+                self.notify(f"the state after round {since} is missing; starting as a newcomer")
+            personal = take_personal(arrays, method.newcomer(shared))
+        if self.settings.min_rows:
+            check_model(method.prediction(shared, personal))
+        return shared, personal
 
     def _validation(self, job: Job, prediction: Any) -> dict[str, float]:
         """Return metrics of the received model on the site's validation rows."""
@@ -357,7 +383,7 @@ class Site:
 
     def _score(self, request: Message) -> Content:
         """Return sums of log-likelihoods of the validation rows under the received model."""
-        job, rows = self._training_rows(request)
+        job, rows = self._training_rows(request, exact=True)
         _, phase, _, _ = _place(request)
         method: AnyMethod = job.method_of(phase)
         dataset, _ = self.table.load(job.table, job.preprocessing)
@@ -372,12 +398,19 @@ class Site:
                 model = self._model(job, dataset, method.prediction(shared, own))
                 values |= {"clients": 1.0, "rows": float(count)}
                 x = dataset.validation.inputs.cpu().numpy()
+                weights = np.ones(count)
+                if self._row_weights.spread:
+                    digest = digest_of(request, _WEIGHED)
+                    weights = self._row_weights.draw(digest, count).numpy()
                 if job.options.algorithm != DENSITY:
                     labels = dataset.labels_of(dataset.validation)
+                    given = model.log_conditional(x, labels, self.name)
                     values["log_loss"] = float(model.evaluate("validation").log_loss[0])
-                    values["labels"] = float(model.log_conditional(x, labels, self.name).sum())
+                    if self._row_weights.spread:
+                        values["log_loss"] = -float((weights * given).mean().clip(max=0.0))
+                    values["labels"] = float((weights * given).sum())
                 if method.mixture is not None:
-                    values["inputs"] = float(model.score_samples(x, self.name).sum())
+                    values["inputs"] = float((weights * model.score_samples(x, self.name)).sum())
         if any(map(math.isnan, values.values())):
             raise DivergedError(self.name)
         bounded = {
@@ -390,7 +423,7 @@ class Site:
 
     def _finish(self, request: Message) -> Content:
         """Make the personalised model and write the site's folder."""
-        job, rows = self._training_rows(request)
+        job, rows = self._training_rows(request, exact=True)
         run, phase, _, _ = _place(request)
         self._folder.begin(run)
         method = job.method_of(phase)
@@ -453,7 +486,19 @@ class Site:
             self._described = request, job
         return self._described[1]
 
-    def _training_rows(self, request: Message) -> tuple[Job, LabelledRows]:
+    def _careful(self, method: AnyMethod) -> AnyMethod:
+        """Return the method whose sums never rest on fewer rows than the owner allows."""
+        least = self.settings.min_rows
+        found = method.with_fewest_rows(least) if least else method
+        if found is None:
+            raise UnfitError(
+                "single rows may dominate the learners that this algorithm sends; if you trust the "
+                "server, start the client with --min-rows 0"
+            )
+        return found
+
+    def _training_rows(self, request: Message, *, exact: bool = False) -> tuple[Job, LabelledRows]:
+        """Return the run and the training rows, with random weights unless they stay here."""
         job = self._job(request)
         dataset, _ = self.table.load(job.table, job.preprocessing)
         try:
@@ -461,8 +506,14 @@ class Site:
         except (RuntimeError, ValueError) as error:
             raise UnfitError(f"the federation wants an accelerator: {error}") from None
         if len(dataset.train) < self._least(job):
-            raise UnfitError(f"it has fewer training rows than min_rows={self._least(job)}")
-        return job, dataset.training_rows(device, job.training_dtype)
+            raise UnfitError(
+                f"it has fewer training rows than min_rows={self._least(job)}; its owner can start the "
+                "client with a smaller --min-rows"
+            )
+        rows = dataset.training_rows(device, job.training_dtype)
+        if exact:
+            return job, rows
+        return job, self._row_weights.apply(rows, digest_of(request, _WEIGHED))
 
     def _model(self, job: Job, dataset: FederatedDataset, prediction: Any) -> FederatedModel:
         return FederatedModel(
@@ -485,6 +536,20 @@ class Site:
         net = job.method.training.net
         quiet = resolve_device(job.options.device).type == "cpu" and net.hints.in_lanes
         return lanes_only() if quiet else nullcontext()
+
+
+def separable(counts: NDArray[np.float64], rows: int, fewest: int) -> NDArray[np.bool_]:
+    """Return which centroids may be sent without giving away the few rows that have none.
+
+    All rows together are known, so rows without a centroid are none or at least ``fewest``.
+    """
+    sent = counts >= fewest
+    for smallest in np.argsort(counts, kind="stable"):
+        left = rows - counts[sent].sum()
+        if left < 1e-6 or left >= fewest:
+            break
+        sent[smallest] = False
+    return sent
 
 
 def _whole(request: Message, name: str) -> int:

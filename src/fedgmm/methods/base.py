@@ -201,6 +201,13 @@ class SupervisedMethod(ABC, Generic[Shared, Personal]):
 
     # ------------------------------------------------------------------ sums and broadcasts
 
+    def with_fewest_rows(self, rows: float) -> SupervisedMethod[Shared, Personal] | None:
+        """Return the method of one client whose sums stand for at least so many rows each.
+
+        ``None`` means that single rows may dominate what the client sends.
+        """
+        return None
+
     @abstractmethod
     def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare the sums that a client sends in a round; ``columns`` is ``d`` of the Gaussians."""

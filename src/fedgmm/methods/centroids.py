@@ -16,7 +16,8 @@ from fedgmm.data.federated import ClientRows
 # M, and its time and memory do not grow with the federation.
 _MOST_CENTROIDS = 20_000
 _MOST_START_ROWS = 200_000
-_FEWEST_ROWS_A_CLUSTER = 10
+FEWEST_ROWS_A_CLUSTER = 10
+"""A client draws at least this many rows per centroid."""
 _LLOYD_ITERATIONS = 10
 _CLIENT_STREAM, _ROW_STREAM = 0, 1_000_000
 _ROWS_AT_ONCE = 65_536
@@ -64,7 +65,7 @@ def start_sample(
         Sorted codes of the clients, ``(A,)``, and most rows of each.
     """
     chosen = _chosen_clients(keys, max(1, _MOST_CENTROIDS // clusters), seed)
-    return chosen, max(_FEWEST_ROWS_A_CLUSTER * clusters, _MOST_START_ROWS // len(chosen))
+    return chosen, max(FEWEST_ROWS_A_CLUSTER * clusters, _MOST_START_ROWS // len(chosen))
 
 
 def _sample(rows: ClientRows, clusters: int, seed: int, most_rows: int | None) -> ClientRows:

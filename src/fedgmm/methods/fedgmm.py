@@ -20,6 +20,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from fedgmm.core.disclosure import cap_shares, common_entries
 from fedgmm.core.em import (
     add_likelihoods,
     average_learners,
@@ -55,7 +56,7 @@ from fedgmm.methods.base import (
 from fedgmm.methods.gmm import FARTHEST, FederatedGMM, MixtureShared, check_counts
 from fedgmm.methods.local import check_log_likelihood
 from fedgmm.methods.local_training import LocalTraining
-from fedgmm.nets.learners import log_likelihoods
+from fedgmm.nets.learners import dominance_parts, log_likelihoods
 from fedgmm.nets.networks import Dense, as_numbers, function_of
 
 LearnerStart = Literal["tied", "split", "random"]
@@ -64,6 +65,7 @@ Solver = Literal["sgd", "newton"]
 
 _TIE = 0.9  # share of a Gaussian's weight that a tied start gives to its own learner
 _COUNTS = "learner_counts"
+_SMALLEST_CURVATURE = 1e-9  # well above the rounding errors of ``diag p - p pᵀ``
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         independence: number of rows that a client's own shares of the learners count for within each
             Gaussian, see :func:`fedgmm.core.em.towards_independence`.
         server: the server's optimiser for the learners.
+        fewest_rows: for one client: no sum stands for fewer rows than this. Components with fewer rows
+            take no part in what the client sends, so that all counts add up to its rows and nothing
+            can be subtracted; rows that dominate the gradient of a learner count for less.
     """
 
     training: LocalTraining
@@ -111,6 +116,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
     perturbation: float = 0.02
     independence: float = 0.0
     server: ServerOptimiser = field(default_factory=ServerOptimiser)
+    fewest_rows: float = 0.0
 
     @property
     def mixture(self) -> FederatedGMM | None:  # type: ignore[override]
@@ -171,6 +177,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         current = shared.mixture.gaussians if self.density else None
         log_pi = torch.log(personal).mT.contiguous()
         learner_weights = empty_beside(rows.inputs, (m2, len(rows)), dtype).mT
+        sent_pi = personal
 
         def e_step(difference: Tensor | None, codes: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             # (n, M1, M2), in memory (M1, M2, n), so that sums over components run along many rows
@@ -189,14 +196,26 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         lost = torch.nonzero(~torch.isfinite(counts).all(-1)).flatten()
         if len(lost):  # learners so large that their logits overflow
             raise DivergedError(rows.names[int(lost[0])])
-        of_learners = counts.reshape(len(counts), -1, m2).sum(1)
+        sent = counts
+        while self.fewest_rows:
+            common = common_entries(sent[0], self.fewest_rows)
+            if torch.equal(common, sent[0] > 0):
+                break
+            sent_pi = torch.where(common, sent_pi, 0.0)
+            sent_pi = sent_pi / sent_pi.sum()
+            log_pi = torch.log(sent_pi).mT.contiguous()
+            sent, sums = self.gaussians.sum_over_rows(rows.features, current, e_step, learners=m2)
+        of_learners = sent.reshape(len(sent), -1, m2).sum(1)
+        if self.fewest_rows:
+            learner_weights = self._without_dominance(shared.learners, rows, learner_weights)
+            of_learners = learner_weights.sum(0, keepdim=True).double()
         if self.solver == "newton":
             trained = self._exact_sums(shared.learners, rows, learner_weights)
         else:
             trained = self.training.train_shared(
                 shared.learners,
                 rows,
-                learner_weights if m2 > 1 else None,
+                learner_weights if m2 > 1 or self.fewest_rows else None,
                 of_learners,
                 round_number,
             )
@@ -212,6 +231,25 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         present = rows.features.weight_per_client
         weights = client_weights(counts, torch.where(present > 0, present, 1))
         return torch.where(present[:, None] > 0, weights, personal), sums
+
+    def _without_dominance(self, learners: Params, rows: LabelledRows, weights: Tensor) -> Tensor:
+        """Return weights ``(N, M2)`` with which no row dominates a learner's gradient or curvature."""
+        net, dtype, exact = self.training.net, self.training.dtype, self.solver == "newton"
+        found = [
+            dominance_parts(
+                net, learners, as_numbers(rows.inputs[place], dtype), rows.labels[place], exact
+            )
+            for _, _, place in map(rows.features.read, rows.features.blocks(self.learners))
+        ]
+        parts = torch.cat(found)
+        rounding = parts.new_zeros(parts.shape[-1])
+        if exact and net.classes:
+            rounding[-1] = _SMALLEST_CURVATURE
+        return cap_shares(weights.double(), parts, self.fewest_rows, rounding).to(dtype)
+
+    def with_fewest_rows(self, rows: float) -> FedGMM:
+        """Return the method whose sums stand for at least so many rows."""
+        return replace(self, fewest_rows=rows)
 
     def _exact_sums(self, learners: Params, rows: LabelledRows, weights: Tensor) -> Params:
         """Return the sums of every learner's exact step, over all rows."""
@@ -372,8 +410,9 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
             check_counts(sums["counts"], rows)
             check_log_likelihood(sums, rows, self.training.net)
         sent, own = sums[_COUNTS], counts.sum(0)
-        if bool(((sent - own).abs()[sent != 0] > 1e-3 * (1.0 + own.max())).any()):
-            raise SumsError("the counts of its learners differ from those of its responsibilities")
+        # rows that dominate a learner count for less, see ``fewest_rows``
+        if bool((sent - own > 1e-3 * (1.0 + own.max())).any()):
+            raise SumsError("the counts of its learners exceed those of its responsibilities")
         if self.solver == "newton":
             _check_exact(sums.below(LEARNERS), sent)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from fedgmm.core.disclosure import common_entries
 from fedgmm.core.em import (
     Aggregation,
     client_weights,
@@ -358,11 +360,26 @@ class FederatedGMM:
         return replace(shared, weights=weights / weights.sum())
 
     def sums_of_assigned(
-        self, rows: ClientRows, current: Gaussians, assignment: Assignment, seed: int
+        self,
+        rows: ClientRows,
+        current: Gaussians,
+        assignment: Assignment,
+        seed: int,
+        fewest_rows: float = 0.0,
     ) -> Sums:
-        """Return the sums of rows that belong to their nearest mean, or to all means at random."""
+        """Return the sums of rows that belong to their nearest mean, or to all means at random.
+
+        With ``fewest_rows``, a mean with fewer rows gets none; they belong to the nearest other mean.
+        """
         assign = _nearest if assignment == "nearest" else self._random_assignment(rows, seed)
-        return self.sum_over_rows(rows, current, assign)[1]
+        counts, sums = self.sum_over_rows(rows, current, assign)
+        while fewest_rows:
+            common = common_entries(counts.sum(0), fewest_rows)
+            if torch.equal(common, counts.sum(0) > 0):
+                break
+            assign = partial(_nearest, among=common)
+            counts, sums = self.sum_over_rows(rows, current, assign)
+        return sums
 
     def _random_assignment(self, rows: ClientRows, seed: int) -> Assign:
         codes_of_rows = rows.codes.cpu().numpy()
@@ -474,8 +491,12 @@ def _all_to_one(_: Tensor | None, codes: Tensor, __: slice) -> tuple[Tensor, Ten
     return q, q.new_zeros(len(q))
 
 
-def _nearest(difference: Tensor | None, _: Tensor, __: slice) -> tuple[Tensor, Tensor]:
+def _nearest(
+    difference: Tensor | None, _: Tensor, __: slice, among: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     assert difference is not None
     distances = torch.linalg.vector_norm(difference, dim=-1)
+    if among is not None:
+        distances = torch.where(among[:, None], distances, torch.inf)
     q = one_hot(distances.argmin(0), len(distances)).double()
     return q, q.new_zeros(len(q))

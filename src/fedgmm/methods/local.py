@@ -111,6 +111,10 @@ class Local(SupervisedMethod[None, Params]):
         clients = len(next(iter(learners.values())))
         return Prediction(self.training.net, learners, assignment=torch.arange(clients))
 
+    def with_fewest_rows(self, rows: float) -> Local:
+        """Return the method, whose sums run over all rows of a client."""
+        return self
+
     def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare the fit; no learner leaves its client."""
         return FIT

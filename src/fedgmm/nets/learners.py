@@ -62,6 +62,46 @@ def _of_margins(margins: Tensor, labels: Tensor) -> Tensor:
     return logsigmoid((margins * label_signs(labels, margins.dtype)).mT).mT
 
 
+def dominance_parts(
+    net: Network, params: Params, inputs: Tensor, labels: Tensor, curvature: bool
+) -> Tensor:
+    """Return the sizes of what each row adds to the gradient, per unit of the network.
+
+    The gradient of a unit's weights is ``Σ_i δ_i x_i``, and ``δ_i`` is the gradient of its bias.
+
+    Args:
+        net: the network.
+        params: stacked parameters, ``(M, ...)``.
+        inputs: ``(n, *shape)``.
+        labels: ``(n,)``.
+        curvature: for classes, add ``1 - Σ_k p_k²`` as the last entry.
+
+    Returns:
+        ``(n, M, k)`` float64.
+    """
+    outputs = net.logits(params, inputs).double()
+    if labels.is_floating_point():
+        found = [(outputs[..., :1] - labels[:, None, None]).abs()]
+    else:
+        p = torch.softmax(outputs, -1)
+        truth = torch.nn.functional.one_hot(labels, p.shape[-1])
+        found = [(p - truth[:, None]).abs()]
+        if curvature:
+            found.append(1.0 - (p**2).sum(-1, keepdim=True))
+    hidden = [name for name in params if name.endswith(".bias")][:-1]
+    if hidden:
+        others = {name: value for name, value in params.items() if name not in hidden}
+
+        def loss(biases: Params, x: Tensor, y: Tensor) -> Tensor:
+            own = likelihoods_of_logits(net.logits({**others, **biases}, x[None]), y[None])
+            return own.sum()
+
+        per_row = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+        deltas = per_row({name: params[name] for name in hidden}, inputs, labels)
+        found += [deltas[name].abs().double() for name in hidden]
+    return torch.cat(found, -1)
+
+
 def log_outputs(net: Network, params: Params, inputs: Tensor) -> Tensor:
     """Return what :func:`at_labels` needs, in float64.
 

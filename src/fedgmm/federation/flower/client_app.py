@@ -1,7 +1,7 @@
 """The Flower app of a site, for your own SuperNodes: Flower starts one process per request.
 
 Start the node with ``--node-config 'data="oslo.csv" out="oslo"'``; ``name``, ``share-metrics``,
-``adapt-only`` and ``min-rows`` are optional. ``fedgmm client`` does not use this module.
+``adapt-only``, ``min-rows`` and ``blur`` are optional. ``fedgmm client`` does not use this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ app = ClientApp()
 @app.query()
 def reply(message: Message, context: Context) -> Message:
     """Reply to one request of the server."""
-    from fedgmm.federation.settings import SiteSettings
+    from fedgmm.federation.settings import BLUR, MIN_ROWS, SiteSettings
     from fedgmm.federation.site import Site, SiteError
 
     def notify(line: str) -> None:
@@ -40,7 +40,8 @@ def reply(message: Message, context: Context) -> Message:
             name=str(config["name"]) if "name" in config else None,
             share_metrics=bool(config.get("share-metrics", False)),
             adapt_only=bool(config.get("adapt-only", False)),
-            min_rows=int(config.get("min-rows", 0)),
+            min_rows=int(config.get("min-rows", MIN_ROWS)),
+            blur=float(config.get("blur", BLUR)),
             categorical=_texts(config.get("categorical")),
             no_header=bool(config.get("no-header", False)),
             names=_texts(config.get("names")),
