@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import fedgmm
 
@@ -25,3 +30,25 @@ def test_importing_the_package_loads_nothing_heavy():
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed"),
+    [
+        ("cryptography", "46.0.7"),  # CVE-2026-39892, CVE-2026-34073, CVE-2026-26007
+        ("filelock", "3.20.3"),  # CVE-2026-22701, CVE-2025-68146
+        ("grpcio", "1.66.2"),  # CVE-2024-11407, CVE-2024-7246
+        ("jinja2", "3.1.6"),  # CVE-2025-27516
+        ("pillow", "12.1.1"),  # CVE-2026-25990
+        ("pyarrow", "23.0.1"),  # CVE-2026-25087, CVE-2023-47248
+        ("torch", "2.10"),  # CVE-2026-24747, CVE-2025-32434
+    ],
+)
+def test_the_oldest_versions_that_are_allowed_have_no_known_holes(name, fixed):
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    named = [Requirement(one) for one in project["dependencies"]]
+    named += [Requirement(one) for one in project["optional-dependencies"]["dev"]]
+    (own,) = [one for one in named if one.name == name]
+    (floor,) = [one.version for one in own.specifier if one.operator == ">="]
+    assert Version(floor) >= Version(fixed)
+    assert Version(version(name)) >= Version(floor)

@@ -1,10 +1,11 @@
-"""Files that are complete or absent, and checksums."""
+"""Files that are complete or absent, folders of one user, and checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -12,6 +13,23 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that other users cannot read; a folder that exists stays as it is."""
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to errors of the disk that have none, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def write_atomically(path: Path, data: bytes, *, shared: bool = False) -> None:
@@ -73,7 +91,7 @@ def _draft_of(path: Path, shared: bool) -> Path:
 
 
 def _write_to_disk(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -38,6 +38,29 @@ def test_tables_read_back_the_same(tmp_path, name):
     assert [file.name for file in path.parent.iterdir()] == [name]  # no draft is left
 
 
+@pytest.mark.parametrize("name", ["p.csv", "p.tsv.gz", None])
+def test_texts_that_look_like_formulas_are_escaped(tmp_path, capfdbinary, name):
+    """Spreadsheets run cells that start with = and the like; numbers stay numbers."""
+    texts = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\tx", "\rx", "-1.5", "+3e2", "a=b"]
+    path = None if name is None else tmp_path / name
+    output.write_columns({"=label": np.array(texts), "x": np.arange(9.0) - 4.0}, path)
+    if path is None:
+        found = capfdbinary.readouterr().out
+    else:
+        with pa.input_stream(str(path), compression="gzip" if "gz" in name else None) as stream:
+            found = stream.read()
+    cells = [line.replace(b"\t", b",", 1) for line in found.split(b"\n")]
+    assert b'"\'=label"' in cells[0]
+    assert all(f"\"'{text}".encode() in found for text in texts[:5])
+    assert all(f'"{text}"'.encode() in found for text in texts[6:])
+    assert b"-4" in found
+
+
+def test_parquet_keeps_texts_as_they_are(tmp_path):
+    output.write_columns({"label": np.array(["=1+1"])}, tmp_path / "p.parquet")
+    assert parquet.read_table(tmp_path / "p.parquet").to_pydict() == {"label": ["=1+1"]}
+
+
 def test_a_table_on_standard_output(capfdbinary):
     output.write_columns(COLUMNS, None)
     out = capfdbinary.readouterr().out

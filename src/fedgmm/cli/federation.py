@@ -485,12 +485,12 @@ def _log_lines(out: Path) -> Iterator[Callable[[str], None]]:
     from logging.handlers import RotatingFileHandler
 
     from fedgmm.federation.messages import one_line
+    from fedgmm.files import private_folder
 
     console = sidelines()
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; choose a folder.")
-    if not out.exists():
-        out.mkdir(parents=True, mode=0o700)
+    private_folder(out)
     path = out / "federation.log"
     handler = RotatingFileHandler(path, maxBytes=_LARGEST_LOG, backupCount=1, encoding="utf-8")
 

@@ -124,10 +124,15 @@ class RoundsBar:
 
 
 def write_columns(columns: Mapping[str, Any], out: Path | None) -> None:
-    """Write columns to a CSV, TSV or Parquet file, or as CSV to standard output."""
+    """Write columns to a CSV, TSV or Parquet file, or as CSV to standard output.
+
+    In CSV and TSV, texts that a spreadsheet would run as a formula get an apostrophe in front.
+    """
     import pyarrow as pa
     from pyarrow import csv
 
+    if out is None or not out.name.lower().endswith(".parquet"):
+        columns = {without_formula(name): _plain_texts(values) for name, values in columns.items()}
     table = pa.table({name: pa.array(values) for name, values in columns.items()})
     if out is None:
         buffer = pa.BufferOutputStream()
@@ -149,6 +154,24 @@ def write_columns(columns: Mapping[str, Any], out: Path | None) -> None:
         with pa.output_stream(str(draft), compression=compression) as stream:
             csv.write_csv(table, stream, options)
     draft.replace(out)
+
+
+def _plain_texts(values: Any) -> Any:
+    """Return a column whose texts are not formulas."""
+    if values.dtype.kind not in "OU":
+        return values
+    return [without_formula(one) if isinstance(one, str) else one for one in values.tolist()]
+
+
+def without_formula(text: str) -> str:
+    """Return a text that no spreadsheet takes as a formula; numbers such as -1.5 stay as they are."""
+    if not text.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return "'" + text
+    return text
 
 
 def as_rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:

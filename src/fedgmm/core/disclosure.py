@@ -1,9 +1,9 @@
 """Sums that no single row dominates, so that a sum does not give a row away.
 
 A sum ``Σ_i a_i x_i`` with ``a_1`` much larger than the other ``a_i`` is the row ``x_1``. In a mixture the
-``a_i`` are responsibilities, and in the gradient of a learner they are errors, so whoever chooses the
-model chooses them. The rule is the dominance rule of official statistics: at least ``n`` rows stand
-behind a sum if no row has more than ``1/n`` of ``Σ_i |a_i|``.
+``a_i`` are responsibilities, and in the gradient of a learner they are errors, so a server that
+chooses the model chooses them. The rule is the dominance rule of official statistics: at least ``n`` rows
+stand behind a sum if no row has more than ``1/n`` of ``Σ_i |a_i|``.
 """
 
 from __future__ import annotations

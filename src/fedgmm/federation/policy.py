@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from fedgmm.federation.messages import Message, MessageError, one_line
-from fedgmm.files import write_atomically
+from fedgmm.files import naming, private_folder, write_atomically
 from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
 from fedgmm.privacy.settings import Privacy
@@ -332,8 +332,8 @@ class Policy:
                     if column["categories"]
                 }
                 entry["labels"] = sorted(summary["labels"])
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a", encoding="utf-8") as file:
+        private_folder(self.log.parent)
+        with naming(self.log), self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
 

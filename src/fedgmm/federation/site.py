@@ -541,7 +541,7 @@ class Site:
 def separable(counts: NDArray[np.float64], rows: int, fewest: int) -> NDArray[np.bool_]:
     """Return which centroids may be sent without giving away the few rows that have none.
 
-    All rows together are known, so rows without a centroid are none or at least ``fewest``.
+    The sum of all rows is known, so either no row lacks a centroid or at least ``fewest`` rows do.
     """
     sent = counts >= fewest
     for smallest in np.argsort(counts, kind="stable"):

@@ -2,7 +2,7 @@
 
 :mod:`fedgmm.core.disclosure` keeps a sum from resting on few rows. Here are random weights of rows, so
 that two sums that differ by one row do not give it away, and bounds on the models that a site evaluates.
-Neither is differential privacy: who asks often enough can average the weights away.
+Neither is differential privacy: a server that asks often enough can average the weights away.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.files import write_once
+from fedgmm.files import private_folder, write_once
 from fedgmm.methods.base import Prediction
 
 SMALLEST_VARIANCE = 1e-4
@@ -50,7 +50,7 @@ class RowWeights:
     def draw(self, request: str, rows: int) -> torch.Tensor:
         """Return the weights of a request, ``(rows,)`` float64; ``request`` is its digest."""
         if not self.secret.is_file():
-            self.secret.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(self.secret.parent)
             write_once(self.secret, secrets.token_bytes(32))
             self.secret.chmod(0o600)
         seed = hmac.digest(self.secret.read_bytes(), request.encode(), hashlib.sha256)

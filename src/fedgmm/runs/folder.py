@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fedgmm.files import sha256_of, write_atomically
+from fedgmm.files import private_folder, sha256_of, write_atomically
 
 
 class RunError(ValueError):
@@ -110,7 +110,7 @@ class RunFolder:
             raise RunError(f"{self.home} is a file; choose another name for the folder.")
         held = FileLock(str(self.home / ".lock"), timeout=0)
         try:
-            self.home.mkdir(parents=True, exist_ok=True)
+            private_folder(self.home)
             held.acquire()
         except Timeout:
             raise RunError(

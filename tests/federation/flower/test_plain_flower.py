@@ -1,7 +1,9 @@
 """The app on separate SuperLink and SuperNodes, started with ``flwr run``."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -75,12 +77,18 @@ def test_flwr_run_trains_with_nodes_that_hold_only_their_settings(flower):
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "mine"\n[superlink.mine]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
-    time.sleep(4.0)
+    deadline = time.monotonic() + 120
+    while True:  # until the SuperLink listens
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            break
+        assert time.monotonic() < deadline, (folder / "flower-superlink.txt").read_text()
+        time.sleep(0.2)
+    time.sleep(4.0)  # until the nodes are registered
     run = f'config="{folder / "federation.toml"}" out="{folder / "run"}"'
     command_line = start("flwr", "run", APP_FOLDER, "mine", "-c", run)
 
-    assert command_line.wait(60) == 0, (folder / "flwr.txt").read_text()
-    deadline = time.monotonic() + 150
+    assert command_line.wait(120) == 0, (folder / "flwr.txt").read_text()
+    deadline = time.monotonic() + 400
     while not (folder / "run" / "metrics.json").is_file():
         assert time.monotonic() < deadline, [
             path.read_text(errors="replace")[-3000:] for path in folder.glob("fl*.txt")

@@ -34,6 +34,7 @@ from fedgmm.federation.network.stream import (
     read_greeting,
     sign,
 )
+from fedgmm.files import private_folder
 
 Notify = Callable[[str], None]
 
@@ -120,7 +121,7 @@ def take_part(site: RequestHandler, connection: Connection, out: Path, *, notify
     """
     from filelock import FileLock, Timeout
 
-    out.mkdir(parents=True, exist_ok=True)
+    private_folder(out)
     try:
         with FileLock(str(out / ".client.lock"), timeout=0):
             _reconnect(site, connection, notify)

@@ -25,6 +25,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
+from fedgmm.files import private_folder
+
 _PRIVATE, _PUBLIC = ".key", ".pub"
 _NAME = re.compile(r"[\w][\w .+-]{0,63}")
 _WATCH_INTERVAL = 2.0  # seconds
@@ -59,7 +61,7 @@ def new_pair(name: str, folder: Path) -> tuple[Path, Path]:
     for path in (private, public):
         if path.exists():
             raise SiteKeyError(f"{path} exists already; choose another name or folder.")
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     key = ec.generate_private_key(ec.SECP384R1())
     written = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     descriptor = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -12,6 +12,7 @@ from fedgmm.federation.network.certificates import Tls, check_tls
 from fedgmm.federation.network.keys import AcceptedKeys
 from fedgmm.federation.server import run_or_serve
 from fedgmm.federation.settings import FederationError, FederationSettings
+from fedgmm.files import private_folder
 from fedgmm.runs.config import SERVER, read_config
 from fedgmm.wording import counted
 
@@ -111,7 +112,7 @@ def run_server(
     from fedgmm.federation.network.sites import NetworkSites
 
     keys, names = address.check(notify)
-    out.mkdir(parents=True, exist_ok=True)
+    private_folder(out)
     try:
         with (
             FileLock(str(out / ".server.lock"), timeout=0),
