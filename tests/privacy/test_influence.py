@@ -11,7 +11,9 @@ from fedgmm.core.sums import Sum, Sums, Total, row_counts
 from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary
 from fedgmm.privacy.influence import (
     Cohort,
+    Medians,
     bounded_summaries,
+    combine,
     degree,
     likely_scores,
     row_weights,
@@ -72,14 +74,15 @@ def test_no_site_counts_for_more_than_its_share(rows, share):
 def test_a_site_counts_for_three_times_the_median_by_default():
     honest = dict(zip("abcde", (80, 90, 100, 110, 120), strict=True))
     assert set(row_weights(honest).values()) == {1.0}
-    weights = row_weights({**honest, "mallory": 10**8})
-    assert weights["mallory"] * 10**8 == pytest.approx(3 * 105)
+    weights = row_weights({**honest, "large": 10**4})
+    assert weights["large"] * 10**4 == pytest.approx(3 * 105)
     assert all(weights[name] == 1.0 for name in honest)
 
 
 def test_few_sites_may_differ_in_size_unless_it_is_incredible():
     assert set(row_weights({"a": 1, "b": 2, "c": 12, "d": 30, "e": 150}).values()) == {1.0}
-    assert row_weights({"a": 10, "b": 10, "c": 10**7})["c"] == pytest.approx(3e-6)
+    counted = [n * row_weights({"a": 10, "b": 10, "c": n})["c"] for n in (1000, 1001, 10**7)]
+    assert counted == pytest.approx([1000, 10, 1e-3], rel=1e-2)
     assert set(row_weights({"a": 10, "b": 10**7}).values()) == {1.0}
     assert row_weights({}) == {}
 
@@ -96,25 +99,22 @@ def test_sums_of_like_sites_are_added_unchanged():
     for sums in sites:
         plain.add(sums)
     cohort, found = total_of(sites)
-    assert all(torch.equal(value, found[name]) for name, value in plain.result().items())
+    for name, value in plain.result().items():
+        assert float((value - found[name]).abs().max()) < 1e-12, name
     assert cohort.bounded == {}
 
 
 @pytest.mark.parametrize("sites", [5, 40])
 @pytest.mark.parametrize("first", [True, False])
-def test_large_sums_count_as_much_as_the_median(sites, first):
-    """Also beyond the number of replies that wait for a median, wherever the liar comes."""
+def test_sums_that_are_much_larger_than_the_median_hardly_count(sites, first):
     honest, liar = [sums_of()] * sites, sums_of(second=1e40, step=-1e6)
     cohort, found = total_of([liar, *honest] if first else [*honest, liar])
     (reason,) = cohort.bounded.values()
     assert "median" in reason
-    # the group of each sum is scaled as a whole, so that its size is that of the median
-    own = found["moments/second"] - sites * honest[0]["moments/second"]
-    assert float((own - 25.0).abs().max()) < 1e-6
-    assert float(found["counts"].sum()) == pytest.approx(50.0 * sites)
-    own = found["learners/weight"] - sites * honest[0]["learners/weight"]
-    assert float((own + 5.0).abs().max()) < 1e-6
-    assert float(found["learner_counts"]) == pytest.approx(50.0 * (sites + 1e-7))
+    # the sums of a group are scaled as a whole, so almost nothing is left of so large a lie
+    for name, own in honest[0].items():
+        if name not in ("counts", "log_likelihood"):
+            assert float((found[name] - sites * own).abs().max()) < 1e-3, name
     assert float(found["log_likelihood"]) == pytest.approx(-100.0 * (sites + 1))
 
 
@@ -125,11 +125,11 @@ def test_two_sites_have_no_majority():
 
 
 def test_steps_of_a_converged_run_are_not_compared():
-    usual = {}
-    total_of([sums_of(step=1.0)] * 6, largest=usual)
-    cohort, _ = total_of([sums_of(step=1e-9)] * 5 + [sums_of(step=1e-3)], largest=usual)
+    usual = Medians()
+    total_of([sums_of(step=1.0)] * 6, medians=usual)
+    cohort, _ = total_of([sums_of(step=1e-9)] * 5 + [sums_of(step=1e-3)], medians=usual)
     assert cohort.bounded == {}
-    cohort, _ = total_of([sums_of(step=1e-9)] * 5 + [sums_of(step=1.0)], largest=usual)
+    cohort, _ = total_of([sums_of(step=1e-9)] * 5 + [sums_of(step=1.0)], medians=usual)
     assert list(cohort.bounded) == ["site 5"]
 
 
@@ -156,6 +156,49 @@ def test_scores_are_weighed_and_outlying_ones_ignored():
     scores = {"a": score, "b": score, "c": score, "d": empty, "mallory": liar}
     found = likely_scores(scores, {"mallory": 1e-8})
     assert found == pytest.approx({"clients": 4.0, "rows": 40.0, "log_loss": 2.0, "labels": -20.0})
+
+
+# ---------------------------------------------------------------------- robust means
+
+
+@pytest.mark.parametrize("robust", ["trimmed", "centred"])
+def test_robust_means_of_equal_sites_are_those_of_the_rows(robust):
+    sites = [sums_of(rows, 2.0, 0.3) for rows in (50, 40, 60)]
+    _, found = total_of(sites, robust=robust)
+    for name in DECLARATION:
+        if name != "log_likelihood":  # fits are taken per declared row
+            assert float((found[name] - sum(own[name] for own in sites)).abs().max()) < 1e-9, name
+
+
+def test_a_trimmed_mean_leaves_out_extreme_coordinates():
+    steps = (0.1, 0.2, 0.3, 0.4, -0.9)
+    _, found = total_of([sums_of(step=step) for step in steps], robust="trimmed")
+    mean = (
+        found["learners/weight"] / found["learner_counts"]
+    )  # a fifth of the rows goes on each side
+    assert float((mean - 0.2).abs().max()) < 1e-9
+
+
+def test_a_centred_mean_moves_towards_each_site_by_a_bounded_step():
+    steps = (0.09, 0.1, 0.1, 0.11, -0.9)
+    _, found = total_of([sums_of(step=step) for step in steps], robust="centred")
+    mean = found["learners/weight"] / found["learner_counts"]
+    assert float((mean - 0.1).abs().max()) < 0.02
+
+
+def test_robust_means_of_matrices_stay_semidefinite():
+    declaration = {
+        "counts": row_counts(1),
+        "second": Sum((1, 3, 3), rows="counts", semidefinite=True),
+    }
+    generator = torch.Generator().manual_seed(0)
+    sites = []
+    for _ in range(7):
+        x = torch.randn(2, 3, generator=generator).double()
+        sites.append(Sums({"counts": torch.tensor([2.0]).double(), "second": (x.mT @ x)[None]}))
+    for robust in ("trimmed", "centred"):
+        found = combine(sites, declaration, robust)["second"]
+        assert float(torch.linalg.eigvalsh(found).min()) > -1e-9
 
 
 # ---------------------------------------------------------------------- summaries
@@ -199,7 +242,7 @@ def test_dates_in_both_orders_are_bounded():
 
 def test_rows_of_a_summary_are_capped_with_all_its_counts():
     honest = {name: summary() for name in "abcde"}
-    lie = summary(10**8, squares=4e8, categories={"x": 10**8})
+    lie = summary(1000, squares=4000.0, categories={"x": 1000})
     found, notes = bounded_summaries({**honest, "mallory": lie})
     own = found["mallory"]
     assert own.rows == own.columns["age"].count == own.columns["age"].categories["x"] == 300

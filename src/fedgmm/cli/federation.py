@@ -83,7 +83,14 @@ def server(
         typer.Option(
             min=1.0,
             help="Sums per row that are more than this many times the median of the sites count less. "
-            "Default: 4, and 10 with fewer than six sites.",
+            "Default: 3, and 10 with fewer than six sites.",
+        ),
+    ] = None,
+    robust: Annotated[
+        str | None,
+        typer.Option(
+            help="none adds the sums of the sites; trimmed and centred take robust means of them. Default: "
+            "none."
         ),
     ] = None,
     serve: Annotated[
@@ -116,6 +123,7 @@ def server(
         min_rows=min_rows,
         max_share=max_share,
         max_norm=max_norm,
+        robust=robust,
     )
     options = read_server_options(
         config,

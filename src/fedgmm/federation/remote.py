@@ -30,7 +30,7 @@ from fedgmm.federation.wire import Arrays, WireError, as_array, decode, encode, 
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, RoundInfo
 from fedgmm.methods.centroids import start_sample
 from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of
-from fedgmm.privacy.influence import Cohort, Size, likely_scores, row_weights
+from fedgmm.privacy.influence import Cohort, Medians, likely_scores, row_weights
 from fedgmm.training.checkpoint import Progress
 from fedgmm.training.local import Participation
 from fedgmm.training.loop import Replies, Training
@@ -75,7 +75,7 @@ class RemoteTraining:
         self._bounded: dict[
             str, str
         ] = {}  # sites whose influence the last round bounded, with the reason
-        self._usual: dict[Size, float] = {}  # largest medians of the sites' sums in this phase
+        self._medians = Medians()  # of the sites' sums in this phase
         self._started = 0.0
 
     def train(self) -> None:
@@ -111,7 +111,7 @@ class RemoteTraining:
         """Start a phase; a density needs two exchanges with the sites."""
         for member in self.members.members.values():
             member.since, member.best_since, member.founder = 0, 0, True
-        self._usual = {}
+        self._medians = Medians()
         self._codes = list(self.members.names)
         features = NoRows(self.job.columns) if method.mixture is None else RemoteRows(self)
         rows = _StartingRows(features, self.members.names)
@@ -131,7 +131,7 @@ class RemoteTraining:
         self._started = time.perf_counter()
         declaration = method.declare_sums(self.job.columns)
         total, validation, weights = self.cohort(declaration), Validation(), self.weights()
-        total.largest = self._usual
+        total.medians = self._medians
 
         def note(member: Member, reply: Message) -> None:
             rows = declared_rows(member, reply)
@@ -171,7 +171,8 @@ class RemoteTraining:
 
     def cohort(self, declaration: Declaration) -> Cohort:
         """Return an empty total in which the influence of every site is bounded."""
-        return Cohort(declaration, self.members.settings.max_norm)
+        settings = self.members.settings
+        return Cohort(declaration, settings.max_norm, settings.robust)
 
     def weights(self) -> Callable[[Member], float]:
         """Return the factor by which the rows of each member count, see :func:`row_weights`."""

@@ -29,6 +29,8 @@ else:
 
 WirePrecision = Literal["float32", "float16"]
 WIRE_PRECISIONS: tuple[str, ...] = get_args(WirePrecision)
+Robust = Literal["none", "trimmed", "centred"]
+ROBUST: tuple[str, ...] = get_args(Robust)
 
 
 MIN_COUNT = 5
@@ -69,8 +71,11 @@ class FederationSettings:
         max_share: largest share of all rows that one site counts for; ``None`` lets a site count for three
             times the median site, from four sites on, see :func:`fedgmm.privacy.influence.row_weights`.
         max_norm: a site whose sums per row are more than this many times as large as the median of the
-            sites counts less; ``None`` means 4, and 10 with fewer than six sites, see
+            sites counts less; ``None`` means 3, and 10 with fewer than six sites, see
             :class:`fedgmm.privacy.influence.Cohort`.
+        robust: ``"none"`` adds the sums of the sites, ``"trimmed"`` and ``"centred"`` take robust means of
+            them (:func:`fedgmm.privacy.influence.combine`), for which the server holds all replies of a
+            round.
     """
 
     config: RunConfig
@@ -83,12 +88,18 @@ class FederationSettings:
     start_timeout: NonNegative | None = None
     max_share: Annotated[float, number(above=0, most=1)] | None = None
     max_norm: Annotated[float, number(least=1)] | None = None
+    robust: Annotated[Robust, one_of(*ROBUST)] = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.config.options().personal_labels == "auto":  # sites do not exchange label counts
             plain = self.config.with_training(personal_labels=False)
             object.__setattr__(self, "config", plain)
+        if self.robust != "none" and self.config.options().algorithm == "clustered":
+            raise ValueError(
+                f"robust={self.robust!r} needs sums, but clustered compares single clients; "
+                "leave robust out."
+            )
         if self.quorum > self.clients:
             raise ValueError(
                 f"min_clients={self.min_clients} is more than the "

@@ -5,7 +5,7 @@ A site may lie about everything that it sends. Checks find numbers that no rows 
 other sites, the *cohort*:
 
 - a site counts for a limited share of all rows (:func:`row_weights`);
-- sums per row that are much larger than the cohort's median are scaled down to it (:class:`Cohort`);
+- sums per row that are much larger than the cohort's median are scaled down (:class:`Cohort`);
 - numbers of a column that are much wider than the cohort's are left out of its scale
   (:func:`bounded_summaries`).
 
@@ -17,6 +17,7 @@ keeps the ratios and gives the site less weight. The median needs a majority of 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -34,16 +35,19 @@ from fedgmm.methods.base import LEARNERS
 Robust = Literal["none", "trimmed", "centred"]
 ROBUST: tuple[str, ...] = get_args(Robust)
 
+_FIT = "log_likelihood"
+
 FEWEST = 3
 """Fewest sites with a median that one of them cannot move at will."""
 
 _SHARE = 3.0  # times the median site that a site counts for at most, unless a share is given
 _FEWEST_WEIGHED = 6  # below, the sizes of honest sites say too little about each other
-_INCREDIBLE = 100.0  # times the median site: limited however few sites there are
-_HELD = 16  # replies that wait for a median; the memory of a round does not grow with the sites
-_MANY_NORM, _FEW_NORM = 4.0, 10.0  # see ``Cohort.max_norm``
+_INCREDIBLE = 100.0  # times the median site: such a number of rows is not believed
+_MANY_NORM, _FEW_NORM = 3.0, 10.0  # see ``Cohort.max_norm``
 _SMALL_STEP = 0.05  # gradient per row, in units of the inputs, below which learners have converged
 _FLOOR = 0.02  # of the largest median so far: below, a median is the noise of a converged run
+_TRIM = 0.2  # share of the rows that a trimmed mean leaves out on each side
+_CENTRING_STEPS = 5
 _WIDEST = 10.0  # times the median deviation of a column that a site's numbers may have
 _FAR = (
     10.0  # a log-likelihood per row is outlying beyond so many times the median and its deviation
@@ -61,19 +65,27 @@ def row_weights(rows: Mapping[str, int], max_share: float | None = None) -> dict
         max_share: largest share of all rows that a site counts for. It is at least an equal share,
             ``1/n``. ``None`` lets a site count for three times the median site, which is a share of
             ``3 / (n + 2)`` beside equal sites. The sizes of fewer than six honest sites say little
-            about each other, so there only a site with 100 times the median's rows is limited.
+            about each other, so there is no such limit. More than 100 times the median's rows are not
+            believed, however many sites there are: the site counts for the median or less, and for the
+            less the more rows it declares.
     """
     if not rows:
         return {}
     if max_share is None:
+        if len(rows) < FEWEST:
+            return dict.fromkeys(rows, 1.0)
         usual = median(rows.values())
-        limit = _SHARE * usual
-        free = limit if len(rows) >= _FEWEST_WEIGHED else _INCREDIBLE * usual
-        free = free if len(rows) >= FEWEST else math.inf
+        limit = _SHARE * usual if len(rows) >= _FEWEST_WEIGHED else math.inf
+        believed = _INCREDIBLE * usual
     else:
         share = max(max_share, 1 / len(rows))
-        limit = free = _limit(sorted(rows.values(), reverse=True), share)
-    return {name: limit / own if own > free else 1.0 for name, own in rows.items()}
+        limit = _limit(sorted(rows.values(), reverse=True), share)
+        usual = believed = math.inf
+
+    def counted(own: int) -> float:
+        return usual * (believed / own) if own > believed else min(own, limit)
+
+    return {name: counted(own) / own if own else 1.0 for name, own in rows.items()}
 
 
 def _limit(rows: list[int], share: float) -> float:
@@ -156,39 +168,59 @@ def sizes(sums: Sums, declaration: Declaration, current: Mapping[str, Tensor]) -
 
 
 @dataclass
-class _Held:
+class Medians:
+    """Medians over the sites of the sizes in earlier exchanges.
+
+    Attributes:
+        last: of the last exchange.
+        largest: of all exchanges. A size far below it is that of a converged run, and says nothing.
+    """
+
+    last: dict[Size, float] = field(default_factory=dict)
+    largest: dict[Size, float] = field(default_factory=dict)
+
+
+class _Site(NamedTuple):
     name: str
     sums: Sums
-    rows: int
     weight: float
     current: Mapping[str, Tensor]
     sizes: dict[Size, float]
+
+
+class _Fit(NamedTuple):
+    name: str
+    rows: float
+    mean: float
 
 
 @dataclass
 class Cohort:
     """The total of the sites' sums in one exchange, in which no site counts for too much.
 
-    The first replies wait until there are enough of them for a median, and are then added. Later ones
-    are compared with the median of those so far and added as they arrive.
+    Sums are added as they arrive, so the memory does not grow with the sites. Only the sums that are most
+    unlike the others wait for the end of the exchange, when the median over all sites is known. The
+    others are compared with the median of the sites so far and of the last exchange.
 
     Attributes:
         declaration: of the sums.
-        max_norm: multiple of the median size per row above which sums are scaled down to the median;
-            ``None`` means 4, and 10 with fewer than six sites, whose median says less.
-        largest: the largest median of each size in earlier exchanges. A median that is far below it
-            is that of a converged run, in which sizes say nothing.
-        bounded: why the sums of a site were scaled, by its name.
+        max_norm: multiple of the median size per row above which sums are scaled down, below the
+            median; ``None`` means 3, and 10 with fewer than six sites, whose median says less.
+        robust: how the sums are combined: added, or by :func:`combine`, for which all replies of the
+            exchange are held.
+        medians: of earlier exchanges; the result updates them.
+        bounded: why a site counts less, by its name.
     """
 
     declaration: Declaration
     max_norm: float | None = None
-    largest: dict[Size, float] = field(default_factory=dict)
+    robust: Robust = "none"
+    medians: Medians = field(default_factory=Medians)
     bounded: dict[str, str] = field(default_factory=dict)
     _total: Total = field(default_factory=Total)
-    _sizes: dict[Size, list[float]] = field(default_factory=dict)
-    _fits: list[float] = field(default_factory=list)
-    _held: list[_Held] = field(default_factory=list)
+    _sizes: dict[Size, list[float]] = field(default_factory=dict)  # each list is sorted
+    _fits: list[_Fit] = field(default_factory=list)
+    _held: list[_Site] = field(default_factory=list)
 
     def add(
         self,
@@ -207,82 +239,214 @@ class Cohort:
             weight: by which its rows count, see :func:`row_weights`.
             current: the learners that it was sent.
         """
-        current = current or {}
-        own = sizes(sums, self.declaration, current)
-        for size, value in own.items():
-            self._sizes.setdefault(size, []).append(value)
-        if "log_likelihood" in sums:
-            self._fits.append(float(sums["log_likelihood"]) / rows)
-        self._held.append(_Held(name, sums, rows, weight, current, own))
-        if len(self._held) >= _HELD or self._total.clients:
-            self._settle()
+        site = _Site(
+            name, sums, weight, current or {}, sizes(sums, self.declaration, current or {})
+        )
+        for size, value in site.sizes.items():
+            insort(self._sizes.setdefault(size, []), value)
+        if _FIT in sums:
+            self._fits.append(_Fit(name, weight * rows, float(sums[_FIT]) / rows))
+        self._held.append(site)
+        if self.robust == "none" and len(self._held) > 1:
+            self._held.sort(key=self._unlikeness)
+            self._total.add(self._bounded(self._held.pop(0)))
 
     def result(self) -> Sums:
         """Return the sums over all sites; there must be at least one."""
-        self._settle()
+        self.medians.last = {}  # the median of all sites of this exchange is known now
+        settled = [self._bounded(site) for site in self._held]
+        for sums in settled:
+            self._total.add(sums)
         for size, values in self._sizes.items():
-            self.largest[size] = max(self.largest.get(size, 0.0), median(values))
-        return self._total.result()
+            self.medians.last[size] = usual = _middle(values)
+            self.medians.largest[size] = max(self.medians.largest.get(size, 0.0), usual)
+        found = dict(self._total.result())
+        if self.robust != "none":
+            found = dict(combine(settled, self.declaration, self.robust))
+        if self._fits:
+            found[_FIT] = torch.full_like(found[_FIT], self._log_likelihood())
+        return Sums(found, settled[0].gathered)
 
-    def _settle(self) -> None:
-        for held in self._held:
-            self._total.add(self._bounded(held))
-        self._held.clear()
+    def _unlikeness(self, site: _Site) -> float:
+        """Return how many times the median the largest size of a site is."""
+        ratios = [value / (_middle(self._sizes[s]) or 1.0) for s, value in site.sizes.items()]
+        return max(ratios, default=0.0)
 
-    def _bounded(self, held: _Held) -> Sums:
+    def _reference(self, size: Size) -> float:
+        """Return the median size; steps of a converged run count as a smallest size."""
+        group = [_middle(v) for other, v in self._sizes.items() if other.group == size.group]
+        return max(
+            _middle(self._sizes[size]),
+            self.medians.last.get(size, 0.0),
+            _FLOOR * self.medians.largest.get(size, 0.0),
+            _SMALL_STEP * max(group),
+        )
+
+    def _largest(self, size: Size) -> float:
+        """Return the largest size that counts fully; none is too large for fewer than three sites."""
+        sites = len(self._sizes[size])
+        if sites < FEWEST and size not in self.medians.last:
+            return math.inf
+        usual_norm = _MANY_NORM if sites >= _FEWEST_WEIGHED else _FEW_NORM
+        return (self.max_norm or usual_norm) * self._reference(size)
+
+    def _bounded(self, site: _Site) -> Sums:
         factors: dict[str, float] = {}
-        for size, value in held.sizes.items():
-            cohort = self._sizes[size]
-            reference = max(median(cohort), self._floor(size))
-            if len(cohort) < FEWEST or not value > self._max_norm(len(cohort)) * reference > 0:
+        for size, value in site.sizes.items():
+            if value <= self._largest(size):
                 continue
-            factor = (reference / value) ** size.degree
-            factors[size.group] = min(factor, factors.get(size.group, 1.0))
-            self.bounded[held.name] = (
-                f"its {size.what} are {value / reference:.3g} times as large as the median of the sites"
+            ratio = self._reference(size) / value
+            # ratio^degree would leave the size of the median; less is left of a larger lie, so that a
+            # site gains nothing by it
+            factors[size.group] = min(ratio ** (size.degree + 1), factors.get(size.group, 1.0))
+            self.bounded[site.name] = (
+                f"its {size.what} are {1 / ratio:.3g} times as large as the median of the sites"
             )
         values = {
-            name: self._scaled(name, value, held, factors) for name, value in held.sums.items()
+            name: self._scaled(name, value, site, factors) for name, value in site.sums.items()
         }
-        return Sums(values, held.sums.gathered)
-
-    def _max_norm(self, sites: int) -> float:
-        if self.max_norm is not None:
-            return self.max_norm
-        return _MANY_NORM if sites >= _FEWEST_WEIGHED else _FEW_NORM
-
-    def _floor(self, size: Size) -> float:
-        """Return the smallest size that counts: steps get small as a run converges, and mean nothing."""
-        group = [median(v) for other, v in self._sizes.items() if other.group == size.group]
-        return max(_FLOOR * self.largest.get(size, 0.0), _SMALL_STEP * max(group))
+        return Sums(values, site.sums.gathered)
 
     def _scaled(
-        self, name: str, value: Tensor, held: _Held, factors: Mapping[str, float]
+        self, name: str, value: Tensor, site: _Site, factors: Mapping[str, float]
     ) -> Tensor:
         one = self.declaration.get(name)
         if one is None:  # the code of a client
             return value
+        own = factors.get(one.rows or name, 1.0)
         if one.gathered and one.as_mean:
-            here = held.current.get(name)
-            factor = factors.get(str(one.rows), 1.0)
-            return value if here is None or factor == 1.0 else here + factor * (value - here)
-        if name == "log_likelihood":
-            value = self._likely(value, held)
-        factor = held.weight
-        if not one.gathered:
-            factor *= factors.get(one.rows or name, 1.0)
+            here = site.current.get(name)
+            return value if here is None or own == 1.0 else here + own * (value - here)
+        factor = site.weight if one.gathered else site.weight * own
         return value if factor == 1.0 else value * factor
 
-    def _likely(self, value: Tensor, held: _Held) -> Tensor:
-        """Return a log-likelihood, or the median's in its place if it is outlying."""
-        own = float(value) / held.rows
-        usual = usual_instead(own, self._fits)
-        if usual is None:
-            return value
-        self.bounded[held.name] = (
-            f"its log-likelihood per row is {own:.3g}, and the median of the sites {usual:.3g}"
-        )
-        return torch.full_like(value, usual * held.rows)
+    def _log_likelihood(self) -> float:
+        """Return the log-likelihood over all sites, with the median in the place of outlying ones."""
+        means, total = [fit.mean for fit in self._fits], []
+        for fit in self._fits:
+            usual = usual_instead(fit.mean, means)
+            total.append(fit.rows * (fit.mean if usual is None else usual))
+            if usual is not None:
+                self.bounded[fit.name] = (
+                    f"its log-likelihood per row is {fit.mean:.3g}, and the median of the sites {usual:.3g}"
+                )
+        return math.fsum(total)
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    """Return the median of sorted values."""
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+# ---------------------------------------------------------------------- robust means
+
+
+def combine(sites: Sequence[Sums], declaration: Declaration, robust: Robust) -> Sums:
+    """Return sums over sites in which robust means stand for the means of all rows.
+
+    The sums of a group, which share the counts of their rows, become the robust mean of the sites' means
+    times the counts of all sites. Counts and log-likelihoods are added.
+
+    Args:
+        sites: the sums of each site.
+        declaration: of the method; without gathered entries.
+        robust: ``"trimmed"`` is the mean of each coordinate without the fifth of the rows, on each side,
+            that belongs to sites with extreme values (Yin et al. 2018). ``"centred"`` moves from the most
+            central site towards the others, each by at most the median distance (Karimireddy et al. 2021).
+    """
+    values = {name: torch.stack([own[name] for own in sites]) for name in sites[0]}
+    found = {name: value.sum(0) for name, value in values.items()}
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name, one in declaration.items():
+        if one.rows is not None and one.rows != name:
+            groups.setdefault((one.rows, one.pooled), []).append(name)
+    for (rows, pooled), names in groups.items():
+        weights = values[rows].sum(1, keepdim=True) if pooled else values[rows]  # (C, M)
+        means = [_means(values[name], weights, pooled) for name in names]
+        total = weights.sum(0)
+        if robust == "centred":
+            share = _central_shares(means, weights)
+            robust_means = [(_spread(share, own) * own).sum(0) for own in means]
+        else:
+            robust_means = [_trimmed(own, weights) for own in means]
+        for name, mean in zip(names, robust_means, strict=True):
+            summed = mean * _spread(total, mean)
+            summed = summed[0] if pooled else summed
+            found[name] = semidefinite(summed) if declaration[name].semidefinite else summed
+    return Sums(found)
+
+
+def _spread(weights: Tensor, values: Tensor) -> Tensor:
+    """Return weights with trailing axes, so that they multiply values, such as ``(C, M, ...)``."""
+    return weights.reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))
+
+
+def _means(values: Tensor, weights: Tensor, pooled: bool) -> Tensor:
+    """Return the mean over the rows of each site, ``(C, M, ...)``; zero without rows."""
+    values = values[:, None] if pooled else values
+    rows = _spread(weights, values)
+    return torch.where(rows > 0, values / rows.clamp_min(1e-300), 0.0)
+
+
+def _trimmed(means: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean of each coordinate over the rows that are left between both cuts, ``(M, ...)``.
+
+    Args:
+        means: of the sites, ``(C, M, ...)``.
+        weights: rows of the sites, ``(C, M)``.
+    """
+    ordered, order = means.sort(0)
+    own = _spread(weights, means).expand_as(means).gather(0, order)
+    upper = own.cumsum(0)
+    total = upper[-1]
+    kept = upper.minimum((1 - _TRIM) * total) - (upper - own).maximum(_TRIM * total)
+    kept = kept.clamp_min(0.0)
+    return (kept * ordered).sum(0) / kept.sum(0).clamp_min(1e-300)
+
+
+def _central_shares(means: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Return the share of each site in the centred mean, ``(C, M)``; the shares sum to one.
+
+    ``v ← v + Σ_c w_c min(1, τ / ‖x_c - v‖) (x_c - v)``, where ``x_c`` holds all means of a site in units of
+    their median length. ``v`` starts at the most central site and stays a mean of sites, so it is
+    positive semidefinite wherever they are.
+    """
+    flat = [own.flatten(2) if own.ndim > 2 else own[..., None] for own in means]
+    lengths = [torch.linalg.vector_norm(own, dim=-1).median(0).values for own in flat]
+    x = torch.cat(
+        [
+            own / length.clamp_min(1e-300)[:, None]
+            for own, length in zip(flat, lengths, strict=True)
+        ],
+        -1,
+    ).transpose(0, 1)  # (M, C, F)
+    w = (weights / weights.sum(0).clamp_min(1e-300)).mT  # (M, C)
+    distances = torch.cdist(x, x)
+    far = torch.where(w > 0, (distances * w[:, None]).sum(-1), torch.inf)
+    shares = torch.zeros_like(w)
+    shares.scatter_(1, far.argmin(1, keepdim=True), 1.0)
+    for _ in range(_CENTRING_STEPS):
+        centre = (shares[..., None] * x).sum(1, keepdim=True)
+        length = torch.linalg.vector_norm(x - centre, dim=-1)
+        radius = _weighted_median(length, w)[:, None]
+        moved = w * torch.where(length > radius, radius / length.clamp_min(1e-300), 1.0)
+        shares = (1.0 - moved.sum(1, keepdim=True)) * shares + moved
+    return shares.mT
+
+
+def _weighted_median(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the smallest value that at least half of the weight does not exceed, along the last axis."""
+    ordered, order = values.sort(-1)
+    reached = weights.gather(-1, order).cumsum(-1) >= 0.5 * weights.sum(-1, keepdim=True)
+    return ordered.gather(-1, reached.int().argmax(-1, keepdim=True))[..., 0]
+
+
+def semidefinite(matrices: Tensor) -> Tensor:
+    """Return the nearest positive semidefinite matrices, ``(..., n, n)``."""
+    eigenvalues, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
+    found: Tensor = (vectors * eigenvalues.clamp_min(0.0)[..., None, :]) @ vectors.mT
+    return found
 
 
 # ---------------------------------------------------------------------- likelihoods

@@ -44,6 +44,7 @@ FEDERATION = {
     "start_timeout",
     "max_share",
     "max_norm",
+    "robust",
 }
 """Options of a federation over several machines; a run in one process ignores them."""
 
