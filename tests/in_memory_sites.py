@@ -55,8 +55,8 @@ class InMemorySites:
         node = node or f"node-{len(self.settings)}"
         name = settings.get("name") or Path(path).stem
         out = settings.pop("out", self.home / "sites" / name)
-        # exact sums, so that results can be compared with those of one process
-        exact = {"min_rows": 0, "blur": 0.0}
+        # exact sums and all labels, so that results can be compared with those of one process
+        exact = {"min_rows": 0, "blur": 0.0, "labels": ("ill", "well")}
         self.settings[node] = SiteSettings((Path(path),), out, **{**exact, **settings})
         return node
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgmm.files import write_atomically, write_once
+from fedgmm.files import naming, private_folder, write_atomically, write_once
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +149,31 @@ def test_several_programs_may_write_a_shared_file(tmp_path):
             assert path.read_bytes() in (b"a" * 2000, b"b" * 2000)
     assert [writer.returncode for writer in writers] == [0, 0]
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_folders_are_private_if_they_are_new(tmp_path):
+    private_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
+    (tmp_path / "shared").mkdir(mode=0o755)
+    before = (tmp_path / "shared").stat().st_mode
+    private_folder(tmp_path / "shared")
+    assert (tmp_path / "shared").stat().st_mode == before
+
+
+def test_a_full_disk_is_reported_with_the_path(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fedgmm.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        write_atomically(tmp_path / "model.json", b"{}")
+    assert "model.json" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_really_full_disk(tmp_path):
+    """Every write to /dev/full fails."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    with pytest.raises(OSError, match="/dev/full"), naming(Path("/dev/full")):
+        Path("/dev/full").write_bytes(b"x" * 100_000)

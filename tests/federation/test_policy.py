@@ -184,6 +184,49 @@ def test_rare_texts_do_not_leave_the_site(tmp_path, honest):
     assert "Smith" not in json.dumps(reply.facts)
 
 
+def test_rare_labels_do_not_leave_the_site_unless_their_owner_lists_them(tmp_path, honest):
+    rng = np.random.default_rng(0)
+    states = ["ill", "well"] * 30 + ["canary"]
+    lines = [f"{rng.normal():.3f},{state}" for state in states]
+    (tmp_path / "oslo.csv").write_text("\n".join(["dose,state", *lines]))
+    (hello, *_) = of_kind(honest, "hello")
+    site = Site(SiteSettings((tmp_path / "oslo.csv",), tmp_path / "out"))
+    with pytest.raises(SiteError, match="--labels") as refusal:
+        ask(site, hello)
+    assert "canary" not in str(refusal.value)
+    listed = Site(SiteSettings((tmp_path / "oslo.csv",), tmp_path / "other", labels=("canary",)))
+    assert ask(listed, hello).facts["summary"]["labels"]["canary"] == 1
+
+
+def test_no_file_of_the_server_holds_a_value_of_a_row(tmp_path):
+    """Rare texts, values that cannot be read, rare labels: at most the site's own log quotes them."""
+    rng = np.random.default_rng(1)
+    header = "age,dose,remark,state"
+    for name, value, remark, state in (
+        ("oslo", "1.5", "canaryremark", "ill"),
+        ("bergen", "canaryvalue", "calm", "ill"),
+        ("tromso", "1.5", "calm", "canarylabel"),
+    ):
+        rows = []
+        for k in range(60):
+            mood, own = ("calm", "anxious")[k % 2], ("ill", "well")[k % 3 % 2]
+            rows.append(f"{rng.normal():.3f},{rng.normal():.3f},{mood},{own}")
+        rows.append(f"0.987654321,{value},{remark},{state}")
+        (tmp_path / f"{name}.csv").write_text("\n".join([header, *rows]))
+    files = sorted(tmp_path.glob("*.csv"))
+    sites = InMemorySites(files, tmp_path, min_rows=5, blur=0.1)
+    lines = []
+    with contextlib.suppress(RuntimeError):  # the server waits for all three
+        federate(files, tmp_path, sites=sites, notify=lines.append, start_timeout=0.2, **SIZE)
+    written = "\n".join(lines)
+    for path in (tmp_path / "server").rglob("*"):
+        if path.is_file():
+            written += path.read_text(errors="replace")
+    assert "bergen" in written
+    for secret in ("canary", "987654321"):
+        assert secret not in written
+
+
 def test_too_few_training_rows_are_refused(files, tmp_path, honest):
     site = Site(SiteSettings((files[0],), tmp_path / "oslo", min_rows=60))  # 54 of 90 rows train
     with pytest.raises(SiteError, match="training rows than min_rows"):

@@ -210,8 +210,14 @@ def client(
     date_format: DateFormat = None,
     min_count: Annotated[
         int,
-        typer.Option(min=0, help="Do not send categories of fewer rows than this. Default: 5."),
+        typer.Option(
+            min=0, help="Do not send categories and labels of fewer rows than this. Default: 5."
+        ),
     ] = 5,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(help="Label that is sent however few rows have it. May be repeated."),
+    ] = None,
     max_rounds: Annotated[
         int | None,
         typer.Option(min=1, help="Rounds that you allow. Default: those of the server's plan."),
@@ -285,6 +291,7 @@ def client(
         tuple(categorical or ()),
         **written,
         min_count=min_count,
+        labels=tuple(labels or ()),
         max_rounds=max_rounds,
         forget=forget,
         blur=blur,

@@ -182,6 +182,7 @@ class SiteSettings:
         missing_values: further texts or numbers that mean a missing value.
         date_format: how dates are written.
         min_count: categories of fewer rows than this are not sent; their rows count as "other".
+        labels: texts of labels that the site sends even if fewer rows than ``min_count`` have them.
         max_rounds: rounds that the owner allows; ``None`` allows those of the server's first plan.
         forget: forget the plan that the site agreed to earlier, and agree to a new one.
         key: the site's private key; the witness of its ledger lies beside it.
@@ -203,6 +204,7 @@ class SiteSettings:
     missing_values: Texts = ()
     date_format: Text | None = None
     min_count: NonNegativeInt = MIN_COUNT
+    labels: Texts = ()
     max_rounds: Count | None = None
     forget: Flag = False
     key: Path | None = None

@@ -254,6 +254,18 @@ class Site:
                     f"the label column {table.label!r} has too many different values to be classes, so "
                     "they are not sent; choose another label"
                 )
+            rare = {
+                text
+                for text, count in summary.labels.items()
+                if count < self.settings.min_count and text not in self.settings.labels
+            }
+            if rare and summary.target is None:
+                self.notify(f"labels of few rows: {', '.join(sorted(rare))}")
+                raise UnfitError(
+                    f"the label column {table.label!r} has labels of fewer than "
+                    f"{self.settings.min_count} rows, whose texts are not sent; its owner can list them "
+                    "with --labels, or start the client with a smaller --min-count"
+                )
             facts["summary"] = summary_record(summary, self.settings.min_count)
             self._show_plan(request.facts.get("plan"))
         if self.settings.adapt_only:

@@ -256,7 +256,7 @@ def test_silent_connections_are_closed_and_do_not_keep_sites_out(plain, monkeypa
     monkeypatch.setattr(sites_module, "_PROOF_TIMEOUT", 0.3)
     monkeypatch.setattr(sites_module, "_MOST_UNPROVEN", 3)
     sites, connect, port = plain
-    lines = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]  # half open
+    lines = [socket.create_connection(("127.0.0.1", port)) for _ in range(1012)]  # half open
     silent = [connect() for _ in range(5)]
     codes = {peer.refusal() for peer in silent}
     assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
