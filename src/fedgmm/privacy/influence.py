@@ -133,7 +133,7 @@ def sizes(sums: Sums, declaration: Declaration, current: Mapping[str, Tensor]) -
     """Return the size per row of each sum, as a distance: ``(‖sum‖ / rows)^(1 / degree)``.
 
     Means, which are learners, count together and as distances from the current ones. First moments
-    are left out, because second moments bound them (Cauchy and Schwarz) and rows elsewhere are allowed.
+    and Hessians are left out, because second moments bound them and rows elsewhere are allowed.
 
     Args:
         sums: of one site.
@@ -143,7 +143,7 @@ def sizes(sums: Sums, declaration: Declaration, current: Mapping[str, Tensor]) -
     found: dict[Size, float] = {}
     moved: dict[str, float] = {}
     for name, one in declaration.items():
-        if one.rows is None:
+        if one.rows is None or one.size_of not in (None, name):
             continue
         counts = sums[one.rows]
         rows = float(counts.sum())
@@ -253,7 +253,6 @@ class Cohort:
 
     def result(self) -> Sums:
         """Return the sums over all sites; there must be at least one."""
-        self.medians.last = {}  # the median of all sites of this exchange is known now
         settled = [self._bounded(site) for site in self._held]
         for sums in settled:
             self._total.add(sums)
@@ -268,22 +267,29 @@ class Cohort:
         return Sums(found, settled[0].gathered)
 
     def _unlikeness(self, site: _Site) -> float:
-        """Return how many times the median the largest size of a site is."""
-        ratios = [value / (_middle(self._sizes[s]) or 1.0) for s, value in site.sizes.items()]
-        return max(ratios, default=0.0)
+        """Return how many times the median the largest size of a site is.
+
+        The medians of the last exchange are used if there was one, because the first replies of an
+        exchange have no majority.
+        """
+        return max((value / self._earlier(size) for size, value in site.sizes.items()), default=0.0)
+
+    def _earlier(self, size: Size) -> float:
+        so_far = self._sizes[size]
+        return self.medians.last.get(size) or so_far[(len(so_far) - 1) // 2] or 1.0
 
     def _reference(self, size: Size) -> float:
         """Return the median size; steps of a converged run count as a smallest size."""
+        usual = _middle(self._sizes[size])
+        if len(self._sizes[size]) < FEWEST:
+            usual = self.medians.last.get(size, usual)
         group = [_middle(v) for other, v in self._sizes.items() if other.group == size.group]
-        return max(
-            _middle(self._sizes[size]),
-            self.medians.last.get(size, 0.0),
-            _FLOOR * self.medians.largest.get(size, 0.0),
-            _SMALL_STEP * max(group),
-        )
+        floor = _FLOOR * self.medians.largest.get(size, 0.0)
+        # the group of a single size has no other unit
+        return max(usual, floor, _SMALL_STEP * max(group) if len(group) > 1 else 0.0)
 
     def _largest(self, size: Size) -> float:
-        """Return the largest size that counts fully; none is too large for fewer than three sites."""
+        """Return the largest size that counts fully; none is too large without a median."""
         sites = len(self._sizes[size])
         if sites < FEWEST and size not in self.medians.last:
             return math.inf
