@@ -56,7 +56,10 @@ class PredictedRows:
     @cached_property
     def decided(self) -> IntArray:
         """The predicted class of each row, ``(n,)``."""
-        return kept(self.decision.choose(self.log_probabilities))
+        out = empty(len(self.labels), np.int64)
+        for place in _blocks(len(out)):
+            out[place] = self.decision.choose(self.log_probabilities[place])
+        return out
 
     @cached_property
     def scored(self) -> ScoredRows:
@@ -505,11 +508,14 @@ def evaluate(
     def mean_of(values: FloatArray) -> FloatArray:
         return np.bincount(codes, weights=values, minlength=len(names))[present] / counts[present]
 
+    losses = empty(len(labels), np.float64)
+    for block in _blocks(len(labels)):
+        losses[block] = row_losses(log_probabilities[block], labels[block])
     return Evaluation(
         tuple(names[code] for code in present),
         counts[present],
         mean_of((rows.decided == labels).astype(np.float64)),
-        mean_of(row_losses(log_probabilities, labels)),
+        mean_of(losses),
         _calibration(rows, rows.codes, len(present)).errors,
         rows,
     )

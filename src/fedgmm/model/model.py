@@ -17,7 +17,7 @@ from fedgmm.core.moments import Scaling
 from fedgmm.core.params import count_learners
 from fedgmm.core.pca import PCA
 from fedgmm.core.predictive import NumberPredictions
-from fedgmm.core.scratch import empty_beside
+from fedgmm.core.scratch import empty_beside, touched
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients, column_order
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
@@ -73,6 +73,8 @@ from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+
+_ROWS_AT_ONCE = 250_000
 
 
 @dataclass(frozen=True)
@@ -941,5 +943,8 @@ def _with_impossible(log_proba: FloatArray) -> FloatArray:
     """Return the same columns, and a last one of probability zero."""
     shape = (len(log_proba), log_proba.shape[1] + 1)
     out = empty_beside(torch.from_numpy(log_proba), shape, torch.float64).numpy()
-    out[:, :-1], out[:, -1] = log_proba, -np.inf
+    out[:, -1] = -np.inf
+    for first in range(0, len(out), _ROWS_AT_ONCE):
+        out[first : first + _ROWS_AT_ONCE, :-1] = log_proba[first : first + _ROWS_AT_ONCE]
+        touched(2 * log_proba[:_ROWS_AT_ONCE].nbytes)
     return out

@@ -346,7 +346,8 @@ def _other_lengths(path: Path, name: str, lengths: Collection[int]) -> TableErro
 def _read_parquet(path: Path, names: Collection[str]) -> pa.Table:
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
+    # read ahead, a file would be in memory as a whole before its last batch
+    with parquet.ParquetFile(path, pre_buffer=not active()) as file:
         stored = set(file.schema_arrow.names)
         # "v_3" is entry 3 of the column of vectors "v"
         vectors = {name: name.rpartition("_") for name in names if name not in stored}
