@@ -13,7 +13,7 @@ from fedgmm.cli.output import screen, working
 
 
 class Experiment(StrEnum):
-    """Experiments of the paper."""
+    """Experiments of the paper, and membership inference on released models."""
 
     SYNTHETIC = "synthetic"
     NON_GAUSSIAN = "nongaussian"
@@ -22,6 +22,7 @@ class Experiment(StrEnum):
     UNSEEN = "unseen"
     NOVELTY = "novelty"
     SENSITIVITY = "sensitivity"
+    MEMBERSHIP = "membership"
 
 
 _ON_IMAGES = (
@@ -54,6 +55,7 @@ _OPTIONS = {
     Experiment.UNSEEN: {*_SIZES, *_OF_IMAGES, "shift"},
     Experiment.NOVELTY: {*_SIZES, *_OF_IMAGES},  # its shifts are separate settings
     Experiment.SENSITIVITY: {*_SIZES, *_OF_IMAGES, "shift"},
+    Experiment.MEMBERSHIP: {"clients", "rows", "rounds"},
 }
 """Options of each experiment, besides the folder for its results."""
 
@@ -243,6 +245,11 @@ def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], no
         from fedgmm.experiments.paper.illustration import reproduce_illustration
 
         reproduce_illustration(out)
+        return
+    if experiment is Experiment.MEMBERSHIP:
+        from fedgmm.experiments.membership import MembershipStudy, reproduce_membership
+
+        reproduce_membership(out, MembershipStudy(**given), notify)
         return
     from fedgmm.experiments.paper.synthetic import Size, reproduce_gaussian, reproduce_non_gaussian
 

@@ -65,6 +65,7 @@ from fedgmm.training.private import (
     declared_scaling,
     private_options,
     unit_weights,
+    warn_of_noise,
 )
 from fedgmm.wording import counted
 
@@ -483,6 +484,7 @@ class _LocalTraining:
         self.private: PrivateClients | None = None
         if privacy is not None:
             method = PrivateMixture(method, privacy)  # type: ignore[arg-type]
+            warn_of_noise(method, dataset)
             self.clients = self.private = PrivateClients(
                 self.rows,
                 privacy,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedgmm.core.sums import Sums
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.methods.base import DENSITY, RoundInfo
 from fedgmm.privacy.accounting import compose, epsilon_of, mu_of
+from fedgmm.privacy.forecast import forecast
 from fedgmm.privacy.noise import RandomBytes, noisy
 from fedgmm.privacy.noisy_sums import NoisySums
 from fedgmm.privacy.private_em import Rows
@@ -89,6 +91,19 @@ def check_private(dataset: FederatedDataset, options: TrainingOptions, privacy: 
             )
         units["person"] = len(torch.unique(dataset.persons))
     privacy.check_units(units[privacy.unit])
+
+
+class NoiseWarning(UserWarning):
+    """A private run whose noise is large against its signal."""
+
+
+def warn_of_noise(method: PrivateMixture, dataset: FederatedDataset) -> None:
+    """Warn before training if the noise will cost accuracy, with what would help."""
+    persons = None if dataset.persons is None else len(torch.unique(dataset.persons))
+    columns, clients = dataset.input_shape[0], len(dataset.names)
+    found = forecast(method, columns, clients, len(dataset.train), persons)
+    if not found.is_fine:
+        warnings.warn(str(found), NoiseWarning, stacklevel=4)
 
 
 def private_options(options: TrainingOptions, privacy: Privacy) -> TrainingOptions:

@@ -1,0 +1,180 @@
+"""Membership inference on released models, with and without differential privacy.
+
+Every model is trained on a random half of the rows. The attacker has the shared model, without any
+client's weights, and the rows; it says which rows the model was trained on (:mod:`fedgmm.privacy.attacks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgmm.core.checks import Count, check_fields, integer
+from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.examples import WHITE, heterogeneous_digits
+from fedgmm.data.synthetic import synthetic
+from fedgmm.experiments.tables import markdown_table, write_results
+from fedgmm.privacy.attacks import Success, attack_all, random_halves
+from fedgmm.privacy.settings import Privacy
+from fedgmm.training.local import train
+from fedgmm.wording import counted
+
+Notify = Callable[[str], None]
+
+_DELTA = 1e-5
+
+
+class Rows(NamedTuple):
+    """All rows of a federation, without splits.
+
+    Attributes:
+        inputs: ``(N, d)``.
+        labels: ``(N,)``.
+        clients: ``(N,)``.
+        bounds: smallest and largest value that a column can have.
+        size: number of Gaussians and of learners.
+    """
+
+    inputs: NDArray[Any]
+    labels: NDArray[Any]
+    clients: NDArray[np.int64]
+    bounds: tuple[float, float]
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MembershipStudy:
+    """Size of the study.
+
+    Attributes:
+        clients: number of clients of each data set.
+        rows: rows per client of the synthetic data.
+        models: models per setting; each is attacked with the others as shadow models.
+        rounds: rounds of training without noise.
+        epsilons: budgets; ``None`` means no noise.
+        seed: seed of the data and of the halves.
+    """
+
+    clients: Count = 10
+    rows: Count = 3000
+    models: Annotated[int, integer(6)] = 8
+    rounds: Count = 20
+    epsilons: tuple[float | None, ...] = (None, 8.0, 1.0)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def attacked(
+    rows: Rows, models: int, seed: int, notify: Notify = lambda _: None, **training: Any
+) -> tuple[float, dict[str, Success]]:
+    """Train models on halves of the rows and attack them.
+
+    Returns:
+        Mean accuracy on the other halves, with each client's own weights, and the success of each attack.
+    """
+    members = random_halves(models, len(rows.labels), seed)
+    statistics, right = [], []
+    for number, own in enumerate(members, 1):
+        notify(f"model {number} of {models}")
+        dataset = FederatedDataset.from_arrays(
+            rows.inputs[own],
+            rows.labels[own],
+            rows.clients[own],
+            task="classification",
+            split=(1.0, 0.0, 0.0),
+        )
+        model = train(dataset, "fedgmm", seed=number, tol=None, **training)
+        statistics.append(model.log_joint(rows.inputs, rows.labels))
+        known = ~own & np.isin(rows.clients, rows.clients[own])
+        found = model.predict(rows.inputs[known], clients=rows.clients[known])
+        right.append(float((found == rows.labels[known]).mean()))
+    return float(np.mean(right)), attack_all(np.array(statistics), members)
+
+
+def reproduce_membership(
+    folder: Path, study: MembershipStudy | None = None, notify: Notify = lambda _: None
+) -> None:
+    """Attack models of two data sets at every budget, and write ``membership.md`` and ``.json``."""
+    study = study or MembershipStudy()
+    table, record = [], []
+    for name, rows in _data(study).items():
+        for epsilon in study.epsilons:
+            setting = f"{name}, {'no noise' if epsilon is None else f'epsilon={epsilon:g}'}"
+            accuracy, success = attacked(
+                rows,
+                study.models,
+                study.seed,
+                lambda line, setting=setting: notify(f"{setting}: {line}"),  # type: ignore[misc]
+                **_training(study, epsilon, rows),
+            )
+            record.append(
+                {
+                    "data": name,
+                    "epsilon": epsilon,
+                    "accuracy": accuracy,
+                    **{attack: asdict(one) for attack, one in success.items()},
+                }
+            )
+            table.append(_row(record[-1]))
+            notify(" | ".join(table[-1]))
+    header = (
+        "data, rows per model",
+        "ε",
+        "accuracy",
+        "threshold: AUC",
+        "found at 1 %",
+        "likelihood ratio: AUC",
+        "found at 1 %",
+    )
+    text = markdown_table(header, table)
+    write_results(folder, "membership", {"study": asdict(study), "settings": record}, text)
+
+
+def _training(study: MembershipStudy, epsilon: float | None, rows: Rows) -> dict[str, Any]:
+    """Return the options of training at a budget."""
+    components, learners = rows.size
+    common: dict[str, Any] = {"components": components, "learners": learners}
+    if epsilon is None:
+        return {**common, "covariance_type": "full", "rounds": study.rounds}
+    privacy = Privacy(epsilon, _DELTA, bounds=rows.bounds)
+    return {**common, "covariance_type": "full", "privacy": privacy}
+
+
+def _data(study: MembershipStudy) -> dict[str, Rows]:
+    """Return few rows of many columns, which a model remembers, and many rows, which allow for noise."""
+    digits = heterogeneous_digits(study.clients, seed=study.seed).dataset
+    drawn = synthetic(study.clients, study.rows, seed=study.seed).dataset
+    images = _all_rows(digits, (0.0, WHITE), (2, 1))
+    found = {
+        "digits, odd or even": images._replace(labels=images.labels % 2),
+        "synthetic": _all_rows(drawn, (-6.0, 6.0), (3, 3)),
+    }
+    return {f"{n}, {counted(len(r.labels) // 2, 'row')}": r for n, r in found.items()}
+
+
+def _all_rows(
+    dataset: FederatedDataset, bounds: tuple[float, float], size: tuple[int, int]
+) -> Rows:
+    splits: list[LabelledRows] = [dataset.split(name) for name in ("train", "validation", "test")]
+    return Rows(
+        np.concatenate([one.inputs.numpy() for one in splits]),
+        np.concatenate([dataset.labels_of(one) for one in splits]),
+        np.concatenate([one.codes.numpy() for one in splits]),
+        bounds,
+        size,
+    )
+
+
+def _row(one: Mapping[str, Any]) -> list[str]:
+    cells = [one["data"], "∞" if one["epsilon"] is None else f"{one['epsilon']:g}"]
+    cells.append(f"{100 * one['accuracy']:.1f}")
+    for attack in ("threshold", "likelihood ratio"):
+        cells += [f"{one[attack]['auc']:.3f}", f"{100 * one[attack]['found']:.1f}"]
+    return cells
