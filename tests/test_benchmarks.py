@@ -188,3 +188,12 @@ def test_the_benchmark_of_masks_checks_its_sums(tmp_path):
     printed, found = quick_run(SCRIPT.with_name("privacy.py"), tmp_path)
     assert "client ms" in printed
     assert [(one["sites"], one["dropped"]) for one in found] == [(10, 0), (10, 1)]
+
+
+@pytest.mark.slow
+def test_ranks_print_seconds_and_bytes(tmp_path):
+    script = SCRIPT.with_name("ranks.py")
+    printed, found = quick_run(script, tmp_path, "--ranks", "1", "2")
+    assert "bytes/round" in printed
+    assert {one["ranks"] for one in found} == {1, 2}
+    assert all((one["bytes"] > 0) == (one["ranks"] > 1) for one in found)

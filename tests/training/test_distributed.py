@@ -86,8 +86,9 @@ def test_more_ranks_than_clients(monkeypatch):
         {"components": "auto", "learners": "auto", "rounds": 2},
         {"personal_labels": True, "refit": True, "aggregation": "paper"},
         {"learner": lambda: nn.Linear(3, 2), "solver": "sgd"},
+        {"pca": 2, "rounds": 3},
     ],
-    ids=["mlp", "patience", "tuning", "auto", "labels", "module"],
+    ids=["mlp", "patience", "tuning", "auto", "labels", "module", "pca"],
 )
 def test_ranks_support_the_option(monkeypatch, data, options):
     compare(monkeypatch, data, size=2, **options)
