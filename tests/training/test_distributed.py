@@ -190,5 +190,5 @@ def test_clients_are_dealt_in_order_and_by_rows(rng):
 def test_the_start_draws_the_same_clients_and_rows(monkeypatch, data):
     monkeypatch.setattr("fedgmm.methods.centroids._MOST_CENTROIDS", 6)
     monkeypatch.setattr("fedgmm.methods.centroids._MOST_START_ROWS", 30)
-    monkeypatch.setattr("fedgmm.methods.centroids._FEWEST_ROWS_A_CLUSTER", 4)
+    monkeypatch.setattr("fedgmm.methods.centroids.FEWEST_ROWS_A_CLUSTER", 4)
     compare(monkeypatch, data, algorithm="gmm", rounds=1)
