@@ -98,7 +98,7 @@ class InMemorySites:
 
 def federation_settings(clients, label="state", **options):
     """Settings of a small federation; unknown options are those of the training."""
-    given = {name: options.pop(name) for name in FEDERATION & options.keys()}
+    given = {name: options.pop(name) for name in {*FEDERATION, "privacy"} & options.keys()}
     table = TableOptions(label, seed=options.get("seed", 0), **options.pop("table", {}))
     given = {"round_timeout": 5.0, "start_timeout": 5.0, **given}
     return FederationSettings(RunConfig((), table, options), clients, **given)

@@ -82,6 +82,53 @@ def server_means(sent: Centroids, components: int, start: Start, seed: int) -> N
     return np.asarray(clustering.cluster_centers_, dtype=np.float64)
 
 
+# ---------------------------------------------------------------------- a start from counts alone
+
+_CELLS_PER_DIRECTION = {1: 64, 2: 24, 3: 12}
+_REACH = 3.0  # deviations that the grid covers; rows beyond count for its outer cells
+MOST_DIRECTIONS = max(_CELLS_PER_DIRECTION)
+
+
+def grid_size(directions: int) -> int:
+    """Return the number of cells of a grid in so many directions."""
+    return int(_CELLS_PER_DIRECTION[directions] ** directions)
+
+
+def grid_cells(y: Tensor) -> Tensor:
+    """Return the cell of each row ``(n,)``, given its place in deviations, ``(n, k)``."""
+    per = _CELLS_PER_DIRECTION[y.shape[1]]
+    places = ((y + _REACH) * (per / (2 * _REACH))).long().clamp(0, per - 1)
+    powers = per ** torch.arange(y.shape[1] - 1, -1, -1, device=y.device)
+    return (places * powers).sum(-1)
+
+
+def grid_points(directions: int) -> NDArray[np.float64]:
+    """Return the middles of all cells in deviations, ``(cells, k)``."""
+    per = _CELLS_PER_DIRECTION[directions]
+    middles = (np.arange(per) + 0.5) * (2 * _REACH / per) - _REACH
+    grid = np.meshgrid(*[middles] * directions, indexing="ij")
+    return np.stack([axis.reshape(-1) for axis in grid], axis=-1)
+
+
+def leading_directions(
+    covariance: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the projection on the leading directions with unit variance, and the way back.
+
+    Args:
+        covariance: of all rows, ``(d, d)``.
+
+    Returns:
+        ``P`` and ``A``, ``(d, k)`` each, with at most three directions: a row ``x`` around the mean has
+        the place ``y = xᵀ P``, and ``A y`` is the nearest point to ``x`` in these directions.
+    """
+    values, vectors = np.linalg.eigh(covariance)
+    count = int(min(MOST_DIRECTIONS, max(1, (values > 1e-9 * max(values[-1], 1e-300)).sum())))
+    lengths = np.sqrt(np.maximum(values[::-1][:count], 1e-12))
+    axes = vectors[:, ::-1][:, :count]
+    return axes / lengths, axes * lengths
+
+
 def _fixed_order(points: NDArray[np.float64]) -> NDArray[np.intp]:
     """Return an order of the centroids ``(K, d)`` that does not depend on the order of arrival.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedgmm.core.sums import Sum, row_counts
@@ -162,6 +163,15 @@ def check_for_tables(options: TrainingOptions) -> None:
         raise ValueError(
             "personal_labels needs the label counts of every client, which a federation does not "
             "exchange; leave it out."
+        )
+
+
+def check_additive(options: TrainingOptions) -> None:
+    """Raise ``ValueError`` for a method that needs more than sums over clients."""
+    if not build(options, learner_network(options, (1,), np.arange(2))).is_additive:
+        raise ValueError(
+            f"algorithm={options.algorithm!r} compares the updates of single clients, which "
+            "secure_aggregation hides; choose another algorithm, such as 'fedgmm'."
         )
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedgmm.core.sums import SumsError
 from fedgmm.data.tables.summaries import ClientSummary
@@ -30,6 +30,9 @@ from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries import SummaryError, summary_from_record, table_record
 from fedgmm.federation.wire import WireError
 from fedgmm.wording import counted
+
+if TYPE_CHECKING:
+    from fedgmm.federation.masking import ServerMasks
 
 Notify = Callable[[str], None]
 
@@ -139,6 +142,7 @@ class Members:
         run: id of the run.
         members: by name.
         traffic: of members since it was last read.
+        masks: of secure aggregation; ``None`` without it.
     """
 
     settings: FederationSettings
@@ -147,6 +151,7 @@ class Members:
     run: str = ""
     members: dict[str, Member] = field(default_factory=dict)
     traffic: dict[str, Traffic] = field(default_factory=dict)
+    masks: ServerMasks | None = None
     _strangers: dict[str, _Stranger] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -232,6 +237,8 @@ class Members:
     def hello(self, agree: bool, as_categories: Iterable[str] = ()) -> Message:
         """Return a request for the name and, while the federation agrees, the table's summary."""
         facts = self._facts(agree=agree)
+        if self.settings.privacy is not None:
+            facts["plan"] = self.settings.plan()
         if agree:
             facts |= {
                 "table": table_record(self.settings.config.table),
@@ -240,6 +247,12 @@ class Members:
                 "min_rows": self.settings.min_rows,
             }
         return Message("hello", {}, facts)
+
+    @property
+    def ready(self) -> list[str]:
+        """Sorted names of the members that can take part in the agreement on columns."""
+        masked = self.settings.is_masked
+        return [n for n, m in sorted(self.members.items()) if masked or m.summary is not None]
 
     def _facts(self, **facts: Any) -> dict[str, Any]:
         return {"protocol": PROTOCOL, "run": self.run, **facts}

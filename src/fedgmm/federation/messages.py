@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 PROTOCOL = 3
 """Version of the requests and replies; both sides must have the same."""
 
-DTYPES = ("bool", "uint8", "int64", "float16", "float32", "float64")
+DTYPES = ("bool", "uint8", "int64", "uint64", "float16", "float32", "float64")
 """Types of numbers that a message may hold, in little-endian byte order."""
 
 LARGEST_MESSAGE = 256 * 1024 * 1024

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from fedgmm.federation.messages import Message, MessageError, one_line
 from fedgmm.files import naming, private_folder, write_atomically
 from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
+from fedgmm.privacy.masks import Released
 from fedgmm.privacy.settings import Privacy
 
-TRAINING_REQUESTS = ("start", "assigned", "round", "score", "finish")
+TRAINING_REQUESTS = ("start", "cells", "assigned", "round", "score", "finish")
 """Kinds of requests that belong to a run."""
 
 _VERSION = 1
@@ -119,8 +120,14 @@ class Policy:
         if request.kind == "hello":
             if request.facts.get("agree"):
                 self._check_hello(request)
+            else:  # a site that joins later agrees to the plan without a summary
+                self._pin("plan", request.facts.get("plan"), "another plan")
         elif request.kind in TRAINING_REQUESTS:
             self._check_run(request)
+        elif request.kind == "moments":
+            self._pin(
+                "table", request.facts.get("table"), "another way to read and split the table"
+            )
 
     def _check_hello(self, request: Message) -> None:
         table = request.facts.get("table")
@@ -206,7 +213,7 @@ class Policy:
             raise RefusedRequestError(f"round {number} is beyond the last of the run.")
         if asked.get(kind, [None])[-1] == digest:
             return
-        if kind in ("start", "assigned", "finish"):
+        if kind in ("start", "cells", "assigned", "finish"):
             if kind in asked:
                 raise RefusedRequestError(
                     f"the server asked for {kind!r} twice, with other numbers."
@@ -231,6 +238,21 @@ class Policy:
             return Privacy.from_record(self._planned("privacy") or {})
         except (TypeError, ValueError) as error:
             raise RefusedRequestError(f"the plan's privacy is not valid: {error}") from None
+
+    @property
+    def privacy(self) -> Privacy:
+        """The privacy of the plan that the site agreed to."""
+        return self._privacy()
+
+    def released(self, run: str) -> Released:
+        """Return the sums of a run that the site has helped to open."""
+        return Released(**self._state.get("released", {}).get(run, {}))
+
+    def keep_released(self, run: str, released: Released) -> None:
+        """Write the sums of a run that are opened, before the reply leaves."""
+        if asdict(self.released(run)) != asdict(released):
+            self._state.setdefault("released", {})[run] = asdict(released)
+            write_atomically(self._agreement, json.dumps(self._state, indent=1).encode())
 
     @property
     def is_noised(self) -> bool:
@@ -364,6 +386,8 @@ def digest_of(request: Message, names: tuple[str, ...]) -> str:
     found = hashlib.sha256()
     found.update(request.kind.encode())
     for name in sorted(request.arrays):
+        if name.startswith("mask/"):  # keys and shares, which are new in every attempt
+            continue
         array = np.ascontiguousarray(request.arrays[name])
         found.update(f"{name} {array.dtype} {array.shape}\n".encode())
         found.update(array.tobytes())

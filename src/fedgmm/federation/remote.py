@@ -16,12 +16,19 @@ import numpy as np
 import torch
 
 from fedgmm.core.gaussians import Gaussians
-from fedgmm.core.initialise import FEWEST_ROWS_SENT, Centroids
+from fedgmm.core.initialise import (
+    FEWEST_ROWS_SENT,
+    Centroids,
+    grid_points,
+    grid_size,
+    leading_directions,
+)
 from fedgmm.core.params import Params
 from fedgmm.core.randomness import client_keys
-from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums
+from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums, row_counts
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.federation.job import SCORE, Job
+from fedgmm.federation.masking import MaskedExchange, check_total, read_total
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
 from fedgmm.federation.messages import PROTOCOL, Message
 from fedgmm.federation.server_folder import ServerFolder
@@ -65,6 +72,7 @@ class RemoteTraining:
     ) -> None:
         self.job, self.members, self.folder, self.poll = job, members, folder, poll
         self.title = title
+        self.masks = members.masks
         self.notes: list[str] = []
         self.stopped: str | None = None
         self.start_bytes: dict[str, list[int]] = {}
@@ -113,7 +121,8 @@ class RemoteTraining:
             member.since, member.best_since, member.founder = 0, 0, True
         self._medians = Medians()
         self._codes = list(self.members.names)
-        features = NoRows(self.job.columns) if method.mixture is None else RemoteRows(self)
+        rows_at_sites = RemoteRows if self.masks is None else MaskedRows
+        features = NoRows(self.job.columns) if method.mixture is None else rows_at_sites(self)
         rows = _StartingRows(features, self.members.names)
         try:
             shared, _ = method.init(cast("LabelledRows", rows), learner)
@@ -130,6 +139,8 @@ class RemoteTraining:
         """Run a round at the sites, and add their sums as they arrive."""
         self._started = time.perf_counter()
         declaration = method.declare_sums(self.job.columns)
+        if self.masks is not None:
+            return self._masked_step(personal, number, declaration)
         total, validation, weights = self.cohort(declaration), Validation(), self.weights()
         total.medians = self._medians
 
@@ -198,6 +209,52 @@ class RemoteTraining:
                 )
         self._bounded = total.bounded
 
+    def _masked_step(self, personal: Any, number: int, declaration: Mapping[str, Sum]) -> Replies:
+        """Run a round at the sites, and open only the total of their sums."""
+        what = f"{self.title}round {number}"
+        sums = self.masked_sums(what, lambda name: self.request("round", name), declaration)
+        for name in sorted(self._last.found if self._last else ()):
+            self._code(name)
+        self._admit()
+        self._check_total(
+            sums, declaration, float(sums["counts"].sum()) if "counts" in sums else None
+        )
+        return Replies(personal, sums)
+
+    def masked_sums(
+        self, what: str, request: Callable[[str], Message], declaration: Mapping[str, Sum]
+    ) -> Sums:
+        """Return the total of the sites' sums, which the server sees only as a whole.
+
+        Raises:
+            DivergedError: all sites are here, and training diverged at some of them.
+        """
+        assert self.masks is not None
+        exchange = MaskedExchange(
+            self.members,
+            what,
+            request,
+            lambda member, reply: None,
+            lambda names: names,
+            self.poll,
+            masks=self.masks,
+        )
+        self._last = exchange
+        failed = exchange.run()
+        if failed is not None:
+            raise DivergedError(reason=failed)
+        return read_total(exchange, declaration)
+
+    def _check_total(self, sums: Sums, declaration: Mapping[str, Sum], rows: float | None) -> None:
+        """Raise unless rows could have made a total; masks hide which site is wrong."""
+        try:
+            check_total(sums, declaration, MOST_ROWS if rows is None else rows)
+        except SumsError as error:
+            raise DivergedError(
+                reason=f"the total of the sites is not plausible ({error}), and masks hide which of them "
+                "is wrong"
+            ) from None
+
     def read_sums(self, reply: Message, declaration: Mapping[str, Sum]) -> Sums:
         """Return the declared sums of a reply."""
         gathered = [name for name, one in declaration.items() if one.gathered]
@@ -247,6 +304,9 @@ class RemoteTraining:
 
     def scores(self) -> dict[str, float]:
         """Ask the sites for the sums of ``SCORE`` of the present model."""
+        if self.masks is not None:
+            found = self.masked_sums("validation", lambda name: self.request("score", name), SCORE)
+            return _with_validation({name: float(value) for name, value in found.items()})
         scores: dict[str, dict[str, float]] = {}
         weights, known = self.weights(), {}
 
@@ -257,13 +317,7 @@ class RemoteTraining:
             known[member.name] = weights(member)
 
         self.exchange("validation", lambda name: self.request("score", name), note)
-        sums = likely_scores(scores, known)
-        if not sums["clients"]:
-            raise FederationError(
-                "No client has validation rows, which patience and the choice of sizes need; change "
-                "split in [data], or give components and learners and leave patience out."
-            )
-        return sums
+        return _with_validation(likely_scores(scores, known))
 
     def exchange(
         self,
@@ -352,6 +406,7 @@ class RemoteTraining:
     def message(self, kind: str, arrays: Arrays, facts: Mapping[str, Any]) -> Message:
         """Return a request with the facts that every request has."""
         common = {"protocol": PROTOCOL, "run": self.members.run, **self.job.facts}
+        common |= self.members.settings.privacy_facts()
         return Message(kind, arrays, {**common, **facts})
 
     # ------------------------------------------------------------------ checkpoints
@@ -429,6 +484,16 @@ class Validation:
             return
         if 0 <= right <= rows <= most:
             self.rows, self.right = self.rows + weight * rows, self.right + weight * right
+
+
+def _with_validation(sums: dict[str, float]) -> dict[str, float]:
+    """Return sums of ``SCORE``; raise if no site has validation rows."""
+    if not sums["clients"]:
+        raise FederationError(
+            "No client has validation rows, which patience and the choice of sizes need; change "
+            "split in [data], or give components and learners and leave patience out."
+        )
+    return sums
 
 
 def check_score(sums: Sums, *, numbers: bool = False) -> None:
@@ -528,6 +593,56 @@ class RemoteRows:
         found = total.result()
         training.report("start", total)
         return found
+
+
+class MaskedRows(RemoteRows):
+    """Rows at sites that send masked sums, so that no site's centroids are known.
+
+    The first exchange asks for the moments of all rows, the second for the numbers of rows in a grid of
+    cells in the leading directions. The cells take the place of the centroids.
+    """
+
+    def overall(self) -> Gaussians:
+        """Return one diagonal Gaussian over all rows, after the first exchange."""
+        training = self._training
+        declaration = FederatedGMM(1, "full").declare_sums(self.columns)
+        sums = training.masked_sums(
+            "start", lambda _: training.message("start", {}, {}), declaration
+        )
+        count, mean = sums["gaussians/counts"][0], sums["gaussians/first"][0]
+        if not float(count):
+            raise DivergedError(reason="no site has rows")
+        mean = mean / count
+        self._mean = mean
+        self._covariance = sums["gaussians/second"][0] / count - torch.outer(mean, mean)
+        variances = self._covariance.diagonal().clamp_min(0.0)[None]
+        return Gaussians(mean[None], variances, torch.ones_like(variances), "diag")
+
+    def centroids(self, clusters: int, seed: int) -> Centroids:
+        """Return the middles of the cells that have rows, after the second exchange."""
+        training = self._training
+        projection, back = leading_directions(self._covariance.numpy())
+        k = projection.shape[1]
+        arrays = {"mean": as_array(self._mean), "projection": np.ascontiguousarray(projection)}
+        declaration = {"cells": row_counts(grid_size(k))}
+        sums = training.masked_sums(
+            "start", lambda _: training.message("cells", arrays, {}), declaration
+        )
+        counts = sums["cells"].numpy()
+        here = counts >= 0.5
+        points = self._mean.numpy() + grid_points(k)[here] @ back.T
+        return Centroids(points, counts[here])
+
+    def assigned(
+        self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
+    ) -> Sums:
+        """Return sums over the sites' rows, each of which belongs to its nearest mean."""
+        assert assignment == "nearest"
+        training, arrays = self._training, {"means": as_array(current.means)}
+        declaration = method.declare_sums(self.columns)
+        return training.masked_sums(
+            "start", lambda _: training.message("assigned", arrays, {}), declaration
+        )
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,15 @@ from pathlib import Path
 
 import numpy as np
 
+from fedgmm.core.sums import SumsError
 from fedgmm.data.tables.agreement import DisagreementError, agree, agree_on_kinds
+from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.data.tables.summaries import ClientSummary
-from fedgmm.federation.job import Job, check_for_tables, shared_model
+from fedgmm.federation.declared import DeclaredColumns
+from fedgmm.federation.job import Job, check_additive, check_for_tables, shared_model
+from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
 from fedgmm.federation.members import REPEAT_AFTER, Members, Notify
-from fedgmm.federation.messages import Failure, Message, Transport
+from fedgmm.federation.messages import PROTOCOL, Failure, Message, Transport
 from fedgmm.federation.remote import RemoteTraining, numbers_of
 from fedgmm.federation.server_folder import (
     Outcome,
@@ -48,7 +52,7 @@ from fedgmm.federation.server_folder import (
     checked_metrics,
 )
 from fedgmm.federation.settings import FederationError, FederationSettings
-from fedgmm.federation.summaries import SummaryError, summary_from_record
+from fedgmm.federation.summaries import SummaryError, summary_from_record, table_record
 from fedgmm.methods.base import DivergedError
 from fedgmm.privacy.influence import bounded_summaries
 from fedgmm.runs.folder import RunError, RunFolder
@@ -157,6 +161,11 @@ class _Server:
     ) -> None:
         self.settings, self.folder = settings, folder
         self.members = Members(settings, transport, notify)
+        if settings.is_masked and settings.privacy is not None:
+            noised = settings.privacy.is_noised  # noise hides single sites
+            self.members.masks = ServerMasks(
+                self.members, 1 if noised else settings.privacy.min_change
+            )
         self.notify = self.members.notify
 
     def run(self) -> None:
@@ -322,6 +331,9 @@ def _check_options(settings: FederationSettings) -> None:
     """Raise ``FederationError`` for options that a federation cannot have."""
     try:
         check_for_tables(settings.config.options())
+        if settings.is_masked and settings.privacy is not None:
+            DeclaredColumns.of(settings.privacy, settings.config.table)
+            check_additive(settings.config.options())
     except ValueError as error:
         raise FederationError(str(error)) from None
 
@@ -338,6 +350,8 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
     settings, table = members.settings, members.settings.config.table
     _check_options(settings)
     wait_for(members, settings.clients)
+    if members.masks is not None:
+        return _prepare_masked(members)
     while True:
         summaries = {
             name: member.summary
@@ -358,7 +372,15 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
     notes = [*bounds, *notes]
     for name, summary in summaries.items():
         members.members[name].rows = training_rows([summary.rows], table.split[0])
-    rows = training_rows([s.rows for s in settled.values()], table.split[0])
+    return _settled(members, preprocessing, notes, [*settled.values()])
+
+
+def _settled(
+    members: Members, preprocessing: Preprocessing, notes: list[str], tables: list[ClientSummary]
+) -> tuple[Job, list[str]]:
+    """Return the training run with a preprocessing, and notes."""
+    settings, table = members.settings, members.settings.config.table
+    rows = training_rows([summary.rows for summary in tables], table.split[0])
     width = len(preprocessing.feature_names)
     job = Job(
         settings.config.options(), table, preprocessing, settings.precision, settings.min_rows
@@ -368,7 +390,7 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
     if table.label is not None:
         line += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
     members.notify(line)
-    labels = sum((Counter(summary.labels) for summary in settled.values()), Counter[str]())
+    labels = sum((Counter(summary.labels) for summary in tables), Counter[str]())
     noise = label_noise([*labels.values()])
     options, more = _chosen_options(members, job, rows, width, noise)
     notes = [*notes, *more]
@@ -377,13 +399,49 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
     return replace(job, options=options), notes
 
 
+def _prepare_masked(members: Members) -> tuple[Job, list[str]]:
+    """Agree on the preprocessing from the total of masked sums over declared columns."""
+    settings, table = members.settings, members.settings.config.table
+    assert settings.privacy is not None
+    declared = DeclaredColumns.of(settings.privacy, table)
+    declaration = declared.declare_sums()
+    record = table_record(table)
+    facts = {"table": record, "min_rows": settings.min_rows, **settings.privacy_facts()}
+    request = Message("moments", {}, {"protocol": PROTOCOL, "run": members.run, **facts})
+    exchange = MaskedExchange(
+        members,
+        "columns",
+        lambda _: request,
+        lambda member, reply: None,
+        lambda names: names,
+        _POLL,
+        masks=members.masks,
+    )
+    failed = exchange.run()
+    if failed is not None:
+        raise FederationError(failed)
+    total = read_total(exchange, declaration)
+    try:
+        check_total(total, declaration, float(total["rows"]))
+        summary = declared.summary(total)
+        # only declared columns are in the total, so none is left to ignore
+        plain = replace(table, ignore=(), id=(), categorical=tuple(declared.categories))
+        preprocessing, notes = agree({"the federation": summary}, plain)
+    except (SumsError, ValueError) as error:
+        raise FederationError(f"The tables do not fit together: {error}") from None
+    # a site may lack a column, which the total does not show
+    columns = tuple(replace(one, optional=bool(one.outputs)) for one in preprocessing.columns)
+    preprocessing = replace(preprocessing, columns=columns, ids=table.id)
+    return _settled(members, preprocessing, notes, [summary])
+
+
 def wait_for(members: Members, wanted: int) -> None:
     """Greet nodes until ``wanted`` members have sent a summary."""
     timeout = members.settings.start_timeout
     started = last_at = time.monotonic()
     last = ""
     while True:
-        ready = [name for name, m in sorted(members.members.items()) if m.summary is not None]
+        ready = members.ready
         if len(ready) >= wanted:
             return
         now = time.monotonic()

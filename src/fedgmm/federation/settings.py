@@ -20,6 +20,8 @@ from fedgmm.core.checks import (
     one_of,
 )
 from fedgmm.federation.messages import LARGEST_MESSAGE
+from fedgmm.privacy.masks import FEWEST_SITES
+from fedgmm.privacy.settings import Privacy
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class FederationSettings:
         robust: ``"none"`` adds the sums of the sites, ``"trimmed"`` and ``"centred"`` take robust means of
             them (:func:`fedgmm.privacy.influence.combine`), for which the server holds all replies of a
             round.
+        privacy: protection of the sites' sums.
     """
 
     config: RunConfig
@@ -89,6 +92,7 @@ class FederationSettings:
     max_share: Annotated[float, number(above=0, most=1)] | None = None
     max_norm: Annotated[float, number(least=1)] | None = None
     robust: Annotated[Robust, one_of(*ROBUST)] = "none"
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -105,17 +109,45 @@ class FederationSettings:
                 f"min_clients={self.min_clients} is more than the "
                 f"{counted(self.clients, 'client that is', 'clients that are')} expected."
             )
+        if self.is_masked:
+            self._check_masks()
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the server sees sums over sites only."""
+        return self.privacy is not None and self.privacy.secure_aggregation
+
+    def _check_masks(self) -> None:
+        """Raise ``ValueError`` for settings that secure aggregation cannot have."""
+        if self.quorum < FEWEST_SITES:
+            raise ValueError(
+                f"secure_aggregation needs at least {FEWEST_SITES} clients in every round, got "
+                f"{self.quorum}: with two, each could subtract its own sums from the total."
+            )
+        if self.config.options().participation < 1:
+            raise ValueError(
+                "secure_aggregation needs all clients in every round, because sums over changing sets of "
+                "clients would show single ones; leave participation out."
+            )
 
     def record(self) -> dict[str, Any]:
         """Return the section ``[federation]`` of a TOML file."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "config"}
+        left_out = ("config", "privacy")
+        values = {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out
+        }
         return {name: value for name, value in values.items() if value is not None}
 
     def plan(self) -> dict[str, Any]:
         """Return what sites agree to before they send anything about their rows."""
         options = self.config.options()
         trials = bool({"components", "learners"} & set(self.config.open_choices()))
-        return {"algorithm": options.algorithm, "rounds": options.rounds, "trials": trials}
+        plan = {"algorithm": options.algorithm, "rounds": options.rounds, "trials": trials}
+        return {**plan, **self.privacy_facts()}
+
+    def privacy_facts(self) -> dict[str, Any]:
+        """Return the facts about privacy that requests have; none without protection."""
+        return {} if self.privacy is None else {"privacy": self.privacy.record()}
 
     @property
     def quorum(self) -> int:
@@ -127,7 +159,8 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
     """Read the settings of a federation from a TOML file.
 
     Args:
-        path: a file with the sections ``[data]`` (without files), ``[training]`` and ``[federation]``.
+        path: a file with the sections ``[data]`` (without files), ``[training]``, ``[federation]`` and
+            ``[privacy]``.
         **given: options of ``[federation]`` that replace those of the file, unless they are ``None``.
 
     Raises:
@@ -148,6 +181,7 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
     values = {**sections["federation"], **{k: v for k, v in given.items() if v is not None}}
     try:
         config = config_from(sections, files_needed=False)
+        privacy = Privacy.from_record(sections["privacy"]) if sections["privacy"] else None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     if "clients" not in values:
@@ -155,7 +189,7 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
             f"{path}: [federation] must say how many clients to expect, such as clients = 4."
         )
     try:
-        return FederationSettings(replace(config, files=()), **values)
+        return FederationSettings(replace(config, files=()), **values, privacy=privacy)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: [federation] {error}") from None
 
@@ -188,6 +222,9 @@ class SiteSettings:
         key: the site's private key; the witness of its ledger lies beside it.
         max_epsilon: limit of ``ε`` for all runs together; such a site refuses runs without noise.
         max_delta: largest ``δ`` of a run, and the one at which ``max_epsilon`` counts.
+        peers: folder with the public keys of the other sites. With secure aggregation, the server cannot
+            invent sites then.
+        min_sites: fewest sites in a sum; a larger number also refuses runs without masks.
 
     The four about the format of the file replace those of the federation where they are given.
     """
@@ -211,6 +248,8 @@ class SiteSettings:
     max_epsilon: Positive | None = None
     max_delta: Annotated[float, number(above=0, below=1)] | None = None
     blur: Annotated[float, number(least=0, most=0.5)] = BLUR
+    peers: Path | None = None
+    min_sites: Annotated[int, integer(FEWEST_SITES)] | None = None
 
     def __post_init__(self) -> None:
         if not self.data:

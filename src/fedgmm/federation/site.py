@@ -21,14 +21,17 @@ from numpy.typing import NDArray
 
 from fedgmm import __version__
 from fedgmm.core.gaussians import gaussians
+from fedgmm.core.initialise import MOST_DIRECTIONS
 from fedgmm.core.streaming import lanes_only
-from fedgmm.core.sums import Sums, withhold
+from fedgmm.core.sums import Declaration, Sums, row_counts, withhold
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.tables.columns import FileFormat
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
+from fedgmm.federation.declared import DeclaredColumns
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
+from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks
 from fedgmm.federation.messages import (
     PROTOCOL,
     Message,
@@ -37,6 +40,7 @@ from fedgmm.federation.messages import (
     coded,
     one_line,
 )
+from fedgmm.federation.network.keys import signer, verifiers
 from fedgmm.federation.policy import (
     TRAINING_REQUESTS,
     LimitError,
@@ -57,12 +61,13 @@ from fedgmm.federation.wire import (
     take_personal,
 )
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError
-from fedgmm.methods.centroids import FEWEST_ROWS_A_CLUSTER, local_centroids
+from fedgmm.methods.centroids import FEWEST_ROWS_A_CLUSTER, grid_counts, local_centroids
 from fedgmm.methods.gmm import FederatedGMM, equal_covariances, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import resolve_device
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
 from fedgmm.privacy.ledger import LedgerError
+from fedgmm.privacy.masks import FEWEST_SITES
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
@@ -132,6 +137,12 @@ class Site:
             self._policy.forget()
         self._row_weights = RowWeights(settings.out / "row_weights.key", settings.blur)
         self._policy.ledger.entries()  # raises if it is damaged or an older copy
+        self._masks = SiteMasks(
+            self.name,
+            sign=None if settings.key is None else signer(settings.key),
+            peers=None if settings.peers is None else verifiers(settings.peers),
+            min_sites=settings.min_sites or FEWEST_SITES,
+        )
 
     def reply(self, request: Message) -> Message:
         """Reply to one request, and record what leaves; called for one request at a time.
@@ -158,6 +169,9 @@ class Site:
         self.refused = self.unusable = None
         handlers: dict[str, Callable[[Message], Content]] = {
             "hello": self._hello,
+            "moments": self._moments,
+            **dict.fromkeys(MASK_REQUESTS, self._mask_reply),
+            "cells": self._cells,
             "start": self._start,
             "assigned": self._assigned,
             "round": self._round,
@@ -188,6 +202,7 @@ class Site:
                 self._policy.check(request)
                 if self._policy.is_noised:
                     raise LimitError("this version of fedgmm adds no noise over a network.")
+                self._check_masks(request)
                 arrays, facts = handlers[request.kind](request)
             if request.kind == "model":  # takes the lock itself
                 open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)
@@ -237,7 +252,9 @@ class Site:
             "adapt_only": self.settings.adapt_only,
             "share_metrics": self.settings.share_metrics,
         }
-        if request.facts.get("agree") and not self.settings.adapt_only:
+        if self._is_masked:
+            self._show_plan(request.facts.get("plan"))
+        elif request.facts.get("agree") and not self.settings.adapt_only:
             table = self._own_table(table_from_record(request.facts.get("table"), self.name))
             columns = [str(name) for name in request.facts.get("as_categories", [])]
             summary = self.table.summary(table, columns)
@@ -281,11 +298,91 @@ class Site:
                 f"agreed to a run of {plan.get('algorithm')} with at most {plan.get('rounds')} rounds"
                 f"{trials}; the record of all requests is in {self._policy.log}"
             )
+            if self._is_masked and self.settings.peers is None:
+                self.notify(
+                    "masks protect this site only against a server that follows the protocol, because it "
+                    "could invent the other sites; give their public keys with --peers"
+                )
+
+    def _moments(self, request: Message) -> Content:
+        """Return masked sums of the declared columns, for the agreement on the preprocessing."""
+        table = self._own_table(table_from_record(request.facts.get("table"), self.name))
+        declared = DeclaredColumns.of(self._policy.privacy, table)
+        summary = self.table.summary(table, list(declared.categories))
+        least = max(self.settings.min_rows, _whole(request, "min_rows"))
+        if summary.rows < least:
+            raise UnfitError(f"it has fewer rows than min_rows={least}")
+        return self._sent(request, declared.sums(summary), declared.declare_sums(), torch.float64)
+
+    def _cells(self, request: Message) -> Content:
+        """Return masked counts of rows in a grid, for the start of the Gaussians."""
+        job, rows = self._training_rows(request)
+        mean, projection = (request.arrays.get(name) for name in ("mean", "projection"))
+        k = 0 if projection is None or projection.ndim != 2 else projection.shape[1]
+        if mean is None or projection is None or mean.shape != (job.columns,):
+            raise MessageError("the grid of the start is missing or has the wrong shape.")
+        if not 1 <= k <= MOST_DIRECTIONS or len(projection) != job.columns:
+            raise MessageError("the grid of the start has the wrong shape.")
+        counts = grid_counts(
+            rows.features, *(as_tensor(one).double().to(rows.device) for one in (mean, projection))
+        )
+        declaration = {"cells": row_counts(len(counts))}
+        return self._sent(request, Sums({"cells": counts}), declaration, job.learner_dtype)
+
+    # ------------------------------------------------------------------ masks
+
+    @property
+    def _is_masked(self) -> bool:
+        return self._policy.privacy.secure_aggregation
+
+    def _check_masks(self, request: Message) -> None:
+        """Raise unless the plan has the masks that the owner or the request wants."""
+        if self._is_masked:
+            return
+        if request.kind in (*MASK_REQUESTS, "moments", "cells"):
+            raise MessageError("the plan of this run has no secure aggregation.")
+        asks = request.kind in TRAINING_REQUESTS or request.facts.get("agree")
+        if asks and self.settings.min_sites is not None:
+            raise LimitError(
+                "the server's run has no secure aggregation, and this site's owner set --min-sites, so it "
+                "sends masked sums only."
+            )
+
+    def _mask_reply(self, request: Message) -> Content:
+        """Return keys or shares, or help to open a sum."""
+        run = str(request.facts.get("run"))
+        released = self._policy.released(run)
+        arrays = self._masks.reply(request, self._min_change, released)
+        self._policy.keep_released(run, released)
+        return arrays, {}
+
+    @property
+    def _min_change(self) -> int:
+        privacy = self._policy.privacy
+        return 1 if privacy.is_noised else privacy.min_change
+
+    def _sent(
+        self,
+        request: Message,
+        sums: Sums,
+        declaration: Declaration,
+        dtype: torch.dtype,
+        rows: int = 0,
+    ) -> Content:
+        """Return sums as they leave: as one masked vector, or as arrays beside the number of rows."""
+        if not self._is_masked:
+            return encode(sums, declaration, dtype), {"rows": rows} if rows else {}
+        released = self._policy.released(str(request.facts.get("run")))
+        return self._masks.seal(request, sums, declaration, self._min_change, released), {}
 
     def _start(self, request: Message) -> Content:
         """Return sums of all columns and local centroids, for the start of the Gaussians."""
         job, rows = self._training_rows(request)
         zero = torch.zeros(1, job.columns, dtype=torch.float64, device=rows.device)
+        if self._is_masked:
+            whole = FederatedGMM(1, "full").declare_sums(job.columns)
+            sums = sums_of_all(rows.features, zero, "full")
+            return self._sent(request, sums, whole, job.learner_dtype)
         one = FederatedGMM(1, "diag")
         declaration = one.declare_sums(job.columns)
         sums = sums_of_all(rows.features, zero)
@@ -329,7 +426,7 @@ class Site:
         )
         declaration = method.declare_sums(job.columns)
         sums = withhold(sums, declaration, self._least(job))
-        return encode(sums, declaration, job.learner_dtype), {"rows": len(rows)}
+        return self._sent(request, sums, declaration, job.learner_dtype, len(rows))
 
     # ------------------------------------------------------------------ rounds
 
@@ -341,23 +438,26 @@ class Site:
         method = self._careful(job.method_of(phase))
         self._folder.begin(run)
         shared, personal = self._state(request, job, phase)
-        facts: dict[str, Any] = {"rows": len(rows)}
+        shared_facts: dict[str, Any] = {}
         entry = {"round": float(number)}
         with self._quietly(job):
             labelled = job.options.algorithm != DENSITY
-            if self.settings.share_metrics and labelled and number > 1 and since:
-                facts["validation"] = self._validation(job, method.prediction(shared, personal))
+            shares = self.settings.share_metrics and not self._is_masked
+            if shares and labelled and number > 1 and since:
+                shared_facts["validation"] = self._validation(
+                    job, method.prediction(shared, personal)
+                )
             moved, sums = method.client_step(shared, personal, rows, number)
         entry["log_likelihood"] = float(sums["log_likelihood"]) / len(rows)
         entry["seconds"] = time.perf_counter() - started
         declaration = method.declare_sums(job.columns)
         sums = withhold(sums, declaration, self._least(job))
-        arrays = encode(sums, declaration, job.learner_dtype)
+        arrays, facts = self._sent(request, sums, declaration, job.learner_dtype, len(rows))
         progress = Progress(phase, number, shared, moved)
         self._folder.keep(run, progress, since, _whole(request, "keep"))
         self._folder.add_history(entry)
         self.notify(f"round {number}: replied in {entry['seconds']:.1f} s")
-        return arrays, facts
+        return arrays, {**facts, **shared_facts}
 
     def _state(self, request: Message, job: Job, phase: Phase) -> tuple[Any, Any]:
         """Return the shared part of a request, and the personal part that belongs to it.
@@ -429,7 +529,7 @@ class Site:
             name: torch.tensor(value, dtype=torch.float64).clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
             for name, value in values.items()
         }
-        return encode(Sums(bounded), SCORE, job.learner_dtype), {}
+        return self._sent(request, Sums(bounded), SCORE, job.learner_dtype)
 
     # ------------------------------------------------------------------ the end
 
@@ -454,6 +554,8 @@ class Site:
         shared_metrics = {
             split: metrics[split] for split in ("train", "validation", "test") if split in metrics
         }
+        if self._is_masked:
+            return {}, {}
         facts: dict[str, Any] = {"rows": len(rows)}
         if self.settings.share_metrics and dataset.target is None:
             own = metrics["clients"].get(self.name, {})

@@ -8,6 +8,7 @@ Learners without rows are not sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -107,7 +108,12 @@ def _sum(arrays: Mapping[str, NDArray[Any]], name: str, one: Sum) -> Tensor:
         return _array(arrays, name, one.shape, torch.float64)
     size = one.shape[-1]
     half = _array(arrays, name, (*one.shape[:-2], size * (size + 1) // 2), torch.float64)
-    rows, columns = torch.tril_indices(size, size)
+    return _symmetric(half, one)
+
+
+def _symmetric(half: Tensor, one: Sum) -> Tensor:
+    """Return symmetric matrices from their lower triangles."""
+    rows, columns = torch.tril_indices(one.shape[-1], one.shape[-1])
     whole = half.new_zeros(one.shape)
     whole[..., rows, columns] = half
     whole[..., columns, rows] = half
@@ -137,6 +143,53 @@ def as_array(value: Tensor) -> NDArray[Any]:
 def as_tensor(value: NDArray[Any]) -> Tensor:
     """Return a copy, because a received array may be read-only."""
     return torch.from_numpy(np.array(value, order="C"))
+
+
+# ---------------------------------------------------------------------- one vector
+
+
+def pack(sums: Mapping[str, Tensor], declaration: Declaration) -> NDArray[np.float64]:
+    """Return all declared sums as one vector, whose length does not depend on the rows.
+
+    Learners travel as weighted sums here, because a mean cannot be added.
+    """
+    parts = []
+    for name, one in declaration.items():
+        if one.gathered:
+            raise WireError(f"{name} is not a sum, so it cannot be masked")
+        value = sums[name].double().cpu()
+        if one.semidefinite:
+            rows, columns = torch.tril_indices(value.shape[-1], value.shape[-1])
+            value = value[..., rows, columns]
+        parts.append(value.reshape(-1).numpy())
+    return np.concatenate(parts)
+
+
+def unpack(vector: NDArray[np.float64], declaration: Declaration) -> dict[str, Tensor]:
+    """Return the declared sums of a vector: the inverse of :func:`pack`.
+
+    Raises:
+        WireError: a vector of another length.
+    """
+    whole = torch.from_numpy(np.array(vector))
+    values: dict[str, Tensor] = {}
+    at = 0
+    for name, one in declaration.items():
+        shape = one.shape
+        if one.semidefinite:
+            size = shape[-1]
+            shape = (*shape[:-2], size * (size + 1) // 2)
+        count = math.prod(shape)
+        part = whole[at : at + count]
+        at += count
+        if len(part) < count:
+            break
+        values[name] = (
+            _symmetric(part.reshape(shape), one) if one.semidefinite else part.reshape(shape)
+        )
+    if at != len(whole):
+        raise WireError(f"a vector of {len(whole)} numbers does not fit the declaration")
+    return values
 
 
 # ---------------------------------------------------------------------- personal parts

@@ -7,7 +7,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.initialise import FEWEST_ROWS_SENT, Centroids, local_clusters, nearest
+from fedgmm.core.initialise import (
+    FEWEST_ROWS_SENT,
+    Centroids,
+    grid_cells,
+    grid_size,
+    local_clusters,
+    nearest,
+)
 from fedgmm.core.randomness import row_uniforms
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.data.federated import ClientRows
@@ -49,6 +56,28 @@ def local_centroids(
             break
     sent = counts >= FEWEST_ROWS_SENT
     return Centroids(centres[sent].cpu().numpy(), weights[sent].cpu().numpy())
+
+
+def grid_counts(rows: ClientRows, mean: Tensor, projection: Tensor) -> Tensor:
+    """Return the number of rows in every cell of a grid in some directions, for a start under masks.
+
+    Args:
+        rows: the clients' rows.
+        mean: of all rows of the federation, ``(d,)``.
+        projection: of :func:`fedgmm.core.initialise.leading_directions`, ``(d, k)``.
+    """
+    cells = grid_size(projection.shape[1])
+
+    def start() -> Tensor:
+        return torch.zeros(cells, dtype=torch.float64, device=rows.device)
+
+    def add_block(total: Tensor, block: Block) -> None:
+        x, _, place = rows.read(block)
+        cell = grid_cells((x.double() - mean) @ projection)
+        ones = torch.ones_like(cell, dtype=torch.float64)
+        total.index_add_(0, cell, rows.weigh(ones, place))
+
+    return torch.stack(list(accumulate(rows.blocks(1), start, add_block, rows.device))).sum(0)
 
 
 def start_sample(

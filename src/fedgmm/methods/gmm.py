@@ -415,11 +415,10 @@ def overall_gaussian(rows: ClientRows) -> Gaussians:
     return gaussian_of(sums_of_all(rows, whole.means), whole.means)
 
 
-def sums_of_all(rows: ClientRows, centre: Tensor) -> Sums:
-    """Return the sums of one diagonal Gaussian over all rows, around ``centre``, ``(1, d)``."""
-    ones = torch.ones_like(centre)
-    around = Gaussians(centre, ones, ones, "diag")
-    return FederatedGMM(1, "diag").sum_over_rows(rows, around, _all_to_one)[1]
+def sums_of_all(rows: ClientRows, centre: Tensor, kind: CovarianceType = "diag") -> Sums:
+    """Return the sums of one Gaussian over all rows, around ``centre``, ``(1, d)``."""
+    around = gaussians(centre, equal_covariances(torch.ones_like(centre[0]), 1, kind), kind)
+    return FederatedGMM(1, kind).sum_over_rows(rows, around, _all_to_one)[1]
 
 
 def gaussian_of(sums: Sums, centre: Tensor) -> Gaussians:

@@ -397,7 +397,7 @@ class MaskedSite:
                 raise MaskError(f"number {number} was used before")
             self._last = number
             known = self._sessions[number] = _Session(X25519PrivateKey.generate())
-            for old in [n for n in self._sessions if n < number - 1]:
+            for old in sorted(self._sessions)[:-2]:  # the present number and the next one stay
                 del self._sessions[old]
         public = known.key.public_key().public_bytes_raw()
         return _array(

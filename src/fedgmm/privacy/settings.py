@@ -54,6 +54,8 @@ class Privacy:
         rounds: noised rounds of the mixture; more rounds have more noise each.
         secure_aggregation: sites mask their sums, so a server sees only the total.
         tolerated: sites that may drop out or collude with the server without weakening the noise.
+        min_change: fewest sites in which two sums under masks may differ; the difference between sums
+            over almost the same sites would show single ones. Noisy sums may differ by any number.
     """
 
     epsilon: Positive | None = None
@@ -65,6 +67,7 @@ class Privacy:
     rounds: Count = 5
     secure_aggregation: Flag = False
     tolerated: NonNegativeInt = 0
+    min_change: Count = 2
 
     def __post_init__(self) -> None:
         check_fields(self)

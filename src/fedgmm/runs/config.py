@@ -21,6 +21,7 @@ from fedgmm.core.checks import (
 )
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.methods.base import DENSITY
+from fedgmm.privacy.settings import Privacy
 from fedgmm.training.options import TrainingOptions
 
 _SIZES = ("components", "learners")
@@ -65,6 +66,7 @@ _SECTIONS: dict[str, Collection[str]] = {
     "run": {"checkpoint_every"},
     "federation": FEDERATION,
     "server": SERVER,
+    "privacy": {one.name for one in fields(Privacy)},
 }
 
 

@@ -12,15 +12,22 @@ import time
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import (
+    decode_dss_signature,
+    encode_dss_signature,
+)
+from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
     PublicFormat,
+    load_pem_public_key,
     load_ssh_private_key,
     load_ssh_public_key,
 )
@@ -131,6 +138,37 @@ def read_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
             f"{path} is not a private key of a site; make one with fedgmm keys new NAME."
         )
     return key
+
+
+def signer(path: Path) -> Callable[[bytes], bytes]:
+    """Return a function that signs with a site's private key: 96 bytes, as both numbers of ECDSA."""
+    key = read_private_key(path)
+
+    def sign(text: bytes) -> bytes:
+        r, s = decode_dss_signature(key.sign(text, ec.ECDSA(SHA384())))
+        return r.to_bytes(48, "big") + s.to_bytes(48, "big")
+
+    return sign
+
+
+def verifiers(folder: Path) -> dict[str, Callable[[bytes, bytes], bool]]:
+    """Return checks of signatures by the sites whose public keys are in a folder.
+
+    Raises:
+        SiteKeyError: the folder cannot be used.
+    """
+    return {one.name: partial(_is_signed, one.pem.encode()) for one in read_public_keys(folder)}
+
+
+def _is_signed(pem: bytes, text: bytes, signature: bytes) -> bool:
+    key = load_pem_public_key(pem)
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    r, s = (int.from_bytes(part, "big") for part in (signature[:48], signature[48:]))
+    try:
+        key.verify(encode_dss_signature(r, s), text, ec.ECDSA(SHA384()))
+    except InvalidSignature:
+        return False
+    return True
 
 
 def _read_public(path: Path) -> PublicKey:

@@ -1,0 +1,445 @@
+"""Secure aggregation over the federation: both halves of :mod:`fedgmm.privacy.masks`, as messages.
+
+With masks, a reply about rows is one vector of fixed length under pads. The server adds the vectors and
+asks the survivors to open the sum (``unmask``). The keys and shares of the next sum travel with these two
+requests, so an exchange takes two requests instead of one. Only before the first sum, and after the members
+changed, ``keys`` and ``shares`` are requests of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedgmm.core.sums import Declaration, Sums, SumsError, check_sums, withhold
+from fedgmm.federation.members import REPEAT_AFTER, Exchange, Member, Members
+from fedgmm.federation.messages import PROTOCOL, Failure, Message, MessageError
+from fedgmm.federation.wire import Arrays, WireError, pack, unpack
+from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed, to_fixed
+from fedgmm.privacy.masks import (
+    FEWEST_SITES,
+    Aggregation,
+    MaskedSite,
+    MaskError,
+    Released,
+    Roster,
+    Sign,
+    TooFewSitesError,
+    Verify,
+)
+
+MASK_REQUESTS = ("keys", "shares", "unmask")
+"""Kinds of requests that carry keys and shares only."""
+
+PREFIX = "mask/"
+"""The names of the protocol's arrays start with this."""
+
+_FEWEST_ROWS = 1e-3  # a component with fewer expected rows in all is rounding of fixed point
+_ROUNDING = 1e-6  # relative error of a total, from fixed point
+_MOST_RUNS = 2  # runs whose secrets a site keeps: the present one and a trial
+
+
+# ---------------------------------------------------------------------- at a site
+
+
+class SiteMasks:
+    """The half of a site.
+
+    Args:
+        name: of the site.
+        sign: with the registered key.
+        peers: checks of the other sites' registered keys.
+        min_sites: fewest sites in a sum.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        sign: Sign | None = None,
+        peers: Mapping[str, Verify] | None = None,
+        min_sites: int = FEWEST_SITES,
+    ) -> None:
+        self._name, self._sign, self._peers, self._min_sites = name, sign, peers, min_sites
+        self._runs: dict[str, MaskedSite] = {}
+
+    def _of(self, request: Message, min_change: int, released: Released) -> MaskedSite:
+        run = str(request.facts.get("run"))
+        if run not in self._runs:
+            self._runs[run] = MaskedSite(
+                self._name,
+                run,
+                sign=self._sign,
+                peers=self._peers,
+                min_sites=self._min_sites,
+                min_change=min_change,
+                released=released,
+            )
+            for old in list(self._runs)[:-_MOST_RUNS]:
+                del self._runs[old]
+        self._runs[run].released = released
+        return self._runs[run]
+
+    def reply(self, request: Message, min_change: int, released: Released) -> Arrays:
+        """Reply to ``keys``, ``shares`` or ``unmask``; ``released`` gets a new entry before a sum opens.
+
+        Raises:
+            MessageError: the site must not reply.
+        """
+        number, later = _numbers(request)
+        try:
+            site = self._of(request, min_change, released)
+            if request.kind == "keys":
+                return _named(identity=site.identity, advert=site.advertise(number))
+            if request.kind == "shares":
+                names = request.facts.get("names")
+                if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+                    raise MaskError("the list of sites is missing")
+                site.join(Roster(tuple(names), _array(request, "identities")))
+                lists = _array(request, "participants"), _array(request, "adverts")
+                return _named(bundles=site.share(number, *lists))
+            lists = _array(request, "survivors"), _array(request, "signatures")
+            found = _named(**site.unmask(number, *lists))
+            if later is not None:
+                lists = _array(request, "participants"), _array(request, "adverts")
+                found |= _named(bundles=site.share(later, *lists))
+            return found
+        except MaskError as error:
+            raise MessageError(f"{error}.") from None
+
+    def seal(
+        self,
+        request: Message,
+        sums: Sums,
+        declaration: Declaration,
+        min_change: int,
+        released: Released,
+    ) -> Arrays:
+        """Return sums as one masked vector, and the public key for the next one.
+
+        Raises:
+            MessageError: the site must not reply.
+            WireError: a number that fixed point cannot hold.
+        """
+        number, later = _numbers(request)
+        senders = _array(request, "senders")
+        try:
+            vector = to_fixed(pack(sums, declaration), max(1, len(senders)))
+            site = self._of(request, min_change, released)
+            masked, signature = site.mask(
+                number, purpose_of(request), senders, _array(request, "bundles"), vector
+            )
+            found = _named(vector=masked, signature=signature)
+            if later is not None:
+                found |= _named(advert=site.advertise(later))
+        except RangeError as error:
+            raise WireError(str(error)) from None
+        except MaskError as error:
+            raise MessageError(f"{error}.") from None
+        return found
+
+
+def purpose_of(request: Message) -> str:
+    """Return the name of the sum that a request is about, which its site opens for one set of sites."""
+    place = [request.kind, *(str(request.facts.get(name, "")) for name in ("phase", "round"))]
+    return " ".join(one for one in place if one)
+
+
+def _numbers(request: Message) -> tuple[int, int | None]:
+    mask = request.facts.get("mask")
+    number = mask.get("number") if isinstance(mask, Mapping) else None
+    later = mask.get("next") if isinstance(mask, Mapping) else None
+    if type(number) is not int or not 0 <= number < 2**62:
+        raise MessageError("the request has no keys of secure aggregation, which this run needs.")
+    if later is not None and (type(later) is not int or not number < later < 2**62):
+        raise MessageError("the number of the next sum is not valid.")
+    return number, later
+
+
+def _array(request: Message, name: str) -> NDArray[Any]:
+    found = request.arrays.get(PREFIX + name)
+    if found is None:
+        raise MessageError(f"the request lacks {name} of secure aggregation.")
+    return found
+
+
+def _named(**arrays: NDArray[Any]) -> Arrays:
+    return {PREFIX + name: array for name, array in arrays.items()}
+
+
+# ---------------------------------------------------------------------- at the server
+
+
+@dataclass
+class ServerMasks:
+    """The half of the server: the sites that share keys, and the sum that is prepared.
+
+    Attributes:
+        members: of the federation.
+        min_change: fewest sites in which two opened sums may differ.
+        released: sums that were opened, or that sites were asked to open.
+    """
+
+    members: Members
+    min_change: int = 2
+    released: Released = field(default_factory=Released)
+    _run: str = ""
+    _number: int = 0
+    _prepared: Aggregation | None = None
+
+    def take_prepared(self, purpose: str, names: Iterable[str]) -> Aggregation | None:
+        """Return the aggregation for a purpose with these sites, if they may be added up.
+
+        The sum that was prepared with the last one is used, unless more sites may join.
+        """
+        if self._run != self.members.run:
+            self._run, self._prepared, self.released = self.members.run, None, Released()
+        found, self._prepared = self._prepared, None
+        wanted = self._allowed(purpose, names)
+        if found is not None:
+            old = {found.roster.names[u] for u in found.senders}
+            fits = self._fits(purpose, old)
+            if fits and found.enough_senders and (wanted is None or set(wanted) <= old):
+                found.purpose = purpose
+                return found
+        if wanted is None:
+            return None
+        fresh = self._set_up(wanted)
+        if fresh is not None:
+            fresh.purpose = purpose
+        return fresh
+
+    def _fits(self, purpose: str, names: Iterable[str]) -> bool:
+        try:
+            self.released.check(purpose, list(names), self.min_change)
+        except MaskError:
+            return False
+        return True
+
+    def _allowed(self, purpose: str, names: Iterable[str]) -> list[str] | None:
+        """Return the most sites whose sum may be opened; ``None`` if the right ones are not here."""
+        here = sorted(names)
+        choices = [here[: len(here) - left] for left in range(self.min_change)]
+        choices += sorted(([*s] for s in self.released.sets if set(s) <= set(here)), key=len)[::-1]
+        for some in choices:
+            if len(some) >= FEWEST_SITES and self._fits(purpose, some):
+                return some
+        return None
+
+    def next_number(self) -> int:
+        """Return a number larger than all before, also if the server was restarted."""
+        self._number = max(self._number + 1, time.time_ns() // 1_000_000)
+        return self._number
+
+    def _set_up(self, names: list[str]) -> Aggregation | None:
+        """Exchange keys and shares with some sites."""
+        number, run = self.next_number(), self.members.run
+        request = Message("keys", {}, self._facts(number))
+        identities: dict[str, NDArray[np.uint8]] = {}
+        adverts: dict[str, NDArray[np.uint8]] = {}
+        for name, reply in self._ask(dict.fromkeys(names, request)):
+            if _has(reply, "identity", "advert"):
+                identities[name] = reply.arrays[PREFIX + "identity"]
+                adverts[name] = reply.arrays[PREFIX + "advert"]
+        known = sorted(identities)
+        try:
+            table = np.array([identities[n] for n in known], dtype=np.uint8)
+            roster = Roster(tuple(known), table)
+            keys = {roster.names.index(n): one for n, one in adverts.items()}
+            found = Aggregation(run, number, roster, keys, keep=max(1, self.min_change - 1))
+            listed = _named(identities=roster.identities)
+            facts = self._facts(number, names=list(roster.names))
+            requests = {}
+            for code, name in enumerate(roster.names):
+                participants, keys_of = found.keys_for(code)
+                lists = _named(participants=participants, adverts=keys_of)
+                requests[name] = Message("shares", {**listed, **lists}, facts)
+            for name, reply in self._ask(requests):
+                if _has(reply, "bundles"):
+                    found.add_bundles(roster.names.index(name), reply.arrays[PREFIX + "bundles"])
+        except (MaskError, ValueError) as error:
+            self.members.notify(f"secure aggregation cannot start: {error}")
+            return None
+        return found if found.enough_senders else None
+
+    def _ask(self, requests: Mapping[str, Message]) -> Iterable[tuple[str, Message]]:
+        for name, reply in self.members.ask(dict(requests)):
+            if isinstance(reply, Failure):
+                self.members.notify(f"secure aggregation: {name}: {reply.reason}")
+            else:
+                yield name, reply
+
+    def _facts(self, number: int, later: int | None = None, **facts: Any) -> dict[str, Any]:
+        mask = {"number": number, **({} if later is None else {"next": later})}
+        return {"protocol": PROTOCOL, "run": self.members.run, "mask": mask, **facts}
+
+    def unmask(
+        self, now: Aggregation, later: int, adverts: Mapping[int, NDArray[np.uint8]]
+    ) -> Elements:
+        """Ask the survivors to open a sum, with the keys of the next one.
+
+        Raises:
+            MaskError: the sum cannot be opened.
+        """
+        names = now.roster.names
+        self.released.add(now.purpose, [names[u] for u in now.survivors])
+        following: Aggregation | None = None
+        if len(adverts) >= FEWEST_SITES:
+            keep = max(1, self.min_change - 1)
+            following = Aggregation(now.run, later, now.roster, adverts, keep=keep)
+        requests = {}
+        for code in now.survivors:
+            survivors, signatures = now.survivors_for(code)
+            lists, facts = (
+                _named(survivors=survivors, signatures=signatures),
+                self._facts(now.number),
+            )
+            if following is not None and code in adverts:
+                participants, keys = following.keys_for(code)
+                lists |= _named(participants=participants, adverts=keys)
+                facts = self._facts(now.number, later)
+            requests[names[code]] = Message("unmask", lists, facts)
+        here = set(self.members.connected())
+        for name, reply in self._ask({n: q for n, q in requests.items() if n in here}):
+            code = names.index(name)
+            plain = {n.removeprefix(PREFIX): one for n, one in reply.arrays.items()}
+            try:
+                now.add_unmask(code, plain)
+                if following is not None and "bundles" in plain:
+                    following.add_bundles(code, plain["bundles"])
+            except MaskError as error:
+                self.members.notify(f"secure aggregation: {name}: {error}")
+        total = now.open()
+        self._prepared = following
+        return total
+
+
+def _has(reply: Message, *names: str) -> bool:
+    return all(PREFIX + name in reply.arrays for name in names)
+
+
+@dataclass
+class MaskedExchange(Exchange):
+    """One request to all sites, whose vectors are added under masks.
+
+    Attributes:
+        masks: of the server.
+        total: the sum over ``found``, elements of ``Z_2^64``.
+    """
+
+    masks: ServerMasks | None = None
+    total: Elements | None = None
+
+    def run(self) -> str | None:
+        """Repeat the request until the sum of enough sites is open.
+
+        A sum that cannot be opened is discarded. It is asked again with the same sites only, if any
+        site was asked to open it.
+
+        Returns:
+            ``None``, or the reason why there can never be enough: all are here, but training diverged.
+        """
+        assert self.masks is not None
+        members, last, last_at = self.members, "", 0.0
+        while True:
+            if members.greetings_due():
+                members.greet(agree=False)
+            here = self.chosen(tuple(members.connected()))
+            quorum = max(FEWEST_SITES, min(members.settings.quorum, len(members.names)))
+            self.found, self.diverged = set(), []
+            purpose = purpose_of(self.request(here[0])) if here else ""
+            ready = self.masks.take_prepared(purpose, here) if len(here) >= quorum else None
+            if ready is not None and self._sum(ready, quorum):
+                return None
+            if self.diverged and not members.missing(members.names):
+                return self.diverged[0]
+            line = self._waiting(members.names, quorum)
+            if line != last or time.monotonic() - last_at > REPEAT_AFTER:
+                members.notify(line)
+                last, last_at = line, time.monotonic()
+            time.sleep(self.poll)
+
+    def _sum(self, now: Aggregation, quorum: int) -> bool:
+        """Collect vectors and open their sum; return whether that succeeded."""
+        assert self.masks is not None
+        later, names = self.masks.next_number(), now.roster.names
+        adverts: dict[int, NDArray[np.uint8]] = {}
+        note = self.note
+
+        def add(member: Member, reply: Message) -> None:
+            code = names.index(member.name)
+            if not _has(reply, "vector", "signature"):
+                raise WireError("its masked vector is missing")
+            vector, signature = (reply.arrays[PREFIX + n] for n in ("vector", "signature"))
+            try:
+                now.add_masked(code, vector, signature)
+            except MaskError as error:
+                raise WireError(str(error)) from None
+            if _has(reply, "advert"):
+                adverts[code] = reply.arrays[PREFIX + "advert"]
+            note(member, reply)
+
+        here = set(self.members.connected())
+        requests = {}
+        for code in now.senders:
+            if names[code] in here:
+                plain = self.request(names[code])
+                senders, bundles = now.bundles_for(code)
+                lists = _named(senders=senders, bundles=bundles)
+                mask = {"number": now.number, "next": later}
+                requests[names[code]] = Message(
+                    plain.kind, {**plain.arrays, **lists}, {**plain.facts, "mask": mask}
+                )
+        self.note = add
+        try:
+            for name, reply in self.members.ask(requests, greet=False):
+                self._take(name, reply)
+        finally:
+            self.note = note
+        try:
+            while not self.masks._fits(now.purpose, [names[u] for u in now.survivors]):
+                left = now.leave_out()
+                if left is None or not now.enough_survivors:
+                    raise TooFewSitesError(
+                        "the sites changed by too few, and single ones would show"
+                    )
+                self._drop(names[left], "left out: ", "a sum without one site would show that site")
+            if not now.enough_survivors or len(now.survivors) < quorum:
+                raise TooFewSitesError(
+                    f"{len(now.survivors)} of {len(now.senders)} sites sent vectors"
+                )
+            keys = {u: one for u, one in adverts.items() if u in now.survivors}
+            self.total = self.masks.unmask(now, later, keys)
+        except MaskError as error:
+            self.members.notify(f"{self.what}: the sum is discarded: {error}")
+            return False
+        self.found = {names[u] for u in now.survivors}
+        return True
+
+
+def read_total(exchange: MaskedExchange, declaration: Declaration) -> Sums:
+    """Return the opened sums, checked for plausibility.
+
+    Raises:
+        SumsError: a total that no rows could have made; masks hide which site is wrong.
+        WireError: a vector of another length.
+    """
+    assert exchange.total is not None
+    sums = Sums(unpack(from_fixed(exchange.total), declaration))
+    return withhold(sums, declaration, _FEWEST_ROWS)
+
+
+def check_total(sums: Sums, declaration: Declaration, rows: float) -> None:
+    """Raise ``SumsError`` unless rows can have made a total, up to the rounding of fixed point."""
+    if rows <= 0:
+        raise SumsError("no rows are behind the total")
+    loose = {
+        name: replace(one, rounding=max(one.rounding, _ROUNDING))
+        for name, one in declaration.items()
+    }
+    check_sums(sums, loose, int(rows) + 1)
