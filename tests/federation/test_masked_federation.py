@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
@@ -13,8 +14,15 @@ from fedgmm.federation.messages import Message
 from fedgmm.federation.server import FederationError, _Server, check_start
 from fedgmm.federation.site import SiteError
 from fedgmm.methods.gmm import FederatedGMM
+from fedgmm.privacy.masks import is_committed
 from fedgmm.privacy.settings import Privacy, PrivacyError
-from in_memory_sites import InMemorySites, federate, federation_settings
+from in_memory_sites import (
+    InMemorySites,
+    Killed,
+    federate,
+    federation_settings,
+    with_arrays,
+)
 from small_runs import draw_rows, write_csv
 
 pytestmark = pytest.mark.usefixtures("quick_looks", "blank_reports")
@@ -171,6 +179,50 @@ def test_the_total_is_that_of_all_rows(six_files, tmp_path, finished):
         assert ours.scale == pytest.approx(theirs.scale, abs=1e-6)
 
 
+def test_sites_commit_to_their_vectors(six_files, tmp_path):
+    """The server keeps signed hashes; a site can open its own, and no other vector fits."""
+    masked(six_files, tmp_path, rounds=1)
+    lines = (tmp_path / "server" / "commitments.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    entry = next(one for one in found if one["purpose"] == "round main 1")
+    kept = load_file(tmp_path / "sites" / entry["site"] / "commitments/round-main-1.safetensors")
+    commitment, secret = bytes.fromhex(entry["commitment"]), kept["secret"].tobytes()
+    assert is_committed(commitment, secret, kept["vector"])
+    assert not is_committed(commitment, secret, kept["vector"] + np.uint64(1))
+    assert len({one["commitment"] for one in found}) == len(found)
+
+
+def test_a_total_that_no_rows_could_have_made_stops_the_run(six_files, tmp_path, finished):
+    """One site adds a number of rows that is negative; masks hide which site it is."""
+    sites = InMemorySites(six_files, tmp_path, fresh=False)
+
+    def spoil(name, request, reply):
+        if name == "site_2" and request.kind == "round" and request.facts["round"] == 2:
+            wrong = reply.arrays["mask/vector"] - np.uint64(10**6 << 24)
+            return with_arrays(reply, mask__vector=wrong)
+        return reply
+
+    sites.tamper = spoil
+    masked(six_files, tmp_path, sites=sites, rounds=3)
+    assert "not plausible" in finished[0].stopped
+    assert len(finished[0].loop.history) == 1
+
+
+def test_a_restarted_server_continues_with_the_same_sites(six_files, tmp_path, finished):
+    sites = InMemorySites(six_files, tmp_path, fresh=False)
+
+    def die(number, requests):
+        if any(r.kind == "round" and r.facts["round"] == 3 for r in requests.values()):
+            raise Killed
+
+    sites.before_ask = die
+    with pytest.raises(Killed):
+        masked(six_files, tmp_path, sites=sites, rounds=3)
+    sites.before_ask = lambda number, requests: None
+    masked(six_files, tmp_path, sites=sites, rounds=3)
+    assert [entry["answered"] for entry in finished[0].loop.history] == [6, 6, 6]
+
+
 # ---------------------------------------------------------------------- sites that die
 
 
@@ -294,6 +346,7 @@ def test_settings_that_masks_cannot_have_are_refused_before_the_start(tmp_path, 
         (2, {}, "at least 3"),
         (6, {"min_clients": 2}, "at least 3"),
         (6, {"participation": 0.5}, "participation"),
+        (6, {"robust": "trimmed"}, "single clients"),
     ],
 )
 def test_too_few_sites_are_refused(clients, options, reason):

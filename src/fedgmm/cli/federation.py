@@ -229,6 +229,19 @@ def client(
     max_delta: Annotated[
         float | None, typer.Option(help="Largest δ of a run. Default: that of the server's plan.")
     ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the other sites' public keys (NAME.pub), for secure aggregation. Without "
+            "it, masks protect only against a server that follows the protocol."
+        ),
+    ] = None,
+    min_sites: Annotated[
+        int | None,
+        typer.Option(
+            min=3, help="Send sums only under masks, and only if this many sites are added up."
+        ),
+    ] = None,
     forget: Annotated[
         bool,
         typer.Option(
@@ -298,6 +311,8 @@ def client(
         key=connection.key,
         max_epsilon=max_epsilon,
         max_delta=max_delta,
+        peers=peers,
+        min_sites=min_sites,
     )
     with _sigterm_interrupts(), _log_lines(out) as notify:
         take_part(Site(settings, notify=notify), connection, out, notify=notify)

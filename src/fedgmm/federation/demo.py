@@ -1,6 +1,7 @@
 """A demonstration of a federation on this machine: one server and four hospitals, one process each.
 
-It uses TLS, one key and one file per hospital, as on five machines. Run it with ``make federation-demo``.
+It uses TLS, one key and one file per hospital, as on five machines. The hospitals mask their sums, so the
+server sees totals only. Run it with ``make federation-demo``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,38 @@ _PHASES = {
     "finished:": "models sent to hospitals, report written",
 }
 """Texts in the server's log, and the phases that end with them."""
+
+
+_SETTINGS = """[data]
+label = "{label}"
+ignore = ["admitted"]
+
+[training]
+algorithm = "fedgmm"
+components = 3
+learners = 3
+rounds = {rounds}
+
+[federation]
+clients = {sites}
+
+[privacy]
+secure_aggregation = true
+
+[privacy.bounds]
+age = [0, 120]
+systolic = [50, 250]
+heart_rate = [20, 220]
+glucose = [0, 30]
+cholesterol = [0, 15]
+bmi = [10, 70]
+
+[privacy.categories]
+smoker = ["no", "yes"]
+ward = ["emergency", "medical", "surgical"]
+{label} = ["healthy", "ill"]
+"""
+"""The server's settings. Public knowledge declares the columns, because masked sites send no texts."""
 
 
 @dataclass
@@ -87,8 +120,7 @@ class FederationDemo:
             (self.out / "keys").mkdir(exist_ok=True)
             shutil.copy(self.out / name / f"{name}.pub", self.out / "keys")
         (self.out / "federation.toml").write_text(
-            f'[data]\nlabel = "{LABEL}"\n\n[training]\nalgorithm = "fedgmm"\ncomponents = 3\n'
-            f"learners = 3\nrounds = {self.rounds}\n\n[federation]\nclients = {self.sites}\n",
+            _SETTINGS.format(label=LABEL, rounds=self.rounds, sites=self.sites),
             encoding="utf-8",
         )
 
@@ -102,6 +134,7 @@ class FederationDemo:
     def _client_arguments(self, name: str, port: int) -> list[str]:
         data = f"data/{name}.csv" if name == NEWCOMER else f"data/site_{name}.csv"
         who = ["--key", f"{name}/{name}.key", "--ca", "certificates/ca.crt"]
+        who += ["--peers", "keys", "--min-sites", "3"]
         return ["client", "--server", f"127.0.0.1:{port}", "--data", data, "--out", name, *who]
 
     def _join_later(self, port: int) -> None:
@@ -186,7 +219,7 @@ def main() -> None:
     """Run the demonstration and print its times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("federation-demo"))
-    parser.add_argument("--sites", type=int, default=4, choices=range(2, len(SITES) + 1))
+    parser.add_argument("--sites", type=int, default=4, choices=range(3, len(SITES) + 1))
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     demo = FederationDemo(options.out, options.sites, options.rounds)

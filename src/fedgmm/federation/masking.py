@@ -8,9 +8,11 @@ changed, ``keys`` and ``shares`` are requests of their own.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from fedgmm.federation.wire import Arrays, WireError, pack, unpack
 from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed, to_fixed
 from fedgmm.privacy.masks import (
     FEWEST_SITES,
+    REGISTERED_SIGNATURE,
     Aggregation,
     MaskedSite,
     MaskError,
@@ -31,6 +34,7 @@ from fedgmm.privacy.masks import (
     Sign,
     TooFewSitesError,
     Verify,
+    commit,
 )
 
 MASK_REQUESTS = ("keys", "shares", "unmask")
@@ -55,17 +59,20 @@ class SiteMasks:
         sign: with the registered key.
         peers: checks of the other sites' registered keys.
         min_sites: fewest sites in a sum.
+        keep: called with the purpose, the secret and the vector of every commitment.
     """
 
     def __init__(
         self,
         name: str,
+        keep: Callable[[str, bytes, Elements], None] = lambda *_: None,
         *,
         sign: Sign | None = None,
         peers: Mapping[str, Verify] | None = None,
         min_sites: int = FEWEST_SITES,
     ) -> None:
         self._name, self._sign, self._peers, self._min_sites = name, sign, peers, min_sites
+        self._keep = keep
         self._runs: dict[str, MaskedSite] = {}
 
     def _of(self, request: Message, min_change: int, released: Released) -> MaskedSite:
@@ -134,7 +141,16 @@ class SiteMasks:
             masked, signature = site.mask(
                 number, purpose_of(request), senders, _array(request, "bundles"), vector
             )
-            found = _named(vector=masked, signature=signature)
+            secret, commitment = commit(vector)
+            self._keep(purpose_of(request), secret, vector)
+            signed = bytes(REGISTERED_SIGNATURE)
+            if self._sign is not None:
+                signed = self._sign(commitment_text(request, commitment))
+            found = _named(
+                vector=masked,
+                signature=signature,
+                commitment=np.frombuffer(commitment + signed, dtype=np.uint8).copy(),
+            )
             if later is not None:
                 found |= _named(advert=site.advertise(later))
         except RangeError as error:
@@ -148,6 +164,12 @@ def purpose_of(request: Message) -> str:
     """Return the name of the sum that a request is about, which its site opens for one set of sites."""
     place = [request.kind, *(str(request.facts.get(name, "")) for name in ("phase", "round"))]
     return " ".join(one for one in place if one)
+
+
+def commitment_text(request: Message, commitment: bytes) -> bytes:
+    """Return the text that a site signs with its registered key."""
+    run = str(request.facts.get("run"))
+    return b"fedgmm commitment " + f"{run} {purpose_of(request)} ".encode() + commitment
 
 
 def _numbers(request: Message) -> tuple[int, int | None]:
@@ -183,14 +205,33 @@ class ServerMasks:
         members: of the federation.
         min_change: fewest sites in which two opened sums may differ.
         released: sums that were opened, or that sites were asked to open.
+        log: file of the sites' commitments.
     """
 
     members: Members
     min_change: int = 2
     released: Released = field(default_factory=Released)
+    log: Path | None = None
     _run: str = ""
     _number: int = 0
     _prepared: Aggregation | None = None
+
+    def resume(self, released: Mapping[str, Any]) -> None:
+        """Take the opened sums of a checkpoint."""
+        self._run, self.released = self.members.run, Released(**released)
+
+    def keep(self, purpose: str, name: str, reply: Message) -> None:
+        """Append the commitment of a site to the log."""
+        found = reply.arrays.get(PREFIX + "commitment")
+        size = 32 + REGISTERED_SIGNATURE
+        if found is None or found.dtype != np.uint8 or found.shape != (size,):
+            raise WireError("its commitment is missing")
+        if self.log is not None:
+            data = found.tobytes()
+            entry = {"run": self.members.run, "purpose": purpose, "site": name}
+            entry |= {"commitment": data[:32].hex(), "signature": data[32:].hex()}
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
 
     def take_prepared(self, purpose: str, names: Iterable[str]) -> Aggregation | None:
         """Return the aggregation for a purpose with these sites, if they may be added up.
@@ -367,7 +408,7 @@ class MaskedExchange(Exchange):
     def _sum(self, now: Aggregation, quorum: int) -> bool:
         """Collect vectors and open their sum; return whether that succeeded."""
         assert self.masks is not None
-        later, names = self.masks.next_number(), now.roster.names
+        masks, later, names = self.masks, self.masks.next_number(), now.roster.names
         adverts: dict[int, NDArray[np.uint8]] = {}
         note = self.note
 
@@ -380,6 +421,7 @@ class MaskedExchange(Exchange):
                 now.add_masked(code, vector, signature)
             except MaskError as error:
                 raise WireError(str(error)) from None
+            masks.keep(now.purpose, member.name, reply)
             if _has(reply, "advert"):
                 adverts[code] = reply.arrays[PREFIX + "advert"]
             note(member, reply)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -424,6 +424,8 @@ class RemoteTraining:
             "stopped": self.stopped,
             "start_bytes": self.start_bytes,
         }
+        if self.masks is not None:
+            federation["masks"] = asdict(self.masks.released)
         plain = replace(
             progress,
             history=[numbers_of(entry) for entry in progress.history],
@@ -448,6 +450,8 @@ class RemoteTraining:
         self.notes, self.stopped = list(known["notes"]), known["stopped"]
         self.start_bytes = {name: list(own) for name, own in known["start_bytes"].items()}
         self._codes = list(known["clusters"])
+        if self.masks is not None:
+            self.masks.resume(known.get("masks", {}))
 
     def total_traffic(self) -> dict[str, list[int]]:
         """Return the bytes to and from every site, for the start and over all rounds."""

@@ -55,6 +55,7 @@ from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries import SummaryError, summary_from_record, table_record
 from fedgmm.methods.base import DivergedError
 from fedgmm.privacy.influence import bounded_summaries
+from fedgmm.privacy.masks import FEW_SITES
 from fedgmm.runs.folder import RunError, RunFolder
 from fedgmm.training.checkpoint import CheckpointError
 from fedgmm.training.options import TrainingOptions
@@ -164,7 +165,9 @@ class _Server:
         if settings.is_masked and settings.privacy is not None:
             noised = settings.privacy.is_noised  # noise hides single sites
             self.members.masks = ServerMasks(
-                self.members, 1 if noised else settings.privacy.min_change
+                self.members,
+                1 if noised else settings.privacy.min_change,
+                log=folder.run.home / "commitments.jsonl",
             )
         self.notify = self.members.notify
 
@@ -182,6 +185,11 @@ class _Server:
 
     def _begin(self) -> RemoteTraining:
         self.members.run = secrets.token_hex(8)
+        if self.settings.is_masked and self.settings.clients < FEW_SITES:
+            self.notify(
+                f"With {self.settings.clients} clients a sum may show much about each; secure aggregation "
+                f"protects better from {FEW_SITES} clients on."
+            )
         job, notes = prepare(self.members)
         self.folder.begin(self.settings, job)
         try:

@@ -124,6 +124,11 @@ class FederationSettings:
                 f"secure_aggregation needs at least {FEWEST_SITES} clients in every round, got "
                 f"{self.quorum}: with two, each could subtract its own sums from the total."
             )
+        if self.robust != "none" or self.max_share is not None or self.max_norm is not None:
+            raise ValueError(
+                "robust, max_share and max_norm compare single clients, which secure_aggregation hides; "
+                "leave them out, or leave secure_aggregation out."
+            )
         if self.config.options().participation < 1:
             raise ValueError(
                 "secure_aggregation needs all clients in every round, because sums over changing sets of "

@@ -139,6 +139,7 @@ class Site:
         self._policy.ledger.entries()  # raises if it is damaged or an older copy
         self._masks = SiteMasks(
             self.name,
+            self._folder.keep_commitment,
             sign=None if settings.key is None else signer(settings.key),
             peers=None if settings.peers is None else verifiers(settings.peers),
             min_sites=settings.min_sites or FEWEST_SITES,

@@ -13,6 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save
+
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.tables.files import client_name
 from fedgmm.data.tables.loading import Tables
@@ -21,6 +24,7 @@ from fedgmm.files import write_atomically
 from fedgmm.methods.base import AnyMethod
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import environment
+from fedgmm.privacy.fixed_point import Elements
 from fedgmm.runs.config import RunConfig
 from fedgmm.runs.fitting import finish_run
 from fedgmm.runs.folder import (
@@ -51,6 +55,13 @@ class SiteFolder:
     def __init__(self, home: Path) -> None:
         self.run = RunFolder(home)
         self._states = home / "federation"
+
+    def keep_commitment(self, purpose: str, secret: bytes, vector: Elements) -> None:
+        """Keep a vector that the site committed to, so that its owner can open it in a dispute."""
+        place = self.run.home / "commitments" / f"{re.sub('[^a-z0-9]+', '-', purpose)}.safetensors"
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        secret_bytes = np.frombuffer(secret, dtype=np.uint8)
+        write_atomically(place, save({"secret": secret_bytes, "vector": vector}))
 
     # ------------------------------------------------------------------ between requests
 

@@ -268,6 +268,23 @@ def _checked_bytes(array: Any, *shape: int) -> Bytes:
     return array
 
 
+# ---------------------------------------------------------------------- commitments
+
+
+def commit(vector: Elements) -> tuple[bytes, bytes]:
+    """Return a secret and a hash that binds a site to its vector without showing it.
+
+    The server keeps the signed hash. In a dispute the site opens it with the secret and the vector.
+    """
+    secret = os.urandom(32)
+    return secret, _digest("commitment", secret, vector.tobytes())
+
+
+def is_committed(commitment: bytes, secret: bytes, vector: Elements) -> bool:
+    """Return whether a hash of :func:`commit` belongs to a vector."""
+    return hmac.compare_digest(commitment, _digest("commitment", secret, vector.tobytes()))
+
+
 # ---------------------------------------------------------------------- a site
 
 
