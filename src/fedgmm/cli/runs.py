@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedgmm.cli.embedding import Download, EncoderName, ImageColumn, Size, Weights
 from fedgmm.cli.output import (
     JsonFlag,
     RoundsBar,
@@ -179,6 +180,22 @@ def fit(
             "files in the run folder. Default: half of the available memory."
         ),
     ] = None,
+    images: Annotated[
+        bool,
+        typer.Option(
+            "--images",
+            help="The files are folders of images, one per client, with one folder per class, or tables "
+            "with --image-column; they are embedded first.",
+        ),
+    ] = False,
+    text: Annotated[
+        str | None, typer.Option(help="Column of texts, which are embedded first.")
+    ] = None,
+    encoder: EncoderName = None,
+    image_column: ImageColumn = None,
+    weights: Weights = None,
+    size: Size = None,
+    download: Download = False,
     config: Annotated[
         Path | None,
         typer.Option(help="TOML file with options; options given here replace its own."),
@@ -234,6 +251,8 @@ def fit(
 
     Example: fedgmm fit all.parquet --client-column site --label diagnosis --components auto --learners auto
 
+    Example: fedgmm fit sites/* --images --weights resnet18.safetensors --out run/
+
     Example: fedgmm fit --config run/config.toml --out again/
 
     Example, on eight processes: torchrun --nproc-per-node 8 -m fedgmm fit site_*.csv --label diagnosis
@@ -266,6 +285,19 @@ def fit(
         "device": device,
         **dict(_assignment(text) for text in set_ or ()),
     }
+    if images or image_column is not None or text is not None:
+        embedding = {
+            "encoder": encoder or ("resnet18" if text is None else "wordllama"),
+            "weights": None if weights is None else str(weights.resolve()),
+            "size": size,
+            "text": text,
+            "image": image_column,
+            "device": device,
+            "download": download or None,
+        }
+        sections["embedding"] = {n: value for n, value in embedding.items() if value is not None}
+        data["label"] = label or (None if image_column or text else "label")
+        data.setdefault("id", ("id",) if image_column is None else (image_column,))
     sections["data"] |= {name: value for name, value in data.items() if value is not None}
     sections["training"] |= {name: value for name, value in training.items() if value is not None}
     if checkpoint_every is not None:

@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.checks import check_integer
-from fedgmm.data.encoders import Encoder, encoded, reads_texts
+from fedgmm.core.checks import Count, Flag, check_fields, check_integer
+from fedgmm.data.encoders import Encoder, encoded, encoder, reads_texts
 from fedgmm.data.tables.errors import TableError, listed, quoted
 from fedgmm.data.tables.files import client_name
 from fedgmm.data.tables.text_files import parse_text, sniff
@@ -77,6 +77,46 @@ class _Items:
     load: Callable[[int], Any]
 
 
+@dataclass(frozen=True)
+class Embedding:
+    """How images or texts are embedded; part of a run's configuration.
+
+    Attributes:
+        encoder: its name, see :func:`fedgmm.data.encoders.encoder`.
+        weights: file of its weights.
+        size: side in pixels of the images.
+        text: the column of texts of tables.
+        image: the column of tables that names files of images.
+        device: of the encoder.
+        download: allow the download of weights.
+    """
+
+    encoder: str = "resnet18"
+    weights: str | None = None
+    size: Count | None = None
+    text: str | None = None
+    image: str | None = None
+    device: str = "auto"
+    download: Flag = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def sites(
+        self, sources: Sequence[str | Path], out: Path, progress: Progress | None = None
+    ) -> list[EmbeddedSite]:
+        """Embed sources, each of them one site."""
+        made = encoder(
+            self.encoder,
+            weights=self.weights,
+            size=self.size,
+            device=self.device,
+            download=self.download,
+        )
+        options: dict[str, Any] = {"text": self.text, "image": self.image, "progress": progress}
+        return [embed(source, out, made, **options) for source in sources]
+
+
 class _UnreadableError(ValueError):
     """An item that cannot be used, with the reason."""
 
@@ -105,13 +145,15 @@ def embed(
         TableError: a table that cannot be read.
     """
     source, out = Path(source), Path(out)
-    name = source.name if source.is_dir() else client_name(source)
+    name = source.resolve().name if source.is_dir() else client_name(source)
+    if _is_embedded(source, encoder):
+        return EmbeddedSite(name, source, _rows_of(source), ())
     items = _items_of(source, encoder, text, image)
     path = out / f"{name}.parquet"
     content = _hash(encoder.name, *items.keys)
     held = _embedded_before(path)
     if held is not None and held[_CONTENT] == content.encode():
-        return EmbeddedSite(name, path, int(held[b"rows"]), ())
+        return EmbeddedSite(name, path, _rows_of(path), ())
     parts = out / f".{name}.parts"
     parts.mkdir(parents=True, exist_ok=True)
     vectors: list[NDArray[np.float16]] = []
@@ -133,7 +175,7 @@ def embed(
     flat = np.concatenate([part.reshape(-1) for part in vectors if len(part)])
     column = pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float16()), width)
     table = items.columns.filter(pa.array(kept)).append_column(column_name(encoder), column)
-    facts = {_ENCODER: encoder.name, _CONTENT: content}
+    facts = {_ENCODER: encoder.name.encode(), _CONTENT: content.encode()}
     _write_parquet(path, table.replace_schema_metadata(facts))
     shutil.rmtree(parts)
     ids = items.columns.columns[0]
@@ -150,6 +192,18 @@ def column_name(encoder: Encoder) -> str:
     return f"{kind}_{_hash(encoder.name)[:8]}"
 
 
+def _is_embedded(source: Path, encoder: Encoder) -> bool:
+    """Return whether a file already holds vectors of an encoder."""
+    from pyarrow import parquet
+
+    if not source.is_file() or not source.name.lower().endswith(".parquet"):
+        return False
+    try:
+        return column_name(encoder) in parquet.read_schema(source).names
+    except (OSError, pa.ArrowException):  # reading it again explains it
+        return False
+
+
 def _embedded_before(path: Path) -> dict[bytes, bytes] | None:
     """Return the facts about an earlier result, or ``None`` without one."""
     from pyarrow import parquet
@@ -157,13 +211,18 @@ def _embedded_before(path: Path) -> dict[bytes, bytes] | None:
     if not path.exists():
         return None
     try:
-        found = parquet.read_metadata(path)
-        facts: dict[bytes, bytes] = found.metadata or {}
+        facts: dict[bytes, bytes] = parquet.read_metadata(path).metadata or {}
     except (OSError, pa.ArrowException):
         facts = {}
     if _CONTENT not in facts:
         raise EmbeddingError(f"{path} is in the way and was not made by embed; move or rename it.")
-    return {**facts, b"rows": str(found.num_rows).encode()}
+    return facts
+
+
+def _rows_of(path: Path) -> int:
+    from pyarrow import parquet
+
+    return int(parquet.read_metadata(path).num_rows)
 
 
 def _batch(

@@ -124,7 +124,7 @@ def encoder(
         known = ", ".join((*ENCODERS, f"{TIMM}NAME", WORDLLAMA, f"{SENTENCES}NAME"))
         raise ValueError(f"Unknown encoder {name!r}; use one of {known}.")
     if name == "pixels":
-        return PixelEncoder()
+        return PixelEncoder(size)
     folder = data_dir or os.environ.get("FEDGMM_DATA")
     if not folder and weights is None:
         raise WeightsError(
@@ -144,9 +144,15 @@ def encoder(
 
 
 class PixelEncoder:
-    """The pixels themselves, flattened and scaled to [0, 1]; needs no weights."""
+    """The pixels themselves, flattened and scaled to [0, 1]; needs no weights.
 
-    name = "pixels"
+    Args:
+        size: side in pixels to which files of images are resized; images in arrays keep their size.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self.size = size or 16
+        self.name = "pixels" if size is None else f"pixels {size}px"
 
     def encode(self, images: Tensor) -> Tensor:
         """Return rows ``(n, channels · height · width)``."""

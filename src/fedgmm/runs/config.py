@@ -19,6 +19,7 @@ from fedgmm.core.checks import (
     check_text,
     optional_fields,
 )
+from fedgmm.data.embed import Embedding
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.methods.base import DENSITY
 from fedgmm.privacy.settings import Privacy
@@ -64,6 +65,7 @@ _SECTIONS: dict[str, Collection[str]] = {
     "data": {"files", *(one.name for one in fields(TableOptions))},
     "training": TRAINING,
     "run": {"checkpoint_every"},
+    "embedding": {one.name for one in fields(Embedding)},
     "federation": FEDERATION,
     "server": SERVER,
     "privacy": {one.name for one in fields(Privacy)},
@@ -81,12 +83,14 @@ class RunConfig:
             ``"auto"`` (chosen by validation likelihood), and so may ``covariance_type`` (full if there
             are enough rows). If neither size is given, small data choose both.
         checkpoint_every: rounds between two checkpoints.
+        embedding: how images or texts become vectors; ``None`` if the files are tables of numbers.
     """
 
     files: Texts
     table: TableOptions
     training: Mapping[str, Any] = field(default_factory=dict)
     checkpoint_every: Count = 5
+    embedding: Embedding | None = None
 
     def __post_init__(self) -> None:
         for name in self.training:
@@ -146,17 +150,20 @@ class RunConfig:
         training = {
             name: _NONE if value is None else value for name, value in sorted(self.training.items())
         }
-        return tomli_w.dumps(
-            {
-                "data": {"files": self.files, **table},
-                "training": training,
-                "run": {"checkpoint_every": self.checkpoint_every},
+        sections = {
+            "data": {"files": self.files, **table},
+            "training": training,
+            "run": {"checkpoint_every": self.checkpoint_every},
+        }
+        if self.embedding is not None:
+            sections["embedding"] = {
+                name: value for name, value in asdict(self.embedding).items() if value is not None
             }
-        )
+        return tomli_w.dumps(sections)
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the sections ``data``, ``training``, ``run``, ``federation`` and ``server`` of a TOML file.
+    """Read the sections of a TOML file: ``data``, ``training``, ``run``, ``federation`` and so on.
 
     Raises:
         ValueError: the file is not TOML, or has a section or an option that does not exist.
@@ -209,4 +216,6 @@ def config_from(
     if data.get("label", "") == "" and training.get("algorithm") != DENSITY:
         raise ValueError("No label column was given; name it with --label COLUMN.")
     table = TableOptions(**{"label": None, **data})
-    return RunConfig(files, table, training, **sections.get("run", {}))
+    own = sections.get("embedding")
+    embedding = Embedding(**own) if own else None
+    return RunConfig(files, table, training, **sections.get("run", {}), embedding=embedding)

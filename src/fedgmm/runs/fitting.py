@@ -148,6 +148,9 @@ def _fit_config(
     on_round: Iterable[OnTrainingRound],
 ) -> FederatedRun:
     resolve_device(config.options().device)
+    if config.embedding is not None:
+        with folder.lock():  # vectors are kept, so an attempt that was interrupted resumes
+            config = _with_vectors(config, folder, notify)
     paths = [path.resolve() for path in find_tables(config.files)]
     for path in paths:
         try:
@@ -172,6 +175,17 @@ def _fit_config(
             raise RunError(f"{folder.home} is not empty and not a run; choose another folder.")
         folder.clear()
         return _run(folder, config, notify, on_start, on_round, tables)
+
+
+def _with_vectors(config: RunConfig, folder: RunFolder, notify: Notify) -> RunConfig:
+    """Embed the files of a configuration; return it with tables of vectors in their place."""
+    assert config.embedding is not None
+    found = config.embedding.sites(
+        config.files, folder.vectors, lambda site, n, of: notify(f"embedding {site}: {n} of {of}")
+    )
+    for line in (f"{site.name}: skipped {line}." for site in found for line in site.skipped):
+        warnings.warn(line, stacklevel=3)
+    return replace(config, files=tuple(str(site.path) for site in found))
 
 
 def resume(

@@ -33,6 +33,7 @@ class RunFolder:
     ``metrics.json``     the metrics of the model; written last
     ``comparison.json``  results of ``fedgmm compare`` on the same rows
     ``report.html``      the report
+    ``vectors/``         vectors of images or texts, if the run embeds them
     ===================  ==========================================================
     """
 
@@ -50,6 +51,7 @@ class RunFolder:
         self.metrics = home / "metrics.json"
         self.comparison = home / "comparison.json"
         self.report = home / "report.html"
+        self.vectors = home / "vectors"
 
     def client(self, name: str) -> Path:
         """Return the file of one client; special characters in the name are written as ``%2F``."""
@@ -79,7 +81,8 @@ class RunFolder:
         """Names in the folder, without what an attempt leaves that ended before its first step."""
         if not self.home.is_dir():
             return set()
-        return {child.name for child in self.home.iterdir()} - {".lock", "config.toml.part"}
+        remains = {".lock", "config.toml.part", self.vectors.name}
+        return {child.name for child in self.home.iterdir()} - remains
 
     def clear(self) -> None:
         """Delete the files of an earlier run."""

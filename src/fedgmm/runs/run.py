@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_choice
+from fedgmm.data.embed import Embedding
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.files import Notify, client_name, find_tables
 from fedgmm.data.tables.loading import Rows, read_rows
@@ -206,8 +207,8 @@ class FederatedRun:
         if not files:
             return self.model.evaluate(split, self.data(notify), **chosen)
         owners, matrices, labels = [], [], []
-        for path in find_tables(files):
-            rows = read_rows(path, self.preprocessing, label_needed=True, notify=notify)
+        for path in self._later_files(files):
+            rows = self._read(path, label_needed=True, notify=notify)
             assert rows.labels is not None
             if rows.unknown_labels:
                 raise TableError(
@@ -290,7 +291,7 @@ class FederatedRun:
         else:
             self.model.check_decision(**chosen)
         path = Path(file)
-        rows = read_rows(path, self.preprocessing, ids=ids, notify=notify)
+        rows = self._read(path, ids=ids, notify=notify)
         notes = list(rows.notes)
         owner: Any = None
         if client is not None:
@@ -375,9 +376,7 @@ class FederatedRun:
             )
         path = Path(file)
         needs_labels = score in ("y", "joint")
-        rows = read_rows(
-            path, self.preprocessing, label_needed=needs_labels, ids=ids, notify=notify
-        )
+        rows = self._read(path, label_needed=needs_labels, ids=ids, notify=notify)
         labels = None
         if needs_labels:
             assert rows.labels is not None
@@ -494,7 +493,7 @@ class FederatedRun:
         return adapted
 
     def _adapt(self, client: str, path: Path, notify: Notify) -> Adapted:
-        rows = _rows_of(client, read_rows(path, self.preprocessing, notify=notify), path)
+        rows = _rows_of(client, self._read(path, notify=notify), path)
         notes = list(rows.notes)
         matrix, labels = rows.matrix, None
         known = rows.labelled
@@ -541,6 +540,30 @@ class FederatedRun:
         from fedgmm.runs.reporting import write_run_report
 
         return write_run_report(self, notify)
+
+    def _later_files(self, files: Sequence[str | Path]) -> list[Path]:
+        """Return the tables that names lead to, or the sources themselves if the run embeds."""
+        return find_tables(files) if self._embedding is None else [Path(f) for f in files]
+
+    @property
+    def _embedding(self) -> Embedding | None:
+        """How the run embeds images or texts; ``None`` if its files are tables of numbers."""
+        own = read_config(self.folder.config)["embedding"]
+        return Embedding(**own) if own else None
+
+    def _read(self, path: Path, *, notify: Notify, **options: Any) -> Rows:
+        """Read a later file; images or texts are embedded as in training, if the run embeds."""
+        embedding, notes = self._embedding, []
+        if embedding is not None:
+            (site,) = embedding.sites(
+                [path],
+                self.folder.vectors / "later",
+                lambda site, done, total: notify(f"embedding {site}: {done} of {total}"),
+            )
+            path = site.path
+            notes = [f"{site.name}: skipped {line}." for line in site.skipped]
+        rows = read_rows(path, self.preprocessing, notify=notify, **options)
+        return replace(rows, notes=[*notes, *rows.notes])
 
     def _labels_as_given(self, labels: NDArray[Any]) -> NDArray[Any]:
         """Return the classes of class indices, or numbers as they are."""

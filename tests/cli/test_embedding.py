@@ -1,0 +1,108 @@
+"""From folders of images, or tables of texts, to predictions."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from fedgmm.cli import app
+from small_runs import RUNNER
+
+SIZE = ["--encoder", "pixels", "--size", "8"]
+
+
+def write_site(folder, seed, images=24):
+    rng = np.random.default_rng(seed)
+    for number in range(images):
+        label = "left" if number % 2 else "right"
+        pixels = rng.integers(60, size=(10, 10, 3))
+        pixels[:, :5] += 120 * (label == "left")
+        pixels[:, 5:] += 120 * (label == "right")
+        (folder / label).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{number}.png")
+
+
+def call(*args):
+    result = RUNNER.invoke(app, list(map(str, args)))
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("images")
+    for seed, site in enumerate(("oslo", "rome", "lima")):
+        write_site(home / "sites" / site, seed)
+    (home / "sites" / "oslo" / "left" / "bad.png").write_bytes(b"?")
+    sites = [home / "sites" / site for site in ("oslo", "rome")]
+    options = ["--components", "2", "--learners", "2", "--rounds", "3", "--pca", "4"]
+    call("fit", *sites, "--images", *SIZE, "--out", home / "run", *options)
+    return home
+
+
+def test_fit_takes_folders_of_images(home):
+    metrics = json.loads((home / "run" / "metrics.json").read_text())
+    assert "oslo" in json.dumps(metrics)
+    assert sorted(p.name for p in (home / "run" / "vectors").glob("*.parquet")) == [
+        "oslo.parquet",
+        "rome.parquet",
+    ]
+
+
+def test_later_commands_take_images_again(home):
+    found = call("predict", home / "run", home / "sites" / "lima", "--client", "oslo").stdout
+    rows = list(csv.DictReader(io.StringIO(found)))
+    assert len(rows) == 24
+    assert sum(row["prediction"] == row["id"].split("/")[0] for row in rows) >= 22
+    call("detect", home / "run", home / "sites" / "lima")
+    call("adapt", home / "run", home / "sites" / "lima", "--client", "lima")
+
+
+def test_the_configuration_of_a_run_repeats_it(home):
+    call("fit", "--config", home / "run" / "config.toml", "--out", home / "again")
+    first, again = (
+        json.loads((home / name / "metrics.json").read_text())["test"] for name in ("run", "again")
+    )
+    assert first == again
+
+
+def test_embed_writes_tables_that_fit_takes(home):
+    sites = [home / "sites" / site for site in ("oslo", "rome")]
+    result = call("embed", *sites, *SIZE, "--out", home / "vectors")
+    assert "bad.png" in result.stderr
+    table = pq.read_table(home / "vectors" / "rome.parquet")
+    assert table.column_names[:2] == ["id", "label"]
+    call(
+        "fit", home / "vectors", "--label", "label", "--id", "id", "--rounds", "1", "--components",
+        "1", "--learners", "1", "--out", home / "plain",
+    )  # fmt: skip
+
+
+def test_texts_are_embedded_on_the_way(tmp_path):
+    pytest.importorskip("wordllama")
+    for site in ("a", "b"):
+        texts = ["a lovely film", "terrible and boring", "great joy", "an awful waste"] * 8
+        table = pa.table({"note": texts, "mood": ["good", "bad", "good", "bad"] * 8})
+        pq.write_table(table, tmp_path / f"{site}.parquet")
+    call(
+        "fit", tmp_path / "a.parquet", tmp_path / "b.parquet", "--text", "note", "--label", "mood",
+        "--components", "1", "--learners", "1", "--rounds", "2", "--out", tmp_path / "run",
+    )  # fmt: skip
+    pq.write_table(pa.table({"note": ["what a great film", ""]}), tmp_path / "new.parquet")
+    result = call("predict", tmp_path / "run", tmp_path / "new.parquet")
+    (row,) = csv.DictReader(io.StringIO(result.stdout))
+    assert (row["id"], row["prediction"]) == ("row 1", "good")
+    assert "row 2" in result.stderr
+
+
+def test_missing_weights_are_explained(tmp_path, monkeypatch):
+    monkeypatch.delenv("FEDGMM_DATA", raising=False)
+    write_site(tmp_path / "oslo", 0, 2)
+    result = RUNNER.invoke(app, ["embed", str(tmp_path / "oslo"), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "weights" in result.stderr
