@@ -79,7 +79,7 @@ class _Items:
 
 @dataclass(frozen=True)
 class Embedding:
-    """How images or texts are embedded; part of a run's configuration.
+    """Settings of an embedding of images or texts; part of a run's configuration.
 
     Attributes:
         encoder: its name, see :func:`fedgmm.data.encoders.encoder`.

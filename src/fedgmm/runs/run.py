@@ -547,7 +547,7 @@ class FederatedRun:
 
     @property
     def _embedding(self) -> Embedding | None:
-        """How the run embeds images or texts; ``None`` if its files are tables of numbers."""
+        """Settings of the embedding; ``None`` if the files of the run are tables of numbers."""
         own = read_config(self.folder.config)["embedding"]
         return Embedding(**own) if own else None
 
