@@ -152,4 +152,4 @@ def test_a_wrong_file_is_reported_with_its_path(tmp_path, content, word):
 
 
 def test_the_options_of_a_federation_are_those_of_its_settings():
-    assert {one.name for one in fields(FederationSettings)} - {"config"} == FEDERATION
+    assert {one.name for one in fields(FederationSettings)} - {"config", "privacy"} == FEDERATION
