@@ -21,6 +21,17 @@ request       reply, beside the site's name and, after ``hello``, its number of 
 ``model``     nothing; a site that only adapts receives the finished model
 ``refused``   nothing; the site receives the reason why it cannot take part
 ============  ================================================================================
+
+With secure aggregation ``hello`` asks for the name only, and replies of ``start``, ``assigned``, ``round``
+and ``score`` are one masked vector each. Further requests are:
+
+============  ================================================================================
+``moments``   masked sums of the declared columns, for the preprocessing
+``cells``     masked numbers of rows in a grid, in place of centroids
+``keys``      public keys of the site, signed
+``shares``    encrypted shares of its secrets for the other sites
+``unmask``    its shares that open the sum over the named survivors
+============  ================================================================================
 """
 
 from __future__ import annotations
