@@ -15,15 +15,17 @@ from fedgmm.federation.policy import (
     RefusedRequestError,
     read_record,
 )
-from fedgmm.federation.settings import SiteSettings
+from fedgmm.federation.server import check_start
+from fedgmm.federation.settings import FederationError, SiteSettings
 from fedgmm.federation.site import Site, SiteError, UnfitError
 from fedgmm.federation.summaries import SummaryError
 from fedgmm.federation.wire import WireError
 from fedgmm.methods.base import DivergedError
 from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import LedgerError
+from fedgmm.privacy.settings import Privacy
 from fedgmm.runs.folder import RunError
-from in_memory_sites import InMemorySites, federate
+from in_memory_sites import InMemorySites, federate, federation_settings
 from small_runs import works
 
 pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
@@ -413,3 +415,9 @@ def test_a_diverged_round_of_a_protected_run_is_a_code(site, honest, monkeypatch
 def test_a_site_does_not_send_plain_sums_where_the_plan_has_noise(site, honest):
     with pytest.raises(SiteError, match="noise"):
         site.reply(with_privacy(honest[0]))
+
+
+def test_a_server_does_not_promise_noise(tmp_path):
+    settings = federation_settings(3, privacy=Privacy(**BUDGET))
+    with pytest.raises(FederationError, match="epsilon"):
+        check_start(settings, tmp_path)

@@ -350,6 +350,11 @@ def _check_options(settings: FederationSettings) -> None:
     """Raise ``FederationError`` for options that a federation cannot have."""
     try:
         check_for_tables(settings.config.options())
+        if settings.privacy is not None and settings.privacy.is_noised:
+            raise ValueError(
+                "[privacy] epsilon: sites add no noise over a network in this version; train in one "
+                "process, or leave epsilon out."
+            )
         if settings.is_masked and settings.privacy is not None:
             DeclaredColumns.of(settings.privacy, settings.config.table)
             check_additive(settings.config.options())
