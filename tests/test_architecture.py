@@ -141,3 +141,9 @@ def test_no_isinstance_over_methods_outside_their_room():
                 if name in known
             ]
     assert found == []
+
+
+def test_names_of_test_files_are_unique():
+    """pytest refuses to collect two files of one name from folders that are not packages."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted({*names})
