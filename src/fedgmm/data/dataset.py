@@ -458,6 +458,16 @@ class FederatedDataset:
         return f"  classes  {len(self.classes)}: {shown}{', …' if len(self.classes) > 10 else ''}"
 
 
+def labelled_without_labels(rows: ClientRows, columns: tuple[str, ...] | None) -> FederatedDataset:
+    """Return a data set of rows without labels, all for training; they are sorted by client."""
+    order = torch.argsort(rows.codes, stable=True)
+    inputs, codes = torch.cat(list(rows.chunks))[order], rows.codes[order]
+    zeros = torch.zeros(len(codes), dtype=torch.int64, device=rows.device)
+    every = LabelledRows(_features_of(inputs, codes, rows.names, None), inputs, zeros)
+    none = every.keep(torch.zeros(len(codes), dtype=torch.bool))
+    return FederatedDataset(every, none, none, rows.names, np.zeros(1, dtype=np.int64), columns)
+
+
 def numeric(values: Any, what: str) -> NDArray[Any]:
     """Return rows as float32, float64 or uint8, ``(n, ...)``.
 

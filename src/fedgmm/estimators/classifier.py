@@ -32,6 +32,7 @@ from fedgmm.estimators.base import (
     thread_count,
 )
 from fedgmm.model.model import FederatedModel
+from fedgmm.privacy.settings import Privacy
 from fedgmm.training.checkpoint import Checkpoint, CheckpointError
 from fedgmm.training.local import OnTrainingRound, train
 from fedgmm.training.loop import as_callbacks
@@ -143,6 +144,8 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
     verbose_interval : int, default=10
     on_round : callable, iterable of callables or None, default=None
         Called after every round with its entry of ``history_``.
+    privacy : fedgmm.Privacy or None, default=None
+        Train with differential privacy, see :func:`fedgmm.train`; ``model_.privacy`` has what was spent.
 
     Attributes
     ----------
@@ -235,6 +238,7 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         verbose: int = 0,
         verbose_interval: int = 10,
         on_round: OnTrainingRound | Iterable[OnTrainingRound] | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
         self.n_components = n_components
         self.n_learners = n_learners
@@ -286,6 +290,7 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         self.verbose = verbose
         self.verbose_interval = verbose_interval
         self.on_round = on_round
+        self.privacy = privacy
 
     def fit(
         self,
@@ -360,7 +365,14 @@ class FedGMMClassifier(PredictsByModel, ClassifierMixin, BaseEstimator):  # type
         self, dataset: FederatedDataset, options: dict[str, Any], *, resume: bool
     ) -> FederatedModel:
         """Train, from the progress of the last fit if there is one to ``resume``."""
-        options = {"seed": self._seed, "on_round": self._callbacks(), **options}
+        options = {
+            "seed": self._seed,
+            "on_round": self._callbacks(),
+            "privacy": self.privacy,
+            **options,
+        }
+        if self.privacy is not None and self.privacy.is_noised and self.warm_start:
+            raise ValueError("warm_start cannot continue a fit with epsilon: its budget is spent.")
         if not self.warm_start:
             self.__dict__.pop("_progress", None)
             return train(dataset, **options)

@@ -32,11 +32,13 @@ from fedgmm.core.gaussians import (
     Gaussians,
     covariance_parameters,
     covariance_shape,
+    gaussians,
     log_densities,
     residuals,
 )
 from fedgmm.core.initialise import STARTS
 from fedgmm.core.streaming import Block, accumulate, threads
+from fedgmm.data.dataset import labelled_without_labels
 from fedgmm.data.federated import ClientRows
 from fedgmm.data.inputs import (
     NO_CLIENT,
@@ -56,10 +58,11 @@ from fedgmm.estimators.base import (
     split_column,
     thread_count,
 )
-from fedgmm.methods.base import RoundInfo
+from fedgmm.methods.base import DENSITY, RoundInfo
 from fedgmm.methods.gmm import FederatedGMM, GivenStart, MixtureShared
 from fedgmm.nets.devices import resolve_device, resolve_dtype
-from fedgmm.training.local import StackedClients
+from fedgmm.privacy.settings import Privacy
+from fedgmm.training.local import StackedClients, train
 from fedgmm.training.loop import OnRound, Run, as_callbacks, run_rounds
 from fedgmm.wording import counted
 
@@ -123,6 +126,10 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         Number of threads; -1 uses all cores, ``None`` those that torch uses.
     on_round : callable, iterable of callables or None, default=None
         Called after every round with its number and its diagnostics (``log_likelihood``).
+    privacy : fedgmm.Privacy or None, default=None
+        Fit with differential privacy: a private start and ``privacy.rounds`` rounds of noised sums. Then
+        ``tol``, ``n_init`` and ``init_params`` are not used, ``client_weights_`` are learned at home after
+        the last round, and ``privacy_`` has what was spent. For full, tied and diag covariances.
 
     Attributes
     ----------
@@ -134,6 +141,8 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
     clients_ : ndarray (n_clients,)
     n_iter_ : int
     converged_ : bool
+    privacy_ : dict
+        The budget, ``spent`` and ``releases``; only with ``privacy``.
     lower_bound_ : float
     lower_bounds_ : list of float
         Mean log-likelihood of every round, under the parameters that entered it.
@@ -178,6 +187,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         unknown_clients: str = "error",
         n_jobs: int | None = None,
         on_round: OnRound | Iterable[OnRound] | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
         self.n_components = n_components
         self.covariance_type = covariance_type
@@ -201,6 +211,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         self.unknown_clients = unknown_clients
         self.n_jobs = n_jobs
         self.on_round = on_round
+        self.privacy = privacy
 
     # ------------------------------------------------------------------ fitting
 
@@ -286,6 +297,8 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
                 f"Expected n_samples >= n_components over all clients, got n_components="
                 f"{self.n_components} and n_samples = {len(rows)}."
             )
+        if self.privacy is not None and self.privacy.is_noised:
+            return self._private_run(rows, on_round), rows
         given = self._given_start(rows)
         warm = self._warm_start(rows) if self.warm_start and hasattr(self, "means_") else None
         seeds = check_random_state(self.random_state).randint(
@@ -310,6 +323,62 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
                 break
         assert best is not None
         return best, rows
+
+    def _private_run(self, rows: ClientRows, on_round: Iterable[OnRound]) -> MixtureRun:
+        """Return a run of noised sums, with the Gaussians in the units of the rows."""
+        refused = {
+            "sample_weight": rows.weights is not None,
+            "warm_start": self.warm_start,
+            "shared_weights": self.shared_weights,
+            "a given start": any(
+                one is not None
+                for one in (self.weights_init, self.means_init, self.precisions_init)
+            ),
+            f"covariance_type={self.covariance_type!r}": self.covariance_type
+            not in ("full", "tied", "diag"),
+        }
+        for what, given in refused.items():
+            if given:
+                raise ValueError(f"epsilon cannot be combined with {what}.")
+        names = getattr(self, "feature_names_in_", None)
+        every = labelled_without_labels(rows, None if names is None else tuple(names.tolist()))
+        callbacks = [*on_round, *([self._printer(1)] if self.verbose else [])]
+
+        def report(entry: dict[str, float]) -> None:
+            for call in callbacks:
+                call(int(entry["round"]), RoundInfo(entry["log_likelihood"]))
+
+        model = train(
+            every,
+            DENSITY,
+            components=self.n_components,
+            covariance_type=self.covariance_type,
+            aggregation=self.aggregation,
+            reg_covar=float(self.reg_covar),
+            rounds=max(1, self.max_iter),
+            dtype="float64",
+            seed=check_random_state(self.random_state).randint(np.iinfo(np.int32).max),
+            privacy=self.privacy,
+            on_round=report,
+        )
+        self.privacy_ = model.privacy
+        assert model.scaling is not None
+        assert model.prediction.gaussians is not None
+        found, mean, scale = model.prediction.gaussians, model.scaling.mean, model.scaling.scale
+        factors = scale**2 if self.covariance_type == "diag" else scale[:, None] * scale
+        means, covariances = found.means * scale + mean, found.covariances * factors
+        own = gaussians(means, covariances, found.covariance_type)
+        run = Run(
+            MixtureShared(own, model.prediction.weights),  # type: ignore[arg-type]
+            model.prediction.client_weights,
+            [
+                RoundInfo(entry["log_likelihood"] - model.scaling.log_volume)
+                for entry in model.history
+            ],
+            len(model.history),
+        )
+        run.converged = True  # all rounds that the budget is planned for
+        return run  # type: ignore[return-value]
 
     def _run(
         self,
