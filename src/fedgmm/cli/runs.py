@@ -240,6 +240,31 @@ def fit(
     checkpoint_every: Annotated[
         int | None, typer.Option(min=1, help="Rounds between two checkpoints.")
     ] = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(
+            help="Budget of differential privacy; needs --delta, --bounds and --categories."
+        ),
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Probability with which the budget may fail, such as 1e-5.")
+    ] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="What a budget protects: row or client. Default: row.")
+    ] = None,
+    bounds: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Declared smallest and largest value: LOW:HIGH for all columns, or COLUMN=LOW:HIGH. May "
+            "be repeated."
+        ),
+    ] = None,
+    categories: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Declared values of a column or of the label: COLUMN=A,B,C. May be repeated."
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option(help="Replace a run that is already in the folder.")
     ] = False,
@@ -254,6 +279,9 @@ def fit(
     Example: fedgmm fit sites/* --images --weights resnet18.safetensors --out run/
 
     Example: fedgmm fit --config run/config.toml --out again/
+
+    Example, with privacy: fedgmm fit site_*.csv --label sick --epsilon 2 --delta 1e-6 --bounds 0:200
+    --categories sick=no,yes
 
     Example, on eight processes: torchrun --nproc-per-node 8 -m fedgmm fit site_*.csv --label diagnosis
     """
@@ -302,6 +330,16 @@ def fit(
     sections["training"] |= {name: value for name, value in training.items() if value is not None}
     if checkpoint_every is not None:
         sections["run"]["checkpoint_every"] = checkpoint_every
+    privacy = {
+        "epsilon": epsilon,
+        "delta": delta,
+        "unit": unit,
+        "bounds": _bounds(bounds or []),
+        "categories": dict(_categories(text) for text in categories or ()) or None,
+    }
+    given = {name: value for name, value in privacy.items() if value is not None}
+    if given:
+        sections["privacy"] = sections.get("privacy", {}) | given
     chosen = config_from(sections)
     with _resume_hint(out), RoundsBar(as_json) as bar:
         run = fit_config(
@@ -322,6 +360,31 @@ def _count(option: str, text: str | None) -> int | str | None:
     if not text.isdecimal() or int(text) < 1:
         raise typer.BadParameter(f"{option} must be a number or auto, got {text!r}.")
     return int(text)
+
+
+def _bounds(texts: list[str]) -> Any:
+    """Parse ``0:10`` into a pair for all columns, or ``age=0:110`` and others into pairs by name."""
+    found: dict[str, tuple[float, float]] = {}
+    for text in texts:
+        name, _, pair = text.rpartition("=")
+        try:
+            low, high = map(float, pair.split(":"))
+        except ValueError:
+            raise typer.BadParameter(
+                f"--bounds takes LOW:HIGH or COLUMN=LOW:HIGH, got {text!r}."
+            ) from None
+        found[name] = (low, high)
+    if "" in found and len(found) > 1:
+        raise typer.BadParameter("--bounds takes one pair for all columns, or a pair per column.")
+    return found.get("") or found or None
+
+
+def _categories(text: str) -> tuple[str, list[str]]:
+    """Parse ``sex=f,m`` into a column and its values."""
+    name, equals, values = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"--categories takes COLUMN=A,B,C, got {text!r}.")
+    return name, [value.strip() for value in values.split(",")]
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -59,6 +59,14 @@ MUS = "mus"
 _START_SHARES = {"columns": 0.02, "covariance": 0.04, "histogram": 0.02}
 _GROWTH = 1.5  # each round's share of the budget, relative to the one before
 _SHARES = {"gradient": 0.75, "second": 0.14, "first": 0.08, "counts": 0.02, "log_likelihood": 0.01}
+# counts of clients are noisier, because clients are fewer than rows
+_CLIENT_SHARES = {
+    "gradient": 0.55,
+    "second": 0.2,
+    "first": 0.12,
+    "counts": 0.12,
+    "log_likelihood": 0.01,
+}
 _HOME_ROUNDS = 30  # of EM for a client's own weights
 _TIE = 0.97  # share of a Gaussian's weight that its own learner starts with
 _TYPICAL_LENGTH = 50.0  # of a learner's weights in whitened coordinates
@@ -181,9 +189,10 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         if classes > 1:
             # ‖p - y‖ ≤ √2
             found["gradient"] = ((m2, classes - 1, d + 1), math.sqrt(2.0 * (r**2 + 1.0)))
-        total = sum(_SHARES[name] for name in found)
+        shares = _CLIENT_SHARES if self.centred else _SHARES
+        total = sum(shares[name] for name in found)
         return NoisySums(
-            tuple(Part(n, *one, share=_SHARES[n] / total) for n, one in sorted(found.items()))
+            tuple(Part(n, *one, share=shares[n] / total) for n, one in sorted(found.items()))
         )
 
     def contributions(self, name: str, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:

@@ -83,7 +83,12 @@ class RunConfig:
             ``"auto"`` (chosen by validation likelihood), and so may ``covariance_type`` (full if there
             are enough rows). If neither size is given, small data choose both.
         checkpoint_every: rounds between two checkpoints.
-        embedding: how images or texts become vectors; ``None`` if the files are tables of numbers.
+    own, given = sections.get("embedding"), sections.get("privacy")
+    embedding = Embedding(**own) if own else None
+    privacy = Privacy.from_record(given) if given else None
+    return RunConfig(
+        files, table, training, **sections.get("run", {}), embedding=embedding, privacy=privacy
+    )
     """
 
     files: Texts
@@ -91,6 +96,7 @@ class RunConfig:
     training: Mapping[str, Any] = field(default_factory=dict)
     checkpoint_every: Count = 5
     embedding: Embedding | None = None
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         for name in self.training:
@@ -159,11 +165,13 @@ class RunConfig:
             sections["embedding"] = {
                 name: value for name, value in asdict(self.embedding).items() if value is not None
             }
+        if self.privacy is not None:
+            sections["privacy"] = self.privacy.record()
         return tomli_w.dumps(sections)
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the sections of a TOML file: ``data``, ``training``, ``run``, ``federation`` and so on.
+    """Read the sections of a TOML file: ``data``, ``training``, ``run``, ``privacy`` and so on.
 
     Raises:
         ValueError: the file is not TOML, or has a section or an option that does not exist.
@@ -216,6 +224,9 @@ def config_from(
     if data.get("label", "") == "" and training.get("algorithm") != DENSITY:
         raise ValueError("No label column was given; name it with --label COLUMN.")
     table = TableOptions(**{"label": None, **data})
-    own = sections.get("embedding")
+    own, given = sections.get("embedding"), sections.get("privacy")
     embedding = Embedding(**own) if own else None
-    return RunConfig(files, table, training, **sections.get("run", {}), embedding=embedding)
+    privacy = Privacy.from_record(given) if given else None
+    return RunConfig(
+        files, table, training, **sections.get("run", {}), embedding=embedding, privacy=privacy
+    )

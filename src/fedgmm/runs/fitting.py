@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedgmm.data.tables.agreement import declared
 from fedgmm.data.tables.files import Notify, find_tables
 from fedgmm.data.tables.loading import Tables, agreement, on_disk_if_large, read_tables
-from fedgmm.data.tables.preprocessing import TableOptions
+from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import DENSITY
 from fedgmm.nets.devices import environment, resolve_device
+from fedgmm.privacy.settings import Privacy, PrivacyError
 from fedgmm.runs.config import RunConfig, config_from, read_config
 from fedgmm.runs.folder import (
     RunError,
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 _VECTOR_COMPONENTS = 48  # principal components of vectors that the Gaussians see by default
 
+_NOT_COVERED = "Weights of clients, metrics and this report are not covered; keep them at home."
+
 OnStart = Callable[[int], None]
 """Called with the number of rounds before training begins."""
 
@@ -72,6 +76,7 @@ def fit(
     memory: str | None = None,
     checkpoint_every: int = 5,
     overwrite: bool = False,
+    privacy: Privacy | None = None,
     notify: Notify = lambda _: None,
     on_round: Iterable[OnTrainingRound] = (),
     **training: Any,
@@ -96,6 +101,8 @@ def fit(
             beside the run folder; ``None`` means half of the memory that is available.
         checkpoint_every: rounds between two checkpoints.
         overwrite: replace a run that is already in the folder.
+        privacy: train with differential privacy, see :func:`fedgmm.train`. Bounds and categories that it
+            declares replace standardisation by the rows, and must include the classes of the label.
         notify: called with a line before each step.
         on_round: called after every round with its entry of the history.
         **training: fields of :class:`fedgmm.TrainingOptions`. ``components`` and ``learners`` may be
@@ -119,7 +126,7 @@ def fit(
         memory=memory,
         seed=training.get("seed", 0),
     )
-    config = RunConfig(tuple(map(str, files)), table, training, checkpoint_every)
+    config = RunConfig(tuple(map(str, files)), table, training, checkpoint_every, privacy=privacy)
     return fit_config(config, out, overwrite=overwrite, notify=notify, on_round=on_round)
 
 
@@ -262,7 +269,8 @@ def _run(
     folder.report.unlink(missing_ok=True)
     write_atomically(folder.config, config.toml().encode())
     tables = tables or read_tables(config.files, config.table, notify)
-    preprocessing = agreement(tables)
+    privacy = config.privacy if config.privacy is not None and config.privacy.is_noised else None
+    preprocessing = agreement(tables) if privacy is None else _declared(tables, privacy)
     write_json(folder.environment, {**environment(), "files": fingerprints(tables.paths)})
     dataset = tables.load(preprocessing, notify)
     write_json(folder.preprocessing, preprocessing.record())
@@ -272,16 +280,18 @@ def _run(
         # a Gaussian of hundreds of columns would have too many numbers
         most = min(_VECTOR_COMPONENTS, len(dataset.train), dataset.input_shape[0])
         config = config.with_training(pca=most if tables.vectors else None)
-    options, selection = choose_sizes(
-        config.options(),
-        config.open_choices(),
-        rows=len(dataset.train),
-        columns=dataset.input_shape[0],
-        score=local_score(dataset),
-        noise=noise_in(dataset),
-        sizes_given=not config.sizes_are_open,
-        notify=notify,
-    )
+    options, selection = config.options(), None
+    if privacy is None:
+        options, selection = choose_sizes(
+            options,
+            config.open_choices(),
+            rows=len(dataset.train),
+            columns=dataset.input_shape[0],
+            score=local_score(dataset),
+            noise=noise_in(dataset),
+            sizes_given=not config.sizes_are_open,
+            notify=notify,
+        )
     if selection is not None:  # a run that is resumed does not choose again
         write_json(folder.selection, selection.record())
     chosen = ("components", "learners", "covariance_type", "ridge", "refit")
@@ -296,7 +306,9 @@ def _run(
             dataset,
             options=options,
             checkpoint=Checkpoint(folder.checkpoint, config.checkpoint_every),
-            watch_accuracy=options.algorithm != DENSITY,
+            watch_accuracy=options.algorithm != DENSITY and privacy is None,
+            # encoded columns lie within [-1, 1]
+            privacy=None if privacy is None else replace(privacy, bounds=(-1.0, 1.0)),
             on_round=[_history_writer(folder.history), *on_round],
         )
     write_history(folder.history, model.history)
@@ -308,6 +320,9 @@ def _run(
     notes = [*([model.impersonal] if model.impersonal else []), *tables.notes]
     if model.stopped:
         notes.append(f"Training stopped early: {model.stopped}")
+    if privacy is not None and model.privacy is not None:
+        model.privacy |= {"bounds": privacy.record()["bounds"]}
+        notes.insert(0, f"Differential privacy: {model.budget}. {_NOT_COVERED}")
     joined = _remove_joined_clients(folder)
     if joined:
         notes.append(
@@ -320,6 +335,19 @@ def _run(
     }
     finish_run(folder, model, dataset, tables, facts)
     return FederatedRun(folder, model, preprocessing, dataset)
+
+
+def _declared(tables: Tables, privacy: Privacy) -> Preprocessing:
+    """Return the preprocessing of declared bounds and categories, which no row decides."""
+    if privacy.unit == "person":
+        raise PrivacyError(
+            "unit='person' is for train() with persons=; files cannot name the person of a row yet."
+        )
+    bounds = privacy.bounds
+    if not isinstance(bounds, dict) and isinstance(bounds[0], tuple):
+        raise PrivacyError("Name the columns of bounds, such as age = [0, 110], or give one pair.")
+    header = list(dict.fromkeys(name for own in tables.files for name in own.file.header))
+    return declared(header, tables.options, bounds, privacy.categories or {})
 
 
 def _history_writer(path: Path) -> OnTrainingRound:
@@ -359,7 +387,9 @@ def finish_run(
     facts: dict[str, Any],
 ) -> None:
     """Calibrate, evaluate and write the model, the clients' weights and, last, the metrics."""
-    if len(dataset.validation) and has_common_model(model) and not model.calibration:
+    # held-out scores in the file of a private model would be rows without noise
+    calibrates = has_common_model(model) and model.privacy is None
+    if len(dataset.validation) and calibrates and not model.calibration:
         model.calibrate()
     # history.jsonl has the times; without them the same run writes the same bytes
     timeless = [{k: v for k, v in entry.items() if k != "seconds"} for entry in model.history]

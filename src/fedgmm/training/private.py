@@ -39,7 +39,7 @@ from fedgmm.training.options import TrainingOptions
 
 _BLOCK = 32_768  # rows whose contributions are computed at once
 _LENGTHS = 0.1  # share of a release's budget that decides how far clients are clipped
-_QUANTILE = 0.6  # of the lengths of clients' contributions, to which the others are clipped
+_QUANTILE = 0.8  # of the lengths of clients' contributions, to which the others are clipped
 
 _METHODS = ("fedgmm", "fedem", "fedavg", DENSITY)
 

@@ -26,6 +26,7 @@ from fedgmm.data.tables.preprocessing import (
     Preprocessing,
     Role,
     TableOptions,
+    as_classes,
 )
 from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary, look_like_names
 
@@ -431,3 +432,54 @@ def _distinct(own: Mapping[str, ColumnSummary]) -> int:
     """Return the number of distinct texts over all clients, at most; unlisted ones may be equal."""
     listed_somewhere = set().union(*(column.categories or {} for column in own.values()))
     return len(listed_somewhere) + sum(column.unlisted for column in own.values())
+
+
+def declared(
+    header: Sequence[str],
+    options: TableOptions,
+    bounds: tuple[float, float] | Mapping[str, tuple[float, float]],
+    categories: Mapping[str, Sequence[str]],
+) -> Preprocessing:
+    """Return a preprocessing that does not depend on any row, for privacy.
+
+    Numbers are scaled from their bounds to ``[-1, 1]``, and a missing one is the middle. Columns without a
+    declaration are ignored.
+
+    Args:
+        header: names of the columns of the files.
+        options: which column is the label, and so on.
+        bounds: smallest and largest value of number columns, by name; one pair serves all columns without
+            categories.
+        categories: values of categorical columns and of the label, by name.
+
+    Raises:
+        ValueError: no categories of the label, or a column that the files do not have.
+    """
+    own = {options.label, options.client_column, *options.left_out}
+    names = [name for name in header if name not in own]
+    by_name = bounds if isinstance(bounds, Mapping) else {}
+    for name in (*by_name, *(one for one in categories if one != options.label)):
+        if name not in names:
+            raise ValueError(f"There is no input column {name!r} to declare bounds or values for.")
+    columns = []
+    for name in names:
+        pair = by_name.get(name) if isinstance(bounds, Mapping) else bounds
+        if name in categories:
+            columns.append(Column(name, "category", categories=tuple(sorted(categories[name]))))
+        elif pair is None:
+            columns.append(Column(name, "ignored", reason="no bounds are declared"))
+        else:
+            columns.append(Column(name, "number", sum(pair) / 2, (pair[1] - pair[0]) / 2))
+    labels = Labels.absent()
+    if options.label is not None:
+        if len(categories.get(options.label, ())) < 2:
+            raise ValueError(
+                f"epsilon needs the classes of the label: declare the values of {options.label!r} in "
+                "categories."
+            )
+        classes = as_classes(categories[options.label]).values()
+        labels = Labels(options.label, tuple(sorted(set(classes))))
+    written = (
+        replace(options.written, names=tuple(header)) if options.no_header else options.written
+    )
+    return Preprocessing(tuple(columns), labels, options.client_column, options.id, written)
