@@ -90,6 +90,7 @@ def test_the_signature_is_the_published_one():
         "unknown_clients": "error",
         "n_jobs": None,
         "on_round": None,
+        "privacy": None,
     }
     positional = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     assert positional == ["n_components"]

@@ -13,7 +13,7 @@ from fedgmm.cli.output import screen, working
 
 
 class Experiment(StrEnum):
-    """Experiments of the paper, and membership inference on released models."""
+    """Experiments of the paper, membership inference, and accuracy against the budget of privacy."""
 
     SYNTHETIC = "synthetic"
     NON_GAUSSIAN = "nongaussian"
@@ -23,6 +23,7 @@ class Experiment(StrEnum):
     NOVELTY = "novelty"
     SENSITIVITY = "sensitivity"
     MEMBERSHIP = "membership"
+    PRIVACY = "privacy"
 
 
 _ON_IMAGES = (
@@ -56,6 +57,7 @@ _OPTIONS = {
     Experiment.NOVELTY: {*_SIZES, *_OF_IMAGES},  # its shifts are separate settings
     Experiment.SENSITIVITY: {*_SIZES, *_OF_IMAGES, "shift"},
     Experiment.MEMBERSHIP: {"clients", "rows", "rounds"},
+    Experiment.PRIVACY: {"clients", "rows", "seeds"},
 }
 """Options of each experiment, besides the folder for its results."""
 
@@ -245,6 +247,11 @@ def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], no
         from fedgmm.experiments.paper.illustration import reproduce_illustration
 
         reproduce_illustration(out)
+        return
+    if experiment is Experiment.PRIVACY:
+        from fedgmm.experiments.privacy import PrivacyStudy, reproduce_privacy
+
+        reproduce_privacy(out, PrivacyStudy(**given), notify)
         return
     if experiment is Experiment.MEMBERSHIP:
         from fedgmm.experiments.membership import MembershipStudy, reproduce_membership
