@@ -135,6 +135,12 @@ def test_patience_uses_masked_scores(six_files, tmp_path, finished):
     assert finished[0].loop.history
 
 
+@pytest.mark.slow
+def test_open_sizes_are_chosen_by_masked_scores(six_files, tmp_path, finished):
+    masked(six_files, tmp_path, components="auto", learners=1, rounds=2)
+    assert finished[0].job.options.components > 0
+
+
 # ---------------------------------------------------------------------- the messages
 
 

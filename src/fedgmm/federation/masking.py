@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.sums import Declaration, Sums, SumsError, check_sums, withhold
-from fedgmm.federation.members import REPEAT_AFTER, Exchange, Member, Members
+from fedgmm.federation.members import LONGEST_PAUSE, REPEAT_AFTER, Exchange, Member, Members
 from fedgmm.federation.messages import PROTOCOL, Failure, Message, MessageError
 from fedgmm.federation.wire import Arrays, WireError, pack, unpack
 from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed, to_fixed
@@ -244,7 +244,7 @@ class ServerMasks:
         wanted = self._allowed(purpose, names)
         if found is not None:
             old = {found.roster.names[u] for u in found.senders}
-            fits = self._fits(purpose, old)
+            fits = self.may_open(purpose, old)
             if fits and found.enough_senders and (wanted is None or set(wanted) <= old):
                 found.purpose = purpose
                 return found
@@ -255,7 +255,8 @@ class ServerMasks:
             fresh.purpose = purpose
         return fresh
 
-    def _fits(self, purpose: str, names: Iterable[str]) -> bool:
+    def may_open(self, purpose: str, names: Iterable[str]) -> bool:
+        """Return whether the sum over some sites would show no single one."""
         try:
             self.released.check(purpose, list(names), self.min_change)
         except MaskError:
@@ -268,7 +269,7 @@ class ServerMasks:
         choices = [here[: len(here) - left] for left in range(self.min_change)]
         choices += sorted(([*s] for s in self.released.sets if set(s) <= set(here)), key=len)[::-1]
         for some in choices:
-            if len(some) >= FEWEST_SITES and self._fits(purpose, some):
+            if len(some) >= FEWEST_SITES and self.may_open(purpose, some):
                 return some
         return None
 
@@ -371,10 +372,12 @@ class MaskedExchange(Exchange):
     Attributes:
         masks: of the server.
         total: the sum over ``found``, elements of ``Z_2^64``.
+        discarded: why the last sum could not be opened.
     """
 
     masks: ServerMasks | None = None
     total: Elements | None = None
+    discarded: str = ""
 
     def run(self) -> str | None:
         """Repeat the request until the sum of enough sites is open.
@@ -386,7 +389,7 @@ class MaskedExchange(Exchange):
             ``None``, or the reason why there can never be enough: all are here, but training diverged.
         """
         assert self.masks is not None
-        members, last, last_at = self.members, "", 0.0
+        members, last, last_at, pause = self.members, "", 0.0, self.poll
         while True:
             if members.greetings_due():
                 members.greet(agree=False)
@@ -403,7 +406,8 @@ class MaskedExchange(Exchange):
             if line != last or time.monotonic() - last_at > REPEAT_AFTER:
                 members.notify(line)
                 last, last_at = line, time.monotonic()
-            time.sleep(self.poll)
+            time.sleep(pause)
+            pause = self.poll if ready is None else min(2 * pause, LONGEST_PAUSE)
 
     def _sum(self, now: Aggregation, quorum: int) -> bool:
         """Collect vectors and open their sum; return whether that succeeded."""
@@ -444,7 +448,7 @@ class MaskedExchange(Exchange):
         finally:
             self.note = note
         try:
-            while not self.masks._fits(now.purpose, [names[u] for u in now.survivors]):
+            while not self.masks.may_open(now.purpose, [names[u] for u in now.survivors]):
                 left = now.leave_out()
                 if left is None or not now.enough_survivors:
                     raise TooFewSitesError(
@@ -458,7 +462,9 @@ class MaskedExchange(Exchange):
             keys = {u: one for u, one in adverts.items() if u in now.survivors}
             self.total = self.masks.unmask(now, later, keys)
         except MaskError as error:
-            self.members.notify(f"{self.what}: the sum is discarded: {error}")
+            if str(error) != self.discarded:
+                self.discarded = str(error)
+                self.members.notify(f"{self.what}: the sum is discarded: {error}")
             return False
         self.found = {names[u] for u in now.survivors}
         return True

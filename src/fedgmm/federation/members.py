@@ -43,7 +43,7 @@ MOST_ROWS = 10**12  # that a site may declare
 _FAREWELL = 5.0  # seconds for the sites to receive the reason why there is no training
 _LONGEST_SILENCE = 120.0  # seconds for which a node that does not reply is left alone
 REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
-_LONGEST_PAUSE = 10.0  # seconds between two attempts of a round that is below its quorum
+LONGEST_PAUSE = 10.0  # seconds between two attempts of a round that is below its quorum
 
 
 @dataclass
@@ -485,7 +485,7 @@ class Exchange:
                 members.notify(line)
                 last, last_at = line, time.monotonic()
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE) if names else self.poll
+            pause = min(2 * pause, LONGEST_PAUSE) if names else self.poll
 
     def _waiting(self, chosen: tuple[str, ...], quorum: int) -> str:
         missing = [name for name in chosen if name not in self.found]

@@ -41,7 +41,7 @@ _MOST_TRIALS = 16
 _MOST_HELLOS = 3  # summaries: the first, and more columns as categories
 _SMALLEST_TRAINING_SHARE = 1 / 3
 _PHASES = {"warmup": 0, "main": 1}
-_FREE = ("components", "learners", "rounds", "patience", "covariance_type", "device")
+_FREE = ("components", "learners", "ridge", "rounds", "patience", "covariance_type", "device")
 """Options in which the trials of automatic sizes may differ from the run."""
 
 
