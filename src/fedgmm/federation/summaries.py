@@ -37,6 +37,7 @@ def summary_record(summary: ClientSummary, min_count: int = 0) -> dict[str, Any]
             _column_record(name, column, min_count) for name, column in summary.columns.items()
         ],
         "target": None if summary.target is None else _column_record("target", summary.target),
+        "vectors": dict(summary.vectors),
     }
 
 
@@ -90,7 +91,20 @@ def summary_from_record(record: Any) -> ClientSummary:
     if target is not None and not isinstance(target, Mapping):
         raise SummaryError("the summary of its numbers is not a record")
     own = None if target is None else _column("target", target, rows)
-    return ClientSummary(rows, unlabelled, found, labels, own)
+    vectors = _vectors(record.get("vectors", {}), found)
+    return ClientSummary(rows, unlabelled, found, labels, own, vectors)
+
+
+def _vectors(value: Any, columns: Mapping[str, ColumnSummary]) -> dict[str, int]:
+    """Return the lengths of columns of vectors; each entry must be a column."""
+    if not isinstance(value, Mapping):
+        raise SummaryError("its columns of vectors are not a record")
+    for name, length in value.items():
+        if type(length) is not int or not 0 < length <= _MOST_COLUMNS:
+            raise SummaryError(f"the vectors of {name!r:.40} have no length")
+        if any(f"{name}_{entry}" not in columns for entry in range(length)):
+            raise SummaryError(f"the vectors of {name!r:.40} lack columns")
+    return dict(value)
 
 
 def _column(name: str, record: Mapping[str, Any], rows: int) -> ColumnSummary:

@@ -246,3 +246,33 @@ def test_columns_that_one_rule_drops_share_a_note():
     columns = {"a": number(5.0, 0.0, 9), "b": number(3.0, 0.0, 9), "x": number(5.0, 8.0, 9)}
     _, notes = agree_on_columns({"p": ClientSummary(9, 0, columns, {"u": 9})}, TableOptions("y"))
     assert notes == ["2 columns (a, b) are not used: all values are equal."]
+
+
+def with_vectors(**names):
+    """A summary for each client, with one column of vectors of two or more numbers."""
+    return {
+        client: ClientSummary(
+            9,
+            0,
+            {f"{name}_{i}": number(0.0, 1.0, 9) for i in range(length)}
+            | {"a": number(0.0, 1.0, 9)},
+            {"x": 9},
+            vectors={name: length},
+        )
+        for client, (name, length) in names.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("vectors", "client", "problem"),
+    [
+        ({"b": ("r_1", 2), "c": ("r_1", 2), "d": ("r_2", 2)}, "d", "another encoder"),
+        ({"b": ("r_2", 2), "c": ("r_1", 2), "d": ("r_1", 2)}, "b", "another encoder"),
+        ({"b": ("r_1", 2), "c": ("r_2", 2)}, "c", "another encoder"),
+        ({"b": ("v", 3), "c": ("v", 2), "d": ("v", 3)}, "c", "2 numbers"),
+    ],
+)
+def test_vectors_of_another_encoder_are_refused(vectors, client, problem):
+    with pytest.raises(DisagreementError, match=problem) as raised:
+        agree_on_columns(with_vectors(**vectors), TableOptions("y"))
+    assert raised.value.client == client

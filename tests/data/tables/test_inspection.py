@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fedgmm.data.tables.inspection import inspect_tables
@@ -166,3 +168,23 @@ def test_numbers_that_look_like_codes_for_missing_values(inspected):
         (True, False),
         (False, True),
     ]
+
+
+def test_a_column_of_vectors_is_one_line(tmp_path, read):
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        vectors = [None if row < 5 else rng.normal(size=6).tolist() for row in range(30)]
+        y = ["p", "q"] * 15
+        pq.write_table(
+            pa.table({"v": vectors, "age": range(30), "y": y}), tmp_path / f"{name}.parquet"
+        )
+    found = inspect_tables(read(tmp_path / "a.parquet", tmp_path / "b.parquet", label="y"))
+    vector, age = found.columns
+    assert (vector.name, vector.role, vector.outputs, vector.detail) == (
+        "v",
+        "vector",
+        12,
+        "6 numbers",
+    )
+    assert vector.missing == pytest.approx(1 / 6)
+    assert age.name == "age"

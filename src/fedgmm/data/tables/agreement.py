@@ -88,6 +88,7 @@ def agree_on_columns(
 ) -> tuple[list[Column], list[str]]:
     """Return the conversion of each column, and notes about them."""
     names = _column_names(summaries, options)
+    _check_vectors(summaries)
     _check_shared_columns(summaries, options)
     for name in (*options.categorical, *options.left_out):
         if name not in (*names, options.label, options.client_column):
@@ -107,6 +108,33 @@ def _column_names(summaries: Mapping[str, ClientSummary], options: TableOptions)
 
 def _of_column(summaries: Mapping[str, ClientSummary], name: str) -> dict[str, ColumnSummary]:
     return {c: s.columns[name] for c, s in summaries.items() if name in s.columns}
+
+
+def _check_vectors(summaries: Mapping[str, ClientSummary]) -> None:
+    """Raise for a client whose vectors are of another encoder than those of most clients."""
+    owners = Counter(vector for own in summaries.values() for vector in own.vectors.items())
+    if not owners:
+        return
+    (usual, length), _ = owners.most_common(1)[0]
+    first = next(client for client, own in summaries.items() if own.vectors.get(usual) == length)
+    for client, own in summaries.items():
+        here = own.vectors.get(usual)
+        if here is not None and here != length:
+            raise DisagreementError(
+                client,
+                f"{usual}_0",
+                f"its vectors in column {quoted(usual)} have {here} numbers, but those of {first!r} have "
+                f"{length}; use the same encoder at all clients.",
+            )
+        alone = all(owners[vector] == 1 for vector in own.vectors.items())
+        if own.vectors and alone and client != first:
+            name = next(iter(own.vectors))
+            raise DisagreementError(
+                client,
+                f"{name}_0",
+                f"its column of vectors {quoted(name)} was embedded with another encoder than "
+                f"{quoted(usual)} of {first!r}; embed it again with the same encoder, weights and size.",
+            )
 
 
 def _check_shared_columns(summaries: Mapping[str, ClientSummary], options: TableOptions) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from fedgmm.data.tables.errors import joined, listed, quoted
 from fedgmm.data.tables.loading import Tables
 from fedgmm.data.tables.preprocessing import Column, Labels, as_classes
 from fedgmm.data.tables.summaries import ClientSummary
+from fedgmm.wording import counted
 
 _FEW_ROWS = 20
 _FAR = 1.0  # standard deviations
@@ -62,7 +63,7 @@ class ColumnFacts:
 
     Attributes:
         name: the column.
-        role: its role in the preprocessing.
+        role: its role in the preprocessing, or ``"vector"``.
         missing: share of missing values.
         outputs: number of matrix columns that it becomes.
         detail: mean and deviation, categories, or the reason why it is not used.
@@ -121,7 +122,7 @@ def inspect_tables(tables: Tables) -> Inspection:
         _client(name, own, columns, owned[name], classes, tables.options.left_out)
         for name, own in summaries.items()
     ]
-    facts = [_column(column, summaries, rows) for column in columns]
+    facts = _with_vectors([_column(column, summaries, rows) for column in columns], tables.vectors)
     problems = _label_problems(tables)
     of_classes = {} if problems and len(classes) > _MOST_LISTED_CLASSES else classes
     warnings = [
@@ -214,6 +215,22 @@ def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -
     return ColumnFacts(column.name, column.role, share, len(column.outputs), detail)
 
 
+def _with_vectors(columns: list[ColumnFacts], vectors: Mapping[str, int]) -> list[ColumnFacts]:
+    """Return facts with one line per column of vectors in the place of one per entry."""
+    owner = {f"{name}_{entry}": name for name, length in vectors.items() for entry in range(length)}
+    found: dict[str, ColumnFacts] = {}
+    for column in columns:
+        name = owner.get(column.name)
+        if name is None:
+            found[column.name] = column
+            continue
+        detail = counted(vectors[name], "number")
+        # a missing vector lacks all of its entries, so any entry gives the share
+        before = found.get(name, ColumnFacts(name, "vector", column.missing, 0, detail))
+        found[name] = replace(before, outputs=before.outputs + column.outputs)
+    return list(found.values())
+
+
 def _base_rates(clients: list[ClientFacts], classes: Mapping[str, int]) -> list[BaseRate]:
     """Return the share of each class over all rows, and at the clients where it is extreme."""
     total = sum(classes.values())
@@ -244,12 +261,15 @@ def _warnings(
     few = [f"{c.name} ({c.rows})" for c in clients if c.rows < _FEW_ROWS]
     if few:
         found.append(f"Fewer than {_FEW_ROWS} rows: {joined(few)}; their figures will be noisy.")
-    for column in used:
+    for facts in columns:
+        column = facts.name
+        entry = f"{column}_0" if facts.role == "vector" else column
         without = [
             c.name
             for c in clients
-            if column in summaries[c.name].columns
-            and summaries[c.name].columns[column].missing >= c.rows
+            if column in used
+            and entry in summaries[c.name].columns
+            and summaries[c.name].columns[entry].missing >= c.rows
         ]
         if without:
             found.append(f"Column {quoted(column)} has no value at {joined(without)}.")

@@ -445,6 +445,7 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
     target = options.label if options.task == "regression" else None
     parts: dict[str, list[ClientPart]] = {}
     owned: dict[str, set[str]] = {}
+    vectors: dict[str, dict[str, int]] = {}
     labels: dict[str, Counter[str]] = {}
     unlabelled: Counter[str] = Counter()
     for own in files:
@@ -465,6 +466,7 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
             labelled = rows[codes[rows] >= 0] if found[0] else rows
             parts.setdefault(client, []).append(ClientPart(columns, labelled))
             owned.setdefault(client, set()).update(own.used)
+            vectors.setdefault(client, {}).update(own.file.vectors)
     ignored = dict.fromkeys((n for own in files for n in own.ignored), ColumnSummary("empty", 0))
     return {
         client: ClientSummary(
@@ -476,6 +478,7 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
             },
             dict(labels[client]),
             None if target is None else summarise_columns(own, [target])[target],
+            vectors[client],
         )
         for client, own in parts.items()
     }

@@ -81,6 +81,7 @@ class ClientSummary:
         columns: in the order of the client's file; ignored columns come last and are empty.
         labels: how often each label occurs, as it is written; numbers to predict count as one label.
         target: the numbers to predict; ``None`` for classes.
+        vectors: columns of vectors and their lengths; ``columns`` has every entry, such as ``v_0``.
     """
 
     rows: int
@@ -88,6 +89,7 @@ class ClientSummary:
     columns: Mapping[str, ColumnSummary]
     labels: Mapping[str, int]
     target: ColumnSummary | None = None
+    vectors: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
