@@ -1,5 +1,6 @@
 """The bytes that a server receives over TLS in a run with secure aggregation."""
 
+import json
 import shutil
 import threading
 
@@ -20,6 +21,7 @@ from fedgmm.privacy import fixed_point
 from fedgmm.privacy.settings import Privacy
 from fedgmm.runs.run import open_run
 from in_memory_sites import federation_settings
+from loopback import Federation
 from small_runs import draw_rows, write_csv
 
 pytestmark = pytest.mark.slow
@@ -191,3 +193,24 @@ def test_no_text_of_a_row_and_no_count_is_in_the_transcript(two_runs):
                 for number in elements[elements != 0][:50]:
                     if abs(int(number.view(np.int64))) > 2**20:
                         assert number.tobytes() not in received
+
+
+def test_a_third_of_the_processes_may_be_killed(tmp_path):
+    names = ("bergen", "bodo", "oslo", "tromso", "vadso", "voss")
+    federation = Federation(tmp_path, names)
+    declared = PRIVACY.record()
+    lines = [f"{name} = {list(pair)}" for name, pair in declared["bounds"].items()]
+    texts = [f"{name} = {json.dumps(values)}" for name, values in declared["categories"].items()]
+    sections = ["min_clients = 4", "[privacy]", "secure_aggregation = true"]
+    sections += ["[privacy.bounds]", *lines, "[privacy.categories]", *texts]
+    federation.configure(6, rounds=500, training="tol = 0.0", federation="\n".join(sections))
+    try:
+        federation.server()
+        for name in names:
+            federation.client(name, "--peers", "keys", "--min-sites", 4)
+        federation.wait_for("server", "round 3:", 120)
+        for name in ("bodo", "tromso"):
+            federation.kill(name)
+        federation.wait_for("server", "4 clients", 60, times=3)
+    finally:
+        federation.clean_up()
