@@ -24,6 +24,7 @@ COMMANDS = [
     "adapt",
     "detect",
     "report",
+    "export",
     "compare",
     "demo",
     "tune",

@@ -141,6 +141,7 @@ _ON_RUNS: tuple[Callable[..., None], ...] = (
     runs.adapt,
     runs.detect,
     runs.report,
+    runs.export,
     studies.compare,
 )
 _ON_STUDIES: tuple[Callable[..., None], ...] = (studies.demo, studies.tune, reproduce.reproduce)

@@ -736,3 +736,34 @@ def report(run: RunFolderArgument, as_json: JsonFlag = False) -> None:
         print_json({"report": path})
         return
     screen().print(f"Report: [bold]{escaped(path)}[/]", soft_wrap=True, highlight=False)
+
+
+def export(
+    run: RunFolderArgument,
+    out: Annotated[Path, typer.Option(help="The ONNX file; an existing one is replaced.")],
+    client: Annotated[
+        str | None,
+        typer.Option(help="Client whose model is exported; default: the federation's weights."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the model of a client as an ONNX file, for programs without fedgmm.
+
+    Its input X is the matrix after preprocessing (float32); the metadata of the file names the columns.
+    The outputs are label, label_index, probabilities and log_density, or mean and log_density for
+    numbers. Learners linear, mlp and cnn can be exported. Needs the package onnx (fedgmm[onnx]).
+
+    Example: fedgmm export run/ --client oslo --out oslo.onnx
+    """
+    from fedgmm.runs.run import open_run
+
+    with working(as_json):
+        opened = open_run(run)
+        name = None if client is None else opened.client_named(client)
+        path = opened.model.export_onnx(out, name)
+    columns = opened.preprocessing.feature_names
+    if as_json:
+        print_json({"out": path, "client": name, "columns": list(columns)})
+        return
+    owner = "the federation" if name is None else name
+    typer.echo(f"Model of {owner}, {counted(len(columns), 'input column')}: {path}", err=True)

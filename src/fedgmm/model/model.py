@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -70,6 +70,9 @@ from fedgmm.model.predictions import (
     probabilities,
 )
 from fedgmm.wording import counted
+
+if TYPE_CHECKING:
+    from sklearn.mixture import GaussianMixture
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -817,6 +820,53 @@ class FederatedModel:
         from fedgmm.model.saving import save
 
         return save(self, folder)
+
+    def export_onnx(self, path: str | Path, client: Any = None, *, dtype: str = "float32") -> Path:
+        """Write the model of one client as an ONNX file, for linear learners, MLPs and ``"cnn"``.
+
+        The graph takes unscaled rows ``X``, ``(n, *input_shape)``, as :meth:`predict_proba` does, and
+        ``features`` if the Gaussians use separate ones. Its outputs are ``label``, ``label_index``,
+        ``probabilities`` ``(n, K)`` and, with Gaussians, ``log_density``, which is ``log P_c(x)``. A
+        model of numbers has ``mean`` in place of labels and probabilities. The file holds the shared
+        parameters and the weights of this client, but no weights of other clients. Rows are not
+        checked: NaN and infinity give meaningless outputs.
+
+        Args:
+            path: the file, which is replaced if it exists.
+            client: a known client; ``None`` uses the federation's own weights.
+            dtype: type of ``X``: ``"float32"``, ``"float64"`` for numbers with many digits, or
+                ``"uint8"`` for images whose pixels are bytes.
+
+        Raises:
+            ImportError: the package ``onnx`` is not installed (``fedgmm[onnx]``).
+            ValueError: an unknown client, or a learner that cannot be exported.
+        """
+        from fedgmm.model.export import export_onnx
+
+        return export_onnx(self, path, self._code(client), dtype)
+
+    def to_gaussian_mixture(self, client: Any = None) -> GaussianMixture:
+        """Return the Gaussians as a fitted ``GaussianMixture`` of scikit-learn.
+
+        It has the coordinates of unscaled inputs, so its ``score_samples`` is that of this model. With
+        ``pca`` it has those of the principal components, ``projection.apply`` of the scaled inputs, and
+        with separate features those of the features. Gaussians of weight zero are left out.
+
+        Args:
+            client: a known client; ``None`` uses the federation's own weights.
+
+        Raises:
+            ValueError: an unknown client, or a model without Gaussians.
+        """
+        from fedgmm.model.export import to_gaussian_mixture
+
+        return to_gaussian_mixture(self, self._code(client))
+
+    def _code(self, client: Any) -> int:
+        """Return the code of one client."""
+        codes = self._codes(client, None, 1)
+        self._check_common(codes)
+        return int(codes[0])
 
     def _data(self, dataset: FederatedDataset | None) -> FederatedDataset:
         if dataset is not None and not isinstance(dataset, FederatedDataset):

@@ -1,0 +1,348 @@
+"""A client's model for other programs: an ONNX graph, or scikit-learn's ``GaussianMixture``.
+
+The graph repeats equation (3) of :mod:`fedgmm.core.predictive` in ONNX operators, because torch's own
+exporter needs further packages and cannot return labels that are texts. Shapes: ``n`` rows, ``M1``
+Gaussians, ``M2`` learners, ``K`` classes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgmm.core.checks import check_choice
+from fedgmm.core.gaussians import Gaussians
+from fedgmm.core.params import Params
+from fedgmm.data.inputs import NO_CLIENT
+from fedgmm.files import write_atomically
+from fedgmm.methods.base import DENSITY
+from fedgmm.model.predictions import log_weights
+from fedgmm.nets.convolutional import Convolutional
+from fedgmm.nets.networks import Dense, function_of
+
+if TYPE_CHECKING:
+    from sklearn.mixture import GaussianMixture
+
+    from fedgmm.model.model import FederatedModel
+
+DTYPES = ("float32", "float64", "uint8")
+"""Types of the rows that an exported graph may take."""
+
+_OPSET = 18  # the first with axes of all reductions as inputs
+_IR_VERSION = 10  # read by onnxruntime 1.18 and newer
+_FARTHEST = 1e300  # squared deviations, as in fedgmm.core.gaussians
+_LEAST_LOG = (
+    -1e300
+)  # log of weight zero: below every density, but finite, so that no difference is NaN
+
+
+# ---------------------------------------------------------------------- ONNX
+
+
+def export_onnx(model: FederatedModel, path: str | Path, code: int, dtype: str) -> Path:
+    """Write the model of the client with a code, see :meth:`FederatedModel.export_onnx`."""
+    try:
+        import onnx
+    except ImportError:
+        raise ImportError("ONNX files need the package onnx; pip install 'fedgmm[onnx]'.") from None
+    from fedgmm import __version__
+
+    check_choice("dtype", dtype, DTYPES)
+    made = onnx.helper.make_model(
+        _ClientGraph(model, code, dtype).build(),
+        opset_imports=[onnx.helper.make_opsetid("", _OPSET)],
+        ir_version=_IR_VERSION,
+        producer_name="fedgmm",
+        producer_version=__version__,
+    )
+    facts = {
+        "algorithm": model.algorithm,
+        "client": "" if code == NO_CLIENT else str(model.names[code]),
+        "classes": json.dumps([str(label) for label in model.classes.tolist()]),
+        "columns": json.dumps(list(model.column_names or ())),
+    }
+    onnx.helper.set_model_props(made, facts)
+    onnx.checker.check_model(made, full_check=True)
+    out = Path(path)
+    write_atomically(out, made.SerializeToString())
+    return out
+
+
+@dataclass
+class _Graph:
+    """Nodes and constants of a graph; an operator is called with names of values, or with arrays."""
+
+    nodes: list[Any] = field(default_factory=list)
+    constants: list[Any] = field(default_factory=list)
+
+    def __call__(self, operator: str, *inputs: str | NDArray[Any], **attributes: Any) -> str:
+        """Add a node and return the name of its output."""
+        from onnx import helper
+
+        names = [one if isinstance(one, str) else self._constant(one) for one in inputs]
+        output = f"{operator}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operator, names, [output], **attributes))
+        return output
+
+    def _constant(self, values: NDArray[Any]) -> str:
+        from onnx import numpy_helper
+
+        name = f"constant_{len(self.constants)}"
+        self.constants.append(numpy_helper.from_array(values, name))
+        return name
+
+    def cast(self, value: str, dtype: Any) -> str:
+        """Convert a value to a type of NumPy."""
+        from onnx import helper
+
+        return self("Cast", value, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+    def log_sum(self, value: str, *axes: int) -> str:
+        """Return ``log Σ exp`` over axes."""
+        return self("ReduceLogSumExp", value, np.array(axes), keepdims=0)
+
+
+class _ClientGraph:
+    """The graph of one client: rows in, probabilities (or means) and log densities out."""
+
+    def __init__(self, model: FederatedModel, code: int, dtype: str) -> None:
+        prediction, codes = model.prediction, torch.tensor([code])
+        self.model, self.dtype, self.graph = model, dtype, _Graph()
+        log_pi = log_weights(prediction)[codes].cpu()  # (1, M1, M2)
+        learners = prediction.learners
+        ratios = None
+        if prediction.labels is not None and code != NO_CLIENT:
+            ratios = prediction.labels.log_ratios(codes).cpu()
+            ratios = ratios.view(*log_pi.shape, -1)  # (1, M1, M2, K)
+        if prediction.assignment is not None:  # one learner is all of the client's model
+            own = int(log_pi.argmax())
+            learners = {name: value[own : own + 1] for name, value in learners.items()}
+            log_pi = log_pi[..., own : own + 1]
+            ratios = None if ratios is None else ratios[:, :, own : own + 1]
+        self.learners: Params = {name: value.detach().cpu() for name, value in learners.items()}
+        self.log_pi = log_pi.clamp_min(_LEAST_LOG)
+        self.log_ratios = ratios
+
+    def build(self) -> Any:
+        """Return the graph."""
+        from onnx import helper
+
+        model, g, outputs = self.model, self.graph, dict[str, tuple[str, Any, tuple[Any, ...]]]()
+        inputs = [("X", self.dtype, ("n", *model.input_shape))]
+        x = g.cast("X", np.float64)
+        parameter = next(iter(self.learners.values())).numpy().dtype
+        if model.scaling is not None:
+            # rounded as the learners see them, so that densities agree to the last digit
+            z = g("Sub", x, model.scaling.mean.cpu().numpy())
+            x = g.cast(g("Div", z, model.scaling.scale.cpu().numpy()), parameter)
+        seen, log_x = x, None
+        gaussians = model.prediction.gaussians
+        if gaussians is not None:
+            if not model.features_are_inputs:
+                inputs.append(("features", "float32", ("n", gaussians.means.shape[1])))
+                seen = "features"
+            log_x = self._log_densities(self._seen(seen, parameter), gaussians)
+        if model.algorithm != DENSITY:
+            log_y = self._log_learners(x)
+            if model.target is not None:
+                outputs["mean"] = self._mean(log_x, log_y), np.float64, ("n",)
+            else:
+                proba = g("Exp", self._log_proba(log_x, log_y))
+                index = g("ArgMax", proba, axis=-1, keepdims=0)
+                labels = _as_array(model.classes)
+                outputs["label"] = g("Gather", labels, index), labels.dtype, ("n",)
+                outputs["label_index"] = index, np.int64, ("n",)
+                outputs["probabilities"] = proba, np.float64, ("n", len(labels))
+        if log_x is not None:
+            # log P_c(x) = log Σ_m1 N(x; μ_m1, Σ_m1) Σ_m2 π_c(m1, m2)
+            joint = g("Add", log_x, self.log_pi.logsumexp(-1).numpy())
+            density = g("Sub", g.log_sum(joint, -1), np.array(self._log_volume))
+            outputs["log_density"] = density, np.float64, ("n",)
+        for name, (value, _, _) in outputs.items():
+            g.nodes.append(helper.make_node("Identity", [value], [name]))
+        return helper.make_graph(
+            g.nodes,
+            "fedgmm",
+            [_value(*one) for one in inputs],
+            [_value(name, kind, shape) for name, (_, kind, shape) in outputs.items()],
+            g.constants,
+        )
+
+    @property
+    def _log_volume(self) -> float:
+        model = self.model
+        own = model.scaling is not None and model.features_are_inputs and model.projection is None
+        return model.scaling.log_volume if own and model.scaling is not None else 0.0
+
+    def _seen(self, value: str, parameter: Any) -> str:
+        """Return what the Gaussians see, ``(n, d)`` float64."""
+        g, projection = self.graph, self.model.projection
+        flat = g.cast(g("Flatten", value, axis=1), np.float64)
+        if projection is None:
+            return flat
+        centred = g("Sub", flat, projection.mean.cpu().numpy())
+        found = g("MatMul", centred, projection.components.mT.contiguous().cpu().numpy())
+        return g.cast(g.cast(found, parameter), np.float64)
+
+    def _log_densities(self, x: str, gaussians: Gaussians) -> str:
+        """Return ``log N(x; μ_m1, Σ_m1)``, ``(n, M1)``, of rows ``(n, d)``."""
+        g, d = self.graph, gaussians.means.shape[1]
+        difference = g("Sub", x, gaussians.means[:, None].cpu().numpy())  # (M1, n, d)
+        whiteners = gaussians.precisions_cholesky.cpu().numpy()
+        if gaussians.covariance_type in ("full", "tied"):
+            white = g("MatMul", difference, whiteners)
+        else:
+            white = g("Mul", difference, whiteners.reshape(len(whiteners), 1, -1))
+        squares = g("ReduceSumSquare", white, np.array([-1]), keepdims=0)
+        squares = g("Transpose", g("Min", squares, np.array(_FARTHEST)), perm=[1, 0])
+        constants = gaussians.log_determinants.cpu().numpy() - 0.5 * d * math.log(2.0 * math.pi)
+        return g("Add", g("Mul", squares, np.array(-0.5)), constants)
+
+    def _log_learners(self, x: str) -> str:
+        """Return ``log P_θm2(y|x)``, ``(n, M2, K)``, or ``f_θm2(x)``, ``(n, M2, 1)``, in float64."""
+        g, net = self.graph, function_of(self.model.prediction.net)
+        image = self.dtype == "uint8" and len(self.model.input_shape) == 3
+        if image and self.model.scaling is None:
+            x = g("Sub", g("Div", x, np.array(127.5)), np.array(1.0))
+        if isinstance(net, Dense):
+            outputs = self._dense(x, net)
+        elif isinstance(net, Convolutional):
+            outputs = self._convolutional(x)
+        else:
+            raise ValueError(
+                "Only learners linear, mlp and cnn can be exported to ONNX, not "
+                f"{self.model.options.get('learner', type(net).__name__)!r}."
+            )
+        outputs = g.cast(g("Transpose", outputs, perm=[1, 0, 2]), np.float64)
+        return outputs if self.model.target is not None else g("LogSoftmax", outputs, axis=-1)
+
+    def _dense(self, x: str, net: Dense) -> str:
+        """Return the outputs of linear learners and MLPs, ``(M2, n, K)``."""
+        g, params = self.graph, {name: value.numpy() for name, value in self.learners.items()}
+        hidden = g.cast(g("Flatten", x, axis=1), params["0.weight"].dtype)
+        for layer in range(len(net.widths) - 1):
+            weight, bias = params[f"{layer}.weight"], params[f"{layer}.bias"]
+            hidden = hidden if layer == 0 else g("Relu", hidden)
+            hidden = g("MatMul", hidden, np.ascontiguousarray(weight.swapaxes(-1, -2)))
+            hidden = g("Add", hidden, bias[:, None])
+        return hidden
+
+    def _convolutional(self, x: str) -> str:
+        """Return the outputs of :class:`~fedgmm.nets.convolutional.ConvNet`, ``(M2, n, K)``."""
+        g, images = self.graph, self.graph.cast(x, np.float32)
+        outputs = []
+        for place in range(len(self.learners["classifier.0.bias"])):
+            own = {name: value[place].float().numpy() for name, value in self.learners.items()}
+
+            def both(layer: str, own: dict[str, Any] = own) -> tuple[Any, Any]:
+                return own[f"{layer}.weight"], own[f"{layer}.bias"]
+
+            hidden = images
+            for layer in ("features.0", "features.3"):
+                hidden = g("Relu", g("Conv", hidden, *both(layer), pads=[1, 1, 1, 1]))
+                hidden = g("MaxPool", hidden, kernel_shape=[2, 2], strides=[2, 2])
+            hidden = g("Gemm", g("Flatten", hidden, axis=1), *both("classifier.0"), transB=1)
+            hidden = g("Gemm", g("Relu", hidden), *both("classifier.3"), transB=1)
+            outputs.append(g("Unsqueeze", hidden, np.array([0])))
+        return g("Concat", *outputs, axis=0)
+
+    def _log_learner_weights(self, log_x: str | None) -> str | NDArray[Any]:
+        """Return ``log P_c(m2|x)``, ``(n, M2)``, or ``(1, M2)`` without Gaussians."""
+        g = self.graph
+        if log_x is None:
+            return torch.log_softmax(self.log_pi.logsumexp(-2), -1).numpy()
+        joint = g("Add", g("Unsqueeze", log_x, np.array([-1])), self.log_pi.numpy())
+        return g("LogSoftmax", g.log_sum(joint, -2), axis=-1)
+
+    def _log_proba(self, log_x: str | None, log_y: str) -> str:
+        """Return ``log P_c(y|x)``, equation (3), ``(n, K)``."""
+        g = self.graph
+        if self.log_ratios is None:
+            weights = g("Unsqueeze", self._log_learner_weights(log_x), np.array([-1]))
+            mixed = g.log_sum(g("Add", weights, log_y), -2)
+            return g("LogSoftmax", mixed, axis=-1)
+        # corrected by the client's label frequencies: Σ_m P_c(m|x) P_m(y|x) P_c(y|m) / P(y|m)
+        offsets = self.log_pi[..., None] + self.log_ratios  # (1, M1, M2, K)
+        mixed = g("Add", g("Unsqueeze", log_y, np.array([1])), offsets.numpy())
+        if log_x is not None:
+            largest = g("ReduceMax", log_x, np.array([-1]), keepdims=1)
+            relative = g("Sub", log_x, largest)
+            mixed = g("Add", mixed, g("Unsqueeze", relative, np.array([-2, -1])))
+        return g("LogSoftmax", g.log_sum(mixed, 1, 2), axis=-1)
+
+    def _mean(self, log_x: str | None, outputs: str) -> str:
+        """Return ``E[y|x] = Σ_m P_c(m|x) f_θm(x)``, ``(n,)``."""
+        g, target = self.graph, self.model.target
+        assert target is not None
+        weights = g("Exp", self._log_learner_weights(log_x))
+        mean = g("Mul", weights, g("Squeeze", outputs, np.array([-1])))
+        mean = g("ReduceSum", mean, np.array([-1]), keepdims=0)
+        return g("Add", g("Mul", mean, target.scale.cpu().numpy()), target.mean.cpu().numpy())
+
+
+def _value(name: str, dtype: Any, shape: tuple[Any, ...]) -> Any:
+    """Describe an input or output of the graph."""
+    from onnx import TensorProto, helper
+
+    kind = np.dtype(dtype)
+    element = TensorProto.STRING if kind.kind in "OU" else helper.np_dtype_to_tensor_dtype(kind)
+    return helper.make_tensor_value_info(name, element, list(shape))
+
+
+def _as_array(classes: NDArray[Any]) -> NDArray[Any]:
+    """Return the classes as ONNX can hold them: truth values, integers, numbers or texts."""
+    kinds = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}
+    if classes.dtype.kind in kinds:
+        return classes.astype(kinds[classes.dtype.kind])
+    return np.array([str(label) for label in classes.tolist()], dtype=object)
+
+
+# ---------------------------------------------------------------------- scikit-learn
+
+
+def to_gaussian_mixture(model: FederatedModel, code: int) -> GaussianMixture:
+    """Return the Gaussians, see :meth:`FederatedModel.to_gaussian_mixture`."""
+    from sklearn.mixture import GaussianMixture
+
+    shared = model.prediction.gaussians
+    if shared is None:
+        raise ValueError(f"{model.algorithm} has no Gaussians; use 'fedgmm'.")
+    log_pi = log_weights(model.prediction)[code].logsumexp(-1).cpu()
+    kept = log_pi.isfinite()  # scikit-learn takes logarithms of weights
+    kind = shared.covariance_type
+    means = shared.means.cpu()[kept]
+    covariances, whiteners = shared.covariances.cpu(), shared.precisions_cholesky.cpu()
+    if kind != "tied":
+        covariances, whiteners = covariances[kept], whiteners[kept]
+    if kind == "identity":
+        kind = "spherical"
+    scaling = model.scaling
+    if scaling is not None and model.features_are_inputs and model.projection is None:
+        # x = mean + scale · z, so Σ_x = S Σ_z S and W_x = S⁻¹ W_z
+        scale: Tensor = scaling.scale.cpu().reshape(-1)
+        means = scaling.mean.cpu().reshape(-1) + scale * means
+        if kind == "spherical":  # one variance of scaled columns is one per column of the inputs
+            covariances, whiteners, kind = covariances[:, None], whiteners[:, None], "diag"
+        if kind == "diag":
+            covariances, whiteners = covariances * scale**2, whiteners / scale
+        else:
+            covariances = covariances * torch.outer(scale, scale)
+            whiteners = whiteners / scale[:, None]
+    found = GaussianMixture(len(means), covariance_type=kind)
+    found.weights_ = torch.softmax(log_pi[kept], 0).numpy()
+    found.means_, found.covariances_ = means.numpy(), covariances.numpy()
+    found.precisions_cholesky_ = whiteners.numpy()
+    product = whiteners @ whiteners.mT if kind in ("full", "tied") else whiteners**2
+    found.precisions_ = product.numpy()
+    found.converged_, found.n_iter_ = True, len(model.history)
+    found.lower_bound_ = model.history[-1]["log_likelihood"] if model.history else -math.inf
+    found.n_features_in_ = means.shape[1]
+    return found
