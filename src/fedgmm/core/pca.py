@@ -26,13 +26,13 @@ class FeatureMoments:
     """Sums over rows around a centre that all clients share, in float64.
 
     Attributes:
-        count: ``n``.
+        count: ``n``; not whole if rows have weights.
         first: ``Σ_i (x_i - centre)``, ``(d,)``.
         second: ``Σ_i (x_i - centre)(x_i - centre)ᵀ``, ``(d, d)``.
         centre: ``(d,)``.
     """
 
-    count: int
+    count: float
     first: Tensor
     second: Tensor
     centre: Tensor
@@ -121,8 +121,8 @@ def fit_pca(moments: FeatureMoments, k: int) -> PCA:
         raise ValueError(f"Principal components need at least 2 rows, got {moments.count}.")
     if k > min(d, moments.count):
         raise ValueError(
-            f"components={k} is more than {counted(moments.count, 'row')} of "
-            f"{counted(d, 'column')} can have; use at most {min(d, moments.count)}."
+            f"components={k} is more than {counted(int(moments.count), 'row')} of "
+            f"{counted(d, 'column')} can have; use at most {min(d, int(moments.count))}."
         )
     mean, covariance = moments.mean.cpu(), moments.covariance.cpu()
     if not bool(torch.isfinite(covariance).all()):

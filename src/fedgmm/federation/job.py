@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from fedgmm.core.pca import PCA
 from fedgmm.core.sums import Sum, row_counts
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.federation.messages import MessageError
 from fedgmm.federation.settings import WIRE_PRECISIONS, WirePrecision
 from fedgmm.federation.summaries import SummaryError, table_from_record, table_record
+from fedgmm.federation.wire import Arrays, as_array, as_tensor
 from fedgmm.methods.base import AnyMethod
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.networks import Network
@@ -38,6 +41,10 @@ SHARED_METRICS = ("accuracy", "log_loss", "calibration_error")
 """Metrics of its test rows that a site sends if it shares metrics."""
 
 _LEARNERS = ("linear", "mlp")
+_PROJECTION = ("mean", "components", "variances")
+_PREFIX = "projection/"
+_ORTHONORMAL = 1e-6
+_FARTHEST = 1e3  # of the mean of standardised columns from zero
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class Job:
         preprocessing: that all sites agreed on.
         precision: of learners on the wire.
         min_rows: moments, learners and centroids with fewer expected rows are withheld.
+        projection: principal components of the inputs that the Gaussians see; ``None`` means that they
+            see the inputs, or that the components are not known yet.
     """
 
     options: TrainingOptions
@@ -57,11 +66,17 @@ class Job:
     preprocessing: Preprocessing
     precision: WirePrecision = "float32"
     min_rows: int = 0
+    projection: PCA | None = None
 
     @property
     def columns(self) -> int:
         """Number of columns of the inputs."""
         return len(self.preprocessing.feature_names)
+
+    @property
+    def features(self) -> int:
+        """Number of columns that the Gaussians see."""
+        return self.columns if self.projection is None else len(self.projection.variances)
 
     @cached_property
     def _net(self) -> Network:
@@ -105,6 +120,38 @@ class Job:
             "precision": self.precision,
             "min_rows": self.min_rows,
         }
+
+    def projection_arrays(self) -> Arrays:
+        """Return the principal components as named arrays, for a request or a file."""
+        if self.projection is None:
+            return {}
+        return {_PREFIX + name: as_array(getattr(self.projection, name)) for name in _PROJECTION}
+
+    def with_projection(self, arrays: Mapping[str, NDArray[Any]]) -> Job:
+        """Return the job with the principal components among some arrays, if its options have ``pca``.
+
+        Raises:
+            MessageError: components that are missing, not finite or not orthonormal. Others could stretch
+                the distance between single rows.
+        """
+        k, found = self.options.pca, {n: arrays.get(_PREFIX + n) for n in _PROJECTION}
+        if k is None:
+            return self
+        shapes = {"mean": (self.columns,), "components": (k, self.columns), "variances": (k,)}
+        values = {}
+        for name, value in found.items():
+            if value is None or value.dtype != np.float64 or value.shape != shapes[name]:
+                raise MessageError(
+                    f"the {name} of the principal components is missing or has the wrong shape."
+                )
+            if not np.isfinite(value).all():
+                raise MessageError(f"the {name} of the principal components is not finite.")
+            values[name] = as_tensor(value)
+        components, largest = values["components"], float(values["mean"].abs().max())
+        gap = (components @ components.mT - torch.eye(k, dtype=torch.float64)).abs().max()
+        if float(gap) > _ORTHONORMAL or largest > _FARTHEST or float(values["variances"].min()) < 0:
+            raise MessageError("the principal components are not orthonormal, or too far away.")
+        return replace(self, projection=PCA(**values))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], client: str) -> Job:
@@ -151,9 +198,9 @@ def check_for_tables(options: TrainingOptions) -> None:
     """Raise ``ValueError`` for options that need images, or all rows in one place."""
     if options.learner not in _LEARNERS:
         raise ValueError(f"learner must be one of {list(_LEARNERS)}, got {options.learner!r}.")
-    if options.pca is not None:
+    if options.pca is not None and not has_gaussians(options):
         raise ValueError(
-            "pca is not available in a federation over several machines; leave it out."
+            f"pca is for Gaussians, and algorithm={options.algorithm!r} has none; leave it out."
         )
     if options.augment or options.pretrained is not None:
         raise ValueError("augment and pretrained are for images; leave them out.")
@@ -168,11 +215,21 @@ def check_for_tables(options: TrainingOptions) -> None:
 
 def check_additive(options: TrainingOptions) -> None:
     """Raise ``ValueError`` for a method that needs more than sums over clients."""
-    if not build(options, learner_network(options, (1,), np.arange(2))).is_additive:
+    if not _smallest(options).is_additive:
         raise ValueError(
             f"algorithm={options.algorithm!r} compares the updates of single clients, which "
             "secure_aggregation hides; choose another algorithm, such as 'fedgmm'."
         )
+
+
+def has_gaussians(options: TrainingOptions) -> bool:
+    """Return whether the method of some options has Gaussians."""
+    return _smallest(options).mixture is not None
+
+
+def _smallest(options: TrainingOptions) -> AnyMethod:
+    """Return the method of some options for one column and two classes, to look at its properties."""
+    return build(options, learner_network(options, (1,), np.arange(2)))
 
 
 def shared_model(
@@ -212,4 +269,5 @@ def shared_model(
         stopped=stopped,
         column_names=job.preprocessing.feature_names,
         target=job.preprocessing.labels.target,
+        projection=job.projection,
     )

@@ -32,7 +32,7 @@ from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
 from fedgmm.privacy.masks import Released
 from fedgmm.privacy.settings import Privacy
 
-TRAINING_REQUESTS = ("start", "cells", "assigned", "round", "score", "finish")
+TRAINING_REQUESTS = ("covariance", "start", "cells", "assigned", "round", "score", "finish")
 """Kinds of requests that belong to a run."""
 
 _VERSION = 1
@@ -122,6 +122,8 @@ class Policy:
                 self._check_hello(request)
             else:  # a site that joins later agrees to the plan without a summary
                 self._pin("plan", request.facts.get("plan"), "another plan")
+        elif request.kind == "covariance":
+            self._check_covariance(request)
         elif request.kind in TRAINING_REQUESTS:
             self._check_run(request)
         elif request.kind == "moments":
@@ -148,8 +150,20 @@ class Policy:
             self._check_privacy()
             hellos.append(asked)
 
-    def _check_run(self, request: Message) -> None:
-        run, facts = str(request.facts.get("run")), request.facts
+    def _check_covariance(self, request: Message) -> None:
+        """Raise unless the plan has principal components.
+
+        The table, its split and the preprocessing are those of the plan, so the reply is always the same.
+        """
+        if self._pinned_options(request).get("pca") is None:
+            raise RefusedRequestError(
+                "the server asks for second moments, but its options have no pca."
+            )
+        self._check_privacy()
+
+    def _pinned_options(self, request: Message) -> Mapping[str, Any]:
+        """Return the options of a request about rows, which must keep to the plan."""
+        facts = request.facts
         options = facts.get("options")
         if not isinstance(options, Mapping):
             raise RefusedRequestError("the request has no training options.")
@@ -157,11 +171,20 @@ class Policy:
         self._pin("preprocessing", _hash(facts.get("preprocessing")), "another preprocessing")
         common = {name: value for name, value in options.items() if name not in _FREE}
         self._pin("options", common, "other training options")
-        kept = {name: value for name, value in options.items() if name not in ("rounds", "device")}
-        setup = _hash([kept, facts.get("precision"), facts.get("min_rows")])
-        state = self._state["runs"].get(run)
         if facts.get("privacy") != self._planned("privacy"):
             raise RefusedRequestError("the server asks for other privacy than its plan.")
+        return options
+
+    def _check_run(self, request: Message) -> None:
+        run, facts = str(request.facts.get("run")), request.facts
+        options = self._pinned_options(request)
+        kept = {name: value for name, value in options.items() if name not in ("rounds", "device")}
+        parts = [kept, facts.get("precision"), facts.get("min_rows")]
+        seen = {n: a for n, a in request.arrays.items() if n.startswith("projection/")}
+        if seen:  # principal components stay the same in a run
+            parts.append(digest_of(Message("", seen), ()))
+        setup = _hash(parts)
+        state = self._state["runs"].get(run)
         if state is None:
             self._check_room()
             self._check_privacy()

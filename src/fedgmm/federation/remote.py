@@ -24,6 +24,7 @@ from fedgmm.core.initialise import (
     leading_directions,
 )
 from fedgmm.core.params import Params
+from fedgmm.core.pca import PCA, FeatureMoments, fit_pca
 from fedgmm.core.randomness import client_keys
 from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums, row_counts
 from fedgmm.data.dataset import LabelledRows
@@ -36,7 +37,7 @@ from fedgmm.federation.settings import FederationError
 from fedgmm.federation.wire import Arrays, WireError, as_array, decode, encode, put_personal
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, RoundInfo
 from fedgmm.methods.centroids import start_sample
-from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of
+from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of, moments_in
 from fedgmm.privacy.influence import Cohort, Medians, likely_scores, row_weights
 from fedgmm.training.checkpoint import Progress
 from fedgmm.training.local import Participation
@@ -85,6 +86,7 @@ class RemoteTraining:
         ] = {}  # sites whose influence the last round bounded, with the reason
         self._medians = Medians()  # of the sites' sums in this phase
         self._started = 0.0
+        self._projection = job.projection_arrays()
 
     def train(self) -> None:
         """Run all rounds that are left.
@@ -115,6 +117,36 @@ class RemoteTraining:
 
     # ------------------------------------------------------------------ the start
 
+    def principal_components(self) -> PCA:
+        """Return the first ``pca`` principal components of the inputs, from one exchange of moments."""
+        k, columns = self.job.options.pca, self.job.columns
+        assert k is not None
+        one = FederatedGMM(1, "full")
+        declaration = one.declare_sums(columns)
+
+        def request(_: str) -> Message:
+            return self.message("covariance", {}, {})
+
+        if self.masks is not None:
+            found = self.masked_sums("principal components", request, declaration)
+            self._check_total(found, declaration, float(found["counts"].sum()))
+        else:
+            total, weights = self.cohort(declaration), self.weights()
+
+            def note(member: Member, reply: Message) -> None:
+                rows = declared_rows(member, reply)
+                sums = self.read_sums(reply, declaration)
+                one.check(sums, rows, declaration)
+                total.add(member.name, sums, rows, weights(member))
+
+            self.exchange("principal components", request, note)
+            found = total.result()
+            self.report("principal components", total)
+        moments = moments_in(found)
+        zero = torch.zeros(columns, dtype=torch.float64)
+        count = float(moments.counts[0])
+        return fit_pca(FeatureMoments(count, moments.first[0], moments.second[0], zero), k)
+
     def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
         """Start a phase; a density needs two exchanges with the sites."""
         for member in self.members.members.values():
@@ -122,7 +154,7 @@ class RemoteTraining:
         self._medians = Medians()
         self._codes = list(self.members.names)
         rows_at_sites = RemoteRows if self.masks is None else MaskedRows
-        features = NoRows(self.job.columns) if method.mixture is None else rows_at_sites(self)
+        features = NoRows(self.job.features) if method.mixture is None else rows_at_sites(self)
         rows = _StartingRows(features, self.members.names)
         try:
             shared, _ = method.init(cast("LabelledRows", rows), learner)
@@ -138,7 +170,7 @@ class RemoteTraining:
     def step(self, method: AnyMethod, shared: Any, personal: Any, number: int) -> Replies | None:
         """Run a round at the sites, and add their sums as they arrive."""
         self._started = time.perf_counter()
-        declaration = method.declare_sums(self.job.columns)
+        declaration = method.declare_sums(self.job.features)
         if self.masks is not None:
             return self._masked_step(personal, number, declaration)
         total, validation, weights = self.cohort(declaration), Validation(), self.weights()
@@ -387,7 +419,7 @@ class RemoteTraining:
             self._sent = (shared, {})
         key, made = method.cluster_of(shared, code), self._sent[1]
         if key not in made:
-            declaration = method.declare_broadcast(self.job.columns)
+            declaration = method.declare_broadcast(self.job.features)
             try:
                 made[key] = encode(
                     method.broadcast(shared, code), declaration, self.job.learner_dtype
@@ -407,7 +439,7 @@ class RemoteTraining:
         """Return a request with the facts that every request has."""
         common = {"protocol": PROTOCOL, "run": self.members.run, **self.job.facts}
         common |= self.members.settings.privacy_facts()
-        return Message(kind, arrays, {**common, **facts})
+        return Message(kind, {**arrays, **self._projection}, {**common, **facts})
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -531,7 +563,7 @@ class RemoteRows:
     """
 
     def __init__(self, training: RemoteTraining) -> None:
-        self.columns, self.device = training.job.columns, torch.device("cpu")
+        self.columns, self.device = training.job.features, torch.device("cpu")
         self._training = training
         self._centroids: dict[str, Centroids] = {}
 

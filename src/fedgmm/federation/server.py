@@ -4,26 +4,27 @@ A run waits for the sites, agrees on columns, starts, runs the rounds, and hands
 a checkpoint after every round. A server that is started again continues with the next round, and ends
 as if it had not stopped.
 
-============  ================================================================================
-request       reply, beside the site's name and, after ``hello``, its number of training rows
-============  ================================================================================
-``hello``     its version of fedgmm and its consents; once, while all agree: rows, and for each
-              column counts of missing values and categories, or mean and squares
-              (:mod:`fedgmm.data.tables.summaries`)
-``start``     sums and sums of squares of the columns, and a few centroids with at least two rows
-              each; methods with Gaussians only
-``assigned``  counts and moments of the rows nearest to each mean of the start; likewise
-``round``     the sums that the method declares (:meth:`SupervisedMethod.declare_sums`); the accuracy on
-              validation rows only if the site shares it
-``score``     sums of log-likelihoods of its validation rows; only for ``patience`` and for the
-              choice of sizes
-``finish``    nothing; metrics of its test rows only if the site shares them
-``model``     nothing; a site that only adapts receives the finished model
-``refused``   nothing; the site receives the reason why it cannot take part
-============  ================================================================================
+==============  ================================================================================
+request         reply, beside the site's name and, after ``hello``, its number of training rows
+==============  ================================================================================
+``hello``       its version of fedgmm and its consents; once, while all agree: rows, and for each
+                column counts of missing values and categories, or mean and squares
+                (:mod:`fedgmm.data.tables.summaries`)
+``covariance``  sums of the columns and of their products; only for ``pca``
+``start``       sums and sums of squares of the columns, and a few centroids with at least two rows
+                each; methods with Gaussians only
+``assigned``    counts and moments of the rows nearest to each mean of the start; likewise
+``round``       the sums that the method declares (:meth:`SupervisedMethod.declare_sums`); the accuracy on
+                validation rows only if the site shares it
+``score``       sums of log-likelihoods of its validation rows; only for ``patience`` and for the
+                choice of sizes
+``finish``      nothing; metrics of its test rows only if the site shares them
+``model``       nothing; a site that only adapts receives the finished model
+``refused``     nothing; the site receives the reason why it cannot take part
+==============  ================================================================================
 
-With secure aggregation ``hello`` asks for the name only, and replies of ``start``, ``assigned``, ``round``
-and ``score`` are one masked vector each. Further requests are:
+With secure aggregation ``hello`` asks for the name only, and replies of ``covariance``, ``start``,
+``assigned``, ``round`` and ``score`` are one masked vector each. Further requests are:
 
 ============  ================================================================================
 ``moments``   masked sums of the declared columns, for the preprocessing
@@ -46,12 +47,19 @@ from pathlib import Path
 
 import numpy as np
 
+from fedgmm.core.pca import PCA
 from fedgmm.core.sums import SumsError
 from fedgmm.data.tables.agreement import DisagreementError, agree, agree_on_kinds
 from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.data.tables.summaries import ClientSummary
 from fedgmm.federation.declared import DeclaredColumns
-from fedgmm.federation.job import Job, check_additive, check_for_tables, shared_model
+from fedgmm.federation.job import (
+    Job,
+    check_additive,
+    check_for_tables,
+    has_gaussians,
+    shared_model,
+)
 from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
 from fedgmm.federation.members import REPEAT_AFTER, Members, Notify
 from fedgmm.federation.messages import PROTOCOL, Failure, Message, Transport
@@ -67,6 +75,7 @@ from fedgmm.federation.summaries import SummaryError, summary_from_record, table
 from fedgmm.methods.base import DivergedError
 from fedgmm.privacy.influence import bounded_summaries
 from fedgmm.privacy.masks import FEW_SITES
+from fedgmm.runs.fitting import usual_pca
 from fedgmm.runs.folder import RunError, RunFolder
 from fedgmm.training.checkpoint import CheckpointError
 from fedgmm.training.options import TrainingOptions
@@ -222,6 +231,7 @@ class _Server:
             known = stored.facts["options"]["federation"]
             job = Job.from_record(known["job"], "")
             job = replace(job, table=replace(job.table, client=None))
+            job = job.with_projection(self.folder.projection())
             stored.progress(job.method_of(stored.phase))
         except (CheckpointError, LookupError, TypeError, ValueError) as error:
             raise FederationError(
@@ -240,7 +250,8 @@ class _Server:
         """Raise unless the settings are those of the run in the folder, except rounds and device."""
         config, home = self.settings.config, self.folder.run.home
         asked, then = config.options().record(), job.options.record()
-        for name in config.open_choices():
+        decided = [] if "pca" in config.training else ["pca"]
+        for name in [*config.open_choices(), *decided]:
             asked[name] = then[name]
         for name, value in asked.items():
             if name not in ("rounds", "device") and then[name] != value:
@@ -406,9 +417,11 @@ def _settled(
     settings, table = members.settings, members.settings.config.table
     rows = training_rows([summary.rows for summary in tables], table.split[0])
     width = len(preprocessing.feature_names)
-    job = Job(
-        settings.config.options(), table, preprocessing, settings.precision, settings.min_rows
-    )
+    options = settings.config.options()
+    if "pca" not in settings.config.training and has_gaussians(options):
+        common = set.intersection(*(set(summary.vectors.items()) for summary in tables))
+        options = replace(options, pca=usual_pca(common, rows, width))
+    job = Job(options, table, preprocessing, settings.precision, settings.min_rows)
     columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
     line = f"agreed on {columns} {width}"
     if table.label is not None:
@@ -416,11 +429,32 @@ def _settled(
     members.notify(line)
     labels = sum((Counter(summary.labels) for summary in tables), Counter[str]())
     noise = label_noise([*labels.values()])
+    if options.pca is not None:
+        job = replace(job, projection=_principal_components(members, job, rows))
     options, more = _chosen_options(members, job, rows, width, noise)
     notes = [*notes, *more]
     for note in notes:
         members.notify(note)
     return replace(job, options=options), notes
+
+
+def _principal_components(members: Members, job: Job, rows: int) -> PCA:
+    """Return the principal components that the Gaussians see, from sums over the sites."""
+    most = min(rows, job.columns)
+    if job.options.pca is not None and job.options.pca > most:
+        raise FederationError(
+            f"pca={job.options.pca} is more than {counted(rows, 'training row')} of "
+            f"{counted(job.columns, 'column')} can have; use at most {most}."
+        )
+    try:
+        found = RemoteTraining(job, members, None, _POLL).principal_components()
+    except (DivergedError, ValueError) as error:
+        raise FederationError(f"The principal components failed: {error}") from None
+    members.notify(
+        f"the Gaussians see {counted(len(found.variances), 'principal component')} of "
+        f"{counted(job.columns, 'column')}"
+    )
+    return found
 
 
 def _prepare_masked(members: Members) -> tuple[Job, list[str]]:

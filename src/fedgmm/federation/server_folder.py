@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import tomli_w
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from fedgmm.federation.job import SHARED_METRICS, Job
 from fedgmm.federation.members import MOST_ROWS
 from fedgmm.federation.settings import FederationError, FederationSettings
+from fedgmm.federation.wire import Arrays
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import TITLES
 from fedgmm.model.metrics import Evaluation
@@ -24,7 +27,13 @@ from fedgmm.report.page import write_report
 from fedgmm.runs.config import read_config
 from fedgmm.runs.folder import RunFolder, read_history, write_history, write_json, write_metrics
 from fedgmm.runs.run import has_common_model
-from fedgmm.training.checkpoint import Progress, StoredProgress, read_checkpoint, save_progress
+from fedgmm.training.checkpoint import (
+    CheckpointError,
+    Progress,
+    StoredProgress,
+    read_checkpoint,
+    save_progress,
+)
 
 _LEFTOVERS = {".lock", "config.toml.part"}
 
@@ -68,6 +77,19 @@ class ServerFolder:
         write_atomically(self.run.config, text.encode())
         write_json(self.run.environment, environment())
         write_json(self.run.preprocessing, job.preprocessing.record())
+        if job.projection is not None:
+            write_atomically(self._projection, save(job.projection_arrays()))
+
+    @property
+    def _projection(self) -> Path:
+        return self.run.home / "projection.safetensors"
+
+    def projection(self) -> Arrays:
+        """Return the arrays of the principal components; empty without ``pca``."""
+        try:
+            return load(self._projection.read_bytes()) if self._projection.is_file() else {}
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._projection} is damaged: {error}.") from None
 
     def stored(self) -> StoredProgress | None:
         """Return the checkpoint of an earlier attempt, if there is one."""

@@ -71,6 +71,7 @@ from fedgmm.privacy.masks import FEWEST_SITES
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
+from fedgmm.training.local import projected
 from fedgmm.training.state_arrays import StateError
 
 Content = tuple[Arrays, dict[str, Any]]
@@ -172,6 +173,7 @@ class Site:
             "hello": self._hello,
             "moments": self._moments,
             **dict.fromkeys(MASK_REQUESTS, self._mask_reply),
+            "covariance": self._covariance,
             "cells": self._cells,
             "start": self._start,
             "assigned": self._assigned,
@@ -315,14 +317,27 @@ class Site:
             raise UnfitError(f"it has fewer rows than min_rows={least}")
         return self._sent(request, declared.sums(summary), declared.declare_sums(), torch.float64)
 
+    def _covariance(self, request: Message) -> Content:
+        """Return second moments of the standardised inputs, for the principal components.
+
+        Weights of rows depend on nothing in the request, so a server that asks again learns nothing.
+        """
+        job, rows = self._training_rows(request, exact=True)
+        rows = self._row_weights.apply(rows, digest_of(request, ()))
+        zero = torch.zeros(1, job.columns, dtype=torch.float64, device=rows.device)
+        declaration = FederatedGMM(1, "full").declare_sums(job.columns)
+        sums = sums_of_all(rows.features, zero, "full")
+        sums = withhold(sums, declaration, self._least(job))
+        return self._sent(request, sums, declaration, job.learner_dtype, len(rows))
+
     def _cells(self, request: Message) -> Content:
         """Return masked counts of rows in a grid, for the start of the Gaussians."""
         job, rows = self._training_rows(request)
         mean, projection = (request.arrays.get(name) for name in ("mean", "projection"))
         k = 0 if projection is None or projection.ndim != 2 else projection.shape[1]
-        if mean is None or projection is None or mean.shape != (job.columns,):
+        if mean is None or projection is None or mean.shape != (job.features,):
             raise MessageError("the grid of the start is missing or has the wrong shape.")
-        if not 1 <= k <= MOST_DIRECTIONS or len(projection) != job.columns:
+        if not 1 <= k <= MOST_DIRECTIONS or len(projection) != job.features:
             raise MessageError("the grid of the start has the wrong shape.")
         counts = grid_counts(
             rows.features, *(as_tensor(one).double().to(rows.device) for one in (mean, projection))
@@ -379,19 +394,19 @@ class Site:
     def _start(self, request: Message) -> Content:
         """Return sums of all columns and local centroids, for the start of the Gaussians."""
         job, rows = self._training_rows(request)
-        zero = torch.zeros(1, job.columns, dtype=torch.float64, device=rows.device)
+        zero = torch.zeros(1, job.features, dtype=torch.float64, device=rows.device)
         if self._is_masked:
-            whole = FederatedGMM(1, "full").declare_sums(job.columns)
+            whole = FederatedGMM(1, "full").declare_sums(job.features)
             sums = sums_of_all(rows.features, zero, "full")
             return self._sent(request, sums, whole, job.learner_dtype)
         one = FederatedGMM(1, "diag")
-        declaration = one.declare_sums(job.columns)
+        declaration = one.declare_sums(job.features)
         sums = sums_of_all(rows.features, zero)
         arrays = encode(sums, declaration, job.learner_dtype)
         clusters, most = _whole(request, "clusters"), _whole(request, "most_rows")
         if clusters > job.options.sizes[0]:
             raise MessageError("it asks for more centroids than the run has Gaussians.")
-        points, counts = np.empty((0, job.columns)), np.empty(0)
+        points, counts = np.empty((0, job.features)), np.empty(0)
         own = self.settings.min_rows
         if own:
             if most < FEWEST_ROWS_A_CLUSTER * clusters:
@@ -416,16 +431,16 @@ class Site:
             raise MessageError("the method has no Gaussians to start.")
         method = replace(job.method.mixture, aggregation="exact")
         means = request.arrays.get("means")
-        if means is None or means.shape != (method.components, job.columns):
+        if means is None or means.shape != (method.components, job.features):
             raise MessageError("the means of the start are missing or have the wrong shape.")
         kind = method.covariance_type
         # only the means decide which one is nearest
-        spread = equal_covariances(torch.ones(job.columns).double(), len(means), kind)
+        spread = equal_covariances(torch.ones(job.features).double(), len(means), kind)
         current = gaussians(as_tensor(means).double(), spread, kind)
         sums = method.sums_of_assigned(
             rows.features, current, "nearest", job.options.seed, self.settings.min_rows
         )
-        declaration = method.declare_sums(job.columns)
+        declaration = method.declare_sums(job.features)
         sums = withhold(sums, declaration, self._least(job))
         return self._sent(request, sums, declaration, job.learner_dtype, len(rows))
 
@@ -451,7 +466,7 @@ class Site:
             moved, sums = method.client_step(shared, personal, rows, number)
         entry["log_likelihood"] = float(sums["log_likelihood"]) / len(rows)
         entry["seconds"] = time.perf_counter() - started
-        declaration = method.declare_sums(job.columns)
+        declaration = method.declare_sums(job.features)
         sums = withhold(sums, declaration, self._least(job))
         arrays, facts = self._sent(request, sums, declaration, job.learner_dtype, len(rows))
         progress = Progress(phase, number, shared, moved)
@@ -466,10 +481,10 @@ class Site:
         The personal part is the one after the last round that counted, or that of a newcomer.
         """
         method, arrays = job.method_of(phase), dict(request.arrays)
-        declaration = method.declare_broadcast(job.columns)
+        declaration = method.declare_broadcast(job.features)
         sent = {name: arrays.pop(name) for name in declaration if name in arrays}
         shared = method.received(
-            decode(sent, declaration, job.learner_dtype, job.training_dtype), job.columns
+            decode(sent, declaration, job.learner_dtype, job.training_dtype), job.features
         )
         run, _, _, since = _place(request)
         personal = self._folder.personal(run, phase, since, method)
@@ -595,6 +610,8 @@ class Site:
         """Return the training run that a request describes, with the options of this site."""
         if self._described is None or self._described[0] is not request:
             job = Job.from_record(request.facts, self.name)
+            if request.kind != "covariance":
+                job = job.with_projection(request.arrays)
             table = self._own_table(job.table)
             preprocessing = replace(job.preprocessing, written=table.written)
             job = replace(job, table=table, preprocessing=preprocessing)
@@ -625,7 +642,7 @@ class Site:
                 f"it has fewer training rows than min_rows={self._least(job)}; its owner can start the "
                 "client with a smaller --min-rows"
             )
-        rows = dataset.training_rows(device, job.training_dtype)
+        rows = projected(dataset.training_rows(device, job.training_dtype), job.projection)
         if exact:
             return job, rows
         return job, self._row_weights.apply(rows, digest_of(request, _WEIGHED))
@@ -641,6 +658,7 @@ class Site:
             dataset=dataset,
             column_names=dataset.column_names,
             target=dataset.target,
+            projection=job.projection,
         )
 
     def _least(self, job: Job) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -277,9 +277,8 @@ def _run(
     seconds = {"reading": time.perf_counter() - started}
 
     if "pca" not in config.training:
-        # a Gaussian of hundreds of columns would have too many numbers
-        most = min(_VECTOR_COMPONENTS, len(dataset.train), dataset.input_shape[0])
-        config = config.with_training(pca=most if tables.vectors else None)
+        width = dataset.input_shape[0]
+        config = config.with_training(pca=usual_pca(tables.vectors, len(dataset.train), width))
     options, selection = config.options(), None
     if privacy is None:
         options, selection = choose_sizes(
@@ -348,6 +347,15 @@ def _declared(tables: Tables, privacy: Privacy) -> Preprocessing:
         raise PrivacyError("Name the columns of bounds, such as age = [0, 110], or give one pair.")
     header = list(dict.fromkeys(name for own in tables.files for name in own.file.header))
     return declared(header, tables.options, bounds, privacy.categories or {})
+
+
+def usual_pca(vectors: Collection[object], rows: int, columns: int) -> int | None:
+    """Return the default of ``pca`` for data with so many training rows and columns of inputs.
+
+    A Gaussian of hundreds of columns would have too many numbers, so columns of ``vectors`` that all
+    clients have are reduced.
+    """
+    return min(_VECTOR_COMPONENTS, rows, columns) if vectors else None
 
 
 def _history_writer(path: Path) -> OnTrainingRound:

@@ -407,6 +407,15 @@ def _principal_components(rows: LabelledRows, options: TrainingOptions) -> PCA |
     return fit_pca(moments_of(rows.inputs, centre), options.pca)
 
 
+def projected(rows: LabelledRows, projection: PCA | None) -> LabelledRows:
+    """Return scaled rows whose Gaussians see principal components, if there is a projection."""
+    if projection is None:
+        return rows
+    seen = projection.apply(rows.inputs).to(rows.inputs.dtype)
+    features = ClientRows((seen,), rows.codes, rows.names, rows.weights)
+    return replace(rows, features=features, features_are_inputs=False)
+
+
 def _keywords() -> list[str]:
     """Return the names of the parameters of :func:`train`."""
     return list(inspect.signature(train).parameters)[:-1]
@@ -473,7 +482,7 @@ class _LocalTraining:
             self.scaling = _scaling(dataset)
         rows = self._scaled(dataset, device)
         self.projection = _principal_components(rows, options)
-        self.rows = self._projected(rows)
+        self.rows = projected(rows, self.projection)
         if custom is not None and options.algorithm != DENSITY:
             custom.check(self.rows.inputs)
         method, warm_up = build(options, self.net), build_warm_up(options, self.net)
@@ -588,7 +597,7 @@ class _LocalTraining:
         held_out = replace(self.dataset, train=validation)
         device = self.rows.device
         own = self.rows if self.projection is None else self._scaled(self.dataset, device)
-        rows = self._projected(own.join(self._scaled(held_out, device)))
+        rows = projected(own.join(self._scaled(held_out, device)), self.projection)
         run = run_rounds(
             method.learners_only,
             Run(shared, personal),
@@ -607,14 +616,6 @@ class _LocalTraining:
         if self.scaling is None:
             return rows
         return rows.with_inputs(scaled(rows.inputs, self.scaling, dtype))
-
-    def _projected(self, rows: LabelledRows) -> LabelledRows:
-        """Return scaled rows whose Gaussians see the principal components, if the options say so."""
-        if self.projection is None:
-            return rows
-        seen = self.projection.apply(rows.inputs).to(rows.inputs.dtype)
-        features = ClientRows((seen,), rows.codes, rows.names, rows.weights)
-        return replace(rows, features=features, features_are_inputs=False)
 
     @property
     def _may_learn_labels(self) -> bool:

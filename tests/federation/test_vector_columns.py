@@ -1,0 +1,260 @@
+"""Columns of vectors in a federation: principal components from sums, and sites with another encoder."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedgmm.federation.messages import Message
+from fedgmm.federation.policy import read_record
+from fedgmm.federation.settings import FederationError, SiteSettings
+from fedgmm.federation.site import Site, SiteError
+from fedgmm.privacy.settings import Privacy
+from fedgmm.runs import fit, open_run
+from in_memory_sites import InMemorySites, Killed, federate, with_arrays
+
+pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
+
+COLUMNS, COMPONENTS = 8, 3
+SIZE = {
+    "components": 2,
+    "learners": 2,
+    "rounds": 3,
+    "dtype": "float64",
+    "covariance_type": "full",
+    "personal_labels": False,
+}
+GIVEN = {**SIZE, "pca": COMPONENTS}
+
+
+def write_vectors(folder, vector="resnet18_0a1b2c3d", seed=0, **sites):
+    """One Parquet file per site with a column of vectors, an age and a state."""
+    rng = np.random.default_rng(seed)
+    mix = rng.normal(size=(3, COLUMNS))
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for number, (name, rows) in enumerate((sites or {"oslo": 60, "rome": 50, "wien": 40}).items()):
+        z = rng.normal(size=(rows, 3)) + (number % 2)
+        x = z @ mix + 0.1 * rng.normal(size=(rows, COLUMNS))
+        state = np.where((z[:, 0] > 0.3) ^ (number % 2 == 1), "ill", "well")
+        column = pa.FixedSizeListArray.from_arrays(x.astype(np.float32).ravel(), COLUMNS)
+        table = pa.table({"age": rng.normal(50, 9, rows), vector: column, "state": state})
+        pq.write_table(table, folder / f"{name}.parquet")
+        files.append(folder / f"{name}.parquet")
+    return files
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory):
+    return write_vectors(tmp_path_factory.mktemp("vectors"))
+
+
+@pytest.fixture(scope="module")
+def run(vectors, tmp_path_factory):
+    """The folder of a federation, its transport, and all requests to oslo."""
+    home = tmp_path_factory.mktemp("run")
+    sites, requests = InMemorySites(vectors, home), []
+
+    def look(name, request, reply):
+        if name == "oslo":
+            requests.append(request)
+        return reply
+
+    sites.tamper = look
+    federate(vectors, home, sites=sites, **GIVEN)
+    return home, sites, requests
+
+
+def assert_same(wanted, found, tolerance=1e-8):
+    for one in ("mean", "components", "variances"):
+        there, here = getattr(wanted.projection, one), getattr(found.projection, one)
+        np.testing.assert_allclose(here, there, atol=tolerance)
+    for one in ("means", "covariances"):
+        there, here = (getattr(m.prediction.gaussians, one) for m in (wanted, found))
+        np.testing.assert_allclose(here, there, atol=tolerance)
+    for name, there in wanted.prediction.learners.items():
+        np.testing.assert_allclose(found.prediction.learners[name], there, atol=tolerance)
+
+
+def test_the_model_is_that_of_one_process(vectors, run, tmp_path):
+    home, sites, _ = run
+    reference = fit(vectors, "state", tmp_path / "reference", **GIVEN).model
+    assert [kinds[0] for kinds in sites.asked][:3] == ["hello", "covariance", "start"]
+    rows = reference.dataset.test.inputs.cpu().numpy()
+    for name in reference.names:
+        own = open_run(home / "sites" / name).model
+        assert_same(reference, own)
+        for what in ("predict_proba", "score_samples"):
+            there, here = (getattr(m, what)(rows, client=name) for m in (reference, own))
+            np.testing.assert_allclose(here, there, atol=1e-8)
+    assert_same(reference, open_run(home / "server").model)
+
+
+def test_vectors_are_reduced_by_default(vectors, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedgmm.runs.fitting._VECTOR_COMPONENTS", 2)
+    _, lines = federate(vectors, tmp_path, **{**SIZE, "rounds": 1})
+    assert any("2 principal components" in line for line in lines)
+    assert open_run(tmp_path / "sites/oslo").model.options["pca"] == 2
+
+
+def test_other_tables_and_methods_without_gaussians_are_not_reduced(files, vectors, tmp_path):
+    for name, paths, options in (("a", files, {}), ("b", vectors, {"algorithm": "fedem"})):
+        sites, _ = federate(paths, tmp_path / name, **{**SIZE, "rounds": 1, **options})
+        assert not any("covariance" in kinds for kinds in sites.asked)
+    with pytest.raises(FederationError, match="Gaussians"):
+        federate(vectors, tmp_path / "c", **GIVEN, algorithm="fedavg")
+
+
+def test_more_components_than_columns_are_refused(vectors, tmp_path):
+    with pytest.raises(FederationError, match="at most 9"):
+        federate(vectors, tmp_path, **SIZE, pca=10)
+
+
+def test_a_restarted_server_keeps_the_components(vectors, run, tmp_path):
+    home, _, _ = run
+    sites = InMemorySites(vectors, tmp_path)
+
+    def die(number, requests):
+        if any(r.kind == "round" and r.facts["round"] == 3 for r in requests.values()):
+            raise Killed
+
+    sites.before_ask = die
+    with pytest.raises(Killed):
+        federate(vectors, tmp_path, sites=sites, **GIVEN)
+    sites.before_ask = lambda number, requests: None
+    federate(vectors, tmp_path, sites=sites, **GIVEN)
+    assert sum("covariance" in kinds for kinds in sites.asked) == 1
+    there, here = (open_run(place / "sites/oslo").model for place in (home, tmp_path))
+    assert_same(there, here, 1e-12)
+
+
+def test_trials_of_sizes_share_one_request(vectors, tmp_path):
+    options = {**GIVEN, "components": "auto", "rounds": 2}
+    sites, _ = federate(vectors, tmp_path, **options)
+    assert sum("covariance" in kinds for kinds in sites.asked) == 1
+
+
+def test_masks_cover_the_moments(tmp_path):
+    files = write_vectors(tmp_path / "data", a=50, b=50, c=50, d=50)
+    reference = fit(files, "state", tmp_path / "reference", **GIVEN).model
+    names = ["age", *(f"resnet18_0a1b2c3d_{entry}" for entry in range(COLUMNS))]
+    privacy = Privacy(
+        secure_aggregation=True,
+        bounds=dict.fromkeys(names, (-100.0, 100.0)),
+        categories={"state": ("ill", "well")},
+    )
+    sites, seen = InMemorySites(files, tmp_path, fresh=False), []
+
+    def look(name, request, reply):
+        if request.kind == "covariance":
+            seen.append(set(reply.arrays))
+        return reply
+
+    sites.tamper = look
+    federate(files, tmp_path, sites=sites, privacy=privacy, **GIVEN)
+    assert seen
+    assert all(all(name.startswith("mask/") for name in arrays) for arrays in seen)
+    own = open_run(tmp_path / "sites/a").model
+    np.testing.assert_allclose(
+        own.projection.components, reference.projection.components, atol=1e-4
+    )
+
+
+# ---------------------------------------------------------------------- another encoder
+
+
+def test_a_site_with_another_encoder_is_refused(vectors, tmp_path):
+    other = write_vectors(tmp_path / "data", "resnet18_ffffffff", riga=50)
+    with pytest.raises(FederationError, match="another encoder"):
+        federate([*vectors, *other], tmp_path, **GIVEN)
+
+
+def test_the_other_sites_train_without_it(vectors, tmp_path):
+    other = write_vectors(tmp_path / "data", "resnet18_ffffffff", riga=50)
+    _, lines = federate([*vectors, *other], tmp_path, **{**GIVEN, "rounds": 1}, min_clients=3)
+    assert any("riga" in line and "another encoder" in line for line in lines)
+
+
+# ---------------------------------------------------------------------- what a site sends
+
+
+def ask(site, request, arrays=None, **facts):
+    return site.reply(Message(request.kind, arrays or request.arrays, {**request.facts, **facts}))
+
+
+def of_kind(requests, kind):
+    return next(one for one in requests if one.kind == kind)
+
+
+@pytest.fixture
+def site(vectors, tmp_path):
+    return Site(SiteSettings((vectors[0],), tmp_path / "oslo"))
+
+
+def test_moments_are_blurred_once_and_on_record(site, run, tmp_path):
+    _, _, requests = run
+    request = of_kind(requests, "covariance")
+    first = ask(site, request).arrays["gaussians/second"]
+    for facts in ({}, {"run": "0" * 16}, {"min_rows": 1}):
+        np.testing.assert_array_equal(ask(site, request, **facts).arrays["gaussians/second"], first)
+    assert first.shape == (1, (COLUMNS + 1) * (COLUMNS + 2) // 2)
+    (*_, last) = read_record(tmp_path / "oslo")
+    assert (last["request"], last["rows"]) == ("covariance", 36)
+
+
+@pytest.mark.parametrize("change", ["preprocessing", "options", "table"])
+def test_moments_of_other_columns_or_rows_are_refused(site, run, change):
+    _, _, requests = run
+    request = of_kind(requests, "covariance")
+    ask(site, request)
+    facts = json.loads(json.dumps(request.facts))
+    if change == "preprocessing":
+        facts["preprocessing"]["columns"][0]["mean"] += 1.0
+    elif change == "options":
+        facts["options"]["pca"] = None
+    else:
+        facts["table"]["seed"] = 5
+    with pytest.raises(SiteError, match="agreed to"):
+        ask(site, request, **facts)
+
+
+def test_moments_without_components_in_the_plan_are_refused(site, run):
+    _, _, requests = run
+    request = of_kind(requests, "covariance")
+    with pytest.raises(SiteError, match="no pca"):
+        ask(site, request, options={**request.facts["options"], "pca": None})
+
+
+def test_too_few_rows_send_no_moments(vectors, run, tmp_path):
+    _, _, requests = run
+    careful = Site(SiteSettings((vectors[0],), tmp_path / "oslo", min_rows=40))
+    with pytest.raises(SiteError, match="min_rows"):
+        ask(careful, of_kind(requests, "covariance"))
+
+
+@pytest.mark.parametrize("name", ["mean", "components", "variances"])
+@pytest.mark.parametrize("damage", ["missing", "shape", "infinite", "stretched"])
+def test_a_site_checks_the_components(site, run, name, damage):
+    _, _, requests = run
+    request = of_kind(requests, "start")
+    arrays, key = dict(request.arrays), f"projection/{name}"
+    value = arrays.pop(key)
+    changed = {"shape": value[:-1], "infinite": value + np.inf, "stretched": value - 1e4}
+    if damage != "missing":
+        arrays[key] = changed[damage]
+    with pytest.raises(SiteError, match="principal components"):
+        ask(site, request, arrays)
+
+
+def test_other_components_in_a_later_round_are_refused(site, run):
+    _, _, requests = run
+    start, round_ = of_kind(requests, "start"), of_kind(requests, "round")
+    ask(site, start)
+    components = round_.arrays["projection/components"][::-1]
+    changed = with_arrays(round_, projection__components=np.ascontiguousarray(components))
+    with pytest.raises(SiteError, match="changed"):
+        site.reply(changed)
