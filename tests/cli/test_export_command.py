@@ -1,4 +1,4 @@
-"""Commands that hand a run to others: the ONNX file of a client."""
+"""Commands that hand a run to others: the ONNX file of a client, and the model card."""
 
 from __future__ import annotations
 
@@ -36,3 +36,11 @@ def test_export_without_a_client_and_its_errors(finished, tmp_path):
     assert out.is_file()
     assert "paris" in fails("export", home, "--client", "paris", "--out", out)
     assert "no_such_folder" in fails("export", home, "--out", tmp_path / "no_such_folder" / "a")
+
+
+def test_card_is_written_beside_the_run_or_elsewhere(finished, tmp_path):
+    home, out = finished / "run", tmp_path / "mine.md"
+    assert str(home / "card.md") in works("card", home).stdout
+    assert json.loads(works("card", home, "--out", out, "--json").stdout) == {"card": str(out)}
+    assert out.read_bytes() == (home / "card.md").read_bytes()
+    assert "no_such_run" in fails("card", tmp_path / "no_such_run")

@@ -24,6 +24,7 @@ COMMANDS = [
     "adapt",
     "detect",
     "report",
+    "card",
     "export",
     "compare",
     "demo",

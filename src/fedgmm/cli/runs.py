@@ -738,6 +738,30 @@ def report(run: RunFolderArgument, as_json: JsonFlag = False) -> None:
     screen().print(f"Report: [bold]{escaped(path)}[/]", soft_wrap=True, highlight=False)
 
 
+def card(
+    run: RunFolderArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="Markdown file; default: card.md in the run folder.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write a model card: use, data, method, results with intervals, limits, privacy, reproduction.
+
+    It names clients and columns but contains no path of this machine.
+
+    Example: fedgmm card run/ --out card.md
+    """
+    from fedgmm.runs.card import write_card
+    from fedgmm.runs.run import open_run
+
+    with working(as_json):
+        path = write_card(open_run(run), out)
+    if as_json:
+        print_json({"card": path})
+        return
+    screen().print(f"Model card: [bold]{escaped(path)}[/]", soft_wrap=True, highlight=False)
+
+
 def export(
     run: RunFolderArgument,
     out: Annotated[Path, typer.Option(help="The ONNX file; an existing one is replaced.")],

@@ -182,28 +182,34 @@ def _compared_methods(contents: ReportContents) -> list[dict[str, Any]]:
 
 def _metric_rows(contents: ReportContents) -> list[dict[str, str]]:
     """Return name, value and interval of each metric of all test rows, the main one first."""
-    from fedgmm.report.charts import percent
-
     found = contents.metrics
     if found is None:
         return []
-
-    def shown(name: str, value: float) -> str:
-        if name in _SHARES:
-            return percent(value)
-        return f"{value:{'.4g' if name == 'rmse' else '.3f'}}" if np.isfinite(value) else "–"
-
     first = [name for name in (found.leading, "base_rate") if name in found.values]
     return [
         {
-            "name": _METRIC_TITLES.get(name, name.replace("_", " ")),
-            "value": shown(name, found.values[name]),
+            "name": metric_title(name),
+            "value": metric_text(name, found.values[name]),
             "interval": " to ".join(
-                shown(name, end) for end in found.intervals.get(name, ()) if np.isfinite(end)
+                metric_text(name, end) for end in found.intervals.get(name, ()) if np.isfinite(end)
             ),
         }
         for name in [*first, *(one for one in found.values if one not in first)]
     ]
+
+
+def metric_title(name: str) -> str:
+    """Return the words for a metric."""
+    return _METRIC_TITLES.get(name, name.replace("_", " "))
+
+
+def metric_text(name: str, value: float) -> str:
+    """Return the value of a metric as text; a dash if it is not defined."""
+    from fedgmm.report.charts import percent
+
+    if name in _SHARES:
+        return percent(value)
+    return f"{value:{'.4g' if name == 'rmse' else '.3f'}}" if np.isfinite(value) else "–"
 
 
 def verdict(contents: ReportContents) -> str:

@@ -33,6 +33,7 @@ class RunFolder:
     ``metrics.json``     the metrics of the model; written last
     ``comparison.json``  results of ``fedgmm compare`` on the same rows
     ``report.html``      the report
+    ``card.md``          the model card
     ``vectors/``         vectors of images or texts, if the run embeds them
     ===================  ==========================================================
     """
@@ -51,6 +52,7 @@ class RunFolder:
         self.metrics = home / "metrics.json"
         self.comparison = home / "comparison.json"
         self.report = home / "report.html"
+        self.card = home / "card.md"
         self.vectors = home / "vectors"
 
     def client(self, name: str) -> Path:
@@ -96,6 +98,7 @@ class RunFolder:
             self.history,
             self.comparison,
             self.report,
+            self.card,
             self.config,
         ):
             path.unlink(missing_ok=True)
