@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from fedgmm.cli import app
+from in_memory_sites import InMemorySites, federate
 from small_runs import RUNNER
 
 SIZE = ["--encoder", "pixels", "--size", "8"]
@@ -106,3 +108,22 @@ def test_missing_weights_are_explained(tmp_path, monkeypatch):
     result = RUNNER.invoke(app, ["embed", str(tmp_path / "oslo"), "--out", str(tmp_path / "out")])
     assert result.exit_code == 1
     assert "weights" in result.stderr
+
+
+def test_sites_of_a_federation_embed_at_home(home, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "fedgmm.federation.network.client.take_part", lambda site, *_, **__: seen.append(site)
+    )
+    for name in ("oslo", "rome"):
+        data = ["--data", home / "sites" / name, "--images", *SIZE, "--out", tmp_path / name]
+        call("client", "--server", "127.0.0.1:9", "--insecure", *data, "--min-rows", 0)
+    assert [site.name for site in seen] == ["oslo", "rome"]
+    sites = InMemorySites((), tmp_path)
+    for site in seen:
+        sites.settings[site.name] = replace(site.settings, name=site.name)
+    size = {"components": 1, "learners": 1, "rounds": 2, "pca": 4}
+    federate((), tmp_path, sites=sites, label="label", table={"id": ("id",)}, **size)
+    found = call("predict", tmp_path / "oslo", home / "sites" / "lima", "--client", "oslo").stdout
+    rows = list(csv.DictReader(io.StringIO(found)))
+    assert sum(row["prediction"] == row["id"].split("/")[0] for row in rows) >= 22

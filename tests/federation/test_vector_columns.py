@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fedgmm.data.tables.errors import TableError
 from fedgmm.federation.messages import Message
 from fedgmm.federation.policy import read_record
 from fedgmm.federation.settings import FederationError, SiteSettings
@@ -177,6 +178,16 @@ def test_the_other_sites_train_without_it(vectors, tmp_path):
     other = write_vectors(tmp_path / "data", "resnet18_ffffffff", riga=50)
     _, lines = federate([*vectors, *other], tmp_path, **{**GIVEN, "rounds": 1}, min_clients=3)
     assert any("riga" in line and "another encoder" in line for line in lines)
+
+
+def test_a_later_file_or_site_with_another_encoder_is_refused(run, tmp_path):
+    home, _, requests = run
+    (other,) = write_vectors(tmp_path / "data", "resnet18_ffffffff", riga=50)
+    with pytest.raises(TableError, match="another encoder"):
+        open_run(home / "sites/oslo").predict(other, "oslo")
+    late = Site(SiteSettings((other,), tmp_path / "riga"))
+    with pytest.raises(SiteError, match="another encoder"):
+        ask(late, of_kind(requests, "round"))
 
 
 # ---------------------------------------------------------------------- what a site sends

@@ -41,6 +41,29 @@ Download = Annotated[
 ]
 
 
+def embedding_options(
+    images: bool,
+    text: str | None,
+    encoder: str | None,
+    image_column: str | None,
+    weights: Path | None,
+    size: int | None,
+    download: bool,
+) -> dict[str, Any] | None:
+    """Return the options that were given as those of an ``Embedding``; ``None`` if nothing is embedded."""
+    if not (images or image_column is not None or text is not None):
+        return None
+    given = {
+        "encoder": encoder or ("resnet18" if text is None else "wordllama"),
+        "weights": None if weights is None else str(weights.resolve()),
+        "size": size,
+        "text": text,
+        "image": image_column,
+        "download": download or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def embed(
     sources: Annotated[
         list[Path],

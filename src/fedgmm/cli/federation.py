@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedgmm.cli.output import JsonFlag, escaped, print_json, screen, sidelines
+from fedgmm.cli.embedding import (
+    Download,
+    EncoderName,
+    ImageColumn,
+    Size,
+    TextColumn,
+    Weights,
+    embedding_options,
+)
+from fedgmm.cli.output import JsonFlag, escaped, print_json, print_notes, screen, sidelines
 from fedgmm.cli.runs import DateFormat, MissingValues, Names, NoHeader, file_options
 
 if TYPE_CHECKING:
+    from fedgmm.data.embed import Embedding
     from fedgmm.federation.network.certificates import Tls
 
 _HOST, _PORT = "0.0.0.0", 9092
@@ -160,7 +170,12 @@ def client(
             "--server", help="host:port of the server; the host must be in its certificate."
         ),
     ],
-    data: Annotated[list[Path], typer.Option(help="The site's file (CSV, TSV, Parquet, npz).")],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="The site's file (CSV, TSV, Parquet, npz), or with --images its folder of images."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="The site's run folder.")],
     name: Annotated[
         str | None, typer.Option(help="Name of the site. Default: name of the key, or of the file.")
@@ -248,6 +263,18 @@ def client(
             "--forget", help="Forget the plan that this folder agreed to; agree to a new one."
         ),
     ] = False,
+    images: Annotated[
+        bool,
+        typer.Option(
+            "--images", help="The data are images, which are embedded here first; see fedgmm embed."
+        ),
+    ] = False,
+    text: TextColumn = None,
+    encoder: EncoderName = None,
+    image_column: ImageColumn = None,
+    weights: Weights = None,
+    size: Size = None,
+    download: Download = False,
 ) -> None:
     """Take part in a federation with the rows of this site. The rows stay here.
 
@@ -257,10 +284,14 @@ def client(
 
     Example: fedgmm client --server host:9092 --data oslo.csv --out oslo --key oslo.key --ca ca.crt
 
+    Example: fedgmm client --server host:9092 --data images/ --images --weights resnet18.safetensors --out
+    oslo --key oslo.key --ca ca.crt
+
     Example: fedgmm client --server host:9092 --data bergen.csv --out bergen --key bergen.key --ca ca.crt
     --adapt-only
     """
     with _imports_finish_first():
+        from fedgmm.data.embed import Embedding
         from fedgmm.data.tables.columns import FileFormat
         from fedgmm.data.tables.files import client_name
         from fedgmm.federation.network.client import (
@@ -292,7 +323,11 @@ def client(
         host, port, ca.resolve() if ca else None, key.resolve() if key else None
     )
     written = file_options(no_header, names, missing_values, date_format, None)
-    # errors in the data come before any file is written
+    given = embedding_options(images, text, encoder, image_column, weights, size, download)
+    embedding = None if given is None else Embedding(**given)
+    if embedding is not None:
+        data = _embedded(data, embedding, out)
+    # errors in the data come before any other file is written
     SiteTable.found(tuple(data), name, lambda _: None, FileFormat(**written))
     settings = SiteSettings(
         tuple(data),
@@ -313,9 +348,25 @@ def client(
         max_delta=max_delta,
         peers=peers,
         min_sites=min_sites,
+        embedding=embedding,
     )
     with _sigterm_interrupts(), _log_lines(out) as notify:
         take_part(Site(settings, notify=notify), connection, out, notify=notify)
+
+
+def _embedded(sources: list[Path], embedding: Embedding, out: Path) -> list[Path]:
+    """Embed the site's images or texts; return the tables of vectors, which are kept in its folder."""
+    from fedgmm.runs.folder import RunFolder
+
+    folder, console = RunFolder(out), sidelines()
+
+    def show(site: str, done: int, total: int) -> None:
+        console.print(f"embedding {escaped(site)}: {done} of {total}")
+
+    with folder.lock():
+        found = embedding.sites(sources, folder.vectors, show)
+    print_notes([f"{site.name}: skipped {line}." for site in found for line in site.skipped])
+    return [site.path for site in found]
 
 
 def audit(

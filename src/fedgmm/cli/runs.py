@@ -9,7 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from fedgmm.cli.embedding import Download, EncoderName, ImageColumn, Size, Weights
+from fedgmm.cli.embedding import (
+    Download,
+    EncoderName,
+    ImageColumn,
+    Size,
+    Weights,
+    embedding_options,
+)
 from fedgmm.cli.output import (
     JsonFlag,
     RoundsBar,
@@ -313,17 +320,9 @@ def fit(
         "device": device,
         **dict(_assignment(text) for text in set_ or ()),
     }
-    if images or image_column is not None or text is not None:
-        embedding = {
-            "encoder": encoder or ("resnet18" if text is None else "wordllama"),
-            "weights": None if weights is None else str(weights.resolve()),
-            "size": size,
-            "text": text,
-            "image": image_column,
-            "device": device,
-            "download": download or None,
-        }
-        sections["embedding"] = {n: value for n, value in embedding.items() if value is not None}
+    embedding = embedding_options(images, text, encoder, image_column, weights, size, download)
+    if embedding is not None:
+        sections["embedding"] = embedding | ({} if device is None else {"device": device})
         data["label"] = label or (None if image_column or text else "label")
         data.setdefault("id", ("id",) if image_column is None else (image_column,))
     sections["data"] |= {name: value for name, value in data.items() if value is not None}

@@ -25,9 +25,11 @@ from fedgmm.privacy.settings import Privacy
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
+    from fedgmm.data.embed import Embedding
     from fedgmm.runs.config import RunConfig
 else:
-    RunConfig = Any  # the real class needs torch; the checks of the other fields do not
+    # the real classes need torch; the checks of the other fields do not
+    Embedding = RunConfig = Any
 
 WirePrecision = Literal["float32", "float16"]
 WIRE_PRECISIONS: tuple[str, ...] = get_args(WirePrecision)
@@ -230,6 +232,7 @@ class SiteSettings:
         peers: folder with the public keys of the other sites. With secure aggregation, the server cannot
             invent sites then.
         min_sites: fewest sites in a sum; a larger number also refuses runs without masks.
+        embedding: how the site made its vectors, so that its run embeds later images or texts, too.
 
     The four about the format of the file replace those of the federation where they are given.
     """
@@ -255,6 +258,7 @@ class SiteSettings:
     blur: Annotated[float, number(least=0, most=0.5)] = BLUR
     peers: Path | None = None
     min_sites: Annotated[int, integer(FEWEST_SITES)] | None = None
+    embedding: Embedding | None = None
 
     def __post_init__(self) -> None:
         if not self.data:

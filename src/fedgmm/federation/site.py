@@ -561,7 +561,7 @@ class Site:
             personal = method.finish(shared, personal, rows)
             model = self._model(job, dataset, method.prediction(shared, personal))
             model = replace(model, history=self._folder.history())
-            self._folder.write_config(job, self.table.path, self.name)
+            self._write_config(job)
             notes = [str(note) for note in request.facts.get("notes", [])]
             self._folder.write_model(model, tables, notes)
         self.finished = True
@@ -590,7 +590,7 @@ class Site:
             raise UnfitError(
                 f"{job.options.algorithm} has no weights that a new site could learn on its own."
             )
-        self._folder.write_config(job, self.table.path, self.name)
+        self._write_config(job)
         write_shared_model(self._folder.run, model, {"adapted": True, "notes": []})
         return {}, {}
 
@@ -646,6 +646,9 @@ class Site:
         if exact:
             return job, rows
         return job, self._row_weights.apply(rows, digest_of(request, _WEIGHED))
+
+    def _write_config(self, job: Job) -> None:
+        self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
 
     def _model(self, job: Job, dataset: FederatedDataset, prediction: Any) -> FederatedModel:
         return FederatedModel(

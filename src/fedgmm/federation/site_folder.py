@@ -17,6 +17,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.data.embed import Embedding
 from fedgmm.data.tables.files import client_name
 from fedgmm.data.tables.loading import Tables
 from fedgmm.federation.job import Job
@@ -116,12 +117,15 @@ class SiteFolder:
 
     # ------------------------------------------------------------------ the run folder
 
-    def write_config(self, job: Job, path: Path, name: str) -> None:
+    def write_config(
+        self, job: Job, path: Path, name: str, embedding: Embedding | None = None
+    ) -> None:
         """Write ``config.toml``, the preprocessing, and the fingerprint of the file."""
         self._states.mkdir(parents=True, exist_ok=True)  # marks the folder as a site's
         client = None if client_name(path) == name else name
         training = {k: v for k, v in job.options.record().items() if k != "standardise"}
-        config = RunConfig((str(path.resolve()),), replace(job.table, client=client), training)
+        table = replace(job.table, client=client)
+        config = RunConfig((str(path.resolve()),), table, training, embedding=embedding)
         write_atomically(self.run.config, config.toml().encode())
         write_json(self.run.environment, {**environment(), "files": fingerprints([path.resolve()])})
         write_json(self.run.preprocessing, job.preprocessing.record())

@@ -85,7 +85,10 @@ class SiteTable:
             return self._loaded[2:]
         file = self._current_file(options)
         notes = preprocessing.check_header(
-            self.path, file.header, label_needed=options.label is not None
+            self.path,
+            file.header,
+            label_needed=options.label is not None,
+            vectors=file.vectors,
         )
         texts = {c.name for c in preprocessing.used if c.needs_text(file.columns.get(c.name))}
         names = set(file.header) - set(options.left_out)

@@ -543,7 +543,9 @@ def read_rows(
             raise TableError(path, f"there is no column {quoted(name)} for --id.")
     ids = [name for name in dict.fromkeys((*preprocessing.ids, *ids)) if name in file.header]
     preprocessing = replace(preprocessing, ids=tuple(ids))
-    notes = preprocessing.check_header(path, file.header, label_needed=label_needed)
+    notes = preprocessing.check_header(
+        path, file.header, label_needed=label_needed, vectors=file.vectors
+    )
     label, client = preprocessing.labels.name, preprocessing.client_column
     texts = {c.name for c in preprocessing.used if c.role == "category"}
     texts |= {name for name in (label, client, *ids) if name in file.header}

@@ -539,23 +539,43 @@ class Preprocessing:
         return groups
 
     def check_header(
-        self, path: Path | str, names: Collection[str], *, label_needed: bool = False
+        self,
+        path: Path | str,
+        names: Collection[str],
+        *,
+        label_needed: bool = False,
+        vectors: Collection[str] = (),
     ) -> list[str]:
         """Return notes about columns of a file that are absent, or unknown and therefore ignored.
+
+        Args:
+            path: the file, for errors.
+            names: its columns.
+            label_needed: whether the label must be there.
+            vectors: its columns of vectors, of which ``names`` has every entry.
 
         Raises:
             TableError: a column is absent that no client lacked in training.
         """
         here = set(names)
+        known = {column.name for column in self.columns}
         absent = [column for column in self.used if column.name not in here]
         for column in absent:
             if not (column.optional or column.indicator) or len(absent) == len(self.used):
+                wanted, _, entry = column.name.rpartition("_")
+                other = [name for name in vectors if f"{name}_0" not in known]
+                if entry.isdecimal() and other:
+                    problem = (
+                        f"its column of vectors {quoted(other[0])} was embedded with another encoder than "
+                        f"{quoted(wanted)} of the model; embed it again with the same encoder, weights "
+                        "and size"
+                    )
+                    raise TableError(path, f"{problem}.", public=problem)
                 raise TableError(
                     path, f"the column {quoted(column.name)} is missing; the model needs it."
                 )
         if label_needed and self.labels.name not in here:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
-        known = {column.name for column in self.columns}
         known |= {self.labels.name, self.client_column or "", *self.ids}
         unknown = [name for name in names if name not in known]
         notes = []
