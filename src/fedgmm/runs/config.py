@@ -83,12 +83,8 @@ class RunConfig:
             ``"auto"`` (chosen by validation likelihood), and so may ``covariance_type`` (full if there
             are enough rows). If neither size is given, small data choose both.
         checkpoint_every: rounds between two checkpoints.
-    own, given = sections.get("embedding"), sections.get("privacy")
-    embedding = Embedding(**own) if own else None
-    privacy = Privacy.from_record(given) if given else None
-    return RunConfig(
-        files, table, training, **sections.get("run", {}), embedding=embedding, privacy=privacy
-    )
+        embedding: how images or texts become vectors; ``None`` if the files are tables of inputs.
+        privacy: settings of differential privacy and masks; ``None`` without.
     """
 
     files: Texts
