@@ -39,6 +39,10 @@ def agrees(model, path, x, client=None, **inputs):
         assert found["label"].tolist() == model.classes[found["label_index"]].tolist()
         clear = np.sort(proba)[:, -1] - np.sort(proba)[:, -2] > 1e-4
         assert (found["label_index"] == proba.argmax(1))[clear].all()
+    none = answers(path, X=x[:0], **{name: value[:0] for name, value in inputs.items()})
+    assert {name: value.shape for name, value in none.items()} == {
+        name: (0, *value.shape[1:]) for name, value in found.items()
+    }
     assert ("log_density" in found) == (model.prediction.gaussians is not None)
     if "log_density" in found:
         density = model.score_samples(x, client, **inputs)

@@ -105,9 +105,16 @@ class _Graph:
 
         return self("Cast", value, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
+    def reduce(self, operator: str, value: str, *axes: int) -> str:
+        """Reduce a value over axes.
+
+        Axes are counted from the first, because onnxruntime does not reduce negative ones of no rows.
+        """
+        return self(operator, value, np.array(axes), keepdims=0)
+
     def log_sum(self, value: str, *axes: int) -> str:
         """Return ``log Σ exp`` over axes."""
-        return self("ReduceLogSumExp", value, np.array(axes), keepdims=0)
+        return self.reduce("ReduceLogSumExp", value, *axes)
 
 
 class _ClientGraph:
@@ -156,7 +163,7 @@ class _ClientGraph:
                 outputs["mean"] = self._mean(log_x, log_y), np.float64, ("n",)
             else:
                 proba = g("Exp", self._log_proba(log_x, log_y))
-                index = g("ArgMax", proba, axis=-1, keepdims=0)
+                index = g("ArgMax", proba, axis=1, keepdims=0)
                 labels = _as_array(model.classes)
                 outputs["label"] = g("Gather", labels, index), labels.dtype, ("n",)
                 outputs["label_index"] = index, np.int64, ("n",)
@@ -164,7 +171,7 @@ class _ClientGraph:
         if log_x is not None:
             # log P_c(x) = log Σ_m1 N(x; μ_m1, Σ_m1) Σ_m2 π_c(m1, m2)
             joint = g("Add", log_x, self.log_pi.logsumexp(-1).numpy())
-            density = g("Sub", g.log_sum(joint, -1), np.array(self._log_volume))
+            density = g("Sub", g.log_sum(joint, 1), np.array(self._log_volume))
             outputs["log_density"] = density, np.float64, ("n",)
         for name, (value, _, _) in outputs.items():
             g.nodes.append(helper.make_node("Identity", [value], [name]))
@@ -201,7 +208,7 @@ class _ClientGraph:
             white = g("MatMul", difference, whiteners)
         else:
             white = g("Mul", difference, whiteners.reshape(len(whiteners), 1, -1))
-        squares = g("ReduceSumSquare", white, np.array([-1]), keepdims=0)
+        squares = g.reduce("ReduceSumSquare", white, 2)
         squares = g("Transpose", g("Min", squares, np.array(_FARTHEST)), perm=[1, 0])
         constants = gaussians.log_determinants.cpu().numpy() - 0.5 * d * math.log(2.0 * math.pi)
         return g("Add", g("Mul", squares, np.array(-0.5)), constants)
@@ -260,21 +267,20 @@ class _ClientGraph:
         if log_x is None:
             return torch.log_softmax(self.log_pi.logsumexp(-2), -1).numpy()
         joint = g("Add", g("Unsqueeze", log_x, np.array([-1])), self.log_pi.numpy())
-        return g("LogSoftmax", g.log_sum(joint, -2), axis=-1)
+        return g("LogSoftmax", g.log_sum(joint, 1), axis=-1)
 
     def _log_proba(self, log_x: str | None, log_y: str) -> str:
         """Return ``log P_c(y|x)``, equation (3), ``(n, K)``."""
         g = self.graph
         if self.log_ratios is None:
             weights = g("Unsqueeze", self._log_learner_weights(log_x), np.array([-1]))
-            mixed = g.log_sum(g("Add", weights, log_y), -2)
+            mixed = g.log_sum(g("Add", weights, log_y), 1)
             return g("LogSoftmax", mixed, axis=-1)
         # corrected by the client's label frequencies: Σ_m P_c(m|x) P_m(y|x) P_c(y|m) / P(y|m)
         offsets = self.log_pi[..., None] + self.log_ratios  # (1, M1, M2, K)
         mixed = g("Add", g("Unsqueeze", log_y, np.array([1])), offsets.numpy())
         if log_x is not None:
-            largest = g("ReduceMax", log_x, np.array([-1]), keepdims=1)
-            relative = g("Sub", log_x, largest)
+            relative = g("Sub", log_x, g("ReduceMax", log_x, np.array([1]), keepdims=1))
             mixed = g("Add", mixed, g("Unsqueeze", relative, np.array([-2, -1])))
         return g("LogSoftmax", g.log_sum(mixed, 1, 2), axis=-1)
 
@@ -284,7 +290,7 @@ class _ClientGraph:
         assert target is not None
         weights = g("Exp", self._log_learner_weights(log_x))
         mean = g("Mul", weights, g("Squeeze", outputs, np.array([-1])))
-        mean = g("ReduceSum", mean, np.array([-1]), keepdims=0)
+        mean = g.reduce("ReduceSum", mean, 1)
         return g("Add", g("Mul", mean, target.scale.cpu().numpy()), target.mean.cpu().numpy())
 
 

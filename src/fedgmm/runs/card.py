@@ -260,7 +260,7 @@ def _limits(run: FederatedRun, metrics: Mapping[str, Any]) -> list[str]:
     found.append("Results are those of one split, and of rows like the training data.")
     privacy = "Differential privacy: "  # has a section of its own
     found += [note for note in metrics.get("notes", []) if not note.startswith(privacy)]
-    return [line for line in found if line]
+    return [line for line in dict.fromkeys(found) if line]
 
 
 def _privacy(run: FederatedRun, sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
