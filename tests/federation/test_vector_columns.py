@@ -110,6 +110,33 @@ def test_other_tables_and_methods_without_gaussians_are_not_reduced(files, vecto
         federate(vectors, tmp_path / "c", **GIVEN, algorithm="fedavg")
 
 
+def test_the_reduction_can_be_turned_off(vectors, tmp_path):
+    sites, _ = federate(vectors, tmp_path, **{**SIZE, "rounds": 1}, pca="none")
+    assert not any("covariance" in kinds for kinds in sites.asked)
+
+
+def test_the_rules_of_careful_sites_leave_the_components_nearly_as_they_are(vectors, run, tmp_path):
+    home, _, _ = run
+    sites = InMemorySites(vectors, tmp_path, min_rows=5, blur=0.1)
+    federate(vectors, tmp_path, sites=sites, **GIVEN)
+    there, here = (open_run(place / "sites/oslo").model.projection for place in (home, tmp_path))
+    overlap = (there.components @ here.components.mT).abs().diagonal()
+    assert 0.9 < float(overlap.min()) < 1 - 1e-8
+
+
+def test_moments_that_no_rows_could_have_made_are_dropped(vectors, tmp_path):
+    sites = InMemorySites(vectors, tmp_path)
+
+    def lie(name, request, reply):
+        if name != "rome" or request.kind != "covariance":
+            return reply
+        return with_arrays(reply, gaussians__second=-reply.arrays["gaussians/second"])
+
+    sites.tamper = lie
+    _, lines = federate(vectors, tmp_path, sites=sites, **{**GIVEN, "rounds": 1}, min_clients=2)
+    assert any("rome" in line and "semidefinite" in line for line in lines)
+
+
 def test_more_components_than_columns_are_refused(vectors, tmp_path):
     with pytest.raises(FederationError, match="at most 9"):
         federate(vectors, tmp_path, **SIZE, pca=10)
@@ -269,3 +296,12 @@ def test_other_components_in_a_later_round_are_refused(site, run):
     changed = with_arrays(round_, projection__components=np.ascontiguousarray(components))
     with pytest.raises(SiteError, match="changed"):
         site.reply(changed)
+
+
+@pytest.mark.parametrize("kind", ["covariance", "start"])
+def test_a_split_of_few_rows_is_refused_without_a_greeting_too(site, run, kind):
+    _, _, requests = run
+    request = of_kind(requests, kind)
+    table = {**request.facts["table"], "split": [0.1, 0.0, 0.9]}
+    with pytest.raises(SiteError, match="third of its rows"):
+        ask(site, request, table=table)

@@ -127,21 +127,11 @@ class Policy:
         elif request.kind in TRAINING_REQUESTS:
             self._check_run(request)
         elif request.kind == "moments":
-            self._pin(
-                "table", request.facts.get("table"), "another way to read and split the table"
-            )
+            self._pin_table(request)
 
     def _check_hello(self, request: Message) -> None:
-        table = request.facts.get("table")
-        self._pin("table", table, "another way to read and split the table")
+        self._pin_table(request)
         self._pin("plan", request.facts.get("plan"), "another plan")
-        split = table.get("split") if isinstance(table, Mapping) else None
-        share = split[0] if isinstance(split, (list, tuple)) and split else 0.0
-        if not isinstance(share, (int, float)) or share < _SMALLEST_TRAINING_SHARE:
-            raise RefusedRequestError(
-                f"the server asks for a training split of {share!r:.20}, and so few rows could be "
-                "recognised; this site takes part with a third of its rows or more."
-            )
         asked = digest_of(request, ("table", "as_categories", "min_rows"))
         hellos = self._state["hellos"]
         if asked not in hellos and len(hellos) >= _MOST_HELLOS:
@@ -149,6 +139,18 @@ class Policy:
         if asked not in hellos:
             self._check_privacy()
             hellos.append(asked)
+
+    def _pin_table(self, request: Message) -> None:
+        """Raise unless the table is read and split as in the plan, with enough training rows."""
+        table = request.facts.get("table")
+        self._pin("table", table, "another way to read and split the table")
+        split = table.get("split") if isinstance(table, Mapping) else None
+        share = split[0] if isinstance(split, (list, tuple)) and split else 0.0
+        if not isinstance(share, (int, float)) or share < _SMALLEST_TRAINING_SHARE:
+            raise RefusedRequestError(
+                f"the server asks for a training split of {share!r:.20}, and so few rows could be "
+                "recognised; this site takes part with a third of its rows or more."
+            )
 
     def _check_covariance(self, request: Message) -> None:
         """Raise unless the plan has principal components.
@@ -167,7 +169,7 @@ class Policy:
         options = facts.get("options")
         if not isinstance(options, Mapping):
             raise RefusedRequestError("the request has no training options.")
-        self._pin("table", facts.get("table"), "another way to read and split the table")
+        self._pin_table(request)
         self._pin("preprocessing", _hash(facts.get("preprocessing")), "another preprocessing")
         common = {name: value for name, value in options.items() if name not in _FREE}
         self._pin("options", common, "other training options")
