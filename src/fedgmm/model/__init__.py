@@ -1,1 +1,1 @@
-"""The fitted model: predict, evaluate, adapt to new clients, detect novel rows, save and load."""
+"""The fitted model: predict, evaluate, adapt to new clients, detect novel rows, save, load, export."""

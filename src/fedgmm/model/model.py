@@ -848,9 +848,10 @@ class FederatedModel:
     def to_gaussian_mixture(self, client: Any = None) -> GaussianMixture:
         """Return the Gaussians as a fitted ``GaussianMixture`` of scikit-learn.
 
-        It has the coordinates of unscaled inputs, so its ``score_samples`` is that of this model. With
-        ``pca`` it has those of the principal components, ``projection.apply`` of the scaled inputs, and
-        with separate features those of the features. Gaussians of weight zero are left out.
+        It has the coordinates of unscaled inputs, so its ``score_samples`` of float64 rows is that of
+        this model, up to the rounding of scaled rows to ``dtype``. With ``pca`` it has the coordinates of
+        the principal components, ``projection.apply`` of the scaled inputs, and with separate features
+        those of the features. Gaussians of weight zero are left out.
 
         Args:
             client: a known client; ``None`` uses the federation's own weights.
