@@ -44,6 +44,7 @@ def test_the_same_file_for_another_training(tmp_path, rng):
         "clip_norm": 2.0,
         "schedule": "sqrt",
         "patience": 3,
+        "pca": 1,
         "tol": 0.1,
         "standardise": False,
         "seed": 1,

@@ -437,10 +437,10 @@ def _lowest_drawn(values: FloatArray) -> float:
 
 def adaptation(records: Sequence[AdaptationRecord], numbers: bool = False) -> Any:
     """Draw accuracy, or R², by the number of a new client's rows, and log-likelihood by EM iteration."""
-    measure = "R²" if numbers else "Accuracy"
+    measure = "R²" if numbers else "accuracy"
     with_accuracy = [one for one in records if one.accuracy]
     with_steps = [one for one in records if one.log_likelihoods]
-    titles = [f"{measure} by the number of its rows"] * bool(with_accuracy)
+    titles = [f"{measure.capitalize()} by the number of its rows"] * bool(with_accuracy)
     titles += ["Log-likelihood by EM iteration of its weights"] * bool(with_steps)
     figure = _panels(
         [1.0] * max(len(titles), 1),
