@@ -11,10 +11,11 @@ from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.federation.declared import DeclaredColumns
 from fedgmm.federation.members import Members
 from fedgmm.federation.messages import Message
+from fedgmm.federation.policy import Policy
 from fedgmm.federation.server import FederationError, _Server, check_start
 from fedgmm.federation.site import SiteError
 from fedgmm.methods.gmm import FederatedGMM
-from fedgmm.privacy.masks import is_committed
+from fedgmm.privacy.masks import MaskError, is_committed
 from fedgmm.privacy.settings import Privacy, PrivacyError
 from in_memory_sites import (
     InMemorySites,
@@ -227,6 +228,36 @@ def test_a_restarted_server_continues_with_the_same_sites(six_files, tmp_path, f
     sites.before_ask = lambda number, requests: None
     masked(six_files, tmp_path, sites=sites, rounds=3)
     assert [entry["answered"] for entry in finished[0].loop.history] == [6, 6, 6]
+
+
+def test_a_server_that_lost_its_memory_opens_no_sum_without_one_site(six_files, tmp_path, finished):
+    """Sums over tables are the same in every run, so the sets of sites of all runs count."""
+    sites = InMemorySites(six_files, tmp_path, fresh=False)
+
+    def die(number, requests):
+        if any(request.kind == "start" for request in requests.values()):
+            raise Killed
+
+    sites.before_ask = die
+    with pytest.raises(Killed):  # before the first checkpoint
+        masked(six_files, tmp_path, sites=sites, rounds=1)
+    policy = Policy(tmp_path / "sites" / "site_0")
+    five = [f"site_{u}" for u in range(5)]
+    with pytest.raises(MaskError, match="changed by 1"):
+        policy.released("another run").check("moments", five, 2)
+
+    def lose(number, requests):
+        if any(request.kind == "keys" for request in requests.values()):
+            sites.gone = {"site_5"}
+
+    sites.before_ask = lose
+    masked(six_files, tmp_path, sites=sites, rounds=1, min_clients=4, round_timeout=0.2)
+    assert finished[0].loop.history[0]["answered"] == 4
+
+
+def test_a_plan_cannot_ask_for_sums_that_differ_by_one_site():
+    with pytest.raises(PrivacyError, match="min_change"):
+        Privacy(secure_aggregation=True, min_change=1)
 
 
 # ---------------------------------------------------------------------- sites that die

@@ -2,6 +2,8 @@ import itertools
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fedgmm.privacy.masks import (
     MaskedSite,
@@ -9,6 +11,7 @@ from fedgmm.privacy.masks import (
     Released,
     Roster,
     TooFewSitesError,
+    _Session,
     fewest_survivors,
     graph_sizes,
     neighbours_of,
@@ -247,6 +250,89 @@ def test_sets_of_sites_differ_by_several_sites():
     released.add("round 2", ["a", "b", "c"])
     with pytest.raises(MaskError, match="changed by 1"):
         released.check("round 3", ["a", "b", "c", "d"], 2)
+
+
+def test_sums_over_several_sets_cannot_be_solved_for_one_site():
+    """Sums without a and b, without a and c, and without b and c together give each of the three."""
+    everyone = ["a", "b", "c", "d", "e", "f"]
+    released = Released()
+    for number, left in enumerate(["", "ab", "ac"]):
+        names = [name for name in everyone if name not in left]
+        released.check(f"round {number}", names, 2)
+        released.add(f"round {number}", names)
+    with pytest.raises(MaskError, match="together"):
+        released.check("round 3", ["a", "d", "e", "f"], 2)
+    released.check("round 3", ["a", "d", "e", "f"], 1)  # with noise
+    released.check("round 3", ["a", "b", "c", "f"], 2)
+
+
+def test_a_new_list_of_sites_ends_the_sums_of_the_old_one():
+    """Otherwise a server could change the names of the survivors after their vectors."""
+    federation, server = ready()
+    names = tuple(name.replace("5", "x") for name in federation.roster.names)
+    site = federation.sites[0]
+    site.join(Roster(names, federation.roster.identities))
+    with pytest.raises(MaskError, match="no keys"):
+        site.unmask(0, *server.survivors_for(0))
+
+
+def test_two_sites_never_use_one_key_and_nonce_for_different_shares(monkeypatch):
+    """Also if the server lists the sites in another order at each of them."""
+    from fedgmm.privacy import masks
+
+    used = set()
+
+    class Spy:
+        def __init__(self, key):
+            self.key, self.whole = key, AESGCM(key)
+
+        def encrypt(self, nonce, data, context):
+            assert (self.key, nonce) not in used
+            used.add((self.key, nonce))
+            return self.whole.encrypt(nonce, data, context)
+
+    monkeypatch.setattr(masks, "AESGCM", Spy)
+    federation = Federation(3)
+    adverts = [site.advertise(0) for site in federation.sites]
+    for u, site in enumerate(federation.sites):
+        order = [u, *(v for v in range(3) if v != u)]  # each site is the first of its own list
+        names = tuple(federation.sites[v].name for v in order)
+        site.join(Roster(names, federation.roster.identities[order]))
+        site.share(0, np.arange(3), np.stack([adverts[v] for v in order[1:]]))
+    assert len(used) == 6
+
+
+@pytest.mark.parametrize("which", ["channel", "mask key"])
+def test_a_key_of_low_order_is_refused(which):
+    """It gives the same secret, zero, with every other key."""
+    federation = Federation(4)
+    bad, good = federation.sites[3], federation.sites[0]
+    if which == "channel":
+        federation.roster.identities[3, 32:64] = 0
+        good.join(federation.roster)
+        good.advertise(0)
+        adverts = np.stack([site.advertise(0) for site in federation.sites[1:]])
+        with pytest.raises(MaskError, match="low order"):
+            good.share(0, np.arange(4), adverts)
+        return
+    federation.join()
+    signature = bad._signing.sign(bad._advert_text(bad.name, 0, bytes(32)))
+    advert = np.frombuffer(bytes(32) + signature, dtype=np.uint8)
+    bad.advertise = lambda number: advert
+    bad._sessions[0] = _Session(X25519PrivateKey.generate())
+    server = federation.shared()
+    with pytest.raises(MaskError, match="low order"):
+        federation.masked(server, random_vectors(4))
+
+
+def test_a_repeated_reply_is_noted_again():
+    """The first note may have been lost, such as on a full disk."""
+    federation, server = ready()
+    site = federation.sites[0]
+    site.unmask(0, *server.survivors_for(0))
+    site.released = Released()
+    site.unmask(0, *server.survivors_for(0))
+    assert site.released.purposes == {"round 1": sorted(federation.roster.names)}
 
 
 def test_another_site_is_left_out_if_one_drops():

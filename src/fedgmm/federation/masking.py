@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fedgmm.core.sums import Declaration, Sums, SumsError, check_sums, withhold
 from fedgmm.federation.members import LONGEST_PAUSE, REPEAT_AFTER, Exchange, Member, Members
 from fedgmm.federation.messages import PROTOCOL, Failure, Message, MessageError
 from fedgmm.federation.wire import Arrays, WireError, pack, unpack
+from fedgmm.files import write_atomically
 from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed, to_fixed
 from fedgmm.privacy.masks import (
     FEWEST_SITES,
@@ -217,8 +218,31 @@ class ServerMasks:
     _prepared: Aggregation | None = None
 
     def resume(self, released: Mapping[str, Any]) -> None:
-        """Take the opened sums of a checkpoint."""
+        """Take the opened sums of a checkpoint, and those after it."""
         self._run, self.released = self.members.run, Released(**released)
+        self.released = self._recalled()
+
+    @property
+    def _file(self) -> Path | None:
+        return None if self.log is None else self.log.with_name("opened.json")
+
+    def _remember(self) -> None:
+        """Write the opened sums to the disk, because the sites remember them, too."""
+        if self._file is not None:
+            record = {"run": self._run, **asdict(self.released)}
+            write_atomically(self._file, json.dumps(record, indent=1).encode())
+
+    def _recalled(self) -> Released:
+        """Return the opened sums of the present run, with the sets of sites of all runs."""
+        known = self.released
+        if self._file is not None and self._file.is_file():
+            record = json.loads(self._file.read_bytes())
+            same = record.pop("run") == self._run
+            known = Released(record["purposes"] if same else {}, record["sets"])
+            if same:
+                known.purposes |= self.released.purposes
+            known.sets += [names for names in self.released.sets if names not in known.sets]
+        return known
 
     def keep(self, purpose: str, name: str, reply: Message) -> None:
         """Append the commitment of a site to the log."""
@@ -239,7 +263,9 @@ class ServerMasks:
         The sum that was prepared with the last one is used, unless more sites may join.
         """
         if self._run != self.members.run:
-            self._run, self._prepared, self.released = self.members.run, None, Released()
+            self._run, self._prepared = self.members.run, None
+            self.released = Released(sets=self.released.sets)
+            self.released = self._recalled()
         found, self._prepared = self._prepared, None
         wanted = self._allowed(purpose, names)
         if found is not None:
@@ -330,6 +356,7 @@ class ServerMasks:
         """
         names = now.roster.names
         self.released.add(now.purpose, [names[u] for u in now.survivors])
+        self._remember()
         following: Aggregation | None = None
         if len(adverts) >= FEWEST_SITES:
             keep = max(1, self.min_change - 1)

@@ -270,8 +270,14 @@ class Policy:
         return self._privacy()
 
     def released(self, run: str) -> Released:
-        """Return the sums of a run that the site has helped to open."""
-        return Released(**self._state.get("released", {}).get(run, {}))
+        """Return the sums of a run that the site has helped to open, with the sets of sites of all runs.
+
+        Some sums are the same in every run, so a new run must not show single sites, either.
+        """
+        runs = self._state.get("released", {})
+        sets = [names for one in runs.values() for names in one["sets"]]
+        unique = [list(names) for names in dict.fromkeys(map(tuple, sets))]
+        return Released(dict(runs.get(run, {}).get("purposes", {})), unique)
 
     def keep_released(self, run: str, released: Released) -> None:
         """Write the sums of a run that are opened, before the reply leaves."""

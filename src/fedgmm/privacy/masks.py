@@ -162,8 +162,19 @@ def _derive(secret: bytes, *info: bytes) -> bytes:
 
 def _pair_pad(own: X25519PrivateKey, other: bytes, where: bytes, length: int) -> Elements:
     """Return ``PRG(k_uv)``, which only these two sites can compute."""
-    shared = own.exchange(X25519PublicKey.from_public_bytes(other))
-    return pad(_derive(shared, b"pair", where), length)
+    return pad(_derive(_agreed(own, other), b"pair", where), length)
+
+
+def _agreed(own: X25519PrivateKey, other: bytes) -> bytes:
+    """Return the secret of two keys.
+
+    Raises:
+        MaskError: a key of low order, with which the secret would be known to all.
+    """
+    try:
+        return own.exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError:
+        raise MaskError("the key of another site is of low order") from None
 
 
 def _seed_pad(seed: bytes, where: bytes, length: int) -> Elements:
@@ -304,10 +315,12 @@ class Released:
         """Raise unless the sum over ``survivors`` reveals no single site.
 
         The difference between two sums over almost the same sites would show the few sites in which they
-        differ.
+        differ. More sums can be solved for one site, such as those without a and b, without a and c,
+        and without b and c.
 
         Raises:
-            MaskError: the purpose was opened for other sites, or a set differs by too few sites.
+            MaskError: the purpose was opened for other sites, a set differs by too few sites, or all
+                sums together show a single site.
         """
         names = sorted(survivors)
         if self.purposes.get(purpose, names) != names:
@@ -319,6 +332,8 @@ class Released:
                     f"the sites changed by {changed}, but sums over sets that differ by fewer than "
                     f"{min_change} sites would show single sites"
                 )
+        if min_change > 1 and names not in self.sets and _shows_single_sites([*self.sets, names]):
+            raise MaskError("the sums over these sets of sites together would show single sites")
 
     def add(self, purpose: str, survivors: Sequence[str]) -> None:
         """Note that a sum is opened."""
@@ -326,6 +341,21 @@ class Released:
         self.purposes[purpose] = names
         if names not in self.sets:
             self.sets.append(names)
+
+
+def _shows_single_sites(sets: Sequence[Sequence[str]]) -> bool:
+    """Return whether the sums over some sets of sites can be solved for the numbers of one site.
+
+    Row ``j`` of a matrix ``A`` marks the sites of set ``j``. Site ``i`` shows if the unit vector ``e_i`` is
+    in the row space of ``A``: if its projection onto that space has length one.
+    """
+    places = {name: at for at, name in enumerate(sorted(set().union(*sets)))}
+    marks = np.zeros((len(sets), len(places)))
+    for row, names in zip(marks, sets, strict=True):
+        row[[places[name] for name in names]] = 1.0
+    _, sizes, directions = np.linalg.svd(marks, full_matrices=False)
+    basis = directions[sizes > 1e-9 * sizes[0]]
+    return bool((np.square(basis).sum(0) > 1.0 - 1e-6).any())
 
 
 @dataclass
@@ -447,6 +477,8 @@ class MaskedSite:
                 raise MaskError("two sites have the same key")
             seen |= {identity[:32], identity[32:64]}
         self._roster, self._code, self._channels = roster, own, {}
+        # codes of the old list would mean other sites now
+        self._sessions = {n: one for n, one in self._sessions.items() if one.bundles is None}
 
     def _check_identity(self, name: str, identity: bytes) -> None:
         if self._known.get(name) == identity or name == self.name:
@@ -510,8 +542,7 @@ class MaskedSite:
         sealed = b""
         for code in sorted(near):
             plain = b"".join(part[code + 1].to_bytes(SHARE_BYTES, "big") for part in parts)
-            cipher = AESGCM(_derive(self._channel_with(code), b"bundle"))
-            nonce, text = self._bundle_place(number, self._code, code)
+            cipher, nonce, text = self._bundle_cipher(number, code, sends=True)
             sealed += cipher.encrypt(nonce, plain, text)
         mine = tuple(part[self._code + 1] for part in parts)
         session.participants, session.neighbours, session.threshold = codes, near, threshold
@@ -531,18 +562,25 @@ class MaskedSite:
         """Return the secret that this site shares with another one, in all numbers of the run."""
         if code not in self._channels:
             assert self._roster is not None
-            key = X25519PublicKey.from_public_bytes(self._roster.identities[code, 32:64].tobytes())
-            self._channels[code] = _derive(
-                self._channel.exchange(key), b"channel", self.run.encode()
-            )
+            secret = _agreed(self._channel, self._roster.identities[code, 32:64].tobytes())
+            self._channels[code] = _derive(secret, b"channel", self.run.encode())
         return self._channels[code]
 
-    def _bundle_place(self, number: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
-        """Return the nonce and the context of a bundle; a channel never uses a nonce twice."""
+    def _bundle_cipher(self, number: int, code: int, *, sends: bool) -> tuple[AESGCM, bytes, bytes]:
+        """Return cipher, nonce and context of a bundle to or from another site.
+
+        A key serves one direction, by names, and a number is used once. So no nonce is used twice,
+        in whichever order the server lists the sites.
+        """
         assert self._roster is not None
-        nonce = number.to_bytes(8, "big") + (b"\0\0\0\0" if sender < receiver else b"\0\0\0\1")
-        names = self._roster.names
-        return nonce, _digest("bundle", self.run, number, names[sender], names[receiver])
+        pair = (self.name, self._roster.names[code])
+        sender, receiver = pair if sends else pair[::-1]
+        key = _derive(self._channel_with(code), b"bundle", sender.encode(), receiver.encode())
+        return (
+            AESGCM(key),
+            number.to_bytes(12, "big"),
+            _digest("bundle", self.run, number, sender, receiver),
+        )
 
     def _check_signature(self, code: int, signature: bytes, text: bytes, what: str) -> None:
         assert self._roster is not None
@@ -606,8 +644,7 @@ class MaskedSite:
 
     def _opened(self, number: int, code: int, sealed: bytes) -> tuple[int, ...]:
         """Return a neighbour's three shares; none if the bundle is damaged."""
-        cipher = AESGCM(_derive(self._channel_with(code), b"bundle"))
-        nonce, text = self._bundle_place(number, code, self._code)
+        cipher, nonce, text = self._bundle_cipher(number, code, sends=False)
         try:
             plain = cipher.decrypt(nonce, sealed, text)
         except InvalidTag:
@@ -639,9 +676,11 @@ class MaskedSite:
             raise MaskError("this site has not sent its vector")
         codes = _codes(survivors, session.senders, "survivors")
         agreement = _digest(session.view, np.array(codes))
+        names = [roster.names[code] for code in codes]
         if session.reply is not None:
             if session.agreement != agreement:
                 raise MaskError("the survivors changed")
+            self.released.add(session.purpose, names)  # the first note may be lost
             return session.reply
         if self._code not in codes:
             raise MaskError("the list of survivors does not have this site")
@@ -655,7 +694,6 @@ class MaskedSite:
         table = _checked_bytes(signatures, len(near), SIGNATURE_BYTES)
         for code, row in zip(near, table, strict=True):
             self._check_signature(code, row.tobytes(), session.view, "view")
-        names = [roster.names[code] for code in codes]
         self.released.check(session.purpose, names, self._min_change)
         self.released.add(session.purpose, names)
         around = sorted(session.neighbours & set(session.senders))

@@ -83,6 +83,11 @@ class Privacy:
             plain = {str(name): tuple(values) for name, values in self.categories.items()}
             object.__setattr__(self, "categories", plain)
         if self.epsilon is None:
+            if self.secure_aggregation and self.min_change < 2:
+                raise PrivacyError(
+                    "min_change=1 needs epsilon: without noise the difference between two sums would "
+                    "show the one site in which they differ."
+                )
             return
         if self.delta is None:
             raise PrivacyError(
