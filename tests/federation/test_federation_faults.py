@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -79,6 +80,126 @@ def test_a_server_that_dies_in_any_exchange_ends_the_same(files, tmp_path, algor
         lost = len(broken.asked) + len(again.asked) - len(sites.asked)
         assert lost <= 1 + (exchange if exchange <= 3 else 1)  # at most one round, and a greeting
         assert [entry["round"] for entry in history(home)] == [1.0, 2.0, 3.0]
+
+
+def with_known_keys(files, home, **settings):
+    """Sites whose random weights of rows are the same in every folder."""
+    sites = InMemorySites(files, home, **settings)
+    for own in sites.settings.values():
+        own.out.mkdir(parents=True, exist_ok=True)
+        (own.out / "row_weights.key").write_bytes(bytes(32))
+    return sites
+
+
+def dies_with(kind):
+    """Return a callback that kills the server at requests of a kind."""
+
+    def die(_, requests):
+        if any(request.kind == kind for request in requests.values()):
+            raise Killed
+
+    return die
+
+
+def dies_again_and_again(make_sites, home, kinds, **options):
+    """Kill the server at its requests, four times per kind, and let it finish; return all requests."""
+    requests = []
+
+    def look(name, request, reply):
+        facts = {n: v for n, v in request.facts.items() if n not in ("ticket", "mask")}
+        arrays = {n: v.tobytes() for n, v in request.arrays.items() if not n.startswith("mask/")}
+        requests.append((name, request.kind, facts, arrays))
+        return reply
+
+    for kind in kinds:
+        for attempt in range(4):
+            sites = make_sites()
+            sites.tamper = look
+            setattr(sites, f"{('before', 'after')[attempt % 2]}_ask", dies_with(kind))
+            with pytest.raises(Killed):
+                federate(None, home, sites=sites, **options)
+    sites = make_sites()
+    sites.tamper = look
+    federate(None, home, sites=sites, **options)
+    return requests
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_rows": 5, "blur": 0.1}])
+def test_a_server_may_die_many_times_at_every_request(files, tmp_path, monkeypatch, settings):
+    # the id of the run decides the random weights of rows
+    same_id = SimpleNamespace(token_hex=lambda size: "ab" * size)
+    monkeypatch.setattr("fedgmm.federation.server.secrets", same_id)
+    options = {**SIZE, "rounds": 3}
+    whole = with_known_keys(files, tmp_path / "whole", **settings)
+    federate(files, tmp_path / "whole", sites=whole, **options)
+    home = tmp_path / "died"
+    requests = dies_again_and_again(
+        lambda: with_known_keys(files, home, **settings),
+        home,
+        ("hello", "start", "assigned", "round", "finish"),
+        **options,
+    )
+    assert_same_end(home, tmp_path / "whole")
+    for kind in ("start", "assigned"):
+        asked = [one for one in requests if one[:2] == ("oslo", kind)]
+        assert asked
+        assert all(one == asked[0] for one in asked)
+    assert not (home / "server/federation-start.json").exists()
+
+
+def test_a_start_is_repeated_unchanged_if_other_sites_are_there(files, tmp_path):
+    """The means of the start were made without bergen, which then replies, while oslo does not."""
+    options = {**SIZE, "rounds": 2, "min_clients": 2}
+    first = InMemorySites(files, tmp_path)
+    first.down = {"bergen"}
+    first.before_ask = dies_with("assigned")
+    hello = first.ask
+
+    def all_say_hello(requests, timeout):
+        first.down = set() if any(q.kind == "hello" for q in requests.values()) else {"bergen"}
+        return hello(requests, timeout)
+
+    first.ask = all_say_hello
+    with pytest.raises(Killed):
+        federate(files, tmp_path, sites=first, **options)
+    replies = []
+    again = InMemorySites(files, tmp_path)
+    again.down = {"oslo"}
+    again.after_ask = lambda number, requests: (
+        again.down.clear() if "assigned" in again.asked[-1] else None
+    )
+    again.tamper = lambda name, request, reply: replies.append(request.kind) or reply
+    federate(files, tmp_path, sites=again, **options)
+    assert "start" not in replies  # its totals are in the server's folder
+    assert replies.count("assigned") == 2
+    assert replies.count("round") >= 4
+
+
+def test_other_settings_before_the_first_round_start_a_new_run(files, tmp_path):
+    sites = InMemorySites(files, tmp_path)
+    sites.before_ask = dies_at(1)
+    with pytest.raises(Killed):
+        federate(files, tmp_path, sites=sites, **SIZE, rounds=2)
+    _, lines = federate(files, tmp_path, **{**SIZE, "components": 3}, rounds=2)
+    assert any("settings changed" in line for line in lines)
+    (tmp_path / "server/federation-start.json").write_text("{")
+    (tmp_path / "server/checkpoint/progress.safetensors").unlink()
+    (tmp_path / "server/metrics.json").unlink()
+    with pytest.raises(FederationError, match="damaged"):
+        federate(files, tmp_path, **SIZE, rounds=2)
+
+
+def test_a_server_that_dies_in_a_score_asks_for_the_same_score(files, tmp_path):
+    """The sites reply in another order and one is away, so the repeated round differs."""
+    options = {**SIZE, "rounds": 3, "patience": 3, "min_clients": 2}
+    for attempt in range(8):
+        sites = InMemorySites(files, tmp_path)
+        sites.down = {"bergen"} if attempt % 2 else set()
+        sites.after_ask = dies_with(("score", "round")[attempt // 2 % 2])
+        with pytest.raises(Killed):
+            federate(files, tmp_path, sites=sites, **options, round_timeout=0.1)
+    federate(files, tmp_path, **options)
+    assert [entry["round"] for entry in history(tmp_path)] == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.slow

@@ -438,3 +438,24 @@ def test_columns_are_declared_once():
     both = Privacy(bounds={"a": (0, 1)}, categories={"a": ["x", "y"], "y": ["0", "1"]})
     with pytest.raises(PrivacyError, match="bounds and categories"):
         DeclaredColumns.of(both, TableOptions("y"))
+
+
+def test_a_server_may_die_many_times_with_masks(six_files, tmp_path, finished):
+    """Before the first round, too: sums that were asked for are opened for the same sites only."""
+    masked(six_files, tmp_path / "whole", rounds=2)
+    sites = InMemorySites(six_files, tmp_path / "died", fresh=False)
+    for kind in ("moments", "unmask", "start", "cells", "assigned", "round"):
+        for when in ("before", "after"):
+
+            def die(_, requests, kind=kind):
+                if any(request.kind == kind for request in requests.values()):
+                    raise Killed
+
+            setattr(sites, f"{when}_ask", die)
+            with pytest.raises(Killed):
+                masked(None, tmp_path / "died", sites=sites, rounds=2)
+            setattr(sites, f"{when}_ask", lambda *_: None)
+    masked(None, tmp_path / "died", sites=sites, rounds=2)
+    whole, died = map(broadcast, finished)
+    for name, value in whole.items():
+        np.testing.assert_allclose(died[name], value, rtol=0, atol=1e-10)

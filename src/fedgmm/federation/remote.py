@@ -32,9 +32,17 @@ from fedgmm.federation.job import SCORE, Job
 from fedgmm.federation.masking import MaskedExchange, check_total, read_total
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
 from fedgmm.federation.messages import PROTOCOL, Message
-from fedgmm.federation.server_folder import ServerFolder
+from fedgmm.federation.server_folder import ServerFolder, StartRecord
 from fedgmm.federation.settings import FederationError
-from fedgmm.federation.wire import Arrays, WireError, as_array, decode, encode, put_personal
+from fedgmm.federation.wire import (
+    Arrays,
+    WireError,
+    as_array,
+    as_tensor,
+    decode,
+    encode,
+    put_personal,
+)
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError, RoundInfo
 from fedgmm.methods.centroids import start_sample
 from fedgmm.methods.gmm import FARTHEST, Assignment, FederatedGMM, gaussian_of, moments_in
@@ -55,6 +63,7 @@ class RemoteTraining:
         job: the training run.
         members: of the federation.
         folder: of the server; ``None`` keeps no progress.
+        record: of the start, for a server that dies before the first checkpoint.
         poll: seconds between two looks at the connected nodes.
         title: put before every line about the run.
         notes: for the report.
@@ -70,8 +79,11 @@ class RemoteTraining:
         folder: ServerFolder | None,
         poll: float,
         title: str = "",
+        *,
+        record: StartRecord,
     ) -> None:
         self.job, self.members, self.folder, self.poll = job, members, folder, poll
+        self.record = record
         self.title = title
         self.masks = members.masks
         self.notes: list[str] = []
@@ -119,6 +131,14 @@ class RemoteTraining:
 
     def principal_components(self) -> PCA:
         """Return the first ``pca`` principal components of the inputs, from one exchange of moments."""
+
+        def compute() -> Arrays:
+            return {name: as_array(one) for name, one in asdict(self._asked_components()).items()}
+
+        found = self.recalled("components", compute)
+        return PCA(**{name: as_tensor(one) for name, one in found.items()})
+
+    def _asked_components(self) -> PCA:
         k, columns = self.job.options.pca, self.job.columns
         assert k is not None
         one = FederatedGMM(1, "full")
@@ -146,6 +166,22 @@ class RemoteTraining:
         zero = torch.zeros(columns, dtype=torch.float64)
         count = float(moments.counts[0])
         return fit_pca(FeatureMoments(count, moments.first[0], moments.second[0], zero), k)
+
+    def recalled(self, what: str, compute: Callable[[], Arrays]) -> Arrays:
+        """Return float64 arrays of the start that an earlier attempt left, or compute and keep them."""
+        found = self.record.arrays(self.members.run, what)
+        if found is None:
+            found = compute()
+            self.record.keep_arrays(self.members.run, what, found)
+        return found
+
+    def starting_names(self) -> tuple[str, ...]:
+        """Return the members that the start asks; after a restart, those of the first attempt."""
+        known = self.record.get("names", self.members.run)
+        if known is None:
+            known = list(self.members.names)
+            self.record.keep("names", self.members.run, value=known)
+        return tuple(known)
 
     def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
         """Start a phase; a density needs two exchanges with the sites."""
@@ -329,6 +365,7 @@ class RemoteTraining:
 
     def score(self, method: AnyMethod, shared: Any, personal: Any) -> float:
         """Return the validation log-likelihood of labels as the mean over sites, or of inputs."""
+        self.loop.save()  # a restarted server must score the same model
         sums = self.scores()
         if self.job.options.algorithm == DENSITY:
             return sums["inputs"] / sums["rows"]
@@ -356,15 +393,20 @@ class RemoteTraining:
         what: str,
         request: Callable[[str], Message],
         note: Callable[[Member, Message], None],
+        only: tuple[str, ...] | None = None,
     ) -> None:
-        """Run an exchange with all sites.
+        """Run an exchange with all sites, or with those in ``only`` that are members.
 
         Raises:
             DivergedError: all sites are here, and training diverged at some of them.
         """
         late = bool(self.loop.history)
+
+        def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
+            return names if only is None else tuple(name for name in names if name in only)
+
         failed = Exchange(
-            self.members, what, request, note, lambda n: n, self.poll, may_refuse=late
+            self.members, what, request, note, chosen, self.poll, may_refuse=late
         ).run()
         if failed is not None:
             raise DivergedError(reason=failed)
@@ -455,6 +497,7 @@ class RemoteTraining:
             "notes": self.notes,
             "stopped": self.stopped,
             "start_bytes": self.start_bytes,
+            "medians": self._medians.record(),
         }
         if self.masks is not None:
             federation["masks"] = asdict(self.masks.released)
@@ -464,6 +507,8 @@ class RemoteTraining:
             options={"federation": federation},
         )
         self.folder.save(plain, progress.history)
+        for what in ("names", "steps"):  # the start is over
+            self.record.keep(what, self.members.run, value=None)
 
     def load(self) -> Progress | None:
         """Return the progress in the server's folder, if there is any."""
@@ -480,6 +525,7 @@ class RemoteTraining:
         for name, record in known["members"].items():
             self.members.members[name] = Member.from_record(name, record)
         self.notes, self.stopped = list(known["notes"]), known["stopped"]
+        self._medians = Medians.from_record(known.get("medians", []))
         self.start_bytes = {name: list(own) for name, own in known["start_bytes"].items()}
         self._codes = list(known["clusters"])
         if self.masks is not None:
@@ -566,11 +612,18 @@ class RemoteRows:
         self.columns, self.device = training.job.features, torch.device("cpu")
         self._training = training
         self._centroids: dict[str, Centroids] = {}
+        self._names = training.starting_names()
 
     def overall(self) -> Gaussians:
         """Return one diagonal Gaussian over all rows, after the first exchange."""
+        found = self._training.recalled("overall", self._asked_overall)
+        self._known = Centroids(found["points"], found["counts"])
+        mean, variances = (torch.from_numpy(found[name]) for name in ("mean", "variances"))
+        return Gaussians(mean, variances, torch.ones_like(mean), "diag")
+
+    def _asked_overall(self) -> Arrays:
         training, job = self._training, self._training.job
-        names, seed = training.members.names, job.options.seed
+        names, seed = self._names, job.options.seed
         clusters, _ = job.options.sizes
         chosen, most = start_sample(client_keys(names), clusters, seed)
         asked = {names[code] for code in chosen.tolist()}
@@ -593,20 +646,22 @@ class RemoteRows:
             self._centroids[member.name] = replace(centroids, counts=weight * centroids.counts)
             total.add(member.name, sums, rows, weight)
 
-        training.exchange("start", request, note)
+        training.exchange("start", request, note, names)
         whole = gaussian_of(total.result(), torch.zeros(1, self.columns).double())
         training.report("start", total)
         for name in total.bounded:  # its rows are elsewhere, and so are its centroids
             del self._centroids[name]
-        return whole
+        sent = [self._centroids[name] for name in sorted(self._centroids)]
+        return {
+            "mean": as_array(whole.means),
+            "variances": as_array(whole.covariances),
+            "points": np.concatenate([own.points for own in sent]),
+            "counts": np.concatenate([own.counts for own in sent]),
+        }
 
     def centroids(self, clusters: int, seed: int) -> Centroids:
         """Return all sites' centroids, which came with the first exchange."""
-        found = [self._centroids[name] for name in sorted(self._centroids)]
-        return Centroids(
-            np.concatenate([own.points for own in found]),
-            np.concatenate([own.counts for own in found]),
-        )
+        return self._known
 
     def assigned(
         self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
@@ -616,7 +671,7 @@ class RemoteRows:
         training = self._training
         declaration = method.declare_sums(self.columns)
         total, weights = training.cohort(declaration), training.weights()
-        arrays = {"means": as_array(current.means)}
+        arrays = training.recalled("means", lambda: {"means": as_array(current.means)})
 
         def note(member: Member, reply: Message) -> None:
             rows = declared_rows(member, reply)
@@ -625,7 +680,9 @@ class RemoteRows:
             member.rows = rows
             total.add(member.name, sums, rows, weights(member))
 
-        training.exchange("start", lambda _: training.message("assigned", arrays, {}), note)
+        training.exchange(
+            "start", lambda _: training.message("assigned", arrays, {}), note, self._names
+        )
         found = total.result()
         training.report("start", total)
         return found
@@ -640,11 +697,8 @@ class MaskedRows(RemoteRows):
 
     def overall(self) -> Gaussians:
         """Return one diagonal Gaussian over all rows, after the first exchange."""
-        training = self._training
         declaration = FederatedGMM(1, "full").declare_sums(self.columns)
-        sums = training.masked_sums(
-            "start", lambda _: training.message("start", {}, {}), declaration
-        )
+        sums = self._opened("start", {}, declaration)
         count, mean = sums["gaussians/counts"][0], sums["gaussians/first"][0]
         if not float(count):
             raise DivergedError(reason="no site has rows")
@@ -659,11 +713,14 @@ class MaskedRows(RemoteRows):
         training = self._training
         projection, back = leading_directions(self._covariance.numpy())
         k = projection.shape[1]
-        arrays = {"mean": as_array(self._mean), "projection": np.ascontiguousarray(projection)}
-        declaration = {"cells": row_counts(grid_size(k))}
-        sums = training.masked_sums(
-            "start", lambda _: training.message("cells", arrays, {}), declaration
-        )
+        made = {
+            "mean": as_array(self._mean),
+            "projection": np.ascontiguousarray(projection),
+            "back": np.ascontiguousarray(back),
+        }
+        arrays = training.recalled("grid", lambda: made)
+        back = arrays.pop("back")
+        sums = self._opened("cells", arrays, {"cells": row_counts(grid_size(k))})
         counts = sums["cells"].numpy()
         here = counts >= 0.5
         points = self._mean.numpy() + grid_points(k)[here] @ back.T
@@ -674,11 +731,19 @@ class MaskedRows(RemoteRows):
     ) -> Sums:
         """Return sums over the sites' rows, each of which belongs to its nearest mean."""
         assert assignment == "nearest"
-        training, arrays = self._training, {"means": as_array(current.means)}
-        declaration = method.declare_sums(self.columns)
-        return training.masked_sums(
-            "start", lambda _: training.message("assigned", arrays, {}), declaration
-        )
+        arrays = self._training.recalled("means", lambda: {"means": as_array(current.means)})
+        return self._opened("assigned", arrays, method.declare_sums(self.columns))
+
+    def _opened(self, kind: str, arrays: Arrays, declaration: Declaration) -> Sums:
+        """Return the total of a request's sums, which is opened once."""
+        training = self._training
+
+        def ask() -> Arrays:
+            request = training.message(kind, arrays, {})
+            sums = training.masked_sums("start", lambda _: request, declaration)
+            return {name: as_array(value) for name, value in sums.items()}
+
+        return Sums({n: as_tensor(one) for n, one in training.recalled(kind, ask).items()})
 
 
 @dataclass(frozen=True)

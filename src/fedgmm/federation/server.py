@@ -2,7 +2,8 @@
 
 A run waits for the sites, agrees on columns, starts, runs the rounds, and hands out the model. It writes
 a checkpoint after every round. A server that is started again continues with the next round, and ends
-as if it had not stopped.
+as if it had not stopped. Before the first checkpoint it repeats the requests of the earlier attempt from
+its record (:class:`fedgmm.federation.server_folder.StartRecord`), because sites refuse any others.
 
 ==============  ================================================================================
 request         reply, beside the site's name and, after ``hello``, its number of training rows
@@ -38,12 +39,16 @@ With secure aggregation ``hello`` asks for the name only, and replies of ``covar
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,12 +66,13 @@ from fedgmm.federation.job import (
     shared_model,
 )
 from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
-from fedgmm.federation.members import REPEAT_AFTER, Members, Notify
+from fedgmm.federation.members import REPEAT_AFTER, Member, Members, Notify
 from fedgmm.federation.messages import PROTOCOL, Failure, Message, Transport
 from fedgmm.federation.remote import RemoteTraining, numbers_of
 from fedgmm.federation.server_folder import (
     Outcome,
     ServerFolder,
+    StartRecord,
     check_home,
     checked_metrics,
 )
@@ -204,16 +210,21 @@ class _Server:
         self._finish(training)
 
     def _begin(self) -> RemoteTraining:
-        self.members.run = secrets.token_hex(8)
+        record, asked = self.folder.start, _digest_of(self.settings)
+        if record.get("settings") != asked:
+            if record.get("run"):
+                self.notify("the settings changed before the first round; starting a new run")
+            record.restart({"settings": asked, "run": secrets.token_hex(8)})
+        self.members.run = str(record.get("run"))
         if self.settings.is_masked and self.settings.clients < FEW_SITES:
             self.notify(
                 f"With {self.settings.clients} clients a sum may show much about each; secure aggregation "
                 f"protects better from {FEW_SITES} clients on."
             )
-        job, notes = prepare(self.members)
+        job, notes = prepare(self.members, record)
         self.folder.begin(self.settings, job)
         try:
-            training = RemoteTraining(job, self.members, self.folder, _POLL)
+            training = RemoteTraining(job, self.members, self.folder, _POLL, record=record)
         except ValueError as error:  # options that do not suit the learner
             raise FederationError(str(error)) from None
         training.notes = notes
@@ -242,7 +253,7 @@ class _Server:
         done = int(stored.facts["round"])
         rounds = max(self.settings.config.options().rounds, done)
         job = replace(job, options=replace(job.options, rounds=rounds))
-        training = RemoteTraining(job, self.members, self.folder, _POLL)
+        training = RemoteTraining(job, self.members, self.folder, _POLL, record=self.folder.start)
         training.restore(known)
         return training
 
@@ -373,8 +384,18 @@ def _check_options(settings: FederationSettings) -> None:
         raise FederationError(str(error)) from None
 
 
-def prepare(members: Members) -> tuple[Job, list[str]]:
+def _digest_of(settings: FederationSettings) -> str:
+    """Return a hash of the settings that decide requests before the first round."""
+    config = settings.config
+    values: list[Any] = [settings.plan(), config.options().record(), config.open_choices()]
+    values += [table_record(config.table), settings.precision, settings.min_rows]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def prepare(members: Members, record: StartRecord) -> tuple[Job, list[str]]:
     """Wait for the sites, agree on the preprocessing, and choose what the settings leave open.
+
+    A server that died after the agreement takes it from the record.
 
     Returns:
         The training run, and notes for the report.
@@ -382,11 +403,81 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
     Raises:
         FederationError: too few sites came, or their tables do not fit together.
     """
-    settings, table = members.settings, members.settings.config.table
+    settings = members.settings
     _check_options(settings)
-    wait_for(members, settings.clients)
-    if members.masks is not None:
-        return _prepare_masked(members)
+    agreed = record.get("agreement")
+    if agreed is None:
+        wait_for(members, settings.clients)
+        agreement = _agree_masked(members) if members.masks is not None else _agree(members)
+        agreed = agreement.record(members)
+        record.keep("agreement", value=agreed)
+    else:
+        for name, rows in agreed["members"].items():
+            members.members[name] = Member(name, rows=rows)
+        members.notify("resuming before the first round")
+        members.reunite(_POLL)
+    return _settled(members, _Agreement.from_record(agreed), record)
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """Agreement of all sites, from their tables.
+
+    Attributes:
+        preprocessing: of all tables.
+        notes: for the report.
+        rows: training rows of all sites.
+        noise: of the labels, for the choice of sizes.
+        vectors: names of the columns of vectors that all sites have.
+    """
+
+    preprocessing: Preprocessing
+    notes: list[str]
+    rows: int
+    noise: float
+    vectors: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        preprocessing: Preprocessing,
+        notes: list[str],
+        tables: Sequence[ClientSummary],
+        share: float,
+    ) -> _Agreement:
+        """Return the agreement of some summaries, of which a share of the rows trains."""
+        labels = sum((Counter(summary.labels) for summary in tables), Counter[str]())
+        rows = training_rows([summary.rows for summary in tables], share)
+        vectors = set.intersection(*(set(summary.vectors.items()) for summary in tables))
+        names = sorted(name for name, _ in vectors)
+        return cls(preprocessing, notes, rows, label_noise([*labels.values()]), names)
+
+    def record(self, members: Members) -> dict[str, Any]:
+        """Return plain values, with the members that agreed and their training rows."""
+        return {
+            "preprocessing": self.preprocessing.record(),
+            "notes": self.notes,
+            "rows": self.rows,
+            "noise": self.noise,
+            "vectors": self.vectors,
+            "members": {name: members.members[name].rows for name in members.names},
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> _Agreement:
+        """Return the agreement of a record."""
+        return cls(
+            Preprocessing.from_record(record["preprocessing"]),
+            list(record["notes"]),
+            int(record["rows"]),
+            float(record["noise"]),
+            list(record["vectors"]),
+        )
+
+
+def _agree(members: Members) -> _Agreement:
+    """Agree on the preprocessing from the summaries of the sites."""
+    settings, table = members.settings, members.settings.config.table
     while True:
         summaries = {
             name: member.summary
@@ -407,38 +498,34 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
     notes = [*bounds, *notes]
     for name, summary in summaries.items():
         members.members[name].rows = training_rows([summary.rows], table.split[0])
-    return _settled(members, preprocessing, notes, [*settled.values()])
+    return _Agreement.of(preprocessing, notes, [*settled.values()], table.split[0])
 
 
-def _settled(
-    members: Members, preprocessing: Preprocessing, notes: list[str], tables: list[ClientSummary]
-) -> tuple[Job, list[str]]:
-    """Return the training run with a preprocessing, and notes."""
+def _settled(members: Members, agreement: _Agreement, record: StartRecord) -> tuple[Job, list[str]]:
+    """Return the training run after an agreement, and notes."""
     settings, table = members.settings, members.settings.config.table
-    rows = training_rows([summary.rows for summary in tables], table.split[0])
+    preprocessing, notes = agreement.preprocessing, agreement.notes
     width = len(preprocessing.feature_names)
     options = settings.config.options()
     if "pca" not in settings.config.training and has_gaussians(options):
-        common = set.intersection(*(set(summary.vectors.items()) for summary in tables))
-        options = replace(options, pca=usual_pca(common, rows, width))
+        options = replace(options, pca=usual_pca(agreement.vectors, agreement.rows, width))
     job = Job(options, table, preprocessing, settings.precision, settings.min_rows)
     columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
     line = f"agreed on {columns} {width}"
     if table.label is not None:
         line += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
     members.notify(line)
-    labels = sum((Counter(summary.labels) for summary in tables), Counter[str]())
-    noise = label_noise([*labels.values()])
     if options.pca is not None:
-        job = replace(job, projection=_principal_components(members, job, rows))
-    options, more = _chosen_options(members, job, rows, width, noise)
+        projection = _principal_components(members, job, agreement.rows, record)
+        job = replace(job, projection=projection)
+    options, more = _chosen_options(members, job, agreement, width, record)
     notes = [*notes, *more]
     for note in notes:
         members.notify(note)
     return replace(job, options=options), notes
 
 
-def _principal_components(members: Members, job: Job, rows: int) -> PCA:
+def _principal_components(members: Members, job: Job, rows: int, record: StartRecord) -> PCA:
     """Return the principal components that the Gaussians see, from sums over the sites."""
     most = min(rows, job.columns)
     if job.options.pca is not None and job.options.pca > most:
@@ -447,7 +534,7 @@ def _principal_components(members: Members, job: Job, rows: int) -> PCA:
             f"{counted(job.columns, 'column')} can have; use at most {most}."
         )
     try:
-        found = RemoteTraining(job, members, None, _POLL).principal_components()
+        found = RemoteTraining(job, members, None, _POLL, record=record).principal_components()
     except (DivergedError, ValueError) as error:
         raise FederationError(f"The principal components failed: {error}") from None
     members.notify(
@@ -457,7 +544,7 @@ def _principal_components(members: Members, job: Job, rows: int) -> PCA:
     return found
 
 
-def _prepare_masked(members: Members) -> tuple[Job, list[str]]:
+def _agree_masked(members: Members) -> _Agreement:
     """Agree on the preprocessing from the total of masked sums over declared columns."""
     settings, table = members.settings, members.settings.config.table
     assert settings.privacy is not None
@@ -490,7 +577,7 @@ def _prepare_masked(members: Members) -> tuple[Job, list[str]]:
     # a site may lack a column, which the total does not show
     columns = tuple(replace(one, optional=bool(one.outputs)) for one in preprocessing.columns)
     preprocessing = replace(preprocessing, columns=columns, ids=table.id)
-    return _settled(members, preprocessing, notes, [summary])
+    return _Agreement.of(preprocessing, notes, [summary], table.split[0])
 
 
 def wait_for(members: Members, wanted: int) -> None:
@@ -546,7 +633,7 @@ def training_rows(rows: Iterable[int], share: float) -> int:
 
 
 def _chosen_options(
-    members: Members, job: Job, rows: int, width: int, noise: float
+    members: Members, job: Job, agreement: _Agreement, width: int, record: StartRecord
 ) -> tuple[TrainingOptions, list[str]]:
     """Return options with everything that was left open, and notes about the choice."""
     config, options = members.settings.config, job.options
@@ -560,16 +647,16 @@ def _chosen_options(
         )
 
     def score(trial: TrainingOptions, evidence: Evidence) -> float:
-        return _trial_score(members, replace(job, options=trial), evidence)
+        return _trial_score(members, replace(job, options=trial), evidence, record)
 
     try:
         chosen, found = choose_sizes(
             options,
             [name for name in config.open_choices() if name != "refit"],  # rows stay at the sites
-            rows=rows,
+            rows=agreement.rows,
             columns=width,
             score=score,
-            noise=noise,
+            noise=agreement.noise,
             notify=members.notify,
         )
     except ValueError as error:
@@ -582,17 +669,28 @@ def _chosen_options(
     return chosen, notes
 
 
-def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
-    """Train with the sites under another run id, and return the mean validation log-likelihood."""
-    run, members.run = members.run, secrets.token_hex(8)
-    training = RemoteTraining(job, members, None, _POLL, title="trial: ")
+def _trial_score(members: Members, job: Job, evidence: Evidence, record: StartRecord) -> float:
+    """Train with the sites under another run id, and return the mean validation log-likelihood.
+
+    The id follows from the trial, so that a restarted server repeats the requests of an unfinished trial;
+    the score of a finished one is in the record.
+    """
+    made = json.dumps([members.run, evidence, job.options.record()], sort_keys=True)
+    trial = hashlib.sha256(made.encode()).hexdigest()[:16]
+    known = record.get("trials", trial)
+    if known is not None:
+        return float(known)
+    run, members.run = members.run, trial
+    training = RemoteTraining(job, members, None, _POLL, title="trial: ", record=record)
     try:
         training.train()
-        if training.stopped:
-            return -np.inf
-        sums = training.scores()
+        sums = None if training.stopped else training.scores()
     except DivergedError:
-        return -np.inf
+        sums = None
     finally:
         members.run = run
-    return sums[evidence] / sums["rows"]
+    score = -math.inf if sums is None else sums[evidence] / sums["rows"]
+    record.keep("trials", trial, value=score)
+    for what in ("names", "steps"):
+        record.keep(what, trial, value=None)
+    return score

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tomli_w
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -16,7 +18,7 @@ from fedgmm.federation.job import SHARED_METRICS, Job
 from fedgmm.federation.members import MOST_ROWS
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.wire import Arrays
-from fedgmm.files import write_atomically
+from fedgmm.files import private_folder, write_atomically
 from fedgmm.methods.base import TITLES
 from fedgmm.model.metrics import Evaluation
 from fedgmm.model.model import FederatedModel
@@ -36,6 +38,7 @@ from fedgmm.training.checkpoint import (
 )
 
 _LEFTOVERS = {".lock", "config.toml.part"}
+_START = "federation-start.json"
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,89 @@ class Outcome:
     facts: Mapping[str, Any]
 
 
+Arrays64 = dict[str, NDArray[np.float64]]
+
+
+class StartRecord:
+    """Requests and totals before the first checkpoint, so that a restarted server asks the same.
+
+    Sites repeat a reply only to an unchanged request. So everything that decides a request is on the disk
+    before the request leaves. The totals of the start are deleted with the first checkpoint.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, Any] | None = None
+
+    def _values(self) -> dict[str, Any]:
+        if self._known is None:
+            self._known = {}
+            if self._path.is_file():
+                try:
+                    self._known = dict(json.loads(self._path.read_text()))
+                except (ValueError, TypeError):
+                    raise FederationError(
+                        f"{self._path} is damaged; choose another folder to start again."
+                    ) from None
+        return self._known
+
+    def get(self, *path: str) -> Any:
+        """Return a value by its keys; ``None`` if it is missing."""
+        found: Any = self._values()
+        for key in path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+    def keep(self, *path: str, value: Any) -> None:
+        """Write a value under its keys; ``None`` deletes it."""
+        place = self._values()
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        if value is None:
+            if path[-1] not in place:
+                return
+            del place[path[-1]]
+        else:
+            place[path[-1]] = value
+        private_folder(self._path.parent)
+        write_atomically(self._path, json.dumps(self._values()).encode())
+
+    def restart(self, value: Mapping[str, Any]) -> None:
+        """Replace everything."""
+        self._known = {}
+        for key, one in value.items():
+            self.keep(key, value=one)
+
+    def forget(self) -> None:
+        """Delete the file."""
+        self._known = {}
+        self._path.unlink(missing_ok=True)
+
+    def arrays(self, run: str, what: str) -> Arrays64 | None:
+        """Return the arrays of a step of the start."""
+        found = self.get("steps", run, what)
+        if found is None:
+            return None
+        return {
+            name: np.array(values, dtype=np.float64).reshape(shape)
+            for name, (shape, values) in found.items()
+        }
+
+    def keep_arrays(self, run: str, what: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
+        """Write the arrays of a step of the start; JSON keeps every bit of float64."""
+        record = {name: (one.shape, one.ravel().tolist()) for name, one in arrays.items()}
+        self.keep("steps", run, what, value=record)
+
+
 class ServerFolder:
     """The server's run folder."""
 
     def __init__(self, home: Path) -> None:
         self.run = RunFolder(home)
+        self.start = StartRecord(home / _START)
 
     # ------------------------------------------------------------------ during the run
 
@@ -122,6 +203,7 @@ class ServerFolder:
             facts=outcome.facts,
         )
         self._write_report(outcome)
+        self.start.forget()
 
     def _write_report(self, outcome: Outcome) -> None:
         model, job, figures, clients = outcome.model, outcome.job, outcome.metrics, outcome.clients
@@ -194,6 +276,8 @@ def check_home(folder: RunFolder) -> None:
     if folder.is_run or not folder.home.is_dir():
         return
     here = {child.name for child in folder.home.iterdir()} - _LEFTOVERS
+    if _START in here:
+        return
     if any(not name.startswith((".", "flower", "federation")) for name in here):
         raise FederationError(
             f"{folder.home} is not empty and does not hold a federation; choose another folder."

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -178,6 +178,19 @@ class Medians:
 
     last: dict[Size, float] = field(default_factory=dict)
     largest: dict[Size, float] = field(default_factory=dict)
+
+    def record(self) -> list[list[str | int | float]]:
+        """Return plain values, for a checkpoint."""
+        return [[*size, value, self.largest[size]] for size, value in self.last.items()]
+
+    @classmethod
+    def from_record(cls, record: Iterable[Sequence[Any]]) -> Medians:
+        """Return the medians of a checkpoint."""
+        found = cls()
+        for *size, last, largest in record:
+            key = Size(*size)
+            found.last[key], found.largest[key] = float(last), float(largest)
+        return found
 
 
 class _Site(NamedTuple):
