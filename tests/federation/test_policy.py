@@ -310,6 +310,11 @@ def test_the_owners_limits_beat_the_server(tmp_path, honest, limits, word):
         agreed(tmp_path, honest, limits)
 
 
+def test_a_limit_of_epsilon_alone_allows_no_large_delta(tmp_path, honest):
+    with pytest.raises(LimitError, match="max-delta"):
+        agreed(tmp_path, honest, Limits(epsilon=8), delta=0.9)
+
+
 def test_the_limit_counts_earlier_runs(tmp_path, honest):
     limits = Limits(epsilon=2.5)
     policy = agreed(tmp_path / "oslo", honest, limits)

@@ -388,7 +388,11 @@ def test_fewer_sites_than_the_owner_wants_are_refused():
 
 
 def test_sizes_of_sparse_graphs():
-    assert graph_sizes(1000) == (74, 45)
+    k, t = graph_sizes(1000)
+    assert (k, t) == (162, 118)
+    # 20 % of 1000 sites collude: too few among the holders of any site for two sets of survivors
+    draws = np.random.default_rng(0).hypergeometric(200, 799, k, size=100_000)
+    assert draws.max() < 2 * t - (k + 1)
     assert graph_sizes(100) == (99, 67)
     assert fewest_survivors(6) == 4
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from fedgmm import FederatedDataset, Privacy, load, train
 from fedgmm.data.synthetic import synthetic
 from fedgmm.privacy.accounting import compose, epsilon_of
 from fedgmm.privacy.settings import PrivacyError
-from fedgmm.training.private import account_file
+from fedgmm.training.private import Account, account_file
 
 LOOSE = Privacy(epsilon=200.0, delta=1e-5, bounds=(-6, 6), rounds=3)
 
@@ -50,6 +51,37 @@ def test_the_budget_is_spent_and_reported(model, tmp_path):
     assert "200 of 200" in repr(model)
     model.save(tmp_path / "model")
     assert load(tmp_path / "model").privacy == json.loads(json.dumps(model.privacy))
+
+
+def test_a_public_model_holds_nothing_that_rows_decide_without_noise(federation, model, tmp_path):
+    own = replace(model)
+    own.learn_labels()
+    own.calibrate()
+    own.public().save(tmp_path / "public")
+    [file] = (tmp_path / "public").glob("*.safetensors")
+    found = load_file(file)
+    shared = {"weights", "gaussians", "learners", "scaling", "client_weights"}
+    assert {name.split("/")[0] for name in found} == shared
+    assert found["client_weights"].size == 0
+    facts = json.loads((tmp_path / "public" / "model.json").read_text())
+    assert facts["names"] == []
+    assert set(facts["history"][0]) == {"round", "log_likelihood", "epsilon"}
+    rows = federation.dataset.test.inputs[:5].numpy()
+    shown = load(tmp_path / "public")
+    np.testing.assert_array_equal(shown.predict_proba(rows), model.predict_proba(rows))
+    with pytest.raises(ValueError, match="client"):
+        shown.predict_proba(rows, client=model.names[0])
+
+
+def test_an_account_survives_a_line_that_was_cut_off(tmp_path):
+    account = Account(LOOSE, tmp_path / "account")
+    mu = account.charge("columns", 0.5)
+    with account.path.open("a") as file:
+        file.write('{"release": "cova')
+    account = Account(LOOSE, tmp_path / "account")
+    assert account.mus == [mu]
+    account.charge("covariance", 0.5)
+    assert len(Account(LOOSE, tmp_path / "account").mus) == 2
 
 
 @pytest.mark.parametrize("algorithm", ["fedem", "fedavg", "gmm"])

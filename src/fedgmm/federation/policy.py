@@ -40,6 +40,9 @@ _MOST_STARTS = 3  # runs that end before their first round, such as when a serve
 _MOST_TRIALS = 16
 _MOST_HELLOS = 3  # summaries: the first, and more columns as categories
 _SMALLEST_TRAINING_SHARE = 1 / 3
+_LARGEST_DELTA = (
+    1e-5  # of a site with --max-epsilon alone: with a large delta, epsilon means nothing
+)
 _PHASES = {"warmup": 0, "main": 1}
 _FREE = ("components", "learners", "ridge", "rounds", "patience", "covariance_type", "device")
 """Options in which the trials of automatic sizes may differ from the run."""
@@ -60,7 +63,8 @@ class Limits:
     Attributes:
         rounds: rounds of a run; ``None`` allows those of the server's first plan.
         epsilon: ``ε`` of all runs together; ``None`` allows the server's first plan.
-        delta: ``δ`` of a run, and the one at which ``epsilon`` counts; ``None`` means the plan's.
+        delta: ``δ`` of a run, and the one at which ``epsilon`` counts; ``None`` means the plan's, at
+            most 1e-5 if ``epsilon`` is set.
     """
 
     rounds: int | None = None
@@ -307,9 +311,12 @@ class Policy:
                     "--max-epsilon or --max-delta, so it sends noisy sums only."
                 )
             return
+        largest = limits.delta
+        if largest is None and limits.epsilon is not None:
+            largest = _LARGEST_DELTA
         for name, value, most in (
             ("epsilon", privacy.epsilon, limits.epsilon),
-            ("delta", privacy.delta, limits.delta),
+            ("delta", privacy.delta, largest),
         ):
             if most is not None and value > most:
                 raise LimitError(

@@ -228,7 +228,8 @@ class SiteSettings:
         forget: forget the plan that the site agreed to earlier, and agree to a new one.
         key: the site's private key; the witness of its ledger lies beside it.
         max_epsilon: limit of ``ε`` for all runs together; such a site refuses runs without noise.
-        max_delta: largest ``δ`` of a run, and the one at which ``max_epsilon`` counts.
+        max_delta: largest ``δ`` of a run, and the one at which ``max_epsilon`` counts; 1e-5 if only
+            ``max_epsilon`` is given.
         peers: folder with the public keys of the other sites. With secure aggregation, the server cannot
             invent sites then.
         min_sites: fewest sites in a sum; a larger number also refuses runs without masks.

@@ -815,8 +815,43 @@ class FederatedModel:
 
     # ------------------------------------------------------------------ files and helpers
 
+    def public(self) -> FederatedModel:
+        """Return the model without anything of single clients or rows, for those who may see no more.
+
+        It lacks the clients' names, weights and label frequencies, the scores of held-out rows, and the
+        data; it predicts with the federation's weights. If the model was trained with ``privacy``, all
+        that is left is covered by ``ε``.
+
+        Raises:
+            ValueError: every client has a learner of its own, and none is shared.
+        """
+        own = replace(self.prediction, labels=None)
+        if own.client_weights is not None:
+            own = replace(own, client_weights=own.client_weights[:0])
+        elif own.default_learner is None or own.assignment is None:
+            raise ValueError(f"{self.algorithm} has learners of single clients only.")
+        else:
+            first = own.default_learner
+            learners = {name: value[first : first + 1] for name, value in own.learners.items()}
+            none = own.assignment[:0]
+            own = replace(own, learners=learners, assignment=none, default_learner=0)
+        kept = ("round", "log_likelihood", "epsilon")
+        return replace(
+            self,
+            prediction=own,
+            names=[],
+            history=[{k: v for k, v in entry.items() if k in kept} for entry in self.history],
+            calibration={},
+            dataset=None,
+            interval_scores=None,
+        )
+
     def save(self, folder: str | Path) -> Path:
-        """Write the model into a folder (safetensors and JSON); see :func:`fedgmm.load`."""
+        """Write the model into a folder (safetensors and JSON); see :func:`fedgmm.load`.
+
+        The folder holds the weights of all clients, and scores of held-out rows if they were computed;
+        ``model.public().save(folder)`` leaves them out.
+        """
         from fedgmm.model.saving import save
 
         return save(self, folder)

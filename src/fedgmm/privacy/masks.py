@@ -101,9 +101,10 @@ class TooFewSitesError(MaskError):
 def graph_sizes(sites: int) -> tuple[int, int]:
     """Return the number of neighbours of a site, and how many holders open its secrets.
 
-    A site and its neighbours hold the shares of its secrets. With a complete graph a third of the sites may
-    drop. In a sparse graph, with 20 % colluding sites, no site has as many colluding neighbours as the
-    threshold, except with probability ``2^-40``; with 10 % dropped sites the threshold is reached,
+    A site and its ``k`` neighbours hold the shares of its secrets. With a complete graph a third of the
+    sites may drop. A server that names two sets of survivors needs ``t`` holders for each, so
+    ``2t - (k + 1)`` of them must collude with it. In a sparse graph, with 20 % colluding sites, no site has
+    so many of them, except with probability ``2^-40``; with 10 % dropped sites the threshold is reached,
     except with probability ``2^-30``.
     """
     if sites <= LARGEST_COMPLETE:
@@ -113,11 +114,11 @@ def graph_sizes(sites: int) -> tuple[int, int]:
     colluding, others = math.ceil(_COLLUDING * sites), sites - 1
     staying = others - math.ceil(_DROPPING * sites)
     for k in range(2, others, 2):
-        least = np.arange(1, k + 1)
-        known = sites * hypergeom.sf(least - 1, others, colluding, k)
-        threshold = int(np.argmax(known <= 2.0**-_SECURITY_BITS)) + 1
-        if known[threshold - 1] > 2.0**-_SECURITY_BITS:
+        thresholds = np.arange(k // 2 + 1, k + 1)
+        both = sites * hypergeom.sf(2 * thresholds - (k + 1) - 1, others, colluding, k)
+        if both[-1] > 2.0**-_SECURITY_BITS:
             continue
+        threshold = int(thresholds[np.argmax(both <= 2.0**-_SECURITY_BITS)])
         if sites * hypergeom.cdf(threshold - 1, others, staying, k) <= 2.0**-_FAILURE_BITS:
             return k, threshold
     return sites - 1, fewest_survivors(sites)

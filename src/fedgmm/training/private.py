@@ -19,6 +19,7 @@ from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params
 from fedgmm.core.sums import Sums
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.files import write_atomically
 from fedgmm.methods.base import DENSITY, RoundInfo
 from fedgmm.privacy.accounting import compose, epsilon_of, mu_of
 from fedgmm.privacy.forecast import forecast
@@ -141,8 +142,11 @@ class Account:
         self.budget = mu_of(privacy.epsilon, privacy.delta)
         self.mus: list[float] = []
         if path is not None and path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            self.mus = [float(json.loads(line)["mu"]) for line in lines]
+            # a line without its end was being written when the process was killed, before its release
+            complete, _, rest = path.read_bytes().rpartition(b"\n")
+            if rest:
+                write_atomically(path, complete + b"\n" if complete else b"")
+            self.mus = [float(json.loads(line)["mu"]) for line in complete.splitlines()]
 
     def include(self, spent: Tensor) -> None:
         """Count the releases of a checkpoint whose file of the account was lost."""
