@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -200,6 +201,28 @@ def test_a_server_that_dies_in_a_score_asks_for_the_same_score(files, tmp_path):
             federate(files, tmp_path, sites=sites, **options, round_timeout=0.1)
     federate(files, tmp_path, **options)
     assert [entry["round"] for entry in history(tmp_path)] == [1.0, 2.0, 3.0]
+
+
+def test_a_server_that_dies_in_short_runs_repeats_them(files, tmp_path, monkeypatch):
+    """A short run has no checkpoint, so it is repeated from its first round, under its own id."""
+
+    def two_trials(options, choices, *, score, **_):
+        fixed = replace(options, components=2, learners=2, rounds=2)
+        scores = [score(replace(fixed, components=m), "labels") for m in (1, 2)]
+        assert all(np.isfinite(scores))
+        return fixed, None
+
+    monkeypatch.setattr("fedgmm.federation.server.choose_sizes", two_trials)
+    options = {"rounds": 2, "components": "auto", "learners": "auto", "dtype": "float64"}
+    federate(files, tmp_path / "whole", **options)
+    home = tmp_path / "died"
+    for _ in range(3):
+        sites = InMemorySites(files, home)
+        sites.after_ask = dies_with("score")
+        with pytest.raises(Killed):
+            federate(files, home, sites=sites, **options)
+    federate(files, home, **options)
+    assert_same_end(home, tmp_path / "whole")
 
 
 @pytest.mark.slow

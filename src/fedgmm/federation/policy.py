@@ -242,6 +242,8 @@ class Policy:
             raise RefusedRequestError(f"round {number} is beyond the last of the run.")
         if asked.get(kind, [None])[-1] == digest:
             return
+        if kind in ("round", "score") and self._planned("trials"):
+            self._in_short_run(request, state, phase, digest)
         if kind in ("start", "cells", "assigned", "finish"):
             if kind in asked:
                 raise RefusedRequestError(
@@ -254,6 +256,29 @@ class Policy:
                 f"the server asked about round {number} again, with other numbers."
             )
         asked[kind] = [phase, number, digest]
+
+    def _in_short_run(
+        self, request: Message, state: dict[str, Any], phase: int, digest: str
+    ) -> None:
+        """Let a restarted server repeat a short run from its first round, with the same requests.
+
+        The site's own state is then the same as before, unless the server leaves rounds out.
+        """
+        kind, number = request.kind, request.facts["round"]
+        seen = state.setdefault("seen", {}).setdefault(kind, {})
+        asked, place = state["asked"], f"{phase} {number}"
+        if place not in seen:
+            if any([phase, number] < [*map(int, one.split())] for one in seen):
+                raise RefusedRequestError(f"the server asked about round {number} too late.")
+            seen[place] = digest
+            return
+        since, now = request.facts.get("since", 0), asked.get("round", [0, 0])[1]
+        in_order = number == now if kind == "score" else number >= now
+        if seen[place] != digest or (since and (since > now or not in_order)):
+            raise RefusedRequestError(
+                f"the server asked about round {number} again, with other numbers."
+            )
+        asked.pop(kind)
 
     # ------------------------------------------------------------------ privacy
 
