@@ -9,11 +9,13 @@ from safetensors.numpy import load_file
 from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.federation.declared import DeclaredColumns
+from fedgmm.federation.masking import purpose_of
 from fedgmm.federation.members import Members
-from fedgmm.federation.messages import Message
+from fedgmm.federation.messages import PROTOCOL, Message
 from fedgmm.federation.policy import Policy
 from fedgmm.federation.server import FederationError, _Server, check_start
-from fedgmm.federation.site import SiteError
+from fedgmm.federation.settings import SiteSettings
+from fedgmm.federation.site import Site, SiteError
 from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.privacy.masks import MaskError, is_committed
 from fedgmm.privacy.settings import Privacy, PrivacyError
@@ -253,6 +255,22 @@ def test_a_server_that_lost_its_memory_opens_no_sum_without_one_site(six_files, 
     sites.before_ask = lose
     masked(six_files, tmp_path, sites=sites, rounds=1, min_clients=4, round_timeout=0.2)
     assert finished[0].loop.history[0]["answered"] == 4
+
+
+def test_a_sum_has_one_name():
+    """A server that names another phase does not get the same sum of other sites."""
+    one, other = (Message("cells", {}, {"phase": p, "round": 0}) for p in ("main", "warmup"))
+    assert purpose_of(one) == purpose_of(other)
+
+
+def test_a_limit_of_epsilon_holds_for_moments(six_files, tmp_path):
+    """Also if the server never asks the site to agree to a summary."""
+    site = Site(SiteSettings((six_files[0],), tmp_path / "site", max_epsilon=1.0))
+    facts = {"protocol": PROTOCOL, "run": "0" * 32, "plan": {"privacy": MASKED.record()}}
+    site.reply(Message("hello", {}, facts))
+    table = {"label": "state", "split": [0.8, 0.1, 0.1]}
+    with pytest.raises(SiteError, match="no differential privacy"):
+        site.reply(Message("moments", {}, {**facts, "table": table}))
 
 
 def test_a_plan_cannot_ask_for_sums_that_differ_by_one_site():

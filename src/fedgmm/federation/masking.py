@@ -162,8 +162,12 @@ class SiteMasks:
 
 
 def purpose_of(request: Message) -> str:
-    """Return the name of the sum that a request is about, which its site opens for one set of sites."""
-    place = [request.kind, *(str(request.facts.get(name, "")) for name in ("phase", "round"))]
+    """Return the name of the sum that a request is about, which its site opens for one set of sites.
+
+    Only rounds and their scores differ between phases: the same sum must not have two names.
+    """
+    names = ("phase", "round") if request.kind in ("round", "score") else ("round",)
+    place = [request.kind, *(str(request.facts.get(name, "")) for name in names)]
     return " ".join(one for one in place if one)
 
 

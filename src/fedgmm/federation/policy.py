@@ -132,6 +132,7 @@ class Policy:
             self._check_run(request)
         elif request.kind == "moments":
             self._pin_table(request)
+            self._check_privacy()
 
     def _check_hello(self, request: Message) -> None:
         self._pin_table(request)
