@@ -105,6 +105,12 @@ def test_starts_of_few_rows_are_refused(hostile):
         hostile._site().reply(few)
 
 
+def test_a_site_outside_the_sample_of_a_large_federation_sends_no_centroids(hostile):
+    without = Message("start", {}, {**hostile.honest["start"].facts, "most_rows": 0})
+    reply = hostile._site().reply(without)
+    assert len(reply.arrays["centroids/points"]) == 0
+
+
 def test_rows_without_a_centroid_are_none_or_enough():
     """All rows without those of the centroids would otherwise be an outlier."""
     assert separable(np.array([20.0, 30.0, 1.0]), 51, 5).tolist() == [False, True, False]

@@ -409,7 +409,7 @@ class Site:
         points, counts = np.empty((0, job.features)), np.empty(0)
         own = self.settings.min_rows
         if own:
-            if most < FEWEST_ROWS_A_CLUSTER * clusters:
+            if 0 < most < FEWEST_ROWS_A_CLUSTER * clusters:  # zero asks for no centroids
                 raise MessageError(
                     "it asks for centroids of so few rows that they could be recognised."
                 )
