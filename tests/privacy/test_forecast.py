@@ -74,7 +74,7 @@ def test_a_hopeless_budget_is_named_with_remedies():
     text = str(found)
     assert text.startswith("4 clients with 7,200 training rows at epsilon=1 per row")
     assert "little use" in text
-    assert "epsilon=5 or 17 clients" in text
+    assert "epsilon=4.9 or 17 clients" in text
     assert forecast_of(17, 1800, "diag").is_fine
     assert forecast_of(4, 1800, "diag", epsilon=5.0).is_fine
     assert "little accuracy is lost" in str(forecast_of(300, 1800, "full"))

@@ -80,27 +80,29 @@ def newton_sums(logits: Tensor, inputs: Tensor, labels: Tensor, weights: Tensor)
     return NewtonSums(gradient.reshape(flat[:2]), hessian.reshape(flat), _gram(x, w), w.sum(0))
 
 
-def newton_step(params: Params, sums: NewtonSums, ridge: float) -> Params:
+def newton_step(params: Params, sums: NewtonSums, ridge: float, bias_ridge: float = 1e-3) -> Params:
     """Return the learners after a damped step, ``β ← β - τ (H + ridge·I)⁻¹ (g + ridge·β)``.
 
     Logistic loss is self-concordant in the logits. With ``δ`` the root mean square change of the
     logits that a full step would make, ``τ = log(1 + δ) / δ`` keeps the step from overshooting where
     the curvature has died away, and tends to one as the steps get small.
 
-    The bias is penalised just enough to keep the system solvable, because a column without spread, or
-    a learner without rows, has no curvature of its own. A learner without rows keeps its parameters.
+    By default the bias is penalised just enough to keep the system solvable, because a column without
+    spread, or a learner without rows, has no curvature of its own. A learner without rows keeps its
+    parameters.
 
     Args:
         params: ``0.weight`` ``(M, K, d)`` and ``0.bias`` ``(M, K)``.
         sums: over the rows of all clients.
         ridge: penalty of the weights.
+        bias_ridge: penalty of the bias, at most that of the weights.
     """
     weight, bias = params["0.weight"].double(), params["0.bias"].double()
     m, k, d = weight.shape
     basis = contrasts(k).to(weight.device)
     beta = (basis.mT @ torch.cat([weight, bias[..., None]], dim=-1)).reshape(m, -1)
     penalty = torch.full((k - 1, d + 1), ridge, dtype=torch.float64, device=weight.device)
-    penalty[:, -1] = min(ridge, 1e-3)
+    penalty[:, -1] = min(ridge, bias_ridge)
     penalty = penalty.reshape(-1).clamp_min(_SMALLEST_RIDGE)
     system = sums.hessian + torch.diag(penalty)
     direction = solve(system, sums.gradient + penalty * beta)

@@ -3,7 +3,7 @@
 The noise of a release is known before any row is read, and so is the size of the sums that it hides. The
 forecast compares them in the last round, which has the most budget, for two sums:
 
-- the gradient of a learner, whose length is about ``0.4 n/M2`` while the learner is still wrong;
+- the gradient of a learner, whose length is about ``0.2 n/M2`` while the learner is still wrong;
 - the second moments of a Gaussian, whose eigenvalues are about ``n/M1`` in whitened coordinates.
 
 ``tests/privacy/test_forecast.py`` holds the accuracies that decided where noise is called too large. They
@@ -24,7 +24,7 @@ from fedgmm.wording import counted
 FINE, HOPELESS = 0.1, 0.15
 """Noise relative to the signal, up to which little accuracy is lost, and from which on little is left."""
 
-_WRONG = 0.4  # mean length of (p - y) z along a direction that decides the label, at p = 1/2
+_WRONG = 0.2  # mean length of a shortened (p - y) z along a direction that decides the label
 _HALF = 0.5  # relative noise of covariances that does as much harm as that of gradients
 _EASY = 3  # components up to which a noisy start finds them all; more are harder to separate
 _SPREAD = 0.03  # of clients' contributions beyond that of their rows, relative to a row's bound

@@ -40,13 +40,15 @@ from fedgmm.core.params import Params
 from fedgmm.privacy.noisy_sums import clip_rows, from_triangle, triangle
 
 _SMALLEST_VARIANCE = 1e-4  # of a column within [-1, 1]
-_LOWEST, _HIGHEST = 0.02, 4.0  # eigenvalues of a Gaussian's covariance in whitened coordinates
+_LOWEST, _HIGHEST = 0.02, 16.0  # eigenvalues of a Gaussian's covariance in whitened coordinates
 _CELLS_PER_DIRECTION = {1: 64, 2: 24, 3: 12}
 _REACH = 3.0  # deviations that the histogram covers; rows beyond count for its outer cells
 _SAMPLES = 10_000  # drawn from each released Gaussian for the curvature of two classes
 _FEWEST_SAMPLES = 2000
 _CELL_ROUNDS = 50  # of EM on the histogram
 _STEPS = 30
+_REACHED = 0.8  # length to which rows are shortened in gradients, relative to the usual length
+_PENALTY = 4.0  # per row, of learners whose gradients are half noise
 _CLOSE = 1e-4  # root mean square change of logits at which Newton's method ends
 
 
@@ -97,6 +99,14 @@ def radius(columns: int) -> float:
     return math.sqrt(columns) + 1.0
 
 
+def gradient_radius(columns: int) -> float:
+    """Return the length to which a row with its constant is shortened in a gradient.
+
+    Most rows are longer. That gives them other weights in the sum, and hardly moves where it vanishes.
+    """
+    return _REACHED * math.sqrt(columns + 1.0)
+
+
 def unscaled(columns: int, directions: int) -> Coordinates:
     """Return coordinates before any release."""
     eye = torch.eye(columns, dtype=torch.float64)
@@ -120,12 +130,35 @@ def column_sums(rows: Rows) -> dict[str, Tensor]:
 def standardised(
     current: Coordinates, noisy: Mapping[str, Tensor], deviation: Mapping[str, float]
 ) -> Coordinates:
-    """Return coordinates with mean zero and variance one; noise may not make a variance too small."""
+    """Return coordinates with mean zero and variance one.
+
+    Means and variances are shrunk to those of all columns by as much as the noise hides their
+    differences, so that few rows are centred and scaled by one number each.
+    """
     n = noisy["rows"].clamp_min(1.0)
-    mean = (noisy["first"] / n).clamp(-1.0, 1.0)
-    variance = noisy["second"] / n - mean.square()
-    floor = max(_SMALLEST_VARIANCE, min(0.1, deviation["second"] / float(n)))
-    return replace(current, mean=mean, scale=variance.clamp(floor, 1.0).sqrt())
+    error = deviation["first"] / float(n)
+    raw = noisy["first"] / n
+    mean = shrunk(raw, error).clamp(-1.0, 1.0)
+    # the square of a noisy mean is too large by the variance of its noise
+    variance = noisy["second"] / n - raw.square() + error**2
+    noise = math.hypot(
+        deviation["second"] / float(n), 2.0 * error * float(raw.square().mean()) ** 0.5
+    )
+    floor = max(_SMALLEST_VARIANCE, min(0.1, noise))
+    return replace(current, mean=mean, scale=shrunk(variance, noise).clamp(floor, 1.0).sqrt())
+
+
+def shrunk(values: Tensor, noise: float, middle: Tensor | None = None) -> Tensor:
+    """Return noisy values ``(d,)`` shrunk by as much as they are noise (James and Stein).
+
+    Args:
+        values: with noise.
+        noise: its deviation.
+        middle: what they are shrunk to; ``None`` is their mean.
+    """
+    middle = values.mean() if middle is None else middle
+    spread = float((values - middle).square().mean())
+    return middle + max(0.0, 1.0 - noise**2 / max(spread, 1e-300)) * (values - middle)
 
 
 # ---------------------------------------------------------------------- covariance
@@ -154,7 +187,9 @@ def whitened(
 ) -> Coordinates:
     """Return coordinates in which the rows have covariance one, and the leading directions.
 
-    Eigenvalues that noise could have made are raised, because whitening would amplify the noise.
+    The matrix is shrunk towards a sphere by as much as noise made it (James and Stein). Directions whose
+    eigenvalues noise could have made are not stretched, because that would amplify the noise: few rows
+    are not whitened at all.
     Without ``whiten`` only the directions are found, for Gaussians whose axes are the columns.
     """
     d, k = current.projection.shape
@@ -162,13 +197,20 @@ def whitened(
     second = from_triangle(noisy["second"], d)
     if centred:
         second = second + n * torch.eye(d, dtype=second.dtype)
-    mean = noisy["first"] / n
+    mean = shrunk(noisy["first"] / n, deviation["first"] / float(n), noisy["first"].new_zeros(()))
     covariance = second / n - torch.outer(mean, mean)
+    noise = deviation["second"] / float(n)
     # the largest eigenvalue of a symmetric matrix of noise is about √(2d) deviations of the triangle
-    level = deviation["second"] / float(n) * math.sqrt(2.0 * d)
+    level = noise * math.sqrt(2.0 * d)
     values, vectors = torch.linalg.eigh(covariance)
-    values = values.clamp(min(1.0, max(0.05, level)), float(d))
-    whitener = (vectors * values.rsqrt()) @ vectors.mT
+    middle = values.mean().clamp_min(0.05)
+    spread = float((values - middle).square().sum())  # that of all numbers of the matrix
+    kept = max(0.0, 1.0 - noise**2 * (d * (d + 1) / 2) / max(spread, 1e-300))
+    stretch = values.clamp(min(max(0.05, level), float(d)), float(d)).rsqrt()
+    values = (middle + kept * (values - middle)).clamp(0.05, float(d))
+    # on average over the directions the variance is one
+    stretch = stretch * (d / (values * stretch.square()).sum()).sqrt()
+    whitener = (vectors * stretch) @ vectors.mT
     leading = vectors[:, -k:].flip(-1) if k else vectors[:, :0]
     return Coordinates(
         # the clipped mean moves, too, so that whitened rows have mean zero
@@ -358,8 +400,9 @@ def round_sums(
     }
     if classes > 1:
         # ∂CE/∂β = Bᵀ (p - y) zᵀ
-        error = (log_p.exp() - truth[:, None]) @ contrasts(classes) * joint.sum(1)[..., None]
-        with_one = torch.cat([z, z.new_ones(len(z), 1)], -1)
+        error = clip_rows(log_p.exp() - truth[:, None], 1.0)
+        error = error @ contrasts(classes) * joint.sum(1)[..., None]
+        with_one = clip_rows(torch.cat([z, z.new_ones(len(z), 1)], -1), gradient_radius(d))
         gradient = error.flatten(1).mT @ with_one
         found["gradient"] = gradient.reshape(m2, classes - 1, d + 1)
     if density:
@@ -451,9 +494,47 @@ def next_gaussians(
     return gaussians(means, found, kind)
 
 
+@dataclass(frozen=True)
+class Targets:
+    """The part of gradients that the labels decide, averaged over the rounds.
+
+    Attributes:
+        values: gradient per row, less what the Gaussians expect of it with any labels, ``(M2, K-1, d+1)``.
+        variance: of the noise in one of the values, ``(M2,)``.
+    """
+
+    values: Tensor
+    variance: Tensor
+
+    @property
+    def noise_to_signal(self) -> Tensor:
+        """Variance of the noise relative to that of the signal, at most ten, ``(M2,)``."""
+        signal = self.values.square().mean((1, 2)) - self.variance
+        return self.variance / torch.maximum(signal, self.variance / 10.0).clamp_min(1e-300)
+
+    def updated(self, new: Targets) -> Targets:
+        """Return the mean of these targets and new ones, weighted by their noise.
+
+        Targets also differ because responsibilities changed. What they differ by more than their noise
+        counts as noise of the older ones, so with many rows the newest counts alone.
+        """
+        difference = new.values - self.values
+        expected = self.variance + new.variance
+        drift = (difference.square().mean((1, 2)) - expected).clamp_min(0.0)
+        older = self.variance + drift
+        gain = older / (older + new.variance)
+        return Targets(self.values + gain[:, None, None] * difference, gain * new.variance)
+
+
 def next_learners(
-    mixture: Mixture, gradient: Tensor, counts: Tensor, ridge: float, seed: int
-) -> Params:
+    mixture: Mixture,
+    gradient: Tensor,
+    deviation: float,
+    counts: Tensor,
+    before: Targets | None,
+    ridge: float,
+    seed: int,
+) -> tuple[Params, Targets]:
     """Return the learners at which a noisy gradient would vanish, by the released Gaussians.
 
     The server knows the distribution of the inputs, so it needs no Hessian of the clients. With
@@ -461,33 +542,45 @@ def next_learners(
 
         n E[(p_θ'(z) - p_θ(z)) zᵀ] + Σ q (p_θ(z) - y) zᵀ + ridge θ' = 0
 
-    The expectation is over draws from the Gaussians, clipped as rows are. If the Gaussians are wrong,
-    steps are too long or too short, but the solution is still where the gradient vanishes.
+    The expectation is over draws from the Gaussians, shortened as rows are. If the Gaussians are wrong,
+    steps are too long or too short, but the solution is still where the gradient vanishes. The part
+    ``Σ q (p_θ(z) - y) zᵀ - n E[p_θ(z) zᵀ]`` depends on the labels and hardly on ``θ``, so it is averaged
+    over the rounds.
 
     Args:
         mixture: with new Gaussians and weights, and the learners of the round.
         gradient: noisy, ``(M2, K-1, d+1)``.
+        deviation: of its noise.
         counts: ``n``, rows of each learner, ``(M2,)``, positive.
-        ridge: penalty of the weights.
+        before: targets of the earlier rounds.
+        ridge: smallest penalty of the weights; noise raises it.
         seed: of the draws, which are public.
     """
-    m2 = mixture.count
+    m2, d = mixture.count, mixture.gaussians.means.shape[1]
     draws, weights = draws_of(mixture, seed)
-    weights = weights * counts
+    lengths = (draws.square().sum(-1) + 1.0).sqrt()
+    weights = weights * (gradient_radius(d) / lengths).clamp_max(1.0)[:, None] * counts
     nothing = torch.zeros(len(draws), dtype=torch.int64)
-    flat = gradient.reshape(m2, -1)
     # the labels of the draws cancel out
     start = newton_sums(mixture.logits(draws), draws, nothing, weights).gradient
+    n = counts.clamp_min(1.0)
+    values = (gradient.reshape(m2, -1) - start).reshape(gradient.shape) / n[:, None, None]
+    targets = Targets(values, (deviation / n).square())
+    if before is not None:
+        targets = before.updated(targets)
+    flat = (targets.values * n[:, None, None]).reshape(m2, -1)
+    ridge = max(ridge, float((targets.noise_to_signal * n).mean()) * _PENALTY)
     learners = mixture.learners
     for _ in range(_STEPS):
         logits = replace(mixture, learners=learners).logits(draws)
         sums = newton_sums(logits, draws, nothing, weights)
-        new = newton_step(learners, replace(sums, gradient=sums.gradient - start + flat), ridge)
+        # the noise of a bias is as large as that of a weight
+        new = newton_step(learners, replace(sums, gradient=sums.gradient + flat), ridge, ridge)
         change = replace(mixture, learners=new).logits(draws) - logits
         learners = new
         if float(change.square().mean().sqrt()) < _CLOSE:
             break
-    return learners
+    return learners, targets
 
 
 def draws_of(mixture: Mixture, seed: int) -> tuple[Tensor, Tensor]:

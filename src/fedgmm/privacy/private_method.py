@@ -34,10 +34,12 @@ from fedgmm.privacy.private_em import (
     Coordinates,
     Mixture,
     Rows,
+    Targets,
     cells,
     clustered,
     column_sums,
     covariance_sums,
+    gradient_radius,
     histogram_sums,
     log_likelihood_range,
     next_gaussians,
@@ -56,7 +58,7 @@ DEVIATION = "deviation/"
 MUS = "mus"
 """Name of the ``μ`` of the releases behind noisy sums."""
 
-_START_SHARES = {"columns": 0.02, "covariance": 0.04, "histogram": 0.02}
+_START_SHARES = {"columns": 0.04, "covariance": 0.05, "histogram": 0.02}
 _GROWTH = 1.5  # each round's share of the budget, relative to the one before
 _SHARES = {"gradient": 0.75, "second": 0.14, "first": 0.08, "counts": 0.02, "log_likelihood": 0.01}
 # counts of clients are noisier, because clients are fewer than rows
@@ -69,7 +71,6 @@ _CLIENT_SHARES = {
 }
 _HOME_ROUNDS = 30  # of EM for a client's own weights
 _TIE = 0.97  # share of a Gaussian's weight that its own learner starts with
-_TYPICAL_LENGTH = 50.0  # of a learner's weights in whitened coordinates
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class PrivateShared:
         weights: ``π(m1, m2)``, flattened, ``(M1 · M2,)``.
         learners: in these coordinates, float64.
         spent: ``μ`` of every release so far.
+        targets: what the gradients of the rounds so far say; only the server uses them.
     """
 
     coordinates: Coordinates
@@ -89,6 +91,7 @@ class PrivateShared:
     weights: Tensor
     learners: Params
     spent: Tensor
+    targets: Targets | None = None
 
     @property
     def mixture(self) -> Mixture:
@@ -158,8 +161,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             return NoisySums(
                 (
                     Part("rows", (1,), 1.0, 0.02),
-                    Part("first", (d,), whole, 0.49),
-                    Part("second", (d,), whole, 0.49),
+                    Part("first", (d,), whole, 0.68),
+                    Part("second", (d,), whole, 0.3),
                 )
             )
         if name == "covariance":
@@ -187,8 +190,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             found["first"] = ((m1, d), r * (1 + self.centred))
             found["second"] = (shapes.get(kind, (m1,)), r**2 * (1 + 4 * self.centred))
         if classes > 1:
-            # ‖p - y‖ ≤ √2
-            found["gradient"] = ((m2, classes - 1, d + 1), math.sqrt(2.0 * (r**2 + 1.0)))
+            # both factors of (p - y) zᵀ are shortened
+            found["gradient"] = ((m2, classes - 1, d + 1), gradient_radius(d))
         shares = _CLIENT_SHARES if self.centred else _SHARES
         total = sum(shares[name] for name in found)
         return NoisySums(
@@ -271,20 +274,18 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
                 self.base.gaussians.reg_covar,
                 centred=self.centred,
             )
-        learners = shared.learners
+        learners, targets = shared.learners, shared.targets
         if "gradient" in noisy:
-            gradient = noisy["gradient"]
-            # a penalty as large as the noise, so that noise alone moves no learner far
-            length = deviation["gradient"] * math.sqrt(gradient[0].numel())
-            ridge = max(self.base.ridge, length / _TYPICAL_LENGTH)
-            learners = next_learners(
+            learners, targets = next_learners(
                 Mixture(own, weights, learners),
-                gradient,
+                noisy["gradient"],
+                deviation["gradient"],
                 joint.sum(0),
-                ridge,
-                self.training.seed + len(shared.spent),
+                targets,
+                self.base.ridge,
+                self.training.seed,
             )
-        return replace(shared, gaussians=own, weights=weights, learners=learners)
+        return replace(shared, gaussians=own, weights=weights, learners=learners, targets=targets)
 
     # ------------------------------------------------------------------ the method
 

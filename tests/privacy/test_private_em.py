@@ -1,0 +1,59 @@
+"""Equations of private training: what noisy sums are made of, and how noise is kept from spreading."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from fedgmm import FederatedDataset, Privacy, train
+from fedgmm.privacy.private_em import Targets, shrunk, unscaled, whitened
+
+
+def test_values_are_shrunk_by_as_much_as_they_are_noise():
+    values = torch.tensor([1.0, 3.0]).double()  # deviation one around two
+    torch.testing.assert_close(shrunk(values, 0.0), values)
+    torch.testing.assert_close(shrunk(values, 0.5**0.5), torch.tensor([1.5, 2.5]).double())
+    torch.testing.assert_close(shrunk(values, 5.0), torch.tensor([2.0, 2.0]).double())
+    nothing = torch.zeros(()).double()
+    torch.testing.assert_close(shrunk(values, 5.0, nothing), torch.zeros(2).double())
+
+
+def test_targets_that_differ_by_noise_are_averaged_and_others_replaced():
+    one, noise = torch.ones(1, 2, 3).double(), torch.tensor([4.0]).double()
+    alike = Targets(one, noise).updated(Targets(1.5 * one, noise / 3))
+    torch.testing.assert_close(alike.values, 1.375 * one)  # weights 1 and 3
+    torch.testing.assert_close(alike.variance, torch.tensor([1.0]).double())
+    moved = Targets(one, noise * 1e-6).updated(Targets(2.0 * one, noise * 1e-6))
+    torch.testing.assert_close(moved.values, 2.0 * one, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("noise", [1e-9, 1e5])
+def test_only_directions_that_noise_does_not_hide_are_whitened(noise):
+    true = torch.diag(torch.tensor([1.6, 0.4]).double())
+    noisy = {
+        "rows": torch.tensor([1000.0]).double(),
+        "first": torch.zeros(2).double(),
+        "second": torch.tensor([1600.0, 0.0, 400.0]).double(),
+    }
+    deviation = {"first": noise, "second": noise}
+    found = whitened(unscaled(2, 1), noisy, deviation, centred=False, whiten=True)
+    wanted = torch.diag(true.diagonal().rsqrt()) if noise < 1 else torch.eye(2).double()
+    torch.testing.assert_close(found.whitener, wanted)
+
+
+@pytest.mark.filterwarnings("ignore::fedgmm.training.private.NoiseWarning")
+def test_few_rows_of_many_columns_are_learned(monkeypatch):
+    """A noisy covariance, or the noise of biases and of early rounds, used to spoil this run."""
+    monkeypatch.setattr("fedgmm.privacy.private_em._FEWEST_SAMPLES", 500)
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 4, 1500)
+    middles = generator.choice([-0.4, 0.4], (4, 40))
+    x = (middles[labels] + generator.normal(0, 0.5, (1500, 40))).clip(-1, 1).astype(np.float32)
+    data = FederatedDataset.from_arrays(x, labels, np.arange(1500) % 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = train(data, "fedavg", privacy=Privacy(epsilon=1, delta=1e-5, bounds=(-1, 1)))
+    assert model.evaluate("test", data).mean_accuracy > 0.9
