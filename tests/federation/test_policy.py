@@ -274,7 +274,8 @@ def test_a_refusal_changes_nothing(tmp_path, honest):
 
 # ---------------------------------------------------------------------- privacy
 
-BUDGET = {"epsilon": 2.0, "delta": 1e-5, "unit": "row", "bounds": [-5.0, 5.0]}
+BUDGET = {"epsilon": 2.0, "delta": 1e-5, "unit": "row", "bounds": {"age": [-5.0, 5.0]}}
+BUDGET |= {"secure_aggregation": True}
 
 
 def with_privacy(request, **privacy):
@@ -284,6 +285,12 @@ def with_privacy(request, **privacy):
     if "plan" in facts:
         facts["plan"] = {**facts["plan"], "privacy": privacy}
     return Message(request.kind, request.arrays, facts)
+
+
+def release_in(honest):
+    """The first release of a run like an honest one."""
+    start = of_kind(honest, "start")[0]
+    return Message("release", {}, {**start.facts, "round": 0})
 
 
 def agreed(home, honest, limits=None, **privacy):
@@ -318,7 +325,7 @@ def test_a_limit_of_epsilon_alone_allows_no_large_delta(tmp_path, honest):
 def test_the_limit_counts_earlier_runs(tmp_path, honest):
     limits = Limits(epsilon=2.5)
     policy = agreed(tmp_path / "oslo", honest, limits)
-    start = with_privacy(of_kind(honest, "start")[0])
+    start = with_privacy(release_in(honest))
     policy.check(start)
     policy.charge(start, Release(mu_of(2.0, 1e-5)), "table")
     policy = Policy(tmp_path / "oslo", limits)
@@ -330,7 +337,7 @@ def test_the_limit_counts_earlier_runs(tmp_path, honest):
 
 def test_a_run_does_not_release_more_than_its_plan(tmp_path, honest):
     policy = agreed(tmp_path / "oslo", honest)  # without limits of the owner
-    start = with_privacy(of_kind(honest, "start")[0])
+    start = with_privacy(release_in(honest))
     policy.check(start)
     policy.charge(start, Release(mu_of(2.0, 1e-5)), "table")
     with pytest.raises(LimitError, match="run's budget"):
@@ -339,10 +346,17 @@ def test_a_run_does_not_release_more_than_its_plan(tmp_path, honest):
 
 def test_a_server_cannot_leave_out_the_noise_of_its_plan(tmp_path, honest):
     policy = agreed(tmp_path, honest, Limits(epsilon=4.0))
-    start = of_kind(honest, "start")[0]
-    for request in (start, with_privacy(start, epsilon=3.0), with_privacy(start, unit="client")):
+    release = release_in(honest)
+    for request in (
+        release,
+        with_privacy(release, epsilon=3.0),
+        with_privacy(release, unit="client"),
+    ):
         with pytest.raises(RefusedRequestError, match="other privacy"):
             policy.check(request)
+    for kind in ("start", "round", "moments", "score"):
+        with pytest.raises(RefusedRequestError, match="noisy sums only"):
+            policy.check(with_privacy(Message(kind, {}, release.facts)))
     with pytest.raises(RefusedRequestError, match="plan"):
         policy.check(with_privacy(honest[0], epsilon=3.0))
 
@@ -362,7 +376,7 @@ def test_invalid_privacy_is_refused(tmp_path, honest):
 
 def test_a_damaged_ledger_is_refused_before_anything_is_sent(files, tmp_path, honest):
     policy = agreed(tmp_path / "oslo", honest)
-    policy.charge(with_privacy(of_kind(honest, "start")[0]), Release(0.1), "table")
+    policy.charge(with_privacy(release_in(honest)), Release(0.1), "table")
     policy.ledger.path.write_bytes(policy.ledger.path.read_bytes()[:-30])
     with pytest.raises(LedgerError, match="shortened"):
         Site(SiteSettings((files[0],), tmp_path / "oslo"))
@@ -418,11 +432,12 @@ def test_a_diverged_round_of_a_protected_run_is_a_code(site, honest, monkeypatch
 
 
 def test_a_site_does_not_send_plain_sums_where_the_plan_has_noise(site, honest):
-    with pytest.raises(SiteError, match="noise"):
-        site.reply(with_privacy(honest[0]))
+    for change in ({"secure_aggregation": False}, {"unit": "client"}):
+        with pytest.raises(SiteError, match="noise"):
+            site.reply(with_privacy(honest[0], **change))
 
 
-def test_a_server_does_not_promise_noise(tmp_path):
-    settings = federation_settings(3, privacy=Privacy(**BUDGET))
-    with pytest.raises(FederationError, match="epsilon"):
+def test_a_server_does_not_promise_noise_without_masks(tmp_path):
+    settings = federation_settings(3, privacy=Privacy(**{**BUDGET, "secure_aggregation": False}))
+    with pytest.raises(FederationError, match="secure_aggregation"):
         check_start(settings, tmp_path)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fedgmm.core.sums import Sum, Sums, row_counts
+from fedgmm.data.tables.agreement import declared
 from fedgmm.data.tables.columns import TRUTH
-from fedgmm.data.tables.preprocessing import TableOptions
+from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary
 from fedgmm.privacy.settings import Privacy, PrivacyError
 
@@ -174,6 +175,21 @@ class DeclaredColumns:
             if round(count) > 0
         }
         return ClientSummary(rows, 0, columns, labels, target)
+
+
+def declared_preprocessing(privacy: Privacy, table: TableOptions) -> Preprocessing:
+    """Return a preprocessing that follows from the declarations alone, for sums with noise.
+
+    Raises:
+        ValueError: columns or classes are not declared.
+    """
+    own = DeclaredColumns.of(privacy, table)
+    texts = dict(own.categories)
+    if table.label is not None:
+        texts[table.label] = own.classes
+    found = declared(own.names, table, own.bounds, texts)
+    # a site may lack a column
+    return replace(found, columns=tuple(replace(one, optional=True) for one in found.columns))
 
 
 def _counts(own: ColumnSummary | None, texts: tuple[str, ...]) -> list[int]:

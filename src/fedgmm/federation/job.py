@@ -5,25 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedgmm.core.moments import Scaling
 from fedgmm.core.pca import PCA
 from fedgmm.core.sums import Sum, row_counts
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
+from fedgmm.federation.declared import declared_preprocessing
 from fedgmm.federation.messages import MessageError
 from fedgmm.federation.settings import WIRE_PRECISIONS, WirePrecision
 from fedgmm.federation.summaries import SummaryError, table_from_record, table_record
 from fedgmm.federation.wire import Arrays, as_array, as_tensor
 from fedgmm.methods.base import AnyMethod
+from fedgmm.model.decisions import default_positive
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.networks import Network
+from fedgmm.privacy.accounting import compose, epsilon_of
+from fedgmm.privacy.private_method import PrivateMixture
+from fedgmm.privacy.settings import Privacy, PrivacyError
 from fedgmm.training.build import build, build_warm_up, learner_network
 from fedgmm.training.checkpoint import Phase
 from fedgmm.training.options import TrainingOptions
+from fedgmm.training.private import check_private_options
+
+if TYPE_CHECKING:
+    from fedgmm.methods.fedgmm import FedGMM
 
 SCORE: dict[str, Sum] = {
     "clients": row_counts(),
@@ -59,6 +69,7 @@ class Job:
         min_rows: moments, learners and centroids with fewer expected rows are withheld.
         projection: principal components of the inputs that the Gaussians see; ``None`` means that they
             see the inputs, or that the components are not known yet.
+        privacy: the budget of noised sums; ``None`` without noise.
     """
 
     options: TrainingOptions
@@ -67,6 +78,7 @@ class Job:
     precision: WirePrecision = "float32"
     min_rows: int = 0
     projection: PCA | None = None
+    privacy: Privacy | None = None
 
     @property
     def columns(self) -> int:
@@ -85,7 +97,11 @@ class Job:
     @cached_property
     def method(self) -> AnyMethod:
         """The method to train."""
-        return build(self.options, self._net)
+        method = build(self.options, self._net)
+        if self.privacy is None:
+            return method
+        rounds = min(self.options.rounds, self.privacy.rounds)
+        return PrivateMixture(cast("FedGMM", method), replace(self.privacy, rounds=rounds))
 
     @cached_property
     def warm_up(self) -> AnyMethod:
@@ -119,6 +135,26 @@ class Job:
             "preprocessing": self.preprocessing.record(),
             "precision": self.precision,
             "min_rows": self.min_rows,
+            **({} if self.privacy is None else {"privacy": self.privacy.record()}),
+        }
+
+    def private_parts(self, method: AnyMethod, shared: Any) -> dict[str, Any]:
+        """Return what a model of noised sums has beside its parameters; nothing without noise."""
+        if not isinstance(method, PrivateMixture) or self.privacy is None:
+            return {}
+        assert self.privacy.delta is not None
+        zero = torch.zeros(self.columns, dtype=torch.float64)
+        classes = list(self.preprocessing.labels.array.tolist())
+        spent = shared.spent.tolist()
+        return {
+            "scaling": method.scaling(shared, Scaling(zero, torch.ones_like(zero))),
+            # counts of labels must not decide
+            "positive": classes[default_positive(classes, (1, 1))] if len(classes) == 2 else None,
+            "privacy": {
+                **self.privacy.record(),
+                "spent": epsilon_of(compose(spent), self.privacy.delta) if spent else 0.0,
+                "releases": len(spent),
+            },
         }
 
     def projection_arrays(self) -> Arrays:
@@ -165,13 +201,19 @@ class Job:
             table = table_from_record(record["table"], client)
             preprocessing = Preprocessing.from_record(record["preprocessing"])
             precision, min_rows = record["precision"], record["min_rows"]
+            privacy = Privacy.from_record(record.get("privacy") or {})
+            if privacy.is_noised:
+                check_noised(privacy, options, table)
+                if preprocessing != declared_preprocessing(privacy, table):
+                    raise PrivacyError("the preprocessing is not the one that [privacy] declares")
         except SummaryError as error:
             raise MessageError(f"{error}.") from None
         except (LookupError, TypeError, ValueError) as error:
             raise MessageError(f"the request is not complete: {error!r}.") from None
         if precision not in WIRE_PRECISIONS or type(min_rows) is not int or min_rows < 0:
             raise MessageError("the request has an invalid precision or min_rows.")
-        return cls(options, table, preprocessing, precision, min_rows)
+        noised = privacy if privacy.is_noised else None
+        return cls(options, table, preprocessing, precision, min_rows, privacy=noised)
 
 
 _LATER_OPTIONS = {"pca", "refit"}  # version 0.1 did not have them; their defaults change nothing
@@ -211,6 +253,23 @@ def check_for_tables(options: TrainingOptions) -> None:
             "personal_labels needs the label counts of every client, which a federation does not "
             "exchange; leave it out."
         )
+
+
+def check_noised(privacy: Privacy, options: TrainingOptions, table: TableOptions) -> None:
+    """Raise :class:`PrivacyError` unless sites can add noise to the sums of a run."""
+    if not privacy.secure_aggregation:
+        raise PrivacyError(
+            "[privacy] epsilon: each site adds a part of the noise only, so its sums need "
+            "secure_aggregation = true."
+        )
+    if privacy.unit != "row":
+        raise PrivacyError(
+            f"unit={privacy.unit!r} is not available over a network; use unit = 'row', or train in one "
+            "process."
+        )
+    if table.task == "regression":
+        raise PrivacyError("epsilon is for classes, not for numbers to predict.")
+    check_private_options(options)
 
 
 def check_additive(options: TrainingOptions) -> None:
@@ -270,4 +329,5 @@ def shared_model(
         column_names=job.preprocessing.feature_names,
         target=job.preprocessing.labels.target,
         projection=job.projection,
+        **job.private_parts(method, shared),
     )

@@ -36,7 +36,9 @@ from fedgmm.privacy.masks import (
     TooFewSitesError,
     Verify,
     commit,
+    fewest_survivors,
 )
+from fedgmm.privacy.noise import share_of
 
 MASK_REQUESTS = ("keys", "shares", "unmask")
 """Kinds of requests that carry keys and shares only."""
@@ -134,11 +136,36 @@ class SiteMasks:
             MessageError: the site must not reply.
             WireError: a number that fixed point cannot hold.
         """
+
+        def vector(sites: int) -> Elements:
+            return to_fixed(pack(sums, declaration), sites)
+
+        return self.seal_vector(request, vector, min_change, released)
+
+    def seal_vector(
+        self,
+        request: Message,
+        vector_for: Callable[[int], Elements],
+        min_change: int,
+        released: Released,
+    ) -> Arrays:
+        """Return one masked vector, and the public key for the next one.
+
+        Args:
+            request: that the vector replies to.
+            vector_for: returns the vector, given how many sites take part in the aggregation.
+            min_change: fewest sites in which two opened sums may differ.
+            released: sums that the site has helped to open.
+
+        Raises:
+            MessageError: the site must not reply.
+            WireError: a number that fixed point cannot hold.
+        """
         number, later = _numbers(request)
         senders = _array(request, "senders")
         try:
-            vector = to_fixed(pack(sums, declaration), max(1, len(senders)))
             site = self._of(request, min_change, released)
+            vector = vector_for(site.participants(number))
             masked, signature = site.mask(
                 number, purpose_of(request), senders, _array(request, "bundles"), vector
             )
@@ -159,6 +186,20 @@ class SiteMasks:
         except MaskError as error:
             raise MessageError(f"{error}.") from None
         return found
+
+
+def noise_share(sigma: float, sites: int, colluding: int) -> float:
+    """Return the deviation of one site's part of the noise in an aggregation.
+
+    A sum opens only for :func:`fewest_survivors` sites or more, so their parts reach ``sigma`` with the
+    most dropouts. Without any, the total has up to ``√1.5`` times as much.
+
+    Args:
+        sigma: deviation that the total must have.
+        sites: that shared keys for the aggregation.
+        colluding: survivors that may reveal their part to the server.
+    """
+    return share_of(sigma, sites, sites - fewest_survivors(sites) + colluding)
 
 
 def purpose_of(request: Message) -> str:
@@ -403,11 +444,13 @@ class MaskedExchange(Exchange):
     Attributes:
         masks: of the server.
         total: the sum over ``found``, elements of ``Z_2^64``.
+        participants: number of sites that shared keys for the sum.
         discarded: why the last sum could not be opened.
     """
 
     masks: ServerMasks | None = None
     total: Elements | None = None
+    participants: int = 0
     discarded: str = ""
 
     def run(self) -> str | None:
@@ -498,6 +541,7 @@ class MaskedExchange(Exchange):
                 self.members.notify(f"{self.what}: the sum is discarded: {error}")
             return False
         self.found = {names[u] for u in now.survivors}
+        self.participants = len(now.participants)
         return True
 
 

@@ -32,8 +32,20 @@ from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
 from fedgmm.privacy.masks import Released
 from fedgmm.privacy.settings import Privacy
 
-TRAINING_REQUESTS = ("covariance", "start", "cells", "assigned", "round", "score", "finish")
+TRAINING_REQUESTS = (
+    "covariance",
+    "start",
+    "cells",
+    "assigned",
+    "round",
+    "release",
+    "score",
+    "finish",
+)
 """Kinds of requests that belong to a run."""
+
+_EXACT = ("moments", "covariance", "start", "cells", "assigned", "round", "score")
+"""Kinds of requests for sums without noise."""
 
 _VERSION = 1
 _MOST_STARTS = 3  # runs that end before their first round, such as when a server is restarted
@@ -121,6 +133,12 @@ class Policy:
             write_atomically(self._agreement, json.dumps(self._state, indent=1).encode())
 
     def _check(self, request: Message) -> None:
+        if self.is_noised and request.kind in _EXACT:
+            raise RefusedRequestError(
+                f"the server asks for {request.kind!r}, but the plan of this run has noisy sums only."
+            )
+        if request.kind == "release" and not self.is_noised:
+            raise RefusedRequestError("the plan of this run has no differential privacy.")
         if request.kind == "hello":
             if request.facts.get("agree"):
                 self._check_hello(request)
@@ -199,13 +217,15 @@ class Policy:
         if state["setup"] != setup:
             raise RefusedRequestError("the server changed the training options of its run.")
         if state["rounds"] != options.get("rounds"):
+            if self.is_noised and state["rounds"] is not None:  # it decides the noise of each
+                raise RefusedRequestError("the server changed the number of rounds of its run.")
             state["rounds"] = self._checked_rounds(options.get("rounds"))
         self._in_order(request, state)
 
     def _check_room(self) -> None:
         """Raise unless the site may take part in one more run."""
         runs = self._state["runs"].values()
-        trained = sum("round" in one["asked"] for one in runs)
+        trained = sum(bool({"round", "release"} & set(one["asked"])) for one in runs)
         most = 1 + _MOST_TRIALS if self._planned("trials") else 1
         if trained >= most or len(runs) - trained >= _MOST_STARTS:
             raise RefusedRequestError(
@@ -340,6 +360,11 @@ class Policy:
         largest = limits.delta
         if largest is None and limits.epsilon is not None:
             largest = _LARGEST_DELTA
+        if not privacy.secure_aggregation or privacy.unit != "row":
+            raise LimitError(
+                "a site adds a part of the noise only, so a run with noise needs secure_aggregation, and "
+                "unit = 'row'."
+            )
         for name, value, most in (
             ("epsilon", privacy.epsilon, limits.epsilon),
             ("delta", privacy.delta, largest),
@@ -376,14 +401,18 @@ class Policy:
         privacy = self._privacy()
         if privacy.epsilon is None or privacy.delta is None:
             raise RefusedRequestError("the plan of this run has no differential privacy.")
-        number = request.facts.get("round")
-        what = request.kind if number is None else f"{request.kind} {number}"
+        what = _what(request)
         entry = Entry(release, what, str(request.facts.get("run")), table, privacy.unit)
         try:
             plan = Budget(privacy.epsilon, privacy.delta)
             self.ledger.charge(entry, self._limit(privacy), plan)
         except BudgetError as error:
             raise LimitError(f"the server asks for a release, but {error}") from None
+
+    def is_charged(self, request: Message) -> bool:
+        """Return whether the release that replies to a request is in the ledger."""
+        run, what = str(request.facts.get("run")), _what(request)
+        return any((one.run, one.what) == (run, what) for one in self.ledger.entries())
 
     def _pin(self, name: str, value: Any, what: str) -> None:
         plain = json.loads(json.dumps(value))
@@ -421,6 +450,12 @@ class Policy:
         private_folder(self.log.parent)
         with naming(self.log), self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def _what(request: Message) -> str:
+    """Return the name of a release in the ledger."""
+    number = request.facts.get("round")
+    return request.kind if number is None else f"{request.kind} {number}"
 
 
 def _nothing() -> dict[str, Any]:

@@ -196,10 +196,14 @@ class RemoteTraining:
             shared, _ = method.init(cast("LabelledRows", rows), learner)
         except DivergedError as error:
             raise FederationError(f"The start failed: {error}.") from None
+        self.note_start_traffic()
+        return shared, method.newcomer(shared, learner)
+
+    def note_start_traffic(self) -> None:
+        """Count the bytes of a start."""
         for name, traffic in self.members.take_traffic().items():
             before = self.start_bytes.get(name, [0, 0])
             self.start_bytes[name] = [before[0] + traffic.sent, before[1] + traffic.received]
-        return shared, method.newcomer(shared, learner)
 
     # ------------------------------------------------------------------ rounds
 
@@ -297,6 +301,14 @@ class RemoteTraining:
         Raises:
             DivergedError: all sites are here, and training diverged at some of them.
         """
+        return read_total(self.masked_exchange(what, request), declaration)
+
+    def masked_exchange(self, what: str, request: Callable[[str], Message]) -> MaskedExchange:
+        """Return an exchange whose total is open.
+
+        Raises:
+            DivergedError: all sites are here, and training diverged at some of them.
+        """
         assert self.masks is not None
         exchange = MaskedExchange(
             self.members,
@@ -311,7 +323,7 @@ class RemoteTraining:
         failed = exchange.run()
         if failed is not None:
             raise DivergedError(reason=failed)
-        return read_total(exchange, declaration)
+        return exchange
 
     def _check_total(self, sums: Sums, declaration: Mapping[str, Sum], rows: float | None) -> None:
         """Raise unless rows could have made a total; masks hide which site is wrong."""

@@ -28,6 +28,7 @@ With secure aggregation ``hello`` asks for the name only, and replies of ``covar
 ``assigned``, ``round`` and ``score`` are one masked vector each. Further requests are:
 
 ============  ================================================================================
+``release``   a noisy sum of a private run, masked; such a run has no other sums
 ``moments``   masked sums of the declared columns, for the preprocessing
 ``cells``     masked numbers of rows in a grid, in place of centroids
 ``keys``      public keys of the site, signed
@@ -57,17 +58,19 @@ from fedgmm.core.sums import SumsError
 from fedgmm.data.tables.agreement import DisagreementError, agree, agree_on_kinds
 from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.data.tables.summaries import ClientSummary
-from fedgmm.federation.declared import DeclaredColumns
+from fedgmm.federation.declared import DeclaredColumns, declared_preprocessing
 from fedgmm.federation.job import (
     Job,
     check_additive,
     check_for_tables,
+    check_noised,
     has_gaussians,
     shared_model,
 )
 from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
 from fedgmm.federation.members import REPEAT_AFTER, Member, Members, Notify
 from fedgmm.federation.messages import PROTOCOL, Failure, Message, Transport
+from fedgmm.federation.private import PrivateTraining
 from fedgmm.federation.remote import RemoteTraining, numbers_of
 from fedgmm.federation.server_folder import (
     Outcome,
@@ -80,7 +83,8 @@ from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries import SummaryError, summary_from_record, table_record
 from fedgmm.methods.base import DivergedError
 from fedgmm.privacy.influence import bounded_summaries
-from fedgmm.privacy.masks import FEW_SITES
+from fedgmm.privacy.masks import FEW_SITES, fewest_survivors
+from fedgmm.privacy.settings import Privacy
 from fedgmm.runs.fitting import usual_pca
 from fedgmm.runs.folder import RunError, RunFolder
 from fedgmm.training.checkpoint import CheckpointError
@@ -224,7 +228,7 @@ class _Server:
         job, notes = prepare(self.members, record)
         self.folder.begin(self.settings, job)
         try:
-            training = RemoteTraining(job, self.members, self.folder, _POLL, record=record)
+            training = self._training(job, record)
         except ValueError as error:  # options that do not suit the learner
             raise FederationError(str(error)) from None
         training.notes = notes
@@ -253,9 +257,13 @@ class _Server:
         done = int(stored.facts["round"])
         rounds = max(self.settings.config.options().rounds, done)
         job = replace(job, options=replace(job.options, rounds=rounds))
-        training = RemoteTraining(job, self.members, self.folder, _POLL, record=self.folder.start)
+        training = self._training(job, self.folder.start)
         training.restore(known)
         return training
+
+    def _training(self, job: Job, record: StartRecord) -> RemoteTraining:
+        kind = RemoteTraining if job.privacy is None else PrivateTraining
+        return kind(job, self.members, self.folder, _POLL, record=record)
 
     def _check_same(self, job: Job) -> None:
         """Raise unless the settings are those of the run in the folder, except rounds and device."""
@@ -307,6 +315,9 @@ class _Server:
             history,
             training.stopped,
         )
+        if model is not None and model.privacy is not None:
+            notes.insert(0, f"Differential privacy: {model.budget}.")
+            self.notify(notes[0])
         if model is None:
             notes.append("This method shares no model; each client has its own.")
         members = self.members.members
@@ -373,10 +384,13 @@ def _check_options(settings: FederationSettings) -> None:
     try:
         check_for_tables(settings.config.options())
         if settings.privacy is not None and settings.privacy.is_noised:
-            raise ValueError(
-                "[privacy] epsilon: sites add no noise over a network in this version; train in one "
-                "process, or leave epsilon out."
-            )
+            check_noised(settings.privacy, settings.config.options(), settings.config.table)
+            most = fewest_survivors(settings.quorum) - 1
+            if settings.privacy.tolerated > most:
+                raise ValueError(
+                    f"[privacy] tolerated={settings.privacy.tolerated} sites may collude, but with "
+                    f"{settings.quorum} sites in a round at most {most} can."
+                )
         if settings.is_masked and settings.privacy is not None:
             DeclaredColumns.of(settings.privacy, settings.config.table)
             check_additive(settings.config.options())
@@ -405,10 +419,16 @@ def prepare(members: Members, record: StartRecord) -> tuple[Job, list[str]]:
     """
     settings = members.settings
     _check_options(settings)
+    privacy = settings.privacy
+    noised = privacy if privacy is not None and privacy.is_noised else None
     agreed = record.get("agreement")
     if agreed is None:
         wait_for(members, settings.clients)
-        agreement = _agree_masked(members) if members.masks is not None else _agree(members)
+        if noised is not None:  # no row decides the preprocessing
+            preprocessing = declared_preprocessing(noised, settings.config.table)
+            agreement = _Agreement(preprocessing, [], 0, 0.0, [])
+        else:
+            agreement = _agree_masked(members) if members.masks is not None else _agree(members)
         agreed = agreement.record(members)
         record.keep("agreement", value=agreed)
     else:
@@ -416,7 +436,10 @@ def prepare(members: Members, record: StartRecord) -> tuple[Job, list[str]]:
             members.members[name] = Member(name, rows=rows)
         members.notify("resuming before the first round")
         members.reunite(_POLL)
-    return _settled(members, _Agreement.from_record(agreed), record)
+    agreement = _Agreement.from_record(agreed)
+    if noised is not None:
+        return _noised(members, agreement.preprocessing, noised), []
+    return _settled(members, agreement, record)
 
 
 @dataclass(frozen=True)
@@ -578,6 +601,15 @@ def _agree_masked(members: Members) -> _Agreement:
     columns = tuple(replace(one, optional=bool(one.outputs)) for one in preprocessing.columns)
     preprocessing = replace(preprocessing, columns=columns, ids=table.id)
     return _Agreement.of(preprocessing, notes, [summary], table.split[0])
+
+
+def _noised(members: Members, preprocessing: Preprocessing, privacy: Privacy) -> Job:
+    """Return the training run of noised sums, for which nothing is chosen from rows."""
+    config = members.settings.config
+    columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
+    members.notify(f"declared {columns} {len(preprocessing.feature_names)}")
+    precision = members.settings.precision
+    return Job(config.options(), config.table, preprocessing, precision, privacy=privacy)
 
 
 def wait_for(members: Members, wanted: int) -> None:

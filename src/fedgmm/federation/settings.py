@@ -113,6 +113,10 @@ class FederationSettings:
             )
         if self.is_masked:
             self._check_masks()
+        if self.privacy is not None and self.privacy.is_noised:  # noise decides no stopping rule
+            rounds = min(self.config.options().rounds, self.privacy.rounds)
+            noised = self.config.with_training(rounds=rounds, tol=None)
+            object.__setattr__(self, "config", noised)
 
     @property
     def is_masked(self) -> bool:

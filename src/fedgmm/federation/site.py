@@ -31,7 +31,7 @@ from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
 from fedgmm.federation.declared import DeclaredColumns
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
-from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks
+from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks, noise_share
 from fedgmm.federation.messages import (
     PROTOCOL,
     Message,
@@ -60,18 +60,25 @@ from fedgmm.federation.wire import (
     encode,
     take_personal,
 )
+from fedgmm.files import sha256_of
 from fedgmm.methods.base import DENSITY, AnyMethod, DivergedError
 from fedgmm.methods.centroids import FEWEST_ROWS_A_CLUSTER, grid_counts, local_centroids
 from fedgmm.methods.gmm import FederatedGMM, equal_covariances, sums_of_all
 from fedgmm.model.model import FederatedModel
 from fedgmm.nets.devices import resolve_device
+from fedgmm.privacy.accounting import Release
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
+from fedgmm.privacy.fixed_point import Elements, to_fixed
 from fedgmm.privacy.ledger import LedgerError
 from fedgmm.privacy.masks import FEWEST_SITES
+from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
+from fedgmm.privacy.private_method import ROUND, PrivateMixture
+from fedgmm.runs.fitting import NOT_COVERED
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
 from fedgmm.training.local import projected
+from fedgmm.training.private import vector_of
 from fedgmm.training.state_arrays import StateError
 
 Content = tuple[Arrays, dict[str, Any]]
@@ -178,6 +185,7 @@ class Site:
             "start": self._start,
             "assigned": self._assigned,
             "round": self._round,
+            "release": self._release,
             "score": self._score,
             "finish": self._finish,
             "model": self._adapt,
@@ -200,11 +208,11 @@ class Site:
                 )
             with self._folder.run.lock():
                 if request.kind in TRAINING_REQUESTS:
-                    self._job(request)  # malformed requests are not counted
+                    job = self._job(request)  # malformed requests are not counted
                     _place(request)
+                    if request.kind == "release":
+                        planned_release(job, request)
                 self._policy.check(request)
-                if self._policy.is_noised:
-                    raise LimitError("this version of fedgmm adds no noise over a network.")
                 self._check_masks(request)
                 arrays, facts = handlers[request.kind](request)
             if request.kind == "model":  # takes the lock itself
@@ -475,6 +483,60 @@ class Site:
         self.notify(f"round {number}: replied in {entry['seconds']:.1f} s")
         return arrays, {**facts, **shared_facts}
 
+    def _release(self, request: Message) -> Content:
+        """Return one release of the plan, with this site's part of the noise.
+
+        The noisy vector is on the disk before the ledger counts it, and the ledger before it leaves. A
+        repeated request gets the same vector again. If more noise is needed, because fewer sites take
+        part, it is added; the sum of the first noise and more reveals less.
+        """
+        started = time.perf_counter()
+        job, rows = self._training_rows(request, exact=True)
+        run, phase, place, _ = _place(request)
+        method, name, mu = planned_release(job, request)
+        before = [one for one, _ in method.releases()].index(ROUND)
+        self._folder.begin(run)
+        shared, _ = self._state(request, job, phase)
+        layout = method.layout(name, job.columns)
+
+        def noised(sites: int) -> Elements:
+            share = noise_share(layout.sensitivity / mu, sites, method.privacy.tolerated)
+            kept, charged = self._folder.release(run, place), self._policy.is_charged(request)
+            if kept is None:
+                if charged:
+                    raise MessageError(
+                        "the noise of this release was lost after the ledger counted it; this site takes "
+                        "part in the next one."
+                    )
+                weights = torch.ones(len(rows), dtype=torch.float64)
+                exact = vector_of(method, name, shared, rows, weights)
+                noise = noise_elements(layout.numbers, share)
+                kept = to_fixed(exact, sites) + noise, share
+                self._folder.keep_release(run, place, *kept)
+                if name == ROUND:
+                    self._folder.add_history(
+                        {
+                            "round": float(place + 1 - before),
+                            "log_likelihood": method.mean_log_likelihood(
+                                shared, layout.read(exact)
+                            ),
+                            "seconds": time.perf_counter() - started,
+                        }
+                    )
+            elif kept[1] < share * (1 - 1e-9):
+                more = max(math.sqrt(share**2 - kept[1] ** 2), SMALLEST_NOISE)
+                vector = kept[0] + noise_elements(layout.numbers, more)
+                kept = vector, math.hypot(kept[1], more)
+                self._folder.keep_release(run, place, *kept)
+            if not charged:
+                self._policy.charge(request, Release(mu), sha256_of(self.table.path))
+            return kept[0]
+
+        released = self._policy.released(run)
+        arrays = self._masks.seal_vector(request, noised, self._min_change, released)
+        self.notify(f"release {place} ({name}): μ = {mu:.3g}")
+        return arrays, {}
+
     def _state(self, request: Message, job: Job, phase: Phase) -> tuple[Any, Any]:
         """Return the shared part of a request, and the personal part that belongs to it.
 
@@ -486,6 +548,8 @@ class Site:
         shared = method.received(
             decode(sent, declaration, job.learner_dtype, job.training_dtype), job.features
         )
+        if job.privacy is not None:
+            return shared, method.newcomer(shared)
         run, _, _, since = _place(request)
         personal = self._folder.personal(run, phase, since, method)
         if personal is None:
@@ -560,9 +624,12 @@ class Site:
         with self._quietly(job):
             personal = method.finish(shared, personal, rows)
             model = self._model(job, dataset, method.prediction(shared, personal))
-            model = replace(model, history=self._folder.history())
+            parts = job.private_parts(method, shared)
+            model = replace(model, history=self._folder.history(), **parts)
             self._write_config(job)
             notes = [str(note) for note in request.facts.get("notes", [])]
+            if model.privacy is not None:
+                notes.insert(0, f"Differential privacy: {model.budget}. {NOT_COVERED}")
             self._folder.write_model(model, tables, notes)
         self.finished = True
         self.notify(f"finished: the model is in {self.settings.out}")
@@ -637,7 +704,8 @@ class Site:
             device = resolve_device(job.options.device)
         except (RuntimeError, ValueError) as error:
             raise UnfitError(f"the federation wants an accelerator: {error}") from None
-        if len(dataset.train) < self._least(job):
+        # noise hides how many rows there are, and a refusal would show it
+        if job.privacy is None and len(dataset.train) < self._least(job):
             raise UnfitError(
                 f"it has fewer training rows than min_rows={self._least(job)}; its owner can start the "
                 "client with a smaller --min-rows"
@@ -686,6 +754,26 @@ def separable(counts: NDArray[np.float64], rows: int, fewest: int) -> NDArray[np
             break
         sent[smallest] = False
     return sent
+
+
+def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, float]:
+    """Return the method, and the name and ``μ`` of the release that a request asks for.
+
+    Raises:
+        MessageError: it is not the one that the plan has in this place, or has less noise.
+    """
+    method, place = job.method, _whole(request, "round")
+    plan = method.releases() if isinstance(method, PrivateMixture) else []
+    if not isinstance(method, PrivateMixture) or place >= len(plan):
+        raise MessageError(f"the plan of this run has no release {place}.")
+    (name, most), mu = plan[place], request.facts.get("mu")
+    if request.facts.get("release") != name:
+        raise MessageError(
+            f"release {place} of the plan is {name!r}, which the server did not name."
+        )
+    if not isinstance(mu, float) or not 0 < mu <= most * (1 + 1e-12):
+        raise MessageError(f"the server asks for release {place} with less noise than its plan.")
+    return method, name, mu
 
 
 def _whole(request: Message, name: str) -> int:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.embed import Embedding
@@ -63,6 +64,25 @@ class SiteFolder:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         secret_bytes = np.frombuffer(secret, dtype=np.uint8)
         write_atomically(place, save({"secret": secret_bytes, "vector": vector}))
+
+    def keep_release(self, run: str, place: int, vector: Elements, share: float) -> None:
+        """Keep a noisy vector, so that the same noise is sent again, and the deviation of its noise."""
+        numbers = {"vector": vector, "share": np.array([share])}
+        write_atomically(self._release(run, place), save(numbers))
+
+    def release(self, run: str, place: int) -> tuple[Elements, float] | None:
+        """Return the kept vector of a release, and the deviation of its noise."""
+        path = self._release(run, place)
+        if not path.is_file():
+            return None
+        try:
+            found = load(path.read_bytes())
+            return found["vector"], float(found["share"][0])
+        except (SafetensorError, LookupError):
+            return None
+
+    def _release(self, run: str, place: int) -> Path:
+        return self._states / run / f"release-{place:06d}.safetensors"
 
     # ------------------------------------------------------------------ between requests
 

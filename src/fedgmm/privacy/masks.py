@@ -559,6 +559,13 @@ class MaskedSite:
             raise MaskError(f"this site has no keys for number {number}")
         return self._sessions[number], self._roster
 
+    def participants(self, number: int) -> int:
+        """Return how many sites take part in an aggregation."""
+        session, _ = self._session(number)
+        if session.bundles is None:
+            raise MaskError("this site has not sent its shares")
+        return len(session.participants)
+
     def _channel_with(self, code: int) -> bytes:
         """Return the secret that this site shares with another one, in all numbers of the run."""
         if code not in self._channels:

@@ -28,6 +28,9 @@ RandomBytes = Callable[[int], bytes]
 _SMALLEST_STEPS = 1000.0  # a deviation of fewer grid steps would differ from continuous noise
 _LARGEST_STEPS = 2.0**52
 
+SMALLEST_NOISE = _SMALLEST_STEPS / steps_of(1.0)
+"""Smallest deviation of noise."""
+
 
 def discrete_gaussian(
     sigma: float, count: int, source: RandomBytes = os.urandom

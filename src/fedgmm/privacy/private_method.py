@@ -26,9 +26,17 @@ from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params
 from fedgmm.core.sums import Sum, Sums
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import Prediction, RoundInfo, SupervisedMethod
+from fedgmm.methods.base import (
+    LEARNERS,
+    Prediction,
+    RoundInfo,
+    SupervisedMethod,
+    learners_in,
+)
 from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.nets.learners import at_labels
+from fedgmm.privacy.accounting import mu_of
+from fedgmm.privacy.disclosure import ImplausibleModelError
 from fedgmm.privacy.noisy_sums import NoisySums, Part
 from fedgmm.privacy.private_em import (
     Coordinates,
@@ -71,6 +79,7 @@ _CLIENT_SHARES = {
 }
 _HOME_ROUNDS = 30  # of EM for a client's own weights
 _TIE = 0.97  # share of a Gaussian's weight that its own learner starts with
+_LARGEST = 1e6  # number among public parameters that a client accepts
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,13 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         rest = (1.0 - sum(start.values())) / sum(growth)
         return [*start.items(), *((ROUND, rest * one) for one in growth)]
 
+    def releases(self) -> list[tuple[str, float]]:
+        """Return the releases of a run, in order, with the ``μ`` of each; together they cost ``ε``."""
+        assert self.privacy.epsilon is not None
+        assert self.privacy.delta is not None
+        budget = mu_of(self.privacy.epsilon, self.privacy.delta)
+        return [(name, budget * math.sqrt(share)) for name, share in self.plan()]
+
     def layout(self, name: str, columns: int) -> NoisySums:
         """Return the parts of a release, with bounds for one row; for a client they are clipped further.
 
@@ -175,7 +191,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
                 )
             )
         if name == "histogram":
-            return NoisySums((Part("cells", (cells(self.directions),), 1.0, 1.0),))
+            return NoisySums((Part("cells", (cells(min(self.directions, d)),), 1.0, 1.0),))
         m1, m2, kind = self.components, self.base.learners, self.base.gaussians.covariance_type
         classes = self._classes
         _, half = log_likelihood_range(d, classes, self.base.density)
@@ -326,13 +342,17 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         self, shared: PrivateShared, sums: Sums, round_number: int = 1
     ) -> tuple[PrivateShared, RoundInfo]:
         """Return the new public parameters from the noisy total of a round."""
+        fit = self.mean_log_likelihood(shared, sums)
+        return self.advance(ROUND, shared, sums), RoundInfo(fit)
+
+    def mean_log_likelihood(self, shared: PrivateShared, sums: Mapping[str, Tensor]) -> float:
+        """Return the mean log-likelihood of the rows behind the sums of a round."""
         d = len(shared.coordinates.mean)
         rows = max(float(sums["counts"].sum()), 1.0)
         middle, _ = log_likelihood_range(d, self._classes, self.base.density)
         volume = torch.linalg.slogdet(shared.coordinates.whitener).logabsdet
         fit = float(sums["log_likelihood"]) / rows + middle
-        fit += float(volume) if self.base.density else 0.0
-        return self.advance(ROUND, shared, sums), RoundInfo(fit)
+        return fit + (float(volume) if self.base.density else 0.0)
 
     def newcomer(self, shared: PrivateShared, learner: Params | None = None) -> Tensor:
         """Return the federation's weights, ``(1, M1 · M2)``."""
@@ -419,9 +439,50 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         """Declare the noisy sums of a round."""
         return {one.name: Sum(one.shape) for one in self.layout(ROUND, columns).parts}
 
+    def declare_broadcast(self, columns: int) -> dict[str, Sum]:
+        """Declare the public parameters, all of which are float64."""
+        return {n: Sum(tuple(v.shape)) for n, v in self.broadcast(self.blank(columns)).items()}
+
+    def broadcast(self, shared: PrivateShared, client: int | None = None) -> dict[str, Tensor]:
+        """Return the public parameters, which are the same for all clients."""
+        spent = torch.zeros(len(self.plan()), dtype=torch.float64)
+        spent[: len(shared.spent)] = shared.spent
+        return {
+            **{f"coordinates/{name}": value for name, value in vars(shared.coordinates).items()},
+            "means": shared.gaussians.means,
+            "covariances": shared.gaussians.covariances,
+            "weights": shared.weights,
+            "spent": spent,
+            **{LEARNERS + name: value for name, value in shared.learners.items()},
+        }
+
     def received(self, arrays: Mapping[str, Tensor], columns: int) -> PrivateShared:
-        """Refuse: the public parameters of a private run are not broadcast in this form."""
-        raise NotImplementedError("Private training over a network is not available yet.")
+        """Return the public parameters from the arrays of :meth:`broadcast`.
+
+        Raises:
+            ImplausibleModelError: parameters with which sums over rows might not be finite, so that the
+                bounds of their noise would not hold.
+        """
+        where = Coordinates(
+            **{n.removeprefix("coordinates/"): v for n, v in arrays.items() if "coord" in n}
+        )
+        covariances, weights = arrays["covariances"], arrays["weights"]
+        kind = self.base.gaussians.covariance_type if self.base.density else "full"
+        own = torch.linalg.eigvalsh(covariances) if kind in ("full", "tied") else covariances
+        if (
+            any(float(value.abs().max()) > _LARGEST for value in arrays.values() if value.numel())
+            or float(where.scale.min()) < 1.0 / _LARGEST
+            or float(own.min()) < 1.0 / _LARGEST
+            or float(weights.min()) < 1.0 / _LARGEST**2
+        ):
+            raise ImplausibleModelError("the model has numbers that no honest server makes.")
+        return PrivateShared(
+            where,
+            gaussians(arrays["means"], covariances, kind),
+            weights,
+            learners_in(arrays),
+            arrays["spent"][arrays["spent"] > 0],
+        )
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class Privacy:
         person: column that names the person of a row; it is not used as an input.
         rounds: noised rounds of the mixture; more rounds have more noise each.
         secure_aggregation: sites mask their sums, so a server sees only the total.
-        tolerated: sites that may drop out or collude with the server without weakening the noise.
+        tolerated: sites that may reveal their part of the noise without weakening it, over a network;
+            dropouts that secure aggregation allows are tolerated in any case.
         min_change: fewest sites in which two sums under masks may differ; the difference between sums
             over almost the same sites would show single ones. Noisy sums may differ by any number.
     """

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _VECTOR_COMPONENTS = 48  # principal components of vectors that the Gaussians see by default
 
-_NOT_COVERED = "Weights of clients, metrics and this report are not covered; keep them at home."
+NOT_COVERED = "Weights of clients, metrics and this report are not covered; keep them at home."
 
 OnStart = Callable[[int], None]
 """Called with the number of rounds before training begins."""
@@ -321,7 +321,7 @@ def _run(
         notes.append(f"Training stopped early: {model.stopped}")
     if privacy is not None and model.privacy is not None:
         model.privacy |= {"bounds": privacy.record()["bounds"]}
-        notes.insert(0, f"Differential privacy: {model.budget}. {_NOT_COVERED}")
+        notes.insert(0, f"Differential privacy: {model.budget}. {NOT_COVERED}")
     joined = _remove_joined_clients(folder)
     if joined:
         notes.append(

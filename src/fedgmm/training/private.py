@@ -24,7 +24,7 @@ from fedgmm.methods.base import DENSITY, RoundInfo
 from fedgmm.privacy.accounting import compose, epsilon_of, mu_of
 from fedgmm.privacy.forecast import forecast
 from fedgmm.privacy.noise import RandomBytes, noisy
-from fedgmm.privacy.noisy_sums import NoisySums
+from fedgmm.privacy.noisy_sums import FloatArray, NoisySums
 from fedgmm.privacy.private_em import Rows
 from fedgmm.privacy.private_method import (
     DEVIATION,
@@ -53,6 +53,25 @@ def check_private(dataset: FederatedDataset, options: TrainingOptions, privacy: 
         options: of the run.
         privacy: with a budget.
     """
+    check_private_options(options)
+    if dataset.task == "regression":
+        raise PrivacyError("epsilon is for classes, not for numbers to predict.")
+    if len(dataset.input_shape) != 1 or not dataset.train.features_are_inputs:
+        raise PrivacyError("epsilon is for rows of columns, without separate features.")
+    if dataset.train.weights is not None:
+        raise PrivacyError("epsilon cannot be combined with weights of rows; leave them out.")
+    units = {"row": len(dataset.train), "client": len(dataset.names)}
+    if privacy.unit == "person":
+        if dataset.persons is None:
+            raise PrivacyError(
+                "unit='person' needs the person of each row: FederatedDataset.from_arrays(persons=...)."
+            )
+        units["person"] = len(torch.unique(dataset.persons))
+    privacy.check_units(units[privacy.unit])
+
+
+def check_private_options(options: TrainingOptions) -> None:
+    """Raise :class:`PrivacyError` for options that noised sums cannot have."""
     if options.algorithm not in _METHODS:
         raise PrivacyError(
             f"epsilon is for {', '.join(_METHODS)}, not for {options.algorithm!r}, whose clients send "
@@ -63,12 +82,6 @@ def check_private(dataset: FederatedDataset, options: TrainingOptions, privacy: 
             f"epsilon is for linear learners, not for learner={options.learner!r}; train a network on "
             "noised gradients with another tool, or use learner='linear' on its features."
         )
-    if dataset.task == "regression":
-        raise PrivacyError("epsilon is for classes, not for numbers to predict.")
-    if len(dataset.input_shape) != 1 or not dataset.train.features_are_inputs:
-        raise PrivacyError("epsilon is for rows of columns, without separate features.")
-    if dataset.train.weights is not None:
-        raise PrivacyError("epsilon cannot be combined with weights of rows; leave them out.")
     refused = {
         "components='auto' or learners='auto'": bool(options.open_sizes),
         "personal_labels=True": options.personal_labels is True,
@@ -84,14 +97,6 @@ def check_private(dataset: FederatedDataset, options: TrainingOptions, privacy: 
             raise PrivacyError(
                 f"epsilon cannot be combined with {what}, which would need rows without noise."
             )
-    units = {"row": len(dataset.train), "client": len(dataset.names)}
-    if privacy.unit == "person":
-        if dataset.persons is None:
-            raise PrivacyError(
-                "unit='person' needs the person of each row: FederatedDataset.from_arrays(persons=...)."
-            )
-        units["person"] = len(torch.unique(dataset.persons))
-    privacy.check_units(units[privacy.unit])
 
 
 class NoiseWarning(UserWarning):
@@ -288,8 +293,7 @@ class PrivateClients:
             total = np.sum([layout.vector(layout.clipped(one)) for one in units], axis=0)
             share *= (1.0 - _LENGTHS) / (1.0 - _LENGTHS * share)
         else:
-            parts = (method.contributions(name, shared, rows) for rows in self._blocks())
-            total = np.sum([layout.vector(one) for one in parts], axis=0)
+            total = vector_of(method, name, shared, self.rows, self.weights)
         mu = self.account.charge(name, share)
         spent.append(mu)
         values, deviations = self._noised(layout, total, mu)
@@ -307,16 +311,38 @@ class PrivateClients:
         sigma = layout.sensitivity / mu
         return layout.read(noisy(total, sigma, self.source)), layout.deviations(sigma)
 
-    def _blocks(self) -> Iterator[Rows]:
-        for first in range(0, len(self.rows), _BLOCK):
-            yield self._rows(slice(first, first + _BLOCK))
-
     def _clients(self) -> Iterator[Rows]:
         offsets = self.rows.offsets.tolist()
         for code in range(len(self.rows.names)):
             if offsets[code + 1] > offsets[code]:
-                yield self._rows(slice(offsets[code], offsets[code + 1]))
+                place = slice(offsets[code], offsets[code + 1])
+                yield _within_bounds(self.rows, self.weights, place)
 
-    def _rows(self, place: slice) -> Rows:
-        inputs = self.rows.inputs[place].flatten(1).double().cpu().clamp(-1.0, 1.0)
-        return Rows(inputs, self.rows.labels[place].cpu(), self.weights[place])
+
+def vector_of(
+    method: PrivateMixture,
+    name: str,
+    shared: PrivateShared,
+    rows: LabelledRows,
+    weights: Tensor,
+) -> FloatArray:
+    """Return the vector of a release without noise, block by block of rows.
+
+    Args:
+        method: the private method.
+        name: of the release.
+        shared: the public parameters.
+        rows: of one client or of all; they are clipped to ``[-1, 1]``.
+        weights: of the rows, see :func:`unit_weights`.
+    """
+    layout = method.layout(name, rows.features.columns)
+    total = np.zeros(layout.numbers)
+    for first in range(0, len(rows), _BLOCK):
+        block = _within_bounds(rows, weights, slice(first, first + _BLOCK))
+        total += layout.vector(method.contributions(name, shared, block))
+    return total
+
+
+def _within_bounds(rows: LabelledRows, weights: Tensor, place: slice) -> Rows:
+    inputs = rows.inputs[place].flatten(1).double().cpu().clamp(-1.0, 1.0)
+    return Rows(inputs, rows.labels[place].cpu(), weights[place])
