@@ -58,9 +58,7 @@ def totals_of_a_run(rows, unit, algorithm, kind, noise, patch):
     net = learner_network(options, (COLUMNS,), data_classes[: 1 if algorithm == "gmm" else CLASSES])
     method = PrivateMixture(build(options, net), budget)
     weights = unit_weights(budget, data.train.codes, data.persons)
-    # classes are declared, so they keep their numbers when the unit with the last row of one is gone
-    labels = torch.from_numpy(data.classes[data.train.labels.numpy()])
-    clients = PrivateClients(replace(data.train, labels=labels), budget, Account(budget), weights)
+    clients = PrivateClients(data.train, budget, Account(budget), weights)
     totals, outputs = [], []
 
     def recorded(total, sigma, source):
