@@ -43,7 +43,7 @@ def home(tmp_path_factory):
     (home / "sites" / "oslo" / "left" / "bad.png").write_bytes(b"?")
     sites = [home / "sites" / site for site in ("oslo", "rome")]
     options = ["--components", "2", "--learners", "2", "--rounds", "3", "--pca", "4"]
-    call("fit", *sites, "--images", *SIZE, "--out", home / "run", *options)
+    call("fit", *sites, "--images", "--label-from-folder", *SIZE, "--out", home / "run", *options)
     return home
 
 
@@ -100,6 +100,13 @@ def test_texts_are_embedded_on_the_way(tmp_path):
     (row,) = csv.DictReader(io.StringIO(result.stdout))
     assert (row["id"], row["prediction"]) == ("row 1", "good")
     assert "row 2" in result.stderr
+
+
+def test_a_label_column_and_folders_of_classes_exclude_each_other(tmp_path):
+    args = ["fit", str(tmp_path), "--images", "--label-from-folder", "--label", "y"]
+    result = RUNNER.invoke(app, args)
+    assert result.exit_code == 1
+    assert "not both" in result.stderr
 
 
 def test_missing_weights_are_explained(tmp_path, monkeypatch):

@@ -195,6 +195,13 @@ def fit(
             "with --image-column; they are embedded first.",
         ),
     ] = False,
+    label_from_folder: Annotated[
+        bool,
+        typer.Option(
+            "--label-from-folder",
+            help="The label of an image is the name of its folder. Default with --images.",
+        ),
+    ] = False,
     text: Annotated[
         str | None, typer.Option(help="Column of texts, which are embedded first.")
     ] = None,
@@ -323,6 +330,8 @@ def fit(
     embedding = embedding_options(images, text, encoder, image_column, weights, size, download)
     if embedding is not None:
         sections["embedding"] = embedding | ({} if device is None else {"device": device})
+        if label_from_folder and label is not None:
+            raise ValueError("Give either --label or --label-from-folder, not both.")
         data["label"] = label or (None if image_column or text else "label")
         data.setdefault("id", ("id",) if image_column is None else (image_column,))
     sections["data"] |= {name: value for name, value in data.items() if value is not None}
