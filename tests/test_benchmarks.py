@@ -197,3 +197,10 @@ def test_ranks_print_seconds_and_bytes(tmp_path):
     assert "bytes/round" in printed
     assert {one["ranks"] for one in found} == {1, 2}
     assert all((one["bytes"] > 0) == (one["ranks"] > 1) for one in found)
+
+
+@pytest.mark.slow
+def test_vectors_are_trained_on_by_all_sides(tmp_path):
+    printed, found = quick_run(SCRIPT.with_name("embeddings.py"), tmp_path)
+    assert "LogisticRegression" in printed
+    assert all(one["seconds"] > 0 and one["accuracy"] > 0.7 for one in found)
