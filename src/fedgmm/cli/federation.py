@@ -242,7 +242,10 @@ def client(
         typer.Option(help="Limit of ε over all runs; runs without noise are refused, too."),
     ] = None,
     max_delta: Annotated[
-        float | None, typer.Option(help="Largest δ of a run. Default: that of the server's plan.")
+        float | None,
+        typer.Option(
+            help="Largest δ of a run. Default: 1e-5 with --max-epsilon, else that of the server's plan."
+        ),
     ] = None,
     peers: Annotated[
         Path | None,
