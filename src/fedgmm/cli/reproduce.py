@@ -24,6 +24,7 @@ class Experiment(StrEnum):
     SENSITIVITY = "sensitivity"
     MEMBERSHIP = "membership"
     PRIVACY = "privacy"
+    EMBEDDINGS = "embeddings"
 
 
 _ON_IMAGES = (
@@ -31,6 +32,7 @@ _ON_IMAGES = (
     Experiment.UNSEEN,
     Experiment.NOVELTY,
     Experiment.SENSITIVITY,
+    Experiment.EMBEDDINGS,
 )
 _SIZES = {"clients", "seeds", "rounds", "tuning_rounds", "methods", "device"}
 _OF_IMAGES = {
@@ -56,6 +58,7 @@ _OPTIONS = {
     Experiment.UNSEEN: {*_SIZES, *_OF_IMAGES, "shift"},
     Experiment.NOVELTY: {*_SIZES, *_OF_IMAGES},  # its shifts are separate settings
     Experiment.SENSITIVITY: {*_SIZES, *_OF_IMAGES, "shift"},
+    Experiment.EMBEDDINGS: {*_SIZES, *_OF_IMAGES} - {"track", "learner", "pretrained"},
     Experiment.MEMBERSHIP: {"clients", "rows", "rounds"},
     Experiment.PRIVACY: {"clients", "rows", "seeds"},
 }
@@ -88,7 +91,8 @@ def reproduce(
         str | None, typer.Option(help="Methods, separated by commas. Default: all.")
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="Images: femnist, cifar10, cifar100 or mnist.")
+        str | None,
+        typer.Option(help="femnist, cifar10, cifar100 or mnist; embeddings also take reviews."),
     ] = None,
     track: Annotated[
         str | None,
@@ -230,6 +234,10 @@ def _study(experiment: Experiment) -> tuple[Any, Any]:
             from fedgmm.experiments.paper.unseen import UnseenStudy, reproduce_unseen
 
             return UnseenStudy, reproduce_unseen
+        case Experiment.EMBEDDINGS:
+            from fedgmm.experiments.embeddings import EmbeddingStudy, reproduce_embeddings
+
+            return EmbeddingStudy, reproduce_embeddings
         case Experiment.NOVELTY:
             from fedgmm.experiments.paper.novelty import reproduce_novelty
             from fedgmm.experiments.paper.novelty_setup import NoveltyStudy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, Self, TypeVar, get_args
+from typing import ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 from fedgmm.core.checks import check_choice, check_distinct, check_integer
 from fedgmm.core.gaussians import COVARIANCE_TYPES
@@ -30,7 +30,7 @@ _CHOSEN_LATE = {
     "personal_labels": "the use of each client's label frequencies",
 }
 
-Choice = dict[str, float]
+Choice = dict[str, float | str]
 """Values of training options that are tried together."""
 
 StudyT = TypeVar("StudyT", bound="ImageStudy")
@@ -67,7 +67,7 @@ class ImageStudy:
     """Settings of a study on images; the defaults are the paper's.
 
     Attributes:
-        dataset: one of ``DATA_SETS``.
+        dataset: one of ``data_sets``.
         track: ``"paper"`` uses the paper's optimiser, batch size, epochs, rounds and grid. ``"tuned"``
             adds momentum at the clients, momentum at the server where it helps, learning rates that
             fall to zero (except pFedMe, because its personal learners restart in every round), and a
@@ -93,6 +93,8 @@ class ImageStudy:
         device: device to train on.
     """
 
+    data_sets: ClassVar[tuple[str, ...]] = DATA_SETS
+
     dataset: str = "femnist"
     track: Track = "paper"
     methods: tuple[str, ...] = tuple(TITLES)
@@ -115,7 +117,7 @@ class ImageStudy:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("dataset", self.dataset, DATA_SETS)
+        check_choice("dataset", self.dataset, self.data_sets)
         check_choice("track", self.track, TRACKS)
         check_choice("encoder", self.encoder, ENCODERS)
         check_choice("encoder_dtype", self.encoder_dtype, ("auto", *PRECISIONS))

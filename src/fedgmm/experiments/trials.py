@@ -32,7 +32,10 @@ from fedgmm.training.options import TrainingOptions
 _SETTINGS = "study.json"
 _CLIENTS = "clients-"
 _DATA = "data"
-_TUNED_OPTIONS = ("lr", "server_momentum", "independence", "personal_labels")
+_TUNED_OPTIONS = (
+    *("learner", "lr", "server_momentum", "components", "learners", "independence"),
+    *("proximal", "finetune_epochs", "penalty", "personal_labels"),
+)
 _MAY_DIFFER = ("methods", "seeds", "device")  # between programs that share a folder
 _CHECKPOINT_ROUNDS = 50
 _ACCURACY_ROUNDS = 5

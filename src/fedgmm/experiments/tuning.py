@@ -228,7 +228,10 @@ def _other_search(trial: Trial[ImageStudy], reason: str) -> StudyFolderError:
 
 def _label(choice: Choice) -> str:
     """Return a label for messages and file names, such as ``"lr 0.1 server_momentum 0.9"``."""
-    return " ".join(f"{name} {value:.6g}" for name, value in choice.items())
+    return " ".join(
+        f"{name} {value if isinstance(value, str) else f'{value:.6g}'}"
+        for name, value in choice.items()
+    )
 
 
 def _ranked(scores: Scores) -> list[str]:

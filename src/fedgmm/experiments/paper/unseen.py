@@ -166,13 +166,13 @@ def hold_out_clients(study: UnseenStudy, seed: int, context: StudyContext) -> He
             )
     check_trainable(study, seed, training)
     if "fedgmm" not in study.methods:  # no method has Gaussians that use features
-        return HeldOut(training, *_halves(unseen, seed))
+        return HeldOut(training, *halves(unseen, seed))
     known = encode(study, training, context)
     attached = known.feature_map.attach(unseen, context.report_encoded)
-    return HeldOut(known.dataset, *_halves(attached, seed))
+    return HeldOut(known.dataset, *halves(attached, seed))
 
 
-def _halves(unseen: FederatedDataset, seed: int) -> tuple[LabelledRows, LabelledRows]:
+def halves(unseen: FederatedDataset, seed: int) -> tuple[LabelledRows, LabelledRows]:
     """Divide all rows of each client, regardless of their split, into two random halves."""
     parts = [unseen.split(split) for split in SPLITS]
     features = torch.cat([chunk for part in parts for chunk in part.features.chunks])
