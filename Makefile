@@ -7,10 +7,11 @@ INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 # Triton is not in the constraints, because a CUDA build of torch pins its own version.
 TRITON_VERSION := triton==3.9.0
+TORCH_VERSION := $(patsubst torch==%,%,$(filter torch==%,$(file < constraints.txt)))
 # A module stays in one process, because its tests share fixtures. A process takes 1 GB of memory.
 PARALLEL := -n auto --maxprocesses 4 --dist loadscope
 
-.PHONY: demo federation-demo test test-slow coverage lint types bench docs clean
+.PHONY: demo federation-demo test test-slow coverage lint types bench docs dist dist-lowest clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedgmm demo --out demo
@@ -43,6 +44,25 @@ bench: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_figures.py
+
+# Wheel and source archive, built in isolation, then tried in a fresh environment as a user would.
+# `make dist PYTHON=python3.13` tries another Python.
+dist: $(INSTALLED)
+	rm -rf build dist
+	$(BIN)/python -m build --outdir dist .
+	$(call try,dist/trial,--constraint constraints.txt)
+
+# The same wheel with the lowest versions that pyproject.toml allows.
+dist-lowest: dist
+	$(call try,dist/trial-lowest,--constraint packaging/lowest.txt "torch==$(TORCH_VERSION)")
+
+# $(call try,FOLDER,OPTIONS): install the wheel and nothing else into a new environment, and run the commands.
+define try
+	$(PYTHON) -m venv --clear $(1)
+	$(1)/bin/python -m pip install --quiet $(2) dist/*.whl
+	cd $(1) && bin/python $(CURDIR)/packaging/smoke.py
+	du -sh $(1) | sed 's/^/installed size: /'
+endef
 
 clean:
 	rm -rf $(VENV) demo federation-demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

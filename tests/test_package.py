@@ -52,3 +52,15 @@ def test_the_oldest_versions_that_are_allowed_have_no_known_holes(name, fixed):
     (floor,) = [one.version for one in own.specifier if one.operator == ">="]
     assert Version(floor) >= Version(fixed)
     assert Version(version(name)) >= Version(floor)
+
+
+def test_the_lowest_versions_that_are_tried_are_those_that_are_allowed():
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    lines = (root / "packaging" / "lowest.txt").read_text().splitlines()
+    tried = dict(line.split("==") for line in lines if not line.startswith("#"))
+    allowed = {}
+    for own in map(Requirement, project["dependencies"]):
+        (allowed[own.name],) = [one.version for one in own.specifier if one.operator == ">="]
+    del allowed["torch"]  # see the file
+    assert tried == allowed

@@ -7,8 +7,8 @@ The search has three stages:
 2. The better half is trained to a quarter of the rounds and compared by accuracy, which tables report.
 3. The best two are trained to the end and compared by accuracy.
 
-A list of only two choices goes straight to the third stage, because the effect of independence shows late
-and label frequencies are counted at the end. Training runs resume between stages, and the winner becomes
+The first list is searched like this. Later lists, and a list of only two choices, go straight to the third
+stage, because the effect of independence shows late and label frequencies are counted at the end. Training runs resume between stages, and the winner becomes
 the trial of the first seed. Every step writes a file, so an interruption costs one training run at most.
 
 Mixtures start as one shared learner, usually for longer than the first two stages. These stages therefore
@@ -159,8 +159,8 @@ class _Search:
                 found[label] = self._score(name, labelled[label], until, metric)
             return found
 
-        if len(choices) <= _IN_FULL:
-            return {"whole": scores(labelled, _IN_FULL, study.rounds, "validation_accuracy")}
+        if len(choices) <= _IN_FULL or self.start.name:
+            return {"whole": scores(labelled, len(choices), study.rounds, "validation_accuracy")}
         early, middle = study.tuning_stages
         half = -(-len(choices) // 2)
         short = scores(labelled, len(choices), early, "validation_score")
