@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperArgument, TyperGroup
 
@@ -22,12 +21,12 @@ _INTERRUPTED = 130
 class _OneSentenceErrors(TyperGroup):
     """Print an error of a command as one sentence; ``--debug`` shows the traceback."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _note  # type: ignore[assignment]
                 return self._invoke_on_first_rank(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
             typer.echo("Interrupted.", err=True)
@@ -37,12 +36,13 @@ class _OneSentenceErrors(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except Exception as error:
-            if ctx.params["debug"]:
+            # Typer prints its own errors about wrong options
+            if ctx.params["debug"] or hasattr(error, "format_message"):
                 raise
             typer.echo(f"Error: {_sentence(error)}", err=True)
             raise typer.Exit(1) from None
 
-    def _invoke_on_first_rank(self, ctx: click.Context) -> Any:
+    def _invoke_on_first_rank(self, ctx: Any) -> Any:
         """Run the command; of several processes of ``torchrun``, the first runs it and the others help."""
         if os.environ.get("WORLD_SIZE", "1") == "1":  # before the heavy imports
             return super().invoke(ctx)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from fedgmm.cli.output import screen, working
 
@@ -209,7 +208,8 @@ def _check_options(ctx: typer.Context, experiment: Experiment) -> None:
         if name in ("experiment", "out") or name in _OPTIONS[experiment]:
             continue
         # environment variables may be meant for other commands
-        if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+        source = ctx.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
             continue
         off = ctx.params[name] is False
         flag = (option.secondary_opts if off else option.opts)[0]

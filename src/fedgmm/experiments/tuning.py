@@ -8,8 +8,9 @@ The search has three stages:
 3. The best two are trained to the end and compared by accuracy.
 
 The first list is searched like this. Later lists, and a list of only two choices, go straight to the third
-stage, because the effect of independence shows late and label frequencies are counted at the end. Training runs resume between stages, and the winner becomes
-the trial of the first seed. Every step writes a file, so an interruption costs one training run at most.
+stage, because the effect of independence shows late and label frequencies are counted at the end. Training
+runs resume between stages, and the winner becomes the trial of the first seed. Every step writes a file, so
+an interruption costs one training run at most.
 
 Mixtures start as one shared learner, usually for longer than the first two stages. These stages therefore
 judge their options as FedAvg's, which is cheap, and only the third one compares whole mixtures.
