@@ -37,7 +37,7 @@ from fedgmm.experiments.paper.unseen import (
     halves,
     tuned_model,
 )
-from fedgmm.experiments.settings import DATA_SETS, Choice, ImageStudy
+from fedgmm.experiments.settings import DATA_SETS, MIXTURES, Choice, ImageStudy
 from fedgmm.experiments.study import (
     StudyContext,
     check_rows,
@@ -121,9 +121,13 @@ class EmbeddingStudy(ImageStudy):
 
     def options(self, method: str, seed: int) -> TrainingOptions:
         """Return the training options of a method, without those that are tuned."""
+        mixture = method in MIXTURES
         return TrainingOptions(
             algorithm=method,
             rounds=self.rounds,
+            # mixtures start as one shared learner, which sees all rows
+            warmup=self.rounds // 2 if mixture else 0,
+            start="split" if mixture else "auto",
             components=self.components,
             learners=self.learners,
             covariance_type=self.covariance_type,
@@ -435,6 +439,7 @@ def _markdown(study: EmbeddingStudy, found: dict[str, list[Record]]) -> str:
         f"learners or MLPs with rates from {max(_RATES):.2g} to {min(_RATES):.2g} (all for {early} rounds,",
         f"the better half for {middle}, two in full), then options of its own, then label frequencies.",
         f"At the edge of the grid: {', '.join(at_edge)}." if at_edge else "",
+        "Mixtures start as one shared learner for half of the rounds.",
         "Seconds of a training run, and what a client sends in a round.",
         ""
         if study.dataset == REVIEWS

@@ -236,6 +236,8 @@ def tuned_model(
     start = {name: value[place : place + 1] for name, value in prediction.learners.items()}
     device = next(iter(start.values())).device
     rows = adaptation.to(device)
+    if model.scaling is not None:
+        rows = rows.with_inputs(model.scaling.apply(rows.inputs, next(iter(start.values())).dtype))
     training = build(options, prediction.net).training
     tuned = training.train_personal(
         expand_clients(start, len(rows.names)),
