@@ -57,7 +57,7 @@ _OPTIONS = {
     Experiment.UNSEEN: {*_SIZES, *_OF_IMAGES, "shift"},
     Experiment.NOVELTY: {*_SIZES, *_OF_IMAGES},  # its shifts are separate settings
     Experiment.SENSITIVITY: {*_SIZES, *_OF_IMAGES, "shift"},
-    Experiment.EMBEDDINGS: {*_SIZES, *_OF_IMAGES} - {"track", "learner", "pretrained"},
+    Experiment.EMBEDDINGS: {*_SIZES, *_OF_IMAGES} - {"track", "pretrained"},
     Experiment.MEMBERSHIP: {"clients", "rows", "rounds"},
     Experiment.PRIVACY: {"clients", "rows", "seeds"},
 }

@@ -89,6 +89,7 @@ class EmbeddingStudy(ImageStudy):
     """Settings of the study; see :class:`ImageStudy` for the other attributes.
 
     Attributes:
+        learner: ``"auto"`` tries linear learners and MLPs; a kind tries that kind only.
         held_out: share of the clients without whom the second training run is.
     """
 
@@ -100,18 +101,23 @@ class EmbeddingStudy(ImageStudy):
     rounds: int = 60
     tuning_rounds: int = 8
     encoder_dtype: str = "bfloat16"
-    learner: str = "linear"
+    learner: str = "auto"
     held_out: float = 0.2
 
     @property
     def label(self) -> str:
-        """The data set."""
-        return self.dataset
+        """The data set, and the kind of learners if there is no choice."""
+        return self.dataset if self.learner == "auto" else f"{self.dataset}-{self.learner}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of learners that are tried."""
+        return ("linear", "mlp") if self.learner == "auto" else (self.learner,)
 
     def choices(self, method: str) -> list[list[Choice]]:
         """Return learners and rates, then the method's own choices, then label frequencies."""
         found: list[list[Choice]] = [
-            [{"learner": kind, "lr": rate} for kind in ("linear", "mlp") for rate in _RATES]
+            [{"learner": kind, "lr": rate} for kind in self.kinds for rate in _RATES]
         ]
         if method in _OWN_OPTIONS:
             found.append(_OWN_OPTIONS[method])
@@ -435,9 +441,9 @@ def _markdown(study: EmbeddingStudy, found: dict[str, list[Record]]) -> str:
     sentences = [
         f"Test accuracy, mean over clients, after {study.rounds} rounds, ± half of the 95 % interval over",
         f"seeds {', '.join(map(str, study.seeds))}. Bold: the best method, and those within noise of it,",
-        "paired over seeds. Every method is tuned alike on validation rows of the first seed: linear",
-        f"learners or MLPs with rates from {max(_RATES):.2g} to {min(_RATES):.2g} (all for {early} rounds,",
-        f"the better half for {middle}, two in full), then options of its own, then label frequencies.",
+        "paired over seeds. Every method is tuned alike on validation rows of the first seed: learners",
+        f"({', '.join(study.kinds)}) with rates from {max(_RATES):.2g} to {min(_RATES):.2g} (all for",
+        f"{early} rounds, the better half for {middle}, two in full), then options of its own, then label frequencies.",
         f"At the edge of the grid: {', '.join(at_edge)}." if at_edge else "",
         "Mixtures start as one shared learner for half of the rounds.",
         "Seconds of a training run, and what a client sends in a round.",
