@@ -26,13 +26,12 @@ from fedgmm.core.predictive import (
     shares_of_models,
 )
 from fedgmm.methods.base import Prediction
+from fedgmm.model.predictions import EvaluatedRows, log_learners
 from fedgmm.nets.learners import at_labels
 
 _GUESS_ROUNDS = 3  # iterations that guess label frequencies
 _RAISED = 1e-3  # share of the start that is uniform, because a weight of zero could never grow
-_PRIOR_ROWS = (
-    4.0  # of models without an estimate: a federation's server does not know its clients' π
-)
+_PRIOR_ROWS = 4.0  # of models without an estimate: a server does not know its clients' π
 _STRONGER = 10.0  # factor of the second prior that is tried
 _FOLDS = 10  # parts of the labelled rows that are left out in turn
 _FOLD_ROUNDS = 30  # iterations without a part, which need not converge to the last digit
@@ -92,6 +91,26 @@ def with_prior(prediction: Prediction, rows: Tensor) -> Prediction:
         return prediction
     mean = _initial_weights(prediction).reshape(-1)
     return replace(prediction, prior_rows=prior_strength(weights * rows.to(weights)[:, None], mean))
+
+
+def learn_client(rows: EvaluatedRows, labels: Tensor | None, max_rounds: int) -> NewClient:
+    """Learn the weights of a client of a mixture from its rows, and from labels ``(n,)`` if it has any."""
+    model, prediction = rows.model, rows.model.prediction
+    log_y = None
+    if labels is not None or can_guess_labels(prediction):
+        log_y = log_learners(prediction, rows.x)
+    if labels is None:
+        if rows.log_x is None and log_y is None:
+            raise ValueError(
+                f"{model.algorithm} cannot adapt without labels: it has no density of the inputs and no "
+                "label frequencies that can be guessed; pass y."
+            )
+        return adapt_without_labels(prediction, rows.log_x, log_y, max_rounds)
+    assert log_y is not None
+    if model.target is not None:
+        labels = model.target.apply(labels, torch.float64)
+    labels, independence = labels.to(rows.x.device), float(model.options.get("independence", 0.0))
+    return adapt_with_labels(prediction, rows.log_x, log_y, labels, max_rounds, independence)
 
 
 def adapt_without_labels(

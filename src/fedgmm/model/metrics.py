@@ -15,6 +15,7 @@ from fedgmm.core.predictive import NumberPredictions
 from fedgmm.core.scratch import empty, kept, touched
 from fedgmm.model.bootstrap import ScoredRows, bootstrap, metrics_of
 from fedgmm.model.decisions import Decision, default_positive
+from fedgmm.model.predictions import at_codes
 from fedgmm.wording import counted, percent
 
 FloatArray = NDArray[np.float64]
@@ -39,9 +40,8 @@ class PredictedRows:
     """Predictions of labelled rows.
 
     Attributes:
-        log_probabilities: ``log P_c(y|x)`` of the classes and, last, of labels that are not a class,
-            ``(n, K + 1)``.
-        labels: the column of each row's label, ``(n,)``.
+        log_probabilities: ``log P_c(y|x)``, ``(n, K)``.
+        labels: class of each row; ``K`` for a label that is not a class, ``(n,)``.
         codes: the client of each row, an index into the clients that have rows, ``(n,)``.
         classes: names of the classes, ``(K,)``.
         decision: turns probabilities into a class; its positive class is known if there are two classes.
@@ -77,10 +77,10 @@ class PredictedRows:
             right[place] = self.decided[rows] == own
             loss[place] = row_losses(log_proba, own)
             scores[place] = log_proba[:, list(ranked)]
-            errors = np.exp(log_proba)
-            errors[np.arange(len(own)), own] -= 1.0
-            # with two classes both errors are equal, and one of them is counted
-            brier[place] = (errors**2).sum(-1) / (1.0 if positive is None else 2.0)
+            # Σ_k (P_k - [k = y])²; with two classes both errors are equal, and one of them is counted
+            proba, right_one = np.exp(log_proba), np.exp(at_codes(log_proba, own))
+            errors = (proba**2).sum(-1) - right_one**2 + (1.0 - right_one) ** 2
+            brier[place] = errors / (1.0 if positive is None else 2.0)
         return ScoredRows(codes, labels, right, loss, brier, scores, ranked, positive)
 
 
@@ -484,9 +484,8 @@ def evaluate(
     """Return the metrics of every client.
 
     Args:
-        log_probabilities: ``log P_c(y|x)`` of every class, ``(n, K)``; more columns stand for labels that
-            are not a class.
-        labels: the true class of each row, ``(n,)``.
+        log_probabilities: ``log P_c(y|x)`` of every class, ``(n, K)``.
+        labels: the true class of each row; ``K`` for a label that is not a class, ``(n,)``.
         codes: the client of each row, an index into ``names``, ``(n,)``.
         names: the clients.
         classes: names of the classes, ``(K,)``; by default the columns are numbered.
@@ -523,7 +522,7 @@ def evaluate(
 
 def row_losses(log_probabilities: FloatArray, labels: IntArray) -> FloatArray:
     """Return ``-log P(y|x)`` of each row's label ``(n,)``; finite also for labels of probability zero."""
-    return finite_losses(log_probabilities[np.arange(len(labels)), labels])
+    return finite_losses(at_codes(log_probabilities, labels))
 
 
 def finite_losses(log_probabilities: FloatArray) -> FloatArray:

@@ -10,13 +10,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
+from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.inputs import NO_CLIENT
+from fedgmm.model.predictions import EvaluatedRows, evaluate_split
 from fedgmm.wording import counted
+
+if TYPE_CHECKING:
+    from fedgmm.model.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
 
@@ -100,6 +106,40 @@ class FalseAlarms:
     rows: int
     pooled: float
     own: float | None
+
+
+def calibration_of(
+    model: FederatedModel, held_out: LabelledRows, labels: Tensor, trained: LabelledRows | None
+) -> dict[str, NDArray[Any]]:
+    """Return the scores of held-out rows with labels ``(n,)``, see ``CALIBRATIONS``.
+
+    Clients with too few held-out rows for a threshold of their own use their ``trained`` rows, too.
+    """
+    rows = evaluate_split(model, held_out)
+    codes, clients = rows.codes.cpu().numpy(), len(model.names)
+    found: dict[str, NDArray[Any]] = {"client": codes}
+    for prefix, own in (("", rows.of(NO_CLIENT)), (OWN, rows)):
+        conditional, confidence = own.log_conditional(labels)
+        found[prefix + "y"] = conditional
+        if confidence is not None:
+            found[prefix + "confidence"] = confidence
+        if rows.log_x is not None:
+            density = own.log_density()
+            found |= {prefix + "x": density, prefix + "joint": density + conditional}
+    if rows.log_x is None:
+        return found
+    found["gaussian"] = rows.most_likely_gaussians()
+    scores, few = found[OWN + "x"], np.bincount(codes, minlength=clients) < _MANY
+    if trained is not None and few.any():
+        others = evaluate_split(model, trained)
+        who = others.codes.cpu().numpy()
+        some = few[who]
+        scores = np.concatenate([scores, others.log_density_without_itself()[some]])
+        codes = np.concatenate([codes, who[some]])
+    shape = standardise(scores, codes, clients)
+    if len(shape[2]):
+        found |= dict(zip(("location", "scale", "standard"), shape, strict=True))
+    return found
 
 
 def flag_novel_rows(
@@ -191,11 +231,6 @@ def standardise(
     return location, scale, standard[known]
 
 
-def few_held_out(codes: NDArray[np.int64], clients: int) -> NDArray[np.bool_]:
-    """Return the clients with too few held-out rows ``codes`` for a threshold of their own, ``(C,)``."""
-    return np.asarray(np.bincount(codes, minlength=clients) < _MANY)
-
-
 def client_p_values(
     calibration: Mapping[str, NDArray[Any]], score: Score, scores: FloatArray, code: int
 ) -> FloatArray | None:
@@ -261,26 +296,19 @@ def compare_file(
     calibration: Mapping[str, NDArray[Any]],
     score: Score,
     scores: FloatArray,
-    codes: NDArray[np.int64],
-    gaussians: NDArray[np.int64] | None,
+    rows: EvaluatedRows,
 ) -> FileTest:
-    """Compare rows with held-out rows of their client or, without one, of their Gaussian.
-
-    Args:
-        calibration: see ``CALIBRATIONS``.
-        score: the kind of the scores.
-        scores: scores of the rows, ``(n,)``.
-        codes: the client of each row, or ``NO_CLIENT``, ``(n,)``.
-        gaussians: the most likely Gaussian of each row, ``(n,)``; ``None`` without Gaussians.
-    """
+    """Compare rows with scores ``(n,)`` with held-out rows of their client or, without one, Gaussian."""
+    codes = rows.codes.cpu().numpy()
     known = codes != NO_CLIENT
     if known.any():
         if "client" not in calibration:
             raise ValueError("There are no scores of single clients; call calibrate(dataset).")
         strata = calibration["client"], codes[known]
         return file_test(calibration[OWN + score], scores[known], strata, least=0)
-    if gaussians is None or "gaussian" not in calibration:  # written by an earlier version
+    if rows.log_x is None or "gaussian" not in calibration:  # written by an earlier version
         return file_test(calibration[score], scores)
+    gaussians = rows.most_likely_gaussians()
     return file_test(calibration[score], scores, (calibration["gaussian"], gaussians))
 
 
