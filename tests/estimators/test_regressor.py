@@ -43,8 +43,7 @@ def test_predictions_are_those_of_the_client(world, fitted):
 
 def test_one_learner_equals_linear_regression(world):
     x, y, _ = world
-    options = {"dtype": "float64"}
-    model = FedGMMRegressor(1, 1, ridge=0.0, rounds=3, training_options=options).fit(x, y)
+    model = FedGMMRegressor(1, 1, ridge=0.0, rounds=3, dtype="float64").fit(x, y)
     np.testing.assert_allclose(model.predict(x), LinearRegression().fit(x, y).predict(x), atol=1e-8)
 
 

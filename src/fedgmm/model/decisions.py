@@ -115,10 +115,6 @@ class Decision:
             )
         return replace(found, costs=tuple(float(given.get(name, 1.0)) for name in names))
 
-    def with_positive(self, positive: int) -> Decision:
-        """Return the same rule with a positive class."""
-        return replace(self, positive=positive)
-
     def choose(self, log_probabilities: FloatArray) -> IntArray:
         """Return the class of each row ``(n,)`` from ``log P(y|x)`` of each class, ``(n, K)``."""
         if self.threshold is not None:
