@@ -22,8 +22,8 @@ class FedGMMRegressor(TrainedEstimator, RegressorMixin, BaseEstimator):  # type:
     All clients share ``n_components`` Gaussians and ``n_learners`` learners with normal noise; each client
     mixes them with its own weights.
 
-    The parameters are those of :class:`fedgmm.FedGMMClassifier` without ``class_weight``. A ``learner`` that
-    is a function returns a ``torch.nn.Module`` with one output. ``personal_labels`` is for classes only.
+    The parameters are those of :class:`fedgmm.FedGMMClassifier` without ``class_weight``. A function as
+    ``learner`` returns a ``torch.nn.Module`` with one output. ``personal_labels`` is for classes only.
 
     Attributes
     ----------

@@ -58,11 +58,9 @@ class Adaptation:
 
 @dataclass(frozen=True)
 class NewClient:
-    """Everything that was learned about a client from its rows.
+    """Everything that was learned about a client: weights and log-likelihoods as in :class:`Adaptation`.
 
     Attributes:
-        weights: ``π_c(m1, m2)``, ``(M1, M2)``.
-        log_likelihoods: mean log-likelihood before each iteration.
         label_counts: expected rows ``n_c(m, y)``, ``(M1 · M2, K)``; ``None`` if unknown, or if the model
             has no label frequencies.
         labelled: whether the counts come from given labels and not from guesses.
@@ -80,12 +78,7 @@ def can_guess_labels(prediction: Prediction) -> bool:
 
 
 def with_prior(prediction: Prediction, rows: Tensor) -> Prediction:
-    """Return a mixture with the prior of new clients, estimated from the spread of its own clients.
-
-    Args:
-        prediction: the fitted parameters; without weights of clients they are returned as they are.
-        rows: ``N_c``, ``(C,)``.
-    """
+    """Return a mixture with the prior of new clients, from the spread of its clients with ``N_c`` rows."""
     weights = prediction.client_weights
     if weights is None or len(weights) < 2:  # one client says nothing about differences
         return prediction
@@ -118,11 +111,7 @@ def adapt_without_labels(
 ) -> NewClient:
     """Learn the weights of the Gaussians; within each, learners keep the federation's shares.
 
-    Args:
-        prediction: a mixture with Gaussians, or with label frequencies that can be guessed.
-        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``, to guess label frequencies; ``None`` leaves that out.
-        max_rounds: maximal number of iterations.
+    Label frequencies are guessed from ``log P_θm2(y|x_i)``, ``(n, M2, K)``; ``None`` leaves that out.
     """
     weights, history, counts = _initial_weights(prediction), list[float](), None
     if log_x is not None:

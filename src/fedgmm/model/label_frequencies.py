@@ -53,9 +53,8 @@ class ClientLabels:
     def take(self, which: slice | Tensor) -> ClientLabels:
         """Return some of the rows."""
         touched(_BLOCK_BYTES)
-        log_x = None if self.log_x is None else self.log_x[which]
-        weights = None if self.weights is None else self.weights[which]
-        return ClientLabels(self.x[which], log_x, self.labels[which], self.codes[which], weights)
+        arrays = (self.x, self.log_x, self.labels, self.codes, self.weights)
+        return ClientLabels(*(None if one is None else one[which] for one in arrays))  # type: ignore[arg-type]
 
     def blocks(self) -> Iterator[ClientLabels]:
         """Yield blocks of rows."""
@@ -124,12 +123,11 @@ class _Gains:
 
     @property
     def mean(self) -> Tensor:
-        """The mean gain of a row, ``(P,)``."""
         return self.sums / self.rows
 
     @property
     def error(self) -> Tensor:
-        """Its standard error, ``(P,)``."""
+        """The standard error of the mean, ``(P,)``."""
         scatter = (self.squares - self.sums * self.mean).clamp_min(0.0)
         return (scatter / (self.rows * (self.rows - scatter.new_ones(())))).sqrt()
 
@@ -144,12 +142,8 @@ def _prior_gains(
 ) -> _Gains:
     """Return the gain in ``log P_c(y|x)`` by each of ``PRIORS`` over no correction.
 
-    Args:
-        prediction: the fitted parameters.
-        frequencies: their ``P(y|m)`` is used.
-        counts: ``n_c(m, y)``, ``(C, M, K)``.
-        rows: labelled rows.
-        leave_out: whether the rows were counted, so that each must be left out.
+    ``counts`` are ``n_c(m, y)``, ``(C, M, K)``; with ``leave_out`` the rows are among them, so each is left
+    out of them.
     """
     log_pi = log_weights(prediction)
     sums = log_pi.new_zeros(2, len(PRIORS))

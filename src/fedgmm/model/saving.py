@@ -29,7 +29,7 @@ from fedgmm.core.pca import PCA
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import FederatedModel
-from fedgmm.model.novelty import CALIBRATIONS, OWN, SCORES
+from fedgmm.model.novelty import CALIBRATIONS, ROW_CALIBRATIONS
 from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import ModuleFactory, Network, Regression, function_of, network
 
@@ -432,10 +432,9 @@ def _labels(tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> LabelFre
 
 
 def _calibration(tensors: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
-    rows = {*SCORES, *(OWN + score for score in SCORES), "gaussian", "client"}
     for name, scores in tensors.items():
         valid = name in CALIBRATIONS and scores.ndim == 1 and len(scores) > 0
-        if name in rows and "client" in tensors:
+        if name in ROW_CALIBRATIONS and "client" in tensors:
             valid = valid and len(scores) == len(tensors["client"])
         _require(valid, f"calibration/{name}")
     return {name: scores.numpy() for name, scores in tensors.items()}
