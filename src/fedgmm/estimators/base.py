@@ -39,6 +39,10 @@ from fedgmm.training.options import ALGORITHMS, TrainingOptions
 from fedgmm.wording import counted
 
 FloatArray = NDArray[np.float64]
+Id = Hashable | None
+"""A known client for all rows; ``None`` uses the federation's weights."""
+Ids = ArrayLike | None
+"""One client per row."""
 DTYPES = [np.float64, np.float32, np.uint8]
 
 
@@ -71,13 +75,7 @@ class TakesClients:
         check_choice("unknown_clients", self.unknown_clients, ("error", "federation"))
 
     def _split_clients(
-        self,
-        X: Any,
-        clients: ArrayLike | None,
-        *,
-        reset: bool,
-        y: Any = "no_validation",
-        **checks: Any,
+        self, X: Any, clients: Ids, *, reset: bool, y: Any = "no_validation", **checks: Any
     ) -> tuple[Any, ArrayLike | None]:
         """Return checked rows without the client column, and the ids of their clients.
 
@@ -171,7 +169,7 @@ def column_index(names: Sequence[Any], count: int, column: str | int) -> int:
     raise ValueError(f"client_column={column} is out of range: X has {counted(count, 'column')}.")
 
 
-def chosen_clients(client: Hashable | None, clients: ArrayLike | None) -> Any:
+def chosen_clients(client: Id, clients: Ids) -> Any:
     """Return ``clients``, one id per row, or ``client``, one id for all rows; not both."""
     if client is not None and clients is not None:
         raise ValueError(
@@ -230,7 +228,7 @@ class TrainedEstimator(TakesClients):
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
         *,
-        clients: ArrayLike | None = None,
+        clients: Ids = None,
     ) -> Self:
         """Fit to rows with labels or numbers.
 
@@ -328,9 +326,7 @@ class TrainedEstimator(TakesClients):
 
         return [*as_callbacks(self.on_round), *([show] if self.verbose else [])]
 
-    def predict(
-        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> NDArray[Any]:
+    def predict(self, X: ArrayLike, *, client: Id = None, clients: Ids = None) -> NDArray[Any]:
         """Return the most likely class, or the mean ``E[y|x]`` of numbers, of every row, ``(n_rows,)``.
 
         ``client`` is one known id for all rows, ``clients`` is one per row. Rows without an id use the
@@ -344,8 +340,8 @@ class TrainedEstimator(TakesClients):
         y: ArrayLike,
         sample_weight: ArrayLike | None = None,
         *,
-        client: Hashable | None = None,
-        clients: ArrayLike | None = None,
+        client: Id = None,
+        clients: Ids = None,
     ) -> float:
         """Return the accuracy, or R² of numbers."""
         predicted = self.predict(X, client=client, clients=clients)
@@ -353,9 +349,7 @@ class TrainedEstimator(TakesClients):
         return float(metric(y, predicted, sample_weight=sample_weight))
 
     @available_if(_has_density)  # type: ignore[untyped-decorator]
-    def score_samples(
-        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> FloatArray:
+    def score_samples(self, X: ArrayLike, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return ``log P_c(x)`` of every row, ``(n_rows,)``: low for rows unlike anything seen.
 
         Requires ``algorithm="fedgmm"``.
@@ -387,9 +381,7 @@ class TrainedEstimator(TakesClients):
         check_is_fitted(self)
         return self.model_
 
-    def _rows(
-        self, X: ArrayLike, client: Hashable | None, clients: ArrayLike | None
-    ) -> tuple[NDArray[Any], Any]:
+    def _rows(self, X: ArrayLike, client: Id, clients: Ids) -> tuple[NDArray[Any], Any]:
         """Return checked rows, and their clients as the model takes them."""
         refuse_mapping(X)
         ids = chosen_clients(client, clients)

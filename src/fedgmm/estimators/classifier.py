@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin
 
-from fedgmm.estimators.base import TrainedEstimator, keep_parameters
+from fedgmm.estimators.base import Id, Ids, TrainedEstimator, keep_parameters
 from fedgmm.privacy.settings import Privacy
 from fedgmm.training.local import OnTrainingRound
 
@@ -168,14 +168,12 @@ class FedGMMClassifier(TrainedEstimator, ClassifierMixin, BaseEstimator):  # typ
     ) -> None:
         keep_parameters(self, locals())
 
-    def predict_proba(
-        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> FloatArray:
+    def predict_proba(self, X: ArrayLike, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return ``P_c(y|x)`` of every class, ``(n_rows, n_classes)``; see :meth:`predict`."""
         return self._fitted().predict_proba(*self._rows(X, client, clients))
 
     def predict_log_proba(
-        self, X: ArrayLike, *, client: Hashable | None = None, clients: ArrayLike | None = None
+        self, X: ArrayLike, *, client: Id = None, clients: Ids = None
     ) -> FloatArray:
         """Return ``log P_c(y|x)`` of every class, ``(n_rows, n_classes)``; see :meth:`predict`."""
         return self._fitted().predict_log_proba(*self._rows(X, client, clients))

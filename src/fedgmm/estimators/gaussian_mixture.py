@@ -52,6 +52,8 @@ from fedgmm.data.inputs import (
     row_weights,
 )
 from fedgmm.estimators.base import (
+    Id,
+    Ids,
     TakesClients,
     chosen_clients,
     column_index,
@@ -215,7 +217,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         y: object = None,
         sample_weight: ArrayLike | None = None,
         *,
-        clients: ArrayLike | None = None,
+        clients: Ids = None,
     ) -> Self:
         """Fit to the rows of one or many clients.
 
@@ -238,7 +240,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         X: Rows,
         sample_weight: ArrayLike | None = None,
         *,
-        clients: ArrayLike | None = None,
+        clients: Ids = None,
         on_round: Iterable[OnRound] = (),
     ) -> Self:
         """Like :meth:`fit`; calls these callbacks of a round, too."""
@@ -260,18 +262,14 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         y: object = None,
         sample_weight: ArrayLike | None = None,
         *,
-        clients: ArrayLike | None = None,
+        clients: Ids = None,
     ) -> NDArray[np.int64]:
         """Fit, then return the most likely component of every row under its own client's weights."""
         X = as_pairs(X) or X
         return self.fit(X, None, sample_weight, clients=clients).predict(X, clients=clients)
 
     def _best_run(
-        self,
-        X: Rows,
-        sample_weight: ArrayLike | None,
-        clients: ArrayLike | None,
-        on_round: Iterable[OnRound],
+        self, X: Rows, sample_weight: ArrayLike | None, clients: Ids, on_round: Iterable[OnRound]
     ) -> tuple[MixtureRun, ClientRows]:
         """Return the best of ``n_init`` runs, and the rows."""
         try:
@@ -497,7 +495,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
 
     # ------------------------------------------------------------------ rows
 
-    def _rows_to_fit(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
+    def _rows_to_fit(self, X: Rows, clients: Ids) -> ClientRows:
         """Return checked rows, and record their columns."""
         matrices, names, clients = self._read(X, clients, reset=True)
         if names is not None:
@@ -511,7 +509,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
             codes, names = encode_clients(clients, len(matrices[0]))
         return self._client_rows(matrices, codes, names)
 
-    def _rows_to_score(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
+    def _rows_to_score(self, X: Rows, clients: Ids) -> ClientRows:
         """Return checked rows whose codes index :meth:`_weights_table`."""
         check_is_fitted(self, "means_")
         matrices, names, clients = self._read(X, clients, reset=False)
@@ -524,7 +522,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         return self._client_rows(matrices, codes, [*self.clients_.tolist(), None])
 
     def _read(
-        self, X: Rows, clients: ArrayLike | None, *, reset: bool
+        self, X: Rows, clients: Ids, *, reset: bool
     ) -> tuple[list[Matrix], list[Hashable] | None, ArrayLike | None]:
         """Return matrices, the client of each matrix if ``X`` names its clients, and ids of rows.
 
@@ -569,15 +567,13 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         rows = checked_rows(matrices, codes, names, columns, resolve_dtype(self.dtype))
         return rows.to(resolve_device(self.device))
 
-    def _codes(self, clients: ArrayLike | None, rows: int) -> NDArray[np.int64]:
+    def _codes(self, clients: Ids, rows: int) -> NDArray[np.int64]:
         """Return the position in ``clients_`` of each row's client, or ``NO_CLIENT``."""
         return codes_of_known_clients(self._known_clients(clients), rows, self.clients_.tolist())
 
     # ------------------------------------------------------------------ the fitted mixture
 
-    def score_samples(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> FloatArray:
+    def score_samples(self, X: Rows, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return the log-likelihood of every row, ``(n_rows,)``.
 
         ``client`` is one known id for all rows, ``clients`` is one per row. Rows without an id use the
@@ -587,41 +583,26 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
             X, chosen_clients(client, clients), lambda log_joint: log_joint.logsumexp(-1)
         )
 
-    def score(
-        self,
-        X: Rows,
-        y: object = None,
-        *,
-        client: Hashable | None = None,
-        clients: ArrayLike | None = None,
-    ) -> float:
+    def score(self, X: Rows, y: object = None, *, client: Id = None, clients: Ids = None) -> float:
         """Return the mean log-likelihood of the rows."""
         return float(self.score_samples(X, client=client, clients=clients).mean())
 
-    def predict(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> NDArray[np.int64]:
+    def predict(self, X: Rows, *, client: Id = None, clients: Ids = None) -> NDArray[np.int64]:
         """Return the most likely component of every row, ``(n_rows,)``."""
         given = chosen_clients(client, clients)
         return self._evaluate(X, given, lambda log_joint: log_joint.argmax(-1))
 
-    def predict_proba(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> FloatArray:
+    def predict_proba(self, X: Rows, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return the responsibilities of the components for every row, ``(n_rows, n_components)``."""
         given = chosen_clients(client, clients)
         return self._evaluate(X, given, lambda log_joint: responsibilities(log_joint)[0])
 
-    def predict_log_proba(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> FloatArray:
+    def predict_log_proba(self, X: Rows, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return the logarithms of :meth:`predict_proba`, also where those are too small for a float."""
         given = chosen_clients(client, clients)
         return self._evaluate(X, given, lambda log_joint: log_joint.log_softmax(-1))
 
-    def _evaluate(
-        self, X: Rows, clients: ArrayLike | None, reduce: Callable[[Tensor], Tensor]
-    ) -> NDArray[Any]:
+    def _evaluate(self, X: Rows, clients: Ids, reduce: Callable[[Tensor], Tensor]) -> NDArray[Any]:
         """Return ``reduce`` of ``log π_c(m) + log N(x; μ_m, Σ_m)``, ``(n_rows, ...)``."""
         rows = self._rows_to_score(X, clients)
         shared, dtype = self._gaussians(rows.device), resolve_dtype(self.dtype)
@@ -636,24 +617,16 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         accumulate(rows.blocks(len(self.weights_)), lambda: None, visit, rows.device)
         return np.concatenate([found[start] for start in sorted(found)])
 
-    def bic(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> float:
+    def bic(self, X: Rows, *, client: Id = None, clients: Ids = None) -> float:
         """Return the Bayesian information criterion on rows; lower is better."""
         return self._criterion(X, client, clients, lambda rows: float(np.log(rows)))
 
-    def aic(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> float:
+    def aic(self, X: Rows, *, client: Id = None, clients: Ids = None) -> float:
         """Return the Akaike information criterion on rows; lower is better."""
         return self._criterion(X, client, clients, lambda _: 2.0)
 
     def _criterion(
-        self,
-        X: Rows,
-        client: Hashable | None,
-        clients: ArrayLike | None,
-        penalty: Callable[[int], float],
+        self, X: Rows, client: Id, clients: Ids, penalty: Callable[[int], float]
     ) -> float:
         """Return ``-2 log L + parameters · penalty(rows)``; each client's own weights count."""
         pairs = as_pairs(X)
@@ -671,11 +644,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         return float(-2.0 * scores.sum() + parameters * penalty(len(scores)))
 
     def sample(
-        self,
-        n_samples: int = 1,
-        *,
-        client: Hashable | None = None,
-        clients: ArrayLike | None = None,
+        self, n_samples: int = 1, *, client: Id = None, clients: Ids = None
     ) -> tuple[FloatArray, NDArray[np.int64]]:
         """Draw rows and return them with their components.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 
-from fedgmm.estimators.base import TrainedEstimator, keep_parameters
+from fedgmm.estimators.base import Id, Ids, TrainedEstimator, keep_parameters
 from fedgmm.privacy.settings import Privacy
 from fedgmm.training.local import OnTrainingRound
 
@@ -90,12 +90,7 @@ class FedGMMRegressor(TrainedEstimator, RegressorMixin, BaseEstimator):  # type:
         keep_parameters(self, locals())
 
     def predict_interval(
-        self,
-        X: ArrayLike,
-        level: float = 0.9,
-        *,
-        client: Hashable | None = None,
-        clients: ArrayLike | None = None,
+        self, X: ArrayLike, level: float = 0.9, *, client: Id = None, clients: Ids = None
     ) -> FloatArray:
         """Return the interval that holds ``y`` with probability ``level``, ``(n_rows, 2)``."""
         return self._fitted().predict_interval(*self._rows(X, client, clients), level)

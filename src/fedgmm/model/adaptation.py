@@ -150,14 +150,9 @@ def adapt_with_labels(
     makes labels likely that were left out, so a client keeps the federation's learners unless its own
     labels speak against them. In the same way label frequencies count for as much as they help.
 
-    Args:
-        prediction: a mixture.
-        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``; for numbers ``f_θm2(x_i)`` and ``σ²_m2``.
-        labels: ``y_i``, ``(n,)``.
-        max_rounds: maximal number of iterations.
-        independence: strength of the prior that the other clients were trained with, in rows, see
-            :func:`fedgmm.core.em.towards_independence`.
+    ``log_y`` is ``log P_θm2(y|x_i)``, ``(n, M2, K)``; for numbers ``f_θm2(x_i)`` and ``σ²_m2``.
+    ``independence`` is the prior that the other clients were trained with, in rows, see
+    :func:`fedgmm.core.em.towards_independence`.
     """
     start, learners = _initial_weights(prediction), count_learners(prediction.learners)
     zeros = start.new_zeros(len(labels), *start.shape)

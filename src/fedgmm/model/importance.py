@@ -85,21 +85,14 @@ class Importance:
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for JSON; the most important column comes first."""
-        record: dict[str, Any] = {
-            "kind": self.kind,
-            "meaning": self.meaning,
-            "columns": {
-                self.columns[column]: {
-                    "mean": float(self.mean[column]),
-                    "spread": float(self.spread[column]),
-                    "clients": {
-                        str(client): float(value)
-                        for client, value in zip(self.clients, self.values[:, column], strict=True)
-                    },
-                }
-                for column in self.order
-            },
-        }
+        clients, columns = [str(client) for client in self.clients], {}
+        for column in self.order:
+            columns[self.columns[column]] = {
+                "mean": float(self.mean[column]),
+                "spread": float(self.spread[column]),
+                "clients": dict(zip(clients, self.values[:, column].tolist(), strict=True)),
+            }
+        record: dict[str, Any] = {"kind": self.kind, "meaning": self.meaning, "columns": columns}
         if self.coefficients is not None:
             means = self.coefficients.mean(0)
             record["coefficients"] = dict(zip(self.features, means.tolist(), strict=True))
@@ -118,15 +111,11 @@ def importance_of(
     """Return which columns decide, see :meth:`FederatedModel.importance`."""
     check_choice("kind", kind, KINDS)
     if len(model.input_shape) != 1 or not model.features_are_inputs:
-        raise ValueError(
-            f"importance needs rows of columns, not inputs of shape {model.input_shape}."
-        )
+        raise ValueError(f"importance needs rows of columns, not of shape {model.input_shape}.")
     net = model.prediction.net
     linear = isinstance(net, Dense) and not net.hidden  # of classes
     if kind == "coefficients" and not linear:
-        raise ValueError(
-            "Only linear learners of classes have coefficients; use kind='permutation'."
-        )
+        raise ValueError("Only linear learners have coefficients; use kind='permutation'.")
     features = model.column_names or tuple(f"x{j}" for j in range(model.input_shape[0]))
     groups = {name: [j] for j, name in enumerate(features)} if columns is None else columns
     codes = client_codes(rows, model.names)
@@ -135,8 +124,7 @@ def importance_of(
     if kind != "permutation" and linear:
         x = evaluate_split(model, rows).x.double().cpu().numpy()
         positive = model.decision().positive
-        if len(model.classes) == 2 and positive is None:
-            positive = 1
+        positive = 1 if positive is None and len(model.classes) == 2 else positive
         values, signed = _from_coefficients(model.prediction, x, groups, present, positive)
         return Importance("coefficients", tuple(groups), names, values, features, signed)
     # all rows, or evenly spread ones if that would take too long

@@ -71,17 +71,12 @@ def estimate_label_frequencies(
 ) -> LabelFrequencies | None:
     """Estimate ``P_c(y|m)`` of clients, see :mod:`fedgmm.core.labels`.
 
-    A model that has label frequencies keeps its ``P(y|m)``, its prior, and the frequencies of clients
-    without rows.
-
-    Args:
-        prediction: learners that are mixed, or assigned to clients.
-        rows: rows whose labels are counted.
-        held_out: rows that choose the prior and decide whether labels of new clients are guessed.
-            ``None`` uses ``rows``, each left out of the counts of its client.
-        if_better: return ``None`` unless labels become more likely beyond chance. Then ``rows``, each
-            left out of the counts of its client, choose the prior as well, because held-out rows may
-            be few; these must gain, too.
+    Labels of ``rows`` are counted. A model that has label frequencies keeps its ``P(y|m)``, its prior, and
+    the frequencies of clients without rows. For others ``held_out`` rows choose the prior and decide
+    whether labels of new clients are guessed; ``None`` uses ``rows``, each left out of the counts of its
+    client. With ``if_better`` the result is ``None`` unless labels become more likely beyond chance; then
+    ``rows``, each left out, choose the prior as well, because held-out rows may be few. These must gain,
+    too.
     """
     log_pi, known = log_weights(prediction), prediction.labels
     counts = log_pi.new_zeros(len(log_pi) - 1, log_pi[0].numel(), prediction.net.classes)

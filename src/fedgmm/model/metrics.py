@@ -148,7 +148,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, FloatArray]:
-        """Every metric of each client, ``(C,)`` each; NaN where a metric is undefined.
+        """All metrics of each client, ``(C,)`` each; NaN where a metric is undefined.
 
         ``accuracy``, ``balanced_accuracy``, ``auc``, ``average_precision``, ``log_loss``, ``brier``,
         ``calibration_error`` and ``base_rate``; with two classes also ``sensitivity`` and ``specificity``.
@@ -202,12 +202,9 @@ class Evaluation:
         return {name: (float(v[0, 0]), float(v[0, 1])) for name, v in self._bootstrapped[1].items()}
 
     def confusion_matrix(self, client: Hashable | None = None) -> IntArray:
-        """Return the number of rows by true class and predicted class, ``(K, K)``.
+        """Return the number of rows of a client, or of all, by true and predicted class, ``(K, K)``.
 
         Rows with a label that is not a class of the model are left out.
-
-        Args:
-            client: one of the clients; ``None`` adds all clients.
         """
         rows = self._need_rows()
         size = len(rows.classes)
@@ -353,10 +350,7 @@ class RegressionEvaluation(Evaluation):
     together: dict[str, float]
     row_errors: tuple[IntArray, FloatArray, FloatArray] = field(repr=False, compare=False)
 
-    @property
-    def leading_metric(self) -> str:
-        """``"rmse"``."""
-        return "rmse"
+    leading_metric = "rmse"
 
     @property
     def metrics(self) -> dict[str, FloatArray]:
@@ -413,14 +407,10 @@ def evaluate_numbers(
     names: tuple[Hashable, ...],
     level: float = INTERVAL,
 ) -> RegressionEvaluation:
-    """Return the metrics of predicted numbers of every client.
+    """Return the metrics of predictions of numbers ``y``, ``(n,)``, of every client.
 
-    Args:
-        predicted: ``P_c(y|x)`` of ``n`` rows.
-        numbers: ``y``, ``(n,)``.
-        codes: the client of each row, an index into ``names``, ``(n,)``.
-        names: the clients.
-        level: of the intervals whose coverage is measured.
+    ``codes`` ``(n,)`` are indices into the ``names`` of the clients, and ``level`` is that of the intervals
+    whose coverage is measured.
     """
     y = numbers.cpu().numpy()
     losses, errors, held = (empty(len(y), np.float64) for _ in range(3))

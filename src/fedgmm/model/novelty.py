@@ -180,7 +180,7 @@ def check_rate(false_alarm_rate: float) -> None:
 
 
 def conformal_p_values(calibration: ArrayLike, scores: ArrayLike) -> FloatArray:
-    """Return ``p = (1 + #{calibration ≤ score}) / (1 + m)`` of scores ``(n,)``, small for unusually low ones.
+    """Return ``p = (1 + #{calibration ≤ score}) / (1 + m)`` of scores ``(n,)``, small for low scores.
 
     Rows drawn like the ``m`` held-out ones have ``P(p ≤ α) ≤ α``.
     """

@@ -224,22 +224,16 @@ def _build_model(
 ) -> FederatedModel:
     """Return the model, or raise if facts and tensors are inconsistent."""
     options, names = dict(facts["options"]), list(facts["names"])
-    shape, classes, columns = (
-        tuple(facts["input_shape"]),
-        _classes(facts),
-        facts.get("column_names"),
-    )
+    shape, classes = tuple(facts["input_shape"]), _classes(facts)
+    columns, positive, prior = (facts.get(n) for n in ("column_names", "positive", "prior_rows"))
     _require(bool(shape) and all(type(size) is int and size > 0 for size in shape), "input_shape")
     _require(len(set(names)) == len(names), "names")
-    if columns is not None:  # this and the following facts are missing in files of earlier versions
+    if columns is not None:  # files of earlier versions lack this and the following facts
         texts = isinstance(columns, list) and all(isinstance(name, str) for name in columns)
         _require(texts and (len(columns),) == shape, "column_names")
-    positive, prior_rows = facts.get("positive"), facts.get("prior_rows")
     _require(positive is None or positive in classes.tolist(), "positive")
-    valid = prior_rows is None or (
-        isinstance(prior_rows, (int, float)) and 0 <= prior_rows < math.inf
-    )
-    _require(valid, "prior_rows")
+    known = isinstance(prior, (int, float)) and 0 <= prior < math.inf
+    _require(prior is None or known, "prior_rows")
     _require(("target" in tensors) == (not len(classes)), "target")
 
     scaling = target = projection = interval_scores = None
@@ -260,17 +254,16 @@ def _build_model(
 
     net = _network(options, shape, len(classes), tensors, learner)
     seen = size if projection is None else len(projection.variances)
+    gaussian_columns = seen if facts["features_are_inputs"] else None
     prediction = Prediction(
         net,
         _learners(_under(tensors, "learners/"), net),
-        _gaussians(
-            facts["covariance_type"], tensors, seen if facts["features_are_inputs"] else None
-        ),
+        _gaussians(facts["covariance_type"], tensors, gaussian_columns),
         tensors.get("client_weights"),
         tensors.get("weights"),
         tensors.get("assignment"),
         facts["default_learner"],
-        prior_rows=prior_rows,
+        prior_rows=prior,
     )
     pairs = _check_clients(prediction, len(names))
     if facts["format"] != _FORMAT_WITHOUT_LABELS:
