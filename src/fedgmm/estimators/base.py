@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from joblib import effective_n_jobs  # type: ignore[import-untyped]
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import is_regressor
+from sklearn.base import BaseEstimator, is_regressor
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import _safe_indexing, check_random_state
 from sklearn.utils.class_weight import compute_sample_weight
@@ -31,7 +31,6 @@ from fedgmm.core.streaming import threads
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.inputs import encode_clients, row_weights
 from fedgmm.model.model import FederatedModel
-from fedgmm.privacy.settings import Privacy
 from fedgmm.training.checkpoint import Checkpoint, CheckpointError
 from fedgmm.training.local import OnTrainingRound, train
 from fedgmm.training.loop import as_callbacks
@@ -197,7 +196,7 @@ def _has_density(estimator: Any) -> bool:
     return True
 
 
-class TrainedEstimator(TakesClients):
+class TrainedEstimator(TakesClients, BaseEstimator):  # type: ignore[misc]
     """The part of a classifier or regressor that trains a model, and predicts with it.
 
     Attributes:
@@ -207,19 +206,6 @@ class TrainedEstimator(TakesClients):
     """
 
     model_: FederatedModel
-    n_components: int | Literal["auto"]
-    n_learners: int | Literal["auto"]
-    algorithm: str
-    patience: int | None
-    validation_fraction: float
-    random_state: int | np.random.RandomState | None
-    warm_start: bool
-    n_jobs: int | None
-    verbose: int
-    verbose_interval: int
-    on_round: OnTrainingRound | Iterable[OnTrainingRound] | None
-    privacy: Privacy | None
-    _seed: int
     _progress: bytes  # of a warm start
 
     def fit(

@@ -57,6 +57,7 @@ from fedgmm.estimators.base import (
     TakesClients,
     chosen_clients,
     column_index,
+    keep_parameters,
     split_column,
     thread_count,
 )
@@ -185,29 +186,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         on_round: OnRound | Iterable[OnRound] | None = None,
         privacy: Privacy | None = None,
     ) -> None:
-        self.n_components = n_components
-        self.covariance_type = covariance_type
-        self.shared_weights = shared_weights
-        self.aggregation = aggregation
-        self.tol = tol
-        self.reg_covar = reg_covar
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.init_params = init_params
-        self.weights_init = weights_init
-        self.means_init = means_init
-        self.precisions_init = precisions_init
-        self.random_state = random_state
-        self.warm_start = warm_start
-        self.device = device
-        self.dtype = dtype
-        self.verbose = verbose
-        self.verbose_interval = verbose_interval
-        self.client_column = client_column
-        self.unknown_clients = unknown_clients
-        self.n_jobs = n_jobs
-        self.on_round = on_round
-        self.privacy = privacy
+        keep_parameters(self, locals())
 
     # ------------------------------------------------------------------ fitting
 
@@ -295,7 +274,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         best: MixtureRun | None = None
         for number, seed in enumerate(seeds.tolist(), 1):
             try:
-                shared = warm[0] if warm else method.start(rows, self.init_params, seed, given)  # type: ignore[arg-type]
+                shared = warm[0] if warm else method.start(rows, self.init_params, seed, given)
                 personal = warm[1] if warm else shared.weights.expand(len(rows.names), -1)
                 # a warm start compares its first round with the last one of the fit before
                 before = warm is not None and np.isfinite(self.lower_bound_)
@@ -322,10 +301,8 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
 
     def _private_run(self, rows: ClientRows, on_round: Iterable[OnRound]) -> MixtureRun:
         """Return a run of noised sums, with the Gaussians in the units of the rows."""
-        kind, starts = (
-            self.covariance_type,
-            (self.weights_init, self.means_init, self.precisions_init),
-        )
+        kind = self.covariance_type
+        starts = (self.weights_init, self.means_init, self.precisions_init)
         refused = {
             "sample_weight": rows.weights is not None,
             "warm_start": self.warm_start,
@@ -385,8 +362,8 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         check_choice("init_params", self.init_params, STARTS)
         return FederatedGMM(
             components=int(self.n_components),
-            covariance_type=self.covariance_type,  # type: ignore[arg-type]
-            aggregation=self.aggregation,  # type: ignore[arg-type]
+            covariance_type=self.covariance_type,
+            aggregation=self.aggregation,
             shared_weights=bool(self.shared_weights),
             reg_covar=float(self.reg_covar),
             dtype=resolve_dtype(self.dtype),
@@ -415,7 +392,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         if self.precisions_init is not None:
             if kind == "identity":
                 raise ValueError("precisions_init cannot be given with covariance_type='identity'.")
-            shape = covariance_shape(kind, m, d)  # type: ignore[arg-type]
+            shape = covariance_shape(kind, m, d)
             precisions = _given("precisions_init", f"{kind} precision", self.precisions_init, shape)
             parts[2] = inverse_of_precisions(precisions, kind)
         device = rows.device

@@ -446,7 +446,7 @@ def evaluate_numbers(
         level=level,
         together={name: float(value[0]) for name, value in together.items()},
         row_errors=(codes[order], y[order], errors[order]),
-        **own,
+        **own,  # type: ignore[arg-type]
     )
 
 

@@ -232,7 +232,7 @@ class EvaluatedRows:
         learner_of = _assigned_learners(prediction)[who]
         for number in torch.unique(learner_of).tolist():
             learner = {k: value[number : number + 1] for k, value in prediction.learners.items()}
-            for rows in torch.nonzero(learner_of == number).flatten().split(_ROWS_OF_A_LEARNER):
+            for rows in torch.split(torch.nonzero(learner_of == number)[:, 0], _ROWS_OF_A_LEARNER):
                 own = None if ratios is None else ratios[place[rows], number][:, None, None]
                 nothing = torch.zeros(len(rows), 1, 1, dtype=torch.float64, device=who.device)
                 visit(_Part(rows, learner, nothing, None, own))
