@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from sklearn.mixture import GaussianMixture
 
 FloatArray = NDArray[np.float64]
+Rows = ArrayLike
 Given = ArrayLike | None
 """An array that may be left out."""
 
@@ -224,20 +225,20 @@ class FederatedModel:
     # ------------------------------------------------------------------ predictions
 
     def predict_proba(
-        self, X: ArrayLike, client: Any = None, *, clients: Given = None, features: Given = None
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
     ) -> FloatArray:
         """Return ``P_c(y|x)`` of every class, equation (3), ``(n, K)``; each row sums to one."""
         return probabilities(self._rows(X, client, clients, features).log_proba())
 
     def predict_log_proba(
-        self, X: ArrayLike, client: Any = None, *, clients: Given = None, features: Given = None
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
     ) -> FloatArray:
         """Return ``log P_c(y|x)`` of every class, ``(n, K)``."""
         return self._rows(X, client, clients, features).log_proba()
 
     def predict(
         self,
-        X: ArrayLike,
+        X: Rows,
         client: Any = None,
         *,
         clients: Given = None,
@@ -263,7 +264,7 @@ class FederatedModel:
 
     def predict_interval(
         self,
-        X: ArrayLike,
+        X: Rows,
         client: Any = None,
         level: float = 0.9,
         *,
@@ -279,13 +280,13 @@ class FederatedModel:
         return interval_of(self._rows(X, client, clients, features).numbers(), level)
 
     def predict_distribution(
-        self, X: ArrayLike, client: Any = None, *, clients: Given = None, features: Given = None
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
     ) -> NumberPredictions:
         """Return ``P_c(y|x)`` of numbers."""
         return self._rows(X, client, clients, features).numbers()
 
     def log_predictions(
-        self, X: ArrayLike, client: Any = None, *, clients: Given = None, features: Given = None
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
     ) -> LogPredictions:
         """Return ``log P_c(y|x)`` and ``log P_c(x)``, with the Gaussians evaluated once for both."""
         rows = self._rows(X, client, clients, features)
@@ -293,41 +294,25 @@ class FederatedModel:
         return LogPredictions(rows.log_proba(), density)
 
     def score_samples(
-        self, X: ArrayLike, client: Any = None, *, clients: Given = None, features: Given = None
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
     ) -> FloatArray:
         """Return ``log P_c(x)`` of every row, ``(n,)``: low for rows unlike anything seen."""
         return self.novelty_scores(X, None, client, clients=clients, features=features)
 
     def log_conditional(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        client: Any = None,
-        *,
-        clients: Given = None,
-        features: Given = None,
+        self, X: Rows, y: Rows, client: Any = None, *, clients: Given = None, features: Given = None
     ) -> FloatArray:
         """Return ``log P_c(y|x)`` of given labels, ``(n,)``."""
         return self.novelty_scores(X, y, client, score="y", clients=clients, features=features)
 
     def log_joint(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        client: Any = None,
-        *,
-        clients: Given = None,
-        features: Given = None,
+        self, X: Rows, y: Rows, client: Any = None, *, clients: Given = None, features: Given = None
     ) -> FloatArray:
         """Return ``log P_c(x, y)`` of rows with given labels, ``(n,)``."""
         return self.novelty_scores(X, y, client, score="joint", clients=clients, features=features)
 
     def decision(
-        self,
-        *,
-        positive: Hashable | None = None,
-        threshold: float | None = None,
-        cost: Cost | None = None,
+        self, *, positive: Any = None, threshold: float | None = None, cost: Cost | None = None
     ) -> Decision:
         """Return the rule that turns probabilities into a class; arguments as in :meth:`predict`."""
         known = self.positive if positive is None else positive
@@ -400,8 +385,8 @@ class FederatedModel:
     def adapt(
         self,
         client: Hashable,
-        X: ArrayLike,
-        y: ArrayLike | None = None,
+        X: Rows,
+        y: Given = None,
         *,
         features: Given = None,
         max_rounds: int = 200,
@@ -485,7 +470,7 @@ class FederatedModel:
 
     def novelty_scores(
         self,
-        X: ArrayLike,
+        X: Rows,
         y: Given = None,
         client: Any = None,
         *,
@@ -533,7 +518,7 @@ class FederatedModel:
 
     def novelty(
         self,
-        X: ArrayLike,
+        X: Rows,
         y: Given = None,
         *,
         client: Any = None,
@@ -567,7 +552,7 @@ class FederatedModel:
             return result
         return replace(result, batch=compare_file(self.calibration, score, scores, rows))
 
-    def client_novelty(self, X: ArrayLike, *, client: Any = None, features: Given = None) -> float:
+    def client_novelty(self, X: Rows, *, client: Any = None, features: Given = None) -> float:
         """Return the p-value of rows together; small means that they are novel.
 
         The null hypothesis without a client: within each Gaussian the rows are drawn like the held-out
@@ -696,7 +681,7 @@ class FederatedModel:
 
     # ------------------------------------------------------------------ rows and clients
 
-    def _rows(self, X: ArrayLike, client: Any, clients: Given, features: Given) -> EvaluatedRows:
+    def _rows(self, X: Rows, client: Any, clients: Given, features: Given) -> EvaluatedRows:
         """Return checked rows with their clients; the Gaussians are evaluated."""
         rows = evaluate_arrays(self, X, features)
         if client is not None and clients is not None:
