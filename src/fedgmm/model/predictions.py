@@ -123,8 +123,8 @@ class EvaluatedRows:
 
     def of(self, codes: IntArray | int) -> EvaluatedRows:
         """Return the same rows, of the clients ``(n,)`` or of one client."""
-        given = np.broadcast_to(np.asarray(codes, dtype=np.int64), len(self)).copy()
-        return replace(self, codes=torch.from_numpy(given).to(self.x.device))
+        one = torch.tensor([codes]) if isinstance(codes, int) else torch.from_numpy(codes)
+        return replace(self, codes=one.to(self.x.device).expand(len(self)))
 
     def log_density(self) -> FloatArray:
         """Return ``log P_c(x)`` in the units of the unscaled rows, ``(n,)``."""
@@ -304,10 +304,8 @@ def _evaluate(model: FederatedModel, inputs: Tensor, features: Tensor | None) ->
             raise ValueError(
                 f"Row {row} has a number that is too large to compute with; correct it."
             )
-    without_client = torch.full((len(x),), NO_CLIENT, device=x.device)
-    return EvaluatedRows(
-        model, x, log_gaussians(model.prediction, seen), log_volume, without_client
-    )
+    log_x, no_client = log_gaussians(model.prediction, seen), torch.tensor([NO_CLIENT])
+    return EvaluatedRows(model, x, log_x, log_volume, no_client.to(x.device).expand(len(x)))
 
 
 # ---------------------------------------------------------------------- labels and clients by name
