@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from sklearn.base import clone
@@ -9,7 +11,7 @@ from sklearn.linear_model import LinearRegression
 from sklearn.model_selection import cross_val_score
 from sklearn.utils.estimator_checks import check_estimator
 
-from fedgmm import FedGMMRegressor
+from fedgmm import FedGMMRegressor, TrainingOptions
 from fedgmm.estimators import NoClientsWarning
 
 
@@ -43,8 +45,7 @@ def test_predictions_are_those_of_the_client(world, fitted):
 
 def test_one_learner_equals_linear_regression(world):
     x, y, _ = world
-    options = {"dtype": "float64"}
-    model = FedGMMRegressor(1, 1, ridge=0.0, rounds=3, training_options=options).fit(x, y)
+    model = FedGMMRegressor(1, 1, ridge=0.0, rounds=3, dtype="float64").fit(x, y)
     np.testing.assert_allclose(model.predict(x), LinearRegression().fit(x, y).predict(x), atol=1e-8)
 
 
@@ -72,3 +73,27 @@ def test_sizes_are_chosen_by_held_out_rows(world):
 def test_a_density_alone_is_not_a_regressor(world):
     with pytest.raises(ValueError, match="algorithm"):
         FedGMMRegressor(algorithm="gmm").fit(*world[:2])
+
+
+def test_all_options_of_training_are_parameters(world):
+    x, y, sites = world
+    renamed = {"components": "n_components", "learners": "n_learners", "seed": "random_state"}
+    options = {renamed.get(field.name, field.name) for field in fields(TrainingOptions)}
+    beside = {"client_column", "unknown_clients", "validation_fraction", "warm_start", "n_jobs"}
+    printed = {"verbose", "verbose_interval", "on_round", "privacy"}
+    assert set(FedGMMRegressor().get_params()) == options | beside | printed
+    given = {"proximal": 3.0, "batch_size": 16, "schedule": "cosine", "tol": None, "server_lr": 0.5}
+    model = FedGMMRegressor(1, 1, algorithm="fedprox", rounds=2, random_state=0, **given)
+    model.fit(x, y, clients=sites)
+    assert {name: model.model_.options[name] for name in given} == given
+
+
+def test_a_warm_start_is_one_uninterrupted_run(world):
+    x, y, sites = world
+    seen: list[dict[str, float]] = []
+    whole = FedGMMRegressor(1, 2, rounds=6, tol=None, random_state=0).fit(x, y, clients=sites)
+    parts = FedGMMRegressor(1, 2, rounds=3, tol=None, random_state=0, warm_start=True)
+    parts.fit(x, y, clients=sites).set_params(rounds=6, on_round=seen.append)
+    parts.fit(x, y, clients=sites)
+    assert [entry["round"] for entry in seen] == [4, 5, 6]
+    np.testing.assert_array_equal(parts.predict(x, clients=sites), whole.predict(x, clients=sites))

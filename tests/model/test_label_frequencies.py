@@ -12,7 +12,7 @@ from fedgmm.core.labels import label_frequencies
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import SHARED_LEARNERS, Prediction
 from fedgmm.model import label_frequencies as module
-from fedgmm.model.predictions import log_learners
+from fedgmm.model.predictions import evaluate_arrays, log_learners
 from fedgmm.model.saving import load
 from fedgmm.training.checkpoint import Checkpoint
 from fedgmm.training.local import train
@@ -85,7 +85,7 @@ def test_frequencies_are_expected_rows(rng):
     model = train(data, personal_labels=True, **OPTIONS)
     rows = data.train
     x, labels = rows.inputs.numpy(), rows.labels.numpy()
-    evaluated = model._evaluator.from_arrays(x, None)
+    evaluated = evaluate_arrays(model, x, None)
     log_x = evaluated.log_x.numpy()
     everything = log_learners(model.prediction, evaluated.x).exp().numpy()
     log_y = np.log(everything)[np.arange(len(x)), :, labels]
@@ -303,7 +303,7 @@ def test_each_cluster_has_frequencies_of_its_own(rng):
     net = model.prediction.net
     model.prediction = Prediction(net, two, assignment=cluster, default_learner=1)
     rows = data.train
-    x = model._evaluator.from_arrays(rows.inputs.numpy(), None).x
+    x = evaluate_arrays(model, rows.inputs.numpy(), None).x
     answers = log_learners(model.prediction, x).exp().numpy()
     before = model.predict_proba(data.test.inputs.numpy(), data.test.codes.numpy())
     model.learn_labels()

@@ -52,9 +52,12 @@ from fedgmm.data.inputs import (
     row_weights,
 )
 from fedgmm.estimators.base import (
+    Id,
+    Ids,
     TakesClients,
     chosen_clients,
     column_index,
+    keep_parameters,
     split_column,
     thread_count,
 )
@@ -116,14 +119,8 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
     verbose : int, default=0
         1 prints every ``verbose_interval``-th round, 2 prints every round.
     verbose_interval : int, default=10
-    client_column : str, int or None, default=None
-        Column of ``X`` that holds the client of each row: a name of a data frame's column, or an index,
-        negative from the end. It is not an input of the model. With it, all tools of scikit-learn give
-        each row the weights of its client; ``clients`` cannot be passed then.
-    unknown_clients : {"error", "federation"}, default="error"
-        Predictions for clients that ``fit`` did not see: an error, or the federation's weights.
-    n_jobs : int or None, default=None
-        Number of threads; -1 uses all cores, ``None`` those that torch uses.
+    client_column, unknown_clients, n_jobs
+        As in :class:`fedgmm.FedGMMClassifier`.
     on_round : callable, iterable of callables or None, default=None
         Called after every round with its number and its diagnostics (``log_likelihood``).
     privacy : fedgmm.Privacy or None, default=None
@@ -189,29 +186,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         on_round: OnRound | Iterable[OnRound] | None = None,
         privacy: Privacy | None = None,
     ) -> None:
-        self.n_components = n_components
-        self.covariance_type = covariance_type
-        self.shared_weights = shared_weights
-        self.aggregation = aggregation
-        self.tol = tol
-        self.reg_covar = reg_covar
-        self.max_iter = max_iter
-        self.n_init = n_init
-        self.init_params = init_params
-        self.weights_init = weights_init
-        self.means_init = means_init
-        self.precisions_init = precisions_init
-        self.random_state = random_state
-        self.warm_start = warm_start
-        self.device = device
-        self.dtype = dtype
-        self.verbose = verbose
-        self.verbose_interval = verbose_interval
-        self.client_column = client_column
-        self.unknown_clients = unknown_clients
-        self.n_jobs = n_jobs
-        self.on_round = on_round
-        self.privacy = privacy
+        keep_parameters(self, locals())
 
     # ------------------------------------------------------------------ fitting
 
@@ -221,7 +196,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         y: object = None,
         sample_weight: ArrayLike | None = None,
         *,
-        clients: ArrayLike | None = None,
+        clients: Ids = None,
     ) -> Self:
         """Fit to the rows of one or many clients.
 
@@ -236,10 +211,6 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
             Rows of several clients follow each other as in ``X``.
         clients : array-like (n_rows,), default=None
             One client id per row. ``None`` means one client, or the ids in ``client_column``.
-
-        Returns
-        -------
-        self
         """
         return self.fit_with_callbacks(X, sample_weight, clients=clients)
 
@@ -248,7 +219,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         X: Rows,
         sample_weight: ArrayLike | None = None,
         *,
-        clients: ArrayLike | None = None,
+        clients: Ids = None,
         on_round: Iterable[OnRound] = (),
     ) -> Self:
         """Like :meth:`fit`; calls these callbacks of a round, too."""
@@ -270,18 +241,14 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         y: object = None,
         sample_weight: ArrayLike | None = None,
         *,
-        clients: ArrayLike | None = None,
+        clients: Ids = None,
     ) -> NDArray[np.int64]:
         """Fit, then return the most likely component of every row under its own client's weights."""
         X = as_pairs(X) or X
         return self.fit(X, None, sample_weight, clients=clients).predict(X, clients=clients)
 
     def _best_run(
-        self,
-        X: Rows,
-        sample_weight: ArrayLike | None,
-        clients: ArrayLike | None,
-        on_round: Iterable[OnRound],
+        self, X: Rows, sample_weight: ArrayLike | None, clients: Ids, on_round: Iterable[OnRound]
     ) -> tuple[MixtureRun, ClientRows]:
         """Return the best of ``n_init`` runs, and the rows."""
         try:
@@ -307,10 +274,18 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         best: MixtureRun | None = None
         for number, seed in enumerate(seeds.tolist(), 1):
             try:
-                shared = warm[0] if warm else method.start(rows, self.init_params, seed, given)  # type: ignore[arg-type]
+                shared = warm[0] if warm else method.start(rows, self.init_params, seed, given)
                 personal = warm[1] if warm else shared.weights.expand(len(rows.names), -1)
-                callbacks = [*on_round, *([self._printer(number)] if self.verbose else [])]
-                run = self._run(method, shared, personal, rows, callbacks)
+                # a warm start compares its first round with the last one of the fit before
+                before = warm is not None and np.isfinite(self.lower_bound_)
+                run = run_rounds(
+                    method,
+                    Run(shared, personal, [RoundInfo(self.lower_bound_)] if before else []),
+                    StackedClients(rows),
+                    last_round=self.max_iter,
+                    tol=self.tol,
+                    on_round=[*on_round, *self._printer(number)],
+                )
             except KeyboardInterrupt:  # during a start; within rounds the run itself ends
                 if best is None:
                     raise
@@ -326,26 +301,23 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
 
     def _private_run(self, rows: ClientRows, on_round: Iterable[OnRound]) -> MixtureRun:
         """Return a run of noised sums, with the Gaussians in the units of the rows."""
+        kind = self.covariance_type
+        starts = (self.weights_init, self.means_init, self.precisions_init)
         refused = {
             "sample_weight": rows.weights is not None,
             "warm_start": self.warm_start,
             "shared_weights": self.shared_weights,
-            "a given start": any(
-                one is not None
-                for one in (self.weights_init, self.means_init, self.precisions_init)
-            ),
-            f"covariance_type={self.covariance_type!r}": self.covariance_type
-            not in ("full", "tied", "diag"),
+            "a given start": any(start is not None for start in starts),
+            f"covariance_type={kind!r}": kind not in ("full", "tied", "diag"),
         }
         for what, given in refused.items():
             if given:
                 raise ValueError(f"epsilon cannot be combined with {what}.")
         names = getattr(self, "feature_names_in_", None)
         every = labelled_without_labels(rows, None if names is None else tuple(names.tolist()))
-        callbacks = [*on_round, *([self._printer(1)] if self.verbose else [])]
 
         def report(entry: dict[str, float]) -> None:
-            for call in callbacks:
+            for call in (*on_round, *self._printer(1)):
                 call(int(entry["round"]), RoundInfo(entry["log_likelihood"]))
 
         model = train(
@@ -368,37 +340,12 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         factors = scale**2 if self.covariance_type == "diag" else scale[:, None] * scale
         means, covariances = found.means * scale + mean, found.covariances * factors
         own = gaussians(means, covariances, found.covariance_type)
-        run = Run(
-            MixtureShared(own, model.prediction.weights),  # type: ignore[arg-type]
-            model.prediction.client_weights,
-            [
-                RoundInfo(entry["log_likelihood"] - model.scaling.log_volume)
-                for entry in model.history
-            ],
-            len(model.history),
-        )
+        volume = model.scaling.log_volume
+        history = [RoundInfo(entry["log_likelihood"] - volume) for entry in model.history]
+        shared = MixtureShared(own, model.prediction.weights)  # type: ignore[arg-type]
+        run = Run(shared, model.prediction.client_weights, history, len(history))
         run.converged = True  # all rounds that the budget is planned for
         return run  # type: ignore[return-value]
-
-    def _run(
-        self,
-        method: FederatedGMM,
-        shared: MixtureShared,
-        personal: Tensor,
-        rows: ClientRows,
-        on_round: list[OnRound],
-    ) -> MixtureRun:
-        """Run the rounds from one start."""
-        # a warm start compares its first round with the last one of the fit before
-        warm = self.warm_start and hasattr(self, "means_") and np.isfinite(self.lower_bound_)
-        return run_rounds(
-            method,
-            Run(shared, personal, [RoundInfo(self.lower_bound_)] if warm else []),
-            StackedClients(rows),
-            last_round=self.max_iter,
-            tol=self.tol,
-            on_round=on_round,
-        )
 
     def _checked_method(self) -> FederatedGMM:
         """Check the parameters and return the method."""
@@ -415,8 +362,8 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         check_choice("init_params", self.init_params, STARTS)
         return FederatedGMM(
             components=int(self.n_components),
-            covariance_type=self.covariance_type,  # type: ignore[arg-type]
-            aggregation=self.aggregation,  # type: ignore[arg-type]
+            covariance_type=self.covariance_type,
+            aggregation=self.aggregation,
             shared_weights=bool(self.shared_weights),
             reg_covar=float(self.reg_covar),
             dtype=resolve_dtype(self.dtype),
@@ -425,7 +372,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
     def _given_start(self, rows: ClientRows) -> GivenStart:
         """Return the parts of the start that the user gave, checked."""
         m, d, kind = self.n_components, rows.columns, self.covariance_type
-        weights = means = covariances = None
+        parts: list[FloatArray | None] = [None, None, None]
         if self.weights_init is not None:
             weights = _given("weights_init", "weights", self.weights_init, (m,))
             if (weights < 0).any() or (weights > 1).any():
@@ -439,20 +386,17 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
                     "The parameter 'weights' should be normalized, but got sum(weights) = "
                     f"{weights.sum():.5f}; weights_init must sum to 1."
                 )
+            parts[0] = weights
         if self.means_init is not None:
-            means = _given("means_init", "means", self.means_init, (m, d))
+            parts[1] = _given("means_init", "means", self.means_init, (m, d))
         if self.precisions_init is not None:
             if kind == "identity":
                 raise ValueError("precisions_init cannot be given with covariance_type='identity'.")
-            shape = covariance_shape(kind, m, d)  # type: ignore[arg-type]
+            shape = covariance_shape(kind, m, d)
             precisions = _given("precisions_init", f"{kind} precision", self.precisions_init, shape)
-            covariances = inverse_of_precisions(precisions, kind)
-        return GivenStart(
-            *(
-                None if part is None else torch.from_numpy(part).to(rows.device)
-                for part in (weights, means, covariances)
-            )
-        )
+            parts[2] = inverse_of_precisions(precisions, kind)
+        device = rows.device
+        return GivenStart(*(p if p is None else torch.from_numpy(p).to(device) for p in parts))
 
     def _warm_start(self, rows: ClientRows) -> tuple[MixtureShared, Tensor]:
         """Return the end of the last fit; new clients start with the federation's weights."""
@@ -466,21 +410,20 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
                 f"warm_start needs the last fit's covariance_type={self._kind!r}, got "
                 f"{self.covariance_type!r}; set warm_start=False."
             )
-        weights = torch.from_numpy(self.weights_).to(rows.device)
         known = {name: code for code, name in enumerate(self.clients_.tolist())}
-        personal = self._weights_table()[[known.get(name, NO_CLIENT) for name in rows.names]]
-        shared = MixtureShared(self._gaussians(rows.device), weights)
-        return shared, torch.from_numpy(personal).to(rows.device)
+        table = torch.from_numpy(self._weights_table()).to(rows.device)
+        shared = MixtureShared(self._gaussians(rows.device), table[-1])
+        return shared, table[[known.get(name, NO_CLIENT) for name in rows.names]]
 
-    def _printer(self, start: int) -> OnRound:
-        """Return a callback that prints the log-likelihood of every round, or of every tenth."""
+    def _printer(self, start: int) -> list[OnRound]:
+        """Return a callback that prints the log-likelihood of rounds; none if ``verbose`` is 0."""
         every = 1 if self.verbose > 1 else self.verbose_interval
 
         def show(number: int, info: RoundInfo) -> None:
             if number % every == 0 or number == 1:
                 print(f"start {start}, round {number}: log-likelihood {info.log_likelihood:.6f}")
 
-        return show
+        return [show] if self.verbose else []
 
     def _set_fitted(self, run: MixtureRun, rows: ClientRows) -> None:
         """Set the fitted attributes."""
@@ -498,7 +441,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         self.client_weights_ = personal.cpu().numpy().copy()
         self.weights_ = shared.weights.cpu().numpy().copy()
         self.clients_ = array_of_names(rows.names)
-        finished = run.history[len(run.history) - run.round :]  # without the end of an earlier fit
+        finished = run.history[len(run.history) - run.round :]  # without an earlier fit
         self.lower_bounds_ = [info.log_likelihood for info in finished]
         self.lower_bound_ = _last_bound(run)
         self.n_iter_ = run.round
@@ -529,7 +472,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
 
     # ------------------------------------------------------------------ rows
 
-    def _rows_to_fit(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
+    def _rows_to_fit(self, X: Rows, clients: Ids) -> ClientRows:
         """Return checked rows, and record their columns."""
         matrices, names, clients = self._read(X, clients, reset=True)
         if names is not None:
@@ -543,7 +486,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
             codes, names = encode_clients(clients, len(matrices[0]))
         return self._client_rows(matrices, codes, names)
 
-    def _rows_to_score(self, X: Rows, clients: ArrayLike | None) -> ClientRows:
+    def _rows_to_score(self, X: Rows, clients: Ids) -> ClientRows:
         """Return checked rows whose codes index :meth:`_weights_table`."""
         check_is_fitted(self, "means_")
         matrices, names, clients = self._read(X, clients, reset=False)
@@ -556,7 +499,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         return self._client_rows(matrices, codes, [*self.clients_.tolist(), None])
 
     def _read(
-        self, X: Rows, clients: ArrayLike | None, *, reset: bool
+        self, X: Rows, clients: Ids, *, reset: bool
     ) -> tuple[list[Matrix], list[Hashable] | None, ArrayLike | None]:
         """Return matrices, the client of each matrix if ``X`` names its clients, and ids of rows.
 
@@ -601,15 +544,13 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         rows = checked_rows(matrices, codes, names, columns, resolve_dtype(self.dtype))
         return rows.to(resolve_device(self.device))
 
-    def _codes(self, clients: ArrayLike | None, rows: int) -> NDArray[np.int64]:
+    def _codes(self, clients: Ids, rows: int) -> NDArray[np.int64]:
         """Return the position in ``clients_`` of each row's client, or ``NO_CLIENT``."""
         return codes_of_known_clients(self._known_clients(clients), rows, self.clients_.tolist())
 
     # ------------------------------------------------------------------ the fitted mixture
 
-    def score_samples(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> FloatArray:
+    def score_samples(self, X: Rows, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return the log-likelihood of every row, ``(n_rows,)``.
 
         ``client`` is one known id for all rows, ``clients`` is one per row. Rows without an id use the
@@ -619,41 +560,26 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
             X, chosen_clients(client, clients), lambda log_joint: log_joint.logsumexp(-1)
         )
 
-    def score(
-        self,
-        X: Rows,
-        y: object = None,
-        *,
-        client: Hashable | None = None,
-        clients: ArrayLike | None = None,
-    ) -> float:
+    def score(self, X: Rows, y: object = None, *, client: Id = None, clients: Ids = None) -> float:
         """Return the mean log-likelihood of the rows."""
         return float(self.score_samples(X, client=client, clients=clients).mean())
 
-    def predict(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> NDArray[np.int64]:
+    def predict(self, X: Rows, *, client: Id = None, clients: Ids = None) -> NDArray[np.int64]:
         """Return the most likely component of every row, ``(n_rows,)``."""
         given = chosen_clients(client, clients)
         return self._evaluate(X, given, lambda log_joint: log_joint.argmax(-1))
 
-    def predict_proba(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> FloatArray:
+    def predict_proba(self, X: Rows, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return the responsibilities of the components for every row, ``(n_rows, n_components)``."""
         given = chosen_clients(client, clients)
         return self._evaluate(X, given, lambda log_joint: responsibilities(log_joint)[0])
 
-    def predict_log_proba(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> FloatArray:
+    def predict_log_proba(self, X: Rows, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return the logarithms of :meth:`predict_proba`, also where those are too small for a float."""
         given = chosen_clients(client, clients)
         return self._evaluate(X, given, lambda log_joint: log_joint.log_softmax(-1))
 
-    def _evaluate(
-        self, X: Rows, clients: ArrayLike | None, reduce: Callable[[Tensor], Tensor]
-    ) -> NDArray[Any]:
+    def _evaluate(self, X: Rows, clients: Ids, reduce: Callable[[Tensor], Tensor]) -> NDArray[Any]:
         """Return ``reduce`` of ``log π_c(m) + log N(x; μ_m, Σ_m)``, ``(n_rows, ...)``."""
         rows = self._rows_to_score(X, clients)
         shared, dtype = self._gaussians(rows.device), resolve_dtype(self.dtype)
@@ -668,24 +594,16 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         accumulate(rows.blocks(len(self.weights_)), lambda: None, visit, rows.device)
         return np.concatenate([found[start] for start in sorted(found)])
 
-    def bic(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> float:
+    def bic(self, X: Rows, *, client: Id = None, clients: Ids = None) -> float:
         """Return the Bayesian information criterion on rows; lower is better."""
         return self._criterion(X, client, clients, lambda rows: float(np.log(rows)))
 
-    def aic(
-        self, X: Rows, *, client: Hashable | None = None, clients: ArrayLike | None = None
-    ) -> float:
+    def aic(self, X: Rows, *, client: Id = None, clients: Ids = None) -> float:
         """Return the Akaike information criterion on rows; lower is better."""
         return self._criterion(X, client, clients, lambda _: 2.0)
 
     def _criterion(
-        self,
-        X: Rows,
-        client: Hashable | None,
-        clients: ArrayLike | None,
-        penalty: Callable[[int], float],
+        self, X: Rows, client: Id, clients: Ids, penalty: Callable[[int], float]
     ) -> float:
         """Return ``-2 log L + parameters · penalty(rows)``; each client's own weights count."""
         pairs = as_pairs(X)
@@ -698,19 +616,12 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
                 clients = split_column(X, self.client_column)[1]
             if clients is not None:
                 weight_sets = len(np.unique(self._codes(clients, len(scores))))
-        return float(-2.0 * scores.sum() + self._n_parameters(weight_sets) * penalty(len(scores)))
-
-    def _n_parameters(self, weight_sets: int = 1) -> int:
-        """Return the number of free parameters, with ``weight_sets`` sets of weights."""
         m, d = self.means_.shape
-        return int(covariance_parameters(self._kind, m, d) + m * d + weight_sets * (m - 1))
+        parameters = covariance_parameters(self._kind, m, d) + m * d + weight_sets * (m - 1)
+        return float(-2.0 * scores.sum() + parameters * penalty(len(scores)))
 
     def sample(
-        self,
-        n_samples: int = 1,
-        *,
-        client: Hashable | None = None,
-        clients: ArrayLike | None = None,
+        self, n_samples: int = 1, *, client: Id = None, clients: Ids = None
     ) -> tuple[FloatArray, NDArray[np.int64]]:
         """Draw rows and return them with their components.
 

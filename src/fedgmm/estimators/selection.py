@@ -50,10 +50,6 @@ def select_components(
         candidates: numbers of components to try.
         criterion: ``"bic"`` or ``"aic"``.
         **parameters: passed to :class:`FederatedGaussianMixture`.
-
-    Raises:
-        ValueError: no candidates, an unknown criterion, or ``n_components`` among the parameters.
-        TypeError: candidates that are not integers.
     """
     check_choice("criterion", criterion, get_args(Criterion))
     if not isinstance(candidates, Iterable):

@@ -26,13 +26,12 @@ from fedgmm.core.predictive import (
     shares_of_models,
 )
 from fedgmm.methods.base import Prediction
+from fedgmm.model.predictions import EvaluatedRows, log_learners
 from fedgmm.nets.learners import at_labels
 
 _GUESS_ROUNDS = 3  # iterations that guess label frequencies
 _RAISED = 1e-3  # share of the start that is uniform, because a weight of zero could never grow
-_PRIOR_ROWS = (
-    4.0  # of models without an estimate: a federation's server does not know its clients' π
-)
+_PRIOR_ROWS = 4.0  # of models without an estimate: a server does not know its clients' π
 _STRONGER = 10.0  # factor of the second prior that is tried
 _FOLDS = 10  # parts of the labelled rows that are left out in turn
 _FOLD_ROUNDS = 30  # iterations without a part, which need not converge to the last digit
@@ -59,11 +58,9 @@ class Adaptation:
 
 @dataclass(frozen=True)
 class NewClient:
-    """Everything that was learned about a client from its rows.
+    """Everything that was learned about a client: weights and log-likelihoods as in :class:`Adaptation`.
 
     Attributes:
-        weights: ``π_c(m1, m2)``, ``(M1, M2)``.
-        log_likelihoods: mean log-likelihood before each iteration.
         label_counts: expected rows ``n_c(m, y)``, ``(M1 · M2, K)``; ``None`` if unknown, or if the model
             has no label frequencies.
         labelled: whether the counts come from given labels and not from guesses.
@@ -81,12 +78,7 @@ def can_guess_labels(prediction: Prediction) -> bool:
 
 
 def with_prior(prediction: Prediction, rows: Tensor) -> Prediction:
-    """Return a mixture with the prior of new clients, estimated from the spread of its own clients.
-
-    Args:
-        prediction: the fitted parameters; without weights of clients they are returned as they are.
-        rows: ``N_c``, ``(C,)``.
-    """
+    """Return a mixture with the prior of new clients, from the spread of its clients with ``N_c`` rows."""
     weights = prediction.client_weights
     if weights is None or len(weights) < 2:  # one client says nothing about differences
         return prediction
@@ -94,16 +86,32 @@ def with_prior(prediction: Prediction, rows: Tensor) -> Prediction:
     return replace(prediction, prior_rows=prior_strength(weights * rows.to(weights)[:, None], mean))
 
 
+def learn_client(rows: EvaluatedRows, labels: Tensor | None, max_rounds: int) -> NewClient:
+    """Learn the weights of a client of a mixture from its rows, and from labels ``(n,)`` if it has any."""
+    model, prediction = rows.model, rows.model.prediction
+    log_y = None
+    if labels is not None or can_guess_labels(prediction):
+        log_y = log_learners(prediction, rows.x)
+    if labels is None:
+        if rows.log_x is None and log_y is None:
+            raise ValueError(
+                f"{model.algorithm} cannot adapt without labels: it has no density of the inputs and no "
+                "label frequencies that can be guessed; pass y."
+            )
+        return adapt_without_labels(prediction, rows.log_x, log_y, max_rounds)
+    assert log_y is not None
+    if model.target is not None:
+        labels = model.target.apply(labels, torch.float64)
+    labels, independence = labels.to(rows.x.device), float(model.options.get("independence", 0.0))
+    return adapt_with_labels(prediction, rows.log_x, log_y, labels, max_rounds, independence)
+
+
 def adapt_without_labels(
     prediction: Prediction, log_x: Tensor | None, log_y: Tensor | None, max_rounds: int
 ) -> NewClient:
     """Learn the weights of the Gaussians; within each, learners keep the federation's shares.
 
-    Args:
-        prediction: a mixture with Gaussians, or with label frequencies that can be guessed.
-        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``, to guess label frequencies; ``None`` leaves that out.
-        max_rounds: maximal number of iterations.
+    Label frequencies are guessed from ``log P_θm2(y|x_i)``, ``(n, M2, K)``; ``None`` leaves that out.
     """
     weights, history, counts = _initial_weights(prediction), list[float](), None
     if log_x is not None:
@@ -142,14 +150,9 @@ def adapt_with_labels(
     makes labels likely that were left out, so a client keeps the federation's learners unless its own
     labels speak against them. In the same way label frequencies count for as much as they help.
 
-    Args:
-        prediction: a mixture.
-        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``; for numbers ``f_θm2(x_i)`` and ``σ²_m2``.
-        labels: ``y_i``, ``(n,)``.
-        max_rounds: maximal number of iterations.
-        independence: strength of the prior that the other clients were trained with, in rows, see
-            :func:`fedgmm.core.em.towards_independence`.
+    ``log_y`` is ``log P_θm2(y|x_i)``, ``(n, M2, K)``; for numbers ``f_θm2(x_i)`` and ``σ²_m2``.
+    ``independence`` is the prior that the other clients were trained with, in rows, see
+    :func:`fedgmm.core.em.towards_independence`.
     """
     start, learners = _initial_weights(prediction), count_learners(prediction.learners)
     zeros = start.new_zeros(len(labels), *start.shape)

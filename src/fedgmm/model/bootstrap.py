@@ -29,6 +29,7 @@ _MOST_RANKED = 40_000_000  # above, there are no intervals of metrics that need 
 _MOST_PLANNED = 250_000  # rows whose ranks are planned; above, groups are sorted one by one
 _AT_ONCE = 100_000  # numbers of a block, which stays in the cache
 _LEVEL = 0.95
+Rankings = list[tuple["_Ranking", ...]]
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,13 @@ def metrics_of(rows: ScoredRows) -> tuple[Values, Values]:
     """Return the metrics of each client, ``(C,)`` each, and of all rows together, ``(1,)`` each."""
     large = len(rows) > _MOST_PLANNED
     ones = np.broadcast_to(1.0, (1, len(rows)))
-    own, pooled = _metrics(_Plan.of(rows, ranks=not large), ones)
+    own, pooled = _metrics(rows, [] if large else _rankings(rows), ones)
     if large:
         starts = _starts(rows.codes)
         own |= _areas(rows, [slice(*ends) for ends in pairwise([*starts, len(rows)])])
         pooled |= _areas(rows, [slice(0, len(rows))])
-    return {name: value[0] for name, value in own.items()}, {
-        name: value[0] for name, value in pooled.items()
-    }
+    first_own, first_pooled = ({k: v[0] for k, v in found.items()} for found in (own, pooled))
+    return first_own, first_pooled
 
 
 def _areas(rows: ScoredRows, groups: list[slice]) -> Values:
@@ -101,105 +101,56 @@ def _areas(rows: ScoredRows, groups: list[slice]) -> Values:
     return {"auc": auc, "average_precision": average}
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The sorting of the rows, which is the same for all weights.
-
-    Attributes:
-        rows: the predictions.
-        cells: first row of each pair of client and class that occurs, ``(m,)``.
-        cell_codes: its client, ``(m,)``.
-        cell_labels: its class, ``(m,)``.
-        rankings: of each ranked class, the ranks within clients and among all rows.
-    """
-
-    rows: ScoredRows
-    cells: IntArray
-    cell_codes: IntArray
-    cell_labels: IntArray
-    rankings: list[tuple[_Ranking, _Ranking]]
-
-    @classmethod
-    def of(cls, rows: ScoredRows, ranks: bool) -> _Plan:
-        cells = _starts(rows.codes, rows.labels)
-        everything = np.broadcast_to(np.int64(0), len(rows))
-        rankings = [
-            (
-                _Ranking.of(rows.codes, rows.scores[:, column], rows.labels == label),
-                _Ranking.of(everything, rows.scores[:, column], rows.labels == label),
-            )
-            for column, label in enumerate(rows.ranked if ranks else ())
-        ]
-        return cls(rows, cells, rows.codes[cells], rows.labels[cells], rankings)
-
-
-def _metrics(plan: _Plan, weights: FloatArray) -> tuple[Values, Values]:
-    """Return the metrics of each client ``(B, C)`` and of all rows ``(B, 1)`` under weights ``(B, n)``."""
-    rows = plan.rows
-    sums = {
-        name: np.add.reduceat(
-            weights if factor is None else weights * factor.astype(weights.dtype),
-            plan.cells,
-            axis=1,
+def _rankings(rows: ScoredRows) -> Rankings:
+    """Return the ranks of each ranked class within clients and among all rows."""
+    everything = np.broadcast_to(np.int64(0), len(rows))
+    return [
+        tuple(
+            _Ranking.of(groups, rows.scores[:, column], rows.labels == label)
+            for groups in (rows.codes, everything)
         )
-        for name, factor in {
-            "rows": None,
-            "right": rows.right,
-            "loss": rows.loss,
-            "brier": rows.brier,
-        }.items()
-    }
-    by_label = np.argsort(plan.cell_labels, kind="stable")
-    labels = _starts(plan.cell_labels[by_label])
-    merged = {
-        name: np.add.reduceat(value[:, by_label], labels, axis=1) for name, value in sums.items()
-    }
-    groups = _starts(plan.cell_codes)
-    own = _from_sums(sums, groups, plan.cell_labels, rows.positive)
-    pooled = _from_sums(
-        merged, np.zeros(1, np.int64), plan.cell_labels[by_label][labels], rows.positive
-    )
-    for place, found in enumerate((own, pooled)):
-        ranked = [ranking[place].areas(weights) for ranking in plan.rankings]
+        for column, label in enumerate(rows.ranked)
+    ]
+
+
+def _metrics(rows: ScoredRows, rankings: Rankings, weights: FloatArray) -> tuple[Values, Values]:
+    """Return the metrics of each client ``(B, C)`` and of all rows ``(B, 1)`` under weights ``(B, n)``."""
+    cells = _starts(
+        rows.codes, rows.labels
+    )  # first row of each pair of client and class that occurs
+    code, (known, label) = rows.codes[cells], np.unique(rows.labels[cells], return_inverse=True)
+    factors = {"rows": None, "right": rows.right, "loss": rows.loss, "brier": rows.brier}
+    own, pooled = {}, {}
+    for name, factor in factors.items():
+        values = weights if factor is None else weights * factor.astype(weights.dtype)
+        own[name] = np.zeros((len(weights), code[-1] + 1, len(known)), weights.dtype)
+        own[name][:, code, label] = np.add.reduceat(values, cells, axis=1)
+        pooled[name] = own[name].sum(1, keepdims=True)
+    positive = None if rows.positive is None else known == rows.positive
+    found = _from_sums(own, positive), _from_sums(pooled, positive)
+    for place, metrics in enumerate(found):
+        ranked = [ranking[place].areas(weights) for ranking in rankings]
         if ranked:
             # mean over the classes that a group has, but not in all its rows
-            found["auc"], found["average_precision"] = map(
-                _mean_of_defined, zip(*ranked, strict=True)
-            )
-    return own, pooled
+            areas = map(_mean_of_defined, zip(*ranked, strict=True))
+            metrics["auc"], metrics["average_precision"] = areas
+    return found
 
 
-def _from_sums(sums: Values, groups: IntArray, labels: IntArray, positive: int | None) -> Values:
-    """Return the metrics that need only sums over rows.
-
-    Args:
-        sums: sums over the rows of each cell, ``(B, m)`` each.
-        groups: first cell of each group, ``(G,)``.
-        labels: class of each cell, ``(m,)``.
-        positive: the positive class if there are two classes.
-    """
-
-    def total(values: FloatArray) -> FloatArray:
-        return np.asarray(np.add.reduceat(values, groups, axis=1))
-
-    rows, right = sums["rows"], sums["right"]
-    everything = total(rows)
+def _from_sums(sums: Values, positive: NDArray[np.bool_] | None) -> Values:
+    """Return the metrics that need only sums over the rows of groups and classes, ``(B, G, K)`` each."""
+    rows, right, count = sums["rows"], sums["right"], sums["rows"].sum(-1)
+    hits = np.nan_to_num(_ratio(right, rows)).sum(-1)
     found = {
-        "accuracy": _ratio(total(right), everything),
+        "accuracy": _ratio(right.sum(-1), count),
         # mean share of right predictions over the classes that there are
-        "balanced_accuracy": _ratio(
-            total(np.nan_to_num(_ratio(right, rows))), total((rows > 0).astype(np.float64))
-        ),
-        "log_loss": _ratio(total(sums["loss"]), everything),
-        "brier": _ratio(total(sums["brier"]), everything),
+        "balanced_accuracy": _ratio(hits, (rows > 0).sum(-1)),
+        "log_loss": _ratio(sums["loss"].sum(-1), count),
+        "brier": _ratio(sums["brier"].sum(-1), count),
     }
     if positive is not None:
-        mine, others = (
-            (labels == positive).astype(np.float64),
-            (labels != positive).astype(np.float64),
-        )
-        found["sensitivity"] = _ratio(total(right * mine), total(rows * mine))
-        found["specificity"] = _ratio(total(right * others), total(rows * others))
+        for name, own in (("sensitivity", positive), ("specificity", ~positive)):
+            found[name] = _ratio((right * own).sum(-1), (rows * own).sum(-1))
     return found
 
 
@@ -299,20 +250,27 @@ def bootstrap(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
     """
     own, pooled = resample(rows, seed)
     everything = np.zeros_like(rows.codes)
-    return _with_exact_bounds(_interval(own), rows, rows.codes), _with_exact_bounds(
-        _interval(pooled), rows, everything
-    )
+    return _intervals(own, rows, rows.codes), _intervals(pooled, rows, everything)
 
 
-def _with_exact_bounds(intervals: Values, rows: ScoredRows, groups: IntArray) -> Values:
-    """Replace intervals without width: of ``n`` rows all are right with probability ``p^n``."""
+def _intervals(resampled: Values, rows: ScoredRows, groups: IntArray) -> Values:
+    """Return the middle 95 % of the defined values of each metric, ``(G, 2)``.
+
+    Intervals without width are replaced: of ``n`` rows all are right with probability ``p^n``.
+    """
     counted = {"accuracy": np.ones(len(rows), dtype=bool)}
     if rows.positive is not None:
         counted["sensitivity"] = rows.labels == rows.positive
         counted["specificity"] = rows.labels != rows.positive
+    tails = np.array([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     found = {}
-    for name, interval in intervals.items():
-        low, high = interval.T.astype(np.float64)
+    for name, drawn in resampled.items():
+        values = np.sort(drawn, axis=0)  # NaN comes last
+        last = np.maximum(np.isfinite(values).sum(axis=0)[:, None] - 1, 0)
+        place, group = last * tails, np.arange(values.shape[1])[:, None]
+        first = np.floor(place).astype(np.int64)
+        lower, upper = values[first, group], values[np.minimum(first + 1, last), group]
+        low, high = (lower + (place - first) * (upper - lower)).T.astype(np.float64)
         flat = np.isclose(low, high, rtol=0, atol=1e-6)
         if name in counted:
             n = np.bincount(groups[counted[name]], minlength=len(low))
@@ -336,13 +294,10 @@ def resample(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
     ranks = n * widths * _FEWEST_RESAMPLES <= _MOST_RANKED
     work = n * (widths if ranks else 1)
     resamples = min(RESAMPLES, max(_FEWEST_RESAMPLES, _MOST_WORK // work))
-    plan = _Plan.of(rows, ranks)
+    rankings = _rankings(rows) if ranks else []
     # float32 counts exactly, and halves the time
-    blocks = [
-        _metrics(plan, weights.astype(np.float32))
-        for weights in _draws(rows.codes, resamples, seed)
-    ]
-    own, pooled = zip(*blocks, strict=True)
+    drawn = (weights.astype(np.float32) for weights in _draws(rows.codes, resamples, seed))
+    own, pooled = zip(*(_metrics(rows, rankings, weights) for weights in drawn), strict=True)
     return _joined(own), _joined(pooled)
 
 
@@ -379,17 +334,3 @@ def _draws(codes: IntArray, resamples: int, seed: int) -> Iterator[IntArray]:
 
 def _joined(blocks: Sequence[Values]) -> Values:
     return {name: np.concatenate([one[name] for one in blocks]) for name in blocks[0]}
-
-
-def _interval(resampled: Values) -> Values:
-    """Return the middle 95 % of the defined values of each metric, ``(G, 2)``."""
-    tails = np.array([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    found = {}
-    for name, drawn in resampled.items():
-        values = np.sort(drawn, axis=0)  # NaN comes last
-        last = np.isfinite(values).sum(axis=0)[:, None] - 1
-        place = np.maximum(last, 0) * tails
-        low, group = np.floor(place).astype(np.int64), np.arange(values.shape[1])[:, None]
-        lower, upper = values[low, group], values[np.minimum(low + 1, np.maximum(last, 0)), group]
-        found[name] = lower + (place - low) * (upper - lower)
-    return found

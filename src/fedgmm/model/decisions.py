@@ -19,14 +19,10 @@ _CODED = ((0, 1), ("0", "1"), ("false", "true"), ("no", "yes"))  # negative and 
 
 
 def default_positive(classes: Sequence[Hashable], counts: Sequence[int]) -> int:
-    """Return the index of the positive class of two.
+    """Return the index of the positive class of two, from their names and numbers of rows.
 
     It is 1, true or yes beside 0, false or no. Otherwise it is the rarer class, and the second one if
     both are equally frequent.
-
-    Args:
-        classes: names of the classes, ``(2,)``.
-        counts: number of rows of each.
     """
     names = [name.lower() if isinstance(name, str) else name for name in classes]
     for pair in _CODED:
@@ -58,26 +54,18 @@ class Decision:
         threshold: float | None = None,
         cost: Cost | None = None,
     ) -> Decision:
-        """Check a threshold or costs against the classes.
+        """Check a threshold or costs against the names of the classes, ``(K,)``.
 
-        Args:
-            classes: names of the classes, ``(K,)``.
-            positive: name of the positive class, if there are two classes.
-            threshold: probability of the positive class from which on it is predicted.
-            cost: cost of missing the positive class, where a false alarm costs 1; or the cost of missing
-                each class, by its name, where classes that are not named cost 1. ``"fn"`` and ``"fp"`` are
-                misses and false alarms of the positive class. The threshold is then ``fp / (fp + fn)``.
-
-        Raises:
-            ValueError: a class or value that does not fit.
+        ``cost`` is that of missing the positive class of two, where a false alarm costs 1; or the cost of
+        missing each class, by its name, where classes that are not named cost 1. ``"fn"`` and ``"fp"`` are
+        misses and false alarms of the positive class. The threshold is then ``fp / (fp + fn)``.
         """
         names = list(classes)
         binary = len(names) == 2
-        if positive is not None:
-            if not binary:
-                raise ValueError(f"positive needs two classes; there are {len(names)}.")
-            if positive not in names:
-                raise ValueError(f"positive must be one of {names}, got {positive!r}.")
+        if positive is not None and not binary:
+            raise ValueError(f"positive needs two classes; there are {len(names)}.")
+        if positive is not None and positive not in names:
+            raise ValueError(f"positive must be one of {names}, got {positive!r}.")
         found = cls(None if positive is None else names.index(positive))
         if threshold is not None and cost is not None:
             raise ValueError("threshold and cost exclude each other; leave out one of them.")
@@ -114,10 +102,6 @@ class Decision:
                 f"Costs name the unknown class {unknown[0]!r}; the classes are {names}."
             )
         return replace(found, costs=tuple(float(given.get(name, 1.0)) for name in names))
-
-    def with_positive(self, positive: int) -> Decision:
-        """Return the same rule with a positive class."""
-        return replace(self, positive=positive)
 
     def choose(self, log_probabilities: FloatArray) -> IntArray:
         """Return the class of each row ``(n,)`` from ``log P(y|x)`` of each class, ``(n, K)``."""

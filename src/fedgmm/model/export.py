@@ -39,9 +39,7 @@ DTYPES = ("float32", "float64", "uint8")
 _OPSET = 18  # the first with axes of all reductions as inputs
 _IR_VERSION = 10  # read by onnxruntime 1.18 and newer
 _FARTHEST = 1e300  # squared deviations, as in fedgmm.core.gaussians
-_LEAST_LOG = (
-    -1e300
-)  # log of weight zero: below every density, but finite, so that no difference is NaN
+_LEAST_LOG = -1e300  # log of weight zero: below every density, but no difference is NaN
 
 
 # ---------------------------------------------------------------------- ONNX
@@ -85,19 +83,18 @@ class _Graph:
 
     def __call__(self, operator: str, *inputs: str | NDArray[Any], **attributes: Any) -> str:
         """Add a node and return the name of its output."""
-        from onnx import helper
+        from onnx import helper, numpy_helper
 
-        names = [one if isinstance(one, str) else self._constant(one) for one in inputs]
+        names = []
+        for one in inputs:
+            if isinstance(one, str):
+                names.append(one)
+            else:
+                names.append(f"constant_{len(self.constants)}")
+                self.constants.append(numpy_helper.from_array(one, names[-1]))
         output = f"{operator}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(operator, names, [output], **attributes))
         return output
-
-    def _constant(self, values: NDArray[Any]) -> str:
-        from onnx import numpy_helper
-
-        name = f"constant_{len(self.constants)}"
-        self.constants.append(numpy_helper.from_array(values, name))
-        return name
 
     def cast(self, value: str, dtype: Any) -> str:
         """Convert a value to a type of NumPy."""
@@ -106,10 +103,7 @@ class _Graph:
         return self("Cast", value, to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
     def reduce(self, operator: str, value: str, *axes: int) -> str:
-        """Reduce a value over axes.
-
-        Axes are counted from the first, because onnxruntime does not reduce negative ones of no rows.
-        """
+        """Reduce over axes, counted from the first: of no rows onnxruntime reduces no negative ones."""
         return self(operator, value, np.array(axes), keepdims=0)
 
     def log_sum(self, value: str, *axes: int) -> str:
@@ -150,13 +144,17 @@ class _ClientGraph:
             # rounded as the learners see them, so that densities agree to the last digit
             z = g("Sub", x, model.scaling.mean.cpu().numpy())
             x = g.cast(g("Div", z, model.scaling.scale.cpu().numpy()), parameter)
-        seen, log_x = x, None
-        gaussians = model.prediction.gaussians
+        log_x, gaussians, projection = None, model.prediction.gaussians, model.projection
         if gaussians is not None:
             if not model.features_are_inputs:
                 inputs.append(("features", "float32", ("n", gaussians.means.shape[1])))
-                seen = "features"
-            log_x = self._log_densities(self._seen(seen, parameter), gaussians)
+            seen = g("Flatten", x if model.features_are_inputs else "features", axis=1)
+            seen = g.cast(seen, np.float64)
+            if projection is not None:
+                centred = g("Sub", seen, projection.mean.cpu().numpy())
+                directions = projection.components.mT.contiguous().cpu().numpy()
+                seen = g.cast(g.cast(g("MatMul", centred, directions), parameter), np.float64)
+            log_x = self._log_densities(seen, gaussians)
         if model.algorithm != DENSITY:
             log_y = self._log_learners(x)
             if model.target is not None:
@@ -170,8 +168,9 @@ class _ClientGraph:
                 outputs["probabilities"] = proba, np.float64, ("n", len(labels))
         if log_x is not None:
             # log P_c(x) = log Σ_m1 N(x; μ_m1, Σ_m1) Σ_m2 π_c(m1, m2)
-            joint = g("Add", log_x, self.log_pi.logsumexp(-1).numpy())
-            density = g("Sub", g.log_sum(joint, 1), np.array(self._log_volume))
+            density = g.log_sum(g("Add", log_x, self.log_pi.logsumexp(-1).numpy()), 1)
+            if model.scaling is not None and model.features_are_inputs and projection is None:
+                density = g("Sub", density, np.array(model.scaling.log_volume))
             outputs["log_density"] = density, np.float64, ("n",)
         for name, (value, _, _) in outputs.items():
             g.nodes.append(helper.make_node("Identity", [value], [name]))
@@ -182,22 +181,6 @@ class _ClientGraph:
             [_value(name, kind, shape) for name, (_, kind, shape) in outputs.items()],
             g.constants,
         )
-
-    @property
-    def _log_volume(self) -> float:
-        model = self.model
-        own = model.scaling is not None and model.features_are_inputs and model.projection is None
-        return model.scaling.log_volume if own and model.scaling is not None else 0.0
-
-    def _seen(self, value: str, parameter: Any) -> str:
-        """Return what the Gaussians see, ``(n, d)`` float64."""
-        g, projection = self.graph, self.model.projection
-        flat = g.cast(g("Flatten", value, axis=1), np.float64)
-        if projection is None:
-            return flat
-        centred = g("Sub", flat, projection.mean.cpu().numpy())
-        found = g("MatMul", centred, projection.components.mT.contiguous().cpu().numpy())
-        return g.cast(g.cast(found, parameter), np.float64)
 
     def _log_densities(self, x: str, gaussians: Gaussians) -> str:
         """Return ``log N(x; μ_m1, Σ_m1)``, ``(n, M1)``, of rows ``(n, d)``."""
@@ -248,16 +231,14 @@ class _ClientGraph:
         outputs = []
         for place in range(len(self.learners["classifier.0.bias"])):
             own = {name: value[place].float().numpy() for name, value in self.learners.items()}
-
-            def both(layer: str, own: dict[str, Any] = own) -> tuple[Any, Any]:
-                return own[f"{layer}.weight"], own[f"{layer}.bias"]
-
+            layers = ("features.0", "features.3", "classifier.0", "classifier.3")
+            first, second, third, last = ((own[f"{n}.weight"], own[f"{n}.bias"]) for n in layers)
             hidden = images
-            for layer in ("features.0", "features.3"):
-                hidden = g("Relu", g("Conv", hidden, *both(layer), pads=[1, 1, 1, 1]))
+            for layer in (first, second):
+                hidden = g("Relu", g("Conv", hidden, *layer, pads=[1, 1, 1, 1]))
                 hidden = g("MaxPool", hidden, kernel_shape=[2, 2], strides=[2, 2])
-            hidden = g("Gemm", g("Flatten", hidden, axis=1), *both("classifier.0"), transB=1)
-            hidden = g("Gemm", g("Relu", hidden), *both("classifier.3"), transB=1)
+            hidden = g("Gemm", g("Flatten", hidden, axis=1), *third, transB=1)
+            hidden = g("Gemm", g("Relu", hidden), *last, transB=1)
             outputs.append(g("Unsqueeze", hidden, np.array([0])))
         return g("Concat", *outputs, axis=0)
 
@@ -323,13 +304,11 @@ def to_gaussian_mixture(model: FederatedModel, code: int) -> GaussianMixture:
         raise ValueError(f"{model.algorithm} has no Gaussians; use 'fedgmm'.")
     log_pi = log_weights(model.prediction)[code].logsumexp(-1).cpu()
     kept = log_pi.isfinite()  # scikit-learn takes logarithms of weights
-    kind = shared.covariance_type
+    kind: Any = "spherical" if shared.covariance_type == "identity" else shared.covariance_type
     means = shared.means.cpu()[kept]
     covariances, whiteners = shared.covariances.cpu(), shared.precisions_cholesky.cpu()
     if kind != "tied":
         covariances, whiteners = covariances[kept], whiteners[kept]
-    if kind == "identity":
-        kind = "spherical"
     scaling = model.scaling
     if scaling is not None and model.features_are_inputs and model.projection is None:
         # x = mean + scale · z, so Σ_x = S Σ_z S and W_x = S⁻¹ W_z

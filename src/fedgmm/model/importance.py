@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from fedgmm.core.checks import check_choice
+from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction
+from fedgmm.model.metrics import finite_losses
+from fedgmm.model.predictions import client_codes, evaluate_arrays, evaluate_split
 from fedgmm.nets.networks import Dense
+
+if TYPE_CHECKING:
+    from fedgmm.model.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -55,16 +64,19 @@ class Importance:
         return _MEANINGS[self.kind]
 
     @property
+    def _known(self) -> FloatArray:
+        known = self.values[np.isfinite(self.values).all(1)]
+        return known if len(known) else np.full((1, len(self.columns)), np.nan)
+
+    @property
     def mean(self) -> FloatArray:
         """Mean over the clients whose values are known, ``(columns,)``; NaN without any."""
-        known = self.values[np.isfinite(self.values).all(1)]
-        return known.mean(0) if len(known) else np.full(len(self.columns), np.nan)
+        return np.asarray(self._known.mean(0))
 
     @property
     def spread(self) -> FloatArray:
         """Standard deviation over clients, ``(columns,)``."""
-        known = self.values[np.isfinite(self.values).all(1)]
-        return known.std(0) if len(known) else np.full(len(self.columns), np.nan)
+        return np.asarray(self._known.std(0))
 
     @property
     def order(self) -> list[int]:
@@ -73,33 +85,66 @@ class Importance:
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for JSON; the most important column comes first."""
-        record: dict[str, Any] = {
-            "kind": self.kind,
-            "meaning": self.meaning,
-            "columns": {
-                self.columns[column]: {
-                    "mean": float(self.mean[column]),
-                    "spread": float(self.spread[column]),
-                    "clients": {
-                        str(client): float(value)
-                        for client, value in zip(self.clients, self.values[:, column], strict=True)
-                    },
-                }
-                for column in self.order
-            },
-        }
+        clients, columns = [str(client) for client in self.clients], {}
+        for column in self.order:
+            columns[self.columns[column]] = {
+                "mean": float(self.mean[column]),
+                "spread": float(self.spread[column]),
+                "clients": dict(zip(clients, self.values[:, column].tolist(), strict=True)),
+            }
+        record: dict[str, Any] = {"kind": self.kind, "meaning": self.meaning, "columns": columns}
         if self.coefficients is not None:
             means = self.coefficients.mean(0)
             record["coefficients"] = dict(zip(self.features, means.tolist(), strict=True))
         return record
 
 
-def is_linear(prediction: Prediction) -> bool:
-    """Whether the learners are linear, so that their coefficients say which columns decide."""
-    return isinstance(prediction.net, Dense) and not prediction.net.hidden
+def importance_of(
+    model: FederatedModel,
+    rows: LabelledRows,
+    labels: Tensor,
+    columns: Mapping[str, Sequence[int]] | None,
+    kind: str,
+    repeats: int,
+    seed: int,
+) -> Importance:
+    """Return which columns decide, see :meth:`FederatedModel.importance`."""
+    check_choice("kind", kind, KINDS)
+    if len(model.input_shape) != 1 or not model.features_are_inputs:
+        raise ValueError(f"importance needs rows of columns, not of shape {model.input_shape}.")
+    net = model.prediction.net
+    linear = isinstance(net, Dense) and not net.hidden  # of classes
+    if kind == "coefficients" and not linear:
+        raise ValueError("Only linear learners have coefficients; use kind='permutation'.")
+    features = model.column_names or tuple(f"x{j}" for j in range(model.input_shape[0]))
+    groups = {name: [j] for j, name in enumerate(features)} if columns is None else columns
+    codes = client_codes(rows, model.names)
+    present, clients = np.unique(codes, return_inverse=True)
+    names = tuple(model.names[code] for code in present)
+    if kind != "permutation" and linear:
+        x = evaluate_split(model, rows).x.double().cpu().numpy()
+        positive = model.decision().positive
+        positive = 1 if positive is None and len(model.classes) == 2 else positive
+        values, signed = _from_coefficients(model.prediction, x, groups, present, positive)
+        return Importance("coefficients", tuple(groups), names, values, features, signed)
+    # all rows, or evenly spread ones if that would take too long
+    most = min(_MOST_ROWS, max(_FEWEST_ROWS, _MOST_PREDICTIONS // (repeats * len(groups))))
+    shown = np.linspace(0, len(rows) - 1, min(len(rows), most)).round().astype(np.int64)
+    own_labels = labels[torch.from_numpy(shown)]
+
+    def losses_of(inputs: NDArray[Any]) -> FloatArray:
+        evaluated = evaluate_arrays(model, inputs, None).of(codes[shown])
+        log_p, _ = evaluated.log_conditional(own_labels)
+        return -log_p if model.target is not None else finite_losses(log_p)
+
+    inputs = rows.inputs.cpu().numpy()[shown]
+    values = _from_permutations(
+        losses_of, inputs, groups, clients[shown], len(names), repeats, seed
+    )
+    return Importance("permutation", tuple(groups), names, values, features)
 
 
-def from_coefficients(
+def _from_coefficients(
     prediction: Prediction,
     x: FloatArray,
     groups: Mapping[str, Sequence[int]],
@@ -109,22 +154,22 @@ def from_coefficients(
     """Return the importance of each group of columns, and signed coefficients of two classes.
 
     Learner ``m`` adds ``Σ_j w_mj x_j`` over the columns ``j`` of a group to the log-odds, or to the score
-    of each class. The standard deviation of this part over the rows is the importance of the group for the
-    learner, and the shares of the learners at a client mix the learners: ``(C, groups)``.
-
-    Args:
-        prediction: parameters with linear learners.
-        x: scaled rows, ``(n, d)``.
-        groups: columns of the inputs by name.
-        codes: the clients, as positions in the model, ``(C,)``.
-        positive: the positive class if there are two classes.
+    of each class. The standard deviation of this part over the scaled rows ``x`` ``(n, d)`` is the
+    importance of the group for the learner, and the shares of the learners at the clients ``codes``
+    ``(C,)`` mix the learners: ``(C, groups)``.
     """
     weight = prediction.learners["0.weight"].double().cpu().numpy()  # (G, K, d)
     if positive is None:
         scores = weight - weight.mean(1, keepdims=True)
     else:
         scores = (weight[:, positive] - weight[:, 1 - positive])[:, None]
-    shares = _learner_shares(prediction, codes)
+    learners = np.arange(len(weight))
+    if prediction.assignment is not None:  # share of each learner at each client, (C, G)
+        shares = (prediction.assignment.cpu().numpy()[codes, None] == learners).astype(np.float64)
+    else:
+        assert prediction.client_weights is not None
+        pairs = prediction.client_weights.cpu().numpy()[codes]
+        shares = pairs.reshape(len(codes), -1, len(weight)).sum(1)
     parts = []
     for columns in groups.values():
         own = x[:, list(columns)]
@@ -136,36 +181,19 @@ def from_coefficients(
     return values, None if positive is None else shares @ (scores[:, 0] * x.std(0))
 
 
-def _learner_shares(prediction: Prediction, codes: IntArray) -> FloatArray:
-    """Return the share of each learner at each client, ``(C, G)``."""
-    learners = len(prediction.learners["0.weight"])
-    if prediction.assignment is not None:
-        return np.asarray(np.eye(learners)[prediction.assignment.cpu().numpy()[codes]])
-    assert prediction.client_weights is not None
-    weights = prediction.client_weights.cpu().numpy()[codes]
-    return np.asarray(weights.reshape(len(codes), -1, learners).sum(1))
-
-
-def from_permutations(
+def _from_permutations(
     losses_of: Callable[[NDArray[Any]], FloatArray],
     inputs: NDArray[Any],
     groups: Mapping[str, Sequence[int]],
     clients: IntArray,
     count: int,
-    *,
     repeats: int,
     seed: int,
 ) -> FloatArray:
     """Return the growth of each client's mean loss if a group of columns is shuffled, ``(C, groups)``.
 
-    Args:
-        losses_of: returns the loss of each row, given inputs ``(n, d)``.
-        inputs: the rows, ``(n, d)``.
-        groups: columns of the inputs by name; the columns of a group are shuffled together.
-        clients: client of each row; rows are exchanged within a client only, ``(n,)``.
-        count: number of clients.
-        repeats: number of shuffles whose mean is taken.
-        seed: of the shuffles.
+    ``losses_of`` returns the loss of each row of ``inputs`` ``(n, d)``. The columns of a group are shuffled
+    together, among the rows of each of ``count`` clients.
     """
     rng = np.random.default_rng(seed)
     sizes = np.bincount(clients, minlength=count)
@@ -182,9 +210,3 @@ def from_permutations(
     values /= np.maximum(sizes, 1)[:, None] * repeats
     values[sizes < 2] = np.nan  # nothing can be exchanged
     return values
-
-
-def some_rows(rows: int, shuffles: int) -> IntArray:
-    """Return positions of rows to shuffle: all, or evenly spread ones if that would take too long."""
-    most = min(_MOST_ROWS, max(_FEWEST_ROWS, _MOST_PREDICTIONS // shuffles))
-    return np.linspace(0, rows - 1, min(rows, most)).round().astype(np.int64)

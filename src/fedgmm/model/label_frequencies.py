@@ -53,9 +53,8 @@ class ClientLabels:
     def take(self, which: slice | Tensor) -> ClientLabels:
         """Return some of the rows."""
         touched(_BLOCK_BYTES)
-        log_x = None if self.log_x is None else self.log_x[which]
-        weights = None if self.weights is None else self.weights[which]
-        return ClientLabels(self.x[which], log_x, self.labels[which], self.codes[which], weights)
+        arrays = (self.x, self.log_x, self.labels, self.codes, self.weights)
+        return ClientLabels(*(None if one is None else one[which] for one in arrays))  # type: ignore[arg-type]
 
     def blocks(self) -> Iterator[ClientLabels]:
         """Yield blocks of rows."""
@@ -72,17 +71,12 @@ def estimate_label_frequencies(
 ) -> LabelFrequencies | None:
     """Estimate ``P_c(y|m)`` of clients, see :mod:`fedgmm.core.labels`.
 
-    A model that has label frequencies keeps its ``P(y|m)``, its prior, and the frequencies of clients
-    without rows.
-
-    Args:
-        prediction: learners that are mixed, or assigned to clients.
-        rows: rows whose labels are counted.
-        held_out: rows that choose the prior and decide whether labels of new clients are guessed.
-            ``None`` uses ``rows``, each left out of the counts of its client.
-        if_better: return ``None`` unless labels become more likely beyond chance. Then ``rows``, each
-            left out of the counts of its client, choose the prior as well, because held-out rows may
-            be few; these must gain, too.
+    Labels of ``rows`` are counted. A model that has label frequencies keeps its ``P(y|m)``, its prior, and
+    the frequencies of clients without rows. For others ``held_out`` rows choose the prior and decide
+    whether labels of new clients are guessed; ``None`` uses ``rows``, each left out of the counts of its
+    client. With ``if_better`` the result is ``None`` unless labels become more likely beyond chance; then
+    ``rows``, each left out, choose the prior as well, because held-out rows may be few. These must gain,
+    too.
     """
     log_pi, known = log_weights(prediction), prediction.labels
     counts = log_pi.new_zeros(len(log_pi) - 1, log_pi[0].numel(), prediction.net.classes)
@@ -102,36 +96,16 @@ def estimate_label_frequencies(
     own = gains = _prior_gains(prediction, uncorrected, counts, judges, leave_out=held_out is None)
     if if_better and held_out is not None:
         gains = own + _prior_gains(prediction, uncorrected, counts, rows, leave_out=True)
-    best = int(gains.mean.argmax())
-    beyond_chance = gains.mean[best] > _STANDARD_ERRORS * gains.error[best]
-    if if_better and not (own.mean[best] > 0 and beyond_chance):
+    rows_seen, sums, squares = gains
+    mean = sums / rows_seen
+    scatter = (squares - sums * mean).clamp_min(0.0)
+    error = (scatter / (rows_seen * (rows_seen - 1))).sqrt()
+    best = int(mean.argmax())
+    beyond_chance = mean[best] > _STANDARD_ERRORS * error[best]
+    if if_better and not (own[1, best] > 0 and beyond_chance):
         return None
     found = label_frequencies(counts, predicted, PRIORS[best])
     return replace(found, guess_rows=_guess_rows(replace(prediction, labels=found), judges))
-
-
-@dataclass(frozen=True)
-class _Gains:
-    """Sums over rows of the gain by each of ``PRIORS``, and of its square, ``(P,)`` each."""
-
-    rows: int
-    sums: Tensor
-    squares: Tensor
-
-    def __add__(self, other: _Gains) -> _Gains:
-        sums, squares = self.sums + other.sums, self.squares + other.squares
-        return _Gains(self.rows + other.rows, sums, squares)
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean gain of a row, ``(P,)``."""
-        return self.sums / self.rows
-
-    @property
-    def error(self) -> Tensor:
-        """Its standard error, ``(P,)``."""
-        scatter = (self.squares - self.sums * self.mean).clamp_min(0.0)
-        return (scatter / (self.rows * (self.rows - scatter.new_ones(())))).sqrt()
 
 
 def _prior_gains(
@@ -141,18 +115,14 @@ def _prior_gains(
     rows: ClientLabels,
     *,
     leave_out: bool,
-) -> _Gains:
-    """Return the gain in ``log P_c(y|x)`` by each of ``PRIORS`` over no correction.
+) -> Tensor:
+    """Return rows, gains in ``log P_c(y|x)`` by each of ``PRIORS`` and squared gains, summed, ``(3, P)``.
 
-    Args:
-        prediction: the fitted parameters.
-        frequencies: their ``P(y|m)`` is used.
-        counts: ``n_c(m, y)``, ``(C, M, K)``.
-        rows: labelled rows.
-        leave_out: whether the rows were counted, so that each must be left out.
+    ``counts`` are ``n_c(m, y)``, ``(C, M, K)``; with ``leave_out`` the rows are among them, so each is left
+    out of them.
     """
     log_pi = log_weights(prediction)
-    sums = log_pi.new_zeros(2, len(PRIORS))
+    sums = log_pi.new_zeros(3, len(PRIORS))
     for block in rows.blocks():
         joint, log_y = _terms(prediction, log_pi, block)
         own = counts[block.codes]
@@ -163,8 +133,8 @@ def _prior_gains(
         scores = prior_scores(frequencies, own, joint, log_y, block.labels)
         gain = scores - scores[0]
         gain = gain if block.weights is None else gain * block.weights.to(gain)
-        sums += torch.stack([gain.sum(1), gain.square().sum(1)])
-    return _Gains(len(rows.x), sums[0], sums[1])
+        sums += torch.stack([torch.ones_like(gain).sum(1), gain.sum(1), gain.square().sum(1)])
+    return sums
 
 
 def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:

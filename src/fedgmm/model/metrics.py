@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from fedgmm.core.predictive import NumberPredictions
 from fedgmm.core.scratch import empty, kept, touched
 from fedgmm.model.bootstrap import ScoredRows, bootstrap, metrics_of
 from fedgmm.model.decisions import Decision, default_positive
+from fedgmm.model.predictions import at_codes
 from fedgmm.wording import counted, percent
 
 FloatArray = NDArray[np.float64]
@@ -29,6 +30,12 @@ MOST_CONFUSED = 30
 INTERVAL = 0.9
 """Probability that the interval of a number holds it, where no other is chosen."""
 
+_REASONS = {  # why metrics are undefined
+    "auc": "all rows have the same class",
+    "average_precision": "all rows have the same class",
+    "sensitivity": "no row has the positive class",
+    "specificity": "all rows have the positive class",
+}
 _BINS = 15
 _ROWS_AT_ONCE = 250_000
 _SMALLEST_LOG_PROBABILITY = -700.0  # so that a row with probability zero has a finite loss
@@ -39,9 +46,8 @@ class PredictedRows:
     """Predictions of labelled rows.
 
     Attributes:
-        log_probabilities: ``log P_c(y|x)`` of the classes and, last, of labels that are not a class,
-            ``(n, K + 1)``.
-        labels: the column of each row's label, ``(n,)``.
+        log_probabilities: ``log P_c(y|x)``, ``(n, K)``.
+        labels: class of each row; ``K`` for a label that is not a class, ``(n,)``.
         codes: the client of each row, an index into the clients that have rows, ``(n,)``.
         classes: names of the classes, ``(K,)``.
         decision: turns probabilities into a class; its positive class is known if there are two classes.
@@ -77,10 +83,10 @@ class PredictedRows:
             right[place] = self.decided[rows] == own
             loss[place] = row_losses(log_proba, own)
             scores[place] = log_proba[:, list(ranked)]
-            errors = np.exp(log_proba)
-            errors[np.arange(len(own)), own] -= 1.0
-            # with two classes both errors are equal, and one of them is counted
-            brier[place] = (errors**2).sum(-1) / (1.0 if positive is None else 2.0)
+            # Σ_k (P_k - [k = y])²; with two classes both errors are equal, and one of them is counted
+            proba, right_one = np.exp(log_proba), np.exp(at_codes(log_proba, own))
+            errors = (proba**2).sum(-1) - right_one**2 + (1.0 - right_one) ** 2
+            brier[place] = errors / (1.0 if positive is None else 2.0)
         return ScoredRows(codes, labels, right, loss, brier, scores, ranked, positive)
 
 
@@ -107,7 +113,7 @@ class Evaluation:
 
     @property
     def mean_accuracy(self) -> float:
-        """Mean accuracy over clients; every client counts the same."""
+        """Mean accuracy over clients."""
         return float(self.accuracy.mean())
 
     @property
@@ -142,7 +148,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, FloatArray]:
-        """Every metric of each client, ``(C,)`` each; NaN where a metric is undefined.
+        """All metrics of each client, ``(C,)`` each; NaN where a metric is undefined.
 
         ``accuracy``, ``balanced_accuracy``, ``auc``, ``average_precision``, ``log_loss``, ``brier``,
         ``calibration_error`` and ``base_rate``; with two classes also ``sensitivity`` and ``specificity``.
@@ -170,18 +176,11 @@ class Evaluation:
             del means["calibration_error"]  # the bins of all clients would be needed
             return known, means
         own, pooled = metrics_of(rows.scored)
-        clients = len(self.clients)
         everything = np.broadcast_to(np.int64(0), len(rows.codes))
-        rates = (_base_rates(rows, rows.codes, clients), _base_rates(rows, everything, 1))
-        error = float(_calibration(rows, everything, 1).errors[0])
-        return (
-            {**own, **known, "base_rate": rates[0]},
-            {
-                **{name: float(value[0]) for name, value in pooled.items()},
-                "calibration_error": error,
-                "base_rate": float(rates[1][0]),
-            },
-        )
+        own |= {**known, "base_rate": _base_rates(rows, rows.codes, len(self.clients))}
+        pooled["calibration_error"] = _calibration_errors(_calibration_bins(rows, everything, 1))
+        pooled["base_rate"] = _base_rates(rows, everything, 1)
+        return own, {name: float(value[0]) for name, value in pooled.items()}
 
     @cached_property
     def _bootstrapped(self) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
@@ -203,12 +202,9 @@ class Evaluation:
         return {name: (float(v[0, 0]), float(v[0, 1])) for name, v in self._bootstrapped[1].items()}
 
     def confusion_matrix(self, client: Hashable | None = None) -> IntArray:
-        """Return the number of rows by true class and predicted class, ``(K, K)``.
+        """Return the number of rows of a client, or of all, by true and predicted class, ``(K, K)``.
 
         Rows with a label that is not a class of the model are left out.
-
-        Args:
-            client: one of the clients; ``None`` adds all clients.
         """
         rows = self._need_rows()
         size = len(rows.classes)
@@ -274,14 +270,15 @@ class Evaluation:
 
     def record(self) -> dict[str, Any]:
         """Return all metrics as plain values, for JSON."""
-        rows = self.predicted
+        rows, pairs = self.predicted, self.pooled_intervals.items()
+        intervals = {name: list(pair) for name, pair in pairs}
         return {
             "headline": self.headline(),
             "leading_metric": self.leading_metric,
             "positive": self.positive,
             "threshold": None if rows is None else rows.decision.threshold,
             "classes": None if rows is None else list(rows.classes),
-            "pooled": self._pooled_record(),
+            "pooled": self._record(int(self.rows.sum()), self.pooled, intervals),
             "clients": self.client_records(),
         }
 
@@ -289,30 +286,33 @@ class Evaluation:
         """Return the metrics of each client as plain values, for JSON."""
         bins = None
         if self.predicted is not None:
-            bins = _calibration(self.predicted, self.predicted.codes, len(self.clients))
+            bins = _calibration_bins(self.predicted, self.predicted.codes, len(self.clients))
         found = {}
         for i, client in enumerate(self.clients):
             own = {name: float(values[i]) for name, values in self.metrics.items()}
             intervals = {name: values[i].tolist() for name, values in self.intervals.items()}
-            record: dict[str, Any] = {"rows": int(self.rows[i]), **own}
+            record = self._record(int(self.rows[i]), own, intervals, client)
             if bins is not None:
-                record |= {"intervals": intervals, "undefined": _reasons(own)}
-                record |= {"calibration": bins.record(i), **self._confusion_record(client)}
+                rows, confidence, right = bins[:, i, bins[0, i] > 0]
+                record["calibration"] = {
+                    "rows": rows.astype(np.int64).tolist(),
+                    "confidence": (confidence / rows).tolist(),
+                    "accuracy": (right / rows).tolist(),
+                }
             found[str(client)] = record
         return found
 
-    def _pooled_record(self) -> dict[str, Any]:
-        record: dict[str, Any] = {"rows": int(self.rows.sum()), **self.pooled}
+    def _record(
+        self, rows: int, own: dict[str, float], intervals: dict[str, Any], client: Hashable = None
+    ) -> dict[str, Any]:
+        """Return the metrics of one client or of all, why some are undefined, and the confusion matrix."""
+        record: dict[str, Any] = {"rows": rows, **own}
         if self.predicted is not None:
-            intervals = {name: list(pair) for name, pair in self.pooled_intervals.items()}
-            record |= {"intervals": intervals, "undefined": _reasons(self.pooled)}
-            record |= self._confusion_record()
+            undefined = {name: _REASONS[name] for name, value in own.items() if np.isnan(value)}
+            record |= {"intervals": intervals, "undefined": undefined}
+            if len(self.predicted.classes) <= MOST_CONFUSED:
+                record["confusion_matrix"] = self.confusion_matrix(client).tolist()
         return record
-
-    def _confusion_record(self, client: Hashable | None = None) -> dict[str, Any]:
-        if len(self._need_rows().classes) > MOST_CONFUSED:
-            return {}
-        return {"confusion_matrix": self.confusion_matrix(client).tolist()}
 
     def __repr__(self) -> str:
         """Return one line with the main metrics."""
@@ -350,20 +350,13 @@ class RegressionEvaluation(Evaluation):
     together: dict[str, float]
     row_errors: tuple[IntArray, FloatArray, FloatArray] = field(repr=False, compare=False)
 
-    @property
-    def leading_metric(self) -> str:
-        """``"rmse"``."""
-        return "rmse"
+    leading_metric = "rmse"
 
     @property
     def metrics(self) -> dict[str, FloatArray]:
         """``rmse``, ``r2``, ``coverage`` and ``log_loss`` of each client, ``(C,)`` each."""
-        return {
-            "rmse": self.rmse,
-            "r2": self.r2,
-            "coverage": self.coverage,
-            "log_loss": self.log_loss,
-        }
+        names = ("rmse", "r2", "coverage", "log_loss")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def pooled(self) -> dict[str, float]:
@@ -414,14 +407,10 @@ def evaluate_numbers(
     names: tuple[Hashable, ...],
     level: float = INTERVAL,
 ) -> RegressionEvaluation:
-    """Return the metrics of predicted numbers of every client.
+    """Return the metrics of predictions of numbers ``y``, ``(n,)``, of every client.
 
-    Args:
-        predicted: ``P_c(y|x)`` of ``n`` rows.
-        numbers: ``y``, ``(n,)``.
-        codes: the client of each row, an index into ``names``, ``(n,)``.
-        names: the clients.
-        level: of the intervals whose coverage is measured.
+    ``codes`` ``(n,)`` are indices into the ``names`` of the clients, and ``level`` is that of the intervals
+    whose coverage is measured.
     """
     y = numbers.cpu().numpy()
     losses, errors, held = (empty(len(y), np.float64) for _ in range(3))
@@ -433,13 +422,10 @@ def evaluate_numbers(
         held[block] = (low <= y[block]) & (y[block] <= high)
 
     def metrics(codes: IntArray, groups: int) -> dict[str, FloatArray]:
-        rows = np.bincount(codes, minlength=groups)
-
         def mean_of(values: FloatArray) -> FloatArray:
-            return np.bincount(codes, weights=values, minlength=groups) / np.maximum(rows, 1)
+            return _means(values, codes, groups)
 
-        spread = mean_of((y - mean_of(y)[codes]) ** 2)
-        error = mean_of(errors)
+        spread, error = mean_of((y - mean_of(y)[codes]) ** 2), mean_of(errors)
         with np.errstate(divide="ignore", invalid="ignore"):
             r2 = np.where(spread > 0, 1.0 - error / spread, np.nan)
         return {
@@ -449,23 +435,18 @@ def evaluate_numbers(
             "log_loss": mean_of(losses),
         }
 
-    counts = np.bincount(codes, minlength=len(names))
-    present = np.flatnonzero(counts)
-    own = {name: value[present] for name, value in metrics(codes, len(names)).items()}
-    together = metrics(np.zeros_like(codes), 1)
-    order, place = np.argsort(codes, kind="stable"), np.cumsum(counts > 0) - 1
+    present, codes = _present(codes)
+    own, together = metrics(codes, len(present)), metrics(np.zeros_like(codes), 1)
+    order = np.argsort(codes, kind="stable")
     return RegressionEvaluation(
         clients=tuple(names[code] for code in present),
-        rows=counts[present],
+        rows=np.bincount(codes),
         accuracy=np.full(len(present), np.nan),
         calibration_error=np.abs(own["coverage"] - level),
         level=level,
         together={name: float(value[0]) for name, value in together.items()},
-        rmse=own["rmse"],
-        r2=own["r2"],
-        coverage=own["coverage"],
-        log_loss=own["log_loss"],
-        row_errors=(place[codes[order]], y[order], errors[order]),
+        row_errors=(codes[order], y[order], errors[order]),
+        **own,  # type: ignore[arg-type]
     )
 
 
@@ -484,46 +465,37 @@ def evaluate(
     """Return the metrics of every client.
 
     Args:
-        log_probabilities: ``log P_c(y|x)`` of every class, ``(n, K)``; more columns stand for labels that
-            are not a class.
-        labels: the true class of each row, ``(n,)``.
+        log_probabilities: ``log P_c(y|x)`` of every class, ``(n, K)``.
+        labels: the true class of each row; ``K`` for a label that is not a class, ``(n,)``.
         codes: the client of each row, an index into ``names``, ``(n,)``.
         names: the clients.
         classes: names of the classes, ``(K,)``; by default the columns are numbered.
         decision: turns probabilities into a class; the most likely class by default. If it has no positive
             class, :func:`~fedgmm.model.decisions.default_positive` finds it if there are two classes.
     """
-    counts = np.bincount(codes, minlength=len(names))
-    present = np.flatnonzero(counts)
+    present, codes = _present(codes)
     known = tuple(range(log_probabilities.shape[1])) if classes is None else classes
     decision = decision or Decision()
     if len(known) == 2 and decision.positive is None:
-        decision = decision.with_positive(
-            default_positive(known, np.bincount(labels, minlength=2).tolist())
-        )
-    place = np.cumsum(counts > 0) - 1
-    codes_here = kept(place[codes])
-    rows = PredictedRows(log_probabilities, kept(labels), codes_here, known, decision)
-
-    def mean_of(values: FloatArray) -> FloatArray:
-        return np.bincount(codes, weights=values, minlength=len(names))[present] / counts[present]
-
+        counts = np.bincount(labels, minlength=2).tolist()
+        decision = replace(decision, positive=default_positive(known, counts))
+    rows = PredictedRows(log_probabilities, kept(labels), kept(codes), known, decision)
     losses = empty(len(labels), np.float64)
     for block in _blocks(len(labels)):
         losses[block] = row_losses(log_probabilities[block], labels[block])
     return Evaluation(
         tuple(names[code] for code in present),
-        counts[present],
-        mean_of((rows.decided == labels).astype(np.float64)),
-        mean_of(losses),
-        _calibration(rows, rows.codes, len(present)).errors,
+        np.bincount(codes),
+        _means(rows.decided == labels, codes, len(present)),
+        _means(losses, codes, len(present)),
+        _calibration_errors(_calibration_bins(rows, rows.codes, len(present))),
         rows,
     )
 
 
 def row_losses(log_probabilities: FloatArray, labels: IntArray) -> FloatArray:
     """Return ``-log P(y|x)`` of each row's label ``(n,)``; finite also for labels of probability zero."""
-    return finite_losses(log_probabilities[np.arange(len(labels)), labels])
+    return finite_losses(at_codes(log_probabilities, labels))
 
 
 def finite_losses(log_probabilities: FloatArray) -> FloatArray:
@@ -534,6 +506,12 @@ def finite_losses(log_probabilities: FloatArray) -> FloatArray:
 # ---------------------------------------------------------------------- helpers
 
 
+def _present(codes: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the clients that have rows, and the position of each row's client among them, ``(n,)``."""
+    has_rows = np.bincount(codes) > 0
+    return np.flatnonzero(has_rows), (np.cumsum(has_rows) - 1)[codes]
+
+
 def _blocks(rows: int) -> Iterator[slice]:
     """Yield runs of rows, so that temporaries stay small."""
     for first in range(0, rows, _ROWS_AT_ONCE):
@@ -541,50 +519,26 @@ def _blocks(rows: int) -> Iterator[slice]:
         touched(64 * _ROWS_AT_ONCE)
 
 
-@dataclass(frozen=True)
-class _Calibration:
-    """Confidence and accuracy of groups of rows, in bins of equal width.
+def _calibration_bins(rows: PredictedRows, groups: IntArray, count: int) -> FloatArray:
+    """Return rows, summed confidence and right predictions by group and bin, ``(3, G, bins)``.
 
-    Attributes:
-        rows: of each group and bin, ``(G, bins)``.
-        confidence: sum over rows, ``(G, bins)``.
-        right: number of right predictions, ``(G, bins)``.
+    Bins divide the probability of the most likely class, also if another class was predicted.
     """
-
-    rows: IntArray
-    confidence: FloatArray
-    right: FloatArray
-
-    @property
-    def errors(self) -> FloatArray:
-        """``Σ_bins |accuracy - confidence| · share`` of each group, ``(G,)``."""
-        gaps = np.abs(self.confidence - self.right).sum(-1)
-        return np.asarray(gaps / np.maximum(self.rows.sum(-1), 1))
-
-    def record(self, group: int) -> dict[str, list[float]]:
-        """Return the bins of a group that have rows, for JSON."""
-        filled = self.rows[group] > 0
-        rows = self.rows[group][filled]
-        return {
-            "rows": rows.tolist(),
-            "confidence": (self.confidence[group][filled] / rows).tolist(),
-            "accuracy": (self.right[group][filled] / rows).tolist(),
-        }
-
-
-def _calibration(rows: PredictedRows, groups: IntArray, count: int) -> _Calibration:
-    """Return the calibration of the most likely class, also if another class was predicted."""
-    found = []
+    found, size = np.zeros((3, count * _BINS)), count * _BINS
     for place in _blocks(len(groups)):
         log_proba = rows.log_probabilities[place]
         confidence = np.exp(log_proba.max(-1))
         right = (log_proba.argmax(-1) == rows.labels[place]).astype(np.float64)
         bins = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
         cell = groups[place] * _BINS + bins
-        size = count * _BINS
-        found.append([np.bincount(cell, one, minlength=size) for one in (None, confidence, right)])
-    sums = (np.sum(parts, axis=0).reshape(count, _BINS) for parts in zip(*found, strict=True))
-    return _Calibration(*sums)
+        found += [np.bincount(cell, one, minlength=size) for one in (None, confidence, right)]
+    return found.reshape(3, count, _BINS)
+
+
+def _calibration_errors(bins: FloatArray) -> FloatArray:
+    """Return ``Σ_bins |accuracy - confidence| · share`` of each group, ``(G,)``."""
+    rows, confidence, right = bins
+    return np.asarray(np.abs(confidence - right).sum(-1) / np.maximum(rows.sum(-1), 1))
 
 
 def _base_rates(rows: PredictedRows, groups: IntArray, count: int) -> FloatArray:
@@ -592,8 +546,13 @@ def _base_rates(rows: PredictedRows, groups: IntArray, count: int) -> FloatArray
     positive = rows.decision.positive
     if positive is None:
         return _most_frequent(rows.labels, groups, count)
-    hits = np.bincount(groups, weights=rows.labels == positive, minlength=count)
-    return np.asarray(hits / np.bincount(groups, minlength=count))
+    return _means(rows.labels == positive, groups, count)
+
+
+def _means(values: NDArray[Any], groups: IntArray, count: int) -> FloatArray:
+    """Return the mean of each group of rows, ``(G,)``; zero without rows."""
+    rows = np.bincount(groups, minlength=count)
+    return np.asarray(np.bincount(groups, values, minlength=count) / np.maximum(rows, 1))
 
 
 def _most_frequent(labels: IntArray, groups: IntArray, count: int) -> FloatArray:
@@ -602,14 +561,3 @@ def _most_frequent(labels: IntArray, groups: IntArray, count: int) -> FloatArray
     largest = np.zeros(count)
     np.maximum.at(largest, pairs[0], sizes)
     return largest / np.bincount(groups, minlength=count)
-
-
-def _reasons(values: dict[str, float]) -> dict[str, str]:
-    """Return why metrics are undefined."""
-    reasons = {
-        "auc": "all rows have the same class",
-        "average_precision": "all rows have the same class",
-        "sensitivity": "no row has the positive class",
-        "specificity": "all rows have the positive class",
-    }
-    return {name: reasons[name] for name, value in values.items() if np.isnan(value)}

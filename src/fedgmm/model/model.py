@@ -1,14 +1,13 @@
-"""The fitted model: predictions, densities, new clients, novel rows."""
+"""The fitted model: predict, evaluate, adapt to new clients, find novel rows, save."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -17,56 +16,32 @@ from fedgmm.core.moments import Scaling
 from fedgmm.core.params import count_learners
 from fedgmm.core.pca import PCA
 from fedgmm.core.predictive import NumberPredictions
-from fedgmm.core.scratch import empty_beside, touched
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients, column_order
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
-from fedgmm.model.adaptation import (
-    Adaptation,
-    adapt_with_labels,
-    adapt_without_labels,
-    can_guess_labels,
-    note_on,
-    with_client,
-)
+from fedgmm.model.adaptation import Adaptation, learn_client, note_on, with_client
 from fedgmm.model.decisions import Cost, Decision, default_positive
-from fedgmm.model.importance import (
-    KINDS,
-    Importance,
-    from_coefficients,
-    from_permutations,
-    is_linear,
-    some_rows,
-)
+from fedgmm.model.importance import Importance, importance_of
 from fedgmm.model.label_frequencies import ClientLabels, estimate_label_frequencies
-from fedgmm.model.metrics import (
-    Evaluation,
-    evaluate,
-    evaluate_numbers,
-    finite_losses,
-    interval_of,
-)
+from fedgmm.model.metrics import Evaluation, evaluate, evaluate_numbers, interval_of
 from fedgmm.model.novelty import (
-    OWN,
     SCORES,
     FalseAlarms,
     NoveltyResult,
     Score,
+    calibration_of,
     check_rate,
     client_p_values,
     compare_file,
     count_false_alarms,
-    few_held_out,
     flag_novel_rows,
-    standardise,
 )
 from fedgmm.model.predictions import (
     EvaluatedRows,
-    RowEvaluator,
-    class_codes,
-    client_codes,
-    log_learners,
-    numbers_of,
+    evaluate_arrays,
+    evaluate_split,
+    given_labels,
+    labels_of,
     probabilities,
 )
 from fedgmm.wording import counted
@@ -75,19 +50,13 @@ if TYPE_CHECKING:
     from sklearn.mixture import GaussianMixture
 
 FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+Rows = ArrayLike
+Given = ArrayLike | None
+"""An array that may be left out."""
 
-_ROWS_AT_ONCE = 250_000
 
-
-@dataclass(frozen=True)
-class LogPredictions:
-    """Predictions of rows, in log space.
-
-    Attributes:
-        log_proba: ``log P_c(y|x)`` of every class, ``(n, K)``.
-        log_density: ``log P_c(x)``, ``(n,)``; ``None`` without Gaussians.
-    """
+class LogPredictions(NamedTuple):
+    """``log P_c(y|x)`` of every class, ``(n, K)``, and ``log P_c(x)``, ``(n,)``, if there are Gaussians."""
 
     log_proba: FloatArray
     log_density: FloatArray | None
@@ -96,6 +65,18 @@ class LogPredictions:
 @dataclass(repr=False)
 class FederatedModel:
     """The result of training.
+
+    Most methods take rows, with these arguments:
+
+    - ``X``: rows, ``(n, *input_shape)``. A table with the column names of the fit may have them in another
+      order; an array is taken by position.
+    - ``y``: labels of the rows, ``(n,)``.
+    - ``client``: a known client for all rows; ``None`` uses the federation's own weights.
+    - ``clients``: one known client per row, instead of ``client``.
+    - ``features``: input of the Gaussians, if the model uses separate features, ``(n, d)``.
+
+    Others take a ``dataset`` of known clients, by default the training data, and its ``split``:
+    ``"train"``, ``"validation"`` or ``"test"``.
 
     Attributes:
         algorithm: name of the method.
@@ -112,8 +93,7 @@ class FederatedModel:
         features_are_inputs: whether the Gaussians use the inputs and not separate features.
         projection: principal components of the scaled inputs that the Gaussians see; ``None`` means that
             they see all inputs.
-        column_names: of the inputs, or ``None``. A table is put into this order; an array is taken by
-            position.
+        column_names: of the inputs, or ``None``.
         dataset: training data, if it is in memory; never saved.
         target: mean and deviation of the numbers that the model predicts; ``None`` for classes.
         interval_scores: normal scores of held-out numbers ``(h,)``, by which intervals are calibrated, see
@@ -148,19 +128,15 @@ class FederatedModel:
 
         Numbers are scored now, because learners may be trained on the held-out rows later (``refit``).
         """
-        if self.target is not None and self.interval_scores is None and self.dataset is not None:
-            held_out = self.dataset.validation
-            if len(held_out):
-                rows, codes = (
-                    self._evaluator.from_split(held_out),
-                    client_codes(held_out, self.names),
-                )
-                numbers = held_out.labels.to(rows.x.device)
-                self.interval_scores = (
-                    self._numbers(rows, codes).normal_scores(numbers).cpu().numpy()
-                )
-        if self.positive is None and self.dataset is not None and len(self.classes) == 2:
-            labels = self.dataset.classes[self.dataset.train.labels.cpu().numpy()]
+        if self.dataset is None:
+            return
+        held_out, trained = self.dataset.validation, self.dataset.train
+        if self.target is not None and self.interval_scores is None and len(held_out):
+            rows = evaluate_split(self, held_out)
+            scores = rows.numbers().normal_scores(held_out.labels.to(rows.x.device))
+            self.interval_scores = scores.cpu().numpy()
+        if self.positive is None and len(self.classes) == 2:
+            labels = self.dataset.classes[trained.labels.cpu().numpy()]
             classes = self.classes.tolist()
             counts = [int((labels == one).sum()) for one in self.classes]
             self.positive = classes[default_positive(classes, counts)]
@@ -198,21 +174,22 @@ class FederatedModel:
         mixed = self.prediction.client_weights is not None and self.algorithm != DENSITY
         if not mixed or self.n_learners > 1 or self.prediction.labels or len(self.names) < 2:
             return ""
-        if self.target is not None:
-            return (
-                "Nothing is personalised: the model has one learner, so all clients get the same "
-                "predictions. If clients differ, several learners (--learners 3) may help."
-            )
+        classes = self.target is None
         return (
-            "Nothing is personalised: the model has one learner and no label frequencies, so all clients "
-            "get the same predictions. If clients differ, several learners (--learners 3) or "
-            "label frequencies (--set personal_labels=true) may help."
+            f"Nothing is personalised: the model has one learner{' and no label frequencies' * classes}, "
+            "so all clients get the same predictions. If clients differ, several learners (--learners 3) "
+            f"{'or label frequencies (--set personal_labels=true) ' * classes}may help."
         )
 
     @property
     def task(self) -> Literal["classification", "regression"]:
         """``"regression"`` if the model predicts numbers, else ``"classification"``."""
         return "classification" if self.target is None else "regression"
+
+    @property
+    def has_common_model(self) -> bool:
+        """Whether the model can predict rows that belong to no known client."""
+        return self.prediction.weights is not None or self.prediction.default_learner is not None
 
     @property
     def n_learners(self) -> int:
@@ -248,94 +225,99 @@ class FederatedModel:
     # ------------------------------------------------------------------ predictions
 
     def predict_proba(
-        self,
-        X: ArrayLike,
-        client: Any = None,
-        *,
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
     ) -> FloatArray:
-        """Return ``P_c(y|x)`` of every class, equation (3), ``(n, K)``; each row sums to one.
-
-        Args:
-            X: rows, ``(n, *input_shape)``. A table with the column names of the fit may have them in
-                another order; an array is taken by position.
-            client: a known client for all rows; ``None`` uses the federation's own weights.
-            clients: one known client per row, instead of ``client``.
-            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
-        """
-        return probabilities(self.predict_log_proba(X, client, clients=clients, features=features))
+        """Return ``P_c(y|x)`` of every class, equation (3), ``(n, K)``; each row sums to one."""
+        return probabilities(self._rows(X, client, clients, features).log_proba())
 
     def predict_log_proba(
-        self,
-        X: ArrayLike,
-        client: Any = None,
-        *,
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
     ) -> FloatArray:
-        """Return ``log P_c(y|x)`` of every class, ``(n, K)``; arguments as in :meth:`predict_proba`."""
-        rows = self._evaluator.from_arrays(X, features)
-        return self._log_proba(rows, self._codes(client, clients, len(rows)))
+        """Return ``log P_c(y|x)`` of every class, ``(n, K)``."""
+        return self._rows(X, client, clients, features).log_proba()
 
     def predict(
         self,
-        X: ArrayLike,
+        X: Rows,
         client: Any = None,
         *,
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
+        clients: Given = None,
+        features: Given = None,
         threshold: float | None = None,
         cost: Cost | None = None,
         positive: Hashable | None = None,
     ) -> NDArray[Any]:
         """Return the class of every row, ``(n,)``: the most likely one without threshold and cost.
 
-        A model of numbers returns the mean ``E[y|x]`` of every row.
-
-        Args:
-            X: rows, ``(n, *input_shape)``.
-            client: as in :meth:`predict_proba`.
-            clients: as in :meth:`predict_proba`.
-            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
-            threshold: probability of the positive class of two from which on it is predicted.
-            cost: cost of missing the positive class, where a false alarm costs 1; or a cost for missing
-                each class, by its name, where the others cost 1. The class with the smallest expected cost
-                is predicted.
-            positive: the positive class of two; ``None`` means that of the model.
+        A model of numbers returns the mean ``E[y|x]`` of every row. The positive class of two is
+        predicted from the probability ``threshold`` on. ``cost`` is that of missing the positive class,
+        where a false alarm costs 1; or costs of missing each class, by its name, where the others cost 1.
+        Then the class with the smallest expected cost is predicted. ``positive`` may replace the model's
+        positive class.
         """
         if self.target is not None:
             self.check_decision(threshold=threshold, cost=cost, positive=positive)
-            found = self.predict_distribution(X, client, clients=clients, features=features)
-            return found.mean.cpu().numpy()
+            return self._rows(X, client, clients, features).numbers().mean.cpu().numpy()
         decision = self.decision(positive=positive, threshold=threshold, cost=cost)
-        log_proba = self.predict_log_proba(X, client, clients=clients, features=features)
+        log_proba = self._rows(X, client, clients, features).log_proba()
         return np.asarray(self.classes[decision.choose(log_proba)])
 
     def predict_interval(
         self,
-        X: ArrayLike,
+        X: Rows,
         client: Any = None,
         level: float = 0.9,
         *,
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
+        clients: Given = None,
+        features: Given = None,
     ) -> FloatArray:
         """Return the interval that holds ``y`` with probability ``level``, ``(n, 2)``, for numbers.
 
         As much of ``P_c(y|x)`` lies below the interval as above it. If rows were held out in training, the
         interval is as wide as they need, see :meth:`~fedgmm.core.predictive.NumberPredictions.interval`.
-
-        Args:
-            X: rows, ``(n, *input_shape)``.
-            client: as in :meth:`predict_proba`.
-            level: between 0 and 1.
-            clients: as in :meth:`predict_proba`.
-            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
         """
         check_number("level", level, above=0, below=1)
-        found = self.predict_distribution(X, client, clients=clients, features=features)
-        return interval_of(found, level)
+        return interval_of(self._rows(X, client, clients, features).numbers(), level)
+
+    def predict_distribution(
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
+    ) -> NumberPredictions:
+        """Return ``P_c(y|x)`` of numbers."""
+        return self._rows(X, client, clients, features).numbers()
+
+    def log_predictions(
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
+    ) -> LogPredictions:
+        """Return ``log P_c(y|x)`` and ``log P_c(x)``, with the Gaussians evaluated once for both."""
+        rows = self._rows(X, client, clients, features)
+        density = None if rows.log_x is None else rows.log_density()
+        return LogPredictions(rows.log_proba(), density)
+
+    def score_samples(
+        self, X: Rows, client: Any = None, *, clients: Given = None, features: Given = None
+    ) -> FloatArray:
+        """Return ``log P_c(x)`` of every row, ``(n,)``: low for rows unlike anything seen."""
+        return self.novelty_scores(X, None, client, clients=clients, features=features)
+
+    def log_conditional(
+        self, X: Rows, y: Rows, client: Any = None, *, clients: Given = None, features: Given = None
+    ) -> FloatArray:
+        """Return ``log P_c(y|x)`` of given labels, ``(n,)``."""
+        return self.novelty_scores(X, y, client, score="y", clients=clients, features=features)
+
+    def log_joint(
+        self, X: Rows, y: Rows, client: Any = None, *, clients: Given = None, features: Given = None
+    ) -> FloatArray:
+        """Return ``log P_c(x, y)`` of rows with given labels, ``(n,)``."""
+        return self.novelty_scores(X, y, client, score="joint", clients=clients, features=features)
+
+    def decision(
+        self, *, positive: Any = None, threshold: float | None = None, cost: Cost | None = None
+    ) -> Decision:
+        """Return the rule that turns probabilities into a class; arguments as in :meth:`predict`."""
+        known = self.positive if positive is None else positive
+        classes = self.classes.tolist()
+        return Decision.of(classes, positive=known, threshold=threshold, cost=cost)
 
     @staticmethod
     def check_decision(**chosen: Any) -> None:
@@ -343,78 +325,7 @@ class FederatedModel:
         if any(value is not None for value in chosen.values()):
             raise ValueError("threshold, cost and positive are for classes, not for numbers.")
 
-    def predict_distribution(
-        self,
-        X: ArrayLike,
-        client: Any = None,
-        *,
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
-    ) -> NumberPredictions:
-        """Return ``P_c(y|x)`` of numbers; arguments as in :meth:`predict_proba`."""
-        rows = self._evaluator.from_arrays(X, features)
-        return self._numbers(rows, self._codes(client, clients, len(rows)))
-
-    def decision(
-        self,
-        *,
-        positive: Hashable | None = None,
-        threshold: float | None = None,
-        cost: Cost | None = None,
-    ) -> Decision:
-        """Return the rule that turns probabilities into a class; arguments as in :meth:`predict`."""
-        known = positive if positive is not None else self.positive
-        classes = self.classes.tolist()
-        return Decision.of(classes, positive=known, threshold=threshold, cost=cost)
-
-    def log_predictions(
-        self,
-        X: ArrayLike,
-        client: Any = None,
-        *,
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
-    ) -> LogPredictions:
-        """Return ``log P_c(y|x)`` and ``log P_c(x)``, with the Gaussians evaluated once for both."""
-        rows = self._evaluator.from_arrays(X, features)
-        codes = self._codes(client, clients, len(rows))
-        density = None if rows.log_x is None else rows.log_density(codes)
-        return LogPredictions(self._log_proba(rows, codes), density)
-
-    def score_samples(
-        self,
-        X: ArrayLike,
-        client: Any = None,
-        *,
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
-    ) -> FloatArray:
-        """Return ``log P_c(x)`` of every row, ``(n,)``: low for rows unlike anything seen."""
-        return self.novelty_scores(X, None, client, score="x", clients=clients, features=features)
-
-    def log_conditional(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        client: Any = None,
-        *,
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
-    ) -> FloatArray:
-        """Return ``log P_c(y|x)`` of given labels, ``(n,)``."""
-        return self.novelty_scores(X, y, client, score="y", clients=clients, features=features)
-
-    def log_joint(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        client: Any = None,
-        *,
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
-    ) -> FloatArray:
-        """Return ``log P_c(x, y)`` of rows with given labels, ``(n,)``."""
-        return self.novelty_scores(X, y, client, score="joint", clients=clients, features=features)
+    # ------------------------------------------------------------------ evaluation
 
     def evaluate(
         self,
@@ -427,28 +338,22 @@ class FederatedModel:
     ) -> Evaluation:
         """Return the metrics of every client's own predictions, and of all rows together.
 
-        A model of numbers returns a :class:`~fedgmm.model.metrics.RegressionEvaluation`.
-
-        Args:
-            split: ``"train"``, ``"validation"`` or ``"test"``.
-            dataset: data of known clients; ``None`` means the training data.
-            positive: as in :meth:`predict`.
-            threshold: as in :meth:`predict`.
-            cost: as in :meth:`predict`.
+        A model of numbers returns a :class:`~fedgmm.model.metrics.RegressionEvaluation`. Thresholds and
+        costs are those of :meth:`predict`.
         """
-        data, rows, codes = self._split(dataset, split)
+        data, rows = self._split(dataset, split)
         if (data.target is None) != (self.target is None):
             raise ValueError(f"The model is for {self.task}, but the data are for {data.task}.")
+        codes = rows.codes.cpu().numpy()
         if self.target is not None:
             self.check_decision(threshold=threshold, cost=cost, positive=positive)
-            found = self._numbers(self._evaluator.from_split(rows), codes)
-            return evaluate_numbers(found, rows.labels, rows.codes.cpu().numpy(), rows.names)
+            found = evaluate_split(self, rows).numbers()
+            return evaluate_numbers(found, rows.labels, codes, rows.names)
         decision = self.decision(positive=positive, threshold=threshold, cost=cost)
-        log_proba = self._log_proba(self._evaluator.from_split(rows), codes)
         return evaluate(
-            _with_impossible(log_proba),
-            self._labels_of(rows, data).numpy(),
-            rows.codes.cpu().numpy(),
+            evaluate_split(self, rows).log_proba(),
+            labels_of(self, rows, data).numpy(),
+            codes,
             rows.names,
             classes=tuple(self.classes.tolist()),
             decision=decision,
@@ -466,69 +371,24 @@ class FederatedModel:
     ) -> Importance:
         """Return which columns decide, for every client.
 
-        Linear learners have coefficients, which the weights of a client mix. For other learners each
-        column is shuffled among the rows of each client, and the growth of the log-loss is measured.
-
-        Args:
-            split: ``"train"``, ``"validation"`` or ``"test"``.
-            dataset: data of known clients; ``None`` means the training data.
-            columns: columns of the inputs that belong together, by name, such as one-hot categories; by
-                default each column on its own.
-            kind: ``"coefficients"``, ``"permutation"``, or ``"auto"`` for coefficients if learners are
-                linear.
-            repeats: number of shuffles of each column.
-            seed: of the shuffles.
+        Linear learners have coefficients, which the weights of a client mix. For other learners, and for
+        ``kind="permutation"``, each column is shuffled ``repeats`` times among the rows of each client,
+        and the growth of the log-loss is measured. ``columns`` names columns of the inputs that belong
+        together, such as one-hot categories; by default each column stands on its own.
         """
-        check_choice("kind", kind, KINDS)
-        if len(self.input_shape) != 1 or not self.features_are_inputs:
-            raise ValueError(
-                f"importance needs rows of columns, not inputs of shape {self.input_shape}."
-            )
-        linear = is_linear(self.prediction)  # of classes
-        if kind == "coefficients" and not linear:
-            raise ValueError(
-                "Only linear learners of classes have coefficients; use kind='permutation'."
-            )
-        data, rows, codes = self._split(dataset, split)
-        features = self.column_names or tuple(f"x{j}" for j in range(self.input_shape[0]))
-        groups = {name: [j] for j, name in enumerate(features)} if columns is None else columns
-        present, clients = np.unique(codes, return_inverse=True)
-        names = tuple(self.names[code] for code in present)
-        if kind != "permutation" and linear:
-            x = self._evaluator.from_split(rows).x.double().cpu().numpy()
-            positive = self.decision().positive
-            if len(self.classes) == 2 and positive is None:
-                positive = 1
-            values, signed = from_coefficients(self.prediction, x, groups, present, positive)
-            return Importance("coefficients", tuple(groups), names, values, features, signed)
-        shown = some_rows(len(rows), repeats * len(groups))
-        labels = self._labels_of(rows, data)[torch.from_numpy(shown)]
-
-        def losses_of(inputs: NDArray[Any]) -> FloatArray:
-            evaluated = self._evaluator.from_arrays(inputs, None)
-            log_p, _ = self._log_conditional(evaluated, codes[shown], labels)
-            return -log_p if self.target is not None else finite_losses(log_p)
-
-        values = from_permutations(
-            losses_of,
-            rows.inputs.cpu().numpy()[shown],
-            groups,
-            clients[shown],
-            len(names),
-            repeats=repeats,
-            seed=seed,
-        )
-        return Importance("permutation", tuple(groups), names, values, features)
+        data, rows = self._split(dataset, split)
+        labels = labels_of(self, rows, data)
+        return importance_of(self, rows, labels, columns, kind, repeats, seed)
 
     # ------------------------------------------------------------------ new clients
 
     def adapt(
         self,
         client: Hashable,
-        X: ArrayLike,
-        y: ArrayLike | None = None,
+        X: Rows,
+        y: Given = None,
         *,
-        features: ArrayLike | None = None,
+        features: Given = None,
         max_rounds: int = 200,
     ) -> Adaptation:
         """Add a client by learning only its weights ``π_c``; other clients do not change.
@@ -543,38 +403,24 @@ class FederatedModel:
 
         Args:
             client: a new name; a known client gets new weights.
-            X: rows of the client, ``(n, *input_shape)``.
-            y: labels of the rows. Without them only the weights of the Gaussians are learned, and
+            X: rows of the client.
+            y: their labels. Without them only the weights of the Gaussians are learned, and
                 learners keep the federation's shares within each Gaussian. Methods without Gaussians
                 need labels, or label frequencies that can be guessed.
-            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
-            max_rounds: maximal number of iterations.
+            features: see the class.
+            max_rounds: largest number of iterations.
         """
         self._mixture_weights("weights")
-        rows = self._evaluator.from_arrays(X, features)
-        prediction = self.prediction
+        rows = evaluate_arrays(self, X, features)
         if not len(rows):
             raise ValueError(f"Client {client!r} has no rows to adapt to.")
-        if y is not None:
-            labels = self._labels(y, len(rows)).to(rows.x.device)
-            log_y = log_learners(prediction, rows.x)
-            independence = float(self.options.get("independence", 0.0))
-            found = adapt_with_labels(
-                prediction, rows.log_x, log_y, labels, max_rounds, independence
-            )
-        elif rows.log_x is not None or can_guess_labels(prediction):
-            guessed = log_learners(prediction, rows.x) if can_guess_labels(prediction) else None
-            found = adapt_without_labels(prediction, rows.log_x, guessed, max_rounds)
-        else:
-            raise ValueError(
-                f"{self.algorithm} cannot adapt without labels: it has no density of the inputs and no "
-                "label frequencies that can be guessed; pass y."
-            )
+        labels = None if y is None else given_labels(self, y, len(rows))
+        before, found = self.prediction, learn_client(rows, labels, max_rounds)
         code = self.names.index(client) if client in self.names else None
         if code is None:
             self.names = [*self.names, client]
-        self.prediction = with_client(prediction, code, found)
-        note = None if self.algorithm == DENSITY else note_on(prediction, found)
+        self.prediction = with_client(before, code, found)
+        note = None if self.algorithm == DENSITY else note_on(before, found)
         return Adaptation(client, found.weights.cpu().numpy(), found.log_likelihoods, note)
 
     def learn_labels(
@@ -589,13 +435,8 @@ class FederatedModel:
         rows without a client, keep their predictions. The model and its files then contain how frequent
         each label is at each client.
 
-        Args:
-            dataset: data of known clients; ``None`` means the training data.
-            if_better: change nothing unless the labels of held-out rows become more likely, by more
-                than two standard errors.
-
-        Returns:
-            Whether the predictions are corrected.
+        With ``if_better`` nothing changes unless the labels of held-out rows become more likely, by more
+        than two standard errors. Returns whether the predictions are corrected.
         """
         if self.target is not None:
             raise ValueError("A model of numbers has no label frequencies.")
@@ -609,14 +450,12 @@ class FederatedModel:
         data = self._data(dataset)
 
         def labelled(split: LabelledRows) -> ClientLabels:
-            labels = self._labels_of(split, data)
+            labels, rows = labels_of(self, split, data), evaluate_split(self, split)
             if bool((labels == len(self.classes)).any()):
-                self._labels(data.labels_of(split), len(split))  # raises
-            codes = torch.from_numpy(client_codes(split, self.names))
-            rows = self._evaluator.from_split(split)
+                given_labels(self, data.labels_of(split), len(split))  # raises
             device = rows.x.device
             weights = None if split.weights is None else split.weights.to(device)
-            return ClientLabels(rows.x, rows.log_x, labels.to(device), codes.to(device), weights)
+            return ClientLabels(rows.x, rows.log_x, labels.to(device), rows.codes, weights)
 
         held_out = labelled(data.validation) if len(data.validation) else None
         found = estimate_label_frequencies(
@@ -631,100 +470,62 @@ class FederatedModel:
 
     def novelty_scores(
         self,
-        X: ArrayLike,
-        y: ArrayLike | None = None,
+        X: Rows,
+        y: Given = None,
         client: Any = None,
         *,
         score: Score = "x",
-        clients: ArrayLike | None = None,
-        features: ArrayLike | None = None,
+        clients: Given = None,
+        features: Given = None,
     ) -> FloatArray:
         """Return scores that are low for novel rows, ``(n,)``.
 
-        Args:
-            X: rows, ``(n, *input_shape)``.
-            y: labels, required by ``"y"`` and ``"joint"``.
-            client: as in :meth:`predict_proba`.
-            clients: as in :meth:`predict_proba`.
-            score: ``"x"`` is ``log P(x)``, ``"y"`` is ``log P(y|x)``, ``"joint"`` is ``log P(x, y)``, and
-                ``"confidence"`` is the largest ``log P(y|x)`` of any class, which needs no density.
-            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
+        ``score="x"`` is ``log P(x)``, ``"y"`` is ``log P(y|x)``, ``"joint"`` is ``log P(x, y)``; these two
+        need labels. ``"confidence"`` is the largest ``log P(y|x)`` of any class, which needs no density.
         """
         self._check_score(score, y)
-        rows = self._evaluator.from_arrays(X, features)
-        return self._score(rows, y, self._codes(client, clients, len(rows)), score)
+        return self._score(self._rows(X, client, clients, features), y, score)
 
-    def _check_score(self, score: str, y: ArrayLike | None) -> None:
+    def _check_score(self, score: str, y: Given) -> None:
         check_choice("score", score, SCORES)
         if score == "confidence" and self.target is not None:
             raise ValueError("score='confidence' is for classes; use 'x', 'y' or 'joint'.")
         if score in ("y", "joint") and y is None:
             raise ValueError(f"score={score!r} needs labels; pass y, or use score='x'.")
-        if score in ("x", "joint"):
-            self._need_density()
+        if score in ("x", "joint") and self.prediction.gaussians is None:
+            raise ValueError(
+                f"{self.algorithm} has no density of the inputs; use 'fedgmm', or score='confidence'."
+            )
 
-    def _score(
-        self, rows: EvaluatedRows, y: ArrayLike | None, codes: IntArray, score: Score
-    ) -> FloatArray:
+    def _score(self, rows: EvaluatedRows, y: Given, score: Score) -> FloatArray:
         if score == "x":
-            return rows.log_density(codes)
+            return rows.log_density()
         if score == "confidence":
-            return np.asarray(self._log_proba(rows, codes).max(-1))
+            return np.asarray(rows.log_proba().max(-1))
         assert y is not None
-        labels: NDArray[Any] = (
-            class_codes(y, len(rows), self.classes)
-            if self.target is None
-            else numbers_of(y, len(rows))
-        )
-        conditional, _ = self._log_conditional(rows, codes, torch.from_numpy(labels))
-        return conditional if score == "y" else rows.log_density(codes) + conditional
+        conditional, _ = rows.log_conditional(given_labels(self, y, len(rows)))
+        return conditional if score == "y" else rows.log_density() + conditional
 
     def calibrate(self, dataset: FederatedDataset | None = None, split: str = "validation") -> None:
         """Store the scores of held-out rows, from which :meth:`novelty` takes its thresholds.
 
         Clients with few held-out rows use their training rows, too; each is scored as if it had not been
         trained on.
-
-        Args:
-            dataset: data of known clients; ``None`` means the training data.
-            split: the held-out rows.
         """
-        data, held_out, codes = self._split(dataset, split)
-        rows, labels = self._evaluator.from_split(held_out), self._labels_of(held_out, data)
-        scores: dict[str, NDArray[Any]] = {"client": codes}
-        for prefix, who in (("", np.full_like(codes, NO_CLIENT)), (OWN, codes)):
-            conditional, confidence = self._log_conditional(rows, who, labels)
-            scores[prefix + "y"] = conditional
-            if confidence is not None:
-                scores[prefix + "confidence"] = confidence
-            if rows.log_x is not None:
-                density = rows.log_density(who)
-                scores |= {prefix + "x": density, prefix + "joint": density + conditional}
-        if rows.log_x is not None:
-            scores["gaussian"] = rows.most_likely_gaussians()
-            own, clients = [scores["own_x"]], [codes]
-            few = few_held_out(codes, len(self.names))
-            if split != "train" and len(data.train) and few.any():
-                trained = client_codes(data.train, self.names)
-                some = few[trained]
-                evaluated = self._evaluator.from_split(data.train)
-                own.append(evaluated.log_density_without_itself(trained)[some])
-                clients.append(trained[some])
-            found = standardise(np.concatenate(own), np.concatenate(clients), len(self.names))
-            if len(found[2]):
-                scores |= dict(zip(("location", "scale", "standard"), found, strict=True))
-        self.calibration = scores
+        data, held_out = self._split(dataset, split)
+        trained = data.train if split != "train" and len(data.train) else None
+        self.calibration = calibration_of(self, held_out, labels_of(self, held_out, data), trained)
 
     def novelty(
         self,
-        X: ArrayLike,
-        y: ArrayLike | None = None,
+        X: Rows,
+        y: Given = None,
         *,
         client: Any = None,
-        clients: ArrayLike | None = None,
+        clients: Given = None,
         score: Score = "x",
         false_alarm_rate: float = 0.05,
-        features: ArrayLike | None = None,
+        features: Given = None,
         batch: bool = False,
     ) -> NoveltyResult:
         """Flag novel rows at a chosen false-alarm rate.
@@ -734,40 +535,24 @@ class FederatedModel:
         client with a region of its own may have many more. With a client, scores use its weights and the
         threshold its own rows, see :func:`fedgmm.model.novelty.client_p_values`.
 
-        Args:
-            X: rows, ``(n, *input_shape)``.
-            y: labels, required by ``"y"`` and ``"joint"``.
-            client: a known client for all rows.
-            clients: one known client per row, or ``None`` for rows without a client.
-            score: as in :meth:`novelty_scores`.
-            false_alarm_rate: share of ordinary rows that may be flagged.
-            features: input of the Gaussians, if the model uses separate features, ``(n, d)``.
-            batch: whether to test all rows together as well, see :meth:`client_novelty`.
+        ``false_alarm_rate`` is the share of ordinary rows that may be flagged; ``score`` and ``y`` are
+        those of :meth:`novelty_scores`. With ``batch`` all rows are tested together as well, see
+        :meth:`client_novelty`.
         """
         check_rate(false_alarm_rate)
         self._check_score(score, y)
         if not self.calibration:
             self.calibrate()
-        rows = self._evaluator.from_arrays(X, features)
-        codes = self._codes(client, clients, len(rows))
-        scores = self._score(rows, y, codes, score)
+        rows = self._rows(X, client, clients, features)
+        scores = self._score(rows, y, score)
         result = flag_novel_rows(
-            self.calibration, score, scores, codes, false_alarm_rate, self.names
+            self.calibration, score, scores, rows.codes.cpu().numpy(), false_alarm_rate, self.names
         )
         if not batch:
             return result
-        gaussians = None if rows.log_x is None else rows.most_likely_gaussians()
-        found = compare_file(self.calibration, score, scores, codes, gaussians)
-        return replace(result, batch=found)
+        return replace(result, batch=compare_file(self.calibration, score, scores, rows))
 
-    def has_own_threshold(self, client: Hashable, score: Score = "x") -> bool:
-        """Return whether ``novelty(client=...)`` has held-out scores of a known client."""
-        code = self.names.index(client)
-        return client_p_values(self.calibration, score, np.zeros(0), code) is not None
-
-    def client_novelty(
-        self, X: ArrayLike, *, client: Any = None, features: ArrayLike | None = None
-    ) -> float:
+    def client_novelty(self, X: Rows, *, client: Any = None, features: Given = None) -> float:
         """Return the p-value of rows together; small means that they are novel.
 
         The null hypothesis without a client: within each Gaussian the rows are drawn like the held-out
@@ -775,15 +560,18 @@ class FederatedModel:
         novel. With a client: the rows are drawn like its held-out rows. The size of the test is
         exact, see :func:`fedgmm.model.novelty.file_test`, which also says how few rows can speak.
         """
-        self._need_density()
+        self._check_score("x", None)
         if not self.calibration:
             self.calibrate()
-        rows = self._evaluator.from_arrays(X, features)
+        rows = self._rows(X, client, None, features)
         if not len(rows):
             raise ValueError("The test of a client needs at least one row.")
-        codes = self._codes(client, None, len(rows))
-        scores, gaussians = rows.log_density(codes), rows.most_likely_gaussians()
-        return compare_file(self.calibration, "x", scores, codes, gaussians).p_value
+        return compare_file(self.calibration, "x", rows.log_density(), rows).p_value
+
+    def has_own_threshold(self, client: Hashable, score: Score = "x") -> bool:
+        """Return whether ``novelty(client=...)`` has held-out scores of a known client."""
+        code = self.names.index(client)
+        return client_p_values(self.calibration, score, np.zeros(0), code) is not None
 
     def false_alarm_rates(
         self,
@@ -795,25 +583,21 @@ class FederatedModel:
     ) -> dict[Hashable, FalseAlarms]:
         """Return the share of each client's held-out rows that :meth:`novelty` flags by mistake.
 
-        Args:
-            dataset: data of known clients; ``None`` means the training data.
-            split: the held-out rows; thresholds come from the validation rows.
-            score: as in :meth:`novelty_scores`.
-            false_alarm_rate: share of ordinary rows that may be flagged.
+        Thresholds come from the validation rows, so ``split`` should name others.
         """
-        data, held_out, codes = self._split(dataset, split)
+        data, held_out = self._split(dataset, split)
         if not self.calibration:
             self.calibrate(data)
         y = data.labels_of(held_out) if score in ("y", "joint") else None
         self._check_score(score, y)
         check_rate(false_alarm_rate)
-        rows = self._evaluator.from_split(held_out)
-        pooled = self._score(rows, y, np.full_like(codes, NO_CLIENT), score)
-        own = self._score(rows, y, codes, score)
+        rows = evaluate_split(self, held_out)
+        pooled, own = self._score(rows.of(NO_CLIENT), y, score), self._score(rows, y, score)
+        codes = rows.codes.cpu().numpy()
         found = count_false_alarms(self.calibration, score, pooled, own, codes, false_alarm_rate)
         return {self.names[code]: alarms for code, alarms in found.items()}
 
-    # ------------------------------------------------------------------ files and helpers
+    # ------------------------------------------------------------------ files
 
     def public(self) -> FederatedModel:
         """Return the model without anything of single clients or rows, for those who may see no more.
@@ -888,9 +672,6 @@ class FederatedModel:
         the principal components, ``projection.apply`` of the scaled inputs, and with separate features
         those of the features. Gaussians of weight zero are left out.
 
-        Args:
-            client: a known client; ``None`` uses the federation's own weights.
-
         Raises:
             ValueError: an unknown client, or a model without Gaussians.
         """
@@ -898,13 +679,31 @@ class FederatedModel:
 
         return to_gaussian_mixture(self, self._code(client))
 
+    # ------------------------------------------------------------------ rows and clients
+
+    def _rows(self, X: Rows, client: Any, clients: Given, features: Given) -> EvaluatedRows:
+        """Return checked rows with their clients; the Gaussians are evaluated."""
+        rows = evaluate_arrays(self, X, features)
+        if client is not None and clients is not None:
+            raise ValueError(
+                "Pass client, one name for all rows, or clients, one per row; not both."
+            )
+        if clients is not None and np.ndim(clients) == 0:
+            raise ValueError(
+                f"clients must hold one name per row, got {clients!r}; use client= for all rows."
+            )
+        owner = client if clients is None else clients  # client may hold one name per row, too
+        return rows.of(codes_of_known_clients(owner if len(rows) else None, len(rows), self.names))
+
     def _code(self, client: Any) -> int:
         """Return the code of one client."""
-        codes = self._codes(client, None, 1)
-        self._check_common(codes)
-        return int(codes[0])
+        code = int(codes_of_known_clients(client, 1, self.names)[0])
+        if code == NO_CLIENT and not self.has_common_model:
+            raise ValueError(f"{self.algorithm} has no common model; name a client.")
+        return code
 
     def _data(self, dataset: FederatedDataset | None) -> FederatedDataset:
+        """Return the data with the columns in the model's order."""
         if dataset is not None and not isinstance(dataset, FederatedDataset):
             raise TypeError(
                 f"dataset must be a FederatedDataset, got {type(dataset).__name__}. To use arrays, make "
@@ -918,119 +717,19 @@ class FederatedModel:
         if names is None or self.column_names is None or names == self.column_names:
             return data
         order = column_order(names, self.column_names, "dataset")
-        train, validation, test = (
-            rows.with_inputs(rows.inputs[:, order])
-            for rows in (data.train, data.validation, data.test)
-        )
-        return replace(
-            data, train=train, validation=validation, test=test, column_names=self.column_names
-        )
+        splits = {
+            name: rows.with_inputs(rows.inputs[:, order])
+            for name in ("train", "validation", "test")
+            for rows in [data.split(name)]
+        }
+        return replace(data, **splits, column_names=self.column_names)  # type: ignore[arg-type]
 
     def _split(
         self, dataset: FederatedDataset | None, split: str
-    ) -> tuple[FederatedDataset, LabelledRows, IntArray]:
-        """Return the data, the rows of a split, and the code of each row's client."""
+    ) -> tuple[FederatedDataset, LabelledRows]:
+        """Return the data and the rows of a split."""
         data = self._data(dataset)
         rows = data.split(split)
         if not len(rows):
             raise ValueError(f"The {split} split has no rows.")
-        return data, rows, client_codes(rows, self.names)
-
-    def _need_density(self) -> None:
-        if self.prediction.gaussians is None:
-            raise ValueError(
-                f"{self.algorithm} has no density of the inputs; use 'fedgmm', or score='confidence'."
-            )
-
-    def _codes(self, client: Any, clients: ArrayLike | None, rows: int) -> IntArray:
-        """Return the code of each row's client; ``client`` may hold one name per row, as well."""
-        if client is not None and clients is not None:
-            raise ValueError(
-                "Pass client, one name for all rows, or clients, one per row; not both."
-            )
-        if clients is not None and np.ndim(clients) == 0:
-            raise ValueError(
-                f"clients must hold one name per row, got {clients!r}; use client= for all rows."
-            )
-        owner = client if clients is None else clients
-        return codes_of_known_clients(owner if rows else None, rows, self.names)
-
-    @property
-    def _evaluator(self) -> RowEvaluator:
-        return RowEvaluator(
-            self.prediction,
-            self.input_shape,
-            self.scaling,
-            self.features_are_inputs,
-            self.column_names,
-            self.projection,
-        )
-
-    def _labels_of(self, rows: LabelledRows, data: FederatedDataset) -> Tensor:
-        """Return the number or the position among the classes of each row's label, ``(n,)``.
-
-        Position ``K`` stands for a class that is not in the training data. It has probability zero, so its
-        rows count as wrong, with the largest loss.
-        """
-        if self.target is not None:
-            return rows.labels
-        position = {label: index for index, label in enumerate(self.classes.tolist())}
-        lookup = [position.get(label, len(self.classes)) for label in data.classes.tolist()]
-        return torch.tensor(lookup)[rows.labels.cpu()]
-
-    def _labels(self, y: ArrayLike, rows: int) -> Tensor:
-        """Return given labels as the learners see them: class indices or standardised numbers."""
-        if self.target is None:
-            return torch.from_numpy(class_codes(y, rows, self.classes))
-        return self.target.apply(torch.from_numpy(numbers_of(y, rows)), torch.float64)
-
-    def _log_proba(self, rows: EvaluatedRows, codes: IntArray) -> FloatArray:
-        """Return ``log P_c(y|x)`` of every class, ``(n, K)``."""
-        if self.target is not None:
-            raise ValueError(
-                "The model predicts numbers, not classes; use predict or predict_interval."
-            )
-        self._check_common(codes)
-        return rows.log_proba(codes)
-
-    def _numbers(self, rows: EvaluatedRows, codes: IntArray) -> NumberPredictions:
-        """Return ``P_c(y|x)`` of numbers."""
-        if self.target is None:
-            raise ValueError("The model predicts classes, not numbers; use predict_proba.")
-        self._check_common(codes)
-        found = rows.numbers(codes).unscaled(self.target)
-        scores = self.interval_scores
-        return found if scores is None else replace(found, held_out=torch.from_numpy(scores))
-
-    def _log_conditional(
-        self, rows: EvaluatedRows, codes: IntArray, labels: Tensor
-    ) -> tuple[FloatArray, FloatArray | None]:
-        """Return ``log P_c(y|x)`` of given labels ``(n,)``, and the largest of any class.
-
-        Args:
-            rows: the rows.
-            codes: their clients.
-            labels: numbers, for which there is no largest one; or positions among the classes, where
-                ``K`` has probability zero.
-        """
-        if self.target is not None:
-            density = self._numbers(rows, codes).log_density(labels.to(rows.x.device))
-            return density.cpu().numpy(), None
-        log_proba = _with_impossible(self._log_proba(rows, codes))
-        return log_proba[np.arange(len(rows)), labels.numpy()], log_proba.max(-1)
-
-    def _check_common(self, codes: IntArray) -> None:
-        common = self.prediction.weights is not None or self.prediction.default_learner is not None
-        if not common and (codes == NO_CLIENT).any():
-            raise ValueError(f"{self.algorithm} has no common model; name a client.")
-
-
-def _with_impossible(log_proba: FloatArray) -> FloatArray:
-    """Return the same columns, and a last one of probability zero."""
-    shape = (len(log_proba), log_proba.shape[1] + 1)
-    out = empty_beside(torch.from_numpy(log_proba), shape, torch.float64).numpy()
-    out[:, -1] = -np.inf
-    for first in range(0, len(out), _ROWS_AT_ONCE):
-        out[first : first + _ROWS_AT_ONCE, :-1] = log_proba[first : first + _ROWS_AT_ONCE]
-        touched(2 * log_proba[:_ROWS_AT_ONCE].nbytes)
-    return out
+        return data, rows

@@ -10,13 +10,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
+from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.inputs import NO_CLIENT
+from fedgmm.model.predictions import EvaluatedRows, evaluate_split
 from fedgmm.wording import counted
+
+if TYPE_CHECKING:
+    from fedgmm.model.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
 
@@ -28,16 +34,8 @@ SCORES: tuple[str, ...] = get_args(Score)
 OWN = "own_"
 """Prefix of scores with the weights of each row's client."""
 
-CALIBRATIONS = (
-    *SCORES,
-    *(OWN + score for score in SCORES),
-    "client",
-    "gaussian",
-    "location",
-    "scale",
-    "standard",
-    "clients",
-)
+ROW_CALIBRATIONS = (*SCORES, *(OWN + score for score in SCORES), "client", "gaussian")
+CALIBRATIONS = (*ROW_CALIBRATIONS, "location", "scale", "standard", "clients")
 """Arrays of a calibration. Per held-out row: the scores with the federation's weights and with those of
 its client, the code of the client, and the most likely Gaussian. Per client: ``location`` and ``scale`` of
 its own ``log P(x)``. ``standard``: own ``log P(x)`` of rows of all clients, standardised by them. Earlier
@@ -102,6 +100,40 @@ class FalseAlarms:
     own: float | None
 
 
+def calibration_of(
+    model: FederatedModel, held_out: LabelledRows, labels: Tensor, trained: LabelledRows | None
+) -> dict[str, NDArray[Any]]:
+    """Return the scores of held-out rows with labels ``(n,)``, see ``CALIBRATIONS``.
+
+    Clients with too few held-out rows for a threshold of their own use their ``trained`` rows, too.
+    """
+    rows = evaluate_split(model, held_out)
+    codes, clients = rows.codes.cpu().numpy(), len(model.names)
+    found: dict[str, NDArray[Any]] = {"client": codes}
+    for prefix, own in (("", rows.of(NO_CLIENT)), (OWN, rows)):
+        conditional, confidence = own.log_conditional(labels)
+        found[prefix + "y"] = conditional
+        if confidence is not None:
+            found[prefix + "confidence"] = confidence
+        if rows.log_x is not None:
+            density = own.log_density()
+            found |= {prefix + "x": density, prefix + "joint": density + conditional}
+    if rows.log_x is None:
+        return found
+    found["gaussian"] = rows.most_likely_gaussians()
+    scores, few = found[OWN + "x"], np.bincount(codes, minlength=clients) < _MANY
+    if trained is not None and few.any():
+        others = evaluate_split(model, trained)
+        who = others.codes.cpu().numpy()
+        some = few[who]
+        scores = np.concatenate([scores, others.log_density_without_itself()[some]])
+        codes = np.concatenate([codes, who[some]])
+    shape = standardise(scores, codes, clients)
+    if len(shape[2]):
+        found |= dict(zip(("location", "scale", "standard"), shape, strict=True))
+    return found
+
+
 def flag_novel_rows(
     calibration: Mapping[str, NDArray[Any]],
     score: Score,
@@ -112,15 +144,8 @@ def flag_novel_rows(
 ) -> NoveltyResult:
     """Flag the rows whose conformal p-value is at most ``false_alarm_rate``.
 
-    Warns if there are too few held-out rows for any row without a client to be flagged.
-
-    Args:
-        calibration: see ``CALIBRATIONS``.
-        score: the kind of the scores.
-        scores: scores of the rows to test, ``(n,)``.
-        codes: the client of each row, or ``NO_CLIENT``, ``(n,)``.
-        false_alarm_rate: between 0 and 1.
-        names: of the clients.
+    Rows have scores of a kind ``score``, ``(n,)``, and clients ``codes``, ``(n,)``, whose ``names`` errors
+    use. Warns if there are too few held-out rows for any row without a client to be flagged.
     """
     check_rate(false_alarm_rate)
     p_values = np.empty(len(scores))
@@ -155,14 +180,9 @@ def check_rate(false_alarm_rate: float) -> None:
 
 
 def conformal_p_values(calibration: ArrayLike, scores: ArrayLike) -> FloatArray:
-    """Return ``p = (1 + #{calibration ≤ score}) / (1 + m)``, small for scores that are lower than usual.
+    """Return ``p = (1 + #{calibration ≤ score}) / (1 + m)`` of scores ``(n,)``, small for low scores.
 
-    Args:
-        calibration: scores of held-out rows, ``(m,)``; high means familiar.
-        scores: scores of the rows to test, ``(n,)``.
-
-    Returns:
-        ``(n,)``; rows drawn like the held-out ones have ``P(p ≤ α) ≤ α``.
+    Rows drawn like the ``m`` held-out ones have ``P(p ≤ α) ≤ α``.
     """
     held_out = np.sort(np.asarray(calibration, dtype=np.float64))
     if not len(held_out):
@@ -191,15 +211,10 @@ def standardise(
     return location, scale, standard[known]
 
 
-def few_held_out(codes: NDArray[np.int64], clients: int) -> NDArray[np.bool_]:
-    """Return the clients with too few held-out rows ``codes`` for a threshold of their own, ``(C,)``."""
-    return np.asarray(np.bincount(codes, minlength=clients) < _MANY)
-
-
 def client_p_values(
     calibration: Mapping[str, NDArray[Any]], score: Score, scores: FloatArray, code: int
 ) -> FloatArray | None:
-    """Return p-values of rows of one client, ``(n,)``; ``None`` if it has no held-out rows.
+    """Return p-values of rows of one client from its scores, ``(n,)``; ``None`` without held-out rows.
 
     A client with 200 held-out rows is compared with these: split-conformal p-values, so the expected rate
     is the chosen one and differs from it by 1.5 % (one standard deviation at 5 %). With ``m`` rows it would
@@ -207,12 +222,6 @@ def client_p_values(
     ``log P(x)`` with rows of all clients, after each client's scores were standardised by its own location
     and scale. Then the rate holds as far as the scores of clients differ in location and scale only; it
     was seen to differ by 2 %. Other scores have no such common shape, so their few rows must do.
-
-    Args:
-        calibration: see ``CALIBRATIONS``.
-        score: the kind of the scores.
-        scores: scores with the client's weights, ``(n,)``.
-        code: the client.
     """
     if "client" not in calibration:
         return None
@@ -236,13 +245,7 @@ def count_false_alarms(
 ) -> dict[int, FalseAlarms]:
     """Return the share of ordinary rows that are flagged, by the code of each client.
 
-    Args:
-        calibration: see ``CALIBRATIONS``.
-        score: the kind of the scores.
-        pooled: scores with the federation's weights, ``(n,)``.
-        own: scores with the weights of each row's client, ``(n,)``.
-        codes: the client of each row, ``(n,)``.
-        false_alarm_rate: between 0 and 1.
+    ``pooled`` are scores with the federation's weights, ``own`` with those of the row's client, ``(n,)``.
     """
     flagged = conformal_p_values(calibration[score], pooled) <= false_alarm_rate
     rates = {}
@@ -261,26 +264,19 @@ def compare_file(
     calibration: Mapping[str, NDArray[Any]],
     score: Score,
     scores: FloatArray,
-    codes: NDArray[np.int64],
-    gaussians: NDArray[np.int64] | None,
+    rows: EvaluatedRows,
 ) -> FileTest:
-    """Compare rows with held-out rows of their client or, without one, of their Gaussian.
-
-    Args:
-        calibration: see ``CALIBRATIONS``.
-        score: the kind of the scores.
-        scores: scores of the rows, ``(n,)``.
-        codes: the client of each row, or ``NO_CLIENT``, ``(n,)``.
-        gaussians: the most likely Gaussian of each row, ``(n,)``; ``None`` without Gaussians.
-    """
+    """Compare rows with scores ``(n,)`` with held-out rows of their client or, without one, Gaussian."""
+    codes = rows.codes.cpu().numpy()
     known = codes != NO_CLIENT
     if known.any():
         if "client" not in calibration:
             raise ValueError("There are no scores of single clients; call calibrate(dataset).")
         strata = calibration["client"], codes[known]
         return file_test(calibration[OWN + score], scores[known], strata, least=0)
-    if gaussians is None or "gaussian" not in calibration:  # written by an earlier version
+    if rows.log_x is None or "gaussian" not in calibration:  # written by an earlier version
         return file_test(calibration[score], scores)
+    gaussians = rows.most_likely_gaussians()
     return file_test(calibration[score], scores, (calibration["gaussian"], gaussians))
 
 
@@ -298,8 +294,7 @@ def file_test(
     ``p_i`` is the rank of row ``i`` among the file's and the held-out rows. Such p-values depend on each
     other, so the sum is compared with its values after the same rows were dealt at random to file and
     held-out rows. So the size is exact up to the draws: ``P(p ≤ α) ≤ α``, for any scores and numbers of
-    rows. With
-    strata, rows are ranked and dealt within each, so shares of the strata do not matter.
+    rows. With strata, rows are ranked and dealt within each, so shares of the strata do not matter.
 
     The p-value is at least ``1 / (1 + draws)``, and at least ``1 / C(m + n, n)`` for ``n`` rows and ``m``
     held-out rows: at 5 % one row can speak from 19 held-out rows on, see :func:`rows_to_speak`.

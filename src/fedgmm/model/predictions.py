@@ -7,9 +7,9 @@ more row for it, the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from fedgmm.core.em import responsibilities
 from fedgmm.core.gaussians import log_densities, log_densities_without, residuals
-from fedgmm.core.moments import Scaling, scaled
+from fedgmm.core.moments import scaled
 from fedgmm.core.params import Params, count_learners
-from fedgmm.core.pca import PCA
 from fedgmm.core.predictive import (
     NumberPredictions,
     log_class_probabilities,
@@ -29,13 +28,16 @@ from fedgmm.core.predictive import (
 )
 from fedgmm.core.scratch import blocks_in, empty_beside
 from fedgmm.core.streaming import Block, accumulate, blocks_of
-from fedgmm.data.dataset import LabelledRows, numeric
-from fedgmm.data.inputs import order_columns
+from fedgmm.data.dataset import FederatedDataset, LabelledRows, numeric
+from fedgmm.data.inputs import NO_CLIENT, order_columns
 from fedgmm.methods.base import Prediction
 from fedgmm.nets.learners import log_outputs
 from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import as_numbers, function_of
 from fedgmm.wording import counted
+
+if TYPE_CHECKING:
+    from fedgmm.model.model import FederatedModel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -99,33 +101,39 @@ def log_learners(prediction: Prediction, x: Tensor, learners: Params | None = No
 
 @dataclass(frozen=True)
 class EvaluatedRows:
-    """Rows for which the Gaussians of a model were evaluated, once.
+    """Rows with their clients, for which the Gaussians of a model were evaluated, once.
 
     Attributes:
-        prediction: the fitted parameters.
+        model: the fitted model.
         x: scaled inputs of the learners, ``(n, *shape)``.
         log_x: ``log N(x_i; μ_m1, Σ_m1)`` of the scaled rows, ``(n, M1)``; ``None`` without Gaussians.
         log_volume: difference of ``log_x`` to the log density in the units of the unscaled rows.
+        codes: the client of each row, ``(n,)``.
     """
 
-    prediction: Prediction
+    model: FederatedModel
     x: Tensor
     log_x: Tensor | None
-    log_volume: float = 0.0
+    log_volume: float
+    codes: Tensor
 
     def __len__(self) -> int:
         """Return ``n``."""
         return len(self.x)
 
-    def log_density(self, codes: IntArray) -> FloatArray:
+    def of(self, codes: IntArray | int) -> EvaluatedRows:
+        """Return the same rows, of the clients ``(n,)`` or of one client."""
+        one = torch.tensor([codes]) if isinstance(codes, int) else torch.from_numpy(codes)
+        return replace(self, codes=one.to(self.x.device).expand(len(self)))
+
+    def log_density(self) -> FloatArray:
         """Return ``log P_c(x)`` in the units of the unscaled rows, ``(n,)``."""
-        log_x, log_pi = self.log_x, log_weights(self.prediction)
+        log_x, log_pi = self.log_x, log_weights(self.model.prediction)
         assert log_x is not None
-        who = torch.from_numpy(codes).to(log_x.device)
         out = np.empty(len(self))
 
         def write(rows: slice) -> None:
-            out[rows] = log_marginal(log_pi[who[rows]], log_x[rows]).cpu().numpy()
+            out[rows] = log_marginal(log_pi[self.codes[rows]], log_x[rows]).cpu().numpy()
 
         _for_blocks(len(self), write, log_x.device)
         return out - self.log_volume
@@ -133,206 +141,225 @@ class EvaluatedRows:
     def most_likely_gaussians(self) -> IntArray:
         """Return the Gaussian that most likely holds each row under the federation's weights, ``(n,)``."""
         assert self.log_x is not None
-        log_pi = log_weights(self.prediction)[-1].logsumexp(-1)
+        log_pi = log_weights(self.model.prediction)[-1].logsumexp(-1)
         return np.asarray((self.log_x + log_pi).argmax(-1).cpu().numpy())
 
-    def log_density_without_itself(self, codes: IntArray) -> FloatArray:
+    def log_density_without_itself(self) -> FloatArray:
         """Return ``log P_c(x_i)`` of training rows as if each had not been trained on, ``(n,)``.
 
         Each row is taken out of the Gaussians and of the weights of its client. Rows of clients that
         are not here would only add to the Gaussians, so without them the correction is too large.
         """
-        log_x, shared = self.log_x, self.prediction.gaussians
+        log_x, shared, who = self.log_x, self.model.prediction.gaussians, self.codes
         assert log_x is not None
         assert shared is not None
-        who = torch.from_numpy(codes).to(log_x.device)
-        own = log_weights(self.prediction)[who].logsumexp(-1)
+        own = log_weights(self.model.prediction)[who].logsumexp(-1)
         q, _ = responsibilities(own + log_x)
         rows = torch.bincount(who, minlength=int(who.max()) + 1)[who, None]
         kept = ((rows * own.exp() - q).clamp_min(0.0) / (rows - 1).clamp_min(1)).log()
         without = log_densities_without(log_x, shared, q.sum(0).clamp_min(1.0), q)
         return (kept + without).logsumexp(-1).cpu().numpy() - self.log_volume
 
-    def log_proba(self, codes: IntArray) -> FloatArray:
+    def log_proba(self) -> FloatArray:
         """Return ``log P_c(y|x)`` of every class, equation (3), ``(n, K)``."""
-        shape = (len(self), self.prediction.net.classes)
-        out = empty_beside(self.x, shape, torch.float64).cpu().numpy()
-        who = torch.from_numpy(codes).to(self.x.device)
-        if self.prediction.assignment is not None:
-            self._write_assigned(out, who)
-        else:
-            self._write_mixed(out, who)
-        return out
+        if self.model.target is not None:
+            raise ValueError(
+                "The model predicts numbers, not classes; use predict or predict_interval."
+            )
+        out = empty_beside(self.x, (len(self), self.model.prediction.net.classes), torch.float64)
 
-    def numbers(self, codes: IntArray) -> NumberPredictions:
-        """Return ``P_c(y|x)`` of standardised numbers, equation (3)."""
-        prediction, log_x = self.prediction, self.log_x
-        who = torch.from_numpy(codes).to(self.x.device)
-        if prediction.assignment is not None:
-            outputs = empty_beside(self.x, (len(self), 1, 2), torch.float64)
-            for _, rows, learner in self._by_learner(who):
-                outputs[rows] = log_learners(prediction, self.x[rows], learner)
-            return NumberPredictions(torch.zeros_like(outputs[..., 0]), *outputs.unbind(-1))
-        log_pi = log_weights(prediction)
-        outputs = empty_beside(self.x, (len(self), log_pi.shape[-1], 2), log_pi.dtype)
-        weights = empty_beside(self.x, (len(self), log_pi.shape[-1]), log_pi.dtype)
+        def write(part: _Part) -> None:
+            log_y = log_learners(self.model.prediction, self.x[part.rows], part.learners)
+            out[part.rows] = log_class_probabilities(part.log_pi, part.log_x, log_y, part.ratios)
 
-        def write(rows: slice) -> None:
-            own = None if log_x is None else log_x[rows]
-            weights[rows] = log_learner_weights(log_pi[who[rows]], own)
-            outputs[rows] = log_learners(prediction, self.x[rows])
+        self._for_parts(write)
+        return np.asarray(out.cpu().numpy())
 
-        _for_blocks(len(self), write, self.x.device)
-        return NumberPredictions(weights, *outputs.unbind(-1))
+    def numbers(self) -> NumberPredictions:
+        """Return ``P_c(y|x)`` of numbers, equation (3)."""
+        prediction, target, scores = (
+            self.model.prediction,
+            self.model.target,
+            self.model.interval_scores,
+        )
+        if target is None:
+            raise ValueError("The model predicts classes, not numbers; use predict_proba.")
+        mixed = prediction.assignment is None
+        shape = (len(self), count_learners(prediction.learners) if mixed else 1)
+        weights = empty_beside(self.x, shape, torch.float64)
+        outputs = empty_beside(self.x, (*shape, 2), torch.float64)
 
-    def _by_learner(self, who: Tensor) -> Iterator[tuple[int, Tensor, Params]]:
-        """Yield the place of each assigned learner, some of its rows, and its parameters ``(1, ...)``."""
-        learner_of = _assigned_learners(self.prediction)[who]
-        for place in torch.unique(learner_of).tolist():
-            rows = torch.nonzero(learner_of == place).flatten()
-            learners = self.prediction.learners.items()
-            learner = {name: value[place : place + 1] for name, value in learners}
-            for first in range(0, len(rows), _ROWS_OF_A_LEARNER):
-                yield place, rows[first : first + _ROWS_OF_A_LEARNER], learner
+        def write(part: _Part) -> None:
+            weights[part.rows] = log_learner_weights(part.log_pi, part.log_x)
+            outputs[part.rows] = log_learners(prediction, self.x[part.rows], part.learners)
 
-    def _write_mixed(self, out: FloatArray, who: Tensor) -> None:
-        """Mix all learners by the weights of each row's client."""
-        prediction, log_x, log_pi = self.prediction, self.log_x, log_weights(self.prediction)
-        ratios: Tensor | None = None
+        self._for_parts(write)
+        found = NumberPredictions(weights, *outputs.unbind(-1)).unscaled(target)
+        return found if scores is None else replace(found, held_out=torch.from_numpy(scores))
+
+    def log_conditional(self, labels: Tensor) -> tuple[FloatArray, FloatArray | None]:
+        """Return ``log P_c(y|x)`` of labels ``(n,)``, and the largest of any class; numbers have none.
+
+        Labels are those of :func:`given_labels` or :func:`labels_of`.
+        """
+        if self.model.target is not None:
+            return self.numbers().log_density(labels.to(self.x.device)).cpu().numpy(), None
+        log_proba = self.log_proba()
+        return at_codes(log_proba, labels.cpu().numpy()), log_proba.max(-1)
+
+    def _for_parts(self, visit: Callable[[_Part], None]) -> None:
+        """Call ``visit`` for parts of the rows, each with the terms of equation (3) that it needs."""
+        prediction, log_x, who = self.model.prediction, self.log_x, self.codes
+        if not self.model.has_common_model and bool((who == NO_CLIENT).any()):
+            raise ValueError(f"{self.model.algorithm} has no common model; name a client.")
+        ratios, place = None, who
         if (
             prediction.labels is not None
         ):  # only of clients that have rows: there may be many others
             present, place = torch.unique(who, return_inverse=True)
-            own = prediction.labels.log_ratios(present)
-            ratios = own.view(len(own), *log_pi.shape[1:], own.shape[-1])
+            ratios = prediction.labels.log_ratios(present)
+        if prediction.assignment is None:  # all learners, mixed by the weights of each row's client
+            log_pi = log_weights(prediction)
+            table = None if ratios is None else ratios.view(len(ratios), *log_pi.shape[1:], -1)
 
-        def write(rows: slice) -> None:
-            log_proba = log_class_probabilities(
-                log_pi[who[rows]],
-                None if log_x is None else log_x[rows],
-                log_learners(prediction, self.x[rows]),
-                None if ratios is None else ratios[place[rows]],
-            )
-            out[rows] = log_proba.cpu().numpy()
+            def visit_block(rows: slice) -> None:
+                own_x = None if log_x is None else log_x[rows]
+                own_ratios = None if table is None else table[place[rows]]
+                visit(_Part(rows, prediction.learners, log_pi[who[rows]], own_x, own_ratios))
 
-        _for_blocks(len(self), write, self.x.device)
-
-    def _write_assigned(self, out: FloatArray, who: Tensor) -> None:
-        """Use the learner that each row's client is assigned to, or the default learner."""
-        prediction = self.prediction
-        for place, rows, learner in self._by_learner(who):
-            log_proba = log_learners(prediction, self.x[rows], learner)[:, 0]
-            if prediction.labels is not None:
-                ratios = prediction.labels.log_ratios(who[rows])[:, place]
-                log_proba = torch.log_softmax(log_proba + ratios, -1)
-            out[rows.cpu().numpy()] = log_proba.cpu().numpy()
-
-
-@dataclass(frozen=True)
-class RowEvaluator:
-    """Checks and scales rows, and evaluates the Gaussians of a fitted model for them.
-
-    Attributes:
-        prediction: the fitted parameters.
-        input_shape: shape of one row.
-        scaling: scaling of the inputs, or ``None``.
-        features_are_inputs: whether the Gaussians use the scaled inputs and not separate features.
-        column_names: of the inputs; tables are put into this order. ``None`` if there are no names.
-        projection: principal components of the scaled inputs that the Gaussians see, or ``None``.
-    """
-
-    prediction: Prediction
-    input_shape: tuple[int, ...]
-    scaling: Scaling | None
-    features_are_inputs: bool
-    column_names: tuple[str, ...] | None = None
-    projection: PCA | None = None
-
-    def from_arrays(self, X: ArrayLike, features: ArrayLike | None) -> EvaluatedRows:
-        """Evaluate inputs ``(n, *shape)`` and, where the model needs them, features ``(n, d)``."""
-        inputs = numeric(order_columns(X, self.column_names, "X"), "X")
-        self._check(inputs.shape[1:], features is not None)
-        x = _finite_tensor(inputs, "X")
-        gaussians = self.prediction.gaussians
-        if features is None or gaussians is None:
-            return self._evaluate(x, None)
-        separate = numeric(features, "features")
-        if separate.shape != (len(x), gaussians.means.shape[1]):
-            expected = (len(x), gaussians.means.shape[1])
-            raise ValueError(f"features must have shape {expected}, got {separate.shape}.")
-        return self._evaluate(x, _finite_tensor(separate, "features"))
-
-    def from_split(self, rows: LabelledRows) -> EvaluatedRows:
-        """Evaluate rows of a data set, which were checked when it was made."""
-        separate = not (rows.features_are_inputs or self.prediction.gaussians is None)
-        self._check(tuple(rows.inputs.shape[1:]), separate)
-        return self._evaluate(rows.inputs, torch.cat(rows.features.chunks) if separate else None)
-
-    def _check(self, shape: tuple[int, ...], separate: bool) -> None:
-        if shape != self.input_shape:
-            raise ValueError(f"Rows must have shape {self.input_shape}, got {shape}.")
-        if self.prediction.gaussians is None or separate != self.features_are_inputs:
+            _for_blocks(len(self), visit_block, self.x.device)
             return
-        if separate:
-            raise ValueError("The Gaussians of this model use the inputs; do not pass features.")
-        raise ValueError("The Gaussians of this model use separate features; pass features=.")
+        learner_of = _assigned_learners(prediction)[who]
+        for number in torch.unique(learner_of).tolist():
+            learner = {k: value[number : number + 1] for k, value in prediction.learners.items()}
+            for rows in torch.split(torch.nonzero(learner_of == number)[:, 0], _ROWS_OF_A_LEARNER):
+                own = None if ratios is None else ratios[place[rows], number][:, None, None]
+                nothing = torch.zeros(len(rows), 1, 1, dtype=torch.float64, device=who.device)
+                visit(_Part(rows, learner, nothing, None, own))
 
-    def _evaluate(self, inputs: Tensor, features: Tensor | None) -> EvaluatedRows:
-        parameter = next(iter(self.prediction.learners.values()))
-        x, log_volume = inputs.to(parameter.device), 0.0
-        function = function_of(self.prediction.net)
-        if isinstance(function, ModuleNetwork):
-            function.check_integers(x)
-        if self.scaling is not None:
-            x = scaled(x, self.scaling, parameter.dtype)
-            log_volume = self.scaling.log_volume if self.features_are_inputs else 0.0
-        seen = x.flatten(1) if features is None else features.to(parameter.device)
-        if self.projection is not None:
-            seen, log_volume = self.projection.apply(x).to(x.dtype), 0.0
-        for rows in (x, seen):
-            _check_size(rows, parameter.dtype)
-        return EvaluatedRows(self.prediction, x, log_gaussians(self.prediction, seen), log_volume)
+
+class _Part(NamedTuple):
+    """Some rows, their learners ``(M2, ...)``, ``log π_c``, ``log N`` and label ratios."""
+
+    rows: slice | Tensor
+    learners: Params
+    log_pi: Tensor
+    log_x: Tensor | None
+    ratios: Tensor | None
+
+
+def evaluate_arrays(
+    model: FederatedModel, X: ArrayLike, features: ArrayLike | None
+) -> EvaluatedRows:
+    """Check, scale and evaluate inputs ``(n, *shape)``, and features ``(n, d)`` if the model needs them."""
+    inputs = numeric(order_columns(X, model.column_names, "X"), "X")
+    _check_shape(model, inputs.shape[1:], features is not None)
+    x = _finite_tensor(inputs, "X")
+    gaussians = model.prediction.gaussians
+    if features is None or gaussians is None:
+        return _evaluate(model, x, None)
+    separate = numeric(features, "features")
+    expected = (len(x), gaussians.means.shape[1])
+    if separate.shape != expected:
+        raise ValueError(f"features must have shape {expected}, got {separate.shape}.")
+    return _evaluate(model, x, _finite_tensor(separate, "features"))
+
+
+def evaluate_split(model: FederatedModel, rows: LabelledRows) -> EvaluatedRows:
+    """Evaluate rows of a data set, which were checked when it was made."""
+    separate = not (rows.features_are_inputs or model.prediction.gaussians is None)
+    _check_shape(model, tuple(rows.inputs.shape[1:]), separate)
+    found = _evaluate(model, rows.inputs, torch.cat(rows.features.chunks) if separate else None)
+    return found.of(client_codes(rows, model.names))
+
+
+def _check_shape(model: FederatedModel, shape: tuple[int, ...], separate: bool) -> None:
+    if shape != model.input_shape:
+        raise ValueError(f"Rows must have shape {model.input_shape}, got {shape}.")
+    if model.prediction.gaussians is None or separate != model.features_are_inputs:
+        return
+    if separate:
+        raise ValueError("The Gaussians of this model use the inputs; do not pass features.")
+    raise ValueError("The Gaussians of this model use separate features; pass features=.")
+
+
+def _evaluate(model: FederatedModel, inputs: Tensor, features: Tensor | None) -> EvaluatedRows:
+    parameter = next(iter(model.prediction.learners.values()))
+    x, log_volume = inputs.to(parameter.device), 0.0
+    function = function_of(model.prediction.net)
+    if isinstance(function, ModuleNetwork):
+        function.check_integers(x)
+    if model.scaling is not None:
+        x = scaled(x, model.scaling, parameter.dtype)
+        log_volume = model.scaling.log_volume if model.features_are_inputs else 0.0
+    seen = x.flatten(1) if features is None else features.to(parameter.device)
+    if model.projection is not None:
+        seen, log_volume = model.projection.apply(x).to(x.dtype), 0.0
+    largest = min(torch.finfo(parameter.dtype).max ** 0.75, 1e150)
+    for rows in (x, seen):
+        if not rows.is_floating_point():
+            continue
+        if not all(bool((block.abs() < largest).all()) for block in blocks_in(rows)):
+            row = int(torch.nonzero(~(rows.flatten(1).abs() < largest))[0, 0])
+            raise ValueError(
+                f"Row {row} has a number that is too large to compute with; correct it."
+            )
+    log_x, no_client = log_gaussians(model.prediction, seen), torch.tensor([NO_CLIENT])
+    return EvaluatedRows(model, x, log_x, log_volume, no_client.to(x.device).expand(len(x)))
 
 
 # ---------------------------------------------------------------------- labels and clients by name
 
 
-def class_codes(y: ArrayLike, rows: int, classes: NDArray[Any]) -> IntArray:
-    """Return the position of each row's label among ``classes``, ``(n,)``.
+def given_labels(model: FederatedModel, y: ArrayLike, rows: int) -> Tensor:
+    """Return the position of each row's label among the classes, or its number, ``(n,)``.
 
     Raises:
-        ValueError: not one label per row, or an unknown label.
+        ValueError: not one label or finite number per row, or an unknown label.
     """
-    labels = np.asarray(y)
+    if model.target is not None:
+        try:
+            numbers = np.asarray(y, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise ValueError("y must hold numbers, because the model predicts numbers.") from None
+        if numbers.shape != (rows,) or not np.isfinite(numbers).all():
+            raise ValueError(
+                f"y must hold one finite number per row: {counted(rows, 'row')}, y has shape "
+                f"{numbers.shape}."
+            )
+        return torch.from_numpy(numbers)
+    labels, classes = np.asarray(y), model.classes.tolist()
     if labels.shape != (rows,):
         raise ValueError(
             f"y must hold one label per row: {counted(rows, 'row')}, y has shape {labels.shape}."
         )
-    position = {label: index for index, label in enumerate(classes.tolist())}
+    position = {label: index for index, label in enumerate(classes)}
     unknown = [label for label in labels.tolist() if label not in position]
     if unknown:
         raise ValueError(
-            f"Label {unknown[0]!r} was not seen in training; the classes are {classes.tolist()[:20]}."
+            f"Label {unknown[0]!r} was not seen in training; the classes are {classes[:20]}."
         )
-    return np.array([position[label] for label in labels.tolist()], dtype=np.int64)
+    return torch.tensor([position[label] for label in labels.tolist()], dtype=torch.int64)
 
 
-def numbers_of(y: ArrayLike, rows: int) -> FloatArray:
-    """Return numbers to predict, ``(n,)``.
+def labels_of(model: FederatedModel, rows: LabelledRows, data: FederatedDataset) -> Tensor:
+    """Return the position of each row's label among the classes, or its number, ``(n,)``.
 
-    Raises:
-        ValueError: not one finite number per row.
+    Position ``K`` stands for a class that is not in the training data. It has probability zero, so its
+    rows count as wrong, with the largest loss.
     """
-    try:
-        numbers = np.asarray(y, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise ValueError("y must hold numbers, because the model predicts numbers.") from None
-    if numbers.shape != (rows,) or not np.isfinite(numbers).all():
-        raise ValueError(
-            f"y must hold one finite number per row: {counted(rows, 'row')}, y has shape "
-            f"{numbers.shape}."
-        )
-    return numbers
+    if model.target is not None:
+        return rows.labels
+    position = {label: index for index, label in enumerate(model.classes.tolist())}
+    lookup = [position.get(label, len(position)) for label in data.classes.tolist()]
+    return torch.tensor(lookup)[rows.labels.cpu()]
+
+
+def at_codes(log_proba: FloatArray, labels: IntArray) -> FloatArray:
+    """Return the entries ``(n,)`` of ``(n, K)`` at labels; minus infinity for label ``K``, not a class."""
+    classes = log_proba.shape[1]
+    found = log_proba[np.arange(len(labels)), np.minimum(labels, classes - 1)]
+    return np.where(labels < classes, found, -np.inf)
 
 
 def client_codes(rows: LabelledRows, names: Sequence[Hashable]) -> IntArray:
@@ -376,16 +403,6 @@ def _for_blocks(rows: int, visit: Callable[[slice], None], device: torch.device)
         visit(slice(block[1], block[2]))
 
     accumulate(blocks_of([rows], _ROWS_AT_ONCE), lambda: None, visit_block, device)
-
-
-def _check_size(rows: Tensor, dtype: torch.dtype) -> None:
-    """Raise if a number is so large that a learner or a density could overflow."""
-    largest = min(torch.finfo(dtype).max ** 0.75, 1e150)
-    if not rows.is_floating_point() or not rows.numel():
-        return
-    if not all(bool((block.abs() < largest).all()) for block in blocks_in(rows)):
-        row = int(torch.nonzero(~(rows.flatten(1).abs() < largest))[0, 0])
-        raise ValueError(f"Row {row} has a number that is too large to compute with; correct it.")
 
 
 def _finite_tensor(rows: NDArray[Any], name: str) -> Tensor:

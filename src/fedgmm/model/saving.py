@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from fedgmm.core.gaussians import COVARIANCE_TYPES, Gaussians, covariance_shape
 from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.moments import Scaling
-from fedgmm.core.params import NOISE, Params, count_learners
+from fedgmm.core.params import NOISE, count_learners
 from fedgmm.core.pca import PCA
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import FederatedModel
-from fedgmm.model.novelty import CALIBRATIONS, OWN, SCORES
+from fedgmm.model.novelty import CALIBRATIONS, ROW_CALIBRATIONS
 from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import ModuleFactory, Network, Regression, function_of, network
 
@@ -40,6 +40,8 @@ _FORMAT_WITHOUT_LABELS = 1  # for models without label frequencies; older versio
 _JSON = "model.json"
 _CLASS_KINDS = "biufUO"  # kinds of labels that JSON can hold
 _LONGEST_LABEL = 4096
+_LABELS = ("clients", "federation", "prior_rows", "guess_rows")
+_GAUSSIANS = ("means", "covariances", "precisions_cholesky")
 
 
 class ModelFileError(ValueError):
@@ -78,29 +80,23 @@ def save(model: FederatedModel, folder: str | Path) -> Path:
 
 
 def _tensors(model: FederatedModel) -> dict[str, Tensor]:
-    prediction = model.prediction
+    prediction, function = model.prediction, function_of(model.prediction.net)
     tensors = {f"learners/{name}": value for name, value in prediction.learners.items()}
-    function = function_of(prediction.net)
     if isinstance(function, ModuleNetwork):
         tensors |= {f"constants/{n}": value for n, value in function.constants.items()}
-    for name in ("client_weights", "weights", "assignment"):
-        value = getattr(prediction, name)
-        if value is not None:
-            tensors[name] = value
-    if prediction.labels is not None:
-        tensors["labels/clients"] = prediction.labels.clients
-        tensors["labels/federation"] = prediction.labels.federation
-        for name in ("prior_rows", "guess_rows"):
-            value = getattr(prediction.labels, name)
-            tensors[f"labels/{name}"] = torch.tensor([value], dtype=torch.float64)
-    if prediction.gaussians is not None:
-        for name in ("means", "covariances", "precisions_cholesky"):
-            tensors[f"gaussians/{name}"] = getattr(prediction.gaussians, name)
-    if model.scaling is not None:
-        tensors |= {"scaling/mean": model.scaling.mean, "scaling/scale": model.scaling.scale}
-    if model.projection is not None:
-        for name in ("mean", "components", "variances"):
-            tensors[f"projection/{name}"] = getattr(model.projection, name)
+    for prefix, owner, names in (
+        ("", prediction, ("client_weights", "weights", "assignment")),
+        ("labels/", prediction.labels, _LABELS),
+        ("gaussians/", prediction.gaussians, _GAUSSIANS),
+        ("scaling/", model.scaling, ("mean", "scale")),
+        ("projection/", model.projection, ("mean", "components", "variances")),
+    ):
+        for name in names if owner is not None else ():
+            value = getattr(owner, name)
+            if isinstance(value, (int, float)):
+                value = torch.tensor([value], dtype=torch.float64)
+            if value is not None:
+                tensors[prefix + name] = value
     if model.target is not None:
         tensors["target"] = torch.stack([model.target.mean, model.target.scale])
     if model.interval_scores is not None:
@@ -180,20 +176,6 @@ def load(folder: str | Path, *, learner: ModuleFactory | None = None) -> Federat
         raise ModelFileError(f"{home} does not contain a valid model: {e!r}.") from None
 
 
-def _check_learner(learners: Params, constants: Params, net: ModuleNetwork) -> None:
-    """Raise ``LearnerError`` unless a custom network has the parameters and buffers of the file."""
-    given = net.parameter_shapes | {n: tuple(v.shape) for n, v in net.constants.items()}
-    expected = {name: tuple(value.shape[1:]) for name, value in learners.items()}
-    expected |= {name: tuple(value.shape) for name, value in constants.items()}
-    for name in sorted({*expected, *given}):
-        if given.get(name) != expected.get(name):
-            there = f"has shape {expected[name]}" if name in expected else "is unknown"
-            here = f"has shape {given[name]}" if name in given else "is missing"
-            raise LearnerError(
-                f"the parameter {name!r} {there} in the model and {here} in the learner."
-            )
-
-
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -242,84 +224,100 @@ def _build_model(
 ) -> FederatedModel:
     """Return the model, or raise if facts and tensors are inconsistent."""
     options, names = dict(facts["options"]), list(facts["names"])
-    kind = options.get("learner", "linear")
-    if kind != "custom" and learner is not None:
-        raise LearnerError(f"the model has learner={kind!r}; leave learner out.")
-    if kind == "custom":
-        if learner is None:
-            raise ModelFileError("it uses a custom learner; pass it: load(..., learner=...).")
-        kind = learner
     shape, classes = tuple(facts["input_shape"]), _classes(facts)
+    columns, positive, prior = (facts.get(n) for n in ("column_names", "positive", "prior_rows"))
     _require(bool(shape) and all(type(size) is int and size > 0 for size in shape), "input_shape")
     _require(len(set(names)) == len(names), "names")
-    if learner is not None and (isinstance(learner, nn.Module) or not callable(learner)):
-        raise LearnerError(
-            f"it is of type {type(learner).__name__}; pass the function that made the learners in "
-            "training."
-        )
-    net = network(kind, shape, len(classes), seed=options.get("seed", 0))
-    function = function_of(net)
-    if isinstance(function, ModuleNetwork):
-        constants = _under(tensors, "constants/")
-        learned = {n: v for n, v in _under(tensors, "learners/").items() if n != NOISE}
-        _check_learner(learned, constants, function)
-        function = replace(function, given=constants or None)  # earlier versions wrote no constants
-        net = Regression(function) if isinstance(net, Regression) else function
-    positive = facts.get("positive")  # files of earlier versions do not have it
+    if columns is not None:  # files of earlier versions lack this and the following facts
+        texts = isinstance(columns, list) and all(isinstance(name, str) for name in columns)
+        _require(texts and (len(columns),) == shape, "column_names")
     _require(positive is None or positive in classes.tolist(), "positive")
+    known = isinstance(prior, (int, float)) and 0 <= prior < math.inf
+    _require(prior is None or known, "prior_rows")
+    _require(("target" in tensors) == (not len(classes)), "target")
+
+    scaling = target = projection = interval_scores = None
+    size = math.prod(shape)
+    if "scaling/mean" in tensors:
+        mean = _numbers(tensors, "scaling/mean", size)
+        scaling = Scaling(mean, _numbers(tensors, "scaling/scale", size, positive=True))
+    if "target" in tensors:
+        mean, scale = _numbers(tensors, "target", 2)
+        _require(bool(scale > 0), "target")
+        target = Scaling(mean, scale)
+    if _under(tensors, "projection/"):
+        variances = _numbers(tensors, "projection/variances", None)
+        components = _numbers(tensors, "projection/components", len(variances), size)
+        projection = PCA(_numbers(tensors, "projection/mean", size), components, variances)
+    if "interval_scores" in tensors:
+        interval_scores = np.asarray(_numbers(tensors, "interval_scores", None).numpy())
+
+    net = _network(options, shape, len(classes), tensors, learner)
+    seen = size if projection is None else len(projection.variances)
+    gaussian_columns = seen if facts["features_are_inputs"] else None
     prediction = Prediction(
         net,
         _learners(_under(tensors, "learners/"), net),
-        _gaussians(facts, tensors, _columns_of_gaussians(tensors, math.prod(shape))),
+        _gaussians(facts["covariance_type"], tensors, gaussian_columns),
         tensors.get("client_weights"),
         tensors.get("weights"),
         tensors.get("assignment"),
         facts["default_learner"],
-        prior_rows=_prior_rows(facts),
+        prior_rows=prior,
     )
     pairs = _check_clients(prediction, len(names))
-    labels = _labels(facts, tensors, (len(names), pairs, len(classes)))
-    calibration = {name: value.numpy() for name, value in _under(tensors, "calibration/").items()}
-    for name, scores in calibration.items():
-        valid = name in CALIBRATIONS and scores.ndim == 1 and len(scores) > 0
-        _require(valid, f"calibration/{name}")
-    if "client" in calibration:
-        for name in (*SCORES, *(OWN + score for score in SCORES), "gaussian"):
-            scores = calibration.get(name, calibration["client"])
-            _require(len(scores) == len(calibration["client"]), f"calibration/{name}")
+    if facts["format"] != _FORMAT_WITHOUT_LABELS:
+        labels = _labels(tensors, (len(names), pairs, len(classes)))
+        prediction = replace(prediction, labels=labels)
     return FederatedModel(
         str(facts["algorithm"]),
-        replace(prediction, labels=labels),
+        prediction,
         names,
         classes,
         shape,
-        _scaling(tensors, math.prod(shape)),
+        scaling,
         options,
         [dict(entry) for entry in facts["history"]],
         facts["stopped"],
-        calibration,
+        _calibration(_under(tensors, "calibration/")),
         bool(facts["features_are_inputs"]),
-        column_names=_column_names(facts, shape),
+        column_names=None if columns is None else tuple(columns),
         positive=positive,
-        target=_target(tensors, len(classes)),
-        interval_scores=_interval_scores(tensors),
-        projection=_projection(tensors, math.prod(shape)),
+        target=target,
+        interval_scores=interval_scores,
+        projection=projection,
         privacy=facts.get("privacy"),
     )
-
-
-def _interval_scores(tensors: dict[str, Tensor]) -> NDArray[np.float64] | None:
-    scores = tensors.get("interval_scores")
-    if scores is None:
-        return None
-    valid = scores.dim() == 1 and scores.dtype == torch.float64 and len(scores) > 0
-    _require(valid and bool(torch.isfinite(scores).all()), "interval_scores")
-    return np.asarray(scores.numpy())
 
 
 def _require(valid: bool, name: str) -> None:
     if not valid:
         raise ModelFileError(f"{name} is invalid or does not match the rest; save the model again.")
+
+
+def _numbers(
+    tensors: dict[str, Tensor], name: str, *shape: int | None, positive: bool = False
+) -> Tensor:
+    """Return finite float64 numbers of a shape; ``None`` stands for any size from one on."""
+    found = tensors[name]
+    sizes = [
+        max(own, 1) if size is None else size for own, size in zip(found.shape, shape, strict=False)
+    ]
+    _require(list(found.shape) == sizes and len(sizes) == len(shape), name)
+    _require(found.dtype == torch.float64 and bool(torch.isfinite(found).all()), name)
+    _require(not positive or bool((found > 0).all()), name)
+    return found
+
+
+def _check_shares(tensors: dict[str, Tensor], name: str, *shape: int) -> None:
+    """Raise unless numbers of a shape are not negative and sum to one."""
+    found = _numbers(tensors, name, *shape)
+    sums = bool(((found.sum(-1) - 1).abs() < 1e-6).all())
+    _require(sums and bool((found >= 0).all()), name)
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 def _classes(facts: dict[str, Any]) -> NDArray[Any]:
@@ -330,32 +328,44 @@ def _classes(facts: dict[str, Any]) -> NDArray[Any]:
     return classes
 
 
-def _prior_rows(facts: dict[str, Any]) -> float | None:
-    """Return the prior of new clients; earlier versions did not write it."""
-    rows = facts.get("prior_rows")
-    valid = rows is None or (isinstance(rows, (int, float)) and 0 <= rows < math.inf)
-    _require(valid, "prior_rows")
-    return rows
-
-
-def _target(tensors: dict[str, Tensor], classes: int) -> Scaling | None:
-    """Return the scaling of numbers to predict; ``None`` for classes."""
-    found = tensors.get("target")
-    _require((found is None) == (classes > 0), "target")
-    if found is None:
-        return None
-    _require(found.shape == (2,) and bool(torch.isfinite(found).all() and found[1] > 0), "target")
-    return Scaling(found[0], found[1])
-
-
-def _column_names(facts: dict[str, Any], shape: tuple[int, ...]) -> tuple[str, ...] | None:
-    """Return the names of the inputs' columns; earlier versions did not write them."""
-    names = facts.get("column_names")
-    if names is None:
-        return None
-    valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    _require(valid and (len(names),) == shape, "column_names")
-    return tuple(names)
+def _network(
+    options: dict[str, Any],
+    shape: tuple[int, ...],
+    classes: int,
+    tensors: dict[str, Tensor],
+    learner: ModuleFactory | None,
+) -> Network:
+    """Return the network; a custom one must have the parameters and buffers of the file."""
+    kind = options.get("learner", "linear")
+    if kind != "custom" and learner is not None:
+        raise LearnerError(f"the model has learner={kind!r}; leave learner out.")
+    if kind == "custom":
+        if learner is None:
+            raise ModelFileError("it uses a custom learner; pass it: load(..., learner=...).")
+        if isinstance(learner, nn.Module) or not callable(learner):
+            raise LearnerError(
+                f"it is of type {type(learner).__name__}; pass the function that made the learners in "
+                "training."
+            )
+        kind = learner
+    net = network(kind, shape, classes, seed=options.get("seed", 0))
+    function = function_of(net)
+    if not isinstance(function, ModuleNetwork):
+        return net
+    constants = _under(tensors, "constants/")
+    given = function.parameter_shapes | {n: tuple(v.shape) for n, v in function.constants.items()}
+    learners = _under(tensors, "learners/").items()
+    expected = {name: tuple(value.shape[1:]) for name, value in learners if name != NOISE}
+    expected |= {name: tuple(value.shape) for name, value in constants.items()}
+    for name in sorted({*expected, *given}):
+        if given.get(name) != expected.get(name):
+            there = f"has shape {expected[name]}" if name in expected else "is unknown"
+            here = f"has shape {given[name]}" if name in given else "is missing"
+            raise LearnerError(
+                f"the parameter {name!r} {there} in the model and {here} in the learner."
+            )
+    function = replace(function, given=constants or None)  # earlier versions wrote no constants
+    return Regression(function) if isinstance(net, Regression) else function
 
 
 def _learners(learners: dict[str, Tensor], net: Network) -> dict[str, Tensor]:
@@ -366,26 +376,18 @@ def _learners(learners: dict[str, Tensor], net: Network) -> dict[str, Tensor]:
     _require(set(learners) == set(shapes), "learners")
     count = len(next(iter(learners.values())))
     for name, value in learners.items():
-        _require(tuple(value.shape) == (count, *shapes[name]), f"learners/{name}")
         finite = value.is_floating_point() and bool(torch.isfinite(value).all())
-        _require(finite, f"learners/{name}")
+        _require(finite and tuple(value.shape) == (count, *shapes[name]), f"learners/{name}")
     return learners
 
 
-def _gaussians(facts: dict[str, Any], tensors: dict[str, Tensor], columns: int) -> Gaussians | None:
-    kind = facts["covariance_type"]
+def _gaussians(kind: Any, tensors: dict[str, Tensor], columns: int | None) -> Gaussians | None:
     if kind is None:
         return None
     _require(kind in COVARIANCE_TYPES, "covariance_type")
-    means, covariances, whiteners = (
-        tensors[f"gaussians/{name}"] for name in ("means", "covariances", "precisions_cholesky")
-    )
-    m, d = means.shape
-    _require(d == columns or not facts["features_are_inputs"], "gaussians/means")
-    shape = covariance_shape(kind, m, d)
-    _require(covariances.shape == whiteners.shape == shape, "gaussians/covariances")
-    for value in (means, covariances, whiteners):
-        _require(value.dtype == torch.float64 and bool(torch.isfinite(value).all()), "gaussians")
+    means = _numbers(tensors, "gaussians/means", None, columns)
+    shape = covariance_shape(kind, *means.shape)
+    covariances, whiteners = (_numbers(tensors, f"gaussians/{n}", *shape) for n in _GAUSSIANS[1:])
     scales = whiteners.diagonal(dim1=-2, dim2=-1) if kind in ("full", "tied") else whiteners
     _require(bool((scales > 0).all()), "gaussians/precisions_cholesky")
     return Gaussians(means, covariances, whiteners, kind)
@@ -395,72 +397,37 @@ def _check_clients(prediction: Prediction, clients: int) -> int:
     """Check that clients have weights over all pairs, or an existing learner; return the pairs."""
     learners = count_learners(prediction.learners)
     assignment, default = prediction.assignment, prediction.default_learner
+    weights = {"weights": prediction.weights, "client_weights": prediction.client_weights}
+    given = {name: value for name, value in weights.items() if value is not None}
     if assignment is not None:
-        _require(prediction.client_weights is None and prediction.weights is None, "assignment")
-        _require(assignment.shape == (clients,), "assignment")
-        _require(bool(((assignment >= 0) & (assignment < learners)).all()), "assignment")
+        known = bool(((assignment >= 0) & (assignment < learners)).all())
+        _require(not given and assignment.shape == (clients,) and known, "assignment")
         valid = default is None or (type(default) is int and 0 <= default < learners)
         _require(valid, "default_learner")
         return learners
     components = 1 if prediction.gaussians is None else len(prediction.gaussians.means)
     pairs = components * learners
-    for name, shape in (("weights", (pairs,)), ("client_weights", (clients, pairs))):
-        value = getattr(prediction, name)
-        _require(value is not None and value.shape == shape, name)
-        _require(bool((value >= 0).all()) and _sums_to_one(value), name)
+    _check_shares(given, "weights", pairs)
+    _check_shares(given, "client_weights", clients, pairs)
     return pairs
 
 
-def _labels(
-    facts: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int, int]
-) -> LabelFrequencies | None:
-    """Return the label frequencies ``(C, M, K)``, or ``None`` for a model without any."""
-    if facts["format"] == _FORMAT_WITHOUT_LABELS:
-        return None
-    names = ("clients", "federation", "prior_rows", "guess_rows")
-    clients, federation, prior, guess = (tensors[f"labels/{name}"] for name in names)
-    _require(prior.shape == (1,) and 0 < float(prior) < math.inf, "labels/prior_rows")
-    _require(guess.shape == (1,) and 0 <= float(guess) < math.inf, "labels/guess_rows")
-    for name, value, expected in (
-        ("labels/clients", clients, shape),
-        ("labels/federation", federation, shape[1:]),
-    ):
-        _require(value.shape == expected and bool((value > 0).all()), name)
-        _require(_sums_to_one(value), name)
-    return LabelFrequencies(clients, federation, float(prior), float(guess))
+def _labels(tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> LabelFrequencies:
+    """Return the label frequencies ``(C, M, K)``."""
+    clients, federation, prior, guess = (f"labels/{name}" for name in _LABELS)
+    for name, own in ((clients, shape), (federation, shape[1:])):
+        _check_shares(tensors, name, *own)
+        _require(bool((tensors[name] > 0).all()), name)
+    prior_rows = float(_numbers(tensors, prior, 1, positive=True))
+    guess_rows = float(_numbers(tensors, guess, 1))
+    _require(guess_rows >= 0, guess)
+    return LabelFrequencies(tensors[clients], tensors[federation], prior_rows, guess_rows)
 
 
-def _sums_to_one(value: Tensor) -> bool:
-    return value.dtype == torch.float64 and bool(((value.sum(-1) - 1).abs() < 1e-6).all())
-
-
-def _scaling(tensors: dict[str, Tensor], columns: int) -> Scaling | None:
-    if "scaling/mean" not in tensors:
-        return None
-    mean, scale = tensors["scaling/mean"], tensors["scaling/scale"]
-    _require(mean.shape == scale.shape == (columns,), "scaling")
-    _require(bool(torch.isfinite(mean).all()) and bool((scale > 0).all()), "scaling")
-    return Scaling(mean, scale)
-
-
-def _projection(tensors: dict[str, Tensor], columns: int) -> PCA | None:
-    """Return the principal components that the Gaussians see; earlier versions did not have any."""
-    found = _under(tensors, "projection/")
-    if not found:
-        return None
-    _require(set(found) == {"mean", "components", "variances"}, "projection")
-    mean, components, variances = found["mean"], found["components"], found["variances"]
-    shapes = mean.shape == (columns,) and components.shape == (len(variances), columns)
-    valid = shapes and variances.dim() == 1 and len(variances) > 0
-    finite = all(v.dtype == torch.float64 and bool(torch.isfinite(v).all()) for v in found.values())
-    _require(valid and finite, "projection")
-    return PCA(mean, components, variances)
-
-
-def _columns_of_gaussians(tensors: dict[str, Tensor], columns: int) -> int:
-    projection = _projection(tensors, columns)
-    return columns if projection is None else len(projection.variances)
-
-
-def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+def _calibration(tensors: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
+    for name, scores in tensors.items():
+        valid = name in CALIBRATIONS and scores.ndim == 1 and len(scores) > 0
+        if name in ROW_CALIBRATIONS and "client" in tensors:
+            valid = valid and len(scores) == len(tensors["client"])
+        _require(valid, f"calibration/{name}")
+    return {name: scores.numpy() for name, scores in tensors.items()}
