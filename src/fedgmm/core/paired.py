@@ -16,19 +16,12 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with an interval, and a test whether it is zero.
+    """A mean with an interval, and a test whether it is zero."""
 
-    Attributes:
-        mean: the estimate.
-        low: lower end of the interval.
-        high: upper end of the interval.
-        p_value: two-sided p-value of a mean of zero.
-    """
-
-    mean: float
-    low: float
-    high: float
-    p_value: float
+    mean: float  # the estimate
+    low: float  # lower end of the interval
+    high: float  # upper end of the interval
+    p_value: float  # two-sided p-value of a mean of zero
 
     @property
     def within_noise(self) -> bool:
