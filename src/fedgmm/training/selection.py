@@ -40,28 +40,19 @@ _ALWAYS_ALLOWED = 10  # Gaussians or learners, even if there are fewer rows
 
 @dataclass(frozen=True)
 class MixtureSelection:
-    """Result of :func:`select_mixture`.
+    """Result of :func:`select_mixture`."""
 
-    Attributes:
-        components: ``M1``.
-        learners: ``M2``.
-        scores: mean validation log-likelihood of each pair that was tried.
-    """
-
-    components: int
-    learners: int
+    components: int  # ``M1``
+    learners: int  # ``M2``
+    # mean validation log-likelihood of each pair that was tried
     scores: dict[tuple[int, int], float]
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        tried = [
-            {
-                "components": m1,
-                "learners": m2,
-                "validation_log_likelihood": score if math.isfinite(score) else None,
-            }
-            for (m1, m2), score in self.scores.items()
-        ]
+        tried: list[dict[str, Any]] = []
+        for (m1, m2), score in self.scores.items():
+            known = score if math.isfinite(score) else None
+            tried.append({"components": m1, "learners": m2, "validation_log_likelihood": known})
         return {"components": self.components, "learners": self.learners, "tried": tried}
 
 
