@@ -123,7 +123,7 @@ def integer(least: int, below: int | None = None) -> Check:
 
 def number(**bounds: float) -> Check:
     """Return :func:`check_number` with these bounds."""
-    return partial(check_number, **bounds)
+    return lambda name, value: check_number(name, value, **bounds)
 
 
 def one_of(*choices: str) -> Check:

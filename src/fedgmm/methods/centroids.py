@@ -140,21 +140,17 @@ def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor
         chosen[rows.codes[winners]] = winners
         active[:, j] &= best > -torch.inf
         centres[:, j] = rows.take(chosen)
-        if j + 1 < clusters:
-            squared = _squared_distances(rows, centres[:, : j + 1], active[:, : j + 1])
+        if j + 1 == clusters:
+            break
+        so_far = slice(0, j + 1)
+
+        def measure(_: None, block: Block, so_far: slice = so_far) -> None:
+            x, own, place = rows.read(block)
+            found = nearest(x.double(), centres[own, so_far], active[own, so_far])
+            squared[place] = found[1]
+
+        accumulate(rows.blocks(j + 1), lambda: None, measure, rows.device)
     return centres, active
-
-
-def _squared_distances(rows: ClientRows, centres: Tensor, active: Tensor) -> Tensor:
-    """Return the squared distance of every row to its client's nearest centre, ``(N,)``."""
-    out = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
-
-    def write(_: None, block: Block) -> None:
-        x, codes, place = rows.read(block)
-        out[place] = nearest(x.double(), centres[codes], active[codes])[1]
-
-    accumulate(rows.blocks(centres.shape[1]), lambda: None, write, rows.device)
-    return out
 
 
 def _lloyd_step(rows: ClientRows, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,10 +45,7 @@ def fit_of_own_learners(
                 counted = step.mask if rows.weights is None else step.mask * rows.weights[step.rows]
                 total += (fit[..., 0] * counted).sum()
     # cloned, because tensors of inference mode cannot be added to in place later
-    return {
-        "rows": rows.features.weight_per_client.sum().double(),
-        "log_likelihood": total.clone(),
-    }
+    return {"rows": rows.features.weight_per_client.sum().double(), "log_likelihood": total.clone()}
 
 
 def check_log_likelihood(sums: Sums, rows: int, net: Network) -> None:

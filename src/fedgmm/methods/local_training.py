@@ -26,14 +26,7 @@ from fedgmm.methods.base import LARGEST_WEIGHT, DivergedError
 from fedgmm.nets.devices import accelerator_memory, out_of_memory_reason, use_less_memory
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.networks import Network
-from fedgmm.nets.sgd import (
-    SGD,
-    BatchPlan,
-    noise_variances,
-    padded_rows,
-    plan_batches,
-    train_local,
-)
+from fedgmm.nets.sgd import SGD, BatchPlan, noise_variances, padded_rows, plan_batches, train_local
 from fedgmm.wording import counted
 
 Schedule = Literal["constant", "cooldown", "cosine", "sqrt"]

@@ -12,12 +12,7 @@ from fedgmm.core.linalg import matmul, take
 from fedgmm.core.params import Params, is_statistic, take_clients
 from fedgmm.core.scratch import touched
 from fedgmm.nets.kernels.recording import recorder_of
-from fedgmm.nets.learners import (
-    class_margins,
-    label_signs,
-    likelihoods_of_logits,
-    log_likelihoods,
-)
+from fedgmm.nets.learners import class_margins, label_signs, likelihoods_of_logits, log_likelihoods
 from fedgmm.nets.networks import Dense, Network, OfModules, as_numbers
 
 Rate = float | Tensor

@@ -40,7 +40,7 @@ from fedgmm.model.saving import load, save
 from fedgmm.nets.devices import resolve_device
 from fedgmm.training.build import build, build_warm_up, learner_network
 from fedgmm.training.checkpoint import Phase
-from fedgmm.training.local import LocalClients, Participation, StackedClients, named, unnamed
+from fedgmm.training.local import LocalClients, named, step_of, unnamed
 from fedgmm.training.loop import Replies
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.ranks import (
@@ -140,16 +140,6 @@ def deal(rows_per_client: Sequence[int], ranks: int) -> list[int]:
     return [0, *np.maximum(inner, 1).tolist(), len(rows_per_client)]
 
 
-@dataclass(frozen=True)
-class _Asked(Participation):
-    """The clients that take part, as rank 0 has drawn them; ``None`` means all."""
-
-    codes: Tensor | None = None
-
-    def clients(self, names: tuple[Any, ...], round_number: int) -> Tensor | None:
-        return self.codes
-
-
 @dataclass
 class Share:
     """The clients of one rank, and their part of every request."""
@@ -191,10 +181,8 @@ class Share:
             case "finish":
                 return self.personal, Sums({})
             case "step" if len(clients):
-                stacked = StackedClients(rows, _Asked(codes=None if asked is None else clients))
-                replies = stacked.step(method, shared, self.personal, facts["number"])
-                assert replies is not None
-                return replies
+                some = None if asked is None else clients
+                return step_of(some, rows, method, shared, self.personal, facts["number"])
             case "step":
                 return self.personal, no_sums(method, rows.features.columns, rows.device)
         assert method.mixture is not None

@@ -135,16 +135,9 @@ class StackedClients:
     def step(self, method: Any, shared: Any, personal: Any, number: int) -> Replies | None:
         """Run a round on the clients that take part; the others keep their personal parts."""
         clients = self.participation.clients(self.rows.names, number)
-        if clients is None:
-            return Replies(*method.client_step(shared, personal, self.rows, number))
-        if not len(clients):
+        if clients is not None and not len(clients):
             return None
-        all_parts = {name: value.clone() for name, value in named(personal).items()}
-        parts = unnamed(take_clients(all_parts, clients))
-        own, sums = method.client_step(shared, parts, self.rows.select(clients), number)
-        for name, value in named(own).items():
-            all_parts[name][clients] = value
-        return Replies(unnamed(all_parts), sums)
+        return step_of(clients, self.rows, method, shared, personal, number)
 
     def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
         """Return nothing to add to the history."""
@@ -178,6 +171,20 @@ class LocalClients(StackedClients):
             owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
             return float(model.score_samples(rows.inputs.cpu().numpy(), owners).mean())
         return -model.evaluate("validation").mean_log_loss
+
+
+def step_of(
+    clients: Tensor | None, rows: NamedRows, method: Any, shared: Any, personal: Any, number: int
+) -> Replies:
+    """Run a round on some clients, given by codes, or on all; the others keep their personal parts."""
+    if clients is None:
+        return Replies(*method.client_step(shared, personal, rows, number))
+    parts = {name: value.clone() for name, value in named(personal).items()}
+    taking_part = unnamed(take_clients(parts, clients))
+    own, sums = method.client_step(shared, taking_part, rows.select(clients), number)
+    for name, value in named(own).items():
+        parts[name][clients] = value
+    return Replies(unnamed(parts), sums)
 
 
 def named(personal: Any) -> dict[str, Tensor]:
