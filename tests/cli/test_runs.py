@@ -7,8 +7,6 @@ import gzip
 import json
 import socket
 import string
-import subprocess
-import sys
 import tomllib
 import warnings
 
@@ -226,13 +224,13 @@ def test_messy_files_go_through_the_whole_chain(tmp_path):
     home = tmp_path / "run"
     assert len(fedgmm.open_run(home).model.names) == 9
     works("evaluate", home, "--json")
-    for path in sorted((tmp_path / "data").iterdir()):
+    for number, path in enumerate(sorted((tmp_path / "data").iterdir())):
+        client = path.name.split(".")[0]
+        works("predict", home, path, "--client", client, "--out", tmp_path / "p.csv")
         works("evaluate", home, path, "--json")
-        works(
-            "predict", home, path, "--client", path.name.split(".")[0], "--out", tmp_path / "p.csv"
-        )
-        works("adapt", home, path, "--client", f"again {path.name}")
-        works("detect", home, path, "--out", tmp_path / "s.parquet")
+        if number % 3 == 0:  # all commands read files by the same function
+            works("adapt", home, path, "--client", f"again {path.name}")
+            works("detect", home, path, "--out", tmp_path / "s.parquet")
     works("report", home)
 
 
@@ -389,19 +387,16 @@ def test_out_is_a_file_or_in_the_way(tmp_path):
 
 def test_a_full_disk_is_told(tmp_path):
     """A limit on the size of files stands for it."""
+    resource = pytest.importorskip("resource")
     write_sites(tmp_path / "data")
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "
-        "from fedgmm.cli import main; main()"
-    )
-    arguments = ["fit", tmp_path / "data", "--label", "state", "--out", tmp_path / "run"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: ")
-    assert "File too large" in done.stderr
-    assert "Traceback" not in done.stderr
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most[1]))
+    try:
+        command = ["fit", tmp_path / "data", "--label", "state", *SMALL_OPTIONS]
+        error = fails(*command, "--out", tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert "File too large" in error
     works("resume", tmp_path / "run")  # with room again
 
 

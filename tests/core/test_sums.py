@@ -385,27 +385,6 @@ def test_the_size_of_rounding_errors_may_come_from_other_sums():
     check_sums(Sums({"whole": 1e3 * small, "small": small}), declaration, 1)
 
 
-# ---------------------------------------------------------------------- fixed point
-
-
-@given(st.integers(1, 10**9), st.floats(1e-3, 1e6), st.sampled_from([32, 64]))
-def test_a_sum_in_fixed_point_never_overflows(rows, largest, word):
-    bits = Sum((), largest=largest).fraction_bits(rows, word)
-    assert bits >= 0
-    most = rows * largest * 2.0**bits
-    if rows * largest < 2 ** (word - 2):
-        assert most <= 2 ** (word - 2)
-        # at most one bit more would fit beside the sign and the spare one
-        assert max(rows * largest, 1.0) * 2.0 ** (bits + 1) > 2 ** (word - 2)
-
-
-def test_numbers_without_a_bound_have_no_fixed_point():
-    assert Sum(()).fraction_bits(10) == 0
-    assert Sum((), largest=2.0**70).fraction_bits(10) == 0
-    assert row_counts(2).fraction_bits(1) == 62
-    assert row_counts(2).fraction_bits(1024) == 52
-
-
 def test_counts_of_rows_declare_what_one_row_adds():
     one = row_counts(2, 3)
     assert one.shape == (2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -12,10 +13,10 @@ from torch import nn
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.training.checkpoint import Checkpoint
-from fedgmm.training.distributed import deal
+from fedgmm.training.distributed import deal, follow, leading
 from fedgmm.training.local import train
 from fedgmm.training.options import ALGORITHMS
-from fedgmm.training.ranks import RanksError
+from fedgmm.training.ranks import Ranks, RanksError
 from supervised import FAST, federation, images
 from thread_ranks import on_ranks
 
@@ -192,3 +193,15 @@ def test_the_start_draws_the_same_clients_and_rows(monkeypatch, data):
     monkeypatch.setattr("fedgmm.methods.centroids._MOST_START_ROWS", 30)
     monkeypatch.setattr("fedgmm.methods.centroids.FEWEST_ROWS_A_CLUSTER", 4)
     compare(monkeypatch, data, algorithm="gmm", rounds=1)
+
+
+def test_only_one_thread_of_a_process_trains():
+    ranks = Ranks(0, 2)
+    ranks.lost = True  # so that nothing is sent at the end
+    with leading(ranks) as outermost, leading(ranks) as nested, ThreadPoolExecutor(1) as pool:
+        assert (outermost, nested) == (True, False)
+        for call in (lambda: leading(ranks).__enter__(), lambda: follow(ranks)):
+            with pytest.raises(RanksError, match="thread"):
+                pool.submit(call).result()
+    with leading(ranks) as outermost:
+        assert outermost

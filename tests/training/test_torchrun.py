@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,38 @@ def arguments(files, out, rounds):
         *("--components", "2", "--learners", "2", "--checkpoint-every", "1"),
         *(part for text in sets for part in ("--set", text)),
     ]
+
+
+RANKS = """
+import os, sys
+
+import fedgmm.runs.fitting, fedgmm.training.distributed  # once for both processes
+from fedgmm.cli import main
+
+children = []
+for rank in range(2):
+    children.append(os.fork())
+    if not children[-1]:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        sys.exit(main())
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+"""
+
+
+def two_ranks(*command):
+    """The two processes that torchrun would start, without its own imports."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", RANKS, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **here, **sizes},
+    )
 
 
 def torchrun(ranks, *command):
@@ -60,10 +94,14 @@ def assert_same_model(one, other):
     torch.testing.assert_close(a.gaussians.means, b.gaussians.means, rtol=1e-10, atol=1e-10)
 
 
-def test_fit_on_two_processes(files, tmp_path):
-    process = torchrun(2, *arguments(files, tmp_path / "two", ROUNDS))
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+@pytest.mark.parametrize(
+    "launch", [two_ranks, pytest.param(partial(torchrun, 2), marks=pytest.mark.slow)]
+)
+def test_fit_on_two_processes(files, tmp_path, launch):
+    process = launch(*arguments(files, tmp_path / "two", ROUNDS))
     fit(files, "y", tmp_path / "one", rounds=ROUNDS, tol=0.0, **OPTIONS)
-    printed, notes = process.communicate(timeout=60)
+    printed, notes = process.communicate(timeout=200)
     assert process.returncode == 0, notes
     assert printed.count("Run:") == 1  # only rank 0 prints
     assert_same_model(tmp_path / "one", tmp_path / "two")

@@ -29,9 +29,10 @@ Check = Callable[[str, Any], None]
 
 def check_integer(name: str, value: Any, least: int, below: int | None = None) -> None:
     """Raise unless ``value`` is an integer of at least ``least`` and less than ``below``."""
-    if isinstance(value, (bool, np.bool_)) and least == 0:
+    flag = isinstance(value, (bool, np.bool_))
+    if flag and least == 0:
         return  # verbose=True is common
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+    if flag or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}.")
@@ -102,15 +103,9 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
 def check_known(
     what: str, name: str, known: Collection[str], error: type[Exception] = ValueError
 ) -> None:
-    """Raise unless ``name`` is one of the ``known`` names.
+    """Raise unless ``name`` is one of the ``known`` names, with the nearest one or all of them.
 
-    The error names the nearest known name, or all of them if none is near.
-
-    Args:
-        what: start of the error, such as ``"There is no training option"``.
-        name: the name to check.
-        known: the names that exist.
-        error: class of the error.
+    ``what`` starts the error, such as ``"There is no training option"``.
     """
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
@@ -122,17 +117,17 @@ def check_known(
 
 
 def integer(least: int, below: int | None = None) -> Check:
-    """Check for an integer of at least ``least`` and less than ``below``."""
+    """Return :func:`check_integer` with these bounds."""
     return partial(check_integer, least=least, below=below)
 
 
 def number(**bounds: float) -> Check:
-    """Check for a finite number within the bounds of :func:`check_number`."""
+    """Return :func:`check_number` with these bounds."""
     return lambda name, value: check_number(name, value, **bounds)
 
 
 def one_of(*choices: str) -> Check:
-    """Check for one of some texts."""
+    """Return :func:`check_choice` of these texts."""
     return partial(check_choice, choices=choices)
 
 
@@ -148,11 +143,8 @@ Texts = Annotated[tuple[str, ...], check_texts]
 def check_fields(options: Any) -> None:
     """Check every field of a dataclass by the check in its annotation.
 
-    ``None`` and the texts of a ``Literal`` are allowed where the annotation has them.
-
-    Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value that is not allowed.
+    ``None`` and the texts of a ``Literal`` are allowed where the annotation has them. A wrong type
+    raises ``TypeError``, and any other wrong value ``ValueError``.
     """
     rules = _rules(type(options))  # type: ignore[arg-type]  # mypy does not know classes as hashable
     for name, optional, words, checks in rules:
@@ -212,9 +204,8 @@ def inverse_of_precisions(
     """Return the covariances of precisions, which must be positive definite; the shape is kept."""
     if covariance_type in ("diag", "spherical"):
         if (precisions <= 0).any():
-            raise ValueError(
-                f"'{covariance_type} precision' should be positive; check precisions_init."
-            )
+            kind = f"'{covariance_type} precision'"
+            raise ValueError(f"{kind} should be positive; check precisions_init.")
         return 1.0 / precisions
     needs = f"'{covariance_type} precision' should be symmetric, positive-definite"
     if not np.allclose(precisions, np.swapaxes(precisions, -1, -2)):

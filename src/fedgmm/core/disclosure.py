@@ -30,17 +30,10 @@ def common_entries(counts: Tensor, fewest: float) -> Tensor:
 def cap_shares(weights: Tensor, parts: Tensor, fewest: float, rounding: Tensor) -> Tensor:
     """Lower weights of rows until no row makes more than ``1/fewest`` of any sum of a learner.
 
-    A learner whose sums cannot be made so gets weights of zero.
-
-    Args:
-        weights: ``w_i(m)``, ``(n, M)``.
-        parts: sizes of what one unit of weight adds to each of ``k`` sums, ``(n, M, k)``.
-        fewest: fewest rows behind a sum.
-        rounding: size of the rounding errors of each sum, ``(k,)``. If parts have to be cut to less, the
-            rounding errors would give rows away.
-
-    Returns:
-        Weights ``(n, M)`` between zero and the given ones.
+    ``weights`` are ``w_i(m)``, ``(n, M)``, and ``parts`` the sizes of what one unit of weight adds
+    to each of ``k`` sums, ``(n, M, k)``. ``rounding``, ``(k,)``, is the size of each sum's rounding
+    errors: parts that have to be cut to less would give rows away. A learner whose sums cannot be
+    made so gets weights of zero.
     """
     for _ in range(_PASSES):
         added = weights[..., None] * parts

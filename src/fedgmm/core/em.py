@@ -38,15 +38,11 @@ AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
 
 def add_likelihoods(log_pi: Tensor, log_x: Tensor | None, log_y: Tensor | None = None) -> Tensor:
-    """Return ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1) + log P_θm2(y_i|x_i)``.
+    """Return ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1) + log P_θm2(y_i|x_i)``, ``(n, M1, M2)``.
 
-    A term that is ``None`` is left out of the sum.
-
-    Args:
-        log_pi: ``log π_c(m1, m2)`` of each row's client, ``(n, M1, M2)``. The sum overwrites it and
-            keeps its layout in memory, because allocating new tensors would slow down every E-step.
-        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
-        log_y: ``log P_θm2(y_i|x_i)``, ``(n, M2)``; ``None`` without labels.
+    Shapes are ``(n, M1, M2)``, ``(n, M1)`` and ``(n, M2)``; a term that is ``None`` is left out.
+    The sum overwrites ``log_pi`` and keeps its layout in memory, because new tensors would slow
+    down every E-step.
     """
     if log_x is not None:
         log_pi += log_x.unsqueeze(-1)
@@ -58,12 +54,9 @@ def add_likelihoods(log_pi: Tensor, log_x: Tensor | None, log_y: Tensor | None =
 def responsibilities(log_joint: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``q_i(m) ∝ π_c(m) · P_m(s_i)``, normalised in log space: equation (E).
 
-    Args:
-        log_joint: ``log π_c(m) + log P_m(s_i)``, ``(..., n, M)``; with learners the last axis runs
-            over the pairs ``(m1, m2)``.
-
-    Returns:
-        ``q``, ``(..., n, M)``, and ``log Σ_m π_c(m) P_m(s_i)``, ``(..., n)``.
+    From ``log π_c(m) + log P_m(s_i)``, ``(..., n, M)``, whose last axis runs over the pairs
+    ``(m1, m2)`` if there are learners: ``q``, ``(..., n, M)``, and ``log Σ_m π_c(m) P_m(s_i)``,
+    ``(..., n)``.
     """
     largest = log_joint.amax(-1, keepdim=True)
     q = exp(log_joint - largest)
@@ -77,12 +70,8 @@ def responsibilities(log_joint: Tensor) -> tuple[Tensor, Tensor]:
 def client_weights(counts: Tensor, rows: Tensor) -> Tensor:
     """Return ``π_c(m) = γ_c(m) / N_c`` with ``γ_c(m) = Σ_i q_i(m)``: equation (M).
 
-    Args:
-        counts: ``γ_c(m)``, ``(..., C, M)``.
-        rows: ``N_c``, ``(..., C)``, positive.
-
-    Returns:
-        ``π_c``, ``(..., C, M)``; each row sums to one.
+    ``counts`` are ``γ_c(m)``, ``(..., C, M)``, and ``rows`` are ``N_c``, ``(..., C)``, positive.
+    Each row of the result, ``(..., C, M)``, sums to one.
     """
     weights = counts / rows.unsqueeze(-1)
     # Normalise again, so that rounding in the responsibilities does not accumulate over rounds.
@@ -92,17 +81,12 @@ def client_weights(counts: Tensor, rows: Tensor) -> Tensor:
 def towards_independence(counts: Tensor, learners: int, rows: float) -> Tensor:
     """Shrink each Gaussian's learner counts towards the client's overall shares of the learners.
 
-    ``π_c(m2|m1) = (γ_c(m1, m2) + a π_c(m2)) / (γ_c(m1) + a)``, because a Gaussian that holds few of a
-    client's rows says little about learners. ``a = 0`` changes nothing. With ``a → ∞`` learners do not
-    depend on Gaussians, so labels are modelled as in FedEM.
+    ``π_c(m2|m1) = (γ_c(m1, m2) + a π_c(m2)) / (γ_c(m1) + a)``, because a Gaussian that holds few of
+    a client's rows says little about learners. ``a = 0`` changes nothing. With ``a → ∞`` learners
+    do not depend on Gaussians, so labels are modelled as in FedEM.
 
-    Args:
-        counts: ``γ_c(m1, m2)``, flattened, ``(..., C, M1 · M2)``.
-        learners: ``M2``.
-        rows: ``a``, the number of rows that the client's own shares count for.
-
-    Returns:
-        Counts of the same shape and with the same sums over learners.
+    ``counts`` are ``γ_c(m1, m2)``, flattened, ``(..., C, M1 · M2)``, and ``rows`` is ``a``. The
+    result has the same shape and the same sums over learners.
     """
     joint = counts.reshape(*counts.shape[:-1], -1, learners)
     of_gaussians = joint.sum(-1, keepdim=True)
@@ -124,11 +108,7 @@ def over_learners(joint: Tensor, learners: int) -> Tensor:
 
 
 def federation_weights(counts: Tensor) -> Tensor:
-    """Return ``π(m) = Σ_c γ_c(m) / Σ_c N_c``, the federation's own weights, ``(M,)``.
-
-    Args:
-        counts: ``Σ_c γ_c(m)``, ``(M,)``.
-    """
+    """Return the federation's own weights ``π(m) = Σ_c γ_c(m) / Σ_c N_c``, from ``Σ_c γ_c``, ``(M,)``."""
     return counts / counts.sum()
 
 
@@ -139,13 +119,8 @@ def update_gaussians(moments: Moments, current: Gaussians, reg_covar: float) -> 
 
         μ' = μ + δ        Σ' = Σ q (x - μ)(x - μ)ᵀ / n - δ δᵀ + reg_covar · I
 
-    The means equal the paper's ``μ_m = Σ_c γ_c μ_mc / Σ_c γ_c``. A component without rows keeps its
-    parameters.
-
-    Args:
-        moments: around ``current.means``, summed over clients.
-        current: the Gaussians of the last round.
-        reg_covar: added to every variance.
+    The means equal the paper's ``μ_m = Σ_c γ_c μ_mc / Σ_c γ_c``. ``moments`` are around
+    ``current.means``, the means of the last round. A component without rows keeps its parameters.
     """
     kind = current.covariance_type
     total = moments.counts.sum()
@@ -182,13 +157,9 @@ def within_clients(
     """Return ``Σ_c γ_c Σ_mc``, each client's scatter around the client's *own* mean ``μ_mc``.
 
     The paper averages these: ``Σ_m = Σ_c γ_c Σ_mc / Σ_c γ_c``. The scatter between clients is lost,
-    so ``aggregation="exact"`` is the default.
-
-    Args:
-        second: second moments around the current means, summed over clients.
-        client_counts: ``γ_c(m)``, ``(C, M)``.
-        client_first: ``Σ_i q_i(m) (x_i - μ_m)`` of each client, ``(C, M, d)``.
-        kind: decides the shape of the second moment.
+    so ``aggregation="exact"`` is the default. ``second`` is summed over clients and around the
+    current means; ``client_counts`` are ``γ_c(m)``, ``(C, M)``, and ``client_first``
+    ``Σ_i q_i(m) (x_i - μ_m)``, ``(C, M, d)``.
     """
     return second - outer(client_first, inverse_counts(client_counts), kind).sum(0)
 
@@ -209,17 +180,11 @@ def paper_moments(moments: Moments, kind: CovarianceType) -> Moments:
 def average_learners(sums: Params, counts: Tensor, current: Params) -> Params:
     """Return ``θ_m = Σ_c γ_c(m) θ_mc / Σ_c γ_c(m)``, ``(M, ...)`` float64.
 
-    Args:
-        sums: ``Σ_c γ_c(m) θ_mc``, ``(M, ...)``.
-        counts: ``Σ_c γ_c(m)``, ``(M,)``.
-        current: the learners of the last round; a learner without rows keeps them.
+    ``sums`` are ``Σ_c γ_c(m) θ_mc``, ``(M, ...)``, and ``counts`` ``Σ_c γ_c(m)``, ``(M,)``. A
+    learner without rows keeps the parameters of the last round, ``current``.
     """
-    alive = counts > ALIVE
-    return {
-        name: torch.where(
-            per_entry(alive, value),
-            value / per_entry(counts.clamp_min(1e-300), value),
-            current[name].double(),
-        )
-        for name, value in sums.items()
-    }
+    found = {}
+    for name, value in sums.items():
+        n = per_entry(counts, value)
+        found[name] = torch.where(n > ALIVE, value / n.clamp_min(1e-300), current[name].double())
+    return found

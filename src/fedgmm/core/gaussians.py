@@ -43,20 +43,14 @@ class CovarianceRepairWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Gaussians:
-    """``M`` Gaussians in ``d`` dimensions.
+    """``M`` Gaussians in ``d`` dimensions."""
 
-    Attributes:
-        means: ``μ``, ``(M, d)``.
-        covariances: ``Σ``, shaped by ``covariance_type`` (see the module's table).
-        precisions_cholesky: ``W`` with ``W Wᵀ = Σ⁻¹``, shaped like ``covariances``; the whitened
-            residual of a row is ``(x - μ) W``. For diag and spherical it is one over the deviation.
-        covariance_type: one of ``COVARIANCE_TYPES``.
-    """
-
-    means: Tensor
-    covariances: Tensor
+    means: Tensor  # ``μ``, ``(M, d)``
+    covariances: Tensor  # ``Σ``, shaped by ``covariance_type`` (see the module's table)
+    # ``W`` with ``W Wᵀ = Σ⁻¹``, shaped like ``covariances``; the whitened residual of a row is
+    # ``(x - μ) W``. For diag and spherical it is one over the deviation.
     precisions_cholesky: Tensor
-    covariance_type: CovarianceType
+    covariance_type: CovarianceType  # one of ``COVARIANCE_TYPES``
 
     @cached_property
     def narrow_whiteners(self) -> Tensor:
@@ -81,18 +75,15 @@ class Gaussians:
 class Moments:
     """Weighted sums over rows, around the means of the last round.
 
-    They add up over rows and over clients. Differences to a near mean are small, so nothing cancels.
-
-    Attributes:
-        counts: ``Σ_i q_i(m)``, ``(..., M)``.
-        first: ``Σ_i q_i(m) (x_i - μ_m)``, ``(..., M, d)``.
-        second: ``Σ_i q_i(m) (x_i - μ_m)(x_i - μ_m)ᵀ``: ``(..., M, d, d)`` for full, summed over
-            components ``(..., d, d)`` for tied, its diagonal ``(..., M, d)`` for diag, the trace
-            ``(..., M)`` for spherical and identity.
+    They add up over rows and over clients. Differences to a near mean are small, so nothing
+    cancels.
     """
 
-    counts: Tensor
-    first: Tensor
+    counts: Tensor  # ``Σ_i q_i(m)``, ``(..., M)``
+    first: Tensor  # ``Σ_i q_i(m) (x_i - μ_m)``, ``(..., M, d)``
+    # ``Σ_i q_i(m) (x_i - μ_m)(x_i - μ_m)ᵀ``: ``(..., M, d, d)`` for full, summed over components
+    # ``(..., d, d)`` for tied, its diagonal ``(..., M, d)`` for diag, the trace ``(..., M)`` for
+    # spherical and identity
     second: Tensor
 
 
@@ -107,34 +98,22 @@ def gaussians(means: Tensor, covariances: Tensor, covariance_type: CovarianceTyp
         if covariance_type == "tied":
             stack, whiteners = stack[0], whiteners[0]
     else:
-        stack, repaired = _positive_variances(covariances)
+        limits = torch.finfo(covariances.dtype)
+        bad = ~(covariances > limits.tiny)
+        floor = covariances.max().clamp_min(limits.tiny**0.5) * limits.eps
+        stack = torch.where(bad, floor, covariances) if bool(bad.any()) else covariances
+        repaired = torch.nonzero(bad.reshape(len(bad), -1).any(-1)).flatten().tolist()
         whiteners = stack.rsqrt()
-    _warn_repaired(repaired, covariance_type)
-    return Gaussians(means, stack, whiteners, covariance_type)
-
-
-def _positive_variances(variances: Tensor) -> tuple[Tensor, list[int]]:
-    """Return variances ``(M, ...)`` with zeros raised slightly, and the rows that changed."""
-    limits = torch.finfo(variances.dtype)
-    bad = ~(variances > limits.tiny)
-    if not bool(bad.any()):
-        return variances, []
-    floor = variances.max().clamp_min(limits.tiny**0.5) * limits.eps
-    repaired = torch.nonzero(bad.reshape(len(bad), -1).any(-1)).flatten().tolist()
-    return torch.where(bad, floor, variances), repaired
-
-
-def _warn_repaired(repaired: list[int], covariance_type: CovarianceType) -> None:
     for component in repaired:
-        owner = (
-            "shared by all components" if covariance_type == "tied" else f"of component {component}"
-        )
+        tied = covariance_type == "tied"
+        owner = "shared by all components" if tied else f"of component {component}"
         warnings.warn(
             f"The covariance {owner} was not positive definite and was repaired; the component "
             "may sit on too few distinct rows. Fewer components or a larger reg_covar avoid this.",
             CovarianceRepairWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
+    return Gaussians(means, stack, whiteners, covariance_type)
 
 
 def residuals(x: Tensor, means: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -154,19 +133,10 @@ def log_normal(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def log_densities(difference: Tensor, shared: Gaussians) -> Tensor:
-    """Return ``log N(x_i; μ_m, Σ_m)`` from the residuals.
-
-    Args:
-        difference: ``x_i - μ_m``, ``(..., M, N, d)``.
-        shared: the Gaussians.
-
-    Returns:
-        ``(..., N, M)``, float64.
-    """
+    """Return ``log N(x_i; μ_m, Σ_m)``, ``(..., N, M)`` float64, from ``x_i - μ_m``, ``(..., M, N, d)``."""
     d = difference.shape[-1]
-    whiteners = (
-        shared.narrow_whiteners if difference.dtype == torch.float32 else shared.precisions_cholesky
-    )
+    narrow = difference.dtype == torch.float32
+    whiteners = shared.narrow_whiteners if narrow else shared.precisions_cholesky
     # ‖(x - μ) W‖² = (x - μ)ᵀ Σ⁻¹ (x - μ)
     match shared.covariance_type:
         case "full" | "tied":
@@ -188,13 +158,8 @@ def weighted_moments(
 ) -> tuple[Moments, Tensor]:
     """Return sums over rows of ``q``, ``q (x - μ)`` and ``q (x - μ)(x - μ)ᵀ``, in float64.
 
-    Args:
-        difference: ``x_i - μ_m``, ``(..., M, N, d)``.
-        weights: ``q_i(m)``, ``(..., N, M)``.
-        covariance_type: decides the shape of the second moment.
-
-    Returns:
-        The moments and the weighted residuals ``q_i(m) (x_i - μ_m)``, ``(..., M, N, d)``.
+    From ``x_i - μ_m``, ``(..., M, N, d)``, and ``q_i(m)``, ``(..., N, M)``. The second value is the
+    weighted residuals ``q_i(m) (x_i - μ_m)``, ``(..., M, N, d)``.
     """
     weighted = difference * weights.mT.unsqueeze(-1).to(difference.dtype)
     match covariance_type:
@@ -206,12 +171,7 @@ def weighted_moments(
             second = (weighted * difference).sum(-2)
         case _:
             second = (weighted * difference).sum((-2, -1))
-    moments = Moments(
-        counts=weights.sum(-2),
-        first=weighted.sum(-2).to(torch.float64),
-        second=second.to(torch.float64),
-    )
-    return moments, weighted
+    return Moments(weights.sum(-2), weighted.sum(-2).double(), second.double()), weighted
 
 
 def occupied(counts: Tensor) -> Tensor:
@@ -227,17 +187,10 @@ def covariance_shape(kind: CovarianceType, components: int, columns: int) -> tup
 
 def covariance_parameters(covariance_type: CovarianceType, components: int, columns: int) -> int:
     """Return the number of free parameters of the covariances."""
-    match covariance_type:
-        case "full":
-            return components * columns * (columns + 1) // 2
-        case "tied":
-            return columns * (columns + 1) // 2
-        case "diag":
-            return components * columns
-        case "spherical":
-            return components
-        case _:
-            return 0
+    m, d = components, columns
+    triangle = d * (d + 1) // 2
+    free = {"full": m * triangle, "tied": triangle, "diag": m * d, "spherical": m, "identity": 0}
+    return free[covariance_type]
 
 
 def log_densities_without(log_x: Tensor, shared: Gaussians, counts: Tensor, q: Tensor) -> Tensor:
@@ -249,12 +202,8 @@ def log_densities_without(log_x: Tensor, shared: Gaussians, counts: Tensor, q: T
         D' = n/n' · D / (1 - q D / n')        log |Σ'| = log |Σ| + d log (n/n') + log (1 - q D / n')
 
     This is exact for full covariances, and slightly too large a correction for the others.
-
-    Args:
-        log_x: ``log N(x_i; μ_m, Σ_m)``, ``(n, M)``.
-        shared: the Gaussians.
-        counts: ``n``, the rows that each Gaussian was fitted to, ``(M,)``.
-        q: responsibilities of the rows, ``(n, M)``.
+    ``log_x`` and the responsibilities ``q`` are ``(n, M)``; ``counts`` are the rows that each
+    Gaussian was fitted to, ``(M,)``.
     """
     d = shared.means.shape[-1]
     peak = shared.log_determinants - d / 2 * math.log(2 * math.pi)  # the log-density at the mean

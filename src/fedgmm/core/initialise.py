@@ -37,15 +37,10 @@ def local_clusters(rows: Tensor, most: int) -> Tensor:
 
 
 def nearest(x: Tensor, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest centre of each row among its own candidates.
+    """Return the index and the squared distance of each row's nearest centre, ``(N,)`` each.
 
-    Args:
-        x: rows, ``(N, d)``.
-        centres: candidates of each row, ``(N, k, d)``.
-        active: whether a candidate is used, ``(N, k)``.
-
-    Returns:
-        The index ``(N,)`` and the squared distance ``(N,)``.
+    Rows are ``(N, d)``, and each has candidates of its own, ``(N, k, d)``, of which ``active``,
+    ``(N, k)``, are used.
     """
     distances = (x.unsqueeze(-2) - centres).square_().sum(-1)
     distances.masked_fill_(~active, torch.inf)
@@ -54,16 +49,10 @@ def nearest(x: Tensor, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor]
 
 
 def server_means(sent: Centroids, components: int, start: Start, seed: int) -> NDArray[np.float64]:
-    """Return means for the shared Gaussians from the clients' centroids.
+    """Return means for the shared Gaussians from the clients' centroids, ``(k, d)``.
 
-    Args:
-        sent: all clients' centroids.
-        components: ``M``.
-        start: ``"kmeans"`` clusters the centroids; ``"k-means++"`` picks centroids that are far apart.
-        seed: of the clustering.
-
-    Returns:
-        Up to ``M`` means ``(k, d)``; fewer where the clients sent fewer different centroids.
+    ``"kmeans"`` clusters the centroids; ``"k-means++"`` picks centroids that are far apart. There
+    are fewer than ``components`` means if the clients sent fewer different centroids.
     """
     from sklearn.cluster import KMeans, kmeans_plusplus
 
@@ -115,12 +104,9 @@ def leading_directions(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the projection on the leading directions with unit variance, and the way back.
 
-    Args:
-        covariance: of all rows, ``(d, d)``.
-
-    Returns:
-        ``P`` and ``A``, ``(d, k)`` each, with at most three directions: a row ``x`` around the mean has
-        the place ``y = xᵀ P``, and ``A y`` is the nearest point to ``x`` in these directions.
+    From the covariance of all rows, ``(d, d)``: ``P`` and ``A``, ``(d, k)`` each, with at most
+    three directions. A row ``x`` around the mean has the place ``y = xᵀ P``, and ``A y`` is the
+    nearest point to ``x`` in these directions.
     """
     values, vectors = np.linalg.eigh(covariance)
     count = int(min(MOST_DIRECTIONS, max(1, (values > 1e-9 * max(values[-1], 1e-300)).sum())))

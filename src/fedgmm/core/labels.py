@@ -31,19 +31,13 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class LabelFrequencies:
-    """``P_c(y|m)`` of every client, and the ``P(y|m)`` that the learners assume.
+    """``P_c(y|m)`` of every client, and the ``P(y|m)`` that the learners assume."""
 
-    Attributes:
-        clients: ``P_c(y|m)``, ``(C, M, K)``.
-        federation: ``P(y|m)``, ``(M, K)``.
-        prior_rows: ``a``, the number of rows that the federation's frequencies count for.
-        guess_rows: the number of rows that the guessed labels of a new client count for at most, see
-            :func:`guess_label_counts`; zero where guesses do not help.
-    """
-
-    clients: Tensor
-    federation: Tensor
-    prior_rows: float
+    clients: Tensor  # ``P_c(y|m)``, ``(C, M, K)``
+    federation: Tensor  # ``P(y|m)``, ``(M, K)``
+    prior_rows: float  # ``a``, the number of rows that the federation's frequencies count for
+    # the number of rows that the guessed labels of a new client count for at most, see
+    # :func:`guess_label_counts`; zero where guesses do not help
     guess_rows: float = 0.0
 
     def log_ratios(self, codes: Tensor) -> Tensor:
@@ -61,12 +55,10 @@ class LabelFrequencies:
         return self.from_counts(counts).log_().sub_(self.federation.log())
 
     def with_client(self, code: int | None, counts: Tensor | None) -> LabelFrequencies:
-        """Return a copy with a new client, or with new frequencies of a known one.
+        """Return a copy with a new client (``code`` is ``None``), or with new frequencies of a known one.
 
-        Args:
-            code: code of the known client; ``None`` appends a new one.
-            counts: ``n_c(m, y)``, ``(M, K)``; ``None`` means unknown, so the federation's
-                frequencies are used.
+        ``counts`` are ``n_c(m, y)``, ``(M, K)``; if they are unknown, the federation's frequencies
+        are used.
         """
         counts = torch.zeros_like(self.federation) if counts is None else counts
         own = self.from_counts(counts[None])
@@ -78,13 +70,9 @@ class LabelFrequencies:
 
 
 def add_label_counts(counts: Tensor, q: Tensor, labels: Tensor, codes: Tensor) -> None:
-    """Add expected rows ``n_c(m, y) = Σ_i q_i(m) [y_i = y]`` to ``counts``, in place.
+    """Add expected rows ``n_c(m, y) = Σ_i q_i(m) [y_i = y]`` to ``counts``, ``(C, M, K)``, in place.
 
-    Args:
-        counts: ``(C, M, K)``.
-        q: responsibilities, ``(n, M)``.
-        labels: ``(n,)``.
-        codes: the client of each row, ``(n,)``.
+    ``q`` is ``(n, M)``; ``labels`` and the clients' ``codes`` are ``(n,)``.
     """
     clients, pairs, classes = counts.shape
     place = codes * classes + labels
@@ -97,10 +85,8 @@ def predicted_label_counts(
 ) -> Tensor:
     """Return ``Σ_i w_i P(m1, m2|x_i) P_θm2(y|x_i)``, the labels that learners expect, ``(M, K)``.
 
-    Args:
-        log_joint: ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
-        weights: ``w_i``, ``(n,)``; ``None`` means one.
+    From ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``, ``log P_θm2(y|x_i)``,
+    ``(n, M2, K)``, and ``w_i``, ``(n,)``; ``None`` means one.
     """
     q, _ = responsibilities(log_joint.flatten(1))
     if weights is not None:
@@ -109,12 +95,10 @@ def predicted_label_counts(
 
 
 def label_frequencies(counts: Tensor, predicted: Tensor, prior_rows: float) -> LabelFrequencies:
-    """Return label frequencies from sums over rows.
+    """Return label frequencies from ``n_c(m, y)`` of all clients, ``(C, M, K)``.
 
-    Args:
-        counts: ``n_c(m, y)`` of all clients, ``(C, M, K)``.
-        predicted: :func:`predicted_label_counts` summed over the rows of all clients, ``(M, K)``.
-        prior_rows: number of rows that the federation's frequencies count for.
+    ``predicted`` are :func:`predicted_label_counts` of the rows of all clients, ``(M, K)``, and the
+    federation's frequencies count for ``prior_rows`` rows.
     """
     total = predicted + _TINY_COUNT
     found = LabelFrequencies(counts, total / total.sum(-1, keepdim=True), prior_rows)
@@ -126,12 +110,9 @@ def prior_scores(
 ) -> Tensor:
     """Return ``log P_c(y_i|x_i)`` of each row for each of ``PRIORS``, ``(P, n)``.
 
-    Args:
-        frequencies: their ``P(y|m)`` is used.
-        counts: ``n_c(m, y)`` of each row's client, without the row itself, ``(n, M, K)``.
-        log_joint: ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
-        labels: ``y_i``, ``(n,)``.
+    ``counts`` are ``n_c(m, y)`` of each row's client, without the row itself, ``(n, M, K)``.
+    ``log_joint`` and ``log_y`` are those of :func:`predicted_label_counts`, and ``labels`` are
+    ``y_i``, ``(n,)``.
     """
     scores = []
     for prior in PRIORS:
@@ -148,15 +129,10 @@ def guess_label_counts(
     """Guess ``n_c(m, y)`` of a client without labels from the learners' predictions, ``(M, K)``.
 
     A few iterations of EM, starting from the federation's frequencies, on
-    ``P_c(x) ∝ Σ_m π_c(m) N(x; μ_m1, Σ_m1) Σ_y P_θm2(y|x) P_c(y|m) / P(y|m)``.
-    A few suffice where the learners are sure of the labels, and more would amplify their errors. The
-    result counts for at most ``guess_rows`` rows, because many rows would amplify errors as well.
-
-    Args:
-        frequencies: of the federation.
-        log_joint: ``log π_c(m1, m2) + log N(x_i; μ_m1, Σ_m1)``, ``(n, M1, M2)``.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
-        rounds: number of iterations.
+    ``P_c(x) ∝ Σ_m π_c(m) N(x; μ_m1, Σ_m1) Σ_y P_θm2(y|x) P_c(y|m) / P(y|m)``. A few suffice where
+    the learners are sure of the labels, and more would amplify their errors. The result counts for
+    at most ``guess_rows`` rows, because many rows would amplify errors as well. ``log_joint`` and
+    ``log_y`` are those of :func:`predicted_label_counts`.
     """
     counts = torch.zeros_like(frequencies.federation)
     for _ in range(rounds):

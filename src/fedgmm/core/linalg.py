@@ -70,27 +70,20 @@ def solve(matrices: Tensor, right: Tensor) -> Tensor:
     """Return ``A⁻¹ b`` for matrices ``(K, p, p)`` and vectors ``(K, p)``; by NumPy on the CPU."""
     if matrices.device.type == "cpu":
         try:
-            solved = np.linalg.solve(matrices.numpy(), right.numpy()[..., None])[..., 0]
+            return torch.from_numpy(
+                np.linalg.solve(matrices.numpy(), right.numpy()[..., None])[..., 0]
+            )
         except np.linalg.LinAlgError:  # one singular matrix must not spoil the others
-            found: Tensor = torch.linalg.solve_ex(matrices, right[..., None]).result[..., 0]
-            return found
-        return torch.from_numpy(solved)
-    solution: Tensor = torch.linalg.solve(matrices, right)
-    return solution
+            return torch.linalg.solve_ex(matrices, right[..., None]).result[..., 0]  # type: ignore[no-any-return]
+    return torch.linalg.solve(matrices, right)  # type: ignore[no-any-return]
 
 
 def cholesky_or_repair(matrices: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Return lower Cholesky factors; repair matrices that are not positive definite.
+    """Return matrices ``(K, d, d)``, their lower Cholesky factors, and the indices that were repaired.
 
-    A matrix counts as singular if a pivot of its *correlation* matrix is within rounding of zero, so
-    columns of very different scales are not repaired.
-
-    Args:
-        matrices: ``(K, d, d)``, finite, float64.
-
-    Returns:
-        The matrices (repaired where needed) ``(K, d, d)``, their factors ``(K, d, d)``, and the
-        indices that were repaired.
+    A matrix that is not positive definite is repaired. It counts as singular if a pivot of its
+    *correlation* matrix is within rounding of zero, so columns of very different scales are not
+    repaired.
     """
     d = matrices.shape[-1]
     floor = 10.0 * d * torch.finfo(matrices.dtype).eps

@@ -42,14 +42,9 @@ def pool(
     """Return the moments of all rows from the moments of each part (Chan, Golub and LeVeque 1979).
 
     With ``n = Σ_c n_c``: ``mean = Σ_c n_c mean_c / n`` and
-    ``Σ (x - mean)² = Σ_c [squares_c + n_c (mean_c - mean)²]``. Means enter as distances from the first
-    non-empty part, so none of their digits is lost.
-
-    Args:
-        counts: ``n_c``, ``(C, d)`` or ``(C, 1)``; a part without rows does not count.
-        means: ``(C, d)``.
-        squares: ``Σ (x - mean_c)²``, ``(C, d)``.
-        rests: see :class:`Pooled`, ``(C, d)``; ``None`` means zero.
+    ``Σ (x - mean)² = Σ_c [squares_c + n_c (mean_c - mean)²]``. Means enter as distances from the
+    first non-empty part, so none of their digits is lost. All arrays are ``(C, d)``; counts may be
+    ``(C, 1)``, a part without rows does not count, and ``rests`` of ``None`` are zero.
     """
     counts = np.broadcast_to(counts, means.shape)
     present = counts > 0
@@ -64,13 +59,10 @@ def pool(
 
 
 def outer(vectors: Tensor, weights: Tensor, covariance_type: str) -> Tensor:
-    """Return ``w_m v_m v_mᵀ`` in the shape of a second moment.
+    """Return ``w_m v_m v_mᵀ`` in the shape of a second moment, for ``(..., M, d)`` and ``(..., M)``.
 
-    Args:
-        vectors: ``v_m``, ``(..., M, d)``.
-        weights: ``w_m``, ``(..., M)``.
-        covariance_type: ``"full"`` gives ``(..., M, d, d)``, ``"tied"`` their sum ``(..., d, d)``,
-            ``"diag"`` the diagonals ``(..., M, d)``, any other the traces ``(..., M)``.
+    ``"full"`` gives ``(..., M, d, d)``, ``"tied"`` their sum ``(..., d, d)``, ``"diag"`` the
+    diagonals ``(..., M, d)``, any other type the traces ``(..., M)``.
     """
     weighted = vectors * weights.unsqueeze(-1)
     match covariance_type:
@@ -95,24 +87,15 @@ def scatter_around_means(
     """Return ``Σ q (x - x̄)(x - x̄)ᵀ`` from moments around another centre.
 
     ``Σ q (x - x̄)(x - x̄)ᵀ = Σ q (x - c)(x - c)ᵀ - n δ δᵀ`` with ``δ = Σ q (x - c) / n``.
-
-    Args:
-        counts: ``n = Σ q``, ``(..., M)``.
-        first: ``Σ q (x - c)``, ``(..., M, d)``.
-        second: ``Σ q (x - c)(x - c)ᵀ``, shaped by ``covariance_type`` as in :func:`outer`.
-        covariance_type: see :func:`outer`.
+    ``counts`` are ``n``, ``(..., M)``, ``first`` is ``(..., M, d)``, and ``second`` has the shape
+    of :func:`outer`.
     """
     return second - outer(first, inverse_counts(counts), covariance_type)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """``z = (x - mean) / scale``, column by column.
-
-    Attributes:
-        mean: ``(d,)`` float64.
-        scale: ``(d,)`` float64, positive.
-    """
+    """``z = (x - mean) / scale``, column by column; ``(d,)`` float64 each, the scale is positive."""
 
     mean: Tensor
     scale: Tensor

@@ -22,18 +22,12 @@ class NewtonSums:
 
     Both are sums over rows and over clients. Coordinates are contrasts of the classes: logits are
     ``contrasts(K) @ β``, so two classes need one coordinate, and no coordinate is redundant.
-
-    Attributes:
-        gradient: ``(M, (K-1)·p)`` with ``p = columns + 1``.
-        hessian: ``(M, (K-1)·p, (K-1)·p)``.
-        second: ``Σ_i w_i(m) x_i x_iᵀ``, ``(M, p, p)``; bounds how far a step moves the logits.
-        weight: ``Σ_i w_i(m)``, ``(M,)``.
     """
 
-    gradient: Tensor
-    hessian: Tensor
-    second: Tensor
-    weight: Tensor
+    gradient: Tensor  # ``(M, (K-1)·p)`` with ``p = columns + 1``
+    hessian: Tensor  # ``(M, (K-1)·p, (K-1)·p)``
+    second: Tensor  # ``Σ_i w_i(m) x_i x_iᵀ``, ``(M, p, p)``; bounds how far a step moves the logits
+    weight: Tensor  # ``Σ_i w_i(m)``, ``(M,)``
 
 
 def contrasts(classes: int) -> Tensor:
@@ -49,11 +43,8 @@ def contrasts(classes: int) -> Tensor:
 def newton_sums(logits: Tensor, inputs: Tensor, labels: Tensor, weights: Tensor) -> NewtonSums:
     """Return gradient and Hessian of ``Σ_i w_i(m) CE_i(θ_m)`` on a block of rows.
 
-    Args:
-        logits: of the learners as they are, ``(n, M, K)``.
-        inputs: ``(n, d)``.
-        labels: ``(n,)``.
-        weights: ``w_i(m)``, ``(n, M)``.
+    ``logits`` are those of the learners as they are, ``(n, M, K)``; ``inputs`` are ``(n, d)``,
+    ``labels`` ``(n,)``, and ``weights`` ``w_i(m)``, ``(n, M)``.
     """
     classes = logits.shape[-1]
     x = _with_constant(inputs)
@@ -84,18 +75,15 @@ def newton_step(params: Params, sums: NewtonSums, ridge: float, bias_ridge: floa
     """Return the learners after a damped step, ``β ← β - τ (H + ridge·I)⁻¹ (g + ridge·β)``.
 
     Logistic loss is self-concordant in the logits. With ``δ`` the root mean square change of the
-    logits that a full step would make, ``τ = log(1 + δ) / δ`` keeps the step from overshooting where
-    the curvature has died away, and tends to one as the steps get small.
+    logits that a full step would make, ``τ = log(1 + δ) / δ`` keeps the step from overshooting
+    where the curvature has died away, and tends to one as the steps get small.
 
-    By default the bias is penalised just enough to keep the system solvable, because a column without
-    spread, or a learner without rows, has no curvature of its own. A learner without rows keeps its
-    parameters.
+    By default the bias is penalised just enough to keep the system solvable, because a column
+    without spread, or a learner without rows, has no curvature of its own. ``bias_ridge`` above
+    ``ridge`` has no effect. A learner without rows keeps its parameters.
 
-    Args:
-        params: ``0.weight`` ``(M, K, d)`` and ``0.bias`` ``(M, K)``.
-        sums: over the rows of all clients.
-        ridge: penalty of the weights.
-        bias_ridge: penalty of the bias, at most that of the weights.
+    ``params`` are ``0.weight`` ``(M, K, d)`` and ``0.bias`` ``(M, K)``; ``sums`` run over the rows
+    of all clients.
     """
     weight, bias = params["0.weight"].double(), params["0.bias"].double()
     m, k, d = weight.shape
@@ -124,20 +112,14 @@ def newton_step(params: Params, sums: NewtonSums, ridge: float, bias_ridge: floa
 class LeastSquaresSums:
     """Sums of ``M`` linear learners of numbers, around the learners as they are.
 
-    With the residuals ``r_i(m) = y_i - f_θm(x_i)`` and a constant one behind each ``x_i``, over rows and
-    over clients:
-
-    Attributes:
-        gradient: ``Σ_i w_i(m) r_i(m) x_i``, ``(M, p)`` with ``p = columns + 1``.
-        second: ``Σ_i w_i(m) x_i x_iᵀ``, ``(M, p, p)``.
-        squares: ``Σ_i w_i(m) r_i(m)²``, ``(M,)``.
-        weight: ``Σ_i w_i(m)``, ``(M,)``.
+    They run over rows and over clients, with the residuals ``r_i(m) = y_i - f_θm(x_i)`` and a
+    constant one behind each ``x_i``.
     """
 
-    gradient: Tensor
-    second: Tensor
-    squares: Tensor
-    weight: Tensor
+    gradient: Tensor  # ``Σ_i w_i(m) r_i(m) x_i``, ``(M, p)`` with ``p = columns + 1``
+    second: Tensor  # ``Σ_i w_i(m) x_i x_iᵀ``, ``(M, p, p)``
+    squares: Tensor  # ``Σ_i w_i(m) r_i(m)²``, ``(M,)``
+    weight: Tensor  # ``Σ_i w_i(m)``, ``(M,)``
 
 
 def least_squares_sums(
@@ -145,11 +127,8 @@ def least_squares_sums(
 ) -> LeastSquaresSums:
     """Return the sums of a block of rows.
 
-    Args:
-        outputs: ``f_θm(x_i)`` first along the last axis, ``(n, M, ...)``.
-        inputs: ``(n, d)``.
-        labels: ``y_i``, ``(n,)``.
-        weights: ``w_i(m)``, ``(n, M)``.
+    ``outputs`` are ``(n, M, ...)`` with ``f_θm(x_i)`` first along the last axis; ``inputs`` are
+    ``(n, d)``, ``labels`` ``(n,)``, and ``weights`` ``w_i(m)``, ``(n, M)``.
     """
     x, w = _with_constant(inputs), weights.double()
     residuals = labels.double()[:, None] - outputs[..., 0].double()
@@ -162,12 +141,8 @@ def least_squares_step(params: Params, sums: LeastSquaresSums, ridge: float) -> 
 
     ``β ← β + δ`` with ``δ = (Σ w x xᵀ + ridge·I)⁻¹ (Σ w r x - ridge·β)``, and
     ``σ²_m = Σ w (r - δᵀx)² / Σ w``. The bias is not penalised. A learner without rows keeps its
-    parameters.
-
-    Args:
-        params: ``0.weight`` ``(M, 1, d)``, ``0.bias`` ``(M, 1)`` and ``σ²`` ``(M,)``.
-        sums: over the rows of all clients.
-        ridge: penalty of the weights.
+    parameters. ``params`` are ``0.weight`` ``(M, 1, d)``, ``0.bias`` ``(M, 1)`` and ``σ²``
+    ``(M,)``.
     """
     weight, bias = params["0.weight"].double(), params["0.bias"].double()
     beta = torch.cat([weight[:, 0], bias], dim=-1)
@@ -196,12 +171,7 @@ def _with_constant(inputs: Tensor) -> Tensor:
 
 
 def _gram(x: Tensor, weights: Tensor) -> Tensor:
-    """Return ``Σ_i v_i(m) x_i x_iᵀ``, ``(M, p, p)``, as one product for all learners.
-
-    Args:
-        x: ``(n, p)``.
-        weights: ``v_i(m)``, ``(n, M)``.
-    """
+    """Return ``Σ_i v_i(m) x_i x_iᵀ``, ``(M, p, p)``, as one product; ``v`` are the weights, ``(n, M)``."""
     (n, p), m = x.shape, weights.shape[1]
     scaled = (weights.mT[:, None] * x.mT).reshape(m * p, n)
     return matmul(scaled, x).reshape(m, p, p)

@@ -16,19 +16,12 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with an interval, and a test whether it is zero.
+    """A mean with an interval, and a test whether it is zero."""
 
-    Attributes:
-        mean: the estimate.
-        low: lower end of the interval.
-        high: upper end of the interval.
-        p_value: two-sided p-value of a mean of zero.
-    """
-
-    mean: float
-    low: float
-    high: float
-    p_value: float
+    mean: float  # the estimate
+    low: float  # lower end of the interval
+    high: float  # upper end of the interval
+    p_value: float  # two-sided p-value of a mean of zero
 
     @property
     def within_noise(self) -> bool:
@@ -52,16 +45,15 @@ class Estimate:
 
 
 def over_splits(values: FloatArray, test_per_training_row: float = 0.0) -> Estimate:
-    """Return the mean of one value per split, with the interval of a ``t`` distribution.
+    """Return the mean of one value per split, ``(S,)``, with the interval of a ``t`` distribution.
 
     Splits of the same rows overlap, so their values vary less than those of new rows would. Nadeau
     and Bengio (2003) correct for that::
 
         variance of the mean = (1/S + n_test/n_train) · variance of the values
 
-    Args:
-        values: one value per split, ``(S,)``; a difference of two methods makes the test paired.
-        test_per_training_row: ``n_test / n_train``; zero for values that are independent.
+    ``test_per_training_row`` is ``n_test / n_train``; zero for values that are independent.
+    Differences of two methods make the test paired.
     """
     count, mean = len(values), float(values.mean())
     if count < 2:
@@ -77,12 +69,10 @@ def over_splits(values: FloatArray, test_per_training_row: float = 0.0) -> Estim
 
 
 def over_resamples(mean: float, values: FloatArray) -> Estimate:
-    """Return a mean with the percentiles of its values under bootstrap resamples.
+    """Return the mean of all rows with the percentiles of its values under bootstrap resamples, ``(B,)``.
 
-    Args:
-        mean: the value of all rows.
-        values: the value under each resample, ``(B,)``; differences of two methods under the same
-            resamples make the test paired. NaN, where a value is undefined, is left out.
+    Differences of two methods under the same resamples make the test paired. NaN, where a value is
+    undefined, is left out.
     """
     known = values[np.isfinite(values)]
     if not len(known):

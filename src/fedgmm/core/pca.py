@@ -23,30 +23,19 @@ _TIE = 1e-7
 
 @dataclass(frozen=True)
 class FeatureMoments:
-    """Sums over rows around a centre that all clients share, in float64.
+    """Sums over rows around a centre that all clients share, in float64."""
 
-    Attributes:
-        count: ``n``; not whole if rows have weights.
-        first: ``Σ_i (x_i - centre)``, ``(d,)``.
-        second: ``Σ_i (x_i - centre)(x_i - centre)ᵀ``, ``(d, d)``.
-        centre: ``(d,)``.
-    """
-
-    count: float
-    first: Tensor
-    second: Tensor
-    centre: Tensor
+    count: float  # ``n``; not whole if rows have weights
+    first: Tensor  # ``Σ_i (x_i - centre)``, ``(d,)``
+    second: Tensor  # ``Σ_i (x_i - centre)(x_i - centre)ᵀ``, ``(d, d)``
+    centre: Tensor  # ``(d,)``
 
     def __add__(self, other: FeatureMoments) -> FeatureMoments:
         """Return the moments of both together."""
         if not torch.equal(self.centre, other.centre):
             raise ValueError("Moments can only be added when they were taken around one centre.")
-        return FeatureMoments(
-            self.count + other.count,
-            self.first + other.first,
-            self.second + other.second,
-            self.centre,
-        )
+        first, second = self.first + other.first, self.second + other.second
+        return FeatureMoments(self.count + other.count, first, second, self.centre)
 
     @property
     def mean(self) -> Tensor:
@@ -76,37 +65,24 @@ def moments_of(rows: Tensor, centre: Tensor) -> FeatureMoments:
 
 @dataclass(frozen=True)
 class PCA:
-    """The directions in which rows vary most, in float64.
+    """The directions in which rows vary most, in float64."""
 
-    Attributes:
-        mean: ``(d,)``.
-        components: orthonormal rows, ``(k, d)``, by falling variance.
-        variances: along them, ``(k,)``.
-    """
-
-    mean: Tensor
-    components: Tensor
-    variances: Tensor
+    mean: Tensor  # ``(d,)``
+    components: Tensor  # orthonormal rows, ``(k, d)``, by falling variance
+    variances: Tensor  # along them, ``(k,)``
 
     def apply(self, x: Tensor, whiten: bool = False) -> Tensor:
         """Return coordinates ``(n, k)``, float64, of rows ``(n, d)``, with variance one if whitened."""
         mean, directions = self.mean.to(x.device), self.components.to(x.device).mT
         if whiten:
-            directions = directions / self._deviations.to(x.device)
-        blocks = [
-            matmul(block.double() - mean, directions) for block in torch.split(x, _BLOCK_ROWS)
-        ]
-        return torch.cat(blocks)
-
-    @property
-    def _deviations(self) -> Tensor:
-        """Divisors of whitening, ``(k,)``."""
-        # Dividing by the rounding errors of a direction without spread would send a new row outside
-        # the old rows' span to infinity, so the largest deviation is used instead.
-        largest = self.variances.max()
-        empty = self.variances <= largest * len(self.mean) * torch.finfo(torch.float64).eps
-        deviations = torch.where(empty, largest, self.variances).sqrt()
-        return torch.where(deviations > 0, deviations, 1.0)
+            # Dividing by the rounding errors of a direction without spread would send a new row outside
+            # the old rows' span to infinity, so the largest deviation is used instead.
+            largest = self.variances.max()
+            empty = self.variances <= largest * len(self.mean) * torch.finfo(torch.float64).eps
+            deviations = torch.where(empty, largest, self.variances).sqrt()
+            directions = directions / torch.where(deviations > 0, deviations, 1.0).to(x.device)
+        blocks = torch.split(x, _BLOCK_ROWS)
+        return torch.cat([matmul(block.double() - mean, directions) for block in blocks])
 
 
 def fit_pca(moments: FeatureMoments, k: int) -> PCA:

@@ -23,20 +23,15 @@ _HALVINGS = 60  # of an interval around a quantile; more would not change a floa
 def log_class_probabilities(
     log_pi: Tensor, log_x: Tensor | None, log_y: Tensor, log_ratios: Tensor | None = None
 ) -> Tensor:
-    """Return ``log P_c(y|x)`` of every class: equation (3).
+    """Return ``log P_c(y|x)`` of every class, ``(n, K)``: equation (3).
 
     ``P_c(y|x) = Σ π_c(m1, m2) N(x; μ_m1, Σ_m1) P_θm2(y|x) / Σ π_c(m1, m2) N(x; μ_m1, Σ_m1)``
 
-    Args:
-        log_pi: ``log π_c(m1, m2)`` of each row's client, ``(n, M1, M2)``.
-        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``; ``None`` without Gaussians.
-        log_y: ``log P_θm2(y|x_i)``, ``(n, M2, K)``.
-        log_ratios: label frequencies of each row's client relative to the federation's,
-            ``log P_c(y|m1, m2) - log P(y|m1, m2)``, ``(n, M1, M2, K)``, see :mod:`fedgmm.core.labels`;
-            ``None`` makes no correction.
-
-    Returns:
-        ``(n, K)``, at most zero; the probabilities of a row sum to one.
+    ``log_pi`` is that of each row's client, ``(n, M1, M2)``, ``log_x`` is
+    ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)`` (``None`` without Gaussians), and ``log_y`` is
+    ``log P_θm2(y|x_i)``, ``(n, M2, K)``. ``log_ratios`` correct for the label frequencies of each
+    row's client, see :mod:`fedgmm.core.labels`: ``log P_c(y|m1, m2) - log P(y|m1, m2)``,
+    ``(n, M1, M2, K)``.
     """
     if log_ratios is not None:
         joint = log_pi if log_x is None else log_pi + log_x.unsqueeze(-1)
@@ -49,37 +44,27 @@ def log_class_probabilities(
 
 
 def log_learner_weights(log_pi: Tensor, log_x: Tensor | None) -> Tensor:
-    """Return ``log P_c(m2|x)``: the Gaussians decide how much each learner counts for a row, ``(n, M2)``.
-
-    The arguments are those of :func:`log_class_probabilities`.
-    """
+    """Return ``log P_c(m2|x)``, ``(n, M2)``: Gaussians decide how much each learner counts for a row."""
     learner = (log_pi if log_x is None else log_pi + log_x.unsqueeze(-1)).logsumexp(-2)
     return learner - learner.logsumexp(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
 class NumberPredictions:
-    """Equation (3) for numbers: ``P_c(y|x) = Σ_m P_c(m|x) N(y; f_θm(x), σ²_m)`` of every row.
+    """Equation (3) for numbers: ``P_c(y|x) = Σ_m P_c(m|x) N(y; f_θm(x), σ²_m)`` of every row."""
 
-    Attributes:
-        log_weights: ``log P_c(m|x)``, ``(n, M2)``.
-        means: ``f_θm(x)``, ``(n, M2)``.
-        variances: ``σ²_m``, ``(n, M2)``.
-        held_out: :meth:`normal_scores` of held-out rows, ``(h,)``, which intervals are calibrated by;
-            ``None`` without any.
-    """
-
-    log_weights: Tensor
-    means: Tensor
-    variances: Tensor
+    log_weights: Tensor  # ``log P_c(m|x)``, ``(n, M2)``
+    means: Tensor  # ``f_θm(x)``, ``(n, M2)``
+    variances: Tensor  # ``σ²_m``, ``(n, M2)``
+    # :meth:`normal_scores` of held-out rows, ``(h,)``, which intervals are calibrated by; ``None``
+    # without any
     held_out: Tensor | None = None
 
     def unscaled(self, scaling: Scaling) -> NumberPredictions:
         """Return predictions of ``y`` from those of ``(y - mean) / scale``."""
         mean, scale = scaling.mean.to(self.means), scaling.scale.to(self.means)
-        means, variances = (
-            empty_beside(self.means, (*self.means.shape,), mean.dtype) for _ in "mv"
-        )
+        shape = tuple(self.means.shape)
+        means, variances = (empty_beside(self.means, shape, mean.dtype) for _ in "mv")
         torch.mul(self.means, scale, out=means).add_(mean)
         torch.mul(self.variances, scale**2, out=variances)
         return replace(self, means=means, variances=variances)
@@ -152,9 +137,7 @@ class NumberPredictions:
 def log_marginal(log_pi: Tensor, log_x: Tensor) -> Tensor:
     """Return ``log P_c(x) = log Σ_m1 N(x; μ_m1, Σ_m1) Σ_m2 π_c(m1, m2)``, ``(n,)``.
 
-    Args:
-        log_pi: ``log π_c(m1, m2)`` of each row's client, ``(n, M1, M2)``.
-        log_x: ``log N(x_i; μ_m1, Σ_m1)``, ``(n, M1)``.
+    ``log_pi`` is that of each row's client, ``(n, M1, M2)``, and ``log_x`` is ``(n, M1)``.
     """
     return torch.logsumexp(log_pi.logsumexp(-1) + log_x, dim=-1)
 
@@ -171,11 +154,10 @@ def new_client_weights(
 ) -> tuple[Tensor, list[float]]:
     """Fit the weights ``π_c`` of a new client by EM, with all Gaussians and learners fixed.
 
-    ``π_c(m) ∝ Σ_i q_i(m) + a π(m)`` with ``q_i(m) ∝ π_c(m) P_m(s_i)``: the mode under a Dirichlet prior
-    around the federation's weights, which count for ``a`` rows. Without a prior (``a = 0``) the
-    log-likelihood never falls.
-
-    Several fits run at once if ``strength`` or ``rows`` has leading axes.
+    ``π_c(m) ∝ Σ_i q_i(m) + a π(m)`` with ``q_i(m) ∝ π_c(m) P_m(s_i)``: the mode under a Dirichlet
+    prior around the federation's weights, which count for ``a`` rows. Without a prior (``a = 0``)
+    the log-likelihood never falls. Several fits run at once if ``strength`` or ``rows`` has leading
+    axes.
 
     Args:
         log_likelihood: ``log P_m(s_i)``, ``(n, M)``.
@@ -218,14 +200,13 @@ STRENGTHS: tuple[float, ...] = tuple(2.0**power for power in range(8))
 def prior_strength(counts: Tensor, mean: Tensor) -> float:
     """Return the one of ``STRENGTHS`` under which the clients' counts are most likely.
 
-    A client's weights are drawn from a Dirichlet distribution around ``π`` with strength ``a``, and its
-    rows from its weights (Dirichlet-multinomial), so a small ``a`` means that clients differ a lot::
+    A client's weights are drawn from a Dirichlet distribution around ``π`` with strength ``a``, and
+    its rows from its weights (Dirichlet-multinomial), so a small ``a`` means that clients differ a
+    lot::
 
         Σ_c [log Γ(a) - log Γ(N_c + a) + Σ_m (log Γ(γ_c(m) + a π(m)) - log Γ(a π(m)))]
 
-    Args:
-        counts: ``γ_c(m) = N_c π_c(m)``, ``(C, M)``.
-        mean: the federation's weights ``π``, positive, ``(M,)``.
+    ``counts`` are ``γ_c(m) = N_c π_c(m)``, ``(C, M)``, and ``mean`` is ``π``, positive, ``(M,)``.
     """
     a = torch.tensor(STRENGTHS).to(counts)[:, None]
     of_pairs = torch.lgamma(counts + (a * mean)[:, None]) - torch.lgamma(a * mean)[:, None]
@@ -236,7 +217,6 @@ def prior_strength(counts: Tensor, mean: Tensor) -> float:
 def shares_of_models(log_p: Tensor) -> Tensor:
     """Return ``v_k ∝ exp Σ_i log P_k(y_i|x_i)``, the shares in an average of models, ``(k,)``.
 
-    Args:
-        log_p: ``log P_k(y_i|x_i)`` of models that were fitted without row ``i``, ``(n, k)``.
+    ``log_p``, ``(n, k)``, is that of models that were fitted without row ``i``.
     """
     return torch.softmax(log_p.sum(0), 0)

@@ -25,13 +25,10 @@ def client_keys(names: Iterable[Hashable]) -> NDArray[np.uint64]:
 def row_uniforms(
     seed: int, stream: int, keys: NDArray[np.uint64], positions: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return uniform numbers in (0, 1), one per row.
+    """Return uniform numbers in (0, 1), one per row; different streams are independent draws.
 
-    Args:
-        seed: the run's seed.
-        stream: number of the draw; different streams are independent.
-        keys: the client's key of each row, ``(N,)``.
-        positions: the row's place within its client, ``(N,)``.
+    ``keys`` are those of each row's client, and ``positions`` the rows' places within their
+    clients, ``(N,)`` each.
     """
     with np.errstate(over="ignore"):
         word = _mix(np.uint64(seed) + _GOLDEN * np.uint64(stream + 1))

@@ -29,33 +29,24 @@ class ServerState:
 
 @dataclass(frozen=True)
 class ServerOptimiser:
-    """Settings of the server's step.
+    """Settings of the server's step."""
 
-    Attributes:
-        kind: ``"average"`` takes the average as it is; ``"momentum"`` and ``"adam"`` treat the
-            difference to it as a gradient.
-        lr: step size; for ``"adam"`` 0.01 is a good start.
-        momentum: decay of the first average.
-        decay: decay of the second average.
-        floor: smallest denominator of Adam.
-    """
-
+    # ``"average"`` takes the average as it is; ``"momentum"`` and ``"adam"`` treat the difference
+    # to it as a gradient
     kind: ServerKind = "average"
-    lr: float = 1.0
-    momentum: float = 0.9
-    decay: float = 0.99
-    floor: float = 1e-3
+    lr: float = 1.0  # step size; for ``"adam"`` 0.01 is a good start
+    momentum: float = 0.9  # decay of the first average
+    decay: float = 0.99  # decay of the second average
+    floor: float = 1e-3  # smallest denominator of Adam
 
     def step(
         self, current: Params, average: Params, state: ServerState, share: float = 1.0
     ) -> tuple[Params, ServerState]:
-        """Return new parameters and the new state, given the clients' average.
+        """Return new parameters and the new state of the moving averages.
 
-        Args:
-            current: the parameters that clients started from, ``(M, ...)``.
-            average: their average after local training, ``(M, ...)``.
-            state: moving averages of earlier rounds.
-            share: the clients' learning rate in this round, as a share of the full one.
+        ``current``, ``(M, ...)``, are the parameters that clients started from, and ``average`` is
+        their average after local training. ``share`` is the clients' learning rate in this round,
+        as a share of the full one.
         """
         if self.kind == "average":
             if self.lr == 1.0:

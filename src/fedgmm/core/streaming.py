@@ -69,16 +69,13 @@ def accumulate(
 ) -> list[Accumulator]:
     """Run ``add_block`` over all blocks and return one accumulator per lane, in order.
 
-    Args:
-        blocks: to visit in order: blocks of rows, or other items.
-        start: makes an empty accumulator.
-        add_block: adds one block to an accumulator in place.
-        device: lanes are threads on the CPU; elsewhere there is one.
-        gradients: whether ``add_block`` differentiates.
-        in_turn: deal the blocks to lanes in turn, where the first are the largest; otherwise a lane's
-            blocks follow each other.
+    Lanes are threads on the CPU; elsewhere there is one. ``start`` makes an empty accumulator, and
+    ``add_block`` adds one block, or another item, to it in place; ``gradients`` says that it
+    differentiates. Blocks that follow each other belong to one lane. With ``in_turn`` they are
+    dealt to the lanes in turn, for blocks of which the first are the largest.
     """
-    lanes = min(_threads(), len(blocks) // _BLOCKS_A_LANE) if device.type == "cpu" else 1
+    threads = _lanes.get() or torch.get_num_threads()
+    lanes = max(1, min(threads, len(blocks) // _BLOCKS_A_LANE) if device.type == "cpu" else 1)
     stop: list[bool] = []  # anything in it means so
 
     def run(lane: int) -> Accumulator:
@@ -99,13 +96,11 @@ def accumulate(
                     raise
         return accumulator
 
-    if lanes <= 1:
-        lanes = 1
-        if len(blocks) <= 1:  # changing the BLAS threads would gain nothing
-            return [run(0)]
-        with lanes_only():
-            return [run(0)]
+    if len(blocks) <= 1:  # changing the BLAS threads would gain nothing
+        return [run(0)]
     with lanes_only():
+        if lanes == 1:
+            return [run(0)]
         crew = _Crew(run, stop)
         try:
             try:
@@ -176,9 +171,7 @@ class _Crew(Generic[Accumulator]):
             self._news.get(timeout=0.1)
 
     def _in_a_thread(self, lane: int) -> None:
-        self._begun.append(
-            lane
-        )  # first, so that leave() waits for this thread or has removed the work
+        self._begun.append(lane)  # first: leave() waits for this thread or has removed the work
         try:
             self._one(lane)
         except BaseException as error:
@@ -227,11 +220,6 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _threads() -> int:
-    """Return the largest number of lanes."""
-    return _lanes.get() or torch.get_num_threads()
 
 
 @cache

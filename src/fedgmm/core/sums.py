@@ -26,47 +26,35 @@ class SumsError(ValueError):
 
 @dataclass(frozen=True)
 class Sum:
-    """The declaration of one sum.
+    """The declaration of one sum."""
 
-    Attributes:
-        shape: of the whole sum.
-        rows: name of the sum that counts the rows behind each entry of the first axis; ``None`` if
-            all rows of a client stand behind all entries. Entries without rows are zero.
-        pooled: the sum runs over all entries that ``rows`` counts, so it has no axis for them (tied
-            covariances).
-        lowest: smallest value that an entry can have.
-        largest: largest absolute value that one row can add to an entry. The range of a fixed-point
-            number follows from it.
-        rounding: relative error that the client's arithmetic may leave, in units of the largest entry.
-        size_of: name of the sum whose largest entry that is, for a matrix that is a difference of
-            larger ones; ``None`` means the sum itself.
-        semidefinite: the last two axes are a symmetric positive semidefinite matrix, so a triangle
-            travels.
-        as_mean: the sum travels as its mean over ``rows``, in the precision of the learners. This
-            loses nothing, because the client computed the mean in that precision.
-        sensitivity: maps a bound on ``‖x - μ‖`` to the largest Euclidean norm of one row's
-            contribution; ``None`` if no bound on rows bounds it.
-        gathered: not a sum: entries of different clients are kept apart along the first axis. The
-            server's memory then grows with the number of clients, and masks cannot hide the entries.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole sum
+    # name of the sum that counts the rows behind each entry of the first axis; ``None`` if all rows
+    # of a client stand behind all entries. Entries without rows are zero.
     rows: str | None = None
+    # the sum runs over all entries that ``rows`` counts, so it has no axis for them (tied
+    # covariances)
     pooled: bool = False
-    lowest: float = -math.inf
+    lowest: float = -math.inf  # smallest value that an entry can have
+    # largest absolute value that one row can add to an entry. The range of a fixed-point number
+    # follows from it.
     largest: float = math.inf
+    # relative error that the client's arithmetic may leave, in units of the largest entry
     rounding: float = 0.0
+    # name of the sum whose largest entry that is, for a matrix that is a difference of larger ones;
+    # ``None`` means the sum itself
     size_of: str | None = None
+    # the last two axes are a symmetric positive semidefinite matrix, so a triangle travels
     semidefinite: bool = False
+    # the sum travels as its mean over ``rows``, in the precision of the learners. This loses
+    # nothing, because the client computed the mean in that precision.
     as_mean: bool = False
+    # maps a bound on ``‖x - μ‖`` to the largest Euclidean norm of one row's contribution; ``None``
+    # if no bound on rows bounds it
     sensitivity: Callable[[float], float] | None = None
+    # not a sum: entries of different clients are kept apart along the first axis. The server's
+    # memory then grows with the number of clients, and masks cannot hide the entries.
     gathered: bool = False
-
-    def fraction_bits(self, rows: int, word: int = 64) -> int:
-        """Return the bits left for fractions when ``rows`` rows are added in a signed word."""
-        if not math.isfinite(self.largest):
-            return 0
-        return max(0, word - 2 - math.ceil(math.log2(max(rows * self.largest, 1.0))))
 
 
 def row_counts(*shape: int) -> Sum:
@@ -79,11 +67,7 @@ Declaration = Mapping[str, Sum]
 
 
 class Sums(Mapping[str, Tensor]):
-    """Named sums over the rows of one or several clients.
-
-    Attributes:
-        gathered: names of the entries that are kept apart per client, see :class:`Sum`.
-    """
+    """Named sums over the rows of one or several clients; ``gathered`` ones are kept apart per client."""
 
     def __init__(self, values: Mapping[str, Tensor], gathered: Iterable[str] = ()) -> None:
         self._values = dict(values)
@@ -132,11 +116,8 @@ class Total:
         self.clients += 1
         if self._total is None:
             self._total = Sums({n: v.clone() for n, v in sums.items()}, sums.gathered)
-            self._rests = {
-                name: torch.zeros_like(value)
-                for name, value in sums.items()
-                if name not in sums.gathered
-            }
+            added = sums.keys() - sums.gathered
+            self._rests = {name: torch.zeros_like(sums[name]) for name in added}
             return
         before, self._total = self._total, self._total + sums
         for name, rest in self._rests.items():
@@ -152,15 +133,10 @@ class Total:
 
 
 def withhold(sums: Sums, declaration: Declaration, min_rows: float) -> Sums:
-    """Set entries to zero that stand for too few rows, and their counts, too.
+    """Set entries of one client that stand for fewer than ``min_rows`` rows to zero, and their counts, too.
 
-    The ratio of the sums over clients then stays right. A pooled sum is kept whole or not at all, and
-    its group with it. Gathered entries are kept, because no ratio makes up for a missing one.
-
-    Args:
-        sums: of one client.
-        declaration: of the method.
-        min_rows: entries with fewer expected rows are withheld.
+    The ratio of the sums over clients then stays right. A pooled sum is kept whole or not at all,
+    and its group with it. Gathered entries are kept, because no ratio makes up for a missing one.
     """
     values = dict(sums)
     groups: dict[str, list[str]] = {}
@@ -182,17 +158,9 @@ def withhold(sums: Sums, declaration: Declaration, min_rows: float) -> Sums:
 
 
 def check_sums(sums: Sums, declaration: Declaration, rows: int) -> None:
-    """Raise unless every sum of one client has values that rows can produce.
+    """Raise :class:`SumsError` for sums of one client that ``rows`` rows could not have made.
 
-    A method checks in addition how its sums must agree with each other.
-
-    Args:
-        sums: of one client, with the declared shapes.
-        declaration: of the method.
-        rows: how many rows the client has.
-
-    Raises:
-        SumsError: a sum that no rows could have made.
+    Shapes are as declared. A method checks in addition how its sums must agree with each other.
     """
     for name, one in declaration.items():
         value = sums[name]
@@ -219,13 +187,10 @@ def check_sums(sums: Sums, declaration: Declaration, rows: int) -> None:
 
 
 def check_semidefinite(what: str, whole: Tensor, matrix: Tensor, slack: float) -> None:
-    """Raise :class:`SumsError` if a symmetric matrix has a negative eigenvalue.
+    """Raise :class:`SumsError` if a symmetric matrix ``(..., n, n)`` has a negative eigenvalue.
 
-    Args:
-        what: named in the error.
-        whole: sums whose largest entry gives the size of rounding errors, ``(..., k, k)``.
-        matrix: ``(..., n, n)``.
-        slack: rounding errors relative to that size.
+    ``slack`` is the size of rounding errors relative to the largest entry of ``whole``,
+    ``(..., k, k)``.
     """
     size = whole.abs().amax((-2, -1)) + 1e-12
     lowest = torch.linalg.eigvalsh(matrix / size[..., None, None])[..., 0]

@@ -62,37 +62,25 @@ class NamedRows(Protocol):
     @property
     def names(self) -> tuple[Hashable, ...]:
         """Names of the clients."""
-        ...
 
     def select(self, clients: Tensor) -> Self:
         """Return the rows of some clients, given as sorted codes."""
-        ...
 
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """Diagnostics of a round; only the stopping rule uses them.
+    """Diagnostics of a round; only the stopping rule uses them."""
 
-    Attributes:
-        log_likelihood: mean over rows under the parameters that entered the round.
-        empty_components: components without rows.
-    """
-
-    log_likelihood: float
-    empty_components: tuple[int, ...] = ()
+    log_likelihood: float  # mean over rows under the parameters that entered the round
+    empty_components: tuple[int, ...] = ()  # components without rows
 
 
 class DivergedError(ArithmeticError):
-    """Training produced numbers that are not finite.
-
-    Attributes:
-        client: the first client with such numbers; ``None`` if the shared model has them.
-    """
+    """Training produced numbers that are not finite, on a client or in the shared model."""
 
     def __init__(self, client: Hashable | None = None, reason: str | None = None) -> None:
         where = "in the shared model" if client is None else f"on client {client!r}"
         super().__init__(reason or f"training diverged {where}")
-        self.client = client
 
 
 class Method(Protocol[Shared, Personal, Data]):
@@ -102,43 +90,36 @@ class Method(Protocol[Shared, Personal, Data]):
         self, shared: Shared, personal: Personal, rows: Data, round_number: int = 1
     ) -> tuple[Personal, Sums]:
         """Run a round on the clients in ``rows``; return their personal parts and their sums."""
-        ...
 
     def server_step(
         self, shared: Shared, sums: Sums, round_number: int = 1
     ) -> tuple[Shared, RoundInfo]:
         """Return the new shared part from the sums over clients."""
-        ...
 
 
 @dataclass(frozen=True)
 class Prediction:
     """All parameters that prediction needs, in the same form for every method.
 
-    With Gaussians or several learners, a row's learners are mixed by the client's weights. Otherwise
-    every client has one learner of its own, or shares one.
-
-    Attributes:
-        net: the network.
-        learners: stacked parameters, ``(G, ...)``.
-        gaussians: the shared Gaussians, if the method has any.
-        client_weights: ``π_c(m1, m2)`` flattened, ``(C, M1 · G)``; ``None`` if clients are assigned.
-        weights: the federation's own weights, ``(M1 · G,)``; ``None`` if clients are assigned.
-        assignment: the learner of each client, ``(C,)``; ``None`` if learners are mixed.
-        default_learner: the learner for rows without a client; ``None`` if there is no such learner.
-        labels: label frequencies of the clients, ``M = M1 · G``, if they are used.
-        prior_rows: number of rows that the federation's weights count for when a client joins, see
-            :func:`fedgmm.core.predictive.prior_strength`; ``None`` if it was not estimated.
+    With Gaussians or several learners, a row's learners are mixed by the client's weights.
+    Otherwise every client has one learner of its own, or shares one.
     """
 
     net: Network
-    learners: Params
-    gaussians: Gaussians | None = None
+    learners: Params  # stacked parameters, ``(G, ...)``
+    gaussians: Gaussians | None = None  # the shared Gaussians, if the method has any
+    # ``π_c(m1, m2)`` flattened, ``(C, M1 · G)``; ``None`` if clients are assigned
     client_weights: Tensor | None = None
+    # the federation's own weights, ``(M1 · G,)``; ``None`` if clients are assigned
     weights: Tensor | None = None
+    # the learner of each client, ``(C,)``; ``None`` if learners are mixed
     assignment: Tensor | None = None
+    # the learner for rows without a client; ``None`` if there is no such learner
     default_learner: int | None = None
+    # label frequencies of the clients, ``M = M1 · G``, if they are used
     labels: LabelFrequencies | None = None
+    # number of rows that the federation's weights count for when a client joins, see
+    # :func:`fedgmm.core.predictive.prior_strength`; ``None`` if it was not estimated
     prior_rows: float | None = None
 
 
@@ -230,11 +211,9 @@ class SupervisedMethod(ABC, Generic[Shared, Personal]):
         return self.declare_learners(1)
 
     def broadcast(self, shared: Shared, client: int | None = None) -> dict[str, Tensor]:
-        """Return the arrays that the server sends to a client.
+        """Return the arrays that the server sends to a client, given by its code.
 
-        Args:
-            shared: the shared part.
-            client: code of the client; ``None`` stands for a client that does not take part.
+        ``None`` stands for a client that does not take part.
         """
         learners: Params = getattr(shared, "learners", {})
         return {LEARNERS + name: value for name, value in learners.items()}
@@ -274,13 +253,7 @@ def learners_in(arrays: Mapping[str, Tensor]) -> Params:
 
 
 def with_global_learner(net: Network, personal: Params, shared: Params) -> Prediction:
-    """Return each client's own learner, and the global one for rows without a client.
-
-    Args:
-        net: the network.
-        personal: ``(C, 1, ...)``.
-        shared: ``(1, ...)``.
-    """
+    """Return each client's own learner ``(C, 1, ...)``, and the global one for rows without a client."""
     clients = len(next(iter(personal.values())))
     learners = {name: torch.cat([value[:, 0], shared[name]]) for name, value in personal.items()}
     assignment: Tensor = torch.arange(clients)

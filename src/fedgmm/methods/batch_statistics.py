@@ -17,7 +17,7 @@ from fedgmm.core.params import Params, count_learners, is_statistic
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction
 from fedgmm.nets.networks import OfModules, as_numbers
-from fedgmm.nets.sgd import Step, plan_batches
+from fedgmm.nets.sgd import plan_batches
 
 _ROWS_AT_ONCE = 512
 _IMAGES_AT_ONCE = 4096
@@ -25,34 +25,31 @@ _BYTES_AT_ONCE = 512 * 1024 * 1024  # of copies of the learners, one per client
 
 
 def recompute_statistics(prediction: Prediction, rows: LabelledRows) -> Prediction:
-    """Return the prediction with running statistics of its own learners on the clients' rows.
+    """Return the prediction with running statistics of its own learners on the clients' training rows.
 
-    The statistics of a learner are the mean over its clients, weighted by the rows that each client has
-    for the learner. Networks without batch normalisation, and learners without clients, do not change.
-
-    Args:
-        prediction: of a training run, for the clients of ``rows``.
-        rows: training rows.
+    The statistics of a learner are the mean over its clients, weighted by the rows that each client
+    has for the learner. Networks without batch normalisation, and learners without clients, do not
+    change.
     """
     net, learners = prediction.net, prediction.learners
     if not (isinstance(net, OfModules) and any(map(is_statistic, learners))):
         return prediction
     counts = rows.offsets.diff()
     own, shares = _learners_of_clients(prediction, counts)
-    totals = {
-        name: torch.zeros_like(value, dtype=torch.float64)
-        for name, value in learners.items()
-        if is_statistic(name)
-    }
-    weight_of = torch.zeros(
-        count_learners(prediction.learners), 1, dtype=torch.float64, device=own.device
-    )
+    statistics = [name for name in learners if is_statistic(name)]
+    totals = {name: torch.zeros_like(learners[name], dtype=torch.float64) for name in statistics}
+    weight_of = counts.new_zeros(count_learners(learners), 1, dtype=torch.float64)
     there = counts.nonzero().flatten()
     everything = torch.arange(len(rows.inputs), device=rows.device)
     plan = plan_batches(rows.offsets, there, [everything], _ROWS_AT_ONCE, even=True)
     learner_bytes = sum(value[0].numel() * value.element_size() for value in learners.values())
     for step in plan.steps:
-        for some in _blocks(step, own.shape[1], learner_bytes):
+        clients, width = step.rows.shape
+        # images need memory, and so do clients, because each has copies of its learners
+        most = min(_IMAGES_AT_ONCE // width, _BYTES_AT_ONCE // learner_bytes) // own.shape[1]
+        most = max(1, most)
+        for first in range(0, clients, most):
+            some = slice(first, min(first + most, clients))
             codes = plan.clients[some]
             seen = step.mask[some].sum(1)
             weights = (shares[codes] * (seen / counts[codes])[:, None]).flatten()[:, None]
@@ -83,17 +80,6 @@ def _learners_of_clients(prediction: Prediction, counts: Tensor) -> tuple[Tensor
         # the learner for rows without a client belongs to all clients
         own = torch.cat([own, torch.full_like(own, default)], 1)
     return own, rows.expand(own.shape)
-
-
-def _blocks(step: Step, learners: int, learner_bytes: int) -> list[slice]:
-    """Return the clients of a step in groups that fit the memory.
-
-    Images need memory, and so do clients, because each has copies of its learners.
-    """
-    clients, width = step.rows.shape
-    images, copies = _IMAGES_AT_ONCE // width, _BYTES_AT_ONCE // learner_bytes
-    most = max(1, min(images, copies) // learners)
-    return [slice(first, min(first + most, clients)) for first in range(0, clients, most)]
 
 
 def _statistics(net: OfModules, learners: Params, images: Tensor, counts: Tensor) -> Params:

@@ -33,14 +33,11 @@ _ROWS_AT_ONCE = 65_536
 def local_centroids(
     rows: ClientRows, clusters: int, seed: int, most_rows: int | None = None
 ) -> Centroids:
-    """Return centroids of every client's own rows; all clients are clustered at once.
+    """Return at most ``clusters`` centroids of every client's own rows; all clients are clustered at once.
 
-    Args:
-        rows: the clients' rows.
-        clusters: most centroids per client.
-        seed: draws depend on a client's name and row, so the order of clients does not matter.
-        most_rows: most rows that a client uses, see :func:`start_sample`, if ``rows`` hold only some
-            clients of the federation; ``None`` if they hold all.
+    Draws depend on a client's name and row, so the order of clients does not matter. ``most_rows``
+    is the largest number of rows that a client uses, see :func:`start_sample`, if ``rows`` hold
+    only some clients of the federation; ``None`` if they hold all.
     """
     rows = _sample(rows, clusters, seed, most_rows)
     wanted = local_clusters(rows.rows_per_client, clusters)
@@ -61,10 +58,8 @@ def local_centroids(
 def grid_counts(rows: ClientRows, mean: Tensor, projection: Tensor) -> Tensor:
     """Return the number of rows in every cell of a grid in some directions, for a start under masks.
 
-    Args:
-        rows: the clients' rows.
-        mean: of all rows of the federation, ``(d,)``.
-        projection: of :func:`fedgmm.core.initialise.leading_directions`, ``(d, k)``.
+    ``mean`` is that of all rows of the federation, ``(d,)``, and ``projection``, ``(d, k)``, that
+    of :func:`fedgmm.core.initialise.leading_directions`.
     """
     cells = grid_size(projection.shape[1])
 
@@ -83,17 +78,16 @@ def grid_counts(rows: ClientRows, mean: Tensor, projection: Tensor) -> Tensor:
 def start_sample(
     keys: NDArray[np.uint64], clusters: int, seed: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the clients that take part in the start, and their largest number of rows.
+    """Return sorted codes of the clients of the start, ``(A,)``, and the largest number of rows of each.
 
-    Args:
-        keys: of the names of all clients, ``(C,)``.
-        clusters: centroids per client.
-        seed: of the draws.
-
-    Returns:
-        Sorted codes of the clients, ``(A,)``, and most rows of each.
+    ``keys`` are those of the names of all clients, ``(C,)``; ``clusters`` are the centroids per
+    client.
     """
-    chosen = _chosen_clients(keys, max(1, _MOST_CENTROIDS // clusters), seed)
+    most = max(1, _MOST_CENTROIDS // clusters)
+    chosen = np.arange(len(keys))
+    if len(keys) > most:  # drawn by their names
+        draws = row_uniforms(seed, _CLIENT_STREAM, keys, np.zeros_like(chosen))
+        chosen = np.sort(np.argsort(draws, kind="stable")[:most])
     return chosen, max(FEWEST_ROWS_A_CLUSTER * clusters, _MOST_START_ROWS // len(chosen))
 
 
@@ -121,15 +115,6 @@ def _sample(rows: ClientRows, clusters: int, seed: int, most_rows: int | None) -
     return ClientRows(kept.chunks, new_code.to(rows.device)[kept.codes], names, kept.weights)
 
 
-def _chosen_clients(keys: NDArray[np.uint64], most: int, seed: int) -> NDArray[np.int64]:
-    """Return sorted codes of at most ``most`` clients, drawn by their names."""
-    if len(keys) <= most:
-        return np.arange(len(keys))
-    nothing = np.zeros(len(keys), dtype=np.int64)
-    draws = row_uniforms(seed, _CLIENT_STREAM, keys, nothing)
-    return np.sort(np.argsort(draws, kind="stable")[:most])
-
-
 def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Run k-means++ within every client: draw rows in proportion to their squared distance.
 
@@ -155,21 +140,17 @@ def _far_apart_rows(rows: ClientRows, active: Tensor, seed: int) -> tuple[Tensor
         chosen[rows.codes[winners]] = winners
         active[:, j] &= best > -torch.inf
         centres[:, j] = rows.take(chosen)
-        if j + 1 < clusters:
-            squared = _squared_distances(rows, centres[:, : j + 1], active[:, : j + 1])
+        if j + 1 == clusters:
+            break
+        so_far = slice(0, j + 1)
+
+        def measure(_: None, block: Block, so_far: slice = so_far) -> None:
+            x, own, place = rows.read(block)
+            found = nearest(x.double(), centres[own, so_far], active[own, so_far])
+            squared[place] = found[1]
+
+        accumulate(rows.blocks(j + 1), lambda: None, measure, rows.device)
     return centres, active
-
-
-def _squared_distances(rows: ClientRows, centres: Tensor, active: Tensor) -> Tensor:
-    """Return the squared distance of every row to its client's nearest centre, ``(N,)``."""
-    out = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
-
-    def write(_: None, block: Block) -> None:
-        x, codes, place = rows.read(block)
-        out[place] = nearest(x.double(), centres[codes], active[codes])[1]
-
-    accumulate(rows.blocks(centres.shape[1]), lambda: None, write, rows.device)
-    return out
 
 
 def _lloyd_step(rows: ClientRows, centres: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:

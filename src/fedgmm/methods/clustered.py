@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fedgmm.core.params import Params, count_learners, flatten, take_clients, weighted_sum
 from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
-from fedgmm.core.sums import Declaration, Sum, Sums
+from fedgmm.core.sums import Sum, Sums
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import LEARNERS, Prediction, RoundInfo, SupervisedMethod, learners_in
-from fedgmm.methods.local import FIT, check_fit, fit_info, fit_of_own_learners
+from fedgmm.methods.base import LEARNERS, Prediction, RoundInfo, learners_in
+from fedgmm.methods.local import FIT, OwnLearners, fit_info, fit_of_own_learners
 from fedgmm.methods.local_training import LocalTraining
 
 CLIENTS = "clients"
@@ -24,23 +24,16 @@ CLIENTS = "clients"
 
 @dataclass(frozen=True)
 class ClusteredShared:
-    """One learner per cluster.
+    """One learner per cluster."""
 
-    Attributes:
-        learners: ``(G, ...)``.
-        clusters: the cluster of each client, ``(C,)``.
-        scale: mean norm of the clients' updates in the first round; zero before it.
-        server: state of the server's optimiser, one for all clusters.
-    """
-
-    learners: Params
-    clusters: Tensor
-    scale: float
-    server: ServerState
+    learners: Params  # ``(G, ...)``
+    clusters: Tensor  # the cluster of each client, ``(C,)``
+    scale: float  # mean norm of the clients' updates in the first round; zero before it
+    server: ServerState  # state of the server's optimiser, one for all clusters
 
 
 @dataclass(frozen=True)
-class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
+class ClusteredFL(OwnLearners[ClusteredShared, Tensor]):
     """FedAvg within clusters that are split in two by the cosine similarity of updates.
 
     The server needs the update of every single client, so this method works on more than sums: its
@@ -51,22 +44,14 @@ class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
     of the clients' updates in the first round, so they do not depend on the learning rate. The noise
     of small clients meets both, too, but points in all directions. So a split also requires that no
     update resembles one on the other side.
-
-    Attributes:
-        training: local training.
-        eps1: the cluster is nearly stationary below this.
-        eps2: a client still moves above this.
-        similarity: largest cosine similarity across the two sides of a split.
-        smallest: clusters of fewer clients are not split.
-        server: the server's optimiser.
     """
 
     training: LocalTraining
-    eps1: float = 0.2
-    eps2: float = 0.6
-    similarity: float = 0.3
-    smallest: int = 4
-    server: ServerOptimiser = field(default_factory=ServerOptimiser)
+    eps1: float = 0.2  # the cluster is nearly stationary below this
+    eps2: float = 0.6  # a client still moves above this
+    similarity: float = 0.3  # largest cosine similarity across the two sides of a split
+    smallest: int = 4  # clusters of fewer clients are not split
+    server: ServerOptimiser = field(default_factory=ServerOptimiser)  # the server's optimiser
 
     def init(
         self, rows: LabelledRows, learner: Params | None = None
@@ -162,19 +147,9 @@ class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
 
     def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare the learners of single clients, which are not sums, and the fit."""
-        entries = {
-            "rows": Sum((1,), lowest=0.0, gathered=True),
-            **{
-                name: replace(one, gathered=True)
-                for name, one in self.declare_learners(1, rows="rows").items()
-            },
-        }
-        return {**FIT, **entries}
-
-    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
-        """Check each entry by itself, and the fit."""
-        super().check(sums, rows, declaration)
-        check_fit(sums, rows, self.training.net)
+        learners = self.declare_learners(1, rows="rows").items()
+        entries = {name: replace(one, gathered=True) for name, one in learners}
+        return {**FIT, "rows": Sum((1,), lowest=0.0, gathered=True), **entries}
 
     def of_client(self, sums: Sums, client: int) -> Sums:
         """Add the client's code to its entries."""
@@ -195,9 +170,8 @@ class ClusteredFL(SupervisedMethod[ClusteredShared, Tensor]):
 
     def received(self, arrays: Mapping[str, Tensor], columns: int) -> ClusteredShared:
         """Return one cluster with the client in it."""
-        return ClusteredShared(
-            learners_in(arrays), torch.zeros(1, dtype=torch.int64), 0.0, ServerState()
-        )
+        clusters = torch.zeros(1, dtype=torch.int64)
+        return ClusteredShared(learners_in(arrays), clusters, 0.0, ServerState())
 
     def admit(self, shared: ClusteredShared, clients: int) -> ClusteredShared:
         """Put new clients, which have the last codes, into the largest cluster."""

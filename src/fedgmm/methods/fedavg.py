@@ -29,12 +29,9 @@ class FedAvgPlus(FedGMM):
     """FedAvg; after the last round every client tunes the global learner on its own rows.
 
     ``personal`` holds FedAvg's weights ``(C, 1)`` until clients tune, then learners ``(C, 1, ...)``.
-
-    Attributes:
-        tuning_epochs: passes over a client's rows.
     """
 
-    tuning_epochs: int = 1
+    tuning_epochs: int = 1  # passes over a client's rows
 
     @property
     def learners_only(self) -> None:

@@ -39,7 +39,7 @@ from fedgmm.core.newton import (
     newton_step,
     newton_sums,
 )
-from fedgmm.core.params import Params, count_learners, is_statistic
+from fedgmm.core.params import Params, add_params, count_learners, is_statistic
 from fedgmm.core.scratch import empty_beside
 from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
@@ -70,52 +70,39 @@ _SMALLEST_CURVATURE = 1e-9  # well above the rounding errors of ``diag p - p p�
 
 @dataclass(frozen=True)
 class FedGMMShared:
-    """The server's broadcast and the state of its optimiser.
+    """The server's broadcast and the state of its optimiser."""
 
-    Attributes:
-        mixture: the Gaussians, and the federation's weights ``π(m1, m2)`` flattened, ``(M1 · M2,)``.
-        learners: ``θ_m2``, ``(M2, ...)``.
-        server: state of the server's optimiser; it is not sent.
-    """
-
+    # the Gaussians, and the federation's weights ``π(m1, m2)`` flattened, ``(M1 · M2,)``
     mixture: MixtureShared
-    learners: Params
-    server: ServerState
+    learners: Params  # ``θ_m2``, ``(M2, ...)``
+    server: ServerState  # state of the server's optimiser; it is not sent
 
 
 @dataclass(frozen=True)
 class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
-    """``M1`` Gaussians and ``M2`` learners, shared; weights ``π_c(m1, m2)``, private.
+    """``M1`` Gaussians and ``M2`` learners, shared; weights ``π_c(m1, m2)``, private."""
 
-    Attributes:
-        training: local training of the learners.
-        learners: ``M2``.
-        gaussians: settings of the Gaussians; without ``density`` they have one component.
-        density: whether the Gaussians take part in responsibilities and prediction.
-        start: start of the learners: ``"tied"`` gives each Gaussian a learner of its own,
-            ``"split"`` perturbs copies of one learner, ``"random"`` draws independent ones.
-        solver: gradient steps, or one exact step per round for linear learners: a Newton step for
-            classes, least squares for numbers.
-        ridge: penalty of the exact steps.
-        perturbation: size of the split, relative to each parameter tensor's spread.
-        independence: number of rows that a client's own shares of the learners count for within each
-            Gaussian, see :func:`fedgmm.core.em.towards_independence`.
-        server: the server's optimiser for the learners.
-        fewest_rows: for one client: no sum stands for fewer rows than this. Components with fewer rows
-            take no part in what the client sends, so that all counts add up to its rows and nothing
-            can be subtracted; rows that dominate the gradient of a learner count for less.
-    """
-
-    training: LocalTraining
-    learners: int = 3
+    training: LocalTraining  # local training of the learners
+    learners: int = 3  # ``M2``
+    # settings of the Gaussians; without ``density`` they have one component
     gaussians: FederatedGMM = field(default_factory=lambda: FederatedGMM(3))
-    density: bool = True
+    density: bool = True  # whether the Gaussians take part in responsibilities and prediction
+    # start of the learners: ``"tied"`` gives each Gaussian a learner of its own, ``"split"``
+    # perturbs copies of one learner, ``"random"`` draws independent ones
     start: LearnerStart = "tied"
+    # gradient steps, or one exact step per round for linear learners: a Newton step for classes,
+    # least squares for numbers
     solver: Solver = "sgd"
-    ridge: float = 1.0
-    perturbation: float = 0.02
+    ridge: float = 1.0  # penalty of the exact steps
+    perturbation: float = 0.02  # size of the split, relative to each parameter tensor's spread
+    # number of rows that a client's own shares of the learners count for within each Gaussian, see
+    # :func:`fedgmm.core.em.towards_independence`
     independence: float = 0.0
+    # the server's optimiser for the learners
     server: ServerOptimiser = field(default_factory=ServerOptimiser)
+    # for one client: no sum stands for fewer rows than this. Components with fewer rows take no
+    # part in what the client sends, so that all counts add up to its rows and nothing can be
+    # subtracted; rows that dominate the gradient of a learner count for less.
     fewest_rows: float = 0.0
 
     @property
@@ -134,9 +121,8 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
             mixture = self._without_density(rows.device, rows.features.columns)
         weights = mixture.weights[:, None].expand(m1, m2) / m2
         if self.start == "tied" and m2 > 1:
-            own = torch.arange(m1, device=rows.device)[:, None] % m2 == torch.arange(
-                m2, device=rows.device
-            )
+            first, second = (torch.arange(m, device=rows.device) for m in (m1, m2))
+            own = first[:, None] % m2 == second
             share = torch.where(own, _TIE + (1.0 - _TIE) / m2, (1.0 - _TIE) / m2)
             weights = mixture.weights[:, None] * share
         learners = self._initial_learners(rows.device, learner)
@@ -154,10 +140,7 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         if self.start == "random" and learner is None:
             return self.training.initial(self.learners, device)
         first = self.training.initial(1, device, learner)
-        copies = {
-            name: value.expand(self.learners, *value.shape[1:]).clone()
-            for name, value in first.items()
-        }
+        copies = {n: v.expand(self.learners, *v.shape[1:]).clone() for n, v in first.items()}
         if self.learners > 1:
             generator = torch.Generator().manual_seed(self.training.seed + 1)
             for name, value in copies.items():
@@ -212,20 +195,12 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         if self.solver == "newton":
             trained = self._exact_sums(shared.learners, rows, learner_weights)
         else:
+            weights = learner_weights if m2 > 1 or self.fewest_rows else None
             trained = self.training.train_shared(
-                shared.learners,
-                rows,
-                learner_weights if m2 > 1 or self.fewest_rows else None,
-                of_learners,
-                round_number,
+                shared.learners, rows, weights, of_learners, round_number
             )
-        sums = Sums(
-            {
-                **sums,
-                _COUNTS: of_learners.sum(0),
-                **{LEARNERS + name: value for name, value in trained.items()},
-            }
-        )
+        learned = {LEARNERS + name: value for name, value in trained.items()}
+        sums = Sums({**sums, _COUNTS: of_learners.sum(0), **learned})
         if self.independence:
             counts = towards_independence(counts, m2, self.independence)
         present = rows.features.weight_per_client
@@ -235,12 +210,10 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
     def _without_dominance(self, learners: Params, rows: LabelledRows, weights: Tensor) -> Tensor:
         """Return weights ``(N, M2)`` with which no row dominates a learner's gradient or curvature."""
         net, dtype, exact = self.training.net, self.training.dtype, self.solver == "newton"
-        found = [
-            dominance_parts(
-                net, learners, as_numbers(rows.inputs[place], dtype), rows.labels[place], exact
-            )
-            for _, _, place in map(rows.features.read, rows.features.blocks(self.learners))
-        ]
+        found = []
+        for _, _, place in map(rows.features.read, rows.features.blocks(self.learners)):
+            inputs, labels = as_numbers(rows.inputs[place], dtype), rows.labels[place]
+            found.append(dominance_parts(net, learners, inputs, labels, exact))
         parts = torch.cat(found)
         rounding = parts.new_zeros(parts.shape[-1])
         if exact and net.classes:
@@ -262,16 +235,11 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
             outputs = net.logits(learners, inputs)
             sums = vars(of_block(outputs, inputs, rows.labels[place], weights[place]))
             for name, value in sums.items():
-                if name in total:
-                    total[name].add_(value)
-                else:
-                    total[name] = value
+                total[name] = total[name].add_(value) if name in total else value
 
         blocks = rows.features.blocks(self.learners * max(1, classes - 1))
-        lanes = [
-            lane for lane in accumulate(blocks, dict[str, Tensor], add_block, rows.device) if lane
-        ]
-        return {n: torch.stack([lane[n] for lane in lanes]).sum(0) for n in lanes[0]}
+        lanes = accumulate(blocks, dict[str, Tensor], add_block, rows.device)
+        return add_params([lane for lane in lanes if lane])
 
     @property
     def _linear_net(self) -> Dense:
@@ -293,17 +261,16 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         trained = sums.below(LEARNERS)
         if self.solver == "newton":
             share = 1.0  # exact steps have no learning rate
-            average = self._exact_step(shared.learners, trained)
+            if self.training.net.classes:
+                average = newton_step(shared.learners, NewtonSums(**trained), self.ridge)
+            else:
+                own = LeastSquaresSums(**trained)
+                average = least_squares_step(shared.learners, own, self.ridge)
         else:
             share = self.training.rate_share(round_number)
             average = average_learners(trained, sums[_COUNTS], shared.learners)
         learners, server = self.server.step(shared.learners, average, shared.server, share)
         return FedGMMShared(mixture, learners, server), info
-
-    def _exact_step(self, learners: Params, sums: Params) -> Params:
-        if self.training.net.classes:
-            return newton_step(learners, NewtonSums(**sums), self.ridge)
-        return least_squares_step(learners, LeastSquaresSums(**sums), self.ridge)
 
     @property
     def learners_only(self) -> LearnersOnly | None:
@@ -316,13 +283,9 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
 
     def prediction(self, shared: FedGMMShared, personal: Tensor) -> Prediction:
         """Return the parameters of equation (3) with the clients' weights."""
-        return Prediction(
-            self.training.net,
-            shared.learners,
-            shared.mixture.gaussians if self.density else None,
-            personal,
-            shared.mixture.weights,
-        )
+        density = shared.mixture.gaussians if self.density else None
+        weights = shared.mixture.weights
+        return Prediction(self.training.net, shared.learners, density, personal, weights)
 
     def check_state(self, shared: FedGMMShared, personal: Tensor) -> None:
         """Raise ``ValueError`` unless the state has as many Gaussians and learners as the method."""
@@ -371,33 +334,24 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
                 sensitivity=sensitivity,
             )
 
-        def gradients(largest: float, sensitivity: Callable[[float], float]) -> Sum:
-            return Sum((m2, r * p), rows=_COUNTS, largest=largest, sensitivity=sensitivity)
-
-        exact = {
-            "second": matrices(p, squared_length),
-            "weight": replace(found[_COUNTS], rows=_COUNTS),
-        }
+        counted, gradient = replace(found[_COUNTS], rows=_COUNTS), Sum((m2, r * p), rows=_COUNTS)
+        exact = {"second": matrices(p, squared_length), "weight": counted}
         if self.training.net.classes:  # |p - y| ≤ √2 and ‖diag p - p pᵀ‖ ≤ √½, times the inputs
-            exact |= {
-                "gradient": gradients(
-                    2.0 * FARTHEST, lambda clip: math.sqrt(2.0 * squared_length(clip))
-                ),
-                "hessian": matrices(r * p, lambda clip: math.sqrt(0.5) * squared_length(clip)),
-            }
+            exact["gradient"] = replace(
+                gradient,
+                largest=2.0 * FARTHEST,
+                sensitivity=lambda clip: math.sqrt(2.0 * squared_length(clip)),
+            )
+            exact["hessian"] = matrices(r * p, lambda clip: math.sqrt(0.5) * squared_length(clip))
         else:  # a bound on inputs must bound residuals, too
-            exact |= {
-                "gradient": gradients(
-                    FARTHEST**2, lambda clip: clip * math.sqrt(squared_length(clip))
-                ),
-                "squares": Sum(
-                    (m2,),
-                    rows=_COUNTS,
-                    lowest=0.0,
-                    largest=FARTHEST**2,
-                    sensitivity=lambda clip: clip**2,
-                ),
-            }
+            exact["gradient"] = replace(
+                gradient,
+                largest=FARTHEST**2,
+                sensitivity=lambda clip: clip * math.sqrt(squared_length(clip)),
+            )
+            exact["squares"] = replace(
+                counted, largest=FARTHEST**2, sensitivity=lambda clip: clip**2
+            )
         return {**found, **{LEARNERS + name: one for name, one in exact.items()}}
 
     def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
@@ -422,9 +376,8 @@ class FedGMM(SupervisedMethod[FedGMMShared, Tensor]):
         found = {**self.declare_learners(m2), "weights": Sum((m1 * m2,), lowest=0.0)}
         if self.density:
             found["means"] = Sum((m1, columns))
-            found["covariances"] = Sum(
-                covariance_shape(kind, m1, columns), semidefinite=kind in ("full", "tied")
-            )
+            shape = covariance_shape(kind, m1, columns)
+            found["covariances"] = Sum(shape, semidefinite=kind in ("full", "tied"))
         return found
 
     def broadcast(self, shared: FedGMMShared, client: int | None = None) -> dict[str, Tensor]:

@@ -87,78 +87,51 @@ class StartRows(Protocol):
     @property
     def columns(self) -> int:
         """``d``."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """The device on which the start is computed."""
-        ...
 
     def overall(self) -> Gaussians:
         """Return one diagonal Gaussian over all rows."""
-        ...
 
     def centroids(self, clusters: int, seed: int) -> Centroids:
         """Return at most ``clusters`` centroids of every client."""
-        ...
 
     def assigned(
         self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
     ) -> Sums:
         """Return :meth:`FederatedGMM.sums_of_assigned`, summed over clients."""
-        ...
 
 
-@dataclass(frozen=True)
-class RowsInProcess:
-    """Rows of clients that are all in this process, as a :class:`StartRows`."""
+class _StartHere:
+    """The :class:`StartRows` of clients that are all in this process."""
 
-    rows: ClientRows
-
-    @property
-    def columns(self) -> int:
-        """``d``."""
-        return self.rows.columns
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the rows."""
-        return self.rows.device
+    def __init__(self, rows: ClientRows) -> None:
+        self.rows, self.columns, self.device = rows, rows.columns, rows.device
 
     def overall(self) -> Gaussians:
-        """Return one diagonal Gaussian over all rows."""
         return overall_gaussian(self.rows)
 
     def centroids(self, clusters: int, seed: int) -> Centroids:
-        """Return at most ``clusters`` centroids of every client."""
         return local_centroids(self.rows, clusters, seed)
 
     def assigned(
         self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
     ) -> Sums:
-        """Return sums over the rows."""
         return method.sums_of_assigned(self.rows, current, assignment, seed)
 
 
 @dataclass(frozen=True)
 class FederatedGMM:
-    """Shared Gaussians, private weights.
+    """Shared Gaussians, private weights."""
 
-    Attributes:
-        components: ``M``.
-        covariance_type: see :mod:`fedgmm.core.gaussians`.
-        aggregation: ``"exact"`` or the paper's.
-        shared_weights: one ``π`` for all clients, the classical pooled model.
-        reg_covar: added to every variance.
-        dtype: precision of the products; sums and parameters are float64.
-    """
-
-    components: int
-    covariance_type: CovarianceType = "full"
-    aggregation: Aggregation = "exact"
-    shared_weights: bool = False
-    reg_covar: float = 1e-6
-    dtype: torch.dtype = torch.float64
+    components: int  # ``M``
+    covariance_type: CovarianceType = "full"  # see :mod:`fedgmm.core.gaussians`
+    aggregation: Aggregation = "exact"  # ``"exact"`` or the paper's
+    shared_weights: bool = False  # one ``π`` for all clients, the classical pooled model
+    reg_covar: float = 1e-6  # added to every variance
+    dtype: torch.dtype = torch.float64  # precision of the products; sums and parameters are float64
 
     # ------------------------------------------------------------------ the two steps of a round
 
@@ -196,15 +169,10 @@ class FederatedGMM:
     ) -> tuple[Tensor, Sums]:
         """Pass once over all rows: responsibilities, counts and moments around ``current.means``.
 
-        Args:
-            rows: the clients' rows.
-            current: the Gaussians; ``None`` leaves their moments out.
-            assign: gives the responsibilities of a block.
-            learners: ``M2``. Responsibilities are then ``q(m1, m2)``, flattened, and the Gaussians
-                see ``Σ_m2 q(m1, m2)``.
-
-        Returns:
-            ``γ_c(m1, m2)`` of each client, ``(C, M1 · M2)``, and the sums over all clients.
+        Without Gaussians (``None``) their moments are left out. ``assign`` gives the
+        responsibilities of a block. With ``learners`` (``M2``) these are ``q(m1, m2)``, flattened,
+        and the Gaussians see ``Σ_m2 q(m1, m2)``. Returns ``γ_c(m1, m2)`` of each client,
+        ``(C, M1 · M2)``, and the sums over all clients.
         """
         device, clients = rows.device, len(rows.names)
         pairs = self.components * learners
@@ -260,9 +228,7 @@ class FederatedGMM:
     def declare_sums(self, columns: int, pairs: int | None = None) -> dict[str, Sum]:
         """Declare the sums that clients send, see :mod:`fedgmm.core.sums`.
 
-        Args:
-            columns: ``d``.
-            pairs: ``M1 · M2`` with learners; ``None`` means ``M``.
+        ``columns`` is ``d``, and ``pairs`` is ``M1 · M2`` with learners; ``None`` means ``M``.
         """
         m, kind = self.components, self.covariance_type
         # A client's own mean lies on the other side of the shared one in the worst case.
@@ -317,7 +283,7 @@ class FederatedGMM:
         """
         given = given or GivenStart()
         if isinstance(rows, ClientRows):
-            rows = RowsInProcess(rows)
+            rows = _StartHere(rows)
         weights, means, covariances = given.weights, given.means, given.covariances
         if self.covariance_type == "identity":
             covariances = torch.ones(self.components, dtype=torch.float64, device=rows.device)
@@ -338,20 +304,12 @@ class FederatedGMM:
         return MixtureShared(gaussians(means, covariances, self.covariance_type), weights)
 
     def _from_assignment(
-        self,
-        rows: StartRows,
-        centres: Tensor,
-        whole: Gaussians,
-        assignment: Assignment,
-        seed: int,
+        self, rows: StartRows, centres: Tensor, whole: Gaussians, assignment: Assignment, seed: int
     ) -> MixtureShared:
         """Run one M-step from given responsibilities; an empty component gets the overall spread."""
-        variances = torch.where(whole.covariances[0] > 0, whole.covariances[0], 1.0)
-        current = gaussians(
-            centres,
-            equal_covariances(variances, self.components, self.covariance_type),
-            self.covariance_type,
-        )
+        variances, kind = whole.covariances[0], self.covariance_type
+        variances = torch.where(variances > 0, variances, 1.0)
+        current = gaussians(centres, equal_covariances(variances, self.components, kind), kind)
         exact = replace(self, aggregation="exact")
         sums = rows.assigned(exact, current, assignment, seed)
         shared, _ = exact.server_step(MixtureShared(current, whole.means.new_empty(0)), sums)
@@ -395,11 +353,11 @@ class FederatedGMM:
     def _means_from_centroids(
         self, rows: StartRows, whole: Gaussians, start: Start, seed: int
     ) -> Tensor:
-        means = torch.from_numpy(
-            server_means(rows.centroids(self.components, seed), self.components, start, seed)
-            if self.components > 1
-            else whole.means.cpu().numpy()
-        ).to(rows.device)
+        means = whole.means
+        if self.components > 1:
+            sent = rows.centroids(self.components, seed)
+            found = server_means(sent, self.components, start, seed)
+            means = torch.from_numpy(found).to(rows.device)
         missing = self.components - len(means)
         if missing:  # too few centroids: draw the rest from the overall mean and variances
             noise = np.random.default_rng(seed).standard_normal((missing, rows.columns))
@@ -463,11 +421,8 @@ def check_counts(counts: Tensor, rows: int) -> None:
 def check_moments(sums: Sums, counts: Tensor, kind: CovarianceType, slack: float) -> None:
     """Raise :class:`SumsError` unless the moments of a client's Gaussians agree with each other.
 
-    Args:
-        sums: of one client.
-        counts: ``γ_c(m1)``, ``(M1,)``, as the client's responsibilities have it.
-        kind: of the covariances.
-        slack: relative rounding error of the moments.
+    ``counts`` are ``γ_c(m1)``, ``(M1,)``, as the client's responsibilities have it, and ``slack``
+    is the relative rounding error of the moments.
     """
     moments = moments_in(sums)
     withheld = moments.counts == 0

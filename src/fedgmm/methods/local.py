@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgmm.core.params import Params, expand_clients, take_clients
 from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, row_counts
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import Prediction, RoundInfo, SupervisedMethod
+from fedgmm.methods.base import Personal, Prediction, RoundInfo, Shared, SupervisedMethod
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.learners import largest_log_likelihood, log_likelihoods
 from fedgmm.nets.networks import Network, as_numbers
@@ -30,13 +30,7 @@ FIT: dict[str, Sum] = {
 def fit_of_own_learners(
     training: LocalTraining, personal: Params, rows: LabelledRows
 ) -> dict[str, Tensor]:
-    """Return the sums of ``FIT``: rows, and their log-likelihood under each client's own learner.
-
-    Args:
-        training: local training.
-        personal: learners, ``(C, 1, ...)``.
-        rows: of the clients.
-    """
+    """Return the sums of ``FIT``, for each client's own learner, ``(C, 1, ...)``."""
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
     one = {name: value[0] for name, value in personal.items()}
     order = torch.arange(len(rows), device=rows.device)
@@ -51,10 +45,7 @@ def fit_of_own_learners(
                 counted = step.mask if rows.weights is None else step.mask * rows.weights[step.rows]
                 total += (fit[..., 0] * counted).sum()
     # cloned, because tensors of inference mode cannot be added to in place later
-    return {
-        "rows": rows.features.weight_per_client.sum().double(),
-        "log_likelihood": total.clone(),
-    }
+    return {"rows": rows.features.weight_per_client.sum().double(), "log_likelihood": total.clone()}
 
 
 def check_log_likelihood(sums: Sums, rows: int, net: Network) -> None:
@@ -69,15 +60,19 @@ def fit_info(sums: Sums) -> RoundInfo:
     return RoundInfo(float(sums["log_likelihood"]) / max(float(sums["rows"].sum()), 1.0))
 
 
-def check_fit(sums: Sums, rows: int, net: Network) -> None:
-    """Raise :class:`SumsError` unless the log-likelihood of labels is possible."""
-    check_log_likelihood(sums, rows, net)
-    if abs(float(sums["rows"].sum()) - rows) > 1e-6:
-        raise SumsError(f"it counts {float(sums['rows'].sum()):g} rows, not {rows}")
+class OwnLearners(SupervisedMethod[Shared, Personal]):
+    """A method whose clients send how well their own learners fit, the sums of ``FIT``."""
+
+    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
+        """Check each sum by itself, and the fit."""
+        super().check(sums, rows, declaration)
+        check_log_likelihood(sums, rows, self.training.net)
+        if abs(float(sums["rows"].sum()) - rows) > 1e-6:
+            raise SumsError(f"it counts {float(sums['rows'].sum()):g} rows, not {rows}")
 
 
 @dataclass(frozen=True)
-class Local(SupervisedMethod[None, Params]):
+class Local(OwnLearners[None, Params]):
     """No federation: a client's learner sees the client's own rows only."""
 
     training: LocalTraining
@@ -118,11 +113,6 @@ class Local(SupervisedMethod[None, Params]):
     def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare the fit; no learner leaves its client."""
         return FIT
-
-    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
-        """Check the fit."""
-        super().check(sums, rows, declaration)
-        check_fit(sums, rows, self.training.net)
 
     def declare_broadcast(self, columns: int) -> dict[str, Sum]:
         """Declare an empty broadcast."""

@@ -26,14 +26,7 @@ from fedgmm.methods.base import LARGEST_WEIGHT, DivergedError
 from fedgmm.nets.devices import accelerator_memory, out_of_memory_reason, use_less_memory
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.networks import Network
-from fedgmm.nets.sgd import (
-    SGD,
-    BatchPlan,
-    noise_variances,
-    padded_rows,
-    plan_batches,
-    train_local,
-)
+from fedgmm.nets.sgd import SGD, BatchPlan, noise_variances, padded_rows, plan_batches, train_local
 from fedgmm.wording import counted
 
 Schedule = Literal["constant", "cooldown", "cosine", "sqrt"]
@@ -49,24 +42,16 @@ _COOLING_SHARE = 1 / 5  # of the rounds, at the end
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Settings of local training, and the passes over clients.
-
-    Attributes:
-        net: the network.
-        sgd: the optimiser.
-        schedule: of the learning rate over rounds; ``"cooldown"`` falls towards zero in the last fifth.
-        rounds: length of the run, for schedules that know its end.
-        seed: of shuffles and random starts.
-        dtype: of the parameters.
-        memory: most bytes for the copies of the learners that clients hold at once, on a CPU.
-    """
+    """Settings of local training, and the passes over clients."""
 
     net: Network
     sgd: SGD = field(default_factory=SGD)
+    # of the learning rate over rounds; ``"cooldown"`` falls towards zero in the last fifth
     schedule: Schedule = "constant"
-    rounds: int = 100
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
+    rounds: int = 100  # length of the run, for schedules that know its end
+    seed: int = 0  # of shuffles and random starts
+    dtype: torch.dtype = torch.float32  # of the parameters
+    # most bytes for the copies of the learners that clients hold at once, on a CPU
     memory: int = 512 * 1024 * 1024
 
     def options(self, round_number: int) -> SGD:
@@ -127,15 +112,9 @@ class LocalTraining:
     ) -> BatchPlan:
         """Return the batches of some clients; batches are even where their statistics matter."""
         even = self.net.hints.even_batches
-        return plan_batches(
-            rows.offsets,
-            clients,
-            orders,
-            options.batch_size,
-            even,
-            options.augment,
-            _ROWS_OF_A_PRODUCT if even and rows.device.type == "cuda" else 1,
-        )
+        multiple = _ROWS_OF_A_PRODUCT if even and rows.device.type == "cuda" else 1
+        size, augment = options.batch_size, options.augment
+        return plan_batches(rows.offsets, clients, orders, size, even, augment, multiple)
 
     def _in_lanes(self, rows: LabelledRows) -> bool:
         """Return whether groups train on one thread each; large networks use all threads at once."""
@@ -155,13 +134,17 @@ class LocalTraining:
         """
         groups = self.groups(rows, params)
         if self._in_lanes(rows):
-            lanes = accumulate(
-                groups, list[Result], visit, rows.device, gradients=True, in_turn=True
-            )
+            lanes = accumulate(groups, list[Result], visit, rows.device, True, in_turn=True)
             return [result for lane in lanes for result in lane]
         while True:
+            results: list[Result] = []
             try:
-                return self._one_by_one(groups, round_number, visit)
+                # dropout draws from the global generator, which gets its own state back afterwards
+                with torch.random.fork_rng():
+                    torch.manual_seed(self.seed + _ROUND_STRIDE * round_number)
+                    for group in groups:
+                        visit(results, group)
+                return results
             except torch.cuda.OutOfMemoryError as error:
                 reason = out_of_memory_reason(error)
             # outside the handler, which would keep the tensors that did not fit
@@ -170,34 +153,17 @@ class LocalTraining:
                     f"The memory of {rows.device} is too small to train one client ({reason}); close "
                     "other programs that use it, or choose a smaller batch_size or device='cpu'."
                 )
-            groups = self._smaller_groups(rows, params, len(groups[0]))
+            del results
+            forget_recordings(self.net)
+            torch.cuda.empty_cache()
+            too_large = len(groups[0])
+            while len((groups := self.groups(rows, params))[0]) >= too_large:
+                use_less_memory(rows.device)
             warnings.warn(
                 f"The memory of {rows.device} ran out ({reason}); training continues with at most "
                 f"{counted(len(groups[0]), 'client')} at a time.",
                 stacklevel=2,
             )
-
-    def _one_by_one(
-        self,
-        groups: list[Tensor],
-        round_number: int,
-        visit: Callable[[list[Result], Tensor], None],
-    ) -> list[Result]:
-        results: list[Result] = []
-        # dropout draws from the global generator, which gets its own state back afterwards
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed + _ROUND_STRIDE * round_number)
-            for group in groups:
-                visit(results, group)
-        return results
-
-    def _smaller_groups(self, rows: LabelledRows, params: Params, too_large: int) -> list[Tensor]:
-        """Return smaller groups than those that did not fit, and free the memory of the GPU."""
-        forget_recordings(self.net)
-        torch.cuda.empty_cache()
-        while len((groups := self.groups(rows, params))[0]) >= too_large:
-            use_less_memory(rows.device)
-        return groups
 
     def train_shared(
         self,
@@ -207,17 +173,11 @@ class LocalTraining:
         counts: Tensor,
         round_number: int,
     ) -> Params:
-        """Train copies of shared learners on every client; return their weighted sum.
+        """Train copies of shared learners on every client; return ``Σ_c γ_c(m) θ_mc``, ``(M, ...)``.
 
-        Args:
-            shared: ``θ_m``, ``(M, ...)``.
-            rows: the clients' rows.
-            weights: responsibilities of the learners, ``(N, M)``; ``None`` means one.
-            counts: ``γ_c(m)``, ``(C, M)``.
-            round_number: for the shuffle and the schedule.
-
-        Returns:
-            ``Σ_c γ_c(m) θ_mc``, ``(M, ...)`` float64.
+        ``shared`` are ``θ_m``, ``(M, ...)``, ``weights`` the responsibilities of the learners,
+        ``(N, M)`` (``None`` means one), and ``counts`` ``γ_c(m)``, ``(C, M)``. The shuffle and the
+        schedule depend on the round. Sums are float64.
         """
         options = self.options(round_number)
         orders = self.orders(rows, round_number, options)
@@ -277,12 +237,9 @@ class LocalTraining:
     ) -> Params:
         """Return parameters with the ``σ²`` of their residuals; learners of classes do not change.
 
-        Args:
-            params: ``(A, M, ...)``.
-            rows: of all clients.
-            clients: codes of the ``A`` clients.
-            weights: responsibilities of the learners, ``(N, M)``; ``None`` means those of the rows.
-            at: learners whose residuals are used instead.
+        ``params`` are ``(A, M, ...)``, of ``A`` clients with these codes. ``weights`` are
+        responsibilities of the learners, ``(N, M)``; ``None`` means those of the rows. The
+        residuals are those of the learners ``at``, if given.
         """
         if self.net.classes:
             return params

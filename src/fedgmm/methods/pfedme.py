@@ -10,17 +10,10 @@ from torch import Tensor
 from fedgmm.core.em import average_learners
 from fedgmm.core.params import Params, add_params, expand_clients, weighted_sum
 from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
-from fedgmm.core.sums import Declaration, Sum, Sums, row_counts
+from fedgmm.core.sums import Sum, Sums, row_counts
 from fedgmm.data.dataset import LabelledRows
-from fedgmm.methods.base import (
-    LEARNERS,
-    Prediction,
-    RoundInfo,
-    SupervisedMethod,
-    learners_in,
-    with_global_learner,
-)
-from fedgmm.methods.local import FIT, check_fit, fit_info, fit_of_own_learners
+from fedgmm.methods.base import LEARNERS, Prediction, RoundInfo, learners_in, with_global_learner
+from fedgmm.methods.local import FIT, OwnLearners, fit_info, fit_of_own_learners
 from fedgmm.methods.local_training import LocalTraining, check_finite
 from fedgmm.nets.sgd import train_moreau
 
@@ -36,23 +29,16 @@ class PFedMeShared:
 
 
 @dataclass(frozen=True)
-class PFedMe(SupervisedMethod[PFedMeShared, Params]):
-    """Bi-level personalisation.
+class PFedMe(OwnLearners[PFedMeShared, Params]):
+    """Bi-level personalisation."""
 
-    Attributes:
-        training: local training; its ``lr`` is ``η`` of the local learners.
-        penalty: ``λ``, which ties a personal learner to the local one.
-        inner_steps: gradient steps towards the proximal point on each batch.
-        inner_lr: their size; ``None`` takes the largest that ``λ`` allows, up to the learning rate.
-        mixing: ``β``: the server moves to ``(1 - β) w + β · average``.
-        server: further optimiser of the server.
-    """
-
-    training: LocalTraining
-    penalty: float = 15.0
-    inner_steps: int = 5
+    training: LocalTraining  # local training; its ``lr`` is ``η`` of the local learners
+    penalty: float = 15.0  # ``λ``, which ties a personal learner to the local one
+    inner_steps: int = 5  # gradient steps towards the proximal point on each batch
+    # their size; ``None`` takes the largest that ``λ`` allows, up to the learning rate
     inner_lr: float | None = None
-    mixing: float = 1.0
+    mixing: float = 1.0  # ``β``: the server moves to ``(1 - β) w + β · average``
+    # further optimiser of the server
     server: ServerOptimiser = field(default_factory=ServerOptimiser)
 
     def init(
@@ -126,11 +112,6 @@ class PFedMe(SupervisedMethod[PFedMeShared, Params]):
     def declare_sums(self, columns: int) -> dict[str, Sum]:
         """Declare ``Σ_c N_c w_c``, ``Σ_c N_c``, and the fit of the personal learners."""
         return {**FIT, _COUNTS: row_counts(1), **self.declare_learners(1, rows=_COUNTS)}
-
-    def check(self, sums: Sums, rows: int, declaration: Declaration) -> None:
-        """Check each sum by itself, and the fit."""
-        super().check(sums, rows, declaration)
-        check_fit(sums, rows, self.training.net)
 
     def received(self, arrays: Mapping[str, Tensor], columns: int) -> PFedMeShared:
         """Return the global learner from a broadcast."""

@@ -23,17 +23,13 @@ class WeightsError(ValueError):
 
 
 class Backbone(nn.Module):
-    """A network that can load pretrained weights.
+    """A network that can load pretrained weights."""
 
-    Attributes:
-        torchvision_name: name of the function in ``torchvision.models`` with the same parameters.
-        head_prefix: prefix of the names of the head's parameters.
-        feature_size: length of the feature vector that the head reads.
-    """
-
-    torchvision_name: ClassVar[str]
-    head_prefix: ClassVar[str]
-    feature_size: int
+    torchvision_name: ClassVar[
+        str
+    ]  # the function in ``torchvision.models`` with the same parameters
+    head_prefix: ClassVar[str]  # of the names of the head's parameters
+    feature_size: int  # length of the feature vector that the head reads
 
 
 # ---------------------------------------------------------------------- ResNet-18
@@ -61,11 +57,7 @@ class _Residual(nn.Module):
 
 
 class ResNet18(Backbone):
-    """ResNet-18: a 7×7 stem, eight residual blocks, average pooling, a linear head.
-
-    Args:
-        classes: number of classes ``K``; ``None`` omits the head.
-    """
+    """ResNet-18: a 7×7 stem, eight residual blocks, average pooling, a linear head if there are classes."""
 
     torchvision_name = "resnet18"
     head_prefix = "fc."
@@ -142,10 +134,8 @@ class _InvertedResidual(nn.Module):
 class MobileNetV2(Backbone):
     """MobileNet-V2: a 3×3 stem, 17 inverted residuals, 1280 channels, average pooling, a linear head.
 
-    Args:
-        classes: number of classes ``K``; ``None`` omits the head.
-        width: factor for the channels of every layer; pretrained weights have width 1.
-        dropout: dropout rate before the head.
+    Without ``classes`` there is no head. ``width`` is a factor for the channels of every layer;
+    pretrained weights have width 1.
     """
 
     torchvision_name = "mobilenet_v2"
@@ -238,31 +228,29 @@ def read_plain_pixels(module: Backbone) -> None:
 def load_weights(module: Backbone, path: str | Path) -> str:
     """Read a torchvision state dict into a backbone, in place; return the SHA-256 of the file.
 
-    The file must have every parameter and running statistic of the body in the right shape. The head
-    is read if it fits. If it is missing or has another number of classes, the module's head is kept.
-
-    Args:
-        module: a backbone on any device, of any floating dtype.
-        path: a ``.safetensors`` file.
-
-    Raises:
-        WeightsError: the file is missing, cannot be read or does not fit.
+    The ``.safetensors`` file must have every parameter and running statistic of the body in the
+    right shape; otherwise, or if it cannot be read, :class:`WeightsError` is raised. The head is
+    read if it fits. If it is missing or has another number of classes, the module's head is kept.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    file = Path(path)
+    file, kind = Path(path), type(module).__name__
+
+    def refused(problem: str) -> WeightsError:
+        return WeightsError(
+            f"{problem}; with torchvision installed, write one by safetensors.torch.save_file("
+            f"torchvision.models.{module.torchvision_name}(weights='IMAGENET1K_V1').state_dict(), FILE)."
+        )
+
     try:
         data = file.read_bytes()
         arrays = load(data)
     except FileNotFoundError:
-        raise WeightsError(f"There is no weights file at {file}; {_how_to_get(module)}.") from None
+        raise refused(f"There is no weights file at {file}") from None
     except (OSError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
-        raise WeightsError(
-            f"The weights in {file} cannot be read ({reason}); {_how_to_get(module)}."
-        ) from None
-
+        raise refused(f"The weights in {file} cannot be read ({reason})") from None
     wanted = module.state_dict()
     head = [name for name in wanted if name.startswith(module.head_prefix)]
     head_fits = all(name in arrays and arrays[name].shape == wanted[name].shape for name in head)
@@ -270,38 +258,20 @@ def load_weights(module: Backbone, path: str | Path) -> str:
     # Counters of batches are not used, and many files omit them.
     needed = [n for n in wanted if n not in kept and not n.endswith("num_batches_tracked")]
     for name in needed:
-        _check_numbers(name, arrays.get(name), wanted[name], file, module)
+        value, problem = arrays.get(name), ""
+        if value is None:
+            problem = "is missing"
+        elif value.shape != wanted[name].shape:
+            problem = f"has shape {tuple(value.shape)} instead of {tuple(wanted[name].shape)}"
+        elif not value.is_floating_point():
+            problem = f"has dtype {value.dtype}"
+        elif not bool(torch.isfinite(value).all()):
+            problem = "contains NaN or infinity"
+        if problem:
+            raise refused(f"{file} does not fit {kind}: {name!r} {problem}")
     unknown = sorted(n for n in arrays if n not in wanted and not n.startswith(module.head_prefix))
     if unknown:
-        raise WeightsError(
-            f"{file} holds {counted(len(unknown), 'array')} that {type(module).__name__} does not have, "
-            f"such as {unknown[0]!r}; {_how_to_get(module)}."
-        )
+        number = counted(len(unknown), "array")
+        raise refused(f"{file} holds {number} that {kind} does not have, such as {unknown[0]!r}")
     module.load_state_dict(wanted | {name: arrays[name] for name in needed})
     return hashlib.sha256(data).hexdigest()
-
-
-def _check_numbers(
-    name: str, value: Tensor | None, wanted: Tensor, file: Path, module: Backbone
-) -> None:
-    """Raise unless ``value`` can replace ``wanted``."""
-    if value is None:
-        problem = "is missing"
-    elif value.shape != wanted.shape:
-        problem = f"has shape {tuple(value.shape)} instead of {tuple(wanted.shape)}"
-    elif not value.is_floating_point():
-        problem = f"has dtype {value.dtype}"
-    elif not bool(torch.isfinite(value).all()):
-        problem = "contains NaN or infinity"
-    else:
-        return
-    raise WeightsError(
-        f"{file} does not fit {type(module).__name__}: {name!r} {problem}; {_how_to_get(module)}."
-    )
-
-
-def _how_to_get(module: Backbone) -> str:
-    return (
-        "with torchvision installed, write one by safetensors.torch.save_file(torchvision.models."
-        f"{module.torchvision_name}(weights='IMAGENET1K_V1').state_dict(), FILE)"
-    )

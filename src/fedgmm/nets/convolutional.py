@@ -69,9 +69,8 @@ class _Patches(torch.autograd.Function):
         )
         ctx.slices = [(down, right) for down in rows for right in columns]
         ctx.padded, ctx.padding = padded.shape, padding
-        return torch.stack([padded[..., down, right] for down, right in ctx.slices], 1).flatten(
-            1, 2
-        )
+        neighbours = [padded[..., down, right] for down, right in ctx.slices]
+        return torch.stack(neighbours, 1).flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -100,20 +99,14 @@ def convolve(
 ) -> Tensor:
     """Convolve the images of every group with the group's own filters, without a bias.
 
-    ``torch.func.vmap`` turns a stack of convolutions into one grouped convolution, which GPUs run far
-    below their speed. Here every convolution is a matrix product of weights and patches::
+    ``torch.func.vmap`` turns a stack of convolutions into one grouped convolution, which GPUs run
+    far below their speed. Here every convolution is a matrix product of weights and patches::
 
         weights  (G, c', k·k·c)   @   patches  (G, k·k·c, n·h'·w')        G: clients × learners
 
-    Args:
-        images: ``(G, c, n, h, w)``. Channels come before images, so the output of one product is the
-            input of the next without a copy.
-        weight: ``(G, c', c, k, k)``.
-        stride: step between positions.
-        padding: zeros around the images.
-
-    Returns:
-        ``(G, c', n, h', w')``.
+    Images are ``(G, c, n, h, w)`` and weights ``(G, c', c, k, k)``; the result is
+    ``(G, c', n, h', w')``. Channels come before images, so the output of one product is the input
+    of the next without a copy.
     """
     size = (weight.shape[-2], weight.shape[-1])
     kernel = weight.permute(0, 1, 3, 4, 2).flatten(2)  # (G, c', k·k·c), in the order of patches
@@ -135,23 +128,16 @@ def _max_pool_relu(images: Tensor, bias: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Convolutional:
-    """:class:`ConvNet` for stacked parameters, with the same parameter names and results.
-
-    Attributes:
-        channels: channels of the images.
-        size: height and width of the images.
-        classes: number of classes ``K``.
-        dropout: share of activations that are dropped in training.
-        compute: dtype of the products; ``None`` means the dtype of the parameters.
-    """
+    """:class:`ConvNet` for stacked parameters, with the same parameter names and results."""
 
     # 64 clients fill a GPU. Larger groups would add padding, because their clients differ more in size.
     hints: ClassVar[TrainingHints] = TrainingHints(max_clients=64)
 
-    channels: int
-    size: int
+    channels: int  # channels of the images
+    size: int  # height and width of the images
     classes: int
-    dropout: float = 0.0
+    dropout: float = 0.0  # share of activations that are dropped in training
+    # dtype of the products; ``None`` means the dtype of the parameters
     compute: torch.dtype | None = None
 
     @property
@@ -207,9 +193,7 @@ class Convolutional:
 
     def _features(self, stacked: Params, images: Tensor) -> Tensor:
         """Return the output of both convolutions, ``(A·M, n, c·h·w)``, of images ``(A, n, c, h, w)``."""
-        first, second = (
-            (stacked[f"features.{k}.weight"], stacked[f"features.{k}.bias"]) for k in (0, 3)
-        )
+        first, second = ([stacked[f"features.{k}.{n}"] for n in ("weight", "bias")] for k in (0, 3))
         if kernels.usable_blocks(images, first[0], second[0]):
             hidden = kernels.channel_block(kernels.pixel_block(images, *first), *second)
             return hidden.permute(0, 1, 4, 2, 3).flatten(2)

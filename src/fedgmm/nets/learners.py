@@ -21,19 +21,11 @@ _TRAINING_FACTOR = 8  # training holds about this many times the activations of 
 def log_likelihoods(
     net: Network, params: Params, inputs: Tensor, labels: Tensor, training: bool = False
 ) -> Tensor:
-    """Return ``log P_θm(y_i|x_i)`` of every learner.
+    """Return ``log P_θm(y_i|x_i)`` of every learner, ``(*C, n, M)``.
 
-    Shared learners are evaluated in blocks of rows that fit in memory.
-
-    Args:
-        net: the network.
-        params: stacked parameters, ``(*C, M, ...)``.
-        inputs: ``(*C, n, *shape)``.
-        labels: class indices or numbers, ``(*C, n)``.
-        training: enable dropout.
-
-    Returns:
-        ``(*C, n, M)``.
+    Parameters are ``(*C, M, ...)``, inputs ``(*C, n, *shape)``, labels (class indices or numbers)
+    ``(*C, n)``. ``training`` enables dropout. Shared learners are evaluated in blocks of rows that
+    fit in memory.
     """
     learners = len(next(iter(params.values())))
     # activations_per_row is for training; evaluation needs a fraction of it
@@ -65,19 +57,11 @@ def _of_margins(margins: Tensor, labels: Tensor) -> Tensor:
 def dominance_parts(
     net: Network, params: Params, inputs: Tensor, labels: Tensor, curvature: bool
 ) -> Tensor:
-    """Return the sizes of what each row adds to the gradient, per unit of the network.
+    """Return the sizes of what each row adds to the gradient, per unit of the network, ``(n, M, k)``.
 
     The gradient of a unit's weights is ``Σ_i δ_i x_i``, and ``δ_i`` is the gradient of its bias.
-
-    Args:
-        net: the network.
-        params: stacked parameters, ``(M, ...)``.
-        inputs: ``(n, *shape)``.
-        labels: ``(n,)``.
-        curvature: for classes, add ``1 - Σ_k p_k²`` as the last entry.
-
-    Returns:
-        ``(n, M, k)`` float64.
+    Parameters are ``(M, ...)``, inputs ``(n, *shape)``, labels ``(n,)``. ``curvature`` adds, for
+    classes, ``1 - Σ_k p_k²`` as the last entry. The sizes are float64.
     """
     outputs = net.logits(params, inputs).double()
     if labels.is_floating_point():

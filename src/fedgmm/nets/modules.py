@@ -41,21 +41,15 @@ _LOOKUP = ("scalar types: Long", "index out of range")  # in errors of nn.Embedd
 
 @dataclass(frozen=True)
 class ModuleNetwork(OfModules):
-    """A module with stacked parameters, by ``torch.func.vmap`` or in a loop.
+    """A module with stacked parameters, by ``torch.func.vmap`` or in a loop."""
 
-    Attributes:
-        factory: makes a module that maps ``(n, *shape)`` to logits ``(n, K)``. The module or the factory
-            may have the attribute ``integer_inputs = True``; the module then gets int64 inputs.
-        input_shape: shape of one row.
-        classes: number of classes ``K``.
-        seed: of the draw of random constants, the same draw as that of the first learner.
-        given: constants of a saved model, in place of those that the factory makes.
-    """
-
+    # makes a module that maps ``(n, *shape)`` to logits ``(n, K)``. The module or the factory may
+    # have the attribute ``integer_inputs = True``; the module then gets int64 inputs.
     factory: ModuleFactory
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]  # shape of one row
     classes: int
-    seed: int = 0
+    seed: int = 0  # of the draw of random constants, the same draw as that of the first learner
+    # constants of a saved model, in place of those that the factory makes
     given: Params | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,7 +90,7 @@ class ModuleNetwork(OfModules):
     def _momenta(self) -> dict[str, float]:
         """Names of the running statistics, and how much a batch counts (0 for a mean over batches)."""
         return {
-            _joined(name, kind): layer.momentum or 0.0
+            f"{name}.{kind}".lstrip("."): layer.momentum or 0.0
             for name, layer in _normalisations(self._module)
             for kind in _STATISTICS
         }
@@ -152,22 +146,18 @@ class ModuleNetwork(OfModules):
         number: int = 1,
     ) -> tuple[Tensor, Params]:
         """Return the logits and the running statistics, see :meth:`OfModules.forward`."""
-        if not self.integer_inputs:
-            return self._evaluated(params, inputs, training, counts, number)
+        x = inputs.long() if self.integer_inputs else inputs
         try:
-            return self._evaluated(params, inputs.long(), training, counts, number)
+            if self._reason_to_loop(training) is None:
+                return self._stacked(params, x, training), {}
+            return self._looped(params, x, training, counts, number)
         except IndexError as error:
+            if not self.integer_inputs:
+                raise
             raise ValueError(
                 f"{type(self._module).__name__} cannot read integers from {int(inputs.min())} to "
                 f"{int(inputs.max())}: {error}."
             ) from error
-
-    def _evaluated(
-        self, params: Params, x: Tensor, training: bool, counts: Tensor | None, number: int
-    ) -> tuple[Tensor, Params]:
-        if self._reason_to_loop(training) is None:
-            return self._stacked(params, x, training), {}
-        return self._looped(params, x, training, counts, number)
 
     def _stacked(self, params: Params, inputs: Tensor, training: bool) -> Tensor:
         """Return the logits by ``vmap``."""
@@ -310,19 +300,16 @@ class ModuleNetwork(OfModules):
             other[:, 1:] = 1
             try:
                 with torch.no_grad():
-                    plain, _ = self._looped(params, x, training=False)
-                    if not _close(
-                        plain[:, 0], self._looped(params, other, training=False)[0][:, 0]
-                    ):
+                    plain, changed = (self._looped(params, one, False)[0] for one in (x, other))
+                    if not _close(plain[:, 0], changed[:, 0]):
                         return _MIXES
                 found = self._stacked(params, x, training)
                 if training:
                     torch.autograd.grad(found.sum(), list(params.values()), materialize_grads=True)
             except Exception as error:  # any error of torch or of the module
-                operation = re.search(r"aten::\w+", str(error))
-                known = (
-                    f"torch.func.vmap does not support {operation[0]}" if operation else str(error)
-                )
+                known, operation = str(error), re.search(r"aten::\w+", str(error))
+                if operation:
+                    known = f"torch.func.vmap does not support {operation[0]}"
                 return known.split("\n")[0].split(". ")[0].removeprefix("vmap: ")
             if not training and not _close(plain, found):
                 return "torch.func.vmap returns other numbers than the module"
@@ -444,10 +431,6 @@ def _normalisations(module: nn.Module) -> list[tuple[str, _NormBase]]:
         for name, layer in module.named_modules()
         if isinstance(layer, _NormBase) and layer.running_mean is not None and layer.training
     ]
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -34,21 +34,18 @@ SMALLEST_VARIANCE = 1e-6
 
 @dataclass(frozen=True)
 class TrainingHints:
-    """Settings that make the training of one kind of network fast or stable.
+    """Settings that make the training of one kind of network fast or stable."""
 
-    Attributes:
-        in_lanes: on a CPU, train groups of clients in parallel with one thread each, because threads
-            inside an operation do not speed up small networks.
-        max_clients: largest group of clients on a GPU; ``None`` means as many as fit in memory.
-        even_batches: the batches of a client differ by at most one row, because the network uses
-            statistics of each batch.
-        recorded: record a round on a GPU and replay it, because its kernels take longer to start than
-            to run. Such networks must be hashable.
-    """
-
+    # on a CPU, train groups of clients in parallel with one thread each, because threads inside an
+    # operation do not speed up small networks
     in_lanes: bool = False
+    # largest group of clients on a GPU; ``None`` means as many as fit in memory
     max_clients: int | None = None
+    # the batches of a client differ by at most one row, because the network uses statistics of each
+    # batch
     even_batches: bool = False
+    # record a round on a GPU and replay it, because its kernels take longer to start than to run.
+    # Such networks must be hashable.
     recorded: bool = False
 
 
@@ -58,35 +55,28 @@ class Network(Protocol):
     @property
     def classes(self) -> int:
         """Number of classes ``K``; zero for numbers, see :class:`Regression`."""
-        ...
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one row; ``(columns,)`` for networks that flatten their inputs."""
-        ...
 
     @property
     def activations_per_row(self) -> int:
         """Approximate number of values that a learner holds per row in training, for memory budgets."""
-        ...
 
     @property
     def hints(self) -> TrainingHints:
         """Settings for fast and stable training."""
-        ...
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters of one learner."""
-        ...
 
     def initial(self, generator: torch.Generator) -> Params:
         """Draw the parameters of one learner, float32, on the CPU."""
-        ...
 
     def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
         """Return the logits of every learner, ``(*C, n, M, K)``; ``training`` enables dropout."""
-        ...
 
 
 class OfModules(ABC):
@@ -103,14 +93,11 @@ class OfModules(ABC):
     ) -> tuple[Tensor, Params]:
         """Return the logits ``(*C, n, M, K)`` and the running statistics after a batch of training.
 
-        Args:
-            params: stacked parameters, ``(*C, M, ...)``.
-            inputs: ``(*C, n, *shape)``.
-            training: enable dropout, and normalise by the statistics of the batch.
-            counts: number of rows per client, ``(*C,)``. Padding follows them and does not change the
-                statistics. ``None`` means no padding.
-            number: number of the batch within the round, from one. The statistics of batch one replace
-                the old ones, which belong to the weights before the server changed them.
+        Parameters are ``(*C, M, ...)`` and inputs ``(*C, n, *shape)``. ``training`` enables dropout
+        and normalises by the statistics of the batch. ``counts``, ``(*C,)``, are rows per client;
+        padding follows them and does not change the statistics. ``number`` counts the batches
+        within the round, from one. The statistics of batch one replace the old ones, which belong
+        to the weights before the server changed them.
         """
 
     def logits(self, params: Params, inputs: Tensor, training: bool = False) -> Tensor:
@@ -134,19 +121,13 @@ def as_numbers(inputs: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Dense:
-    """Fully connected layers with ReLU between them; without hidden layers, logistic regression.
-
-    Attributes:
-        columns: inputs are flattened to this many numbers.
-        classes: number of classes ``K``.
-        hidden: widths of the hidden layers.
-    """
+    """Fully connected layers with ReLU between them; without hidden layers, logistic regression."""
 
     hints: ClassVar[TrainingHints] = TrainingHints(in_lanes=True)
 
-    columns: int
+    columns: int  # inputs are flattened to this many numbers
     classes: int
-    hidden: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()  # widths of the hidden layers
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -203,12 +184,9 @@ class Regression:
     """A network of one output for numbers: ``P_θ(y|x) = N(y; f_θ(x), σ²)``.
 
     ``σ²`` is a parameter of each learner that no gradient trains.
-
-    Attributes:
-        net: computes ``f_θ(x)``.
     """
 
-    net: Network
+    net: Network  # computes ``f_θ(x)``
 
     @property
     def classes(self) -> int:
@@ -282,10 +260,6 @@ def network(
         compute: dtype of a convolutional network's products on an accelerator; ``None`` means the
             dtype of the parameters.
         seed: of the frozen parameters and buffers of a factory's module.
-
-    Raises:
-        TypeError: a module in place of a function that makes one.
-        ValueError: an unknown name, or a network that does not suit the inputs.
     """
     if isinstance(learner, nn.Module):
         raise TypeError(

@@ -12,12 +12,7 @@ from fedgmm.core.linalg import matmul, take
 from fedgmm.core.params import Params, is_statistic, take_clients
 from fedgmm.core.scratch import touched
 from fedgmm.nets.kernels.recording import recorder_of
-from fedgmm.nets.learners import (
-    class_margins,
-    label_signs,
-    likelihoods_of_logits,
-    log_likelihoods,
-)
+from fedgmm.nets.learners import class_margins, label_signs, likelihoods_of_logits, log_likelihoods
 from fedgmm.nets.networks import Dense, Network, OfModules, as_numbers
 
 Rate = float | Tensor
@@ -31,47 +26,29 @@ _BYTES_AROUND = 64 * 1024  # that the system maps around a row of a file
 
 @dataclass(frozen=True)
 class SGD:
-    """Options of local training.
-
-    Attributes:
-        lr: learning rate.
-        momentum: momentum within a round; buffers start at zero in every round.
-        weight_decay: ``L2`` penalty, added to the gradient.
-        proximal: strength ``ρ`` of ``ρ/2 ‖θ - anchor‖²``.
-        clip_norm: largest norm of the gradient of the rows' loss, per client and learner; ``None``
-            disables clipping.
-        batch_size: rows per step.
-        epochs: passes over the client's rows.
-        augment: crop and flip images at random in every step.
-    """
+    """Options of local training."""
 
     lr: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    proximal: float = 0.0
+    momentum: float = 0.0  # momentum within a round; buffers start at zero in every round
+    weight_decay: float = 0.0  # ``L2`` penalty, added to the gradient
+    proximal: float = 0.0  # strength ``ρ`` of ``ρ/2 ‖θ - anchor‖²``
+    # largest norm of the gradient of the rows' loss, per client and learner; ``None`` disables
+    # clipping
     clip_norm: float | None = None
-    batch_size: int = 128
-    epochs: int = 1
-    augment: bool = False
+    batch_size: int = 128  # rows per step
+    epochs: int = 1  # passes over the client's rows
+    augment: bool = False  # crop and flip images at random in every step
 
 
 @dataclass(frozen=True)
 class Step:
-    """The batches of one step of stacked training, one per active client.
+    """The batches of one step of stacked training, one per active client."""
 
-    Attributes:
-        rows: row indices, ``(A, B)``.
-        mask: one for a row, zero for padding at the end, ``(A, B)``.
-        full: there is no padding.
-        augment: crop and flip the images at random.
-        number: number of the step within the round, from one.
-    """
-
-    rows: Tensor
-    mask: Tensor
-    full: bool = False
-    augment: bool = False
-    number: int = 1
+    rows: Tensor  # row indices, ``(A, B)``
+    mask: Tensor  # one for a row, zero for padding at the end, ``(A, B)``
+    full: bool = False  # there is no padding
+    augment: bool = False  # crop and flip the images at random
+    number: int = 1  # number of the step within the round, from one
 
     @property
     def counts(self) -> Tensor | None:
@@ -86,16 +63,12 @@ class Step:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batches of all clients for one round.
+    """The batches of all clients for one round."""
 
-    Attributes:
-        clients: client codes, sorted by descending number of rows, ``(C,)``. Clients without further
-            batches are therefore always at the end.
-        steps: the steps of a round, in order.
-    """
-
+    # client codes, sorted by descending number of rows, ``(C,)``. Clients without further batches
+    # are therefore always at the end.
     clients: Tensor
-    steps: list[Step]
+    steps: list[Step]  # the steps of a round, in order
 
 
 def plan_batches(
@@ -159,22 +132,13 @@ def train_local(
 ) -> Params:
     """Train every client and learner at once by weighted SGD.
 
-    The loss of a batch is ``Σ_i w_i(m) · CE_i(θ_m) / Σ_i w_i(m)``. Weights are normalised within the
-    client's batch, so a learner with small responsibilities still makes full steps.
+    The loss of a batch is ``Σ_i w_i(m) · CE_i(θ_m) / Σ_i w_i(m)``. Weights are normalised within
+    the client's batch, so a learner with small responsibilities still makes full steps.
 
-    Args:
-        net: the network.
-        params: initial parameters, ``(C, M, ...)`` in the plan's order of clients.
-        inputs: all rows, ``(N, *shape)``.
-        labels: class indices, ``(N,)``.
-        weights: responsibilities of the learners, ``(N, M)``, fastest with rows last in memory;
-            ``None`` means one.
-        plan: the batches, and whether images are cropped and flipped.
-        options: the optimiser. The plan replaces ``batch_size``, ``epochs`` and ``augment``.
-        anchor: centre of the proximal term, shaped like ``params``.
-
-    Returns:
-        Trained parameters, ``(C, M, ...)``.
+    Parameters, the ``anchor`` of the proximal term and the result are ``(C, M, ...)`` in the plan's
+    order of clients; inputs are ``(N, *shape)`` and labels ``(N,)``. The responsibilities
+    ``weights``, ``(N, M)``, are fastest with rows last in memory; ``None`` means one. The plan
+    replaces ``batch_size``, ``epochs`` and ``augment`` of the options.
     """
 
     def run(round_inputs: RoundInputs) -> list[Params]:
@@ -183,23 +147,12 @@ def train_local(
         velocity = None
         if options.momentum:
             velocity = {name: torch.zeros_like(value) for name, value in params.items()}
-        (rate,) = round_inputs.rates
+        (rate,), weights = round_inputs.rates, round_inputs.weights
         for step in round_inputs.steps:
-            active = step.clients
-            own = take_clients(params, active)
-            gradients, statistics = batch_gradients(
-                net, own, inputs, labels, round_inputs.weights, step
-            )
-            with torch.no_grad():
-                _replace_statistics(own, statistics)
-                _sgd_step(
-                    own,
-                    gradients,
-                    rate,
-                    options,
-                    None if velocity is None else take_clients(velocity, active),
-                    None if centre is None else take_clients(centre, active),
-                )
+            own = take_clients(params, step.clients)
+            speed = None if velocity is None else take_clients(velocity, step.clients)
+            near = None if centre is None else take_clients(centre, step.clients)
+            _step_on_batch(net, own, inputs, labels, weights, step, rate, options, speed, near)
         return [params]
 
     sets = [params] if anchor is None else [params, anchor]
@@ -219,43 +172,30 @@ def train_moreau(
     inner_lr: float,
     weights: Tensor | None = None,
 ) -> tuple[Params, Params]:
-    """Train every client at once by the local rounds of pFedMe.
+    """Train every client at once by the local rounds of pFedMe; return local and personal learners.
 
-    On each batch, gradient steps find the personal learner, which is the proximal point of the local
-    one. The local learner then moves towards it::
+    On each batch, gradient steps find the personal learner, which is the proximal point of the
+    local one. The local learner then moves towards it::
 
         θ̃ ≈ argmin_θ  f(θ; batch) + λ/2 ‖θ - w‖²          w ← w - η λ (w - θ̃)
 
-    Args:
-        net: the network.
-        params: local learners ``w``, ``(C, M, ...)`` in the plan's order of clients.
-        inputs: all rows, ``(N, *shape)``.
-        labels: class indices, ``(N,)``.
-        plan: the batches, and whether images are cropped and flipped.
-        options: ``lr`` is ``η``; ``clip_norm`` applies to the steps of the inner problem.
-        penalty: ``λ``.
-        inner_steps: gradient steps per batch for the inner problem.
-        inner_lr: learning rate of the inner problem.
-        weights: of the rows, ``(N, 1)``; ``None`` means one.
-
-    Returns:
-        The local learners and the personal ones, both ``(C, M, ...)``.
+    The local learners ``w`` are ``params``, ``(C, M, ...)`` in the plan's order of clients, ``λ``
+    is ``penalty`` and ``η`` is ``options.lr``; ``clip_norm`` applies to the ``inner_steps`` per
+    batch. ``weights`` are those of the rows, ``(N, 1)``; ``None`` means one.
     """
     inner = SGD(proximal=penalty, clip_norm=options.clip_norm)
 
     def run(round_inputs: RoundInputs) -> list[Params]:
         local = {name: value.clone() for name, value in round_inputs.params[0].items()}
         personal = {name: value.clone() for name, value in local.items()}
-        outer_rate, inner_rate = round_inputs.rates
+        (outer_rate, inner_rate), weights = round_inputs.rates, round_inputs.weights
         for step in round_inputs.steps:
             active = step.clients
-            own = take_clients(personal, active)
+            own, near = take_clients(personal, active), take_clients(local, active)
             for _ in range(inner_steps):
-                gradients, statistics = batch_gradients(
-                    net, own, inputs, labels, round_inputs.weights, step
+                _step_on_batch(
+                    net, own, inputs, labels, weights, step, inner_rate, inner, None, near
                 )
-                _replace_statistics(own, statistics)
-                _sgd_step(own, gradients, inner_rate, inner, None, take_clients(local, active))
             for name, value in local.items():
                 rate = 1.0 if is_statistic(name) else outer_rate * penalty
                 value[active].sub_(rate * (value[active] - personal[name][active]))
@@ -276,13 +216,7 @@ def noise_variances(
 ) -> Tensor:
     """Return ``σ²_mc = Σ_i q_i(m) (y_i - f_θmc(x_i))² / Σ_i q_i(m)``, ``(C, M)``, for numbers.
 
-    Args:
-        net: the network.
-        params: of every client, ``(C, M, ...)`` in the plan's order of clients.
-        inputs: all rows, ``(N, *shape)``.
-        labels: numbers, ``(N,)``.
-        weights: ``q_i(m)``, ``(N, M)``; ``None`` means one.
-        plan: one pass over the clients' rows.
+    The arguments are those of :func:`train_local`; the plan passes once over the clients' rows.
     """
     own = next(iter(params.values()))
     squares = torch.zeros(own.shape[:2], dtype=torch.float64, device=own.device)
@@ -355,15 +289,13 @@ def _is_recorded(net: Network, inputs: Tensor) -> bool:
     return inputs.is_cuda and net.hints.recorded
 
 
-def _replace_statistics(own: Params, statistics: Params) -> None:
-    """Overwrite the running statistics, in place."""
-    if statistics:
-        torch._foreach_copy_([own[name] for name in statistics], list(statistics.values()))
-
-
-def _sgd_step(
+def _step_on_batch(
+    net: Network,
     own: Params,
-    gradients: Params,
+    inputs: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    step: Step,
     rate: Rate,
     options: SGD,
     velocity: Params | None,
@@ -374,6 +306,9 @@ def _sgd_step(
     All parameters are updated by one call, because on a GPU a kernel per parameter takes longer to
     start than to run.
     """
+    gradients, statistics = batch_gradients(net, own, inputs, labels, weights, step)
+    if statistics:
+        torch._foreach_copy_([own[name] for name in statistics], list(statistics.values()))
     values, slopes = [own[name] for name in gradients], list(gradients.values())
     if options.clip_norm is not None:
         slopes = _clipped(slopes, options.clip_norm)
@@ -482,9 +417,6 @@ def crop_and_flip(images: Tensor) -> Tensor:
     """Shift each image by up to ``MARGIN`` pixels, filling with zeros, and mirror half of the images.
 
     Random numbers come from torch's global generator of the device, so recorded rounds draw new ones.
-
-    Args:
-        images: ``(..., channels, height, width)``.
     """
     *lead, channels, height, width = images.shape
     flat = images.reshape(-1, channels, height * width)

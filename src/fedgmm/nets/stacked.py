@@ -29,6 +29,7 @@ from fedgmm.core.params import Params, is_statistic
 from fedgmm.nets.backbones import MobileNetV2, ResNet18, load_weights, read_plain_pixels
 from fedgmm.nets.convolutional import convolve
 from fedgmm.nets.kernels import fused as kernels
+from fedgmm.nets.kernels.fused import BatchStatistics
 from fedgmm.nets.modules import seeded_module
 from fedgmm.nets.networks import ModuleFactory, OfModules, TrainingHints
 
@@ -37,57 +38,39 @@ Operation = Callable[..., Tensor]
 
 
 class ForwardPass(NamedTuple):
-    """The arguments of one evaluation of the graph, passed to every layer.
+    """The arguments of one evaluation of the graph, passed to every layer."""
 
-    Attributes:
-        params: parameters of all groups, ``(G, ...)``.
-        training: enable dropout, and normalise by the statistics of the batch.
-        counts: number of rows per group, ``(G,)``; padding follows them. ``None`` means no padding.
-        number: number of the batch within the round, from one.
-        statistics: running means and variances after this batch, ``(G, c)``; layers add theirs.
-    """
-
-    params: Params
-    training: bool
+    params: Params  # parameters of all groups, ``(G, ...)``
+    training: bool  # enable dropout, and normalise by the statistics of the batch
+    # number of rows per group, ``(G,)``; padding follows them. ``None`` means no padding.
     counts: Tensor | None
-    number: int
+    number: int  # number of the batch within the round, from one
+    # running means and variances after this batch, ``(G, c)``; layers add theirs
     statistics: Params
 
 
 class Instruction(NamedTuple):
-    """One node of the graph.
+    """One node of the graph."""
 
-    Attributes:
-        name: name of the node's value.
-        operation: computes the value.
-        inputs: names of the values it reads.
-        last_used: names of the values that no later instruction reads.
-    """
-
-    name: str
-    operation: Operation
-    inputs: list[str]
-    last_used: list[str]
+    name: str  # name of the node's value
+    operation: Operation  # computes the value
+    inputs: list[str]  # names of the values it reads
+    last_used: list[str]  # names of the values that no later instruction reads
 
 
 @dataclass(frozen=True)
 class Stacked(OfModules):
-    """A module made of convolutions, batch normalisation, pooling and dense layers.
-
-    Attributes:
-        factory: makes a module that maps ``(n, channels, height, width)`` to logits ``(n, K)``.
-        input_shape: shape of one image.
-        classes: number of classes ``K``.
-        compute: dtype of the products on an accelerator; ``None`` means the dtype of the parameters.
-        activations_per_row: approximate number of values that a learner holds per row in training.
-    """
+    """A module made of convolutions, batch normalisation, pooling and dense layers."""
 
     hints: ClassVar[TrainingHints] = TrainingHints(even_batches=True, recorded=True)
 
+    # makes a module that maps ``(n, channels, height, width)`` to logits ``(n, K)``
     factory: ModuleFactory
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]  # shape of one image
     classes: int
+    # dtype of the products on an accelerator; ``None`` means the dtype of the parameters
     compute: torch.dtype | None = None
+    # approximate number of values that a learner holds per row in training
     activations_per_row: int = 400_000
 
     @cached_property
@@ -117,13 +100,12 @@ class Stacked(OfModules):
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters and running statistics that the module declares."""
-        return {name: tuple(value.shape) for name, value in _state(self._module)}
+        return {name: tuple(value.shape) for name, value in _values(self._module).items()}
 
     def initial(self, generator: torch.Generator) -> Params:
         """Draw the module's own initialisation, seeded by the generator."""
         _ = self._program  # raises if a layer is not supported
-        module = seeded_module(self.factory, generator)
-        return {name: value.detach().clone() for name, value in _state(module)}
+        return _values(seeded_module(self.factory, generator))
 
     def pretrained(self, path: Path, generator: torch.Generator) -> Params:
         """Read weights with torchvision's names; a head that does not fit keeps its random start.
@@ -137,7 +119,7 @@ class Stacked(OfModules):
             )
         load_weights(module, path)
         read_plain_pixels(module)
-        return {name: value.detach().clone() for name, value in _state(module)}
+        return _values(module)
 
     def forward(
         self,
@@ -159,13 +141,9 @@ class Stacked(OfModules):
         images = images.expand(-1, learners, *images.shape[2:]).flatten(0, 1).transpose(1, 2)
         if counts is not None:
             counts = counts.to(torch.int32).reshape(-1, 1).expand(-1, learners).flatten()
-        call = ForwardPass(
-            {n: v.to(compute) if _is_product(n, v) else v for n, v in flat.items()},
-            training,
-            counts,
-            number,
-            {},
-        )
+        # scales and shifts, which are no factors of a product, keep their precision
+        factors = {n: v.to(compute) for n, v in flat.items() if v.dim() > 2 and not is_statistic(n)}
+        call = ForwardPass({**flat, **factors}, training, counts, number, {})
         values: dict[str, Tensor] = {}
         name = ""
         for name, operation, used, last_used in self._program:
@@ -174,16 +152,15 @@ class Stacked(OfModules):
                 del values[one]
         out = values[name]  # (G, n, K)
         logits = out.reshape(*lead, learners, rows, self.classes).transpose(-3, -2).to(dtype)
-        statistics = {
-            name: value.reshape(*lead, learners, -1) for name, value in call.statistics.items()
-        }
-        return logits, statistics
+        return logits, {n: v.reshape(*lead, learners, -1) for n, v in call.statistics.items()}
 
 
-def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and running statistics of a module, without its counters of batches."""
-    statistics = [(name, value) for name, value in module.named_buffers() if is_statistic(name)]
-    return [*module.named_parameters(), *statistics]
+def _values(module: nn.Module) -> Params:
+    """Return copies of a module's parameters and running statistics, without its counters of batches."""
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        n: v.detach().clone() for n, v in values.items() if not n.endswith("num_batches_tracked")
+    }
 
 
 # ---------------------------------------------------------------------- layers
@@ -234,11 +211,6 @@ def _follows_norm(graph: Any, node: Any) -> bool:
         and isinstance(graph.get_submodule(before.target), nn.BatchNorm2d)
         and _only_user(before) is node
     )
-
-
-def _is_product(name: str, value: Tensor) -> bool:
-    """Whether a stacked parameter is a factor of a product; scales and shifts keep their precision."""
-    return value.dim() > 2 and not is_statistic(name)
 
 
 def _layer(layer: nn.Module, name: str) -> Operation:
@@ -331,7 +303,7 @@ def _batch_norm(
     In training, every group is normalised by the statistics of its own rows.
     """
     params = call.params
-    running = kernels.BatchStatistics(params[f"{name}.running_mean"], params[f"{name}.running_var"])
+    running = BatchStatistics(params[f"{name}.running_mean"], params[f"{name}.running_var"])
     weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
     fast = kernels.usable(images)
     highest = kernels.NO_ACTIVATION if ceiling is None else ceiling
@@ -357,19 +329,11 @@ def _batch_norm(
 
 
 def _moving_average(
-    running: kernels.BatchStatistics,
-    own: kernels.BatchStatistics,
-    unbiased: Tensor | float,
-    momentum: float,
-) -> kernels.BatchStatistics:
+    running: BatchStatistics, own: BatchStatistics, unbiased: Tensor | float, momentum: float
+) -> BatchStatistics:
     """Return the running statistics after a batch; ``own.variance`` is the batch's biased variance."""
-    news = own.mean, own.variance * unbiased
-    return kernels.BatchStatistics(
-        *(
-            torch.lerp(old, new.to(old.dtype), momentum)
-            for old, new in zip(running, news, strict=True)
-        )
-    )
+    pairs = zip(running, (own.mean, own.variance * unbiased), strict=True)
+    return BatchStatistics(*(torch.lerp(old, new.to(old.dtype), momentum) for old, new in pairs))
 
 
 def _unbiased(images: Tensor, counts: Tensor | None) -> Tensor | float:
@@ -383,10 +347,7 @@ def _unbiased(images: Tensor, counts: Tensor | None) -> Tensor | float:
 
 
 def _defined_variance(
-    images: Tensor,
-    counts: Tensor | None,
-    running: kernels.BatchStatistics,
-    new: kernels.BatchStatistics,
+    images: Tensor, counts: Tensor | None, running: BatchStatistics, new: BatchStatistics
 ) -> Tensor:
     """Return the new variances, but the old ones where a channel has a single number.
 
@@ -406,11 +367,7 @@ def _activate(images: Tensor, ceiling: float | None) -> Tensor:
 
 
 def _normalise_by_running(
-    layer: nn.BatchNorm2d,
-    images: Tensor,
-    running: kernels.BatchStatistics,
-    weight: Tensor,
-    bias: Tensor,
+    layer: nn.BatchNorm2d, images: Tensor, running: BatchStatistics, weight: Tensor, bias: Tensor
 ) -> Tensor:
     """Normalise images by the running statistics."""
     dtype = running.mean.dtype
@@ -427,7 +384,7 @@ def _normalise_by_running(
 
 def _normalise_by_batch(
     images: Tensor, counts: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, kernels.BatchStatistics]:
+) -> tuple[Tensor, BatchStatistics]:
     """Normalise images by their rows without padding; also return mean and biased variance ``(G, c)``."""
     groups, channels = images.shape[:2]
     whole = images[0, 0].numel()
@@ -445,7 +402,7 @@ def _normalise_by_batch(
             eps=eps,
         )
         biased = flat_variance * ((whole - 1) / whole)
-        own = kernels.BatchStatistics(flat_mean.view_as(mean), biased.view_as(mean))
+        own = BatchStatistics(flat_mean.view_as(mean), biased.view_as(mean))
         return out.reshape(images.shape), own
     if counts is None:
         counts = torch.full((groups,), images.shape[2], device=images.device)
@@ -460,7 +417,7 @@ def _normalise_by_batch(
     out = centred * scale[..., None, None, None] + bias.to(exact.dtype)[..., None, None, None]
     # without this, padding would grow from layer to layer
     out = torch.where(present > 0, out, torch.zeros_like(out))
-    return out.to(images.dtype), kernels.BatchStatistics(mean.detach(), variance.detach())
+    return out.to(images.dtype), BatchStatistics(mean.detach(), variance.detach())
 
 
 def _linear(params: Params, name: str, x: Tensor) -> Tensor:

@@ -31,11 +31,7 @@ _WITH_EXACT_STEPS = ("fedgmm", "fedem", "fedavg", "fedavg+")
 def learner_network(
     options: TrainingOptions, input_shape: tuple[int, ...], classes: NDArray[Any]
 ) -> Network:
-    """Return the learners' network.
-
-    Raises:
-        ValueError: options that do not suit these inputs or classes.
-    """
+    """Return the learners' network; options that do not suit the inputs or classes raise ``ValueError``."""
     if not len(classes) and options.personal_labels is True:
         raise ValueError("personal_labels is for classes; leave it out for regression.")
     if len(classes) == 1 and options.algorithm != DENSITY:
@@ -78,36 +74,21 @@ def build(options: TrainingOptions, net: Network) -> AnyMethod:
         augment=options.augment,
     )
     dtype = resolve_dtype(options.dtype)
-    training = LocalTraining(
-        net,
-        sgd,
-        options.schedule,  # type: ignore[arg-type]
-        options.rounds,
-        options.seed,
-        dtype,
-    )
-    server = ServerOptimiser(
-        options.server,  # type: ignore[arg-type]
-        options.server_lr or (0.01 if options.server == "adam" else 1.0),
-        options.server_momentum,
-    )
-    solver = solver_of(options, net)
-    start = options.start
+    words: Any = options  # mypy does not know that the texts were checked
+    training = LocalTraining(net, sgd, words.schedule, options.rounds, options.seed, dtype)
+    server_lr = options.server_lr or (0.01 if options.server == "adam" else 1.0)
+    server = ServerOptimiser(words.server, server_lr, options.server_momentum)
+    start = words.start
     if start == "auto":
         start = "tied" if options.algorithm == "fedgmm" else "random"
     components, learners = options.sizes
+    density = FederatedGMM(components, words.covariance_type, words.aggregation)
     mixture = FedGMM(
         training,
         learners,
-        FederatedGMM(
-            components,
-            options.covariance_type,  # type: ignore[arg-type]
-            options.aggregation,  # type: ignore[arg-type]
-            reg_covar=options.reg_covar,
-            dtype=dtype,
-        ),
-        start=start,  # type: ignore[arg-type]
-        solver=solver,  # type: ignore[arg-type]
+        replace(density, reg_covar=options.reg_covar, dtype=dtype),
+        start=start,
+        solver=solver_of(options, net),
         ridge=options.ridge,
         independence=options.independence,
         server=server,
@@ -136,7 +117,7 @@ def build(options: TrainingOptions, net: Network) -> AnyMethod:
             )
 
 
-def solver_of(options: TrainingOptions, net: Network) -> str:
+def solver_of(options: TrainingOptions, net: Network) -> Any:
     """Return the solver of a method's learners, ``"sgd"`` or ``"newton"``."""
     net = function_of(net)
     if not isinstance(net, Dense) or net.hidden:

@@ -44,15 +44,8 @@ Phase = Literal["warmup", "main"]
 _FACTS = "fedgmm checkpoint"
 _LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
 _SAMPLED_ROWS = 4096
-_LOWER_LAYERS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+# RecursionError is a RuntimeError
+_LOWER_LAYERS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class CheckpointError(StateError):
@@ -92,43 +85,27 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run after a round, complete enough to resume exactly.
+    """The state of a run after a round, complete enough to resume exactly."""
 
-    Attributes:
-        phase: ``"warmup"`` or ``"main"``.
-        round: number of the last finished round; before the first round of a phase, one less.
-        shared: the server's broadcast.
-        personal: the clients' own parts, along a leading axis.
-        history: one dictionary per round, of both phases.
-        best: the best round, if ``patience`` is set.
-        first_round: number of the phase's first round.
-        judged: the stopping rules have seen the last round.
-        converged: a stopping rule has ended the run.
-        options: of the run, as plain values.
-        data: the data's fingerprint.
-    """
-
-    phase: Phase
-    round: int
-    shared: Any
-    personal: Any
+    phase: Phase  # ``"warmup"`` or ``"main"``
+    round: int  # number of the last finished round; before the first round of a phase, one less
+    shared: Any  # the server's broadcast
+    personal: Any  # the clients' own parts, along a leading axis
+    # one dictionary per round, of both phases
     history: list[dict[str, float]] = field(default_factory=list)
-    best: Best | None = None
-    first_round: int = 1
-    judged: bool = True
-    converged: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    data: str = ""
+    best: Best | None = None  # the best round, if ``patience`` is set
+    first_round: int = 1  # number of the phase's first round
+    judged: bool = True  # the stopping rules have seen the last round
+    converged: bool = False  # a stopping rule has ended the run
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the run, as plain values
+    data: str = ""  # the data's fingerprint
 
 
 def fingerprint(dataset: FederatedDataset, features: bool = True) -> str:
     """Return a number that changes with the clients, classes, labels or rows.
 
     It covers the training and validation rows, but only a sample of their inputs, to be cheap.
-
-    Args:
-        dataset: the clients.
-        features: cover the features of the Gaussians, too, if they are not the inputs.
+    Features of the Gaussians that are not the inputs are covered, too, if ``features`` says so.
     """
     names = [str(name) for name in dataset.names]
     known = repr((names, dataset.classes.tolist(), dataset.input_shape))
@@ -165,24 +142,15 @@ def save_progress(path: str | Path, progress: Progress) -> None:
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in tensors.items()
     }
+    plain = ("phase", "round", "first_round", "judged", "converged", "data")
     facts = {
         "format": FORMAT,
-        "phase": progress.phase,
-        "round": progress.round,
-        "first_round": progress.first_round,
-        "judged": progress.judged,
-        "converged": progress.converged,
-        "history": [
-            {name: float(value).hex() for name, value in entry.items()}
-            for entry in progress.history
-        ],
+        **{name: getattr(progress, name) for name in plain},
+        "history": [{n: float(v).hex() for n, v in one.items()} for one in progress.history],
         "best": None if best is None else {"score": best.score.hex(), "round": best.round},
         "options": dict(progress.options),
-        "data": progress.data,
         "values": values,
-        "strides": {
-            name: value.stride() for name, value in tensors.items() if not value.is_contiguous()
-        },
+        "strides": {n: v.stride() for n, v in tensors.items() if not v.is_contiguous()},
         "numbers": _digest_of(dense),
     }
     facts["checksum"] = _checksum(facts)
@@ -223,12 +191,7 @@ def _checksum(facts: Mapping[str, Any]) -> str:
 def load_progress(
     path: str | Path, method: AnyMethod, device: torch.device | str = "cpu"
 ) -> Progress:
-    """Read the file that :func:`save_progress` wrote.
-
-    Args:
-        path: the file.
-        method: that the state belongs to.
-        device: of the tensors.
+    """Read the file that :func:`save_progress` wrote, with the state of ``method``, on ``device``.
 
     Raises:
         CheckpointError: a missing, damaged, unknown or newer file, or the state of another method.
@@ -252,13 +215,10 @@ def read_checkpoint(path: str | Path) -> StoredProgress:
     facts = _read_facts(path, data)
     try:
         tensors = from_bytes(data)
-        whole = facts["numbers"] == _digest_of(tensors)
+        if facts["numbers"] != _digest_of(tensors):
+            raise ValueError("the checksum of its numbers is wrong")
     except (SafetensorError, *_LOWER_LAYERS) as error:
         raise CheckpointError(f"{path} is damaged: {error}; {_START_AGAIN}.") from None
-    if not whole:
-        raise CheckpointError(
-            f"{path} is damaged: the checksum of its numbers is wrong; {_START_AGAIN}."
-        )
     return StoredProgress(path, facts, tensors)
 
 
@@ -268,9 +228,9 @@ _START_AGAIN = "delete it to start again, or give another file"
 def _read_facts(path: Path, data: bytes) -> dict[str, Any]:
     """Return the JSON in a file's metadata, checked."""
     length = int.from_bytes(data[:8], "little")
-    if not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
-        raise CheckpointError(f"{path} is damaged or not a checkpoint; {_START_AGAIN}.")
     try:
+        if not 2 <= length <= min(len(data) - 8, _LARGEST_HEADER):
+            raise ValueError
         facts = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_FACTS])
         number = facts["format"]
         fits = facts["checksum"] == _checksum(facts)
@@ -290,17 +250,11 @@ def _read_facts(path: Path, data: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StoredProgress:
-    """An intact file, not yet decoded into a method's state.
+    """An intact file, not yet decoded into a method's state."""
 
-    Attributes:
-        path: the file.
-        facts: its JSON.
-        tensors: by their names.
-    """
-
-    path: Path
-    facts: dict[str, Any]
-    tensors: dict[str, Tensor]
+    path: Path  # the file
+    facts: dict[str, Any]  # its JSON
+    tensors: dict[str, Tensor]  # by their names
 
     @property
     def phase(self) -> Phase:
@@ -310,16 +264,11 @@ class StoredProgress:
     def check_settings(
         self, options: Mapping[str, Any], *data: str, free: Iterable[str] = ()
     ) -> None:
-        """Raise unless the run that resumes has the same options and data as this one.
+        """Raise :class:`OtherTrainingError` unless the run that resumes has the same options and data.
 
-        Args:
-            options: as plain values; ``FREE_OPTIONS`` may differ, but rounds that are done stay.
-                Pretrained weights are compared by ``WEIGHTS``, not by the path of the file.
-            *data: accepted fingerprints.
-            free: further options that may differ.
-
-        Raises:
-            OtherTrainingError: something differs.
+        ``FREE_OPTIONS`` and ``free`` ones may differ, but rounds that are done stay. Pretrained
+        weights are compared by ``WEIGHTS``, not by the path of the file. ``data`` are accepted
+        fingerprints.
         """
         stored = self.facts.get("options")
         stored = stored if isinstance(stored, dict) else {}
@@ -349,18 +298,14 @@ class StoredProgress:
         """Return the progress with the state of ``method``, on ``device``."""
         try:
             return self._assemble(method, device)
-        except StateError as error:
-            raise CheckpointError(f"{self.path} does not fit the method: {error}") from None
         except _LOWER_LAYERS as error:
-            raise CheckpointError(f"{self.path} does not fit the method: {error!r}.") from None
+            reason = str(error) if isinstance(error, StateError) else f"{error!r}."
+            raise CheckpointError(f"{self.path} does not fit the method: {reason}") from None
 
     def _assemble(self, method: AnyMethod, device: torch.device | str) -> Progress:
-        facts = self.facts
+        facts, best = self.facts, self.facts["best"]
         strides = facts["strides"]
-        tensors = {
-            name: laid_out(value.to(device), strides.get(name))
-            for name, value in self.tensors.items()
-        }
+        tensors = {n: laid_out(v.to(device), strides.get(n)) for n, v in self.tensors.items()}
         hints = get_args(get_type_hints(type(method).init)["return"])
         decoder = StateDecoder(tensors, facts["values"], method.training.net.parameter_shapes)
 
@@ -372,18 +317,15 @@ class StoredProgress:
             method.check_state(shared, personal)
             return shared, personal
 
-        best = facts["best"]
+        parts = state("")
+        if best is not None:
+            best = Best(float.fromhex(best["score"]), int(best["round"]), *state("best/"))
         return Progress(
             self.phase,
             int(facts["round"]),
-            *state(""),
-            [
-                {str(name): float.fromhex(value) for name, value in entry.items()}
-                for entry in facts["history"]
-            ],
-            None
-            if best is None
-            else Best(float.fromhex(best["score"]), int(best["round"]), *state("best/")),
+            *parts,
+            [{str(n): float.fromhex(v) for n, v in entry.items()} for entry in facts["history"]],
+            best,
             int(facts["first_round"]),
             bool(facts["judged"]),
             bool(facts["converged"]),

@@ -40,7 +40,7 @@ from fedgmm.model.saving import load, save
 from fedgmm.nets.devices import resolve_device
 from fedgmm.training.build import build, build_warm_up, learner_network
 from fedgmm.training.checkpoint import Phase
-from fedgmm.training.local import LocalClients, Participation, StackedClients
+from fedgmm.training.local import LocalClients, named, step_of, unnamed
 from fedgmm.training.loop import Replies
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.ranks import (
@@ -49,7 +49,6 @@ from fedgmm.training.ranks import (
     Named,
     Ranks,
     interrupts_held,
-    interrupts_ignored,
     join,
     layout_of,
     reason_of,
@@ -62,27 +61,27 @@ Result = TypeVar("Result")
 @contextmanager
 def leading(ranks: Ranks) -> Iterator[bool]:
     """Lead the other ranks, on rank 0, and let them end afterwards; the value is false if nested."""
-    if ranks.leads:
-        yield False
-        return
-    ranks.leads = True
-    problem: str | None = None
-    try:
-        yield True
-    except BaseException as error:
-        problem = reason_of(error) if isinstance(error, Exception) else "interrupted"
-        raise
-    finally:
-        ranks.leads = False
-        model, ranks.result = ranks.result, None
-        packed: dict[str, Tensor] = {}
+    with ranks.one_thread():
+        if ranks.leads:
+            yield False
+            return
+        ranks.leads, problem = True, None
         try:
-            packed = _packed(model)
-        except ValueError as error:  # names that no file can hold; rank 0 has its model
-            problem = problem or str(error)
-        if not ranks.lost:
-            with interrupts_held():
-                ranks.announce({"kind": "end", "problem": problem}, packed)
+            yield True
+        except BaseException as error:
+            problem = reason_of(error) if isinstance(error, Exception) else "interrupted"
+            raise
+        finally:
+            ranks.leads = False
+            model, ranks.result = ranks.result, None
+            packed: dict[str, Tensor] = {}
+            try:
+                packed = _packed(model)
+            except ValueError as error:  # names that no file can hold; rank 0 has its model
+                problem = problem or str(error)
+            if not ranks.lost:
+                with interrupts_held():
+                    ranks.announce({"kind": "end", "problem": problem}, packed)
 
 
 def lead_or_follow(
@@ -90,10 +89,8 @@ def lead_or_follow(
 ) -> Result:
     """Call ``run`` on rank 0, and meanwhile fulfil its requests on the other ranks.
 
-    Args:
-        run: trains; if this call is the outermost one and the result is a model, all ranks get it.
-        after: makes the result of the other ranks, from the model of rank 0 if there is one.
-        learner: the learner of the other ranks if it is a function, which cannot be sent.
+    If this call is the outermost one and ``run`` returns a model, all ranks get it, and ``after`` makes
+    the result of the other ranks from it. Only a ``learner`` that is a function must be given on them.
     """
     ranks = join()
     if ranks.rank:
@@ -143,33 +140,15 @@ def deal(rows_per_client: Sequence[int], ranks: int) -> list[int]:
     return [0, *np.maximum(inner, 1).tolist(), len(rows_per_client)]
 
 
-@dataclass(frozen=True)
-class _Asked(Participation):
-    """The clients that take part, as rank 0 has drawn them; ``None`` means all."""
-
-    codes: Tensor | None = None
-
-    def clients(self, names: tuple[Any, ...], round_number: int) -> Tensor | None:
-        return self.codes
-
-
 @dataclass
 class Share:
-    """The clients of one rank, and their part of every request.
+    """The clients of one rank, and their part of every request."""
 
-    Attributes:
-        ranks: all processes.
-        edges: the first client of each rank, and the number of clients.
-        rows: of the clients of this rank.
-        methods: of both phases.
-        personal: of these clients, as the last request left it.
-    """
-
-    ranks: Ranks
-    edges: list[int]
-    rows: LabelledRows
-    methods: dict[Phase, AnyMethod]
-    personal: Any = None
+    ranks: Ranks  # all processes
+    edges: list[int]  # the first client of each rank, and the number of clients
+    rows: LabelledRows  # of the clients of this rank
+    methods: dict[Phase, AnyMethod]  # of both phases
+    personal: Any = None  # of these clients, as the last request left it
 
     def fulfil(self, facts: Mapping[str, Any], shared: Any) -> tuple[Any, Sums]:
         """Take part in a request; return all clients' personal parts and sums, on rank 0."""
@@ -202,10 +181,8 @@ class Share:
             case "finish":
                 return self.personal, Sums({})
             case "step" if len(clients):
-                stacked = StackedClients(rows, _Asked(codes=None if asked is None else clients))
-                replies = stacked.step(method, shared, self.personal, facts["number"])
-                assert replies is not None
-                return replies
+                some = None if asked is None else clients
+                return step_of(some, rows, method, shared, self.personal, facts["number"])
             case "step":
                 return self.personal, no_sums(method, rows.features.columns, rows.device)
         assert method.mixture is not None
@@ -238,29 +215,15 @@ def no_sums(method: AnyMethod, columns: int, device: torch.device) -> Sums:
     return Sums({name: value.to(device) for name, value in values.items()}, one.gathered)
 
 
-def named(personal: Any) -> dict[str, Tensor]:
-    """Return personal parts as named tensors."""
-    return personal if isinstance(personal, dict) else {"": personal}
-
-
-def unnamed(tensors: dict[str, Tensor]) -> Any:
-    """Return personal parts from the tensors of :func:`named`."""
-    return tensors[""] if set(tensors) == {""} else tensors
-
-
 # ---------------------------------------------------------------------- rank 0
 
 
 @dataclass(frozen=True)
 class RankClients(LocalClients):
-    """Clients that are dealt to ranks, as rank 0 sees them; it holds all rows, too.
+    """Clients that are dealt to ranks, as rank 0 sees them; it holds all rows, too."""
 
-    Attributes:
-        share: the clients of rank 0.
-        known: the personal parts of all clients that the ranks hold already.
-    """
-
-    share: Share = field(kw_only=True)
+    share: Share = field(kw_only=True)  # the clients of rank 0
+    # the personal parts of all clients that the ranks hold already
     known: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -398,7 +361,7 @@ def follow(ranks: Ranks, learner: Any = None) -> FederatedModel | None:
         RanksError: a rank is gone.
     """
     share: Share | None = None
-    with interrupts_ignored(), warnings.catch_warnings():
+    with ranks.one_thread(), interrupts_held(forget=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 gives the same warnings
         while True:
             facts, tensors = ranks.listen()
@@ -432,11 +395,8 @@ def _share(ranks: Ranks, facts: dict[str, Any], learner: Any) -> Share | None:
                 )
             options = replace(options, learner=learner)
         device = resolve_device(options.device)
-        rows = _rows_of(
-            {name: value.to(device) for name, value in parts.items()},
-            facts["names"][first:last],
-            first,
-        )
+        here = {name: value.to(device) for name, value in parts.items()}
+        rows = _rows_of(here, facts["names"][first:last], first)
         net = learner_network(options, tuple(rows.inputs.shape[1:]), np.arange(facts["classes"]))
         methods: dict[Phase, AnyMethod] = {
             "main": build(options, net),

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Never, TypeVar
+from typing import Any, Literal, Never
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedgmm.core.checks import check_integer, check_known
 from fedgmm.core.moments import Scaling, scaled, scaling_of
-from fedgmm.core.params import Params
+from fedgmm.core.params import Params, take_clients
 from fedgmm.core.pca import PCA, fit_pca, moments_of
 from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.streaming import lanes_only
@@ -50,6 +50,7 @@ from fedgmm.training.checkpoint import (
     DENSITY_OPTIONS,
     WEIGHTS,
     Checkpoint,
+    Phase,
     Progress,
     fingerprint,
     read_checkpoint,
@@ -74,8 +75,6 @@ OnTrainingRound = Callable[[dict[str, float]], None]
 
 Participates = Callable[[int, Hashable], bool]
 """Returns whether a client replies in a round."""
-
-StateOf = TypeVar("StateOf")
 
 INTERRUPTED = "interrupted"
 """The reason why a model's training stopped, after Ctrl-C."""
@@ -103,17 +102,11 @@ class DivergenceWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Participation:
-    """The clients that take part in a round.
+    """The clients that take part in a round."""
 
-    Attributes:
-        fraction: share of the clients that the server asks, drawn again in every round.
-        answers: which of them reply; ``None`` means all.
-        seed: of the draw, which depends on a client's name and the round.
-    """
-
-    fraction: float = 1.0
-    answers: Participates | None = None
-    seed: int = 0
+    fraction: float = 1.0  # share of the clients that the server asks, drawn again in every round
+    answers: Participates | None = None  # which of them reply; ``None`` means all
+    seed: int = 0  # of the draw, which depends on a client's name and the round
 
     def clients(self, names: tuple[Hashable, ...], round_number: int) -> Tensor | None:
         """Return sorted codes of the clients whose replies count; ``None`` means all."""
@@ -133,27 +126,18 @@ class Participation:
 
 @dataclass(frozen=True)
 class StackedClients:
-    """Clients whose rows are stacked in this process, so one client step runs all of them.
+    """Clients whose rows are stacked in this process, so one client step runs all of them."""
 
-    Attributes:
-        rows: of all clients.
-        participation: the clients that take part in a round.
-    """
-
-    rows: NamedRows
+    rows: NamedRows  # of all clients
+    # the clients that take part in a round
     participation: Participation = field(default_factory=Participation)
 
     def step(self, method: Any, shared: Any, personal: Any, number: int) -> Replies | None:
         """Run a round on the clients that take part; the others keep their personal parts."""
         clients = self.participation.clients(self.rows.names, number)
-        if clients is None:
-            return Replies(*method.client_step(shared, personal, self.rows, number))
-        if not len(clients):
+        if clients is not None and not len(clients):
             return None
-        own, sums = method.client_step(
-            shared, _take(personal, clients), self.rows.select(clients), number
-        )
-        return Replies(_put(personal, clients, own), sums)
+        return step_of(clients, self.rows, method, shared, personal, number)
 
     def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
         """Return nothing to add to the history."""
@@ -165,12 +149,9 @@ class StackedClients:
 
 @dataclass(frozen=True)
 class LocalClients(StackedClients):
-    """Stacked clients of a data set, for a whole training run.
+    """Stacked clients of a data set, for a whole training run."""
 
-    Attributes:
-        models: makes a model from the prediction that a method would leave, for scores.
-    """
-
+    # makes a model from the prediction that a method would leave, for scores
     models: Callable[[Prediction], FederatedModel] = field(kw_only=True)
 
     def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
@@ -192,24 +173,28 @@ class LocalClients(StackedClients):
         return -model.evaluate("validation").mean_log_loss
 
 
-def _take(state: StateOf, clients: Tensor) -> StateOf:
-    """Return some clients' part of a tensor, or of a dictionary of tensors, with a client axis."""
-    taken: Any = {name: value[clients] for name, value in _as_dict(state).items()}
-    return taken if isinstance(state, dict) else taken[""]  # type: ignore[no-any-return]
+def step_of(
+    clients: Tensor | None, rows: NamedRows, method: Any, shared: Any, personal: Any, number: int
+) -> Replies:
+    """Run a round on some clients, given by codes, or on all; the others keep their personal parts."""
+    if clients is None:
+        return Replies(*method.client_step(shared, personal, rows, number))
+    parts = {name: value.clone() for name, value in named(personal).items()}
+    taking_part = unnamed(take_clients(parts, clients))
+    own, sums = method.client_step(shared, taking_part, rows.select(clients), number)
+    for name, value in named(own).items():
+        parts[name][clients] = value
+    return Replies(unnamed(parts), sums)
 
 
-def _put(state: StateOf, clients: Tensor, new: StateOf) -> StateOf:
-    """Return ``state`` with the clients' part replaced."""
-    held, fresh = _as_dict(state), _as_dict(new)
-    result: Any = {}
-    for name, value in held.items():
-        result[name] = value.clone()
-        result[name][clients] = fresh[name]
-    return result if isinstance(state, dict) else result[""]  # type: ignore[no-any-return]
+def named(personal: Any) -> dict[str, Tensor]:
+    """Return personal parts, a tensor or a dictionary with a client axis, as named tensors."""
+    return personal if isinstance(personal, dict) else {"": personal}
 
 
-def _as_dict(state: Any) -> dict[str, Tensor]:
-    return state if isinstance(state, dict) else {"": state}
+def unnamed(tensors: dict[str, Tensor]) -> Any:
+    """Return personal parts from the tensors of :func:`named`."""
+    return tensors[""] if set(tensors) == {""} else tensors
 
 
 # ---------------------------------------------------------------------- training
@@ -324,7 +309,8 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     for name in unknown:
         if name in _ELSEWHERE:
             raise TypeError(f"train() has no option {name!r}; use {_ELSEWHERE[name]!r}.")
-        check_known("train() has no option", name, _keywords(), TypeError)
+        known = list(inspect.signature(train).parameters)[:-1]
+        check_known("train() has no option", name, known, TypeError)
     if not isinstance(dataset, FederatedDataset):
         raise TypeError(
             f"train() needs a FederatedDataset, got {type(dataset).__name__}; make one with "
@@ -357,10 +343,8 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
 
     def run() -> FederatedModel:
         complete = _with_sizes(chosen, dataset, checkpoint)
-        watch = int(watch_accuracy)
-        job = _LocalTraining(
-            dataset, complete, answers, callbacks, checkpoint, watch, until, budget
-        )
+        ends = (answers, callbacks, checkpoint, int(watch_accuracy), until, budget)
+        job = _LocalTraining(dataset, complete, *ends)
         net = job.net
         # small networks gain nothing from threads inside an operation
         quiet = resolve_device(chosen.device).type == "cpu" and net.hints.in_lanes
@@ -416,11 +400,6 @@ def projected(rows: LabelledRows, projection: PCA | None) -> LabelledRows:
     return replace(rows, features=features, features_are_inputs=False)
 
 
-def _keywords() -> list[str]:
-    """Return the names of the parameters of :func:`train`."""
-    return list(inspect.signature(train).parameters)[:-1]
-
-
 def _with_sizes(
     options: TrainingOptions, dataset: FederatedDataset, checkpoint: Checkpoint | None
 ) -> TrainingOptions:
@@ -442,10 +421,6 @@ def check_training(dataset: FederatedDataset, options: TrainingOptions) -> None:
     """Raise if options do not fit each other, the data, the device, or the file of weights.
 
     This is most of what :func:`train` would raise before its first round; nothing is trained.
-
-    Args:
-        dataset: the clients.
-        options: of the training run.
     """
     options.check()
     resolve_device(options.device)
@@ -494,23 +469,19 @@ class _LocalTraining:
         if privacy is not None:
             method = PrivateMixture(method, privacy)  # type: ignore[arg-type]
             warn_of_noise(method, dataset)
-            self.clients = self.private = PrivateClients(
-                self.rows,
-                privacy,
-                Account(privacy, None if checkpoint is None else account_file(checkpoint.path)),
-                unit_weights(privacy, self.rows.codes.cpu(), dataset.persons),
+            account = Account(
+                privacy, None if checkpoint is None else account_file(checkpoint.path)
             )
+            weights = unit_weights(privacy, self.rows.codes.cpu(), dataset.persons)
+            self.private = PrivateClients(self.rows, privacy, account, weights)
+            self.clients = self.private
         elif several_ranks():
             from fedgmm.training.distributed import RankClients
             from fedgmm.training.ranks import join
 
-            self.clients = RankClients.dealt(
-                join(),
-                self.clients,
-                options,
-                len(dataset.classes),
-                {"main": method, "warmup": warm_up},
-            )
+            methods: dict[Phase, AnyMethod] = {"main": method, "warmup": warm_up}
+            own, classes = self.clients, len(dataset.classes)
+            self.clients = RankClients.dealt(join(), own, options, classes, methods)
         self.loop = Training(
             method,
             warm_up,
@@ -530,9 +501,12 @@ class _LocalTraining:
 
     def run(self) -> FederatedModel:
         """Train, and return the model."""
-        loop = self.loop
+        loop, stopped = self.loop, None
         loop.train()
-        stopped = self._why_stopped(loop.run)
+        if loop.run.interrupted:
+            stopped = self._interrupted()
+        elif loop.run.diverged is not None:
+            stopped = self._diverged(loop.run.diverged)
         if loop.phase == "warmup":
             if stopped is None:  # the call ends within the warm-up
                 return self._finished(loop.warm_up, *loop.outcome, None)
@@ -562,11 +536,9 @@ class _LocalTraining:
             model.prediction = recompute_statistics(model.prediction, self.rows)
             rows = self.rows.features.rows_per_client
             model.prediction = with_prior(model.prediction, rows)
-            if self.options.personal_labels == "auto":
-                if self._may_learn_labels:
-                    model.learn_labels(if_better=True)
-            elif self.options.personal_labels:
-                model.learn_labels()
+            wanted = self.options.personal_labels
+            if wanted and (wanted != "auto" or self._may_learn_labels):
+                model.learn_labels(if_better=wanted == "auto")
             self._refit(model, method, shared, personal)
         except KeyboardInterrupt:
             model.stopped = self._interrupted()
@@ -675,22 +647,14 @@ class _LocalTraining:
 
     # ------------------------------------------------------------------ early ends
 
-    def _why_stopped(self, run: Run[Any, Any]) -> str | None:
-        if run.interrupted:
-            return self._interrupted()
-        return None if run.diverged is None else self._diverged(run.diverged)
-
     def _interrupted(self) -> str:
-        warnings.warn(
-            "Training was interrupted; the last finished round is kept.",
-            RuntimeWarning,
-            stacklevel=6,
-        )
+        text = "Training was interrupted; the last finished round is kept."
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
         return INTERRUPTED
 
     def _diverged(self, where: str) -> str:
         reason = self.options.after_divergence(where)
-        warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=6)
+        warnings.warn(f"Training stopped in {reason}", DivergenceWarning, stacklevel=5)
         return reason
 
 
@@ -710,11 +674,7 @@ class _CheckpointFile:
         save_progress(self.path, replace(progress, options=self._record, data=self._data))
 
     def load(self) -> Progress | None:
-        """Return the progress in the file, if there is a file.
-
-        Raises:
-            CheckpointError: a damaged file, or one of another run.
-        """
+        """Return the progress in the file, if there is a file, which must belong to this run."""
         if not self.path.exists():
             return None
         stored = read_checkpoint(self.path)
@@ -733,10 +693,8 @@ class _CheckpointFile:
     def _record(self) -> dict[str, Any]:
         """The options as plain values, and checksums of the file of weights and of frozen layers."""
         weights = self.options.pretrained
-        record = {
-            name: value.item() if isinstance(value, np.generic) else value
-            for name, value in self.options.record().items()
-        }
+        options = self.options.record().items()
+        record = {n: v.item() if isinstance(v, np.generic) else v for n, v in options}
         net = function_of(self.loop.method.training.net)
         if isinstance(net, ModuleNetwork) and net.constants:
             record["frozen layers"] = net.fingerprint

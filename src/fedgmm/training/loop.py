@@ -46,35 +46,16 @@ _WORSE = 0.01  # validation log-likelihood lost by a mixture that overfits
 
 @dataclass
 class Run(Generic[Shared, Personal]):
-    """The state of a run after its last finished round.
+    """The state of a run after its last finished round."""
 
-    Attributes:
-        shared: the server's broadcast.
-        personal: the clients' own parts, along a leading axis.
-        history: diagnostics, one per round.
-        round: number of the last finished round.
-        judged: the stopping rules have seen that round; Ctrl-C can come before they have.
-        converged: a stopping rule was met.
-        interrupted: Ctrl-C ended the run.
-        diverged: the reason, if training produced numbers that are not finite.
-    """
-
-    shared: Shared
-    personal: Personal
-    history: list[RoundInfo] = field(default_factory=list)
-    round: int = 0
-    judged: bool = True
-    converged: bool = False
-    interrupted: bool = False
-    diverged: str | None = None
-
-    def finish_round(
-        self, number: int, shared: Shared, personal: Personal, info: RoundInfo
-    ) -> None:
-        """Keep the result of a round, all of it or nothing."""
-        # plain assignments, and the only call comes last, because Ctrl-C is not seen between them
-        self.shared, self.personal, self.round, self.judged = shared, personal, number, False
-        self.history.append(info)
+    shared: Shared  # the server's broadcast
+    personal: Personal  # the clients' own parts, along a leading axis
+    history: list[RoundInfo] = field(default_factory=list)  # diagnostics, one per round
+    round: int = 0  # number of the last finished round
+    judged: bool = True  # the stopping rules have seen that round; Ctrl-C can come before they have
+    converged: bool = False  # a stopping rule was met
+    interrupted: bool = False  # Ctrl-C ended the run
+    diverged: str | None = None  # the reason, if training produced numbers that are not finite
 
 
 class Replies(NamedTuple):
@@ -90,13 +71,9 @@ class Steps(Protocol):
     def step(self, method: Any, shared: Any, personal: Any, number: int) -> Replies | None:
         """Run the round ``number`` on the clients that take part.
 
-        Returns:
-            The replies; ``None`` if no client replied, so that the round is lost.
-
-        Raises:
-            DivergedError: a client's numbers are not finite.
+        ``None`` means that no client replied, so that the round is lost. A client whose numbers are not
+        finite raises :class:`DivergedError`.
         """
-        ...
 
 
 class Clients(Steps, Protocol):
@@ -104,19 +81,15 @@ class Clients(Steps, Protocol):
 
     def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
         """Return the shared and the personal parts that a phase starts with."""
-        ...
 
     def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
         """Note that a round counts; return facts for its entry in the history."""
-        ...
 
     def score(self, method: AnyMethod, shared: Any, personal: Any) -> float:
         """Return the mean validation log-likelihood of the model that these parts make."""
-        ...
 
     def remember_best(self) -> None:
         """Note that the last round is the best so far, so its personal parts are needed later."""
-        ...
 
 
 class Store(Protocol):
@@ -124,11 +97,9 @@ class Store(Protocol):
 
     def save(self, progress: Progress) -> None:
         """Write the progress."""
-        ...
 
     def load(self) -> Progress | None:
         """Return the progress of an earlier attempt, if there is one."""
-        ...
 
 
 StopRule = Callable[[Run[Any, Any]], bool]
@@ -136,11 +107,7 @@ StopRule = Callable[[Run[Any, Any]], bool]
 
 
 def as_callbacks(on_round: Callback | Iterable[Callback] | None) -> tuple[Callback, ...]:
-    """Return one callback, several or none as a tuple.
-
-    Raises:
-        TypeError: something that cannot be called.
-    """
+    """Return one callback, several or none as a tuple; anything else raises ``TypeError``."""
     if on_round is None:
         return ()
     several = isinstance(on_round, Iterable) and not callable(on_round)
@@ -165,11 +132,11 @@ def run_rounds(
     """Run the rounds that are left, in place, from the state of ``run``.
 
     Ctrl-C and divergence end the run after the last finished round; ``run.interrupted`` and
-    ``run.diverged`` record them.
+    ``run.diverged`` record them. A run that has converged stays as it is.
 
     Args:
         method: the two steps of a round.
-        run: the state; a run that has converged stays as it is.
+        run: the state.
         clients: run the client steps.
         last_round: number of the last round.
         tol: stop when the mean log-likelihood changes by less; ``None`` switches this rule off.
@@ -200,7 +167,11 @@ def run_rounds(
             shared, info = method.server_step(run.shared, replies.sums, number)
             if not all_finite(shared):
                 raise DivergedError
-            run.finish_round(number, shared, replies.personal, info)
+            # all of it or nothing: plain assignments, and the only call comes last, because Ctrl-C is
+            # not seen between them
+            personal = replies.personal
+            run.shared, run.personal, run.round, run.judged = shared, personal, number, False
+            run.history.append(info)
             judge()
     except KeyboardInterrupt:
         run.interrupted = True
@@ -240,41 +211,27 @@ def _is_speeding_up(history: list[RoundInfo]) -> bool:
 
 @dataclass
 class Training:
-    """One training run: a warm-up if there is one, then the rounds of the method.
+    """One training run: a warm-up if there is one, then the rounds of the method."""
 
-    Attributes:
-        method: the method to train.
-        warm_up: FedAvg with the same options, for the rounds before.
-        clients: run the client steps.
-        options: decide the run.
-        learner: a trained learner to start from, ``(...)`` without a learner axis.
-        store: keeps the progress; ``None`` keeps nothing.
-        save_every: rounds between two saved states.
-        until: the last round of this call, if the options plan for more.
-        on_round: called after every round with its entry of the history.
-        watch: returns further numbers for the entry of a round.
-        history: one entry per round, of both phases.
-        best: the best round so far, if ``patience`` is set.
-        phase: the warm-up or the method's own rounds.
-        first_round: number of the phase's first round.
-        run: the state of the phase.
-    """
-
-    method: AnyMethod
-    warm_up: AnyMethod
-    clients: Clients
-    options: TrainingOptions
+    method: AnyMethod  # the method to train
+    warm_up: AnyMethod  # FedAvg with the same options, for the rounds before
+    clients: Clients  # run the client steps
+    options: TrainingOptions  # decide the run
+    # a trained learner to start from, ``(...)`` without a learner axis
     learner: Params | None = None
-    store: Store | None = None
-    save_every: int = 1
-    until: int | None = None
+    store: Store | None = None  # keeps the progress; ``None`` keeps nothing
+    save_every: int = 1  # rounds between two saved states
+    until: int | None = None  # the last round of this call, if the options plan for more
+    # called after every round with its entry of the history
     on_round: tuple[Callable[[dict[str, Any]], None], ...] = ()
+    # returns further numbers for the entry of a round
     watch: Callable[[AnyMethod, Run[Any, Any]], dict[str, float]] | None = None
+    # one entry per round, of both phases
     history: list[dict[str, Any]] = field(default_factory=list)
-    best: Best | None = None
-    phase: Phase = "main"
-    first_round: int = 1
-    run: Run[Any, Any] = field(default_factory=lambda: Run(None, None))
+    best: Best | None = None  # the best round so far, if ``patience`` is set
+    phase: Phase = "main"  # the warm-up or the method's own rounds
+    first_round: int = 1  # number of the phase's first round
+    run: Run[Any, Any] = field(default_factory=lambda: Run(None, None))  # the state of the phase
 
     @property
     def current(self) -> AnyMethod:
@@ -377,14 +334,9 @@ class Training:
         run = self.run
         if not self.history or self.history[-1]["round"] != run.round:
             info = run.history[-1]
-            self.history.append(
-                {
-                    "round": float(run.round),
-                    "log_likelihood": info.log_likelihood,
-                    "seconds": time.perf_counter() - started,
-                    **self.clients.accepted(run.round, info),
-                }
-            )
+            entry = {"round": float(run.round), "log_likelihood": info.log_likelihood}
+            entry["seconds"] = time.perf_counter() - started
+            self.history.append({**entry, **self.clients.accepted(run.round, info)})
         return self.history[-1]
 
     def _patience_is_over(self, entry: dict[str, Any], patience: int) -> bool:
@@ -416,20 +368,9 @@ class Training:
         """Write the progress to the store, if there is one."""
         if self.store is None:
             return
-        run = self.run
-        self.store.save(
-            Progress(
-                self.phase,
-                run.round,
-                run.shared,
-                run.personal,
-                self.history,
-                self.best,
-                self.first_round,
-                run.judged,
-                run.converged,
-            )
-        )
+        run, first = self.run, self.first_round
+        state = (self.phase, run.round, run.shared, run.personal, self.history, self.best, first)
+        self.store.save(Progress(*state, run.judged, run.converged))
 
     def resume(self) -> bool:
         """Take the stored progress; return whether there is any."""
@@ -437,19 +378,9 @@ class Training:
         if progress is None:
             return False
         self.phase, self.first_round = progress.phase, progress.first_round
-        self.history[:] = progress.history
-        self.best = progress.best
-        infos = [
-            RoundInfo(entry["log_likelihood"])
-            for entry in self.history
-            if entry["round"] >= self.first_round
-        ]
-        self.run = Run(
-            progress.shared,
-            progress.personal,
-            infos,
-            progress.round,
-            progress.judged,
-            progress.converged,
-        )
+        self.history[:], self.best = progress.history, progress.best
+        own = [entry for entry in self.history if entry["round"] >= self.first_round]
+        infos = [RoundInfo(entry["log_likelihood"]) for entry in own]
+        flags = progress.judged, progress.converged
+        self.run = Run(progress.shared, progress.personal, infos, progress.round, *flags)
         return True

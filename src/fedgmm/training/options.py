@@ -24,16 +24,7 @@ from fedgmm.methods.fedgmm import LEARNER_STARTS
 from fedgmm.methods.local_training import SCHEDULES
 from fedgmm.nets.networks import ModuleFactory
 
-ALGORITHMS = (
-    "fedgmm",
-    "fedem",
-    "fedavg",
-    "fedprox",
-    "fedavg+",
-    "local",
-    "clustered",
-    "pfedme",
-)
+ALGORITHMS = ("fedgmm", "fedem", "fedavg", "fedprox", "fedavg+", "local", "clustered", "pfedme")
 
 
 @dataclass(frozen=True)
@@ -167,11 +158,7 @@ class TrainingOptions:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The numbers of Gaussians and learners, ``M1`` and ``M2``.
-
-        Raises:
-            ValueError: a number is ``"auto"``; only a function that sees the rows can choose it.
-        """
+        """The numbers ``M1`` and ``M2``; ``"auto"`` raises ``ValueError``, because rows choose it."""
         if self.components == "auto" or self.learners == "auto":
             raise ValueError(
                 f"{self.open_sizes[0]}='auto' must be chosen first; use fedgmm.train, which chooses by "

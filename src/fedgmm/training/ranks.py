@@ -33,9 +33,8 @@ Named = Mapping[str, Tensor]
 Layout = dict[str, tuple[str, list[int]]]
 """Type and shape of tensors by name, for JSON."""
 
-_PATIENCE = timedelta(
-    days=7
-)  # rank 0 may read files for long; a process that ends is noticed at once
+# rank 0 may read files for long; a process that ends is noticed at once
+_PATIENCE = timedelta(days=7)
 
 
 class RanksError(RuntimeError):
@@ -54,22 +53,26 @@ class ElsewhereError(Exception):
 
 
 class Ranks:
-    """The processes of one ``torchrun``.
-
-    Attributes:
-        rank: number of this process.
-        size: how many there are.
-        bytes: sent and received by this process so far.
-        leads: this process is within :func:`leading`.
-        lost: another process is gone, so nothing can be sent any more.
-        result: given to the ranks that follow, at the end.
-    """
+    """The processes of one ``torchrun``."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.bytes, self.leads, self.lost = 0, False, False
-        self.result: FederatedModel | None = None
+        self.rank, self.size = rank, size  # the number of this process, and how many there are
+        self.bytes = 0  # sent and received by this process so far
+        self.leads = False  # this process is within ``leading``
+        self.lost = False  # another process is gone, so nothing can be sent any more
+        self.result: FederatedModel | None = None  # given to the ranks that follow, at the end
         self._nccl: Any = None
+        self._busy = threading.RLock()
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Raise if another thread of this process trains, because their messages would mix."""
+        if not self._busy.acquire(blocking=False):
+            raise RanksError("Another thread trains already; under torchrun, train in one thread.")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     # the four operations, all on this object's own process groups
 
@@ -179,10 +182,8 @@ class Ranks:
             vector = torch.cat([sums[name].double().flatten() for name in added])
             vector = self._do(self._add, vector.cpu() if self._nccl is None else vector)
             parts = torch.split(vector, [sums[name].numel() for name in added])
-            values = {
-                name: part.reshape(sums[name].shape).to(sums[name])
-                for name, part in zip(added, parts, strict=True)
-            }
+            pairs = zip(added, parts, strict=True)
+            values = {n: part.reshape(sums[n].shape).to(sums[n]) for n, part in pairs}
         entries = {name: sums[name] for name in sorted(sums.gathered)}
         return Sums({**values, **self.collect(entries, edges)}, sums.gathered)
 
@@ -234,8 +235,11 @@ def join() -> Ranks:
 
 
 @contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until an exchange is complete, because half of one would stop all ranks."""
+def interrupts_held(forget: bool = False) -> Iterator[None]:
+    """Hold Ctrl-C back until an exchange is complete, because half of one would stop all ranks.
+
+    Ranks that follow ``forget`` it, because Ctrl-C on rank 0 ends them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -245,18 +249,5 @@ def interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if seen:
+    if seen and not forget:
         raise KeyboardInterrupt
-
-
-@contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Leave Ctrl-C to rank 0, which ends the others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

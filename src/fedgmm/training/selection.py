@@ -40,28 +40,19 @@ _ALWAYS_ALLOWED = 10  # Gaussians or learners, even if there are fewer rows
 
 @dataclass(frozen=True)
 class MixtureSelection:
-    """Result of :func:`select_mixture`.
+    """Result of :func:`select_mixture`."""
 
-    Attributes:
-        components: ``M1``.
-        learners: ``M2``.
-        scores: mean validation log-likelihood of each pair that was tried.
-    """
-
-    components: int
-    learners: int
+    components: int  # ``M1``
+    learners: int  # ``M2``
+    # mean validation log-likelihood of each pair that was tried
     scores: dict[tuple[int, int], float]
 
     def record(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        tried = [
-            {
-                "components": m1,
-                "learners": m2,
-                "validation_log_likelihood": score if math.isfinite(score) else None,
-            }
-            for (m1, m2), score in self.scores.items()
-        ]
+        tried: list[dict[str, Any]] = []
+        for (m1, m2), score in self.scores.items():
+            known = score if math.isfinite(score) else None
+            tried.append({"components": m1, "learners": m2, "validation_log_likelihood": known})
         return {"components": self.components, "learners": self.learners, "tried": tried}
 
 
@@ -76,7 +67,7 @@ def choose_sizes(
     sizes_given: bool = True,
     notify: Notify = lambda _: None,
 ) -> tuple[TrainingOptions, MixtureSelection | None]:
-    """Choose the options that were left open.
+    """Choose the options that were left open; also return the trials if there were any.
 
     If no size was given at all, only small data choose: a few hundred rows are easily divided among
     too many learners, and trials on them are quick. Otherwise the defaults stay.
@@ -91,12 +82,6 @@ def choose_sizes(
         noise: see :func:`label_noise`.
         sizes_given: ``False`` if neither ``components`` nor ``learners`` was mentioned.
         notify: called with a line before each trial.
-
-    Returns:
-        The complete options, and the trials if there were any.
-
-    Raises:
-        ValueError: a size is open and cannot be tried, or exceeds the number of rows.
     """
     open_choices = {*open_choices, *options.open_sizes}
     defaults: dict[str, Any] = vars(TrainingOptions())
@@ -164,22 +149,12 @@ def select_mixture(
     The runs have no ``patience``, in one process as over a federation, so the last round is scored.
     First both grow together until a larger size gains nothing; then the number of learners is
     searched alone. Smaller numbers win ties, and differences that few rows make by chance count as
-    ties.
+    ties. Numbers in ``options`` are not used, but ``components`` or ``learners`` may be given, and
+    ``candidates`` are tried in their order. The other arguments are those of :func:`choose_sizes`.
 
     Labels decide, by ``log P_c(y|x)``, because the likelihood of the inputs keeps growing with more
     Gaussians if columns are categories. With one given learner the labels do not depend on the
     Gaussians, so the inputs decide, by ``log P_c(x)``; likewise without labels (``"gmm"``).
-
-    Args:
-        score: runs one trial.
-        options: training options; their numbers of components and learners are not used.
-        components: a given number of Gaussians.
-        learners: a given number of learners.
-        candidates: numbers to try, in this order.
-        rows: training rows of all clients; ``None`` means many.
-        noise: see :func:`label_noise`.
-        rounds: rounds of a trial.
-        notify: called with a line before each trial.
     """
     if not candidates:
         raise ValueError("candidates is empty; give at least one number.")
@@ -211,12 +186,10 @@ def select_mixture(
 def label_noise(counts: Sequence[int] | NDArray[np.int64]) -> float:
     """Return how much log-likelihoods of labels vary by chance, relative to two balanced classes.
 
-    They vary with the labels, whose variance is ``1 - Σ_k p_k²``: 1/2 for two balanced classes, and little
-    if one class is rare. A rare class also limits what a larger size can gain, so without this factor
-    no gain would be large enough. At most 1.
-
-    Args:
-        counts: rows of each class; fewer than two without classes.
+    They vary with the labels, whose variance is ``1 - Σ_k p_k²``: 1/2 for two balanced classes, and
+    little if one class is rare. A rare class also limits what a larger size can gain, so without
+    this factor no gain would be large enough. At most 1. ``counts`` are rows of each class; fewer
+    than two without classes.
     """
     if len(counts) < 2:
         return 1.0

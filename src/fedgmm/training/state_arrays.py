@@ -7,6 +7,7 @@ such as ``shared/mixture/gaussians/means``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -55,23 +56,21 @@ def laid_out(value: Tensor, strides: list[int] | None) -> Tensor:
 
 @dataclass(frozen=True)
 class StateDecoder:
-    """Makes a state from tensors and values, by type hints.
+    """Makes a state from tensors and values, by type hints."""
 
-    Attributes:
-        tensors: by path.
-        values: all other values, by path.
-        shapes: of a learner's parameters; dictionaries in a state hold learners.
-    """
-
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]  # by path
+    values: Mapping[str, Any]  # all other values, by path
+    # of a learner's parameters; dictionaries in a state hold learners
     shapes: Mapping[str, tuple[int, ...]]
 
     def decode(self, hint: Any, path: str) -> Any:
         """Return the value at ``path``, which must have the type ``hint``."""
         kind = get_origin(hint) or hint
         if kind in (Union, UnionType):
-            return self._first_that_fits(get_args(hint), path)
+            for one in get_args(hint):
+                with suppress(StateError):
+                    return self.decode(one, path)
+            raise StateError(f"{path} has another type.")
         if kind is Tensor:
             if path not in self.tensors:
                 raise StateError(f"the numbers {path} are missing.")
@@ -79,28 +78,14 @@ class StateDecoder:
         if kind is dict:
             return self._parameters(path)
         if is_dataclass(kind) and isinstance(kind, type):
-            hints = get_type_hints(kind)
-            own = self._without_statistics() if kind is ServerState else self
-            return kind(
-                **{
-                    part.name: own.decode(hints[part.name], f"{path}/{part.name}")
-                    for part in fields(kind)
-                }
-            )
+            own, hints = self, get_type_hints(kind)
+            if kind is ServerState:  # running statistics have no moving averages
+                own = replace(
+                    self, shapes={n: s for n, s in self.shapes.items() if not is_statistic(n)}
+                )
+            names = [part.name for part in fields(kind)]
+            return kind(**{name: own.decode(hints[name], f"{path}/{name}") for name in names})
         return self._plain(hint, path)
-
-    def _without_statistics(self) -> StateDecoder:
-        """Return a decoder without running statistics, which have no moving averages."""
-        shapes = {name: shape for name, shape in self.shapes.items() if not is_statistic(name)}
-        return replace(self, shapes=shapes)
-
-    def _first_that_fits(self, hints: tuple[Any, ...], path: str) -> Any:
-        for hint in hints:
-            try:
-                return self.decode(hint, path)
-            except StateError:
-                continue
-        raise StateError(f"{path} has another type.")
 
     def _parameters(self, path: str) -> dict[str, Tensor]:
         """Return stacked parameters of learners, or an empty dictionary."""
