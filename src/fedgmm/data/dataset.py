@@ -203,6 +203,8 @@ class FederatedDataset:
         column_names: names of the inputs' columns, or ``None``.
         target: mean and deviation of the numbers to predict; ``None`` for classification.
         persons: the person of each training row as a number, ``(N,)``, if persons are known.
+        vectors: the columns of the inputs, in rising order, that are entries of vectors of an encoder.
+            ``pca`` reduces these columns only; without any it reduces all.
     """
 
     train: LabelledRows
@@ -213,6 +215,7 @@ class FederatedDataset:
     column_names: tuple[str, ...] | None = None
     target: Scaling | None = None
     persons: Tensor | None = None
+    vectors: tuple[int, ...] = ()
 
     @classmethod
     def from_arrays(

@@ -93,7 +93,13 @@ def agree_on_columns(
     for name in (*options.categorical, *options.left_out):
         if name not in (*names, options.label, options.client_column):
             raise ValueError(f"There is no column {quoted(name)}; the columns are {listed(names)}.")
-    columns = [_agree_on(name, summaries, options) for name in names]
+    entries = {
+        f"{vector}_{entry}": vector
+        for own in summaries.values()
+        for vector, length in own.vectors.items()
+        for entry in range(length)
+    }
+    columns = [_agree_on(name, summaries, options, entries.get(name, "")) for name in names]
     notes = [*_absent_notes(columns, summaries), *_unused_notes(columns, options)]
     for column in columns:
         notes += _column_notes(column, _of_column(summaries, column.name), options)
@@ -157,10 +163,11 @@ def _absent_notes(columns: Sequence[Column], summaries: Mapping[str, ClientSumma
     for column in columns:
         if column.outputs:
             absent = tuple(c for c, own in summaries.items() if column.name not in own.columns)
-            lacking.setdefault(absent, []).append(column.name)
+            lacking.setdefault(absent, []).append(column.vector or column.name)
     lacking.pop((), None)
     return [
-        f"{_columns(names)} absent at {joined(clients)}; the values count as missing there."
+        f"{_columns([*dict.fromkeys(names)])} absent at {joined(clients)}; the values count as missing "
+        "there."
         for clients, names in lacking.items()
     ]
 
@@ -248,22 +255,28 @@ def _scale_notes(column: Column, own: Mapping[str, ColumnSummary]) -> list[str]:
     ]
 
 
-def _agree_on(name: str, summaries: Mapping[str, ClientSummary], options: TableOptions) -> Column:
+def _agree_on(
+    name: str, summaries: Mapping[str, ClientSummary], options: TableOptions, vector: str
+) -> Column:
     """Return the conversion of a column, decided by sums over all clients."""
     if name in options.left_out:
         id_ = name in options.id
         return Column(name, "ignored", reason="it is an id" if id_ else "the options ignore it")
     own = _of_column(summaries, name)
     if len(own) == 1 < len(summaries) and name not in options.categorical:
-        return Column(name, "ignored", reason=_one_owner(name, next(iter(own)), summaries))
+        reason = _one_owner(name, next(iter(own)), summaries)
+        return Column(name, "ignored", reason=reason, vector=vector)
     rows = sum(summary.rows for summary in summaries.values())
     present = sum(summaries[client].rows - column.missing for client, column in own.items())
     if not present:
         return Column(name, "ignored", reason="there are no values")
     # a client without the column lacks all of its values
     indicator = present < rows and rows - present >= options.indicator_from * rows
+    lacks = len(own) < len(summaries) or (indicator and bool(vector))
+    if name != f"{vector}_0":  # one indicator serves all entries of a vector
+        indicator = indicator and not vector
     column = _converted(name, own, present, indicator, options)
-    return replace(column, optional=bool(column.outputs) and len(own) < len(summaries))
+    return replace(column, optional=bool(column.outputs) and lacks, vector=vector)
 
 
 def _one_owner(name: str, owner: str, summaries: Mapping[str, ClientSummary]) -> str:

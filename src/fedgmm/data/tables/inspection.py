@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -122,7 +122,7 @@ def inspect_tables(tables: Tables) -> Inspection:
         _client(name, own, columns, owned[name], classes, tables.options.left_out)
         for name, own in summaries.items()
     ]
-    facts = _with_vectors([_column(column, summaries, rows) for column in columns], tables.vectors)
+    facts = _column_facts(columns, summaries, rows)
     problems = _label_problems(tables)
     of_classes = {} if problems and len(classes) > _MOST_LISTED_CLASSES else classes
     warnings = [
@@ -215,19 +215,19 @@ def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -
     return ColumnFacts(column.name, column.role, share, len(column.outputs), detail)
 
 
-def _with_vectors(columns: list[ColumnFacts], vectors: Mapping[str, int]) -> list[ColumnFacts]:
-    """Return facts with one line per column of vectors in the place of one per entry."""
-    owner = {f"{name}_{entry}": name for name, length in vectors.items() for entry in range(length)}
+def _column_facts(
+    columns: list[Column], summaries: Mapping[str, ClientSummary], rows: int
+) -> list[ColumnFacts]:
+    """Return one line per column; a column of vectors is one."""
+    lengths = Counter(column.vector for column in columns)
     found: dict[str, ColumnFacts] = {}
     for column in columns:
-        name = owner.get(column.name)
-        if name is None:
-            found[column.name] = column
-            continue
-        detail = counted(vectors[name], "number")
-        # a missing vector lacks all of its entries, so any entry gives the share
-        before = found.get(name, ColumnFacts(name, "vector", column.missing, 0, detail))
-        found[name] = replace(before, outputs=before.outputs + column.outputs)
+        facts, name = _column(column, summaries, rows), column.vector
+        if name:  # a missing vector lacks all of its entries, so any entry gives the share
+            outputs = facts.outputs + (found[name].outputs if name in found else 0)
+            role, detail = "vector" if outputs else "ignored", counted(lengths[name], "number")
+            facts = ColumnFacts(name, role, facts.missing, outputs, detail)
+        found[facts.name] = facts
     return list(found.values())
 
 
@@ -335,7 +335,7 @@ def _id_warnings(tables: Tables, columns: list[Column]) -> list[str]:
         f"Column {quoted(column.name)} has another whole number in every row and looks like an id, but is "
         f"used as a number; add --id {column.name}."
         for column in columns
-        if column.role == "number" and _looks_like_id(tables, column.name)
+        if column.role == "number" and not column.vector and _looks_like_id(tables, column.name)
     ]
 
 
@@ -343,7 +343,7 @@ def _code_warnings(tables: Tables, columns: list[Column]) -> list[str]:
     """Return a warning about each number that looks like a code for missing values."""
     found: dict[float, list[str]] = {}
     for column in columns:
-        if column.role == "number":
+        if column.role == "number" and not column.vector:
             parts = [own.file.columns.get(column.name) for own in tables.files]
             numbers = [p.numbers for p in parts if p is not None and p.numbers is not None]
             for code in _codes(np.concatenate(numbers)):

@@ -187,12 +187,6 @@ class Tables:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def vectors(self) -> dict[str, int]:
-        """Columns of vectors that every file has, and their lengths."""
-        found = [own.file.vectors for own in self.files]
-        return {n: w for n, w in found[0].items() if all(other.get(n) == w for other in found)}
-
-    @property
     def paths(self) -> list[Path]:
         """The paths of the files, in order."""
         return [own.file.path for own in self.files]
@@ -281,7 +275,16 @@ class Tables:
         )
         classes, columns = preprocessing.labels.array, preprocessing.feature_names
         target = preprocessing.labels.target
-        return FederatedDataset(train, validation, test, tuple(names), classes, columns, target)
+        return FederatedDataset(
+            train,
+            validation,
+            test,
+            tuple(names),
+            classes,
+            columns,
+            target,
+            vectors=preprocessing.vectors,
+        )
 
 
 def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:

@@ -356,6 +356,7 @@ class Column:
         optional: some client lacked the column in training, so later files may lack it, too.
         order: how dates such as ``3/4/2020`` are read: ``"day first"`` or ``"month first"``; empty if
             training had none.
+        vector: the column of vectors that this number is an entry of; empty for other columns.
     """
 
     name: str
@@ -367,6 +368,7 @@ class Column:
     reason: str = ""
     optional: bool = False
     order: str = ""
+    vector: str = ""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -531,12 +533,20 @@ class Preprocessing:
 
     @property
     def feature_groups(self) -> dict[str, list[int]]:
-        """Columns of the matrix that each column of the files becomes."""
-        groups, first = {}, 0
+        """Columns of the matrix that each column of the files becomes; a vector is one group."""
+        groups: dict[str, list[int]] = {}
+        first = 0
         for column in self.used:
-            groups[column.name] = list(range(first, first + len(column.outputs)))
+            own = groups.setdefault(column.vector or column.name, [])
+            own += range(first, first + len(column.outputs))
             first += len(column.outputs)
         return groups
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """Columns of the matrix that are entries of vectors."""
+        entries = {column.name for column in self.used if column.vector and column.role == "number"}
+        return tuple(j for j, name in enumerate(self.feature_names) if name in entries)
 
     def check_header(
         self,
@@ -562,9 +572,9 @@ class Preprocessing:
         absent = [column for column in self.used if column.name not in here]
         for column in absent:
             if not (column.optional or column.indicator) or len(absent) == len(self.used):
-                wanted, _, entry = column.name.rpartition("_")
+                wanted = column.vector or column.name
                 other = [name for name in vectors if f"{name}_0" not in known]
-                if entry.isdecimal() and other:
+                if column.vector and other:
                     problem = (
                         f"its column of vectors {quoted(other[0])} was embedded with another encoder than "
                         f"{quoted(wanted)} of the model; embed it again with the same encoder, weights "
@@ -572,7 +582,7 @@ class Preprocessing:
                     )
                     raise TableError(path, f"{problem}.", public=problem)
                 raise TableError(
-                    path, f"the column {quoted(column.name)} is missing; the model needs it."
+                    path, f"the column {quoted(wanted)} is missing; the model needs it."
                 )
         if label_needed and self.labels.name not in here:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
@@ -581,7 +591,7 @@ class Preprocessing:
         notes = []
         file = Path(path).name
         if absent:
-            listing = listed([column.name for column in absent])
+            listing = listed(list(dict.fromkeys(c.vector or c.name for c in absent)))
             notes.append(f"{file}: {listing} not in the file; counted as missing values.")
         if unknown:
             notes.append(
