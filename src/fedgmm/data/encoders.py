@@ -169,7 +169,8 @@ class NetworkEncoder:
         mean: of red, green and blue in [0, 1] that the network expects.
         deviation: of the same.
         device: ``"cpu"``, ``"cuda"``, ``"auto"``.
-        batch_size: number of images that pass through the network together.
+        batch_size: number of images that pass through the network together; ``None`` means 64 on a CPU,
+            whose caches hold no more, and 512 on an accelerator.
         dtype: ``"float32"``, or ``"bfloat16"`` for convolutions in half precision, which are faster on
             accelerators and accurate to about two digits.
     """
@@ -183,14 +184,16 @@ class NetworkEncoder:
         mean: Sequence[float] = IMAGENET_MEAN,
         deviation: Sequence[float] = IMAGENET_DEVIATION,
         device: str = "auto",
-        batch_size: int = 512,
+        batch_size: int | None = None,
         dtype: str = "float32",
     ) -> None:
         check_integer("size", size, 1)
-        check_integer("batch_size", batch_size, 1)
         check_choice("dtype", dtype, PRECISIONS)
-        self.size, self.batch_size, self.dtype = size, batch_size, dtype
-        self.device = resolve_device(device)
+        self.size, self.dtype, self.device = size, dtype, resolve_device(device)
+        if batch_size is None:
+            batch_size = 64 if self.device.type == "cpu" else 512
+        check_integer("batch_size", batch_size, 1)
+        self.batch_size = batch_size
         kind, _, rest = name.partition(" ")
         self.name = f"{kind} {size}px {dtype} {rest}"
         self._mean, self._deviation = tuple(mean), tuple(deviation)
