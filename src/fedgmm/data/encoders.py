@@ -260,12 +260,7 @@ class ResNet18Encoder(NetworkEncoder):
 
 
 def timm_encoder(
-    name: str,
-    weights: str | Path | None,
-    size: int | None,
-    device: str,
-    dtype: str,
-    download: bool,
+    name: str, weights: str | Path | None, size: int | None, device: str, dtype: str, download: bool
 ) -> NetworkEncoder:
     """Return a network of the package timm without its classifier."""
     timm: Any = _package("timm", f"{TIMM}{name}", "vision")

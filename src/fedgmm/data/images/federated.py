@@ -10,13 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.randomness import client_keys
-from fedgmm.data.dataset import (
-    PAPER_SPLIT,
-    SPLITS,
-    FederatedDataset,
-    LabelledRows,
-    split_rows,
-)
+from fedgmm.data.dataset import PAPER_SPLIT, SPLITS, FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import ClientRows
 from fedgmm.data.images.files import WHITE, ImageData
 from fedgmm.data.partition import (

@@ -50,11 +50,7 @@ DIGITS = tuple("0123456789")
 CIFAR10_CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
 )  # fmt: skip
-FEMNIST_CLASSES = (
-    *DIGITS,
-    *"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
-    *"abcdefghijklmnopqrstuvwxyz",
-)
+FEMNIST_CLASSES = (*DIGITS, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"abcdefghijklmnopqrstuvwxyz")
 
 _MNIST_ROWS = {"train": 60_000, "t10k": 10_000}
 _CIFAR10_ROWS = {**{f"data_batch_{i}.bin": 10_000 for i in range(1, 6)}, "test_batch.bin": 10_000}

@@ -47,12 +47,7 @@ from fedgmm.data.tables.preprocessing import (
     TableOptions,
     numbers_to_predict,
 )
-from fedgmm.data.tables.summaries import (
-    ClientPart,
-    ClientSummary,
-    ColumnSummary,
-    summarise_columns,
-)
+from fedgmm.data.tables.summaries import ClientPart, ClientSummary, ColumnSummary, summarise_columns
 from fedgmm.data.tables.text_files import no_header
 from fedgmm.wording import counted
 
