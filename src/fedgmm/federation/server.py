@@ -426,7 +426,7 @@ def prepare(members: Members, record: StartRecord) -> tuple[Job, list[str]]:
         wait_for(members, settings.clients)
         if noised is not None:  # no row decides the preprocessing
             preprocessing = declared_preprocessing(noised, settings.config.table)
-            agreement = _Agreement(preprocessing, [], 0, 0.0, [])
+            agreement = _Agreement(preprocessing, [], 0, 0.0)
         else:
             agreement = _agree_masked(members) if members.masks is not None else _agree(members)
         agreed = agreement.record(members)

@@ -30,6 +30,13 @@ _OTHER_TEXT = (".txt", ".dat", ".data", ".txt.gz", ".dat.gz", ".data.gz")
 """Endings of text files that are read if they are named, but not looked for in folders."""
 
 _BATCH_ROWS = 16_384  # of a Parquet file, where it is not read at once
+_STORED_TEXT = (  # old programs store text as bytes
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+)
+
 Place = Any
 """The name of a column in a file; for an entry of a vector the name and the entry."""
 
@@ -56,10 +63,7 @@ def find_tables(sources: Iterable[str | Path]) -> list[Path]:
             raise TableError(source, f"it cannot be opened ({error.strerror}).") from None
     if not found:
         raise ValueError("No files were given; name at least one, such as site_*.csv.")
-    once: dict[Path, Path] = {}
-    for path in found:
-        once.setdefault(path.absolute(), path)
-    return list(once.values())
+    return list({path.absolute(): path for path in found}.values())
 
 
 def _tables_of(source: str | Path) -> list[Path]:
@@ -69,7 +73,10 @@ def _tables_of(source: str | Path) -> list[Path]:
         if not here:
             raise TableError(path, f"the folder holds no table ({', '.join(_SUFFIXES)}).")
         return here
-    here = [path] if path.is_file() else _matching(str(source))
+    here = [path] if path.is_file() else []
+    if not here and "\x00" not in str(source):  # not allowed in a file name, so glob would raise
+        matching = map(Path, glob.glob(str(source), recursive=True))  # noqa: PTH207 - any folder
+        here = sorted(path for path in matching if path.is_file())
     if not here:
         raise TableError(source, "there is no such file; check the name.")
     for child in here:
@@ -78,13 +85,6 @@ def _tables_of(source: str | Path) -> list[Path]:
                 child, f"this kind of file cannot be read; use one of {', '.join(_SUFFIXES)}."
             )
     return here
-
-
-def _matching(pattern: str) -> list[Path]:
-    if "\x00" in pattern:  # not allowed in a file name, so glob would raise
-        return []
-    found = (Path(name) for name in glob.glob(pattern, recursive=True))  # noqa: PTH207 - any folder
-    return sorted(path for path in found if path.is_file())
 
 
 def client_name(path: Path) -> str:
@@ -137,16 +137,7 @@ class TableFile:
     def __init__(
         self, path: Path, notify: Notify = lambda _: None, written: FileFormat = PLAIN
     ) -> None:
-        """Read the header.
-
-        Args:
-            path: the file.
-            notify: called with a line before the file is parsed.
-            written: what is known about the format of the file.
-
-        Raises:
-            TableError: a file that cannot be read, or two columns of one name.
-        """
+        """Read the header; ``notify`` is called with a line before the file is parsed."""
         self.path, self.written, self._notify = path, written, notify
         self.columns: dict[str, ColumnValues] = {}
         self.rows = 0
@@ -200,16 +191,8 @@ class TableFile:
     def read(self, names: Collection[str], as_text: Collection[str] = ()) -> None:
         """Read columns that are not kept yet, in one pass over the file.
 
-        A column that is kept as numbers is read again if it is wanted as text, because numbers do not
-        keep how they were written.
-
-        Args:
-            names: the columns; those that the file does not have are skipped.
-            as_text: columns whose values are wanted as they are written.
-
-        Raises:
-            TableError: a file that cannot be read, that changed since its header was read, or without
-                rows.
+        A column that is kept as numbers is read again if it is in ``as_text``, because numbers do not
+        keep how they were written. Names that the file does not have are skipped.
         """
         wanted = {
             name: raw
@@ -239,27 +222,23 @@ class TableFile:
             columns = table.columns[::-1]
             del table  # each column is released after it is converted
             for name in wanted:
-                converted = self._converted(name, columns.pop(), name in as_text)
-                self.columns[name] = converted.on_disk()
+                values = columns.pop()
+                if any(holds(values.type) for holds in _STORED_TEXT):
+                    values = values.cast(pa.string())
+                kind = stored_kind(values.type)
+                if kind is None:
+                    shown = quoted(str(values.type))[1:-1]
+                    problem = (
+                        f"the column {quoted(name)} holds {shown}, which is not a type for tables."
+                    )
+                    raise TableError(self.path, problem)
+                if name in as_text and kind != "empty":
+                    values = values.cast(pa.string())
+                self.columns[name] = column_values(values, self.written).on_disk()
         except TableError:
             raise
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(self.path, error) from None
-
-    def _converted(self, name: str, values: pa.ChunkedArray, as_text: bool) -> ColumnValues:
-        """Convert a column, after a check that its type is one that tables have."""
-        if _is_stored_text(values.type):
-            values = values.cast(pa.string())
-        kind = stored_kind(values.type)
-        if kind is None:
-            shown = quoted(str(values.type))[1:-1]
-            raise TableError(
-                self.path,
-                f"the column {quoted(name)} holds {shown}, which is not a type for tables.",
-            )
-        if as_text and kind != "empty":
-            values = values.cast(pa.string())
-        return column_values(values, self.written)
 
     def check_unchanged(self) -> None:
         """Raise :class:`TableError` if the file changed since its header was read."""
@@ -290,17 +269,6 @@ def _unreadable(path: Path, error: Exception) -> TableError:
     return TableError(path, "it is damaged, or it is not the kind of file that its ending says.")
 
 
-def _is_stored_text(kind: pa.DataType) -> bool:
-    """Return whether a type holds text; old programs store text as bytes."""
-    types = pa.types
-    return bool(
-        types.is_large_string(kind)
-        or types.is_string_view(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
-    )
-
-
 # ---------------------------------------------------------------------- Parquet
 
 
@@ -321,10 +289,13 @@ def _parquet_header(path: Path) -> list[tuple[str, int | None]]:
 def _vector_width(path: Path, field: pa.Field, file: Any) -> int | None:
     """Return the length of the vectors of a column; ``None`` for a column without vectors."""
     kind, types = field.type, pa.types
-    if types.is_fixed_size_list(kind):
-        return int(kind.list_size) if _holds_numbers(kind) else None
-    if not (types.is_list(kind) or types.is_large_list(kind)) or not _holds_numbers(kind):
+    fixed = types.is_fixed_size_list(kind)
+    if not (fixed or types.is_list(kind) or types.is_large_list(kind)):
         return None
+    if not (types.is_floating(kind.value_type) or types.is_integer(kind.value_type)):
+        return None
+    if fixed:
+        return int(kind.list_size)
     for batch in file.iter_batches(1024, columns=[field.name]):
         lengths = pc.unique(pc.list_value_length(batch.column(0)).drop_null()).to_pylist()
         if len(lengths) > 1:
@@ -332,10 +303,6 @@ def _vector_width(path: Path, field: pa.Field, file: Any) -> int | None:
         if lengths:
             return int(lengths[0])
     return None
-
-
-def _holds_numbers(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type))
 
 
 def _other_lengths(path: Path, name: str, lengths: Collection[int]) -> TableError:
