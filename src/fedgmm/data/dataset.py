@@ -430,12 +430,11 @@ class FederatedDataset:
 
     def select(self, clients: Sequence[Hashable]) -> FederatedDataset:
         """Return the data set with only some clients, in their order here."""
-        keep, known = set(clients), set(self.names)
-        for name in clients:
-            if name not in known:
-                raise ValueError(f"Unknown client {name!r}.")
+        keep = set(clients)
         if not keep:
             raise ValueError("select needs at least one client.")
+        for name in keep - set(self.names):
+            raise ValueError(f"Unknown client {name!r}.")
         codes = torch.tensor([code for code, name in enumerate(self.names) if name in keep])
         persons = self.persons
         if persons is not None:

@@ -48,14 +48,7 @@ class EmbeddingError(ValueError):
 
 @dataclass(frozen=True)
 class EmbeddedSite:
-    """The vectors of one site.
-
-    Attributes:
-        name: of the site.
-        path: the Parquet file.
-        rows: number of rows in it.
-        skipped: the rows that could not be read, with the reason.
-    """
+    """The Parquet file of one site; ``skipped`` are rows that could not be read, with the reason."""
 
     name: str
     path: Path
@@ -151,7 +144,7 @@ def embed(
     path = out / f"{name}.parquet"
     content = _hash(encoder.name, *items.keys)
     if path.exists():
-        rows_before, facts = 0, {}
+        rows_before, facts = 0, dict[bytes, bytes]()
         with contextlib.suppress(OSError, pa.ArrowException):
             before = parquet.read_metadata(path)
             rows_before, facts = before.num_rows, before.metadata or {}

@@ -90,12 +90,7 @@ def encode_images(images: Tensor, encoder: Encoder, cache: str | Path | None = N
 
 
 def federated_pca(clients: Sequence[Tensor], components: int) -> PCA:
-    """Return the principal components of the clients' pooled rows, from sums over clients alone.
-
-    Args:
-        clients: the rows of each client, ``(n_c, d)``; some may be empty.
-        components: ``k``.
-    """
+    """Return the principal components of the clients' pooled rows ``(n_c, d)``, from sums alone."""
     # First the common mean, Σ_c Σ_i x / Σ_c n_c, then the moments around it.
     count = max(1, sum(len(rows) for rows in clients))
     centre = reduce(add, (rows.sum(0, dtype=torch.float64) for rows in clients)) / count
@@ -104,15 +99,7 @@ def federated_pca(clients: Sequence[Tensor], components: int) -> PCA:
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """The map from images to features, made by :func:`encode_federation`.
-
-    Attributes:
-        encoder: the first step.
-        pca: the second step.
-        whiten: whether each feature has variance one over the training rows.
-        scale: whether all features are divided by one number, so that the first has variance one.
-        cache: the folder of encoded images, or ``None``.
-    """
+    """The map from images to features, made by :func:`encode_federation`, which explains its settings."""
 
     encoder: Encoder
     pca: PCA
@@ -143,12 +130,7 @@ class FeatureMap:
 
 @dataclass(frozen=True)
 class EncodedFederation:
-    """A data set with features for the Gaussians, and the map that made them.
-
-    Attributes:
-        dataset: images for the learners, features for the Gaussians.
-        feature_map: gives the features of further images.
-    """
+    """Images for the learners with features for the Gaussians, and the map that made them."""
 
     dataset: FederatedDataset
     feature_map: FeatureMap

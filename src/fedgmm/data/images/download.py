@@ -25,12 +25,9 @@ class DownloadError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """A file on an official server.
+    """A file on an official server: its size in bytes and its checksum.
 
     Attributes:
-        url: its address.
-        size: its size in bytes.
-        sha256: its checksum, in hexadecimal digits.
         folder: where to put it, relative to the data folder.
         members: files to extract from a tar archive; empty keeps the file itself.
     """
@@ -90,16 +87,7 @@ SOURCES: dict[str, tuple[Source, ...]] = {
 
 
 def download(name: str, data_dir: Path, progress: Progress | None = None) -> None:
-    """Download the files of a data set that are missing.
-
-    Args:
-        name: a key of ``SOURCES``.
-        data_dir: the data folder; it is created if it is missing.
-        progress: called after every block.
-
-    Raises:
-        DownloadError: no connection, or a file with another checksum.
-    """
+    """Download the files of a data set, a key of ``SOURCES``, that are missing in the data folder."""
     for source in SOURCES[name]:
         folder = data_dir / source.folder
         wanted = [folder / member for member in source.members or (source.name,)]

@@ -448,9 +448,6 @@ def declared(
         bounds: smallest and largest value of number columns, by name; one pair serves all columns without
             categories.
         categories: values of categorical columns and of the label, by name.
-
-    Raises:
-        ValueError: no categories of the label, or a column that the files do not have.
     """
     own = {options.label, options.client_column, *options.left_out}
     names = [name for name in header if name not in own]

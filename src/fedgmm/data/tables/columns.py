@@ -48,15 +48,10 @@ _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
 
 @dataclass(frozen=True)
 class FileFormat:
-    """Format of files, where the reader cannot see it.
+    """Format of files, where the reader cannot see it: the options of :class:`TableOptions`.
 
-    Attributes:
-        no_header: the first line holds values.
-        names: names of the columns, in the order of the file; the first line then holds values, too,
-            unless it repeats these names.
-        missing_values: further texts or numbers that mean a missing value.
-        date_format: how dates are written, as for ``strptime``; ``None`` recognises them.
-        label: the column that a file without a header may lack.
+    With ``names`` the first line holds values, too, unless it repeats these names. A file without a header
+    may lack the column ``label``.
     """
 
     no_header: bool = False

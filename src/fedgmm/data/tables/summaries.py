@@ -90,12 +90,7 @@ class ClientSummary:
 
 @dataclass(frozen=True)
 class ClientPart:
-    """The rows of one client in one file.
-
-    Attributes:
-        columns: all rows of the file.
-        rows: indices of the client's rows, ``(n,)``.
-    """
+    """The rows of one client in one file: all columns, and the indices of its rows ``(n,)``."""
 
     columns: Mapping[str, ColumnValues]
     rows: IntArray
