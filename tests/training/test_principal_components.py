@@ -11,6 +11,7 @@ from fedgmm.core.randomness import client_keys
 from fedgmm.data.dataset import FederatedDataset, split_rows
 from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.model.saving import load
+from fedgmm.runs.comparison import data_to_compare
 from fedgmm.runs.fitting import fit
 from fedgmm.training.local import train
 
@@ -102,6 +103,12 @@ def run(tmp_path_factory):
 def test_tables_of_vectors_are_reduced_by_default(run):
     assert run.model.projection.components.shape == (48, 60)
     assert "pca = 48" in run.folder.config.read_text()
+
+
+def test_a_comparison_of_files_reduces_vectors_as_fit_does(run):
+    files = [str(run.folder.home.parent / f"{client}.parquet") for client in "abc"]
+    found = data_to_compare(files, label="label", id=("id",), sizes={"components": 2})
+    assert found.options.pca == 48
 
 
 def test_every_use_of_a_run_takes_vectors(run):
@@ -212,3 +219,12 @@ def test_missing_vectors_have_one_indicator(patients, tmp_path):
     pq.write_table(rows.drop_columns(["v"]), tmp_path / "later.parquet")
     found = run.predict(tmp_path / "later.parquet", client="a")
     assert any("v not in the file" in note for note in found.notes)
+
+
+def test_a_matrix_of_npz_is_a_column_of_vectors(tmp_path):
+    for client in "ab":
+        own = np.flatnonzero(client == CLIENTS)
+        np.savez(tmp_path / f"{client}.npz", v=X[own], age=RNG.normal(size=len(own)), label=Y[own])
+    run = fit([tmp_path], "label", tmp_path / "run", pca=2, **SMALL)
+    assert len(run.preprocessing.vectors) == COLUMNS
+    assert run.model.prediction.gaussians.means.shape == (2, 2 + 1)
