@@ -22,6 +22,7 @@ from fedgmm.core.scratch import active, empty, empty_beside, scratch, taken, tou
 from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.data.inputs import (
     NO_CLIENT,
+    check_once,
     checked_rows,
     column_names,
     encode_clients,
@@ -318,9 +319,7 @@ class FederatedDataset:
         names = [name for name, _ in pairs]
         if any(is_missing(name) for name in names):
             raise ValueError("The name of a client is None or NaN; give every client a name.")
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
+        check_once(names)
         columns = next(filter(None, (column_names(X) for _, (X, _) in pairs)), None)
         for name, (X, _) in pairs:
             if not np.size(X):
@@ -342,17 +341,8 @@ class FederatedDataset:
                     f"{own_labels.shape}."
                 )
         codes = np.repeat(np.arange(len(names)), [len(own) for own in inputs])
-        return cls._build(
-            np.concatenate(inputs),
-            np.concatenate(labels),
-            codes,
-            names,
-            None,
-            task,
-            split,
-            seed,
-            columns,
-        )
+        rows = np.concatenate(inputs), np.concatenate(labels), codes, names
+        return cls._build(*rows, None, task, split, seed, columns)
 
     @classmethod
     def _build(

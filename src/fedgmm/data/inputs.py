@@ -56,9 +56,7 @@ def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Ha
         name, rows = pair
         matrices.append(_matrix(rows, name))
         names.append(name)
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
+    check_once(names)
     columns = matrices[0].shape[1]
     for name, matrix in zip(names, matrices, strict=True):
         if matrix.shape[1] != columns:
@@ -67,6 +65,13 @@ def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Ha
                 f"{columns}; all clients need the same columns."
             )
     return matrices, names
+
+
+def check_once(names: list[Hashable]) -> None:
+    """Raise for a client that appears twice."""
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
 
 
 def columns_of_pairs(pairs: Pairs) -> list[str] | None:

@@ -23,7 +23,7 @@ import os
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -311,12 +311,7 @@ def _read_femnist(folder: Path) -> ImageData:
     if len(packed) > 1:
         names = ", ".join(path.name for path in packed)
         raise ImageFileError(f"{own} holds several data sets ({names}); keep one.")
-    if packed:
-        return _read_femnist_npz(packed[0])
-    files = _leaf_files(own)
-    if not files:
-        raise _missing(own / "femnist.npz or LEAF's *.json", "femnist")
-    return _read_leaf(files)
+    return _read_femnist_npz(packed[0]) if packed else _read_leaf(_leaf_files(own))
 
 
 def _read_femnist_npz(path: Path) -> ImageData:
@@ -342,14 +337,14 @@ def _read_femnist_npz(path: Path) -> ImageData:
         raise _damaged(path, "its writer_names must be distinct, one per writer", "femnist")
     _check_labels(labels, len(FEMNIST_CLASSES), path, "femnist")
     _check_labels(writers, len(names), path, "femnist", "writer")
-    return ImageData(
-        "femnist",
-        images[:, None],
-        labels.astype(np.int64),
-        FEMNIST_CLASSES,
-        writers=writers.astype(np.int64),
-        writer_names=tuple(map(str, names)),
-    )
+    return _of_writers(images[:, None], labels, writers, map(str, names))
+
+
+def _of_writers(
+    images: ByteArray, labels: NDArray[Any], writers: NDArray[Any], names: Iterable[str]
+) -> ImageData:
+    codes = labels.astype(np.int64), writers.astype(np.int64)
+    return ImageData("femnist", images, codes[0], FEMNIST_CLASSES, None, codes[1], tuple(names))
 
 
 def _leaf_files(folder: Path) -> list[Path]:
@@ -362,7 +357,7 @@ def _leaf_files(folder: Path) -> list[Path]:
                     if not files:  # one half alone would look complete
                         raise _missing(root / part / "*.json", "femnist")
                 return [path for files in found.values() for path in files]
-    return []
+    raise _missing(folder / "femnist.npz or LEAF's *.json", "femnist")
 
 
 def _read_leaf(files: Sequence[Path]) -> ImageData:
@@ -398,14 +393,7 @@ def _read_leaf(files: Sequence[Path]) -> ImageData:
     if not images:
         raise _damaged(files[0], "it has no users with images", "femnist")
     names, writers = np.unique(np.array(owners), return_inverse=True)
-    return ImageData(
-        "femnist",
-        np.concatenate(images),
-        np.concatenate(labels),
-        FEMNIST_CLASSES,
-        writers=writers.astype(np.int64),
-        writer_names=tuple(names.tolist()),
-    )
+    return _of_writers(np.concatenate(images), np.concatenate(labels), writers, names.tolist())
 
 
 def _user_as_bytes(content: dict[str, Any]) -> Any:

@@ -128,11 +128,6 @@ class ClientsFile:
                 numbers = without_beyond(values.numbers)
                 self.file.columns[name] = replace(values, numbers=numbers)
 
-    def read_as_categories(self, columns: set[str]) -> None:
-        """Take columns as text from now on."""
-        self.as_categories |= columns
-        self.read()
-
     def kind(self, name: str) -> Kind:
         """Return the kind of a column's values."""
         kind = self.file.columns[name].kind
@@ -372,7 +367,8 @@ def _summarise_one_by_one(
     def read_as_text(columns: dict[str, set[str]]) -> dict[str, ClientSummary]:
         found: dict[str, ClientSummary] = {}
         for client, wanted in columns.items():
-            of_client[client].read_as_categories(wanted)
+            of_client[client].as_categories |= wanted
+            of_client[client].read()
             found |= _summaries([of_client[client]])
         return found
 
@@ -393,7 +389,8 @@ def _summarise_together(
         if wanted <= files[0].as_categories:
             return summaries
         for own in files:
-            own.read_as_categories(wanted)
+            own.as_categories |= wanted
+            own.read()
 
 
 def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
