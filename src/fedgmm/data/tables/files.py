@@ -111,7 +111,9 @@ def memory_needed(path: Path) -> int:
             from pyarrow import parquet
 
             found = parquet.read_metadata(path)
-            return 24 * int(found.num_rows) * int(found.num_columns)
+            groups = map(found.row_group, range(found.num_row_groups))
+            columns = range(found.num_columns)  # a vector has as many values as entries
+            return 24 * sum(group.column(j).num_values for group in groups for j in columns)
     except (OSError, pa.ArrowException):  # the reader explains it
         return size
     return (12 if lowered.endswith(".gz") else 3) * size
