@@ -132,6 +132,8 @@ def test_the_name_depends_on_weights_size_and_precision(weights, resnet, tmp_pat
     ]
     assert len({resnet.name, *(other.name for other in others)}) == 4
     assert ResNet18Encoder(weights, size=32, device="cpu", batch_size=9).name == resnet.name
+    usual = ResNet18Encoder(weights, size=32, device="cpu")
+    assert (usual.batch_size, usual.name) == (64, resnet.name)
 
 
 @pytest.mark.parametrize(

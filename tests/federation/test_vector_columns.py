@@ -33,7 +33,7 @@ GIVEN = {**SIZE, "pca": COMPONENTS}
 
 
 def write_vectors(folder, vector="resnet18_0a1b2c3d", seed=0, **sites):
-    """One Parquet file per site with a column of vectors, an age and a state."""
+    """One Parquet file per site with an age, a column of vectors, a sex and a state."""
     rng = np.random.default_rng(seed)
     mix = rng.normal(size=(3, COLUMNS))
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,8 @@ def write_vectors(folder, vector="resnet18_0a1b2c3d", seed=0, **sites):
         x = z @ mix + 0.1 * rng.normal(size=(rows, COLUMNS))
         state = np.where((z[:, 0] > 0.3) ^ (number % 2 == 1), "ill", "well")
         column = pa.FixedSizeListArray.from_arrays(x.astype(np.float32).ravel(), COLUMNS)
-        table = pa.table({"age": rng.normal(50, 9, rows), vector: column, "state": state})
+        age, sex = rng.normal(50, 9, rows), rng.choice(["f", "m"], rows)
+        table = pa.table({"age": age, vector: column, "sex": sex, "state": state})
         pq.write_table(table, folder / f"{name}.parquet")
         files.append(folder / f"{name}.parquet")
     return files
@@ -85,6 +86,7 @@ def test_the_model_is_that_of_one_process(vectors, run, tmp_path):
     home, sites, _ = run
     reference = fit(vectors, "state", tmp_path / "reference", **GIVEN).model
     assert [kinds[0] for kinds in sites.asked][:3] == ["hello", "covariance", "start"]
+    assert reference.prediction.gaussians.means.shape == (2, COMPONENTS + 2)
     rows = reference.dataset.test.inputs.cpu().numpy()
     for name in reference.names:
         own = open_run(home / "sites" / name).model
@@ -138,7 +140,7 @@ def test_moments_that_no_rows_could_have_made_are_dropped(vectors, tmp_path):
 
 
 def test_more_components_than_columns_are_refused(vectors, tmp_path):
-    with pytest.raises(FederationError, match="at most 9"):
+    with pytest.raises(FederationError, match="at most 8"):
         federate(vectors, tmp_path, **SIZE, pca=10)
 
 
@@ -169,11 +171,10 @@ def test_trials_of_sizes_share_one_request(vectors, tmp_path):
 def test_masks_cover_the_moments(tmp_path):
     files = write_vectors(tmp_path / "data", a=50, b=50, c=50, d=50)
     reference = fit(files, "state", tmp_path / "reference", **GIVEN).model
-    names = ["age", *(f"resnet18_0a1b2c3d_{entry}" for entry in range(COLUMNS))]
     privacy = Privacy(
         secure_aggregation=True,
-        bounds=dict.fromkeys(names, (-100.0, 100.0)),
-        categories={"state": ("ill", "well")},
+        bounds={"age": (-100.0, 100.0), f"resnet18_0a1b2c3d[{COLUMNS}]": (-100.0, 100.0)},
+        categories={"state": ("ill", "well"), "sex": ("f", "m")},
     )
     sites, seen = InMemorySites(files, tmp_path, fresh=False), []
 
@@ -239,7 +240,8 @@ def test_moments_are_blurred_once_and_on_record(site, run, tmp_path):
     first = ask(site, request).arrays["gaussians/second"]
     for facts in ({}, {"run": "0" * 16}, {"min_rows": 1}):
         np.testing.assert_array_equal(ask(site, request, **facts).arrays["gaussians/second"], first)
-    assert first.shape == (1, (COLUMNS + 1) * (COLUMNS + 2) // 2)
+    # the age stands beside the components, so its products are not asked for
+    assert first.shape == (1, COLUMNS * (COLUMNS + 1) // 2)
     (*_, last) = read_record(tmp_path / "oslo")
     assert (last["request"], last["rows"]) == ("covariance", 36)
 

@@ -240,8 +240,8 @@ def fit(
         int | None,
         typer.Option(
             min=1,
-            help="Principal components of the inputs that the Gaussians see. Default: 48 for vectors, all "
-            "inputs otherwise.",
+            help="Principal components of vectors that the Gaussians see beside other columns (without "
+            "vectors: of all inputs). Default: 48 for longer vectors, else no reduction.",
         ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Largest number of rounds.")] = None,

@@ -6,6 +6,7 @@ around it, so that nothing cancels. Shapes: ``n`` rows, ``d`` columns, ``k`` com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,8 +69,9 @@ class PCA:
     """The directions in which rows vary most, in float64."""
 
     mean: Tensor  # ``(d,)``
-    components: Tensor  # orthonormal rows, ``(k, d)``, by falling variance
-    variances: Tensor  # along them, ``(k,)``
+    # orthonormal rows, ``(k, d)``, by falling variance; see :meth:`within` for columns that are kept
+    components: Tensor
+    variances: Tensor  # along them, ``(k,)``; one for a column that is kept
 
     def apply(self, x: Tensor, whiten: bool = False) -> Tensor:
         """Return coordinates ``(n, k)``, float64, of rows ``(n, d)``, with variance one if whitened."""
@@ -83,6 +85,23 @@ class PCA:
             directions = directions / torch.where(deviations > 0, deviations, 1.0).to(x.device)
         blocks = torch.split(x, _BLOCK_ROWS)
         return torch.cat([matmul(block.double() - mean, directions) for block in blocks])
+
+    def within(self, block: Sequence[int], columns: int) -> PCA:
+        """Return the map of rows ``(n, columns)`` to the coordinates of a block and all other columns.
+
+        Args:
+            block: the ``d`` columns that these components reduce.
+            columns: number of all columns. Those outside of the block follow the coordinates, unchanged.
+        """
+        others = torch.ones(columns, dtype=torch.bool)
+        others[list(block)] = False
+        kept = torch.eye(columns, dtype=torch.float64)[others]
+        mean = torch.zeros(columns, dtype=torch.float64)
+        mean[~others] = self.mean
+        components = torch.zeros(len(self.components), columns, dtype=torch.float64)
+        components[:, ~others] = self.components
+        variances = torch.cat([self.variances, torch.ones(len(kept), dtype=torch.float64)])
+        return PCA(mean, torch.cat([components, kept]), variances)
 
 
 def fit_pca(moments: FeatureMoments, k: int) -> PCA:

@@ -22,10 +22,12 @@ from fedgmm.core.scratch import active, empty, empty_beside, scratch, taken, tou
 from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.data.inputs import (
     NO_CLIENT,
+    check_once,
     checked_rows,
     column_names,
     encode_clients,
     is_missing,
+    numeric,
     order_columns,
     row_weights,
 )
@@ -86,11 +88,6 @@ class LabelledRows:
         counts = self.features.rows_per_client
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
-    @cached_property
-    def _client_groups(self) -> list[tuple[int, int]]:
-        """First and last code (exclusive) of clients that are shuffled together."""
-        return _client_groups(self.features.rows_per_client.cpu().numpy())
-
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.labels)
@@ -107,7 +104,7 @@ class LabelledRows:
         largest = int(self.codes.max()) if len(self) else 0
         free = min(40, 63 - first - largest.bit_length())
         out = empty_beside(self.labels, (len(self),), torch.int64)
-        for begin, end in self._client_groups:
+        for begin, end in _client_groups(self.features.rows_per_client.cpu().numpy()):
             place = slice(int(self.offsets[begin]), int(self.offsets[end]))
             codes, positions = self.codes[place].cpu().numpy(), self.features.positions_at(place)
             draws = row_uniforms(seed, stream, self.features.keys[codes], positions)
@@ -203,6 +200,8 @@ class FederatedDataset:
         column_names: names of the inputs' columns, or ``None``.
         target: mean and deviation of the numbers to predict; ``None`` for classification.
         persons: the person of each training row as a number, ``(N,)``, if persons are known.
+        vectors: the columns of the inputs, in rising order, that are entries of vectors of an encoder.
+            ``pca`` reduces these columns only; without any it reduces all.
     """
 
     train: LabelledRows
@@ -213,6 +212,7 @@ class FederatedDataset:
     column_names: tuple[str, ...] | None = None
     target: Scaling | None = None
     persons: Tensor | None = None
+    vectors: tuple[int, ...] = ()
 
     @classmethod
     def from_arrays(
@@ -300,14 +300,26 @@ class FederatedDataset:
         pairs = list(clients.items() if isinstance(clients, Mapping) else clients)
         if not pairs:
             raise ValueError("No clients were given; pass at least one (client, (X, y)) pair.")
+        expected = "from_clients needs {client: (X, y)} or pairs (client, (X, y))"
         for pair in pairs:
-            _check_pair(pair)
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TypeError(f"{expected}; got an entry of type {type(pair).__name__}.")
+            name, rows = pair
+            if not isinstance(name, Hashable):
+                raise TypeError(
+                    f"{expected}; got a {type(name).__name__} in place of a client's name."
+                )
+            if not isinstance(rows, (tuple, list)) or len(rows) != 2:
+                what = f"one {type(rows).__name__}, without labels"
+                if isinstance(rows, (tuple, list)):
+                    what = f"one {type(rows).__name__} of length {len(rows)}"
+                elif isinstance(rows, Mapping):
+                    what = f"a dictionary with the keys {', '.join(map(repr, rows))}"
+                raise TypeError(f"{expected}; client {name!r} has {what}.")
         names = [name for name, _ in pairs]
         if any(is_missing(name) for name in names):
             raise ValueError("The name of a client is None or NaN; give every client a name.")
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
+        check_once(names)
         columns = next(filter(None, (column_names(X) for _, (X, _) in pairs)), None)
         for name, (X, _) in pairs:
             if not np.size(X):
@@ -329,17 +341,8 @@ class FederatedDataset:
                     f"{own_labels.shape}."
                 )
         codes = np.repeat(np.arange(len(names)), [len(own) for own in inputs])
-        return cls._build(
-            np.concatenate(inputs),
-            np.concatenate(labels),
-            codes,
-            names,
-            None,
-            task,
-            split,
-            seed,
-            columns,
-        )
+        rows = np.concatenate(inputs), np.concatenate(labels), codes, names
+        return cls._build(*rows, None, task, split, seed, columns)
 
     @classmethod
     def _build(
@@ -367,13 +370,18 @@ class FederatedDataset:
             raise ValueError(f"features must be ({len(inputs)}, d'), got shape {seen.shape}.")
         if features is not None:
             checked_rows([_as_float(seen)], codes, names)
+        splits = []
         with _beside(inputs):
-            train, validation, test = (
-                _labelled(
-                    inputs, seen, encoded, codes, names, rows, weights, shared=features is None
-                )
-                for rows in split_rows(codes, client_keys(names), split, seed)
-            )
+            for rows in split_rows(codes, client_keys(names), split, seed):
+                own = _taken(inputs, rows)
+                shared = own.reshape(len(own), flat.shape[1])
+                matrix = _as_float(shared if features is None else _taken(seen, rows))
+                found = client_rows([matrix], codes[rows], names)
+                if weights is not None:
+                    found = replace(found, weights=torch.from_numpy(weights[rows]))
+                labelled = torch.from_numpy(own), torch.from_numpy(encoded[rows])
+                splits.append(LabelledRows(found, *labelled, features is None))
+        train, validation, test = splits
         target = scaling_of_numbers(train) if task == "regression" else None
         return cls(train, validation, test, tuple(names), classes, columns, target)
 
@@ -394,8 +402,7 @@ class FederatedDataset:
                 f"split must be one of {list(SPLITS)}, got {type(name).__name__}; a data set is the "
                 "second argument, dataset=."
             )
-        if name not in SPLITS:
-            raise ValueError(f"split must be one of {list(SPLITS)}, got {name!r}.")
+        check_choice("split", name, SPLITS)
         rows: LabelledRows = getattr(self, name)
         return rows
 
@@ -413,12 +420,11 @@ class FederatedDataset:
 
     def select(self, clients: Sequence[Hashable]) -> FederatedDataset:
         """Return the data set with only some clients, in their order here."""
-        keep, known = set(clients), set(self.names)
-        for name in clients:
-            if name not in known:
-                raise ValueError(f"Unknown client {name!r}.")
+        keep = set(clients)
         if not keep:
             raise ValueError("select needs at least one client.")
+        for name in keep - set(self.names):
+            raise ValueError(f"Unknown client {name!r}.")
         codes = torch.tensor([code for code, name in enumerate(self.names) if name in keep])
         persons = self.persons
         if persons is not None:
@@ -439,6 +445,13 @@ class FederatedDataset:
         )
         per_client = rows.sum(0)
         shape = "×".join(map(str, self.input_shape))
+        if self.target is not None:
+            mean, scale = float(self.target.mean), float(self.target.scale)
+            labels = f"numbers  to predict: mean {mean:.4g}, standard deviation {scale:.4g}"
+        else:
+            listing = ", ".join(map(str, self.classes[:10].tolist()))
+            more = ", …" if len(self.classes) > 10 else ""
+            labels = f"classes  {len(self.classes)}: {listing}{more}"
         shown = ", ".join(repr(name) for name in self.names[:4]) + (
             ", …" if len(self.names) > 4 else ""
         )
@@ -447,15 +460,8 @@ class FederatedDataset:
             f"  rows     {int(rows.sum())} (train {int(rows[0].sum())}, validation {int(rows[1].sum())}, "
             f"test {int(rows[2].sum())}); {int(per_client.min())} to {int(per_client.max())} per client\n"
             f"  inputs   {shape} {str(self.train.inputs.dtype).removeprefix('torch.')}\n"
-            f"{self._labels_line()}"
+            f"  {labels}"
         )
-
-    def _labels_line(self) -> str:
-        if self.target is not None:
-            mean, scale = float(self.target.mean), float(self.target.scale)
-            return f"  numbers  to predict: mean {mean:.4g}, standard deviation {scale:.4g}"
-        shown = ", ".join(map(str, self.classes[:10].tolist()))
-        return f"  classes  {len(self.classes)}: {shown}{', …' if len(self.classes) > 10 else ''}"
 
 
 def labelled_without_labels(rows: ClientRows, columns: tuple[str, ...] | None) -> FederatedDataset:
@@ -466,67 +472,6 @@ def labelled_without_labels(rows: ClientRows, columns: tuple[str, ...] | None) -
     every = LabelledRows(_features_of(inputs, codes, rows.names, None), inputs, zeros)
     none = every.keep(torch.zeros(len(codes), dtype=torch.bool))
     return FederatedDataset(every, none, none, rows.names, np.zeros(1, dtype=np.int64), columns)
-
-
-def numeric(values: Any, what: str) -> NDArray[Any]:
-    """Return rows as float32, float64 or uint8, ``(n, ...)``.
-
-    Args:
-        values: an array or a table.
-        what: name of the data in error messages.
-
-    Raises:
-        TypeError: a sparse matrix.
-        ValueError: no columns, or data that are not numbers.
-    """
-    if hasattr(values, "toarray") and hasattr(values, "nnz"):  # of SciPy, which is not imported
-        raise TypeError(f"{what} is a sparse matrix; convert it to an array with .toarray().")
-    if isinstance(values, Mapping):
-        raise TypeError(f"{what} is a mapping; pass an array or a data frame, (n, columns).")
-    rows = np.asarray(values)
-    if rows.ndim < 2:
-        raise ValueError(f"{what} must have rows and columns, got an array of shape {rows.shape}.")
-    if rows.dtype in (np.float32, np.float64) or (rows.dtype == np.uint8 and rows.ndim != 3):
-        return rows  # batches of bytes with three axes would look like images
-    try:
-        if rows.dtype.kind in "cmMV":  # NumPy would cast dates and drop imaginary parts
-            raise ValueError(f"they are of type {rows.dtype}")
-        if rows.dtype.kind == "O":  # None and pandas' NA are missing numbers
-            rows = np.where(np.frompyfunc(is_missing, 1, 1)(rows).astype(bool), np.nan, rows)
-        return rows.astype(np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{what} holds data that are not numeric{_first_text(rows, column_names(values))}: {error}. "
-            "Encode categories and dates as numbers, or train on files, where fedgmm fit does it."
-        ) from None
-
-
-def _first_text(rows: NDArray[Any], names: Sequence[str] | None) -> str:
-    """Return where a table ``(n, d)`` has its first entry that is not a number, for an error."""
-    if rows.dtype.kind != "O" or rows.ndim != 2:
-        return ""
-    for place, column in enumerate(rows.T):
-        try:
-            column.astype(np.float64)
-        except (TypeError, ValueError):
-            return f", in column {place if names is None else repr(names[place])}"
-    return ""
-
-
-def _check_pair(pair: Any) -> None:
-    """Raise ``TypeError`` unless ``pair`` is ``(client, (X, y))``."""
-    expected = "from_clients needs {client: (X, y)} or pairs (client, (X, y))"
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"{expected}; got an entry of type {type(pair).__name__}.")
-    name, rows = pair
-    if not isinstance(name, Hashable):
-        raise TypeError(f"{expected}; got a {type(name).__name__} in place of a client's name.")
-    if isinstance(rows, Mapping):
-        keys = ", ".join(map(repr, rows))
-        raise TypeError(f"{expected}; client {name!r} has a dictionary with the keys {keys}.")
-    if not isinstance(rows, (tuple, list)) or len(rows) != 2:
-        parts = f" of length {len(rows)}" if isinstance(rows, (tuple, list)) else ", without labels"
-        raise TypeError(f"{expected}; client {name!r} has one {type(rows).__name__}{parts}.")
 
 
 def _as_float(rows: NDArray[Any]) -> NDArray[np.floating]:
@@ -546,11 +491,7 @@ def looks_continuous(values: NDArray[Any], rows: int) -> bool:
 
     Truth values, dates and texts are always classes, unless all texts are numbers and some of them
     fractions. So are up to 20 fractions, such as 0.5, and whole numbers of which there are at most 100,
-    or at most 1000 with four rows each on average.
-
-    Args:
-        values: the distinct labels, ``(K,)``.
-        rows: number of labels.
+    or at most 1000 with four rows each on average. ``values`` ``(K,)`` are the distinct labels of rows.
     """
     if values.dtype.kind == "O" and all(type(value) in (int, float) for value in values.tolist()):
         values = values.astype(np.float64)
@@ -572,7 +513,15 @@ def _encode_labels(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the sorted classes, and the class index of each label; numbers have no classes."""
     if task == "regression":
-        labels = _numbers(labels)
+        try:
+            if labels.dtype.kind not in "fiuOU":
+                raise ValueError(f"it is of type {labels.dtype}")
+            labels = labels.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"y must hold numbers for task='regression': {error}; use task='classification' for "
+                "labels."
+            ) from None
     if labels.dtype.kind == "f":
         bad = ~np.isfinite(labels)
     elif labels.dtype.kind == "O":
@@ -603,18 +552,6 @@ def _encode_labels(
     return classes, encoded.astype(np.int64)
 
 
-def _numbers(labels: NDArray[Any]) -> NDArray[np.float64]:
-    """Return labels as float64, NaN where missing."""
-    try:
-        if labels.dtype.kind not in "fiuOU":
-            raise ValueError(f"it is of type {labels.dtype}")
-        return labels.astype(np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"y must hold numbers for task='regression': {error}; use task='classification' for labels."
-        ) from None
-
-
 def split_rows(
     codes: NDArray[np.int64], keys: NDArray[np.uint64], split: Sequence[float], seed: int
 ) -> list[NDArray[np.int64]]:
@@ -625,7 +562,7 @@ def split_rows(
 
     Args:
         codes: the client of each row, ``(N,)``.
-        keys: a number per client that depends only on its name, ``(C,)``.
+        keys: of :func:`~fedgmm.core.randomness.client_keys`, ``(C,)``.
         split: shares of training, validation and test rows.
         seed: seed of the draws.
     """
@@ -647,8 +584,15 @@ def split_rows(
     ]
     filled = [0, 0, 0]
     for begin, end in _client_groups(counts):
-        mixed, positions = _shuffle(codes, keys, counts, seed, begin, end)
         of_group = counts[begin:end]
+        rows = np.arange(len(codes))
+        if len(of_group) < len(counts):
+            rows = np.flatnonzero((codes >= begin) & (codes < end))
+        order = rows[np.argsort(codes[rows], kind="stable")]
+        starts = np.cumsum(of_group) - of_group
+        positions = np.arange(len(rows)) - np.repeat(starts, of_group)
+        draws = row_uniforms(seed, _SPLIT_STREAM, np.repeat(keys[begin:end], of_group), positions)
+        mixed = order[np.lexsort((draws, codes[order]))]
         part = (positions >= np.repeat(training[begin:end], of_group)).astype(np.int8)
         part += positions >= np.repeat(validation[begin:end], of_group)
         for k in range(3):
@@ -658,35 +602,6 @@ def split_rows(
             found[k][filled[k] : filled[k] + len(own)] = own
             filled[k] += len(own)
     return found
-
-
-def _shuffle(
-    codes: NDArray[np.int64],
-    keys: NDArray[np.uint64],
-    counts: NDArray[np.int64],
-    seed: int,
-    begin: int,
-    end: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows of some clients, each client's in random order, and places within a client.
-
-    Args:
-        codes: the client of each row, ``(N,)``.
-        keys: a number per client, ``(C,)``.
-        counts: rows of each client, ``(C,)``.
-        seed: seed of the draws.
-        begin: code of the first client.
-        end: code of the last client, exclusive.
-    """
-    of_group = counts[begin:end]
-    rows = np.arange(len(codes))
-    if len(of_group) < len(counts):
-        rows = np.flatnonzero((codes >= begin) & (codes < end))
-    order = rows[np.argsort(codes[rows], kind="stable")]
-    starts = np.cumsum(of_group) - of_group
-    positions = np.arange(len(rows)) - np.repeat(starts, of_group)
-    draws = row_uniforms(seed, _SPLIT_STREAM, np.repeat(keys[begin:end], of_group), positions)
-    return order[np.lexsort((draws, codes[order]))], positions
 
 
 def _client_groups(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -699,27 +614,6 @@ def _client_groups(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
         groups.append((last, min(after, len(counts))))
         last = after
     return groups
-
-
-def _labelled(
-    inputs: NDArray[Any],
-    features: NDArray[np.floating],
-    labels: NDArray[Any],
-    codes: NDArray[np.int64],
-    names: Sequence[Hashable],
-    rows: NDArray[np.int64],
-    weights: NDArray[np.float64] | None,
-    shared: bool,
-) -> LabelledRows:
-    own = _taken(inputs, rows)
-    seen = own.reshape(len(own), features.shape[1]) if shared else _taken(features, rows)
-    found = client_rows([_as_float(seen)], codes[rows], names)
-    return LabelledRows(
-        found if weights is None else replace(found, weights=torch.from_numpy(weights[rows])),
-        torch.from_numpy(own),
-        torch.from_numpy(labels[rows]),
-        features_are_inputs=shared,
-    )
 
 
 def _beside(values: Any) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ interrupted run resumes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import shutil
@@ -47,14 +48,7 @@ class EmbeddingError(ValueError):
 
 @dataclass(frozen=True)
 class EmbeddedSite:
-    """The vectors of one site.
-
-    Attributes:
-        name: of the site.
-        path: the Parquet file.
-        rows: number of rows in it.
-        skipped: the rows that could not be read, with the reason.
-    """
+    """The Parquet file of one site; ``skipped`` are rows that could not be read, with the reason."""
 
     name: str
     path: Path
@@ -106,15 +100,12 @@ class Embedding:
         self, sources: Sequence[str | Path], out: Path, progress: Progress | None = None
     ) -> list[EmbeddedSite]:
         """Embed sources, each of them one site."""
-        made = encoder(
-            self.encoder,
-            weights=self.weights,
-            size=self.size,
-            device=self.device,
-            download=self.download,
-        )
-        options: dict[str, Any] = {"text": self.text, "image": self.image, "progress": progress}
-        return [embed(source, out, made, **options) for source in sources]
+        names = ("weights", "size", "device", "download")
+        made = encoder(self.encoder, **{name: getattr(self, name) for name in names})
+        return [
+            embed(source, out, made, text=self.text, image=self.image, progress=progress)
+            for source in sources
+        ]
 
 
 class _UnreadableError(ValueError):
@@ -139,21 +130,30 @@ def embed(
         text: the column of texts of a table.
         image: the column of a table that names files of images, relative to the table.
         progress: called after every batch.
-
-    Raises:
-        EmbeddingError: a source without images or texts, or a file in the way.
-        TableError: a table that cannot be read.
     """
+    from pyarrow import parquet
+
     source, out = Path(source), Path(out)
     name = source.resolve().name if source.is_dir() else client_name(source)
-    if _is_embedded(source, encoder):
-        return EmbeddedSite(name, source, _rows_of(source), ())
+    if source.is_file() and source.name.lower().endswith(".parquet"):
+        with contextlib.suppress(OSError, pa.ArrowException):  # reading it again explains it
+            given = parquet.read_metadata(source)
+            if column_name(encoder) in given.schema.to_arrow_schema().names:
+                return EmbeddedSite(name, source, given.num_rows, ())
     items = _items_of(source, encoder, text, image)
     path = out / f"{name}.parquet"
     content = _hash(encoder.name, *items.keys)
-    held = _embedded_before(path)
-    if held is not None and held[_CONTENT] == content.encode():
-        return EmbeddedSite(name, path, _rows_of(path), ())
+    if path.exists():
+        rows_before, facts = 0, dict[bytes, bytes]()
+        with contextlib.suppress(OSError, pa.ArrowException):
+            before = parquet.read_metadata(path)
+            rows_before, facts = before.num_rows, before.metadata or {}
+        if _CONTENT not in facts:
+            raise EmbeddingError(
+                f"{path} is in the way and was not made by embed; move or rename it."
+            )
+        if facts[_CONTENT] == content.encode():
+            return EmbeddedSite(name, path, rows_before, ())
     parts = out / f".{name}.parts"
     parts.mkdir(parents=True, exist_ok=True)
     vectors: list[NDArray[np.float16]] = []
@@ -168,7 +168,8 @@ def embed(
             progress(name, rows.stop, total)
     widths = {part.shape[1] for part in vectors if len(part)}
     if not widths:
-        raise EmbeddingError(f"{source}: no row can be read; the first reason: {_first(reasons)}.")
+        first = next(iter(reasons.values()), "there are no rows")
+        raise EmbeddingError(f"{source}: no row can be read; the first reason: {first}.")
     (width,) = widths
     kept = np.ones(total, dtype=bool)
     kept[list(reasons)] = False
@@ -176,7 +177,9 @@ def embed(
     column = pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float16()), width)
     table = items.columns.filter(pa.array(kept)).append_column(column_name(encoder), column)
     facts = {_ENCODER: encoder.name.encode(), _CONTENT: content.encode()}
-    _write_parquet(path, table.replace_schema_metadata(facts))
+    buffer = pa.BufferOutputStream()
+    parquet.write_table(table.replace_schema_metadata(facts), buffer, compression="zstd")
+    write_atomically(path, buffer.getvalue().to_pybytes())
     shutil.rmtree(parts)
     ids = items.columns.columns[0]
     skipped = tuple(f"{ids[row].as_py()}: {reason}" for row, reason in reasons.items())
@@ -192,49 +195,16 @@ def column_name(encoder: Encoder) -> str:
     return f"{kind}_{_hash(encoder.name)[:8]}"
 
 
-def _is_embedded(source: Path, encoder: Encoder) -> bool:
-    """Return whether a file already holds vectors of an encoder."""
-    from pyarrow import parquet
-
-    if not source.is_file() or not source.name.lower().endswith(".parquet"):
-        return False
-    try:
-        return column_name(encoder) in parquet.read_schema(source).names
-    except (OSError, pa.ArrowException):  # reading it again explains it
-        return False
-
-
-def _embedded_before(path: Path) -> dict[bytes, bytes] | None:
-    """Return the facts about an earlier result, or ``None`` without one."""
-    from pyarrow import parquet
-
-    if not path.exists():
-        return None
-    try:
-        facts: dict[bytes, bytes] = parquet.read_metadata(path).metadata or {}
-    except (OSError, pa.ArrowException):
-        facts = {}
-    if _CONTENT not in facts:
-        raise EmbeddingError(f"{path} is in the way and was not made by embed; move or rename it.")
-    return facts
-
-
-def _rows_of(path: Path) -> int:
-    from pyarrow import parquet
-
-    return int(parquet.read_metadata(path).num_rows)
-
-
 def _batch(
     items: _Items, rows: range, encoder: Encoder, parts: Path
 ) -> tuple[NDArray[np.float16], dict[int, str]]:
     """Return vectors of the rows that can be read, and the reasons of the others."""
     loaded, reasons = [], {}
     file = parts / f"{_hash(encoder.name, *(items.keys[row] for row in rows))}.npz"
-    held = _read_part(file)
-    if held is not None:
-        vectors, bad, texts = held
-        return vectors, {rows[int(i)]: str(text) for i, text in zip(bad, texts, strict=True)}
+    # a part that is missing, or damaged in one of many ways, is made again
+    with contextlib.suppress(Exception), np.load(file, allow_pickle=False) as held:
+        again = zip(held["bad"], held["texts"], strict=True)
+        return held["vectors"], {rows[int(i)]: str(text) for i, text in again}
     for row in rows:
         try:
             loaded.append(items.load(row))
@@ -258,32 +228,12 @@ def _batch(
     return vectors, reasons
 
 
-def _read_part(file: Path) -> tuple[NDArray[np.float16], NDArray[Any], NDArray[Any]] | None:
-    try:
-        with np.load(file, allow_pickle=False) as held:
-            return held["vectors"], held["bad"], held["texts"]
-    except Exception:  # missing or damaged in one of many ways, so it is made again
-        return None
-
-
-def _write_parquet(path: Path, table: pa.Table) -> None:
-    from pyarrow import parquet
-
-    buffer = pa.BufferOutputStream()
-    parquet.write_table(table, buffer, compression="zstd")
-    write_atomically(path, buffer.getvalue().to_pybytes())
-
-
 def _hash(*texts: str) -> str:
     found = hashlib.sha256()
     for text in texts:
         data = text.encode("utf-8", "surrogateescape")
         found.update(len(data).to_bytes(8, "big") + data)
     return found.hexdigest()
-
-
-def _first(reasons: dict[int, str]) -> str:
-    return next(iter(reasons.values()), "there are no rows")
 
 
 # ---------------------------------------------------------------------- sources

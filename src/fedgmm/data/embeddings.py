@@ -12,6 +12,7 @@ clients' training rows. Encoded images stay on the encoder's device until they a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -43,80 +44,53 @@ Progress = Callable[[int, int], None]
 
 
 def encode_images(images: Tensor, encoder: Encoder, cache: str | Path | None = None) -> Tensor:
-    """Return rows ``(n, d)`` of images, from the cache if they are there.
+    """Return rows ``(n, d)`` of images ``(n, channels, height, width)``, from the cache if they are there.
 
-    The cache has one file per collection of images (a client's), in any order.
-
-    Args:
-        images: ``(n, channels, height, width)`` uint8.
-        encoder: encodes images that are not in the cache.
-        cache: a folder; ``None`` means no cache.
+    The cache is a folder with one file per collection of images (a client's), in any order.
     """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load, save
+
     images = check_images(images)
     digests = [hashlib.sha256(image).digest() for image in images.cpu().numpy()]
     # Distinct images in one order: the same batches and so the same bits in every call.
     distinct = sorted(set(digests))
     first_row = {digest: row for row, digest in reversed(list(enumerate(digests)))}
     ordered = images[[first_row[digest] for digest in distinct]]
-    if cache is None:
-        rows = encoded(ordered, encoder)
-    else:
+    rows: Tensor | None = None
+    if cache is not None:
         facts = f"1 {encoder.name} {tuple(images.shape[1:])} ".encode()
         key = hashlib.sha256(facts + b"".join(distinct)).hexdigest()
         file = Path(cache) / f"{key}.safetensors"
-        held = _read_cached(file, len(distinct))
-        if held is None:
-            rows = encoded(ordered, encoder)
-            _write_cached(file, rows)
-        else:
-            rows = held.to(device_of(encoder))
+        with contextlib.suppress(OSError, SafetensorError, KeyError):  # missing or damaged
+            held = load(file.read_bytes())
+            codes, checksum = held["codes"], held["sha256"].tobytes()
+            fits = codes.dtype == np.float32 and codes.ndim == 2 and len(codes) == len(distinct)
+            if fits and checksum == hashlib.sha256(codes.data).digest():
+                rows = torch.from_numpy(codes).to(device_of(encoder))
+    if rows is None:
+        rows = encoded(ordered, encoder)
+        if cache is not None:
+            codes = np.ascontiguousarray(rows.cpu().numpy())
+            digest = np.frombuffer(hashlib.sha256(codes.data).digest(), dtype=np.uint8)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, save({"codes": codes, "sha256": digest}), shared=True)
+            except OSError as error:  # only time is lost
+                warnings.warn(
+                    f"The encoded images could not be kept in {file.parent} ({error}); they will be "
+                    "encoded again next time.",
+                    stacklevel=2,
+                )
     place = {digest: row for row, digest in enumerate(distinct)}
     return rows[[place[digest] for digest in digests]]
-
-
-def _read_cached(file: Path, rows: int) -> Tensor | None:
-    """Return cached rows ``(rows, d)``, or ``None`` if the file is missing or damaged."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        held = load(file.read_bytes())
-        codes, checksum = held["codes"], held["sha256"]
-    except (OSError, SafetensorError, KeyError):
-        return None
-    whole = codes.dtype == np.float32 and codes.ndim == 2 and len(codes) == rows
-    if not whole or checksum.tobytes() != hashlib.sha256(codes.data).digest():
-        return None
-    return torch.from_numpy(codes)
-
-
-def _write_cached(file: Path, rows: Tensor) -> None:
-    """Keep rows for the next run; if the cache cannot be written, only time is lost."""
-    from safetensors.numpy import save
-
-    codes = np.ascontiguousarray(rows.cpu().numpy())
-    checksum = np.frombuffer(hashlib.sha256(codes.data).digest(), dtype=np.uint8)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, save({"codes": codes, "sha256": checksum}), shared=True)
-    except OSError as error:
-        warnings.warn(
-            f"The encoded images could not be kept in {file.parent} ({error}); they will be encoded "
-            "again next time.",
-            stacklevel=3,
-        )
 
 
 # ---------------------------------------------------------------------- federated PCA
 
 
 def federated_pca(clients: Sequence[Tensor], components: int) -> PCA:
-    """Return the principal components of the clients' pooled rows, from sums over clients alone.
-
-    Args:
-        clients: the rows of each client, ``(n_c, d)``; some may be empty.
-        components: ``k``.
-    """
+    """Return the principal components of the clients' pooled rows ``(n_c, d)``, from sums alone."""
     # First the common mean, Σ_c Σ_i x / Σ_c n_c, then the moments around it.
     count = max(1, sum(len(rows) for rows in clients))
     centre = reduce(add, (rows.sum(0, dtype=torch.float64) for rows in clients)) / count
@@ -125,15 +99,7 @@ def federated_pca(clients: Sequence[Tensor], components: int) -> PCA:
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """The map from images to features, made by :func:`encode_federation`.
-
-    Attributes:
-        encoder: the first step.
-        pca: the second step.
-        whiten: whether each feature has variance one over the training rows.
-        scale: whether all features are divided by one number, so that the first has variance one.
-        cache: the folder of encoded images, or ``None``.
-    """
+    """The map from images to features, made by :func:`encode_federation`, which explains its settings."""
 
     encoder: Encoder
     pca: PCA
@@ -164,12 +130,7 @@ class FeatureMap:
 
 @dataclass(frozen=True)
 class EncodedFederation:
-    """A data set with features for the Gaussians, and the map that made them.
-
-    Attributes:
-        dataset: images for the learners, features for the Gaussians.
-        feature_map: gives the features of further images.
-    """
+    """Images for the learners with features for the Gaussians, and the map that made them."""
 
     dataset: FederatedDataset
     feature_map: FeatureMap
@@ -216,12 +177,6 @@ def encode_splits(
 
     The images of a client are encoded together, because the cache has one file per client. Without a
     cache and without ``progress``, all images are encoded at once, which is faster on an accelerator.
-
-    Args:
-        dataset: inputs are images, uint8 ``(N, channels, height, width)``.
-        encoder: see :func:`encoder`.
-        cache: a folder for encoded images; ``None`` means no cache.
-        progress: called after every client.
     """
     splits = [dataset.split(name) for name in SPLITS]
     if cache is None and progress is None:
@@ -247,14 +202,7 @@ def encode_splits(
 def with_features(
     dataset: FederatedDataset, train: Tensor, validation: Tensor, test: Tensor
 ) -> FederatedDataset:
-    """Return the same data set with other features for the Gaussians.
-
-    Args:
-        dataset: keeps its inputs and labels.
-        train: features ``(N, k)`` of the training rows, in their order.
-        validation: features of the validation rows.
-        test: features of the test rows.
-    """
+    """Return the same data set with other features ``(N, k)`` of each split, in the order of its rows."""
     changed = {}
     for name, features in zip(SPLITS, (train, validation, test), strict=True):
         rows = dataset.split(name)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -169,7 +169,8 @@ class NetworkEncoder:
         mean: of red, green and blue in [0, 1] that the network expects.
         deviation: of the same.
         device: ``"cpu"``, ``"cuda"``, ``"auto"``.
-        batch_size: number of images that pass through the network together.
+        batch_size: number of images that pass through the network together; ``None`` means 64 on a CPU,
+            whose caches hold no more, and 512 on an accelerator.
         dtype: ``"float32"``, or ``"bfloat16"`` for convolutions in half precision, which are faster on
             accelerators and accurate to about two digits.
     """
@@ -183,14 +184,16 @@ class NetworkEncoder:
         mean: Sequence[float] = IMAGENET_MEAN,
         deviation: Sequence[float] = IMAGENET_DEVIATION,
         device: str = "auto",
-        batch_size: int = 512,
+        batch_size: int | None = None,
         dtype: str = "float32",
     ) -> None:
         check_integer("size", size, 1)
-        check_integer("batch_size", batch_size, 1)
         check_choice("dtype", dtype, PRECISIONS)
-        self.size, self.batch_size, self.dtype = size, batch_size, dtype
-        self.device = resolve_device(device)
+        self.size, self.dtype, self.device = size, dtype, resolve_device(device)
+        if batch_size is None:
+            batch_size = 64 if self.device.type == "cpu" else 512
+        check_integer("batch_size", batch_size, 1)
+        self.batch_size = batch_size
         kind, _, rest = name.partition(" ")
         self.name = f"{kind} {size}px {dtype} {rest}"
         self._mean, self._deviation = tuple(mean), tuple(deviation)
@@ -205,7 +208,14 @@ class NetworkEncoder:
                 f"{self.name.split()[0]} reads images with 1 or 3 channels, got {images.shape[1]} "
                 f"(images of shape {tuple(images.shape[1:])})."
             )
-        with torch.inference_mode(), self._precision():
+        half = self.dtype == "bfloat16"
+        # full float32, which CUDA does not use by default
+        exact = self.device.type == "cuda" and not half
+        with (
+            torch.inference_mode(),
+            torch.backends.cudnn.flags(allow_tf32=False) if exact else nullcontext(),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=half),
+        ):
             rows = [
                 self._network(self._prepared(batch)).float()
                 for batch in torch.split(images, self.batch_size)
@@ -223,18 +233,6 @@ class NetworkEncoder:
         mean = x.new_tensor(self._mean)[:, None, None]
         deviation = x.new_tensor(self._deviation)[:, None, None]
         return ((x - mean) / deviation).contiguous(memory_format=torch.channels_last)
-
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
-        """Use half precision if it is set, else full float32, which CUDA does not use by default."""
-        half = self.dtype == "bfloat16"
-        exact = (
-            torch.backends.cudnn.flags(allow_tf32=False)
-            if self.device.type == "cuda" and not half
-            else nullcontext()
-        )
-        with exact, torch.autocast(self.device.type, torch.bfloat16, enabled=half):
-            yield
 
 
 class ResNet18Encoder(NetworkEncoder):
@@ -257,12 +255,7 @@ class ResNet18Encoder(NetworkEncoder):
 
 
 def timm_encoder(
-    name: str,
-    weights: str | Path | None,
-    size: int | None,
-    device: str,
-    dtype: str,
-    download: bool,
+    name: str, weights: str | Path | None, size: int | None, device: str, dtype: str, download: bool
 ) -> NetworkEncoder:
     """Return a network of the package timm without its classifier."""
     timm: Any = _package("timm", f"{TIMM}{name}", "vision")
@@ -278,15 +271,10 @@ def timm_encoder(
         reason = str(error).splitlines()[0]
         raise WeightsError(f"Encoder '{TIMM}{name}' cannot be loaded ({reason}).") from None
     facts = timm.data.resolve_model_data_config(network)
-    return NetworkEncoder(
-        network,
-        f"{TIMM}{name} {_digest(network)}",
-        size=size or int(facts["input_size"][-1]),
-        mean=facts["mean"],
-        deviation=facts["std"],
-        device=device,
-        dtype=dtype,
-    )
+    size = size or int(facts["input_size"][-1])
+    colours = {"mean": facts["mean"], "deviation": facts["std"]}
+    full_name = f"{TIMM}{name} {_digest(network)}"
+    return NetworkEncoder(network, full_name, size=size, **colours, device=device, dtype=dtype)
 
 
 # ---------------------------------------------------------------------- texts

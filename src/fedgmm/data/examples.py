@@ -117,13 +117,8 @@ class Patients:
 def draw_patients(rng: np.random.Generator, shares: NDArray[np.float64], rows: int) -> Patients:
     """Draw the patients of a hospital.
 
-    There are three kinds of patients. The same measurements suggest an illness in one kind and health in
-    another.
-
-    Args:
-        rng: random generator.
-        shares: share of each kind of patient, ``(3,)``.
-        rows: number of patients.
+    There are three kinds of patients, with ``shares`` ``(3,)``. The same measurements suggest an illness
+    in one kind and health in another.
     """
     kinds = rng.choice(3, size=rows, p=shares)
     deviations = rng.standard_normal((rows, len(_COLUMNS)))

@@ -130,9 +130,8 @@ class ClientRows:
         if self.device.type != "cpu" or not self._grouped:
             totals.index_add_(0, self.codes[place], values)
             return
-        codes = self.codes[
-            place
-        ].numpy()  # sum runs of equal codes, which is faster than adding rows
+        codes = self.codes[place].numpy()
+        # sum runs of equal codes, which is faster than adding rows
         starts = np.concatenate([[0], np.flatnonzero(codes[1:] != codes[:-1]) + 1])
         sums = np.add.reduceat(values.mT.numpy(), starts, axis=1)
         totals.numpy()[codes[starts]] += sums.T
@@ -193,11 +192,15 @@ def client_rows(
     matrices: Sequence[NDArray[np.floating]], codes: NDArray[np.int64], names: Iterable[Hashable]
 ) -> ClientRows:
     """Stack matrices ``(n_k, d)`` that were checked; ``codes`` ``(N,)`` is the client of each row."""
-    return ClientRows(
-        tuple(_view(chunk) for chunk in _merge_small(matrices)),
-        torch.from_numpy(np.ascontiguousarray(codes, dtype=np.int64)),
-        tuple(names),
-    )
+    chunks = []
+    for matrix in _merge_small(matrices):
+        # a field of a record array may have strides that torch does not support
+        odd = any(stride < 0 or stride % matrix.itemsize for stride in matrix.strides)
+        with warnings.catch_warnings():  # chunks share the caller's memory and are never written to
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            chunks.append(torch.from_numpy(matrix.copy() if odd else matrix))
+    own = torch.from_numpy(np.ascontiguousarray(codes, dtype=np.int64))
+    return ClientRows(tuple(chunks), own, tuple(names))
 
 
 def _merge_small(matrices: Sequence[NDArray[np.floating]]) -> list[NDArray[np.floating]]:
@@ -218,13 +221,3 @@ def _merge_small(matrices: Sequence[NDArray[np.floating]]) -> list[NDArray[np.fl
     if waiting:
         merged.append(waiting[0] if len(waiting) == 1 else np.concatenate(waiting))
     return merged
-
-
-def _view(matrix: NDArray[np.floating]) -> Tensor:
-    """Return a tensor over the same memory, which is never written to."""
-    # a field of a record array may have strides that torch does not support
-    if any(stride < 0 or stride % matrix.itemsize for stride in matrix.strides):
-        matrix = matrix.copy()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")
-        return torch.from_numpy(matrix)

@@ -26,19 +26,15 @@ def as_pairs(X: Any) -> Pairs | None:
     if isinstance(X, Mapping):
         return list(X.items())
     if isinstance(X, Sequence):
-        return list(X) if len(X) and _is_pair(X[0]) else None
+        first = X[0] if len(X) else None
+        if not isinstance(first, (tuple, list)) or len(first) != 2:
+            return None
+        # a name with rows; a row of two numbers is not a pair
+        rows = isinstance(first[1], (list, tuple)) or len(getattr(first[1], "shape", ())) > 0
+        return list(X) if rows and isinstance(first[0], Hashable) else None
     if isinstance(X, Iterable):
         return list(X)
     return None
-
-
-def _is_pair(item: Any) -> bool:
-    """Return whether an item is a client's name with rows; a row of two numbers is not a pair."""
-    if not isinstance(item, (tuple, list)) or len(item) != 2:
-        return False
-    return isinstance(item[0], Hashable) and (
-        isinstance(item[1], (list, tuple)) or len(getattr(item[1], "shape", ())) > 0
-    )
 
 
 def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Hashable]]:
@@ -60,9 +56,7 @@ def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Ha
         name, rows = pair
         matrices.append(_matrix(rows, name))
         names.append(name)
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
+    check_once(names)
     columns = matrices[0].shape[1]
     for name, matrix in zip(names, matrices, strict=True):
         if matrix.shape[1] != columns:
@@ -71,6 +65,13 @@ def matrices_of_pairs(pairs: Pairs) -> tuple[list[NDArray[np.floating]], list[Ha
                 f"{columns}; all clients need the same columns."
             )
     return matrices, names
+
+
+def check_once(names: list[Hashable]) -> None:
+    """Raise for a client that appears twice."""
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"Client {twice!r} appears more than once; join its rows first.")
 
 
 def columns_of_pairs(pairs: Pairs) -> list[str] | None:
@@ -106,13 +107,8 @@ def order_columns(rows: Any, expected: Sequence[str] | None, what: str) -> Any:
 
     Rows without column names are returned as they are, because their columns are known by position.
 
-    Args:
-        rows: an array, or a table with column names.
-        expected: the column names of the fit; ``None`` if there were none.
-        what: name of the rows in error messages.
-
     Raises:
-        ValueError: a column is missing, unknown, or there twice.
+        ValueError: a column is missing, unknown, or there twice; the message calls the rows ``what``.
     """
     names = column_names(rows)
     if names is None or expected is None or names == tuple(expected):
@@ -140,31 +136,55 @@ def column_order(names: Sequence[str], expected: Sequence[str], what: str) -> li
 
 
 def _matrix(rows: Any, name: Hashable) -> NDArray[np.floating]:
-    if not (
-        isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype in (np.float32, np.float64)
-    ):
-        if hasattr(rows, "toarray"):
-            raise TypeError(f"Client {name!r}: sparse input is not supported; call .toarray().")
-        if isinstance(rows, tuple) and any(np.ndim(part) > 1 for part in rows):
-            raise TypeError(f"Client {name!r} has a tuple of arrays; give one array of rows.")
-        try:
-            array = np.asarray(rows)
-            if array.dtype.kind in "cmMV":  # NumPy would cast dates and drop imaginary parts
-                raise ValueError(f"they are of type {array.dtype}")
-            rows = array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Client {name!r} holds data that are not numeric: {error}.") from None
-        if rows.ndim != 2 and rows.shape != (
-            0,
-        ):  # an empty list is reported as an empty client below
-            raise ValueError(
-                f"Client {name!r}: expected a 2D array of rows and columns, got {rows.ndim}D."
-            )
-    if not len(rows):
-        raise ValueError(f"Client {name!r} is empty; leave it out or give it at least one row.")
-    if not rows.shape[1]:
-        raise ValueError(f"Client {name!r} has no columns.")
-    return rows  # type: ignore[no-any-return]
+    what = f"Client {name!r}"
+    if isinstance(rows, tuple) and any(np.ndim(part) > 1 for part in rows):
+        raise TypeError(f"{what} has a tuple of arrays; give one array of rows.")
+    found = (
+        np.empty((0, 1)) if isinstance(rows, (list, tuple)) and not rows else numeric(rows, what)
+    )
+    if not len(found):
+        raise ValueError(f"{what} is empty; leave it out or give it at least one row.")
+    if found.ndim != 2:
+        raise ValueError(f"{what}: expected a 2D array of rows and columns, got {found.ndim}D.")
+    if not found.shape[1]:
+        raise ValueError(f"{what} has no columns.")
+    return found.astype(np.float64) if found.dtype == np.uint8 else found
+
+
+def numeric(values: Any, what: str) -> NDArray[Any]:
+    """Return rows as float32, float64 or uint8, ``(n, ...)``; errors name them ``what``."""
+    if hasattr(values, "toarray") and hasattr(values, "nnz"):  # of SciPy, which is not imported
+        raise TypeError(f"{what} is a sparse matrix; convert it to an array with .toarray().")
+    if isinstance(values, Mapping):
+        raise TypeError(f"{what} is a mapping; pass an array or a data frame, (n, columns).")
+    try:
+        rows = np.asarray(values)
+    except ValueError as error:  # lists of several lengths
+        raise ValueError(f"{what} holds data that are not numeric: {error}.") from None
+    if rows.ndim < 2:
+        raise ValueError(
+            f"{what} must have rows and columns (2D), got {rows.ndim}D of shape {rows.shape}."
+        )
+    if rows.dtype in (np.float32, np.float64) or (rows.dtype == np.uint8 and rows.ndim != 3):
+        return rows  # batches of bytes with three axes would look like images
+    try:
+        if rows.dtype.kind in "cmMV":  # NumPy would cast dates and drop imaginary parts
+            raise ValueError(f"they are of type {rows.dtype}")
+        if rows.dtype.kind == "O":  # None and pandas' NA are missing numbers
+            rows = np.where(np.frompyfunc(is_missing, 1, 1)(rows).astype(bool), np.nan, rows)
+        return rows.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        where, names = "", column_names(values)
+        for place, column in enumerate(rows.T if rows.dtype.kind == "O" and rows.ndim == 2 else ()):
+            try:
+                column.astype(np.float64)
+            except (TypeError, ValueError):
+                where = f", in column {place if names is None else repr(names[place])}"
+                break
+        raise ValueError(
+            f"{what} holds data that are not numeric{where}: {error}. "
+            "Encode categories and dates as numbers, or train on files, where fedgmm fit does it."
+        ) from None
 
 
 def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], list[Hashable]]:
@@ -175,7 +195,12 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
     Raises:
         ValueError: not one id per row.
     """
-    ids = _ids(clients)
+    ids = np.asarray(clients)
+    if isinstance(clients, (list, tuple)) and ids.ndim == 1 and ids.dtype.kind in "US":
+        kind = str if ids.dtype.kind == "U" else bytes
+        if not all(isinstance(name, kind) for name in clients):
+            ids = np.empty(len(clients), dtype=object)  # NumPy turns NaN next to a text into "nan"
+            ids[:] = clients
     if ids.ndim != 1:
         raise ValueError(f"clients must hold one id per row (1D), got shape {ids.shape}.")
     if len(ids) != rows:
@@ -202,17 +227,6 @@ def encode_clients(clients: ArrayLike, rows: int) -> tuple[NDArray[np.int64], li
     return np.repeat(run_codes, np.diff(np.append(starts, rows))), names
 
 
-def _ids(clients: ArrayLike) -> NDArray[Any]:
-    """Return ids as an array without conversion; NumPy would turn NaN next to a string into ``"nan"``."""
-    ids = np.asarray(clients)
-    if isinstance(clients, (list, tuple)) and ids.ndim == 1 and ids.dtype.kind in "US":
-        kind = str if ids.dtype.kind == "U" else bytes
-        if not all(isinstance(name, kind) for name in clients):
-            ids = np.empty(len(clients), dtype=object)
-            ids[:] = clients
-    return ids
-
-
 def row_weights(sample_weight: ArrayLike, rows: int) -> NDArray[np.float64]:
     """Return the weights of ``rows`` rows, which must not be negative, nor all zero."""
     weights = given_array("sample_weight", sample_weight, (rows,))
@@ -236,18 +250,14 @@ def checked_rows(
     column_names: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> ClientRows:
-    """Return stacked rows after a check that all values can be used.
+    """Return stacked rows after a check that all values can be squared in precision ``dtype``.
 
     Args:
         matrices: ``(n_k, d)``; together ``N`` rows.
         codes: the client of each row, ``(N,)``.
         names: the clients.
-        column_names: for error messages.
-        dtype: the precision in which the numbers will be squared.
-
-    Raises:
-        ValueError: a row without a client, or NaN, infinity or a number too large to square; the
-            message names the client and the column.
+        column_names: for error messages, which name the client and the column of a bad value.
+        dtype: the precision.
     """
     if (codes == NO_CLIENT).any():
         row = int(np.argmax(codes == NO_CLIENT))
@@ -261,39 +271,23 @@ def checked_rows(
         smallest, greatest = torch.aminmax(chunk)  # NaN stays NaN
         if not (abs(float(smallest)) < largest and abs(float(greatest)) < largest):
             row, column = torch.nonzero(~(chunk.abs() < largest))[0].tolist()
-            _raise_bad_value(
-                float(chunk[row, column]),
-                names[int(codes[first + row])],
-                column_names[column] if column_names is not None else column,
-                first + row,
-                str(dtype).removeprefix("torch."),
+            value, precision = float(chunk[row, column]), str(dtype).removeprefix("torch.")
+            what = f"{value:.3g}, a value too large to square in {precision}; rescale it"
+            if not np.isfinite(value):
+                what = "NaN" if np.isnan(value) else "infinity"
+            client = names[int(codes[first + row])]
+            where = column_names[column] if column_names is not None else column
+            raise ValueError(
+                f"Input X contains {what}: client {client!r}, column {where!r}, row {first + row}."
             )
         first += len(chunk)
     return rows
 
 
-def _raise_bad_value(
-    value: float, client: Hashable, column: str | int, row: int, precision: str
-) -> None:
-    if np.isnan(value):
-        what = "NaN"
-    elif np.isinf(value):
-        what = "infinity"
-    else:
-        what = f"{value:.3g}, a value too large to square in {precision}; rescale it"
-    raise ValueError(f"Input X contains {what}: client {client!r}, column {column!r}, row {row}.")
-
-
 def codes_of_known_clients(clients: Any, rows: int, known: Sequence[Hashable]) -> NDArray[np.int64]:
     """Return the index in ``known`` of each row's client, ``(N,)``; ``NO_CLIENT`` without one.
 
-    Args:
-        clients: one id per row, one id for all rows, or ``None``.
-        rows: ``N``.
-        known: all clients of the model.
-
-    Raises:
-        ValueError: an id that is not among ``known``.
+    ``clients`` is one id per row, one id for all ``rows``, or ``None``.
     """
     if clients is None:
         return np.full(rows, NO_CLIENT, dtype=np.int64)

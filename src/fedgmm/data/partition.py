@@ -30,26 +30,26 @@ def dirichlet_by_label(
         The client of each row, ``(N,)``.
     """
     labels = np.asarray(labels)
-    _check_clients(clients, len(labels))
-    _check_positive(alpha, "alpha")
+    _check(clients, len(labels), alpha=alpha)
     generator = np.random.default_rng(seed)
     owner = np.empty(len(labels), dtype=np.int64)
     for label in np.unique(labels):
         rows = generator.permutation(np.flatnonzero(labels == label))
         # for a tiny alpha a Dirichlet draw underflows to zeros, while logs of gamma draws do not
-        shares = _log_dirichlet(alpha, clients, generator)
+        logs = _log_gammas(alpha, clients, generator)
+        shares = np.exp(logs - logs.max())
+        shares /= shares.sum()
         edges = np.round(np.cumsum(shares) * len(rows)).astype(np.int64)
         owner[rows] = np.searchsorted(edges, np.arange(len(rows)), side="right").clip(
             max=clients - 1
         )
-    return _no_empty_client(owner, clients, generator)
-
-
-def _log_dirichlet(alpha: float, size: int, generator: np.random.Generator) -> FloatArray:
-    """Return a Dirichlet draw ``(size,)`` that does not underflow for a small ``alpha``."""
-    logs = _log_gammas(alpha, size, generator)
-    weights = np.exp(logs - logs.max())
-    return np.asarray(weights / weights.sum())
+    counts = np.bincount(owner, minlength=clients)
+    for client in np.flatnonzero(counts == 0):
+        richest = int(counts.argmax())
+        owner[generator.choice(np.flatnonzero(owner == richest))] = client
+        counts[richest] -= 1
+        counts[client] = 1
+    return owner
 
 
 def _log_gammas(alpha: float, size: int, generator: np.random.Generator) -> FloatArray:
@@ -60,28 +60,14 @@ def _log_gammas(alpha: float, size: int, generator: np.random.Generator) -> Floa
     return np.asarray(logs)
 
 
-def _check_clients(clients: int, rows: int) -> None:
+def _check(clients: int, rows: int, **alphas: float) -> None:
     if not 1 <= clients <= rows:
         raise ValueError(
             f"clients must lie between 1 and the {counted(rows, 'row')}, got {clients}."
         )
-
-
-def _check_positive(alpha: float, name: str) -> None:
-    if not alpha > 0:
-        raise ValueError(f"{name} must be positive, got {alpha!r}.")
-
-
-def _no_empty_client(owner: IntArray, clients: int, generator: np.random.Generator) -> IntArray:
-    """Give each client without rows one row of the client that has the most."""
-    counts = np.bincount(owner, minlength=clients)
-    for client in np.flatnonzero(counts == 0):
-        richest = int(counts.argmax())
-        row = generator.choice(np.flatnonzero(owner == richest))
-        owner[row] = client
-        counts[richest] -= 1
-        counts[client] = 1
-    return owner
+    for name, alpha in alphas.items():
+        if not alpha > 0:
+            raise ValueError(f"{name} must be positive, got {alpha!r}.")
 
 
 def pachinko(
@@ -117,11 +103,15 @@ def pachinko(
             f"got shapes {coarse.shape} and {fine.shape}."
         )
     rows = len(fine)
-    _check_clients(clients, rows)
-    _check_positive(alpha_coarse, "alpha_coarse")
-    _check_positive(alpha_fine, "alpha_fine")
+    _check(clients, rows, alpha_coarse=alpha_coarse, alpha_fine=alpha_fine)
     generator = np.random.default_rng(seed)
-    piles = [_shuffled_piles(fine, coarse == label, generator) for label in np.unique(coarse)]
+    piles = [  # the rows of each fine label of each coarse label, in random order
+        [
+            generator.permutation(np.flatnonzero((coarse == label) & (fine == own)))
+            for own in np.unique(fine[coarse == label])
+        ]
+        for label in np.unique(coarse)
+    ]
     left = [np.array([len(pile) for pile in own]) for own in piles]
     owner = np.empty(rows, dtype=np.int64)
     for client in range(clients):
@@ -139,29 +129,13 @@ def pachinko(
     return owner
 
 
-def _shuffled_piles(
-    labels: NDArray[np.integer], here: NDArray[np.bool_], generator: np.random.Generator
-) -> list[IntArray]:
-    """Return the indices of each label's rows among the rows ``here`` ``(N,)``, in random order."""
-    return [
-        generator.permutation(np.flatnonzero(here & (labels == label)))
-        for label in np.unique(labels[here])
-    ]
-
-
 def _draw_counts(
     draws: int, logs: FloatArray, room: IntArray, generator: np.random.Generator
 ) -> IntArray:
-    """Return how often each label is drawn without replacement, ``(L,)``.
+    """Return how often labels with log weights ``logs`` and ``room`` rows are drawn, each ``(L,)``.
 
     Draws of a label without rows are repeated among the other labels, which is the same as
     renormalising after each draw. Every pass but the last exhausts a label, so the loop ends.
-
-    Args:
-        draws: number of draws, at most ``room.sum()``.
-        logs: logarithms of the labels' weights, ``(L,)``.
-        room: number of rows of each label, ``(L,)``.
-        generator: random generator.
     """
     taken = np.zeros(len(room), dtype=np.int64)
     while missing := draws - int(taken.sum()):
@@ -183,23 +157,18 @@ def natural(writers: ArrayLike) -> IntArray:
 
 
 def describe(owner: IntArray, labels: NDArray[np.integer]) -> str:
-    """Describe a partition in one line: clients, rows per client, classes per client.
+    """Describe clients ``owner`` and classes ``labels`` of rows, ``(N,)`` each, in one line."""
 
-    Args:
-        owner: the client of each row, ``(N,)``.
-        labels: the class of each row, ``(N,)``.
-    """
+    def spread(counts: IntArray) -> str:
+        return f"{counts.min():,} to {counts.max():,} (median {np.median(counts):,.10g})"
+
     _, codes = np.unique(owner, return_inverse=True)
     pairs = np.unique(np.stack([codes, labels]), axis=1)
     rows, classes = np.bincount(codes), np.bincount(pairs[0])
     return (
         f"{counted(len(rows), 'client')} with {counted(len(codes), 'row')}; "
-        f"rows per client: {_spread(rows)}; classes per client: {_spread(classes)}"
+        f"rows per client: {spread(rows)}; classes per client: {spread(classes)}"
     )
-
-
-def _spread(counts: IntArray) -> str:
-    return f"{counts.min():,} to {counts.max():,} (median {np.median(counts):,.10g})"
 
 
 def transform_images(images: NDArray[Any], largest: float) -> NDArray[Any]:
@@ -234,14 +203,8 @@ def joint_shift(
 ) -> tuple[NDArray[Any], IntArray, NDArray[np.bool_]]:
     """Transform half of the images, and permute their labels by one random permutation.
 
-    Args:
-        images: ``(N, ..., height, width)``.
-        labels: ``0 … K-1``, ``(N,)``.
-        largest: the value of white.
-        seed: seed of the choice of images and of the permutation.
-
     Returns:
-        Images, labels, and which rows were changed, ``(N,)``.
+        Images ``(N, ..., height, width)``, labels, and which rows were changed, ``(N,)``.
     """
     changed, permutation = draw_joint_shift(len(images), int(labels.max()) + 1, seed)
     new_images, new_labels = images.copy(), labels.astype(np.int64)

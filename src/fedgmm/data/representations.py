@@ -57,9 +57,8 @@ class _Stages(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return rows ``(n, 1856)`` of images ``(n, 3, height, width)``."""
-        net = self.network
+        net, stages = self.network, []
         x = net.maxpool(torch.relu(net.bn1(net.conv1(x))))
-        stages = []
         for layer in (net.layer1, net.layer2, net.layer3, net.layer4):
             x = layer(x)
             stages.append(x)
@@ -68,12 +67,7 @@ class _Stages(torch.nn.Module):
 
 
 class StageEncoder:
-    """A ResNet-18 encoder with the output of all stages of the network, not only the last.
-
-    Attributes:
-        layout: the parts of its rows.
-        device: the device of the network.
-    """
+    """A ResNet-18 encoder with the output of all stages of the network, not only the last."""
 
     layout = _STAGES
 
@@ -91,11 +85,8 @@ class StageEncoder:
 def represented(rows: Tensor, how: str, layout: Layout | None = None) -> Tensor:
     """Return an encoder's rows ``(n, d)`` in one of ``REPRESENTATIONS``, ``(n, k)``.
 
-    Args:
-        rows: ``(n, d)``.
-        how: the representation. ``"stages"`` uses the means of all stages, ``"deviations"`` their
-            deviations if the layout has them, and the others use the means of the last stage.
-        layout: the parts of a row; ``None`` means that all columns are the encoder's own output.
+    ``"stages"`` uses the means of all stages, ``"deviations"`` their deviations if the layout has them, and
+    the others use the means of the last stage. Without a layout all columns are the encoder's own output.
     """
     check_choice("representation", how, REPRESENTATIONS)
     layout = layout or Layout()
@@ -115,13 +106,9 @@ def represented(rows: Tensor, how: str, layout: Layout | None = None) -> Tensor:
 
 
 class Represented:
-    """An encoder with another representation of its rows.
+    """An encoder with another representation of its rows, one of ``REPRESENTATIONS``.
 
-    Attributes:
-        base: the encoder.
-        how: one of ``REPRESENTATIONS``.
-        cache: a folder for the rows of ``base``, which all representations share; ``None`` means none.
-        device: the device of the rows.
+    ``cache`` is a folder for the rows of ``base``, which all representations share.
     """
 
     def __init__(self, base: Encoder, how: str, cache: Path | None = None) -> None:

@@ -8,8 +8,9 @@ site then adds up moments and counts of these, and the agreement on one preproce
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,6 +20,8 @@ from fedgmm.data.tables.columns import TRUTH
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary
 from fedgmm.privacy.settings import Privacy, PrivacyError
+
+_VECTOR = re.compile(r"(.+)\[([1-9]\d{0,4})\]")
 
 
 class UndeclaredError(ValueError):
@@ -34,12 +37,15 @@ class DeclaredColumns:
         categories: values of the categorical columns.
         classes: values of the label; empty without a label, and if it is a number.
         target: bounds of a label that is a number.
+        vectors: columns of vectors and their lengths, declared as ``name[length]``; ``bounds`` has every
+            entry.
     """
 
     bounds: Mapping[str, tuple[float, float]]
     categories: Mapping[str, tuple[str, ...]]
     classes: tuple[str, ...] = ()
     target: tuple[float, float] | None = None
+    vectors: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, privacy: Privacy, table: TableOptions) -> DeclaredColumns:
@@ -53,7 +59,14 @@ class DeclaredColumns:
                 "[privacy] bounds must name the columns in a federation, such as "
                 "bounds = {age = [0, 120]}, because sites with secure aggregation send no names."
             )
-        bounds = dict(privacy.bounds or {})
+        bounds, vectors = {}, {}
+        for name, pair in (privacy.bounds or {}).items():
+            found = _VECTOR.fullmatch(name)
+            if found is None:
+                bounds[name] = pair
+            else:
+                vectors[found[1]] = int(found[2])
+                bounds |= {f"{found[1]}_{entry}": pair for entry in range(int(found[2]))}
         categories = {name: tuple(texts) for name, texts in (privacy.categories or {}).items()}
         target: tuple[float, float] | None = None
         classes: tuple[str, ...] = ()
@@ -84,6 +97,7 @@ class DeclaredColumns:
             {name: texts for name, texts in categories.items() if name in columns},
             classes,
             target,
+            {name: length for name, length in vectors.items() if f"{name}_0" in columns},
         )
 
     @property
@@ -174,7 +188,7 @@ class DeclaredColumns:
             for text, count in zip(self.classes, total["classes"].tolist(), strict=True)
             if round(count) > 0
         }
-        return ClientSummary(rows, 0, columns, labels, target)
+        return ClientSummary(rows, 0, columns, labels, target, self.vectors)
 
 
 def declared_preprocessing(privacy: Privacy, table: TableOptions) -> Preprocessing:

@@ -67,8 +67,8 @@ class Job:
         preprocessing: that all sites agreed on.
         precision: of learners on the wire.
         min_rows: moments, learners and centroids with fewer expected rows are withheld.
-        projection: principal components of the inputs that the Gaussians see; ``None`` means that they
-            see the inputs, or that the components are not known yet.
+        projection: principal components of the inputs, and columns beside them, that the Gaussians see;
+            ``None`` means that they see the inputs, or that the components are not known yet.
         privacy: the budget of noised sums; ``None`` without noise.
     """
 
@@ -84,6 +84,11 @@ class Job:
     def columns(self) -> int:
         """Number of columns of the inputs."""
         return len(self.preprocessing.feature_names)
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        """Columns of the inputs that ``pca`` reduces: entries of vectors, or all columns without any."""
+        return self.preprocessing.vectors or tuple(range(self.columns))
 
     @property
     def features(self) -> int:
@@ -173,7 +178,8 @@ class Job:
         k, found = self.options.pca, {n: arrays.get(_PREFIX + n) for n in _PROJECTION}
         if k is None:
             return self
-        shapes = {"mean": (self.columns,), "components": (k, self.columns), "variances": (k,)}
+        seen = k + self.columns - len(self.reduced)
+        shapes = {"mean": (self.columns,), "components": (seen, self.columns), "variances": (seen,)}
         values = {}
         for name, value in found.items():
             if value is None or value.dtype != np.float64 or value.shape != shapes[name]:
@@ -184,7 +190,7 @@ class Job:
                 raise MessageError(f"the {name} of the principal components is not finite.")
             values[name] = as_tensor(value)
         components, largest = values["components"], float(values["mean"].abs().max())
-        gap = (components @ components.mT - torch.eye(k, dtype=torch.float64)).abs().max()
+        gap = (components @ components.mT - torch.eye(seen, dtype=torch.float64)).abs().max()
         if float(gap) > _ORTHONORMAL or largest > _FARTHEST or float(values["variances"].min()) < 0:
             raise MessageError("the principal components are not orthonormal, or too far away.")
         return replace(self, projection=PCA(**values))

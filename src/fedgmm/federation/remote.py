@@ -130,7 +130,7 @@ class RemoteTraining:
     # ------------------------------------------------------------------ the start
 
     def principal_components(self) -> PCA:
-        """Return the first ``pca`` principal components of the inputs, from one exchange of moments."""
+        """Return what the Gaussians see with ``pca``, from one exchange of moments."""
 
         def compute() -> Arrays:
             return {name: as_array(one) for name, one in asdict(self._asked_components()).items()}
@@ -139,10 +139,10 @@ class RemoteTraining:
         return PCA(**{name: as_tensor(one) for name, one in found.items()})
 
     def _asked_components(self) -> PCA:
-        k, columns = self.job.options.pca, self.job.columns
+        k, block = self.job.options.pca, self.job.reduced
         assert k is not None
         one = FederatedGMM(1, "full")
-        declaration = one.declare_sums(columns)
+        declaration = one.declare_sums(len(block))
 
         def request(_: str) -> Message:
             return self.message("covariance", {}, {})
@@ -163,9 +163,10 @@ class RemoteTraining:
             found = total.result()
             self.report("principal components", total)
         moments = moments_in(found)
-        zero = torch.zeros(columns, dtype=torch.float64)
+        zero = torch.zeros(len(block), dtype=torch.float64)
         count = float(moments.counts[0])
-        return fit_pca(FeatureMoments(count, moments.first[0], moments.second[0], zero), k)
+        found_pca = fit_pca(FeatureMoments(count, moments.first[0], moments.second[0], zero), k)
+        return found_pca.within(block, self.job.columns)
 
     def recalled(self, what: str, compute: Callable[[], Arrays]) -> Arrays:
         """Return float64 arrays of the start that an earlier attempt left, or compute and keep them."""

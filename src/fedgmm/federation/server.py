@@ -426,7 +426,7 @@ def prepare(members: Members, record: StartRecord) -> tuple[Job, list[str]]:
         wait_for(members, settings.clients)
         if noised is not None:  # no row decides the preprocessing
             preprocessing = declared_preprocessing(noised, settings.config.table)
-            agreement = _Agreement(preprocessing, [], 0, 0.0, [])
+            agreement = _Agreement(preprocessing, [], 0, 0.0)
         else:
             agreement = _agree_masked(members) if members.masks is not None else _agree(members)
         agreed = agreement.record(members)
@@ -451,14 +451,12 @@ class _Agreement:
         notes: for the report.
         rows: training rows of all sites.
         noise: of the labels, for the choice of sizes.
-        vectors: names of the columns of vectors that all sites have.
     """
 
     preprocessing: Preprocessing
     notes: list[str]
     rows: int
     noise: float
-    vectors: list[str]
 
     @classmethod
     def of(
@@ -471,9 +469,7 @@ class _Agreement:
         """Return the agreement of some summaries, of which a share of the rows trains."""
         labels = sum((Counter(summary.labels) for summary in tables), Counter[str]())
         rows = training_rows([summary.rows for summary in tables], share)
-        vectors = set.intersection(*(set(summary.vectors.items()) for summary in tables))
-        names = sorted(name for name, _ in vectors)
-        return cls(preprocessing, notes, rows, label_noise([*labels.values()]), names)
+        return cls(preprocessing, notes, rows, label_noise([*labels.values()]))
 
     def record(self, members: Members) -> dict[str, Any]:
         """Return plain values, with the members that agreed and their training rows."""
@@ -482,7 +478,6 @@ class _Agreement:
             "notes": self.notes,
             "rows": self.rows,
             "noise": self.noise,
-            "vectors": self.vectors,
             "members": {name: members.members[name].rows for name in members.names},
         }
 
@@ -494,7 +489,6 @@ class _Agreement:
             list(record["notes"]),
             int(record["rows"]),
             float(record["noise"]),
-            list(record["vectors"]),
         )
 
 
@@ -531,7 +525,7 @@ def _settled(members: Members, agreement: _Agreement, record: StartRecord) -> tu
     width = len(preprocessing.feature_names)
     options = settings.config.options()
     if "pca" not in settings.config.training and has_gaussians(options):
-        options = replace(options, pca=usual_pca(agreement.vectors, agreement.rows, width))
+        options = replace(options, pca=usual_pca(len(preprocessing.vectors), agreement.rows))
     job = Job(options, table, preprocessing, settings.precision, settings.min_rows)
     columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
     line = f"agreed on {columns} {width}"
@@ -550,19 +544,19 @@ def _settled(members: Members, agreement: _Agreement, record: StartRecord) -> tu
 
 def _principal_components(members: Members, job: Job, rows: int, record: StartRecord) -> PCA:
     """Return the principal components that the Gaussians see, from sums over the sites."""
-    most = min(rows, job.columns)
+    most = min(rows, len(job.reduced))
     if job.options.pca is not None and job.options.pca > most:
         raise FederationError(
             f"pca={job.options.pca} is more than {counted(rows, 'training row')} of "
-            f"{counted(job.columns, 'column')} can have; use at most {most}."
+            f"{counted(len(job.reduced), 'column')} can have; use at most {most}."
         )
     try:
         found = RemoteTraining(job, members, None, _POLL, record=record).principal_components()
     except (DivergedError, ValueError) as error:
         raise FederationError(f"The principal components failed: {error}") from None
     members.notify(
-        f"the Gaussians see {counted(len(found.variances), 'principal component')} of "
-        f"{counted(job.columns, 'column')}"
+        f"the Gaussians see {counted(job.options.pca or 0, 'principal component')} of "
+        f"{counted(len(job.reduced), 'column')}, and {job.columns - len(job.reduced)} beside them"
     )
     return found
 

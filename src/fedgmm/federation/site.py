@@ -326,15 +326,17 @@ class Site:
         return self._sent(request, declared.sums(summary), declared.declare_sums(), torch.float64)
 
     def _covariance(self, request: Message) -> Content:
-        """Return second moments of the standardised inputs, for the principal components.
+        """Return second moments of the standardised columns that are reduced, for principal components.
 
         Weights of rows depend on nothing in the request, so a server that asks again learns nothing.
         """
         job, rows = self._training_rows(request, exact=True)
         rows = self._row_weights.apply(rows, digest_of(request, ()))
-        zero = torch.zeros(1, job.columns, dtype=torch.float64, device=rows.device)
-        declaration = FederatedGMM(1, "full").declare_sums(job.columns)
-        sums = sums_of_all(rows.features, zero, "full")
+        block = list(job.reduced)
+        chunks = tuple(chunk[:, block] for chunk in rows.features.chunks)
+        zero = torch.zeros(1, len(block), dtype=torch.float64, device=rows.device)
+        declaration = FederatedGMM(1, "full").declare_sums(len(block))
+        sums = sums_of_all(replace(rows.features, chunks=chunks), zero, "full")
         sums = withhold(sums, declaration, self._least(job))
         return self._sent(request, sums, declaration, job.learner_dtype, len(rows))
 

@@ -91,8 +91,8 @@ class FederatedModel:
         calibration: scores of held-out rows by kind, see :mod:`fedgmm.model.novelty`; computed on
             first use.
         features_are_inputs: whether the Gaussians use the inputs and not separate features.
-        projection: principal components of the scaled inputs that the Gaussians see; ``None`` means that
-            they see all inputs.
+        projection: principal components of the scaled inputs, and columns beside them, that the Gaussians
+            see; ``None`` means that they see all inputs.
         column_names: of the inputs, or ``None``.
         dataset: training data, if it is in memory; never saved.
         target: mean and deviation of the numbers that the model predicts; ``None`` for classes.

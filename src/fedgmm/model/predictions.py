@@ -28,8 +28,8 @@ from fedgmm.core.predictive import (
 )
 from fedgmm.core.scratch import blocks_in, empty_beside
 from fedgmm.core.streaming import Block, accumulate, blocks_of
-from fedgmm.data.dataset import FederatedDataset, LabelledRows, numeric
-from fedgmm.data.inputs import NO_CLIENT, order_columns
+from fedgmm.data.dataset import FederatedDataset, LabelledRows
+from fedgmm.data.inputs import NO_CLIENT, numeric, order_columns
 from fedgmm.methods.base import Prediction
 from fedgmm.nets.learners import log_outputs
 from fedgmm.nets.modules import ModuleNetwork

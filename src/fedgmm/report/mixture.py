@@ -106,7 +106,10 @@ def projection_of(
         absent["projection"] = "The Gaussians see a single column, so there is no plane to show."
         return None
     if model.projection is not None:
-        feature_names = [f"principal component {j + 1}" for j in range(means.shape[1])]
+        known = dataset.column_names or [f"x{j}" for j in range(model.projection.mean.shape[0])]
+        beside = model.projection.components[model.options["pca"] :].argmax(1).tolist()
+        feature_names = [f"principal component {j + 1}" for j in range(model.options["pca"])]
+        feature_names += [known[column] for column in beside]
     elif feature_names is None and model.features_are_inputs:
         feature_names = dataset.column_names
     if feature_names is not None and len(feature_names) != means.shape[1]:

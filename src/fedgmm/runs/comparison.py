@@ -27,6 +27,7 @@ from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.methods.base import SHARED_LEARNERS, TITLES
 from fedgmm.model.metrics import Evaluation, evaluate, evaluate_numbers
 from fedgmm.model.model import FederatedModel
+from fedgmm.runs.fitting import usual_pca
 from fedgmm.runs.folder import RunFolder
 from fedgmm.runs.run import open_run
 from fedgmm.training.build import solver_of
@@ -492,8 +493,9 @@ def data_to_compare(
     columns = (label, client_column, tuple(categorical), tuple(ignore))
     reading = TableOptions(*columns, task=task or "auto", seed=seed or 0, **table)
     dataset, _, tables = load_federation(sources, reading, notify)
+    pca = usual_pca(len(dataset.vectors), len(dataset.train))
     options, _ = choose_sizes(
-        TrainingOptions(standardise=False, seed=seed or 0, **given),
+        TrainingOptions(standardise=False, seed=seed or 0, pca=pca, **given),
         ["covariance_type", "ridge"],  # without refit, because validation rows compare the methods
         rows=len(dataset.train),
         columns=dataset.input_shape[0],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -277,8 +277,8 @@ def _run(
     seconds = {"reading": time.perf_counter() - started}
 
     if "pca" not in config.training:
-        width = dataset.input_shape[0]
-        config = config.with_training(pca=usual_pca(tables.vectors, len(dataset.train), width))
+        usual = usual_pca(len(dataset.vectors), len(dataset.train))
+        config = config.with_training(pca=usual)
     options, selection = config.options(), None
     if privacy is None:
         options, selection = choose_sizes(
@@ -349,13 +349,13 @@ def _declared(tables: Tables, privacy: Privacy) -> Preprocessing:
     return declared(header, tables.options, bounds, privacy.categories or {})
 
 
-def usual_pca(vectors: Collection[object], rows: int, columns: int) -> int | None:
-    """Return the default of ``pca`` for data with so many training rows and columns of inputs.
+def usual_pca(vectors: int, rows: int) -> int | None:
+    """Return the default of ``pca`` for so many columns of vectors and training rows.
 
-    A Gaussian of hundreds of columns would have too many numbers, so columns of ``vectors`` that all
-    clients have are reduced.
+    A Gaussian of hundreds of columns would have too many numbers.
     """
-    return min(_VECTOR_COMPONENTS, rows, columns) if vectors else None
+    components = min(_VECTOR_COMPONENTS, rows)
+    return components if components < vectors else None
 
 
 def _history_writer(path: Path) -> OnTrainingRound:

@@ -373,8 +373,14 @@ def several_ranks() -> bool:
     return known and os.environ["WORLD_SIZE"] != "1"
 
 
-def _principal_components(rows: LabelledRows, options: TrainingOptions) -> PCA | None:
-    """Return the principal components of scaled rows that the Gaussians see, if the options say so."""
+def _principal_components(
+    rows: LabelledRows, options: TrainingOptions, vectors: tuple[int, ...]
+) -> PCA | None:
+    """Return the map of scaled rows to what the Gaussians see, if the options have ``pca``.
+
+    Columns of vectors are reduced, and other columns stand beside their components; without vectors all
+    columns are reduced.
+    """
     if options.pca is None:
         return None
     shape = tuple(rows.inputs.shape[1:])
@@ -382,13 +388,16 @@ def _principal_components(rows: LabelledRows, options: TrainingOptions) -> PCA |
         raise ValueError(
             f"pca={options.pca} needs rows of numbers without separate features, got shape {shape}."
         )
-    if options.pca > min(len(rows), *shape):
+    block = vectors or tuple(range(*shape))
+    most = min(len(rows), len(block))
+    if options.pca > most:
         raise ValueError(
             f"pca={options.pca} is more than {counted(len(rows), 'training row')} of "
-            f"{counted(shape[0], 'column')} can have; use at most {min(len(rows), *shape)}."
+            f"{counted(len(block), 'column')} can have; use at most {most}."
         )
-    centre = torch.zeros(shape, dtype=torch.float64)
-    return fit_pca(moments_of(rows.inputs, centre), options.pca)
+    inputs = rows.inputs[:, list(block)] if vectors else rows.inputs
+    centre = torch.zeros(len(block), dtype=torch.float64)
+    return fit_pca(moments_of(inputs, centre), options.pca).within(block, *shape)
 
 
 def projected(rows: LabelledRows, projection: PCA | None) -> LabelledRows:
@@ -456,7 +465,7 @@ class _LocalTraining:
         elif columns:
             self.scaling = _scaling(dataset)
         rows = self._scaled(dataset, device)
-        self.projection = _principal_components(rows, options)
+        self.projection = _principal_components(rows, options, dataset.vectors)
         self.rows = projected(rows, self.projection)
         if custom is not None and options.algorithm != DENSITY:
             custom.check(self.rows.inputs)

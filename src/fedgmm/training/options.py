@@ -57,9 +57,10 @@ class TrainingOptions:
         batch_size: rows per step.
         covariance_type: shape of the Gaussians' covariances.
         aggregation: ``"exact"`` or ``"paper"``.
-        pca: number of principal components of the inputs that the Gaussians see, from sums over clients;
-            ``None`` means all inputs. Learners always see all inputs. Use it for vectors of an encoder,
-            because a full covariance of hundreds of columns has too many numbers.
+        pca: number of principal components that the Gaussians see, from sums over clients: of the columns
+            of vectors, beside all other columns, or of all columns if there are no vectors. ``None`` means
+            all inputs. Learners always see all inputs. Use it for vectors of an encoder, because a full
+            covariance of hundreds of columns has too many numbers.
         reg_covar: added to every variance; inputs are standardised.
         ridge: ridge penalty of Newton steps.
         independence: number of rows that a client's overall learner weights count for within each

@@ -180,11 +180,7 @@ def test_a_column_of_vectors_is_one_line(tmp_path, read):
         )
     found = inspect_tables(read(tmp_path / "a.parquet", tmp_path / "b.parquet", label="y"))
     vector, age = found.columns
-    assert (vector.name, vector.role, vector.outputs, vector.detail) == (
-        "v",
-        "vector",
-        12,
-        "6 numbers",
-    )
+    found = (vector.name, vector.role, vector.outputs, vector.detail)
+    assert found == ("v", "vector", 6 + 1, "6 numbers")  # one indicator of missing vectors
     assert vector.missing == pytest.approx(1 / 6)
     assert age.name == "age"

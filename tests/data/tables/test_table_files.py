@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fedgmm.data.tables.files import TableFile, client_name, find_tables
+from fedgmm.data.tables.files import TableFile, client_name, find_tables, memory_needed
 
 
 @pytest.fixture
@@ -188,3 +188,9 @@ def test_a_single_array_under_the_name_of_an_archive(tmp_path, fails):
     with (tmp_path / "site.npz").open("wb") as file:
         np.save(file, np.zeros(3))
     assert "npz" in fails(TableFile, tmp_path / "site.npz")
+
+
+def test_the_memory_of_a_table_counts_every_entry_of_its_vectors(tmp_path):
+    vectors = pa.FixedSizeListArray.from_arrays(np.zeros(100 * 50, dtype=np.float16), 50)
+    parquet.write_table(pa.table({"age": np.zeros(100), "v": vectors}), tmp_path / "a.parquet")
+    assert memory_needed(tmp_path / "a.parquet") == 24 * 100 * 51

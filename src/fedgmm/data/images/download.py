@@ -25,12 +25,9 @@ class DownloadError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """A file on an official server.
+    """A file on an official server: its size in bytes and its checksum.
 
     Attributes:
-        url: its address.
-        size: its size in bytes.
-        sha256: its checksum, in hexadecimal digits.
         folder: where to put it, relative to the data folder.
         members: files to extract from a tar archive; empty keeps the file itself.
     """
@@ -50,32 +47,22 @@ class Source:
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"  # the author's page no longer has them
 _CIFAR = "https://www.cs.toronto.edu/~kriz/"
 
+_MNIST_FILES = (
+    ("train-images", 9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+    ("train-labels", 28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+    ("t10k-images", 1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+    ("t10k-labels", 4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+)
+
 SOURCES: dict[str, tuple[Source, ...]] = {
-    "mnist": (
+    "mnist": tuple(
         Source(
-            _MNIST + "train-images-idx3-ubyte.gz",
-            9_912_422,
-            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            f"{_MNIST}{name}-idx{3 if 'images' in name else 1}-ubyte.gz",
+            size,
+            checksum,
             "MNIST/raw",
-        ),
-        Source(
-            _MNIST + "train-labels-idx1-ubyte.gz",
-            28_881,
-            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-            "MNIST/raw",
-        ),
-        Source(
-            _MNIST + "t10k-images-idx3-ubyte.gz",
-            1_648_877,
-            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-            "MNIST/raw",
-        ),
-        Source(
-            _MNIST + "t10k-labels-idx1-ubyte.gz",
-            4_542,
-            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-            "MNIST/raw",
-        ),
+        )
+        for name, size, checksum in _MNIST_FILES
     ),
     "cifar10": (
         Source(
@@ -100,34 +87,26 @@ SOURCES: dict[str, tuple[Source, ...]] = {
 
 
 def download(name: str, data_dir: Path, progress: Progress | None = None) -> None:
-    """Download the files of a data set that are missing.
-
-    Args:
-        name: a key of ``SOURCES``.
-        data_dir: the data folder; it is created if it is missing.
-        progress: called after every block.
-
-    Raises:
-        DownloadError: no connection, or a file with another checksum.
-    """
+    """Download the files of a data set, a key of ``SOURCES``, that are missing in the data folder."""
     for source in SOURCES[name]:
         folder = data_dir / source.folder
-        wanted = source.members or (source.name,)
-        if all(_is_there(folder / member) for member in wanted):
-            continue
+        wanted = [folder / member for member in source.members or (source.name,)]
+        plain = [path.with_name(path.name.removesuffix(".gz")) for path in wanted]
+        if all(a.exists() or b.exists() for a, b in zip(wanted, plain, strict=True)):
+            continue  # they are there, compressed or not
         folder.mkdir(parents=True, exist_ok=True)
         if source.members:
             archive = folder / source.name
             _fetch(source, archive, progress)
-            _extract(source, archive)
+            with tarfile.open(archive) as tar:
+                for member in tar:  # names alone, so that no path of the archive is used
+                    own = Path(member.name).name
+                    content = tar.extractfile(member) if own in source.members else None
+                    if content is not None:
+                        write_atomically(folder / own, content.read())
             archive.unlink()
         else:
             _fetch(source, folder / source.name, progress)
-
-
-def _is_there(path: Path) -> bool:
-    """Return whether the file is there, compressed or not."""
-    return path.exists() or path.with_name(path.name.removesuffix(".gz")).exists()
 
 
 def _fetch(source: Source, path: Path, progress: Progress | None) -> None:
@@ -159,13 +138,3 @@ def _fetch(source: Source, path: Path, progress: Progress | None) -> None:
         ) from None
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _extract(source: Source, archive: Path) -> None:
-    """Write the wanted members by their names alone, so that no path of the archive is used."""
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            name = Path(member.name).name
-            content = tar.extractfile(member) if name in source.members else None
-            if content is not None:
-                write_atomically(archive.parent / name, content.read())

@@ -10,13 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.randomness import client_keys
-from fedgmm.data.dataset import (
-    PAPER_SPLIT,
-    SPLITS,
-    FederatedDataset,
-    LabelledRows,
-    split_rows,
-)
+from fedgmm.data.dataset import PAPER_SPLIT, SPLITS, FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import ClientRows
 from fedgmm.data.images.files import WHITE, ImageData
 from fedgmm.data.partition import (
@@ -103,7 +97,11 @@ def federated_images(
         names = [data.writer_names[code] for code in np.unique(data.writers[used])]
         how = "by writer"
     else:
-        used = _draw_rows(len(data), fraction, sample_seed)
+        used = np.arange(len(data))
+        if fraction < 1:
+            kept = max(1, round(fraction * len(data)))
+            draw = np.random.default_rng(sample_seed).choice(len(data), kept, replace=False)
+            used = np.sort(draw)
         wanted = clients if clients is not None else PAPER_CLIENTS.get(data.name, 80)
         if data.coarse is not None:
             coarse, fine = data.coarse[used], data.labels[used]
@@ -120,10 +118,18 @@ def federated_images(
         changed[:] = False
     labels = np.where(changed, new_labels[data.labels[used]], data.labels[used])
     parts = split_rows(owner, client_keys(names), PAPER_SPLIT, seed)
-    train, validation, test = (
-        _labelled(data.images, used[part], changed[part], labels[part], owner[part], names)
-        for part in parts
-    )
+    splits = []
+    for part in parts:
+        # copied once and as bytes; from_arrays would also keep every pixel as float32
+        own = data.images[used[part]]
+        places = np.flatnonzero(changed[part])
+        for first in range(0, len(places), _BLOCK_ROWS):
+            some = places[first : first + _BLOCK_ROWS]
+            own[some] = transform_images(own[some], WHITE)
+        inputs = torch.from_numpy(own)
+        features = ClientRows((inputs.flatten(1),), torch.from_numpy(owner[part]), tuple(names))
+        splits.append(LabelledRows(features, inputs, torch.from_numpy(labels[part])))
+    train, validation, test = splits
     sizes = ", ".join(f"{name} {len(part):,}" for name, part in zip(SPLITS, parts, strict=True))
     altered = (
         f"{counted(int(changed.sum()), 'image')} rotated by 90 degrees, flipped, inverted and relabelled"
@@ -150,14 +156,6 @@ def check_fraction(fraction: float) -> None:
         raise ValueError(f"fraction must be above 0 and at most 1, got {fraction!r}.")
 
 
-def _draw_rows(rows: int, fraction: float, seed: int) -> IntArray:
-    """Return sorted indices of a random share of the rows, at least one."""
-    if fraction == 1:
-        return np.arange(rows)
-    kept = max(1, round(fraction * rows))
-    return np.sort(np.random.default_rng(seed).choice(rows, kept, replace=False))
-
-
 def _draw_writers(writers: IntArray, clients: int | None, fraction: float, seed: int) -> IntArray:
     """Return the indices of all rows of writers drawn at random.
 
@@ -165,8 +163,7 @@ def _draw_writers(writers: IntArray, clients: int | None, fraction: float, seed:
     """
     known, counts = np.unique(writers, return_counts=True)
     order = np.random.default_rng(seed).permutation(len(known))
-    fit = int((counts[order].cumsum() <= fraction * len(writers)).sum())
-    fit = max(1, fit)
+    fit = max(1, int((counts[order].cumsum() <= fraction * len(writers)).sum()))
     if clients is not None:
         if not 1 <= clients <= fit:
             raise ValueError(
@@ -174,26 +171,3 @@ def _draw_writers(writers: IntArray, clients: int | None, fraction: float, seed:
             )
         fit = clients
     return np.flatnonzero(np.isin(writers, known[order[:fit]]))
-
-
-def _labelled(
-    images: NDArray[np.uint8],
-    rows: IntArray,
-    changed: NDArray[np.bool_],
-    labels: IntArray,
-    codes: IntArray,
-    names: list[str],
-) -> LabelledRows:
-    """Return one split. Its images are copied once, and changed ones are changed in the copy.
-
-    ``FederatedDataset.from_arrays`` would also keep every pixel as float32, which is four times the
-    memory.
-    """
-    own = images[rows]
-    places = np.flatnonzero(changed)
-    for first in range(0, len(places), _BLOCK_ROWS):
-        some = places[first : first + _BLOCK_ROWS]
-        own[some] = transform_images(own[some], WHITE)
-    inputs = torch.from_numpy(own)
-    features = ClientRows((inputs.flatten(1),), torch.from_numpy(codes), tuple(names))
-    return LabelledRows(features, inputs, torch.from_numpy(labels))

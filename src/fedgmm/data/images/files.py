@@ -23,7 +23,7 @@ import os
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +31,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgmm.core.checks import check_choice
 from fedgmm.data.images.download import SOURCES, DownloadError, Progress
 from fedgmm.data.images.download import download as fetch_files
 from fedgmm.wording import counted
@@ -50,11 +51,7 @@ DIGITS = tuple("0123456789")
 CIFAR10_CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
 )  # fmt: skip
-FEMNIST_CLASSES = (
-    *DIGITS,
-    *"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
-    *"abcdefghijklmnopqrstuvwxyz",
-)
+FEMNIST_CLASSES = (*DIGITS, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"abcdefghijklmnopqrstuvwxyz")
 
 _MNIST_ROWS = {"train": 60_000, "t10k": 10_000}
 _CIFAR10_ROWS = {**{f"data_batch_{i}.bin": 10_000 for i in range(1, 6)}, "test_batch.bin": 10_000}
@@ -121,14 +118,24 @@ class ImageData:
                 f"images of {self.name} must be uint8 (N, channels, height, width), got "
                 f"{self.images.dtype} {self.images.shape}."
             )
-        _check_codes(self.labels, len(self.images), len(self.class_names), f"labels of {self.name}")
-        if self.coarse is not None:
-            _check_codes(self.coarse, len(self.images), None, f"coarse labels of {self.name}")
         if (self.writers is None) != (self.writer_names is None):
             raise ValueError(f"{self.name} needs both writers and writer_names, or neither.")
-        if self.writers is not None and self.writer_names is not None:
-            names = len(self.writer_names)
-            _check_codes(self.writers, len(self.images), names, f"writers of {self.name}")
+        for what, codes, kinds in (
+            ("labels", self.labels, len(self.class_names)),
+            ("coarse labels", self.coarse, math.inf),
+            ("writers", self.writers, len(self.writer_names or ())),
+        ):
+            if codes is None:
+                continue
+            if codes.dtype != np.int64 or codes.shape != (len(self.images),):
+                raise ValueError(
+                    f"{what} of {self.name} must be int64 ({len(self.images)},), got {codes.dtype} "
+                    f"{codes.shape}."
+                )
+            if codes.min() < 0 or codes.max() >= kinds:
+                raise ValueError(
+                    f"{what} of {self.name} must be at least 0 and below the number of names, {kinds}."
+                )
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -176,9 +183,14 @@ def load_images(
     Raises:
         ImageFileError: no data folder, a failed download, or a missing or damaged file.
     """
-    if name not in IMAGE_NAMES:
-        raise ValueError(f"name must be one of {list(IMAGE_NAMES)}, got {name!r}.")
-    folder = _data_folder(data_dir)
+    check_choice("name", name, IMAGE_NAMES)
+    given = data_dir if data_dir is not None else os.environ.get(DATA_VARIABLE)
+    if not given:
+        raise ImageFileError(
+            f"No data folder is set: pass data_dir (--data-dir on the command line), or set "
+            f"{DATA_VARIABLE} to the folder that holds the data sets."
+        )
+    folder = Path(given).expanduser()
     if download and name in SOURCES:
         try:
             fetch_files(name, folder, progress)
@@ -193,43 +205,31 @@ def load_images(
     return readers[name](folder)
 
 
-def _data_folder(data_dir: Path | str | None) -> Path:
-    folder = data_dir if data_dir is not None else os.environ.get(DATA_VARIABLE)
-    if not folder:
-        raise ImageFileError(
-            f"No data folder is set: pass data_dir (--data-dir on the command line), or set "
-            f"{DATA_VARIABLE} to the folder that holds the data sets."
-        )
-    return Path(folder).expanduser()
-
-
 # ---------------------------------------------------------------------- MNIST
 
 
 def _read_mnist(folder: Path) -> ImageData:
-    raw = folder / "MNIST" / "raw"
     images, labels = [], []
     for part, rows in _MNIST_ROWS.items():
         shape = (rows, _GREY_SIDE, _GREY_SIDE)
-        images_path = _idx_file(raw / f"{part}-images-idx3-ubyte")
-        images.append(_read_idx(images_path, _IDX_IMAGES, shape))
-        _check_pixels(images[-1], images_path, "mnist")
-        labels_path = _idx_file(raw / f"{part}-labels-idx1-ubyte")
-        labels.append(_read_idx(labels_path, _IDX_LABELS, (rows,)))
-        _check_labels(labels[-1], len(DIGITS), labels_path, "mnist")
+        path, own = _read_idx(folder, f"{part}-images-idx3-ubyte", _IDX_IMAGES, shape)
+        _check_pixels(own, path, "mnist")
+        images.append(own)
+        path, own = _read_idx(folder, f"{part}-labels-idx1-ubyte", _IDX_LABELS, (rows,))
+        _check_labels(own, len(DIGITS), path, "mnist")
+        labels.append(own)
     return ImageData("mnist", np.concatenate(images)[:, None], _joined(labels), DIGITS)
 
 
-def _idx_file(path: Path) -> Path:
-    """Return the file or, if only that is there, the compressed file."""
-    packed = path.with_name(path.name + ".gz")
-    if not path.exists() and not packed.exists():
-        raise _missing(packed, "mnist")
-    return path if path.exists() else packed
-
-
-def _read_idx(path: Path, magic: int, shape: tuple[int, ...]) -> ByteArray:
-    """Read an idx file of bytes, compressed or not, after a check of its header."""
+def _read_idx(
+    folder: Path, name: str, magic: int, shape: tuple[int, ...]
+) -> tuple[Path, ByteArray]:
+    """Return an idx file, or its compressed file, and its bytes after a check of its header."""
+    path = folder / "MNIST" / "raw" / name
+    if not path.exists():
+        path = path.with_name(f"{name}.gz")
+    if not path.exists():
+        raise _missing(path, "mnist")
     header = np.array([magic, *shape], dtype=">u4").tobytes()
     size = math.prod(shape)
     if path.suffix != ".gz":
@@ -246,9 +246,8 @@ def _read_idx(path: Path, magic: int, shape: tuple[int, ...]) -> ByteArray:
         expected = f"magic number {magic:#06x} and dimensions {' × '.join(map(str, shape))}"
         raise _damaged(path, f"its header is {found.hex()}, not {expected}", "mnist")
     if len(content) != len(header) + size:
-        problem = f"it does not hold the {size:,} bytes of its header"
-        raise _damaged(path, problem, "mnist")
-    return content[len(header) :].reshape(shape)
+        raise _damaged(path, f"it does not hold the {size:,} bytes of its header", "mnist")
+    return path, content[len(header) :].reshape(shape)
 
 
 # ---------------------------------------------------------------------- CIFAR
@@ -268,7 +267,15 @@ def _read_cifar100(folder: Path) -> ImageData:
     if len(np.unique(superclasses_of)) < len(superclasses_of):
         problem = "over train.bin and test.bin, a class has more than one superclass"
         raise _damaged(own, problem, "cifar100")
-    return ImageData("cifar100", images, fine, _read_names(own / "fine_label_names.txt"), coarse)
+    path = own / "fine_label_names.txt"
+    if not path.exists():
+        raise _missing(path, "cifar100")
+    names = tuple(path.read_text(encoding="utf-8", errors="replace").split())
+    if not len(names) == len(set(names)) == 100:
+        different = f"{len(set(names))} of them different"
+        problem = f"it holds {counted(len(names), 'class name')}, {different}, instead of 100"
+        raise _damaged(path, problem, "cifar100")
+    return ImageData("cifar100", images, fine, names, coarse)
 
 
 def _read_cifar(
@@ -276,7 +283,7 @@ def _read_cifar(
 ) -> tuple[ByteArray, list[IntArray]]:
     """Return images ``(N, 3, 32, 32)`` and, for each label byte of a record, labels ``(N,)``.
 
-    A record has its label bytes and 3072 bytes of pixels: the red, green and blue plane, row by row.
+    The label bytes precede 3072 bytes of pixels: the red, green and blue plane, row by row.
     """
     shape = (3, _COLOUR_SIDE, _COLOUR_SIDE)
     width = len(classes) + math.prod(shape)
@@ -295,17 +302,6 @@ def _read_cifar(
     return images, [_joined([part[:, byte] for part in parts]) for byte in range(len(classes))]
 
 
-def _read_names(path: Path) -> tuple[str, ...]:
-    if not path.exists():
-        raise _missing(path, "cifar100")
-    names = tuple(path.read_text(encoding="utf-8", errors="replace").split())
-    if not len(names) == len(set(names)) == 100:
-        different = f"{len(set(names))} of them different"
-        problem = f"it holds {counted(len(names), 'class name')}, {different}, instead of 100"
-        raise _damaged(path, problem, "cifar100")
-    return names
-
-
 # ---------------------------------------------------------------------- FEMNIST
 
 
@@ -315,12 +311,7 @@ def _read_femnist(folder: Path) -> ImageData:
     if len(packed) > 1:
         names = ", ".join(path.name for path in packed)
         raise ImageFileError(f"{own} holds several data sets ({names}); keep one.")
-    if packed:
-        return _read_femnist_npz(packed[0])
-    files = _leaf_files(own)
-    if not files:
-        raise _missing(own / "femnist.npz or LEAF's *.json", "femnist")
-    return _read_leaf(files)
+    return _read_femnist_npz(packed[0]) if packed else _read_leaf(_leaf_files(own))
 
 
 def _read_femnist_npz(path: Path) -> ImageData:
@@ -346,14 +337,14 @@ def _read_femnist_npz(path: Path) -> ImageData:
         raise _damaged(path, "its writer_names must be distinct, one per writer", "femnist")
     _check_labels(labels, len(FEMNIST_CLASSES), path, "femnist")
     _check_labels(writers, len(names), path, "femnist", "writer")
-    return ImageData(
-        "femnist",
-        images[:, None],
-        labels.astype(np.int64),
-        FEMNIST_CLASSES,
-        writers=writers.astype(np.int64),
-        writer_names=tuple(map(str, names)),
-    )
+    return _of_writers(images[:, None], labels, writers, map(str, names))
+
+
+def _of_writers(
+    images: ByteArray, labels: NDArray[Any], writers: NDArray[Any], names: Iterable[str]
+) -> ImageData:
+    codes = labels.astype(np.int64), writers.astype(np.int64)
+    return ImageData("femnist", images, codes[0], FEMNIST_CLASSES, None, codes[1], tuple(names))
 
 
 def _leaf_files(folder: Path) -> list[Path]:
@@ -366,7 +357,7 @@ def _leaf_files(folder: Path) -> list[Path]:
                     if not files:  # one half alone would look complete
                         raise _missing(root / part / "*.json", "femnist")
                 return [path for files in found.values() for path in files]
-    return []
+    raise _missing(folder / "femnist.npz or LEAF's *.json", "femnist")
 
 
 def _read_leaf(files: Sequence[Path]) -> ImageData:
@@ -402,14 +393,7 @@ def _read_leaf(files: Sequence[Path]) -> ImageData:
     if not images:
         raise _damaged(files[0], "it has no users with images", "femnist")
     names, writers = np.unique(np.array(owners), return_inverse=True)
-    return ImageData(
-        "femnist",
-        np.concatenate(images),
-        np.concatenate(labels),
-        FEMNIST_CLASSES,
-        writers=writers.astype(np.int64),
-        writer_names=tuple(names.tolist()),
-    )
+    return _of_writers(np.concatenate(images), np.concatenate(labels), writers, names.tolist())
 
 
 def _user_as_bytes(content: dict[str, Any]) -> Any:
@@ -442,13 +426,6 @@ def _joined(parts: Sequence[NDArray[np.integer]]) -> IntArray:
     return np.concatenate(parts).astype(np.int64)
 
 
-def _check_codes(codes: IntArray, rows: int, kinds: int | None, what: str) -> None:
-    if codes.dtype != np.int64 or codes.shape != (rows,):
-        raise ValueError(f"{what} must be int64 ({rows},), got {codes.dtype} {codes.shape}.")
-    if codes.min() < 0 or (kinds is not None and codes.max() >= kinds):
-        raise ValueError(f"{what} must be at least 0 and below the number of names, {kinds}.")
-
-
 def _check_labels(
     labels: NDArray[np.integer], classes: int, path: Path, name: str, what: str = "label"
 ) -> None:
@@ -465,8 +442,7 @@ def _check_pixels(images: NDArray[np.uint8], path: Path, name: str) -> None:
     lowest, highest = rows.min(1), rows.max(1)
     if highest.max() == 1:
         raise _damaged(path, f"its pixels are 0 or 1, not 0 to {WHITE}", name)
-    written = np.flatnonzero(highest)
-    empty = len(rows) - (int(written[-1]) + 1 if len(written) else 0)
+    empty = len(rows) - int(np.flatnonzero(highest).max(initial=-1)) - 1
     if empty:  # the disk was full while the file was written
         zeros = counted(empty, "image is", "images are")
         raise _damaged(path, f"its last {zeros} all zeros", name)

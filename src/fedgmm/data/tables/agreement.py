@@ -48,13 +48,7 @@ _ROUNDING = 1e-12  # relative to the mean; a smaller deviation is rounding
 
 
 class DisagreementError(ValueError):
-    """A client whose columns do not fit those of the others.
-
-    Attributes:
-        client: the client.
-        column: the column.
-        problem: one sentence.
-    """
+    """A client and its column that does not fit those of the others, and the problem in one sentence."""
 
     def __init__(self, client: str, column: str, problem: str) -> None:
         super().__init__(f"Client {client!r}: {problem}")
@@ -87,27 +81,59 @@ def agree_on_columns(
     summaries: Mapping[str, ClientSummary], options: TableOptions
 ) -> tuple[list[Column], list[str]]:
     """Return the conversion of each column, and notes about them."""
-    names = _column_names(summaries, options)
+    owners = Counter(name for own in summaries.values() for name in own.columns)
+    names = sorted(owners, key=lambda name: name in options.left_out)  # the ignored ones come last
     _check_vectors(summaries)
-    _check_shared_columns(summaries, options)
+    for client, one in summaries.items():
+        mine = [name for name in one.columns if name not in options.left_out]
+        if len(summaries) > 1 and mine and all(owners[name] == 1 for name in mine):
+            raise DisagreementError(
+                client,
+                mine[0],
+                f"no other client has any of its columns, such as {quoted(mine[0])}; correct the names "
+                "of its columns.",
+            )
     for name in (*options.categorical, *options.left_out):
         if name not in (*names, options.label, options.client_column):
             raise ValueError(f"There is no column {quoted(name)}; the columns are {listed(names)}.")
-    columns = [_agree_on(name, summaries, options) for name in names]
-    notes = [*_absent_notes(columns, summaries), *_unused_notes(columns, options)]
+    entries = {
+        f"{vector}_{entry}": vector
+        for own in summaries.values()
+        for vector, length in own.vectors.items()
+        for entry in range(length)
+    }
+    columns = [_agree_on(name, summaries, options, entries.get(name, "")) for name in names]
+    lacking: dict[tuple[str, ...], list[str]] = {}
+    dropped: dict[str, list[str]] = {}
+    for column in columns:
+        if column.outputs:
+            absent = tuple(c for c, own in summaries.items() if column.name not in own.columns)
+            lacking.setdefault(absent, []).append(column.vector or column.name)
+        elif column.name not in options.left_out:
+            dropped.setdefault(column.reason, []).append(column.name)
+    lacking.pop((), None)
+    notes = [
+        f"{_columns([*dict.fromkeys(lacked)])} absent at {joined(clients)}; the values count as missing "
+        "there."
+        for clients, lacked in lacking.items()
+    ]
+    notes += [
+        f"{_columns(unused)} not used: {reason}{_REMEDIES.get(reason, '').format(unused[0])}."
+        for reason, unused in dropped.items()
+    ]
     for column in columns:
         notes += _column_notes(column, _of_column(summaries, column.name), options)
     return columns, notes
 
 
-def _column_names(summaries: Mapping[str, ClientSummary], options: TableOptions) -> list[str]:
-    """Return all columns in the order of the first client; the ignored ones come last."""
-    names = dict.fromkeys(name for own in summaries.values() for name in own.columns)
-    return sorted(names, key=lambda name: name in options.left_out)
-
-
 def _of_column(summaries: Mapping[str, ClientSummary], name: str) -> dict[str, ColumnSummary]:
     return {c: s.columns[name] for c, s in summaries.items() if name in s.columns}
+
+
+def _columns(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"Column {quoted(names[0])} is"
+    return f"{len(names)} columns ({listed(names)}) are"
 
 
 def _check_vectors(summaries: Mapping[str, ClientSummary]) -> None:
@@ -118,13 +144,12 @@ def _check_vectors(summaries: Mapping[str, ClientSummary]) -> None:
     (usual, length), _ = owners.most_common(1)[0]
     first = next(client for client, own in summaries.items() if own.vectors.get(usual) == length)
     for client, own in summaries.items():
-        here = own.vectors.get(usual)
-        if here is not None and here != length:
+        if own.vectors.get(usual, length) != length:
             raise DisagreementError(
                 client,
                 f"{usual}_0",
-                f"its vectors in column {quoted(usual)} have {here} numbers, but those of {first!r} have "
-                f"{length}; use the same encoder at all clients.",
+                f"its vectors in column {quoted(usual)} have {own.vectors[usual]} numbers, but those of "
+                f"{first!r} have {length}; use the same encoder at all clients.",
             )
         alone = all(owners[vector] == 1 for vector in own.vectors.items())
         if own.vectors and alone and client != first:
@@ -137,61 +162,13 @@ def _check_vectors(summaries: Mapping[str, ClientSummary]) -> None:
             )
 
 
-def _check_shared_columns(summaries: Mapping[str, ClientSummary], options: TableOptions) -> None:
-    """Raise for a client that has no column that any other client has."""
-    owners = Counter(name for own in summaries.values() for name in own.columns)
-    for client, own in summaries.items():
-        mine = [name for name in own.columns if name not in options.left_out]
-        if len(summaries) > 1 and mine and all(owners[name] == 1 for name in mine):
-            raise DisagreementError(
-                client,
-                mine[0],
-                f"no other client has any of its columns, such as {quoted(mine[0])}; correct the names "
-                "of its columns.",
-            )
-
-
-def _absent_notes(columns: Sequence[Column], summaries: Mapping[str, ClientSummary]) -> list[str]:
-    """Return a note for each group of clients that lack the same columns."""
-    lacking: dict[tuple[str, ...], list[str]] = {}
-    for column in columns:
-        if column.outputs:
-            absent = tuple(c for c, own in summaries.items() if column.name not in own.columns)
-            lacking.setdefault(absent, []).append(column.name)
-    lacking.pop((), None)
-    return [
-        f"{_columns(names)} absent at {joined(clients)}; the values count as missing there."
-        for clients, names in lacking.items()
-    ]
-
-
-def _unused_notes(columns: Sequence[Column], options: TableOptions) -> list[str]:
-    """Return a note for each rule that drops columns; a remedy names the first of them."""
-    dropped: dict[str, list[str]] = {}
-    for column in columns:
-        if column.role == "ignored" and column.name not in options.left_out:
-            dropped.setdefault(column.reason, []).append(column.name)
-    return [
-        f"{_columns(names)} not used: {reason}{_REMEDIES.get(reason, '').format(names[0])}."
-        for reason, names in dropped.items()
-    ]
-
-
-def _columns(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"Column {quoted(names[0])} is"
-    return f"{len(names)} columns ({listed(names)}) are"
-
-
 def _column_notes(
     column: Column, own: Mapping[str, ColumnSummary], options: TableOptions
 ) -> list[str]:
     """Return notes about a column that is changed in a way that may surprise."""
-    name = quoted(column.name)
-    if column.role == "ignored":
-        return []
     if column.role != "category":
-        return _scale_notes(column, own)
+        return [] if column.role == "ignored" else _scale_notes(column, own)
+    name = quoted(column.name)
     notes = [] if column.name in options.categorical else _mixed_notes(column, own)
     hidden = [client for client, one in own.items() if one.categories is None]
     if hidden:
@@ -223,7 +200,7 @@ def _mixed_notes(column: Column, own: Mapping[str, ColumnSummary]) -> list[str]:
     wordy = [client for client, texts in listed_by.items() if texts & words]
     if not numbers or not wordless or not wordy or column.categories == TRUTH:
         return []
-    first = next(text for text in sorted(listed_by[wordy[0]] & words))
+    first = min(listed_by[wordy[0]] & words)
     return [
         f"Column {quoted(column.name)} is used as categories, because {joined(wordy)} has words such as "
         f"{quoted(first)}, and {joined(wordless)} only numbers; if a word means a missing value, add "
@@ -248,53 +225,50 @@ def _scale_notes(column: Column, own: Mapping[str, ColumnSummary]) -> list[str]:
     ]
 
 
-def _agree_on(name: str, summaries: Mapping[str, ClientSummary], options: TableOptions) -> Column:
+def _agree_on(
+    name: str, summaries: Mapping[str, ClientSummary], options: TableOptions, vector: str
+) -> Column:
     """Return the conversion of a column, decided by sums over all clients."""
     if name in options.left_out:
         id_ = name in options.id
         return Column(name, "ignored", reason="it is an id" if id_ else "the options ignore it")
     own = _of_column(summaries, name)
     if len(own) == 1 < len(summaries) and name not in options.categorical:
-        return Column(name, "ignored", reason=_one_owner(name, next(iter(own)), summaries))
+        reason = _one_owner(name, next(iter(own)), summaries)
+        return Column(name, "ignored", reason=reason, vector=vector)
     rows = sum(summary.rows for summary in summaries.values())
     present = sum(summaries[client].rows - column.missing for client, column in own.items())
     if not present:
         return Column(name, "ignored", reason="there are no values")
     # a client without the column lacks all of its values
     indicator = present < rows and rows - present >= options.indicator_from * rows
-    column = _converted(name, own, present, indicator, options)
-    return replace(column, optional=bool(column.outputs) and len(own) < len(summaries))
+    lacks = len(own) < len(summaries) or (indicator and bool(vector))
+    if name != f"{vector}_0":  # one indicator serves all entries of a vector
+        indicator = indicator and not vector
+    kinds = {summary.kind for summary in own.values()} - {"empty"}
+    if not kinds & {"number", "date"}:
+        column = _category_column(name, own, present, indicator, options)
+    elif kinds == {"date"}:
+        column = _date_column(name, own, indicator)
+    elif kinds <= {"number", "boolean"}:
+        numbers = [_zeros_and_ones(one) for one in own.values()]
+        column = _number_column(name, "number", numbers, indicator)
+    else:  # agree_on_kinds has already read such columns as text if that helps
+        raise _disagreement(name, own)
+    return replace(column, optional=bool(column.outputs) and lacks, vector=vector)
 
 
 def _one_owner(name: str, owner: str, summaries: Mapping[str, ClientSummary]) -> str:
     """Return the reason why a column of a single client is not used, and a likely typing error."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[\W_]", "", name.lower())
+
     others = {n for c, own in summaries.items() if c != owner for n in own.columns}
     here = summaries[owner].columns
-    twin = next((n for n in sorted(others) if n not in here and _plain(n) == _plain(name)), None)
+    twin = next((n for n in sorted(others) if n not in here and plain(n) == plain(name)), None)
     hint = "" if twin is None else f"; rename it there if it is the {quoted(twin)} of the others"
     return f"only {owner} has such a column{hint}"
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\W_]", "", name.lower())
-
-
-def _converted(
-    name: str,
-    own: Mapping[str, ColumnSummary],
-    present: int,
-    indicator: bool,
-    options: TableOptions,
-) -> Column:
-    kinds = {column.kind for column in own.values()} - {"empty"}
-    if not kinds & {"number", "date"}:
-        return _category_column(name, own, present, indicator, options)
-    if kinds == {"date"}:
-        return _date_column(name, own, indicator)
-    if kinds <= {"number", "boolean"}:
-        return _number_column(name, "number", [_zeros_and_ones(s) for s in own.values()], indicator)
-    # agree_on_kinds has already read such columns as text if that helps
-    raise _disagreement(name, own)
 
 
 def _disagreement(name: str, own: Mapping[str, ColumnSummary]) -> DisagreementError:
@@ -359,9 +333,8 @@ def _date_column(name: str, own: Mapping[str, ColumnSummary], indicator: bool) -
         return Column(name, "ignored", reason=_AMBIGUOUS)
     if not orders:
         # the order of most clients counts, whichever of them comes first
-        order = max(
-            sorted(set().union(*possible.values())), key=lambda o: _clients_with(o, possible)
-        )
+        clients = Counter(order for found in possible.values() for order in sorted(found))
+        order = max(sorted(clients), key=clients.__getitem__)
         first = next(client for client, found in possible.items() if found == {order})
         client = next(client for client, found in possible.items() if order not in found)
         (other,) = possible[client]
@@ -374,10 +347,6 @@ def _date_column(name: str, own: Mapping[str, ColumnSummary], indicator: bool) -
     (order,) = orders
     found = _number_column(name, "date", [one.in_order(order) for one in own.values()], indicator)
     return replace(found, order=order)
-
-
-def _clients_with(order: str, possible: Mapping[str, set[str]]) -> int:
-    return sum(order in found for found in possible.values())
 
 
 def _category_column(
@@ -479,9 +448,6 @@ def declared(
         bounds: smallest and largest value of number columns, by name; one pair serves all columns without
             categories.
         categories: values of categorical columns and of the label, by name.
-
-    Raises:
-        ValueError: no categories of the label, or a column that the files do not have.
     """
     own = {options.label, options.client_column, *options.left_out}
     names = [name for name in header if name not in own]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import IO, Literal
 
@@ -48,15 +48,10 @@ _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
 
 @dataclass(frozen=True)
 class FileFormat:
-    """Format of files, where the reader cannot see it.
+    """Format of files, where the reader cannot see it: the options of :class:`TableOptions`.
 
-    Attributes:
-        no_header: the first line holds values.
-        names: names of the columns, in the order of the file; the first line then holds values, too,
-            unless it repeats these names.
-        missing_values: further texts or numbers that mean a missing value.
-        date_format: how dates are written, as for ``strptime``; ``None`` recognises them.
-        label: the column that a file without a header may lack.
+    With ``names`` the first line holds values, too, unless it repeats these names. A file without a header
+    may lack the column ``label``.
     """
 
     no_header: bool = False
@@ -147,17 +142,14 @@ def without_point(text: str) -> str:
 def stored_kind(kind: pa.DataType) -> Kind | None:
     """Return the kind that an Arrow type stands for; ``None`` for lists, structures and the like."""
     types = pa.types
-    if types.is_null(kind):
-        return "empty"
-    if types.is_boolean(kind):
-        return "boolean"
-    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
-        return "number"
-    if types.is_temporal(kind) and not types.is_interval(kind):
-        return "date"
-    if types.is_string(kind):
-        return "text"
-    return None
+    found: dict[Kind, bool] = {
+        "empty": types.is_null(kind),
+        "boolean": types.is_boolean(kind),
+        "number": types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind),
+        "date": types.is_temporal(kind) and not types.is_interval(kind),
+        "text": types.is_string(kind),
+    }
+    return next((name for name, fits in found.items() if fits), None)
 
 
 def column_values(values: pa.ChunkedArray, written: FileFormat = PLAIN) -> ColumnValues:
@@ -166,13 +158,21 @@ def column_values(values: pa.ChunkedArray, written: FileFormat = PLAIN) -> Colum
     assert kind is not None
     if values.null_count == len(values):
         return ColumnValues.absent(len(values))
-    if pa.types.is_integer(values.type) and _is_digits_only(written.date_format):
+    # dates may look like whole numbers, such as 20241231
+    digits = re.fullmatch(r"(%[YmdHMSj])+", written.date_format or "")
+    if digits and pa.types.is_integer(values.type):
         texts = _text_values(values.cast(pa.string()), written)
         if texts.kind == "date":
             return texts
     if kind == "text":
         return _text_values(values, written)
-    numbers = _by_chunk(values, _days if kind == "date" else _as_numbers)
+    numbers: FloatArray = empty(len(values), np.float64)
+    first = 0
+    for chunk in values.chunks:  # so that temporaries stay small
+        own = _days(chunk) if kind == "date" else _finite(chunk.cast(pa.float64(), safe=False))
+        numbers[first : first + len(chunk)] = own
+        first += len(chunk)
+        touched(chunk.nbytes + 8 * len(chunk))
     if kind == "number" and written.missing_values:
         numbers = np.where(np.isin(numbers, written.missing_numbers), np.nan, numbers)
         if np.isnan(numbers).all():
@@ -181,21 +181,6 @@ def column_values(values: pa.ChunkedArray, written: FileFormat = PLAIN) -> Colum
         codes = np.where(np.isnan(numbers), -1, numbers).astype(np.int32)
         return ColumnValues(kind, numbers, codes, pa.array(TRUTH), False)
     return ColumnValues(kind, numbers, None, pa.array([], pa.string()), False)
-
-
-def _by_chunk(values: pa.ChunkedArray, convert: Callable[[pa.Array], FloatArray]) -> FloatArray:
-    """Convert a column chunk by chunk, so that temporaries stay small."""
-    out: FloatArray = empty(len(values), np.float64)
-    first = 0
-    for chunk in values.chunks:
-        out[first : first + len(chunk)] = convert(chunk)
-        first += len(chunk)
-        touched(chunk.nbytes + 8 * len(chunk))
-    return out
-
-
-def _as_numbers(values: pa.Array) -> FloatArray:
-    return _finite(values.cast(pa.float64(), safe=False))
 
 
 def table_on_disk(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> pa.Table:
@@ -208,11 +193,6 @@ def table_on_disk(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> pa.Ta
 
     with pa.ipc.open_file(pa.py_buffer(scratch_file(write))) as reader:
         return reader.read_all()
-
-
-def _is_digits_only(date_format: str | None) -> bool:
-    """Return whether dates look like whole numbers, such as 20241231."""
-    return date_format is not None and re.fullmatch(r"(%[YmdHMSj])+", date_format) is not None
 
 
 def _text_values(values: pa.ChunkedArray, written: FileFormat) -> ColumnValues:
@@ -258,7 +238,11 @@ def _kind_and_numbers(
     lowered = pc.utf8_lower(texts)
     if pc.all(pc.is_in(lowered, value_set=pa.array(TRUTH))).as_py():
         return "boolean", _finite(pc.equal(lowered, "true").cast(pa.float64()))
-    found = _as_dates(texts)
+    found = _cast(texts, pa.timestamp("us"))
+    if found is None and (zoned := _cast(texts, pa.timestamp("us", tz="UTC"))) is not None:
+        found = zoned.cast(pa.timestamp("us"))
+    if found is None:  # Arrow cannot cast text to a time, so a time is read as one of the first day
+        found = _cast(pc.binary_join_element_wise("1970-01-01", texts, " "), pa.timestamp("us"))
     return ("text", None) if found is None else ("date", _days(found))
 
 
@@ -282,13 +266,11 @@ def without_beyond(numbers: FloatArray, largest: float = LARGEST) -> FloatArray:
 
 
 def _days(values: pa.Array | pa.ChunkedArray) -> FloatArray:
-    if pa.types.is_time(values.type):
-        values = values.cast(pa.time64("us"), safe=False)
-    elif pa.types.is_duration(values.type):
-        values = values.cast(pa.duration("us"), safe=False)
-    else:
-        values = values.cast(pa.timestamp("us"), safe=False)
-    microseconds: FloatArray = np.asarray(values.cast(pa.int64()), dtype=np.float64)
+    kind = pa.timestamp("us")
+    if pa.types.is_time(values.type) or pa.types.is_duration(values.type):
+        kind = pa.time64("us") if pa.types.is_time(values.type) else pa.duration("us")
+    whole = values.cast(kind, safe=False).cast(pa.int64())
+    microseconds: FloatArray = np.asarray(whole, dtype=np.float64)
     return microseconds / _MICROSECONDS_PER_DAY
 
 
@@ -315,15 +297,3 @@ def _orders(texts: pa.StringArray) -> dict[str, FloatArray]:
         if read is not None:
             found[order] = _days(read)
     return found
-
-
-def _as_dates(values: pa.Array) -> pa.Array | None:
-    """Return texts as dates or times of the day; ``None`` if some text is neither."""
-    found = _cast(values, pa.timestamp("us"))
-    if found is not None:
-        return found
-    zoned = _cast(values, pa.timestamp("us", tz="UTC"))
-    if zoned is not None:
-        return zoned.cast(pa.timestamp("us"))
-    # Arrow cannot cast text to a time, so a time is read as one of the first day
-    return _cast(pc.binary_join_element_wise("1970-01-01", values, " "), pa.timestamp("us"))

@@ -17,17 +17,10 @@ class TableError(ValueError):
     Attributes:
         path: the file.
         public: the problem without the path and without any value of a row, so that a site may send it
-            to the server of a federation.
+            to the server of a federation. It is required if the problem quotes a value.
     """
 
     def __init__(self, path: Path | str, problem: str, *, public: str | None = None) -> None:
-        """Describe the problem.
-
-        Args:
-            path: the file.
-            problem: one sentence, for people who may see the file.
-            public: the same without values of rows; required if ``problem`` quotes one.
-        """
         super().__init__(f"{path}: {problem}")
         self.path = Path(path)
         self.public = (problem if public is None else public).rstrip(".")
@@ -38,11 +31,7 @@ class HeaderError(TableError):
 
 
 class ValueKindError(ValueError):
-    """A column whose values are of another kind than in training.
-
-    Attributes:
-        public: the problem without an example of a value.
-    """
+    """A column whose values are of another kind than in training; ``public`` has no example of a value."""
 
     def __init__(self, problem: str, public: str) -> None:
         super().__init__(problem)

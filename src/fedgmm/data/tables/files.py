@@ -30,6 +30,16 @@ _OTHER_TEXT = (".txt", ".dat", ".data", ".txt.gz", ".dat.gz", ".data.gz")
 """Endings of text files that are read if they are named, but not looked for in folders."""
 
 _BATCH_ROWS = 16_384  # of a Parquet file, where it is not read at once
+_STORED_TEXT = (  # old programs store text as bytes
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+)
+
+Place = Any
+"""The name of a column in a file; for an entry of a vector the name and the entry."""
+
 _INDEX = re.compile(r"__index_level_\d+__")  # the name that pandas gives to an unnamed index
 
 Notify = Callable[[str], None]
@@ -53,10 +63,7 @@ def find_tables(sources: Iterable[str | Path]) -> list[Path]:
             raise TableError(source, f"it cannot be opened ({error.strerror}).") from None
     if not found:
         raise ValueError("No files were given; name at least one, such as site_*.csv.")
-    once: dict[Path, Path] = {}
-    for path in found:
-        once.setdefault(path.absolute(), path)
-    return list(once.values())
+    return list({path.absolute(): path for path in found}.values())
 
 
 def _tables_of(source: str | Path) -> list[Path]:
@@ -66,7 +73,10 @@ def _tables_of(source: str | Path) -> list[Path]:
         if not here:
             raise TableError(path, f"the folder holds no table ({', '.join(_SUFFIXES)}).")
         return here
-    here = [path] if path.is_file() else _matching(str(source))
+    here = [path] if path.is_file() else []
+    if not here and "\x00" not in str(source):  # not allowed in a file name, so glob would raise
+        matching = map(Path, glob.glob(str(source), recursive=True))  # noqa: PTH207 - any folder
+        here = sorted(path for path in matching if path.is_file())
     if not here:
         raise TableError(source, "there is no such file; check the name.")
     for child in here:
@@ -75,13 +85,6 @@ def _tables_of(source: str | Path) -> list[Path]:
                 child, f"this kind of file cannot be read; use one of {', '.join(_SUFFIXES)}."
             )
     return here
-
-
-def _matching(pattern: str) -> list[Path]:
-    if "\x00" in pattern:  # not allowed in a file name, so glob would raise
-        return []
-    found = (Path(name) for name in glob.glob(pattern, recursive=True))  # noqa: PTH207 - any folder
-    return sorted(path for path in found if path.is_file())
 
 
 def client_name(path: Path) -> str:
@@ -108,7 +111,9 @@ def memory_needed(path: Path) -> int:
             from pyarrow import parquet
 
             found = parquet.read_metadata(path)
-            return 24 * int(found.num_rows) * int(found.num_columns)
+            groups = map(found.row_group, range(found.num_row_groups))
+            columns = range(found.num_columns)  # a vector has as many values as entries
+            return 24 * sum(group.column(j).num_values for group in groups for j in columns)
     except (OSError, pa.ArrowException):  # the reader explains it
         return size
     return (12 if lowered.endswith(".gz") else 3) * size
@@ -122,9 +127,9 @@ class TableFile:
 
     Attributes:
         path: the file; its ending says how it is stored.
-        header: names of the columns without surrounding blanks, and their names in the file. A column
+        header: names of the columns without surrounding blanks, and their places in the file. A column
             without a name is left out, because it is an index that some program wrote.
-            A column of vectors counts as one column per entry: ``v_0``, ``v_1`` and so on.
+            Each entry of a column of vectors ``v`` is here a column: ``v_0``, ``v_1`` and so on.
         columns: the values of the columns that were read.
         rows: number of rows, known after the first read.
         vectors: columns of vectors and their lengths.
@@ -134,16 +139,7 @@ class TableFile:
     def __init__(
         self, path: Path, notify: Notify = lambda _: None, written: FileFormat = PLAIN
     ) -> None:
-        """Read the header.
-
-        Args:
-            path: the file.
-            notify: called with a line before the file is parsed.
-            written: what is known about the format of the file.
-
-        Raises:
-            TableError: a file that cannot be read, or two columns of one name.
-        """
+        """Read the header; ``notify`` is called with a line before the file is parsed."""
         self.path, self.written, self._notify = path, written, notify
         self.columns: dict[str, ColumnValues] = {}
         self.rows = 0
@@ -152,19 +148,35 @@ class TableFile:
         self._state = self._current_state()
         lowered = path.name.lower()
         try:
-            if lowered.endswith(".parquet"):
-                raw, self.vectors = _parquet_header(path)
-            elif lowered.endswith(".npz"):
-                raw = list(_npz_columns(path))
+            if lowered.endswith((".parquet", ".npz")):
+                columns = (_parquet_header if lowered.endswith(".parquet") else _npz_header)(path)
             else:
                 self._dialect = sniff(path, written)
-                raw = list(self._dialect.header)
+                columns = [(name, None) for name in self._dialect.header]
         except TableError:
             raise
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(path, error) from None
-        names = _checked_names(path, raw)
-        self.header = {name: old for name, old in zip(names, raw, strict=True) if name}
+        self.header: dict[str, Place] = {}
+        for place, width in columns:
+            name = place.removeprefix("\ufeff").strip()
+            if width is not None:
+                self.vectors[name] = width
+            own = (
+                {name: place}
+                if width is None
+                else {f"{name}_{j}": (place, j) for j in range(width)}
+            )
+            for one in own:
+                if one in self.header:
+                    raise TableError(
+                        path, f"the column {quoted(one)} appears twice; rename one of them."
+                    )
+            if name:
+                self.header |= own
+        if not self.header:
+            first = listed([place for place, _ in columns])
+            raise TableError(path, f"no column has a name (the first line is {first}).")
 
     @property
     def looks_headless(self) -> bool:
@@ -181,16 +193,8 @@ class TableFile:
     def read(self, names: Collection[str], as_text: Collection[str] = ()) -> None:
         """Read columns that are not kept yet, in one pass over the file.
 
-        A column that is kept as numbers is read again if it is wanted as text, because numbers do not
-        keep how they were written.
-
-        Args:
-            names: the columns; those that the file does not have are skipped.
-            as_text: columns whose values are wanted as they are written.
-
-        Raises:
-            TableError: a file that cannot be read, that changed since its header was read, or without
-                rows.
+        A column that is kept as numbers is read again if it is in ``as_text``, because numbers do not
+        keep how they were written. Names that the file does not have are skipped.
         """
         wanted = {
             name: raw
@@ -213,34 +217,30 @@ class TableFile:
                 table = parse_text(self.path, self._dialect, wanted, as_text, missing)
             else:
                 load = _read_parquet if lowered.endswith(".parquet") else _read_npz
-                table = load(self.path, list(wanted.values())).rename_columns(list(wanted))
+                table = load(self.path, wanted)
             if not table.num_rows:
                 raise TableError(self.path, "it has no rows.")
             self.rows = table.num_rows
             columns = table.columns[::-1]
             del table  # each column is released after it is converted
             for name in wanted:
-                converted = self._converted(name, columns.pop(), name in as_text)
-                self.columns[name] = converted.on_disk()
+                values = columns.pop()
+                if any(holds(values.type) for holds in _STORED_TEXT):
+                    values = values.cast(pa.string())
+                kind = stored_kind(values.type)
+                if kind is None:
+                    shown = quoted(str(values.type))[1:-1]
+                    problem = (
+                        f"the column {quoted(name)} holds {shown}, which is not a type for tables."
+                    )
+                    raise TableError(self.path, problem)
+                if name in as_text and kind != "empty":
+                    values = values.cast(pa.string())
+                self.columns[name] = column_values(values, self.written).on_disk()
         except TableError:
             raise
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(self.path, error) from None
-
-    def _converted(self, name: str, values: pa.ChunkedArray, as_text: bool) -> ColumnValues:
-        """Convert a column, after a check that its type is one that tables have."""
-        if _is_stored_text(values.type):
-            values = values.cast(pa.string())
-        kind = stored_kind(values.type)
-        if kind is None:
-            shown = quoted(str(values.type))[1:-1]
-            raise TableError(
-                self.path,
-                f"the column {quoted(name)} holds {shown}, which is not a type for tables.",
-            )
-        if as_text and kind != "empty":
-            values = values.cast(pa.string())
-        return column_values(values, self.written)
 
     def check_unchanged(self) -> None:
         """Raise :class:`TableError` if the file changed since its header was read."""
@@ -265,62 +265,39 @@ class TableFile:
         return found.st_size, found.st_mtime_ns
 
 
-def _checked_names(path: Path, names: Collection[str]) -> list[str]:
-    """Return column names without surrounding blanks; those that are not empty must differ."""
-    stripped = [str(name).removeprefix("\ufeff").strip() for name in names]
-    seen: set[str] = set()
-    for name in stripped:
-        if name and name in seen:
-            raise TableError(path, f"the column {quoted(name)} appears twice; rename one of them.")
-        seen.add(name)
-    if not any(stripped):
-        raise TableError(path, f"no column has a name (the first line is {listed(list(names))}).")
-    return stripped
-
-
 def _unreadable(path: Path, error: Exception) -> TableError:
     if isinstance(error, OSError) and error.strerror:
         return TableError(path, f"it cannot be read ({error.strerror}).")
     return TableError(path, "it is damaged, or it is not the kind of file that its ending says.")
 
 
-def _is_stored_text(kind: pa.DataType) -> bool:
-    """Return whether a type holds text; old programs store text as bytes."""
-    types = pa.types
-    return bool(
-        types.is_large_string(kind)
-        or types.is_string_view(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
-    )
-
-
 # ---------------------------------------------------------------------- Parquet
 
 
-def _parquet_header(path: Path) -> tuple[list[str], dict[str, int]]:
-    """Return the names of all columns, and the columns of vectors with their lengths."""
+def _parquet_header(path: Path) -> list[tuple[str, int | None]]:
+    """Return the names of all columns and, for columns of vectors, their lengths."""
     from pyarrow import parquet
 
-    names, vectors = [], {}
     with parquet.ParquetFile(path) as file:
-        for field in file.schema_arrow:
-            width = _vector_width(path, field, file)
-            if width is not None:
-                vectors[field.name] = width
-                names += [f"{field.name}_{j}" for j in range(width)]
-            else:
-                names.append("" if _INDEX.fullmatch(field.name) else str(field.name))
-    return names, vectors
+        return [
+            (
+                "" if _INDEX.fullmatch(field.name) else str(field.name),
+                _vector_width(path, field, file),
+            )
+            for field in file.schema_arrow
+        ]
 
 
 def _vector_width(path: Path, field: pa.Field, file: Any) -> int | None:
     """Return the length of the vectors of a column; ``None`` for a column without vectors."""
     kind, types = field.type, pa.types
-    if types.is_fixed_size_list(kind):
-        return int(kind.list_size) if _holds_numbers(kind) else None
-    if not (types.is_list(kind) or types.is_large_list(kind)) or not _holds_numbers(kind):
+    fixed = types.is_fixed_size_list(kind)
+    if not (fixed or types.is_list(kind) or types.is_large_list(kind)):
         return None
+    if not (types.is_floating(kind.value_type) or types.is_integer(kind.value_type)):
+        return None
+    if fixed:
+        return int(kind.list_size)
     for batch in file.iter_batches(1024, columns=[field.name]):
         lengths = pc.unique(pc.list_value_length(batch.column(0)).drop_null()).to_pylist()
         if len(lengths) > 1:
@@ -328,10 +305,6 @@ def _vector_width(path: Path, field: pa.Field, file: Any) -> int | None:
         if lengths:
             return int(lengths[0])
     return None
-
-
-def _holds_numbers(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type))
 
 
 def _other_lengths(path: Path, name: str, lengths: Collection[int]) -> TableError:
@@ -343,34 +316,25 @@ def _other_lengths(path: Path, name: str, lengths: Collection[int]) -> TableErro
     )
 
 
-def _read_parquet(path: Path, names: Collection[str]) -> pa.Table:
+def _read_parquet(path: Path, places: Mapping[str, Place]) -> pa.Table:
     from pyarrow import parquet
+
+    stored = list(dict.fromkeys(p if isinstance(p, str) else p[0] for p in places.values()))
+
+    def plain(found: pa.Table) -> pa.Table:
+        # asked for "a", some versions of the reader also bring a column "a.b"
+        held = {name: _decoded(found.column(name)) for name in stored}
+        for vector in dict.fromkeys(p[0] for p in places.values() if not isinstance(p, str)):
+            held[vector] = _entries(path, vector, held[vector])
+        return pa.table(
+            {n: held[p] if isinstance(p, str) else held[p[0]][p[1]] for n, p in places.items()}
+        )
 
     # read ahead, a file would be in memory as a whole before its last batch
     with parquet.ParquetFile(path, pre_buffer=not active()) as file:
-        stored = set(file.schema_arrow.names)
-        # "v_3" is entry 3 of the column of vectors "v"
-        vectors = {name: name.rpartition("_") for name in names if name not in stored}
-        wanted = list(dict.fromkeys(vectors[n][0] if n in vectors else n for n in names))
-
-        def plain(found: pa.Table) -> pa.Table:
-            # asked for "a", some versions of the reader also bring a column "a.b"
-            held = {name: _decoded(found.column(name)) for name in wanted}
-            entries = {
-                vector: _entries(path, vector, held[vector])
-                for vector in dict.fromkeys(vector for vector, _, _ in vectors.values())
-            }
-            columns = [
-                held[name]
-                if name not in vectors
-                else entries[vectors[name][0]][int(vectors[name][2])]
-                for name in names
-            ]
-            return pa.table(columns, list(names))
-
         if not active():
-            return plain(file.read(columns=wanted))
-        batches = file.iter_batches(_BATCH_ROWS, columns=wanted)
+            return plain(file.read(columns=stored))
+        batches = file.iter_batches(_BATCH_ROWS, columns=stored)
         tables = (plain(pa.Table.from_batches([batch])) for batch in batches)
         schema = plain(file.schema_arrow.empty_table()).schema
         return table_on_disk(schema, (part for table in tables for part in table.to_batches()))
@@ -405,38 +369,33 @@ def _decoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
 # ---------------------------------------------------------------------- npz
 
 
-def _read_npz(path: Path, names: Collection[str]) -> pa.Table:
-    columns = _npz_columns(path)
-    first, rows = next((name, len(values)) for name, values in columns.items())
-    for name, values in columns.items():
+def _npz_header(path: Path) -> list[tuple[str, int | None]]:
+    """Return the names of all arrays and, for matrices, their numbers of columns."""
+    arrays = _npz_arrays(path)
+    for name, values in arrays.items():
+        if values.ndim not in (1, 2):
+            raise TableError(
+                path,
+                f"{quoted(name)} has {counted(values.ndim, 'dimension')}; tables have one or two.",
+            )
+    return [(n, None if values.ndim == 1 else values.shape[1]) for n, values in arrays.items()]
+
+
+def _read_npz(path: Path, places: Mapping[str, Place]) -> pa.Table:
+    arrays = _npz_arrays(path)
+    first, rows = next((name, len(values)) for name, values in arrays.items())
+    for name, values in arrays.items():
         if len(values) != rows:
             raise TableError(
                 path,
                 f"{quoted(name)} has {counted(len(values), 'row')}, but {quoted(first)} has {rows}.",
             )
-    return pa.table({name: _arrow(path, name, columns[name]) for name in names})
-
-
-def _npz_columns(path: Path) -> Mapping[str, Any]:
-    """Return one-dimensional arrays under their names, and a matrix ``X`` as ``X_0``, ``X_1``, …."""
-    columns: dict[str, Any] = {}
-    for name, values in _npz_arrays(path).items():
-        if values.ndim == 1:
-            own = {name: values}
-        elif values.ndim == 2:
-            own = {f"{name}_{j}": values[:, j] for j in range(values.shape[1])}
-        else:
-            raise TableError(
-                path,
-                f"{quoted(name)} has {counted(values.ndim, 'dimension')}; tables have one or two.",
-            )
-        twice = [column for column in own if column in columns]
-        if twice:
-            raise TableError(
-                path, f"two arrays become the column {quoted(twice[0])}; rename one of them."
-            )
-        columns |= own
-    return columns
+    return pa.table(
+        {
+            name: _arrow(path, name, arrays[p] if isinstance(p, str) else arrays[p[0]][:, p[1]])
+            for name, p in places.items()
+        }
+    )
 
 
 def _npz_arrays(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,7 @@ class ClientFacts:
     """One client compared with all clients.
 
     Attributes:
-        name: the client.
-        rows: number of rows.
+        name, rows: the client, and its number of rows.
         missing: share of missing values.
         classes: how often each class occurs.
         marginal_shift: distance of the means of its number columns from those of all clients, in
@@ -62,8 +61,7 @@ class ColumnFacts:
     """One column over all clients.
 
     Attributes:
-        name: the column.
-        role: its role in the preprocessing, or ``"vector"``.
+        name, role: the column, and its role in the preprocessing, or ``"vector"``.
         missing: share of missing values.
         outputs: number of matrix columns that it becomes.
         detail: mean and deviation, categories, or the reason why it is not used.
@@ -78,14 +76,7 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class BaseRate:
-    """The share of one class.
-
-    Attributes:
-        label: the class.
-        share: its share of all rows.
-        lowest: the client with the smallest share, and that share.
-        highest: the client with the largest share, and that share.
-    """
+    """The share of one class in all rows, and at the clients where it is lowest and highest."""
 
     label: str
     share: float
@@ -115,50 +106,36 @@ def inspect_tables(tables: Tables) -> Inspection:
         columns, notes = agree_on_columns(summaries, tables.options)
     except DisagreementError as error:
         raise tables.disagreement(error) from None
-    owned = _classes_of(tables)
+    owned: dict[str, Counter[str]] = {client: Counter() for client in summaries}
+    if tables.options.label is not None:  # 1 and 1.0 may be the same class
+        read = as_classes(text for own in summaries.values() for text in own.labels)
+        for client, own in summaries.items():
+            for text, count in own.labels.items():
+                owned[client][str(read[text])] += count
     classes: Counter[str] = sum(owned.values(), Counter())
     rows = sum(summary.rows for summary in summaries.values())
     clients = [
         _client(name, own, columns, owned[name], classes, tables.options.left_out)
         for name, own in summaries.items()
     ]
-    facts = _with_vectors([_column(column, summaries, rows) for column in columns], tables.vectors)
-    problems = _label_problems(tables)
+    facts = _column_facts(columns, summaries, rows)
+    problems = []
+    if tables.options.label is not None:
+        counts = [own.labels for own in summaries.values()]
+        try:
+            Labels.agreed(tables.options.label, counts, tables.options.task)
+        except ValueError as error:  # why the labels cannot be learned
+            problems = [str(error)]
     of_classes = {} if problems and len(classes) > _MOST_LISTED_CLASSES else classes
     warnings = [
         *tables.notes,
         *(note for note in notes if note not in tables.notes),
         *problems,
-        *_id_warnings(tables, columns),
-        *_code_warnings(tables, columns),
+        *_number_warnings(tables, columns),
         *_warnings(clients, facts, summaries, of_classes),
     ]
     rates = _base_rates(clients, of_classes)
     return Inspection(clients, facts, dict(sorted(classes.items())), warnings, rates)
-
-
-def _classes_of(tables: Tables) -> dict[str, Counter[str]]:
-    """Count the classes of each client; ``1`` and ``1.0`` may be the same class."""
-    counts: dict[str, Counter[str]] = {client: Counter() for client in tables.summaries}
-    if tables.options.label is None:
-        return counts
-    classes = as_classes(text for own in tables.summaries.values() for text in own.labels)
-    for client, own in tables.summaries.items():
-        for text, count in own.labels.items():
-            counts[client][str(classes[text])] += count
-    return counts
-
-
-def _label_problems(tables: Tables) -> list[str]:
-    """Return the reason why the labels cannot be learned, if there is one."""
-    label, task = tables.options.label, tables.options.task
-    if label is None:
-        return []
-    try:
-        Labels.agreed(label, [own.labels for own in tables.summaries.values()], task)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _client(
@@ -173,11 +150,13 @@ def _client(
     missing = sum(column.missing for column in looked_at) / max(1, own.rows * len(looked_at))
     gaps = {}
     for column in columns:
-        mine = own.columns.get(column.name)
-        if column.role in ("number", "date") and mine is not None and mine.count:
-            gaps[column.name] = (mine.mean - column.mean) / column.scale
+        here = own.columns.get(column.name)
+        if column.role in ("number", "date") and here is not None and here.count:
+            gaps[column.name] = (here.mean - column.mean) / column.scale
     shift = math.sqrt(sum(gap**2 for gap in gaps.values()) / len(gaps)) if gaps else 0.0
     farthest = max(gaps, key=lambda column: abs(gaps[column]), default=None)
+    mine, all_ = sum(labels.values()), sum(classes.values())
+    other = sum(abs(labels.get(n, 0) / mine - classes[n] / all_) for n in classes) if mine else 0.0
     return ClientFacts(
         name,
         own.rows,
@@ -185,15 +164,8 @@ def _client(
         dict(sorted(labels.items())),
         shift,
         None if farthest is None else (farthest, gaps[farthest]),
-        _total_variation(labels, classes),
+        0.5 * other,  # total variation
     )
-
-
-def _total_variation(own: Mapping[str, int], whole: Mapping[str, int]) -> float:
-    mine, all_ = sum(own.values()), sum(whole.values())
-    if not mine or not all_:
-        return 0.0
-    return 0.5 * sum(abs(own.get(label, 0) / mine - whole[label] / all_) for label in whole)
 
 
 def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -> ColumnFacts:
@@ -215,19 +187,19 @@ def _column(column: Column, summaries: Mapping[str, ClientSummary], rows: int) -
     return ColumnFacts(column.name, column.role, share, len(column.outputs), detail)
 
 
-def _with_vectors(columns: list[ColumnFacts], vectors: Mapping[str, int]) -> list[ColumnFacts]:
-    """Return facts with one line per column of vectors in the place of one per entry."""
-    owner = {f"{name}_{entry}": name for name, length in vectors.items() for entry in range(length)}
+def _column_facts(
+    columns: list[Column], summaries: Mapping[str, ClientSummary], rows: int
+) -> list[ColumnFacts]:
+    """Return one line per column; a column of vectors is one."""
+    lengths = Counter(column.vector for column in columns)
     found: dict[str, ColumnFacts] = {}
     for column in columns:
-        name = owner.get(column.name)
-        if name is None:
-            found[column.name] = column
-            continue
-        detail = counted(vectors[name], "number")
-        # a missing vector lacks all of its entries, so any entry gives the share
-        before = found.get(name, ColumnFacts(name, "vector", column.missing, 0, detail))
-        found[name] = replace(before, outputs=before.outputs + column.outputs)
+        facts, name = _column(column, summaries, rows), column.vector
+        if name:  # a missing vector lacks all of its entries, so any entry gives the share
+            outputs = facts.outputs + (found[name].outputs if name in found else 0)
+            role, detail = "vector" if outputs else "ignored", counted(lengths[name], "number")
+            facts = ColumnFacts(name, role, facts.missing, outputs, detail)
+        found[facts.name] = facts
     return list(found.values())
 
 
@@ -320,7 +292,8 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
             lacking.setdefault(absent, []).append(client.name)
     if len(lacking) <= _MOST_GROUPS:
         found += [
-            f"No row of class {_some(list(absent))}: {joined(names)}."
+            f"No row of class {', '.join(map(quoted, absent[:3]))}{', …' * (len(absent) > 3)}: "
+            f"{joined(names)}."
             for absent, names in lacking.items()
         ]
     else:
@@ -329,29 +302,26 @@ def _class_warnings(clients: list[ClientFacts], classes: Mapping[str, int]) -> l
     return found
 
 
-def _id_warnings(tables: Tables, columns: list[Column]) -> list[str]:
-    """Return a warning about each column of numbers that looks like an id."""
-    return [
-        f"Column {quoted(column.name)} has another whole number in every row and looks like an id, but is "
-        f"used as a number; add --id {column.name}."
-        for column in columns
-        if column.role == "number" and _looks_like_id(tables, column.name)
-    ]
-
-
-def _code_warnings(tables: Tables, columns: list[Column]) -> list[str]:
-    """Return a warning about each number that looks like a code for missing values."""
-    found: dict[float, list[str]] = {}
+def _number_warnings(tables: Tables, columns: list[Column]) -> list[str]:
+    """Return warnings about numbers that look like ids, or like codes for missing values."""
+    ids: list[str] = []
+    codes: dict[float, list[str]] = {}
     for column in columns:
-        if column.role == "number":
-            parts = [own.file.columns.get(column.name) for own in tables.files]
-            numbers = [p.numbers for p in parts if p is not None and p.numbers is not None]
-            for code in _codes(np.concatenate(numbers)):
-                found.setdefault(code, []).append(column.name)
-    return [
+        if column.role != "number" or column.vector:
+            continue
+        parts = [own.file.columns.get(column.name) for own in tables.files]
+        numbers = [p.numbers for p in parts if p is not None and p.numbers is not None]
+        if _looks_like_id(column.name, [part for part in numbers if len(part)]):
+            ids.append(
+                f"Column {quoted(column.name)} has another whole number in every row and looks like an id, "
+                f"but is used as a number; add --id {column.name}."
+            )
+        for code in _codes(np.concatenate(numbers)):
+            codes.setdefault(code, []).append(column.name)
+    return ids + [
         f"{code:g} occurs repeatedly in {listed(names)}, far from all other values; if it means a missing "
         f"value, add --missing-values {code:g}."
-        for code, names in found.items()
+        for code, names in codes.items()
     ]
 
 
@@ -369,23 +339,15 @@ def _codes(numbers: FloatArray) -> list[float]:
     return found
 
 
-def _looks_like_id(tables: Tables, name: str) -> bool:
+def _looks_like_id(name: str, numbers: list[FloatArray]) -> bool:
     """Return whether whole numbers never repeat and count upwards, or have the name of an id."""
-    parts = [own.file.columns[name].numbers for own in tables.files if name in own.file.columns]
-    numbers = [part for part in parts if part is not None and len(part)]
     if sum(map(len, numbers)) < _FEW_ROWS:
         return False
-    whole = all(
-        (part == np.floor(part)).all() for part in numbers
-    )  # false where a value is missing
-    if not whole or any(len(np.unique(part)) < len(part) for part in numbers):
-        return False
+    for part in numbers:  # a missing value is not equal to itself
+        if (part != np.floor(part)).any() or len(np.unique(part)) < len(part):
+            return False
     return bool(_ID_NAME.search(name)) or all((np.diff(part) == 1).all() for part in numbers)
 
 
 def _share(value: float) -> str:
     return f"{100 * value:.1f} %"
-
-
-def _some(labels: list[str]) -> str:
-    return ", ".join(map(quoted, labels[:3])) + (", …" if len(labels) > 3 else "")

@@ -7,6 +7,7 @@ by file. Within :func:`on_disk_if_large`, columns and splits of large tables are
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,8 @@ from fedgmm.data.tables.columns import (
     kind_of_text,
     without_beyond,
 )
-from fedgmm.data.tables.errors import TableError, ValueKindError, joined, listed, quoted
+from fedgmm.data.tables.errors import TableError, ValueKindError, joined, quoted
+from fedgmm.data.tables.errors import listed as list_of
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables, memory_needed
 from fedgmm.data.tables.preprocessing import (
     NO_LABEL,
@@ -47,12 +49,7 @@ from fedgmm.data.tables.preprocessing import (
     TableOptions,
     numbers_to_predict,
 )
-from fedgmm.data.tables.summaries import (
-    ClientPart,
-    ClientSummary,
-    ColumnSummary,
-    summarise_columns,
-)
+from fedgmm.data.tables.summaries import ClientPart, ClientSummary, ColumnSummary, summarise_columns
 from fedgmm.data.tables.text_files import no_header
 from fedgmm.wording import counted
 
@@ -81,18 +78,25 @@ class ClientsFile:
     ) -> None:
         """Check the header, then read all columns that the options do not ignore.
 
-        Args:
-            file: the file.
-            options: how it is read.
-            listed: columns whose texts are listed even if they look like names; default: all that
-                the options declare categorical.
+        ``listed`` are all columns that the options declare categorical if it is ``None``.
         """
         self.file, self.options = file, options
         self.as_categories = set(options.categorical) - {options.label, options.client_column}
         self.listed = options.categorical if listed is None else listed
         file.ignore_vectors(options.left_out)
         self.ignored = [name for name in file.header if name in options.left_out]
-        self._check_header()
+        header = list(file.header)
+        for name, role in ((options.label, "label"), (options.client_column, "client")):
+            if name is not None and name not in header:
+                if file.looks_headless:
+                    raise no_header(file.path, header)
+                problem = f"there is no {role} column {quoted(name)}"
+                full = f"{problem}; the columns are {list_of(header)}."
+                raise TableError(file.path, full, public=problem)
+        if not self.used:
+            others = " and those to ignore" if self.ignored else ""
+            problem = f"there is no column to learn from besides the label{others}."
+            raise TableError(file.path, problem)
         self.read()
         if options.client_column is None:
             self.names = [options.client or client_name(file.path)]
@@ -113,23 +117,6 @@ class ClientsFile:
         special = (options.label, options.client_column, *options.left_out)
         return [name for name in self.file.header if name not in special]
 
-    def _check_header(self) -> None:
-        names = list(self.file.header)
-        options = self.options
-        for name, role in ((options.label, "label"), (options.client_column, "client")):
-            if name is not None and name not in names:
-                if self.file.looks_headless:
-                    raise no_header(self.file.path, names)
-                problem = f"there is no {role} column {quoted(name)}"
-                raise TableError(
-                    self.file.path, f"{problem}; the columns are {listed(names)}.", public=problem
-                )
-        if not self.used:
-            others = " and those to ignore" if self.ignored else ""
-            raise TableError(
-                self.file.path, f"there is no column to learn from besides the label{others}."
-            )
-
     def read(self) -> None:
         """Read the columns that are not kept yet."""
         options = self.options
@@ -140,11 +127,6 @@ class ClientsFile:
             if values.numbers is not None:
                 numbers = without_beyond(values.numbers)
                 self.file.columns[name] = replace(values, numbers=numbers)
-
-    def read_as_categories(self, columns: set[str]) -> None:
-        """Take columns as text from now on."""
-        self.as_categories |= columns
-        self.read()
 
     def kind(self, name: str) -> Kind:
         """Return the kind of a column's values."""
@@ -187,12 +169,6 @@ class Tables:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def vectors(self) -> dict[str, int]:
-        """Columns of vectors that every file has, and their lengths."""
-        found = [own.file.vectors for own in self.files]
-        return {n: w for n, w in found[0].items() if all(other.get(n) == w for other in found)}
-
-    @property
     def paths(self) -> list[Path]:
         """The paths of the files, in order."""
         return [own.file.path for own in self.files]
@@ -223,10 +199,7 @@ class Tables:
     ) -> FederatedDataset:
         """Return all labelled rows as numbers, in their splits.
 
-        Args:
-            preprocessing: the agreement of all clients.
-            notify: called with a line before each file.
-            keep_columns: keep the parsed columns in memory, so that loading again does not parse again.
+        ``keep_columns`` keeps the parsed columns in memory, so that loading again does not parse again.
         """
         names = list(self.summaries)
         place = {name: code for code, name in enumerate(names)}
@@ -281,7 +254,8 @@ class Tables:
         )
         classes, columns = preprocessing.labels.array, preprocessing.feature_names
         target = preprocessing.labels.target
-        return FederatedDataset(train, validation, test, tuple(names), classes, columns, target)
+        facts = (tuple(names), classes, columns, target, None, preprocessing.vectors)
+        return FederatedDataset(train, validation, test, *facts)
 
 
 def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
@@ -303,10 +277,7 @@ def on_disk_if_large(
 ) -> Iterator[None]:
     """Keep tables in scratch files of a folder if they would need more memory than the options allow.
 
-    Args:
-        sources: files, folders or patterns.
-        options: ``memory`` is the limit; half of the memory that is available if it is ``None``.
-        folder: where the scratch files are.
+    The limit is ``options.memory``, or half of the memory that is available if it is ``None``.
     """
     limit = available_memory() // 2 if options.memory is None else as_bytes(options.memory)
     large = sum(map(memory_needed, find_tables(sources))) > limit
@@ -326,30 +297,27 @@ def load_federation(
 def read_tables(
     sources: Sequence[str | Path], options: TableOptions, notify: Notify = lambda _: None
 ) -> Tables:
-    """Parse files and summarise every client.
-
-    Args:
-        sources: files, folders or patterns.
-        options: which column is the label, and so on.
-        notify: called with a line before each file is read.
+    """Parse files, folders or patterns, and summarise every client.
 
     Raises:
         TableError: a file that cannot be used.
     """
     # sorted, so that the order in which files are named does not matter
     paths = sorted(find_tables(sources), key=lambda path: (client_name(path), path))
-    _check_names(paths, options)
+    if options.client is not None and len(paths) > 1:
+        raise TableError(paths[1], f"client {quoted(options.client)} has one file, not several.")
+    for before, path in itertools.pairwise(paths):
+        if options.client_column is None and client_name(path) == client_name(before):
+            raise TableError(
+                path, f"it has the same name as {before}; each client needs its own file name."
+            )
     return summarise_files(
         [ClientsFile(TableFile(path, notify, options.written), options) for path in paths], options
     )
 
 
 def summarise_files(files: list[ClientsFile], options: TableOptions) -> Tables:
-    """Summarise every client of files that are read.
-
-    Raises:
-        TableError: files that do not fit together, or a client without labelled rows.
-    """
+    """Summarise every client of files that are read."""
     if options.client_column is None:
         summaries = _summarise_one_by_one(files, options)
     else:
@@ -387,21 +355,6 @@ def agreement(tables: Tables) -> Preprocessing:
     return preprocessing
 
 
-def _check_names(paths: Sequence[Path], options: TableOptions) -> None:
-    if options.client is not None and len(paths) > 1:
-        raise TableError(paths[1], f"client {quoted(options.client)} has one file, not several.")
-    if options.client_column is not None:
-        return
-    seen: dict[str, Path] = {}
-    for path in paths:
-        name = client_name(path)
-        if name in seen:
-            raise TableError(
-                path, f"it has the same name as {seen[name]}; each client needs its own file name."
-            )
-        seen[name] = path
-
-
 def _summarise_one_by_one(
     files: list[ClientsFile], options: TableOptions
 ) -> dict[str, ClientSummary]:
@@ -414,7 +367,8 @@ def _summarise_one_by_one(
     def read_as_text(columns: dict[str, set[str]]) -> dict[str, ClientSummary]:
         found: dict[str, ClientSummary] = {}
         for client, wanted in columns.items():
-            of_client[client].read_as_categories(wanted)
+            of_client[client].as_categories |= wanted
+            of_client[client].read()
             found |= _summaries([of_client[client]])
         return found
 
@@ -435,7 +389,8 @@ def _summarise_together(
         if wanted <= files[0].as_categories:
             return summaries
         for own in files:
-            own.read_as_categories(wanted)
+            own.as_categories |= wanted
+            own.read()
 
 
 def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
@@ -532,9 +487,6 @@ def read_rows(
         label_needed: raise if the label column is missing.
         ids: further columns that identify rows.
         notify: called with a line before the file is read.
-
-    Raises:
-        TableError: a column that is missing, unknown, or of another kind than in training.
     """
     find_tables([path])
     file = TableFile(path, notify, preprocessing.written)

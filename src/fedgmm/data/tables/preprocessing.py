@@ -175,10 +175,7 @@ class Labels:
         Args:
             name: name of the column.
             counts: for each client, how often each label occurs, as it is written.
-            task: as in :class:`TableOptions`.
-
-        Raises:
-            ValueError: a single class, or measurements instead of classes.
+            task: as in :class:`TableOptions`; ``"auto"`` raises for measurements.
         """
         counts = list(counts)
         read = as_classes(text for own in counts for text in own)
@@ -233,10 +230,7 @@ class Labels:
         return np.array(self.classes)
 
     def encode(self, texts: Iterable[str]) -> tuple[IntArray, list[str]]:
-        """Return the class index of each text, and the texts that are not a class.
-
-        The index of a text that is not a class is :data:`UNKNOWN`.
-        """
+        """Return the class index of each text, :data:`UNKNOWN` if it is not a class, and those texts."""
         read = _label_reader([str(c) for c in self.classes])
         place = {label: index for index, label in enumerate(self.classes)}
         indices, unknown = [], []
@@ -251,10 +245,7 @@ class Labels:
         return np.array(indices, dtype=np.int64), unknown
 
     def encode_column(self, values: ColumnValues) -> tuple[IntArray | FloatArray, list[str]]:
-        """Return the class index of each row ``(n,)``, and the texts that are not a class.
-
-        Numbers to predict are returned as they are, NaN where missing.
-        """
+        """Return the class index, or number to predict, of each row ``(n,)``, and unknown texts."""
         if self.scaling is not None:
             return numbers_to_predict(values, self.name), []
         codes, texts = values.categories()
@@ -277,11 +268,7 @@ class Labels:
 
 
 def numbers_to_predict(values: ColumnValues, name: str) -> FloatArray:
-    """Return a label column as numbers, NaN where missing.
-
-    Raises:
-        ValueKindError: dates, truth values or text.
-    """
+    """Return a label column as numbers, NaN where missing."""
     if values.kind not in ("number", "empty") or values.numbers is None:
         problem = f"the label column {quoted(name)} holds {KIND_NAMES[values.kind]}"
         raise ValueKindError(f"{problem}, but regression needs numbers.", problem)
@@ -310,31 +297,25 @@ def _label_reader(texts: list[str]) -> Callable[[str], Any]:
 
 def _truth(text: str) -> bool:
     """Read a truth value; next to true and false, ``0`` and ``1`` count as truth values."""
-    found = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    if text.lower() not in found:
+    if text.lower() not in ("true", "1", "1.0", "false", "0", "0.0"):
         raise ValueError(text)
-    return found[text.lower()]
+    return text.lower() in ("true", "1", "1.0")
 
 
 def _whole(text: str) -> int:
     """Read ``1`` and ``1.0`` as 1, because programs write whole numbers both ways; ``007`` is text."""
     found = re.fullmatch(r"([+-]?(?:0|[1-9]\d*))(?:\.0*)?", text, flags=re.ASCII)
-    if found is None:
+    if found is None or abs(int(found[1])) >= 2**63:  # does not fit into an array of integers
         raise ValueError(text)
-    if abs(whole := int(found[1])) >= 2**63:  # does not fit into an array of integers
-        raise ValueError(text)
-    return whole
+    return int(found[1])
 
 
 def _number(text: str) -> float:
-    if not re.fullmatch(
-        r"[+-]?(?:0|[1-9]\d*|(?=\.))(?:\.\d*)?(?:[eE][+-]?\d+)?", text, flags=re.ASCII
-    ):
+    written = r"[+-]?(?:0|[1-9]\d*|(?=\.))(?:\.\d*)?(?:[eE][+-]?\d+)?"
+    # distinct texts may be the same number if it is too large
+    if not re.fullmatch(written, text, flags=re.ASCII) or abs(float(text)) > _LARGEST_NUMBER:
         raise ValueError(text)
-    number = float(text)
-    if abs(number) > _LARGEST_NUMBER:  # distinct texts may be the same number there
-        raise ValueError(text)
-    return number
+    return float(text)
 
 
 # ---------------------------------------------------------------------- columns
@@ -356,6 +337,7 @@ class Column:
         optional: some client lacked the column in training, so later files may lack it, too.
         order: how dates such as ``3/4/2020`` are read: ``"day first"`` or ``"month first"``; empty if
             training had none.
+        vector: the column of vectors that this number is an entry of; empty for other columns.
     """
 
     name: str
@@ -367,6 +349,7 @@ class Column:
     reason: str = ""
     optional: bool = False
     order: str = ""
+    vector: str = ""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -398,18 +381,22 @@ class Column:
         """
         if self.role == "category":
             return self._encode_categories(values)
-        self._check_kind(values)
-        if values.orders:
-            return self._in_order(values.orders), 0
-        assert values.numbers is not None
-        return values.numbers, 0
-
-    def _in_order(self, orders: Mapping[str, FloatArray]) -> FloatArray:
-        """Return dates such as ``3/4/2020`` as days, in the order of training."""
+        # some clients write 0 and 1, others false and true
+        fitting = ("date", "empty") if self.role == "date" else ("number", "boolean", "empty")
+        if values.kind not in fitting:
+            texts = values.texts.to_pylist() if values.kind == "text" else []
+            example = next((text for text in texts if kind_of_text(text) not in fitting), None)
+            such = "" if example is None else f" such as {quoted(example)}"
+            known = KIND_NAMES["date" if self.role == "date" else "number"]
+            raise self._kind_error(values.kind, such, known)
+        orders = values.orders
+        if not orders:
+            assert values.numbers is not None
+            return values.numbers, 0
         if self.order in orders:
-            return orders[self.order]
+            return orders[self.order], 0
         if not self.order and len(orders) == 1:
-            return next(iter(orders.values()))
+            return next(iter(orders.values())), 0
         known = f"training had the {self.order}" if self.order else "training did not say which"
         problem = f"the column {quoted(self.name)} holds dates with the {' or the '.join(orders)}"
         raise ValueKindError(
@@ -432,26 +419,13 @@ class Column:
         if self.indicator:
             out[-1] = missing
 
-    def _check_kind(self, values: ColumnValues) -> None:
-        # some clients write 0 and 1, others false and true
-        fitting = ("date", "empty") if self.role == "date" else ("number", "boolean", "empty")
-        if values.kind in fitting:
-            return
-        texts = values.texts.to_pylist() if values.kind == "text" else []
-        example = next((text for text in texts if kind_of_text(text) not in fitting), None)
-        such = "" if example is None else f" such as {quoted(example)}"
-        known = KIND_NAMES["date" if self.role == "date" else "number"]
-        raise self._kind_error(values.kind, such, known)
-
     def _kind_error(self, kind: Kind, such: str, known: str) -> ValueKindError:
-        holds = f"the column {quoted(self.name)} holds {KIND_NAMES[kind]}"
+        problem = f"the column {quoted(self.name)} holds {KIND_NAMES[kind]}"
         remedy = "correct these values, or leave them empty"
         if known == KIND_NAMES["date"]:
             remedy = "write dates as 2024-12-31"
-        return ValueKindError(
-            f"{holds}{such}, but training had {known}; {remedy}.",
-            f"{holds}, but training had {known}",
-        )
+        full = f"{problem}{such}, but training had {known}; {remedy}."
+        return ValueKindError(full, f"{problem}, but training had {known}")
 
     def _encode_categories(self, values: ColumnValues) -> tuple[IntArray, int]:
         codes, texts = values.categories()
@@ -531,12 +505,20 @@ class Preprocessing:
 
     @property
     def feature_groups(self) -> dict[str, list[int]]:
-        """Columns of the matrix that each column of the files becomes."""
-        groups, first = {}, 0
+        """Columns of the matrix that each column of the files becomes; a vector is one group."""
+        groups: dict[str, list[int]] = {}
+        first = 0
         for column in self.used:
-            groups[column.name] = list(range(first, first + len(column.outputs)))
+            own = groups.setdefault(column.vector or column.name, [])
+            own += range(first, first + len(column.outputs))
             first += len(column.outputs)
         return groups
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """Columns of the matrix that are entries of vectors."""
+        entries = {column.name for column in self.used if column.vector and column.role == "number"}
+        return tuple(j for j, name in enumerate(self.feature_names) if name in entries)
 
     def check_header(
         self,
@@ -553,18 +535,15 @@ class Preprocessing:
             names: its columns.
             label_needed: whether the label must be there.
             vectors: its columns of vectors, of which ``names`` has every entry.
-
-        Raises:
-            TableError: a column is absent that no client lacked in training.
         """
         here = set(names)
         known = {column.name for column in self.columns}
         absent = [column for column in self.used if column.name not in here]
         for column in absent:
             if not (column.optional or column.indicator) or len(absent) == len(self.used):
-                wanted, _, entry = column.name.rpartition("_")
+                wanted = column.vector or column.name
                 other = [name for name in vectors if f"{name}_0" not in known]
-                if entry.isdecimal() and other:
+                if column.vector and other:
                     problem = (
                         f"its column of vectors {quoted(other[0])} was embedded with another encoder than "
                         f"{quoted(wanted)} of the model; embed it again with the same encoder, weights "
@@ -572,37 +551,23 @@ class Preprocessing:
                     )
                     raise TableError(path, f"{problem}.", public=problem)
                 raise TableError(
-                    path, f"the column {quoted(column.name)} is missing; the model needs it."
+                    path, f"the column {quoted(wanted)} is missing; the model needs it."
                 )
         if label_needed and self.labels.name not in here:
             raise TableError(path, f"the label column {quoted(self.labels.name)} is missing.")
         known |= {self.labels.name, self.client_column or "", *self.ids}
         unknown = [name for name in names if name not in known]
-        notes = []
-        file = Path(path).name
-        if absent:
-            listing = listed([column.name for column in absent])
-            notes.append(f"{file}: {listing} not in the file; counted as missing values.")
-        if unknown:
-            notes.append(
-                f"{file}: {listed(unknown)} not used, because training had no such column."
-            )
-        return notes
+        file, lacking = Path(path).name, [*dict.fromkeys(c.vector or c.name for c in absent)]
+        found = {
+            f"{listed(lacking)} not in the file; counted as missing values.": absent,
+            f"{listed(unknown)} not used, because training had no such column.": unknown,
+        }
+        return [f"{file}: {note}" for note, columns in found.items() if columns]
 
     def encode(
         self, path: Path | str, columns: Mapping[str, ColumnValues], rows: int
     ) -> EncodedRows:
-        """Encode the rows of a file.
-
-        Args:
-            path: the file, for errors.
-            columns: its columns, in any order; categories must be kept as text. The values of a column
-                that is not there are missing.
-            rows: number of rows.
-
-        Raises:
-            TableError: values of another kind than in training.
-        """
+        """Encode the ``rows`` of a file; categories must be kept as text. Absent columns are missing."""
         absent = ColumnValues.absent(rows)
         encoded, unknown = [], {}
         for column in self.used:

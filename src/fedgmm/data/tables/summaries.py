@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +25,7 @@ _NAMES_FROM = 20  # from this many distinct texts on, texts that hardly ever rep
 
 
 def look_like_names(distinct: int, present: int) -> bool:
-    """Return whether texts are names, identifiers or free text rather than categories.
-
-    Args:
-        distinct: number of distinct texts.
-        present: number of values that are not missing.
-    """
+    """Return whether so many distinct texts of ``present`` values are names rather than categories."""
     unique = distinct >= _NAMES_FROM and distinct > 0.9 * present
     return unique or distinct > max(_ALWAYS_LISTED, present // 2) or distinct > _MOST_LISTED
 
@@ -94,12 +90,7 @@ class ClientSummary:
 
 @dataclass(frozen=True)
 class ClientPart:
-    """The rows of one client in one file.
-
-    Attributes:
-        columns: all rows of the file.
-        rows: indices of the client's rows, ``(n,)``.
-    """
+    """The rows of one client in one file: all columns, and the indices of its rows ``(n,)``."""
 
     columns: Mapping[str, ColumnValues]
     rows: IntArray
@@ -110,12 +101,12 @@ def summarise_columns(
 ) -> dict[str, ColumnSummary]:
     """Return the summary of each column of a client, over all files that hold its rows.
 
-    Args:
-        parts: the client's rows in each file.
-        names: the columns.
-        listed: columns whose texts are listed even if they look like names.
+    Texts of the columns in ``listed`` are listed even if they look like names.
     """
-    kinds = {name: _common_kind(part.columns[name].kind for part in parts) for name in names}
+    kinds: dict[str, Kind] = {}
+    for name in names:
+        found = {part.columns[name].kind for part in parts} - {"empty"}
+        kinds[name] = "empty" if not found else found.pop() if len(found) == 1 else "text"
     numeric = [name for name, kind in kinds.items() if kind in ("number", "date")]
     rows = sum(len(part.rows) for part in parts)
     numbers = dict(zip(numeric, _number_summaries(parts, numeric, kinds, rows), strict=True))
@@ -128,13 +119,6 @@ def summarise_columns(
     }
 
 
-def _common_kind(kinds: Iterable[Kind]) -> Kind:
-    found = set(kinds) - {"empty"}
-    if not found:
-        return "empty"
-    return found.pop() if len(found) == 1 else "text"
-
-
 def _number_summaries(
     parts: Sequence[ClientPart], names: list[str], kinds: Mapping[str, Kind], rows: int
 ) -> list[ColumnSummary]:
@@ -142,11 +126,12 @@ def _number_summaries(
         return [ColumnSummary(kinds[name], 0) for name in names]
     # sums that are too large become infinite, and the agreement then ignores the column
     with np.errstate(over="ignore", invalid="ignore"):
-        blocks = [
-            _moments(np.stack([numbers_of(part, name)[block] for name in names]))
-            for part in parts
-            for block in _blocks(part.rows)
-        ]
+        blocks = []
+        for part in parts:
+            numbers = [cast("FloatArray", part.columns[name].numbers) for name in names]
+            for start in range(0, len(part.rows), _BLOCK_ROWS):
+                rows_here = part.rows[start : start + _BLOCK_ROWS]
+                blocks.append(_moments(np.stack([one[rows_here] for one in numbers])))
         counts, means, squares, rests = pool(*map(np.stack, zip(*blocks, strict=True)))
     return [
         ColumnSummary(
@@ -177,17 +162,6 @@ def _dates_in_orders(parts: Sequence[ClientPart], name: str, rows: int) -> Colum
         return _text_summary(parts, name, "text", False)
     moments = {o: (s.count, s.mean, s.squares, s.mean_rest) for o, s in found.items()}
     return replace(next(iter(found.values())), orders=moments)
-
-
-def numbers_of(part: ClientPart, name: str) -> FloatArray:
-    """Return a column of numbers of all rows of a part's file."""
-    numbers = part.columns[name].numbers
-    assert numbers is not None
-    return numbers
-
-
-def _blocks(rows: IntArray) -> list[IntArray]:
-    return [rows[start : start + _BLOCK_ROWS] for start in range(0, len(rows), _BLOCK_ROWS)]
 
 
 def _moments(values: FloatArray) -> Pooled:

@@ -9,9 +9,9 @@ import itertools
 import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -59,17 +59,12 @@ class Dialect:
 
 
 def sniff(path: Path, written: FileFormat = PLAIN) -> Dialect:
-    """Return the dialect of a text file from its first bytes.
-
-    Args:
-        path: the file.
-        written: what is known about the format.
+    """Return the dialect of a text file from its first bytes, and what is known about its format.
 
     Raises:
         TableError: an empty file, a file that is not text, or a file without a header.
     """
-    with _open(path) as file:
-        text, encoding = _decode(path, _read(path, file, _SAMPLE_BYTES))
+    text, encoding = _decode(path, _read(path, _SAMPLE_BYTES))
     text = _without_blank_lines(text)
     if not text.strip():
         raise TableError(path, "the file is empty.")
@@ -78,11 +73,18 @@ def sniff(path: Path, written: FileFormat = PLAIN) -> Dialect:
         text = _with_single_blanks(text)
     first = _header(path, text, separator)
     header = _given_names(path, first, written)
-    comma = separator != "," and _has_decimal_commas(text, separator)
-    point = "," if comma else "."
+    point = "."
+    if separator != ",":  # is 1,5 a number? without evidence, semicolons suggest that it is
+        around = rf'(?:^|[{separator}"\s])[+-]?\d+{{}}\d+(?=$|[{separator}"\s])'
+        commas = len(re.findall(around.format(","), text, flags=re.MULTILINE))
+        points = len(re.findall(around.format(r"\."), text, flags=re.MULTILINE))
+        if commas > points or (separator == ";" and commas == points):
+            point = ","
     if header is not None:
         return Dialect(header, separator, point, encoding, has_header=False)
-    is_data = not written.names and _looks_like_data(first, _sample_rows(text, separator), point)
+    lines = text.splitlines()[1 : _SAMPLE_ROWS + 1]  # the last one may be cut
+    rows = [row for row in csv.reader(lines, delimiter=separator) if row]
+    is_data = not written.names and _looks_like_data(first, rows, point)
     if is_data and (all(map(_is_number, first)) or len(set(first)) < len(first)):
         raise no_header(path, first)
     return Dialect(first, separator, point, encoding, looks_headless=is_data)
@@ -113,12 +115,6 @@ def _given_names(path: Path, first: tuple[str, ...], written: FileFormat) -> tup
         columns, given = counted(len(first), "column"), counted(len(names), "name")
         raise TableError(path, f"it has {columns}, but {given} were given (--names).")
     return names
-
-
-def _sample_rows(text: str, separator: str) -> list[list[str]]:
-    """Return the rows below the first one, at most a few hundred; the last may be cut."""
-    lines = text.splitlines()[1 : _SAMPLE_ROWS + 1]
-    return [row for row in csv.reader(lines, delimiter=separator) if row]
 
 
 def _looks_like_data(first: Sequence[str], rows: list[list[str]], point: str) -> bool:
@@ -241,26 +237,14 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _has_decimal_commas(text: str, separator: str) -> bool:
-    """Return whether ``1,5`` is a number; without evidence, semicolons suggest that it is."""
-    around = rf'(?:^|[{separator}"\s])[+-]?\d+{{}}\d+(?=$|[{separator}"\s])'
-    commas = len(re.findall(around.format(","), text, flags=re.MULTILINE))
-    points = len(re.findall(around.format(r"\."), text, flags=re.MULTILINE))
-    return commas > points or (separator == ";" and commas == points)
-
-
 # ---------------------------------------------------------------------- bytes
 
 
-def _open(path: Path) -> IO[bytes]:
-    if path.name.lower().endswith(".gz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    return path.open("rb")
-
-
-def _read(path: Path, file: IO[bytes], size: int) -> bytes:
+def _read(path: Path, size: int) -> bytes:
+    """Return the first bytes of a file, decompressed; all of them for a negative size."""
     try:
-        return file.read(size)
+        with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
+            return file.read(size)
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise TableError(path, "it is not a complete gzip file; compress it again.") from None
 
@@ -268,22 +252,15 @@ def _read(path: Path, file: IO[bytes], size: int) -> bytes:
 def _whole_file(path: Path, dialect: Dialect) -> bytes | None:
     """Return all bytes of a file; ``None`` for a file that is to be streamed."""
     if dialect.separator == " ":  # its blanks must be joined before it is parsed
-        with _open(path) as file:
-            return _read(path, file, -1)
+        return _read(path, -1)
     if path.stat().st_size > _WHOLE_FILE_BYTES:
         return None
-    with _open(path) as file:
-        found = _read(path, file, _WHOLE_FILE_BYTES + 1)
+    found = _read(path, _WHOLE_FILE_BYTES + 1)
     return found if len(found) <= _WHOLE_FILE_BYTES else None
 
 
 def _as_utf8(path: Path, data: bytes, dialect: Dialect) -> bytes:
-    """Return the file as UTF-8 from its header on.
-
-    Raises:
-        TableError: binary data, or a quote that is never closed.
-        UnicodeError: characters of several encodings.
-    """
+    """Return the file as UTF-8 from its header on; raise ``UnicodeError`` for several encodings."""
     encoding = dialect.encoding
     if encoding == "utf8" and not data.isascii():
         try:
@@ -299,22 +276,18 @@ def _as_utf8(path: Path, data: bytes, dialect: Dialect) -> bytes:
         data = _without_blank_lines(data.decode()).encode()
     if dialect.separator == " ":
         data = _with_single_blanks(data.decode()).encode()
-    if data.count(b'"') % 2:
-        _check_quotes(path, data.decode(), dialect.separator)
+    if data.count(b'"') % 2:  # Arrow would read all rows after an open quote as one value
+        text = io.StringIO(data.decode(), newline="")
+        try:
+            for _ in csv.reader(text, delimiter=dialect.separator, strict=True):
+                pass
+        except csv.Error as error:
+            if "unexpected end" in str(error) or "field larger" in str(error):
+                raise TableError(path, _UNCLOSED) from None
     if b"\x00" in data:
         raise TableError(path, _NOT_TEXT)
     # Arrow needs a line end after a lone header
     return data if data.endswith((b"\n", b"\r")) else data + b"\n"
-
-
-def _check_quotes(path: Path, text: str, separator: str) -> None:
-    """Raise for an open quote, because Arrow would read all rows after it as one value."""
-    try:
-        for _ in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True):
-            pass
-    except csv.Error as error:
-        if "unexpected end" in str(error) or "field larger" in str(error):
-            raise TableError(path, _UNCLOSED) from None
 
 
 # ---------------------------------------------------------------------- parsing
@@ -339,25 +312,71 @@ def parse_text(
         names: the columns to parse, and their names in the file.
         as_text: columns whose values are kept as they are written.
         missing: further texts that mean a missing value.
-
-    Raises:
-        TableError: a file that cannot be parsed.
     """
+    from pyarrow import csv as arrow_csv
+
     types = {names[name]: pa.string() for name in as_text if name in names}
-    wanted = list(names.values())
+    data: bytes | None = None
+
+    def options() -> dict[str, Any]:
+        return {
+            "read_options": arrow_csv.ReadOptions(
+                block_size=_BLOCK_BYTES,
+                encoding=dialect.encoding if data is None else "utf8",
+                column_names=None if dialect.has_header else list(dialect.header),
+            ),
+            "parse_options": arrow_csv.ParseOptions(
+                delimiter=dialect.separator, newlines_in_values=data is None or b'"' in data
+            ),
+            "convert_options": arrow_csv.ConvertOptions(
+                column_types=types,
+                include_columns=list(names.values()),
+                null_values=[*MISSING, *missing],
+                strings_can_be_null=True,
+                true_values=_TRUE,
+                false_values=_FALSE,
+                decimal_point=dialect.decimal_point,
+            ),
+        }
+
+    def stream() -> pa.NativeFile:
+        compression = "gzip" if path.name.lower().endswith(".gz") else None
+        return pa.input_stream(str(path), compression=compression)
+
+    def parse() -> pa.Table:
+        settings = options()
+        if data is None and not active():
+            return arrow_csv.read_csv(stream(), **settings)
+        if data is None:
+            with arrow_csv.open_csv(stream(), **settings) as reader:
+                return table_on_disk(reader.schema, reader)
+        try:
+            return arrow_csv.read_csv(_arrow_bytes(data), **settings)
+        except pa.ArrowInvalid as error:
+            if "straddling" not in str(error):
+                raise
+            settings["read_options"].block_size = len(data) + 1  # a value is longer than a block
+            return arrow_csv.read_csv(_arrow_bytes(data), **settings)
+
     try:
         data = _whole_file(path, dialect)
-        if data is None:
-            types = {**_types_of_first_block(path, dialect, types, wanted, missing), **types}
-        else:
+        if data is not None:
             data = _as_utf8(path, data, dialect)
+        else:
+            with arrow_csv.open_csv(stream(), **options()) as reader:
+                for name, kind in zip(names.values(), reader.schema.types, strict=True):
+                    number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+                    types.setdefault(name, pa.float64() if number else pa.string())
         while True:
             try:
-                table = _parse(path, data, dialect, types, wanted, missing)
+                table = parse()
                 break
             except pa.ArrowInvalid as error:
-                column = _column_that_failed(error, dialect.header)
-                if column is None or types.get(column) == pa.string():
+                found = re.match(r"In CSV column #(\d+): ", str(error))
+                if found is None or "UTF8" in str(error) or int(found[1]) >= len(dialect.header):
+                    raise
+                column = dialect.header[int(found[1])]  # it has a value that is not of its type
+                if types.get(column) == pa.string():
                     raise
                 types[column] = pa.string()
     except UnicodeError:
@@ -367,110 +386,18 @@ def parse_text(
     except pa.ArrowException as error:
         raise _explained(path, error, dialect) from None
     columns = table.columns
-    if dialect.decimal_point == ",":
-        columns = [_with_points(column) for column in columns]
+    if dialect.decimal_point == ",":  # texts get a decimal point in numbers, as in other files
+        comma, point = r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2"
+        columns = [
+            pc.replace_substring_regex(column, comma, point)
+            if pa.types.is_string(column.type)
+            else column
+            for column in columns
+        ]
     return pa.table(columns, list(names))
 
 
-def _parse(
-    path: Path,
-    data: bytes | None,
-    dialect: Dialect,
-    types: Mapping[str, pa.DataType],
-    names: list[str],
-    missing: Collection[str],
-) -> pa.Table:
-    """Parse all rows: of ``data``, or streamed from the file if it is ``None``."""
-    from pyarrow import csv as arrow_csv
-
-    if data is None:
-        options = _options(dialect, types, names, missing)
-        if not active():
-            return arrow_csv.read_csv(_stream(path), **options)
-        with arrow_csv.open_csv(_stream(path), **options) as reader:
-            return table_on_disk(reader.schema, reader)
-    quotes = b'"' in data
-    options = _options(replace(dialect, encoding="utf8"), types, names, missing, quotes)
-    try:
-        return arrow_csv.read_csv(_arrow_bytes(data), **options)
-    except pa.ArrowInvalid as error:
-        if "straddling" not in str(error):
-            raise
-        options["read_options"].block_size = len(data) + 1  # a value is longer than a block
-        return arrow_csv.read_csv(_arrow_bytes(data), **options)
-
-
-def _stream(path: Path) -> pa.NativeFile:
-    compression = "gzip" if path.name.lower().endswith(".gz") else None
-    return pa.input_stream(str(path), compression=compression)
-
-
-def _options(
-    dialect: Dialect,
-    types: Mapping[str, pa.DataType],
-    names: list[str],
-    missing: Collection[str],
-    quotes: bool = True,
-) -> dict[str, Any]:
-    from pyarrow import csv as arrow_csv
-
-    return {
-        "read_options": arrow_csv.ReadOptions(
-            block_size=_BLOCK_BYTES,
-            encoding=dialect.encoding,
-            column_names=None if dialect.has_header else list(dialect.header),
-        ),
-        "parse_options": arrow_csv.ParseOptions(
-            delimiter=dialect.separator, newlines_in_values=quotes
-        ),
-        "convert_options": arrow_csv.ConvertOptions(
-            column_types=types,
-            include_columns=names,
-            null_values=[*MISSING, *missing],
-            strings_can_be_null=True,
-            true_values=_TRUE,
-            false_values=_FALSE,
-            decimal_point=dialect.decimal_point,
-        ),
-    }
-
-
-def _types_of_first_block(
-    path: Path,
-    dialect: Dialect,
-    types: Mapping[str, pa.DataType],
-    names: list[str],
-    missing: Collection[str],
-) -> dict[str, pa.DataType]:
-    """Return float64 for columns of numbers and text for all others, from the first block alone."""
-    from pyarrow import csv as arrow_csv
-
-    with arrow_csv.open_csv(_stream(path), **_options(dialect, types, names, missing)) as reader:
-        found = zip(names, reader.schema.types, strict=True)
-        return {
-            name: pa.float64()
-            if pa.types.is_integer(kind) or pa.types.is_floating(kind)
-            else pa.string()
-            for name, kind in found
-        }
-
-
-def _with_points(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return text with a decimal point in numbers, as other files write them."""
-    if not pa.types.is_string(values.type):
-        return values
-    return pc.replace_substring_regex(values, r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2")
-
-
 # ---------------------------------------------------------------------- errors
-
-
-def _column_that_failed(error: Exception, header: tuple[str, ...]) -> str | None:
-    """Return the column with a value that is not of its type; ``None`` for any other error."""
-    found = re.match(r"In CSV column #(\d+): ", str(error))
-    if found is None or "UTF8" in str(error) or int(found[1]) >= len(header):
-        return None
-    return header[int(found[1])]
 
 
 def _explained(path: Path, error: Exception, dialect: Dialect) -> TableError:
@@ -493,7 +420,6 @@ def _explained(path: Path, error: Exception, dialect: Dialect) -> TableError:
         problem = f"{where} has {counted(int(got), 'value')}, but {first} has {columns}"
         if int(got) == int(expected) + 1:
             problem += "; remove a separator at the end of rows, or name the first column, too"
-        problem += "."
-        return TableError(path, problem)
+        return TableError(path, f"{problem}.")
     shown = f"it cannot be parsed: {text[:_MOST_EXPLAINED].rstrip('.')}."
     return TableError(path, shown, public="it cannot be parsed")
