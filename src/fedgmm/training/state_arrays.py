@@ -7,7 +7,7 @@ such as ``shared/mixture/gaussians/means``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -85,9 +85,15 @@ class StateDecoder:
                 **{
                     part.name: own.decode(hints[part.name], f"{path}/{part.name}")
                     for part in fields(kind)
+                    if part.default_factory is MISSING or own._has(f"{path}/{part.name}")
                 }
             )
         return self._plain(hint, path)
+
+    def _has(self, path: str) -> bool:
+        """Return whether the file has a part; older files lack some that have a default."""
+        paths = (*self.tensors, *self.values)
+        return any(one == path or one.startswith(f"{path}/") for one in paths)
 
     def _without_statistics(self) -> StateDecoder:
         """Return a decoder without running statistics, which have no moving averages."""
