@@ -168,7 +168,7 @@ class Account:
         )
         self._run = "" if checkpoint is None else checkpoint.name
         self.budget = mu_of(privacy.epsilon, privacy.delta)
-        self.ledger = None if checkpoint is None else run_ledger(checkpoint.parent)
+        self.ledger = None if checkpoint is None else Ledger.of_runs(checkpoint.parent)
         known = [] if self.ledger is None else self.ledger.entries()
         self.mus = [one.release.mu for one in known if one.run == self._run]
 
@@ -208,14 +208,6 @@ class Account:
             entry = Entry(Release(mu), name, self._run, self._table, self._unit)
             self.ledger.charge(entry, plan=self._budget)
         self.mus.append(mu)
-
-
-def run_ledger(folder: Path) -> Ledger:
-    """Return the ledger of the runs in one process whose checkpoints are in a folder.
-
-    The witness is in the same folder, so that a deleted run leaves nothing behind.
-    """
-    return Ledger(folder, folder / ".ledger.witness")
 
 
 def unit_weights(privacy: Privacy, codes: Tensor, persons: Tensor | None) -> Tensor:
