@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedgmm import load
 from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.federation.declared import DeclaredColumns
@@ -77,6 +78,16 @@ def broadcast(training):
     }
 
 
+def learners_at_home(home):
+    """Return the learners of all sites' models."""
+    return {
+        f"{folder.name} {name}": value.double().numpy()
+        for folder in (home / "sites").iterdir()
+        for name, value in load(folder / "model").prediction.learners.items()
+    }
+
+
+UNLABELLED = Privacy(secure_aggregation=True, bounds=DECLARED["bounds"])
 SUMMED = [
     {"algorithm": "fedgmm"},
     {"algorithm": "fedgmm", "aggregation": "paper"},
@@ -88,6 +99,14 @@ SUMMED = [
     {"algorithm": "fedprox", "proximal": 0.1},
     {"algorithm": "fedavg+"},
     {"algorithm": "pfedme"},
+    {"algorithm": "local"},
+    {
+        "algorithm": "gmm",
+        "label": None,
+        "learners": 1,
+        "table": {"ignore": ("state", "ward")},
+        "privacy": UNLABELLED,
+    },
 ]
 
 
@@ -95,9 +114,10 @@ SUMMED = [
     "options",
     [
         {"algorithm": "fedgmm", "rounds": 2},
+        *({**one, "rounds": 3} for one in SUMMED[-2:]),
         *(pytest.param({**one, "rounds": 20}, marks=pytest.mark.slow) for one in SUMMED),
     ],
-    ids=lambda one: " ".join(map(str, one.values())),
+    ids=lambda one: " ".join(str(one[name]) for name in one if name not in ("privacy", "table")),
 )
 def test_masked_and_plain_runs_are_equal(six_files, tmp_path, finished, monkeypatch, options):
     starts, whole = [], FederatedGMM.start
@@ -111,19 +131,23 @@ def test_masked_and_plain_runs_are_equal(six_files, tmp_path, finished, monkeypa
         FederatedGMM, "start", start
     )  # the plain run starts where the masked one did
     masked(six_files, tmp_path / "masked", **options)
-    federate(six_files, tmp_path / "plain", **{**SMALL, **options})
-    under_masks, plain = map(broadcast, finished)
+    plain_options = {name: value for name, value in options.items() if name != "privacy"}
+    federate(six_files, tmp_path / "plain", **{**SMALL, **plain_options})
+    if options["algorithm"] == "local":  # nothing is shared, but the preprocessing
+        under_masks, plain = (learners_at_home(tmp_path / home) for home in ("masked", "plain"))
+    else:
+        under_masks, plain = map(broadcast, finished)
+    assert plain
     for name, value in plain.items():
         np.testing.assert_allclose(under_masks[name], value, atol=1e-6, err_msg=name)
 
 
 def test_a_federated_mixture_without_labels(six_files, tmp_path, finished):
-    unlabelled = Privacy(secure_aggregation=True, bounds=DECLARED["bounds"])
     masked(
         six_files,
         tmp_path,
         label=None,
-        privacy=unlabelled,
+        privacy=UNLABELLED,
         algorithm="gmm",
         rounds=2,
         learners=1,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from safetensors.numpy import load_file
+from torch import nn
 
 from fedgmm import FederatedDataset, Privacy, load, train
 from fedgmm.data.synthetic import synthetic

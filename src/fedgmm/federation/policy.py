@@ -360,10 +360,9 @@ class Policy:
         largest = limits.delta
         if largest is None and limits.epsilon is not None:
             largest = _LARGEST_DELTA
-        if not privacy.secure_aggregation or privacy.unit != "row":
+        if not privacy.secure_aggregation:
             raise LimitError(
-                "a site adds a part of the noise only, so a run with noise needs secure_aggregation, and "
-                "unit = 'row'."
+                "a site adds a part of the noise only, so a run with noise needs secure_aggregation."
             )
         for name, value, most in (
             ("epsilon", privacy.epsilon, limits.epsilon),

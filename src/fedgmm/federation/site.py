@@ -78,7 +78,7 @@ from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
 from fedgmm.training.local import projected
-from fedgmm.training.private import vector_of
+from fedgmm.training.private import unit_weights, vector_of
 from fedgmm.training.state_arrays import StateError
 
 Content = tuple[Arrays, dict[str, Any]]
@@ -494,10 +494,9 @@ class Site:
         job, rows = self._training_rows(request, exact=True)
         run, phase, place, _ = _place(request)
         method, name, mu = planned_release(job, request)
-        before = [one for one, _ in method.releases()].index(ROUND)
         self._folder.begin(run)
         shared, _ = self._state(request, job, phase)
-        layout = method.layout(name, job.columns)
+        layout = method.clipped_layout(name, shared)
 
         def noised(sites: int) -> Elements:
             share = noise_share(layout.sensitivity / mu, sites, method.privacy.tolerated)
@@ -508,7 +507,8 @@ class Site:
                         "the noise of this release was lost after the ledger counted it; this site takes "
                         "part in the next one."
                     )
-                weights = torch.ones(len(rows), dtype=torch.float64)
+                persons = self.table.persons(job.table, job.preprocessing, method.privacy)
+                weights = unit_weights(method.privacy, rows.codes.cpu(), persons)
                 exact = vector_of(method, name, shared, rows, weights)
                 noise = noise_elements(layout.numbers, share)
                 kept = to_fixed(exact, sites) + noise, share
@@ -516,7 +516,9 @@ class Site:
                 if name == ROUND:
                     self._folder.add_history(
                         {
-                            "round": float(place + 1 - before),
+                            "round": float(
+                                [one for one, _ in method.plan()[:place]].count(ROUND) + 1
+                            ),
                             "log_likelihood": method.mean_log_likelihood(
                                 shared, layout.read(exact)
                             ),

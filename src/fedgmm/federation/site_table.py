@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.tables.columns import PLAIN, FileFormat
 from fedgmm.data.tables.errors import HeaderError, TableError, quoted
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
 from fedgmm.data.tables.loading import ONE_CLIENT, ClientsFile, Tables, summarise_files
+from fedgmm.data.tables.persons import training_persons
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.data.tables.summaries import ClientSummary
+from fedgmm.privacy.settings import Privacy
 
 
 @dataclass
@@ -104,6 +108,14 @@ class SiteTable:
         dataset = tables.load(preprocessing, self.notify, keep_columns=True)
         self._loaded = (options, preprocessing, dataset, tables)
         return dataset, tables
+
+    def persons(
+        self, options: TableOptions, preprocessing: Preprocessing, privacy: Privacy
+    ) -> Tensor | None:
+        """Return the person of each training row, ``(N,)``, if persons are protected."""
+        if privacy.unit != "person" or privacy.person is None:
+            return None
+        return training_persons(self._tables(options), preprocessing, privacy.person)
 
     def _current_file(self, options: TableOptions) -> TableFile:
         """Return the file; one that changed on disk is read again from its header on."""

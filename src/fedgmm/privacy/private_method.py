@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -130,6 +130,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
 
     base: FedGMM
     privacy: Privacy
+
+    sums_up_gradients: ClassVar[bool] = False
+    """Whether the noise of gradients is averaged over the rounds, because every round is a small step."""
 
     @property
     def training(self) -> Any:  # type: ignore[override]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -93,6 +94,8 @@ class PrivateNetworks(PrivateMixture):
     """
 
     columns: bool = True
+
+    sums_up_gradients: ClassVar[bool] = True
 
     @property
     def clip(self) -> float:

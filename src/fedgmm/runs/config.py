@@ -223,6 +223,8 @@ def config_from(
     own, given = sections.get("embedding"), sections.get("privacy")
     embedding = Embedding(**own) if own else None
     privacy = Privacy.from_record(given) if given else None
+    if privacy is not None and privacy.person not in (None, *table.left_out):
+        table = replace(table, id=(*table.id, privacy.person))  # never an input
     return RunConfig(
         files, table, training, **sections.get("run", {}), embedding=embedding, privacy=privacy
     )
