@@ -503,8 +503,25 @@ def test_a_site_with_few_rows_takes_part(six_files, tmp_path):
 
 
 def test_a_delta_that_allows_to_publish_a_row_stops_the_run(six_files, tmp_path):
+    """It is less than one over the rows of each site, but not of all together."""
     with pytest.raises(FederationError, match="delta"):
-        noised(tmp_path, usual_sites(six_files, tmp_path), privacy=replace(BUDGET, delta=0.1))
+        noised(tmp_path, usual_sites(six_files, tmp_path), privacy=replace(BUDGET, delta=0.01))
+
+
+def test_a_site_refuses_a_delta_that_allows_to_publish_its_row(six_files, tmp_path):
+    lines = []
+    with pytest.raises(FederationError, match="0 of 6 clients"):
+        federate(
+            None,
+            tmp_path,
+            sites=usual_sites(six_files, tmp_path),
+            privacy=replace(BUDGET, delta=0.1),
+            start_timeout=0.5,
+            notify=lines.append,
+            **SMALL,
+        )
+    assert any("delta=0.1" in line for line in lines)
+    assert not list((tmp_path / "sites").rglob("ledger.jsonl"))  # nothing was sent
 
 
 def test_an_owner_who_allows_less_does_not_take_part(honest, six_files, tmp_path):

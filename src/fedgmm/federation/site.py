@@ -73,6 +73,7 @@ from fedgmm.privacy.ledger import LedgerError
 from fedgmm.privacy.masks import FEWEST_SITES
 from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
 from fedgmm.privacy.private_method import ROUND, PrivateMixture
+from fedgmm.privacy.settings import PrivacyError
 from fedgmm.runs.fitting import NOT_COVERED
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
@@ -264,6 +265,7 @@ class Site:
             "share_metrics": self.settings.share_metrics,
         }
         if self._is_masked:
+            self._check_delta(request)
             self._show_plan(request.facts.get("plan"))
         elif request.facts.get("agree") and not self.settings.adapt_only:
             table = self._own_table(table_from_record(request.facts.get("table"), self.name))
@@ -299,6 +301,20 @@ class Site:
         if self.settings.adapt_only:
             self.notify("waiting for the end of the training, and its model")
         return {}, facts
+
+    def _check_delta(self, request: Message) -> None:
+        """Raise if the plan's ``delta`` allows to publish one of this site's rows as it is."""
+        privacy, agreed = self._policy.privacy, request.facts.get("table")
+        if privacy.unit != "row" or not privacy.is_noised or agreed is None:
+            return
+        table = self._own_table(table_from_record(agreed, self.name))
+        try:
+            privacy.check_units(int(self.table.summary(table, []).rows * table.split[0]))
+        except PrivacyError:
+            raise LimitError(
+                f"the server asks for delta={privacy.delta:g}, which is not less than one over the number "
+                "of this site's training rows, and so allows to publish one of them as it is."
+            ) from None
 
     def _show_plan(self, plan: Any) -> None:
         """Log what the site agrees to with its first summary."""
