@@ -293,7 +293,7 @@ def _build_model(
         names,
         classes,
         shape,
-        _scaling(tensors, math.prod(shape)),
+        _scaling(tensors, tuple(shape)),
         options,
         [dict(entry) for entry in facts["history"]],
         facts["stopped"],
@@ -434,11 +434,13 @@ def _sums_to_one(value: Tensor) -> bool:
     return value.dtype == torch.float64 and bool(((value.sum(-1) - 1).abs() < 1e-6).all())
 
 
-def _scaling(tensors: dict[str, Tensor], columns: int) -> Scaling | None:
+def _scaling(tensors: dict[str, Tensor], shape: tuple[int, ...]) -> Scaling | None:
     if "scaling/mean" not in tensors:
         return None
     mean, scale = tensors["scaling/mean"], tensors["scaling/scale"]
-    _require(mean.shape == scale.shape == (columns,), "scaling")
+    # of flattened inputs, or of pixels
+    fits = tuple(mean.shape) in ((math.prod(shape),), shape) and mean.shape == scale.shape
+    _require(fits, "scaling")
     _require(bool(torch.isfinite(mean).all()) and bool((scale > 0).all()), "scaling")
     return Scaling(mean, scale)
 
