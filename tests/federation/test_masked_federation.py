@@ -212,6 +212,21 @@ def test_the_total_is_that_of_all_rows(six_files, tmp_path, finished):
         assert ours.scale == pytest.approx(theirs.scale, abs=1e-6)
 
 
+def test_values_outside_the_declared_bounds_are_clipped_before_masks(six_files, tmp_path, finished):
+    """A typing error at one site would spoil every sum, and masks would hide whose it is."""
+    shared = []
+    for age in ("1e9", "110"):  # the declared bound of age
+        header, first, *rest = six_files[0].read_text().splitlines()
+        changed = tmp_path / age / "site_0.csv"
+        changed.parent.mkdir()
+        first = ",".join([age, *first.split(",")[1:]])
+        changed.write_text("\n".join([header, first, *rest]) + "\n")
+        masked([changed, *six_files[1:]], tmp_path / f"run {age}", rounds=2)
+        shared.append(broadcast(finished[-1]))
+    for name, value in shared[0].items():
+        np.testing.assert_allclose(value, shared[1][name], atol=1e-9, err_msg=name)
+
+
 def test_sites_commit_to_their_vectors(six_files, tmp_path):
     """The server keeps signed hashes; a site can open its own, and no other vector fits."""
     masked(six_files, tmp_path, rounds=1)

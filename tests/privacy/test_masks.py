@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -389,12 +390,26 @@ def test_fewer_sites_than_the_owner_wants_are_refused():
 
 def test_sizes_of_sparse_graphs():
     k, t = graph_sizes(1000)
-    assert (k, t) == (162, 118)
+    assert (k, t) == (214, 163)
     # 20 % of 1000 sites collude: too few among the holders of any site for two sets of survivors
     draws = np.random.default_rng(0).hypergeometric(200, 799, k, size=100_000)
     assert draws.max() < 2 * t - (k + 1)
     assert graph_sizes(100) == (99, 67)
     assert fewest_survivors(6) == 4
+
+
+@pytest.mark.parametrize("sites", [101, 200, 500, 1000])
+def test_no_number_of_seeds_finds_a_weak_graph(sites):
+    """A server that chooses among 2^60 graphs has a chance below 2^-40 of two sets of survivors."""
+    k, t = graph_sizes(sites)
+    needed = 2 * t - (k + 1)
+    colluding, others = -(-sites // 5), sites - 1
+    ways = sum(
+        math.comb(colluding, bad) * math.comb(others - colluding, k - bad)
+        for bad in range(needed, min(k, colluding) + 1)
+    )
+    # exact, in whole numbers: tries · sites · P(a site has so many colluding neighbours) ≤ 2^-40
+    assert 2**60 * sites * ways * 2**40 <= math.comb(others, k)
 
 
 def test_a_sparse_graph_is_regular_and_symmetric():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -215,6 +215,8 @@ class Site:
                         planned_release(job, request)
                 self._policy.check(request)
                 self._check_masks(request)
+                if self._is_masked and isinstance(self._policy.privacy.bounds, Mapping):
+                    self.table.bounds = self._policy.privacy.bounds
                 arrays, facts = handlers[request.kind](request)
             if request.kind == "model":  # takes the lock itself
                 open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)

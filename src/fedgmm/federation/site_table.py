@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from fedgmm.data.dataset import FederatedDataset
@@ -29,6 +31,8 @@ class SiteTable:
         notify: called with a line before each step.
         categorical: columns whose texts the site sends even if they look like names. The server cannot
             ask for that.
+        bounds: declared smallest and largest values of number columns, to which they are clipped, so that
+            no value of this table can spoil a sum under masks.
     """
 
     path: Path
@@ -36,6 +40,7 @@ class SiteTable:
     name: str
     notify: Notify
     categorical: tuple[str, ...] = ()
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     _loaded: tuple[TableOptions, Preprocessing, FederatedDataset, Tables] | None = field(
         default=None, repr=False
     )
@@ -125,9 +130,13 @@ class SiteTable:
         return file
 
     def _tables(self, options: TableOptions) -> Tables:
-        return summarise_files(
-            [ClientsFile(self._current_file(options), options, self.categorical)], options
-        )
+        own = ClientsFile(self._current_file(options), options, self.categorical)
+        for name, (low, high) in self.bounds.items():
+            values = own.file.columns.get(name)
+            if values is not None and values.kind == "number" and values.numbers is not None:
+                clipped = replace(values, numbers=np.clip(values.numbers, low, high))
+                own.file.columns[name] = clipped.on_disk()
+        return summarise_files([own], options)
 
 
 def public_reason(error: Exception) -> str:

@@ -83,7 +83,8 @@ _SECRETS = 3  # the mask key, the seed b_u and the lock
 BUNDLE_BYTES = _SECRETS * SHARE_BYTES + _TAG
 
 _COLLUDING, _DROPPING = 0.2, 0.1  # shares of sites that a sparse graph tolerates
-_SECURITY_BITS, _FAILURE_BITS = 40, 30
+_FAILURE_BITS = 30
+_SECURITY_BITS = 100  # 40, after a server has tried 2^60 seeds of a graph to find a weak one
 
 
 class MaskError(ValueError):
@@ -104,8 +105,9 @@ def graph_sizes(sites: int) -> tuple[int, int]:
     A site and its ``k`` neighbours hold the shares of its secrets. With a complete graph a third of the
     sites may drop. A server that names two sets of survivors needs ``t`` holders for each, so
     ``2t - (k + 1)`` of them must collude with it. In a sparse graph, with 20 % colluding sites, no site has
-    so many of them, except with probability ``2^-40``; with 10 % dropped sites the threshold is reached,
-    except with probability ``2^-30``.
+    so many of them, except with probability ``2^-100``. The seed of the graph depends on numbers that the
+    server and colluding sites choose, so the probability is small enough for any number of seeds that they
+    can try. With 10 % dropped sites the threshold is reached, except with probability ``2^-30``.
     """
     if sites <= LARGEST_COMPLETE:
         return sites - 1, fewest_survivors(sites)
