@@ -215,7 +215,7 @@ def test_the_total_is_that_of_all_rows(six_files, tmp_path, finished):
 def test_values_outside_the_declared_bounds_are_clipped_before_masks(six_files, tmp_path, finished):
     """A typing error at one site would spoil every sum, and masks would hide whose it is."""
     shared = []
-    for age in ("1e9", "110"):  # the declared bound of age
+    for age in ("1e9", "120"):  # the declared bound of age
         header, first, *rest = six_files[0].read_text().splitlines()
         changed = tmp_path / age / "site_0.csv"
         changed.parent.mkdir()

@@ -190,8 +190,11 @@ def files_with_patients(tmp_path_factory):
         ("row", {"learner": "mlp"}),
         ("person", {"learner": "mlp", "algorithm": "fedem"}),
         ("client", {"learner": "mlp", "algorithm": "fedavg"}),
+        ("client", {"algorithm": "fedem"}),
+        ("row", {"algorithm": "fedavg"}),
+        ("row", {"algorithm": "gmm", "label": None}),
     ],
-    ids=lambda one: one if isinstance(one, str) else "-".join(one.values()) or "linear",
+    ids=lambda one: one if isinstance(one, str) else "-".join(map(str, one.values())) or "linear",
 )
 def test_without_noise_it_is_the_run_of_one_process(
     files_with_patients, tmp_path, monkeypatch, unit, options
@@ -208,8 +211,12 @@ def test_without_noise_it_is_the_run_of_one_process(
     monkeypatch.setattr(private, "noise_share", lambda sigma, sites, _: sigma / np.sqrt(sites))
     monkeypatch.setattr(in_process, "noisy", lambda total, *_: total)
     budget = replace(BUDGET, unit=unit, person="patient", delta=1e-3)
+    table = {"id": ("patient",)}
+    if options.get("algorithm") == "gmm":
+        table["ignore"] = ("state",)
+        budget = replace(budget, categories={"ward": DECLARED["categories"]["ward"]})
     sites = usual_sites(files_with_patients, tmp_path)
-    noised(tmp_path, sites, privacy=budget, table={"id": ("patient",)}, **options)
+    noised(tmp_path, sites, privacy=budget, table=table, **options)
     federated, job = load(tmp_path / "server" / "model"), jobs[0]
     assert federated.privacy["unit"] == unit
     own = ledger(tmp_path)
