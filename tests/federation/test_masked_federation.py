@@ -18,8 +18,9 @@ from fedgmm.federation.server import FederationError, _Server, check_start
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site import Site, SiteError
 from fedgmm.methods.gmm import FederatedGMM
-from fedgmm.privacy.masks import MaskError, is_committed
+from fedgmm.privacy.masks import is_committed
 from fedgmm.privacy.settings import Privacy, PrivacyError
+from fedgmm.privacy.site_sets import MaskError
 from in_memory_sites import (
     InMemorySites,
     Killed,

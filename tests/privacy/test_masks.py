@@ -6,13 +6,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from fedgmm.privacy.masks import (
-    MaskedSite,
+from fedgmm.privacy import mask_server, masks, site_sets
+from fedgmm.privacy.masks import MaskedSite, Roster, _Session
+from fedgmm.privacy.site_sets import (
     MaskError,
     Released,
-    Roster,
     TooFewSitesError,
-    _Session,
     fewest_survivors,
     graph_sizes,
     neighbours_of,
@@ -85,11 +84,9 @@ def test_a_third_of_the_sites_may_drop_in_any_phase():
 
 @pytest.mark.parametrize("left_out", ["pair", "own"])
 def test_leaving_out_one_pad_makes_the_sum_wrong(monkeypatch, left_out):
-    from fedgmm.privacy import masks
-
     federation, vectors = Federation(4).join(), random_vectors(4)
     server = federation.shared()
-    name = f"_{left_out}_pad".replace("own", "seed")
+    name = f"{left_out}_pad".replace("own", "seed")
     whole, calls = getattr(masks, name), []
 
     def without_the_first(*arguments):
@@ -279,8 +276,6 @@ def test_a_new_list_of_sites_ends_the_sums_of_the_old_one():
 
 def test_two_sites_never_use_one_key_and_nonce_for_different_shares(monkeypatch):
     """Also if the server lists the sites in another order at each of them."""
-    from fedgmm.privacy import masks
-
     used = set()
 
     class Spy:
@@ -421,9 +416,8 @@ def test_a_sparse_graph_is_regular_and_symmetric():
 
 
 def test_sums_of_a_sparse_graph_are_exact(monkeypatch):
-    from fedgmm.privacy import masks
-
-    monkeypatch.setattr(masks, "graph_sizes", lambda sites: (6, 4))
+    for module in (site_sets, masks, mask_server):
+        monkeypatch.setattr(module, "graph_sizes", lambda sites: (6, 4))
     federation, vectors = Federation(12).join(), random_vectors(12)
     server = federation.shared(silent={3})
     federation.masked(server, vectors, dropped={7})

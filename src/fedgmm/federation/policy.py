@@ -29,8 +29,8 @@ from fedgmm.federation.messages import Message, MessageError, one_line
 from fedgmm.files import naming, private_folder, write_atomically
 from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
-from fedgmm.privacy.masks import Released
 from fedgmm.privacy.settings import Privacy
+from fedgmm.privacy.site_sets import Released
 
 TRAINING_REQUESTS = (
     "covariance",

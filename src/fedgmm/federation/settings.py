@@ -20,8 +20,8 @@ from fedgmm.core.checks import (
     one_of,
 )
 from fedgmm.federation.messages import LARGEST_MESSAGE
-from fedgmm.privacy.masks import FEWEST_SITES
 from fedgmm.privacy.settings import Privacy
+from fedgmm.privacy.site_sets import FEWEST_SITES
 from fedgmm.training.private import private_rounds
 from fedgmm.wording import counted
 

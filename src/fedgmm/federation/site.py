@@ -70,10 +70,10 @@ from fedgmm.privacy.accounting import Release
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
 from fedgmm.privacy.fixed_point import Elements, to_fixed
 from fedgmm.privacy.ledger import LedgerError
-from fedgmm.privacy.masks import FEWEST_SITES
 from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
 from fedgmm.privacy.private_method import ROUND, PrivateMixture
 from fedgmm.privacy.settings import PrivacyError
+from fedgmm.privacy.site_sets import FEWEST_SITES
 from fedgmm.runs.fitting import NOT_COVERED
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
