@@ -28,8 +28,8 @@ that they did not sign. The shares of an ``unmask`` reply are locked: they open 
 sites replied about the same senders and survivors, so a server that names different survivors to different
 sites learns nothing. A site replies about one set of survivors per purpose, such as ``round 3``, for good.
 
-Here is the half of a site; :mod:`fedgmm.privacy.mask_server` has that of the server. Neither sends anything:
-a transport carries their arrays.
+Here is the half of a site; :mod:`fedgmm.privacy.mask_server` has that of the server. Neither sends
+anything: a transport carries their arrays.
 """
 
 from __future__ import annotations
