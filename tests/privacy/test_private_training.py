@@ -14,7 +14,7 @@ from torch import nn
 from fedgmm import FederatedDataset, Privacy, load, train
 from fedgmm.data.synthetic import synthetic
 from fedgmm.privacy.accounting import compose, epsilon_of
-from fedgmm.privacy.ledger import LEDGER, Ledger, LedgerError
+from fedgmm.privacy.ledger import LEDGER, RUN_WITNESS, Ledger, LedgerError
 from fedgmm.privacy.settings import PrivacyError
 from fedgmm.training.private import Account
 
@@ -246,6 +246,18 @@ def test_a_release_that_was_lost_is_counted(federation, tmp_path, monkeypatch):
     assert len(mus) == 7
     assert model.privacy["releases"] == 7
     assert epsilon_of(compose(mus), LOOSE.delta) <= 200.0 * (1 + 1e-9)
+
+
+def test_a_lost_ledger_counts_the_releases_of_the_checkpoint(federation, tmp_path):
+    """As if the run had been started by a version without a ledger."""
+    file = tmp_path / "run.safetensors"
+    options = {"components": 2, "learners": 2, "privacy": LOOSE, "checkpoint": file}
+    train(federation.dataset, until=1, **options)
+    for name in (LEDGER, RUN_WITNESS):
+        (tmp_path / name).unlink()
+    model = train(federation.dataset, **options)
+    assert len(mus_in(tmp_path)) == 3  # one for all before, and two rounds
+    assert model.privacy["spent"] == pytest.approx(200.0, rel=1e-6)
 
 
 def test_a_deleted_checkpoint_does_not_renew_the_budget(federation, tmp_path):

@@ -38,6 +38,7 @@ from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
 _CLIP = 1.0  # length of a row's gradient, if the options name none
 _MOMENTUM = 0.9
+_LARGEST_LOGIT = 1e4
 _NUMBERS = 8_000_000  # in the gradients of a block of rows
 
 
@@ -145,6 +146,8 @@ class PrivateNetworks(PrivateMixture):
         n = len(rows.labels)
         each = {k: v.expand(n, *v.shape).requires_grad_() for k, v in shared.learners.items()}
         logits = self.training.net.logits(each, self._seen(shared, rows.inputs)[:, None])[:, 0]
+        # every sum stays finite and bounded, with any parameters that a client may receive
+        logits = logits.nan_to_num().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
         evaluated = _Evaluated(shared.gaussians, shared.weights, {}, logits.detach())
         sums = round_sums(
             shared.coordinates, evaluated, rows, density=self.base.density, centred=self.centred
@@ -153,7 +156,7 @@ class PrivateNetworks(PrivateMixture):
         q, _ = responsibilities(self._log_joint(shared, rows.inputs, log_y.detach()).flatten(1))
         of_learner = q.reshape(n, -1, self.base.learners).sum(1)
         gradients = torch.autograd.grad(-(of_learner * log_y).sum(), list(each.values()))
-        flat = torch.cat([one.flatten(1) for one in gradients], 1)
+        flat = torch.cat([one.flatten(1) for one in gradients], 1).nan_to_num()
         sums["gradient"] = rows.weights @ clip_rows(flat, self.clip * (1.0 - 1e-12))
         return sums
 
