@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from fedgmm.privacy.masks import Aggregation, MaskedSite, Roster, graph_sizes
+from fedgmm.privacy.mask_server import Aggregation
+from fedgmm.privacy.masks import MaskedSite, Roster
+from fedgmm.privacy.site_sets import graph_sizes
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import copy
 
 import numpy as np
 
-from fedgmm.privacy.masks import Aggregation, MaskedSite, Roster
+from fedgmm.privacy.mask_server import Aggregation
+from fedgmm.privacy.masks import MaskedSite, Roster
 
 
 class Federation:

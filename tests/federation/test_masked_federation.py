@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedgmm import load
 from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.federation.declared import DeclaredColumns
@@ -17,8 +18,9 @@ from fedgmm.federation.server import FederationError, _Server, check_start
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site import Site, SiteError
 from fedgmm.methods.gmm import FederatedGMM
-from fedgmm.privacy.masks import MaskError, is_committed
+from fedgmm.privacy.masks import is_committed
 from fedgmm.privacy.settings import Privacy, PrivacyError
+from fedgmm.privacy.site_sets import MaskError
 from in_memory_sites import (
     InMemorySites,
     Killed,
@@ -77,6 +79,16 @@ def broadcast(training):
     }
 
 
+def learners_at_home(home):
+    """Return the learners of all sites' models."""
+    return {
+        f"{folder.name} {name}": value.double().numpy()
+        for folder in (home / "sites").iterdir()
+        for name, value in load(folder / "model").prediction.learners.items()
+    }
+
+
+UNLABELLED = Privacy(secure_aggregation=True, bounds=DECLARED["bounds"])
 SUMMED = [
     {"algorithm": "fedgmm"},
     {"algorithm": "fedgmm", "aggregation": "paper"},
@@ -88,6 +100,14 @@ SUMMED = [
     {"algorithm": "fedprox", "proximal": 0.1},
     {"algorithm": "fedavg+"},
     {"algorithm": "pfedme"},
+    {"algorithm": "local"},
+    {
+        "algorithm": "gmm",
+        "label": None,
+        "learners": 1,
+        "table": {"ignore": ("state", "ward")},
+        "privacy": UNLABELLED,
+    },
 ]
 
 
@@ -95,9 +115,10 @@ SUMMED = [
     "options",
     [
         {"algorithm": "fedgmm", "rounds": 2},
+        *({**one, "rounds": 3} for one in SUMMED[-2:]),
         *(pytest.param({**one, "rounds": 20}, marks=pytest.mark.slow) for one in SUMMED),
     ],
-    ids=lambda one: " ".join(map(str, one.values())),
+    ids=lambda one: " ".join(str(one[name]) for name in one if name not in ("privacy", "table")),
 )
 def test_masked_and_plain_runs_are_equal(six_files, tmp_path, finished, monkeypatch, options):
     starts, whole = [], FederatedGMM.start
@@ -111,19 +132,23 @@ def test_masked_and_plain_runs_are_equal(six_files, tmp_path, finished, monkeypa
         FederatedGMM, "start", start
     )  # the plain run starts where the masked one did
     masked(six_files, tmp_path / "masked", **options)
-    federate(six_files, tmp_path / "plain", **{**SMALL, **options})
-    under_masks, plain = map(broadcast, finished)
+    plain_options = {name: value for name, value in options.items() if name != "privacy"}
+    federate(six_files, tmp_path / "plain", **{**SMALL, **plain_options})
+    if options["algorithm"] == "local":  # nothing is shared, but the preprocessing
+        under_masks, plain = (learners_at_home(tmp_path / home) for home in ("masked", "plain"))
+    else:
+        under_masks, plain = map(broadcast, finished)
+    assert plain
     for name, value in plain.items():
         np.testing.assert_allclose(under_masks[name], value, atol=1e-6, err_msg=name)
 
 
 def test_a_federated_mixture_without_labels(six_files, tmp_path, finished):
-    unlabelled = Privacy(secure_aggregation=True, bounds=DECLARED["bounds"])
     masked(
         six_files,
         tmp_path,
         label=None,
-        privacy=unlabelled,
+        privacy=UNLABELLED,
         algorithm="gmm",
         rounds=2,
         learners=1,
@@ -186,6 +211,21 @@ def test_the_total_is_that_of_all_rows(six_files, tmp_path, finished):
         assert (ours.name, ours.categories) == (theirs.name, theirs.categories)
         assert ours.mean == pytest.approx(theirs.mean, abs=1e-6)
         assert ours.scale == pytest.approx(theirs.scale, abs=1e-6)
+
+
+def test_values_outside_the_declared_bounds_are_clipped_before_masks(six_files, tmp_path, finished):
+    """A typing error at one site would spoil every sum, and masks would hide whose it is."""
+    shared = []
+    for age in ("1e9", "120"):  # the declared bound of age
+        header, first, *rest = six_files[0].read_text().splitlines()
+        changed = tmp_path / age / "site_0.csv"
+        changed.parent.mkdir()
+        first = ",".join([age, *first.split(",")[1:]])
+        changed.write_text("\n".join([header, first, *rest]) + "\n")
+        masked([changed, *six_files[1:]], tmp_path / f"run {age}", rounds=2)
+        shared.append(broadcast(finished[-1]))
+    for name, value in shared[0].items():
+        np.testing.assert_allclose(value, shared[1][name], atol=1e-9, err_msg=name)
 
 
 def test_sites_commit_to_their_vectors(six_files, tmp_path):

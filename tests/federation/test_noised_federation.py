@@ -10,6 +10,7 @@ from scipy.stats import kstest
 
 from fedgmm import fit, load, train
 from fedgmm.data.tables.loading import read_tables
+from fedgmm.data.tables.persons import training_persons
 from fedgmm.federation import private, site
 from fedgmm.federation.masking import noise_share
 from fedgmm.federation.messages import Message
@@ -166,22 +167,84 @@ def test_accuracy_is_that_of_one_process(tmp_path):
     assert np.mean(own) == pytest.approx(alone.metrics["test"]["mean_accuracy"], abs=0.05)
 
 
-def test_without_noise_it_is_the_run_of_one_process(six_files, tmp_path, honest, monkeypatch):
+@pytest.fixture(scope="module")
+def files_with_patients(tmp_path_factory):
+    """Six tables in which patients have several rows; none is at two sites."""
+    folder = tmp_path_factory.mktemp("patients")
+    files = []
+    for u in range(SITES):
+        rng = np.random.default_rng(u)
+        rows = draw_rows(rng, 50 + 5 * u, turned=u % 2 == 1)
+        people = np.sort(rng.integers(0, 15, len(rows)))
+        rows = [{**row, "patient": f"{u}-{who}"} for row, who in zip(rows, people, strict=True)]
+        files.append(write_csv(folder / f"site_{u}.csv", rows))
+    return files
+
+
+@pytest.mark.parametrize(
+    ("unit", "options"),
+    [
+        ("row", {}),
+        ("person", {}),
+        ("client", {}),
+        ("row", {"learner": "mlp"}),
+        ("person", {"learner": "mlp", "algorithm": "fedem"}),
+        ("client", {"learner": "mlp", "algorithm": "fedavg"}),
+        ("client", {"algorithm": "fedem"}),
+        ("row", {"algorithm": "fedavg"}),
+        ("row", {"algorithm": "gmm", "label": None}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "-".join(map(str, one.values())) or "linear",
+)
+def test_without_noise_it_is_the_run_of_one_process(
+    files_with_patients, tmp_path, monkeypatch, unit, options
+):
     """Noise is switched off in both, and counts as large as in one process."""
+    jobs, whole = [], PrivateTraining.accepted
+
+    def accepted(training, number, info):
+        jobs.append(training.job)
+        return whole(training, number, info)
+
+    monkeypatch.setattr(PrivateTraining, "accepted", accepted)
     monkeypatch.setattr(site, "noise_elements", lambda count, *_: np.zeros(count, dtype=np.uint64))
     monkeypatch.setattr(private, "noise_share", lambda sigma, sites, _: sigma / np.sqrt(sites))
     monkeypatch.setattr(in_process, "noisy", lambda total, *_: total)
-    noised(tmp_path, usual_sites(six_files, tmp_path))
-    federated = load(tmp_path / "server" / "model")
-    job = honest.training.job
-    dataset = read_tables(six_files, job.table).load(job.preprocessing)
-    alone = train(dataset, options=job.options, privacy=replace(BUDGET, bounds=(-1.0, 1.0)))
-    for ours, theirs in (
-        (federated.prediction.gaussians.means, alone.prediction.gaussians.means),
-        (federated.prediction.weights, alone.prediction.weights),
-        (federated.prediction.learners["0.weight"], alone.prediction.learners["0.weight"]),
-    ):
+    budget = replace(BUDGET, unit=unit, person="patient", delta=1e-3)
+    table = {"id": ("patient",)}
+    if options.get("algorithm") == "gmm":
+        table["ignore"] = ("state",)
+        budget = replace(budget, categories={"ward": DECLARED["categories"]["ward"]})
+    sites = usual_sites(files_with_patients, tmp_path)
+    noised(tmp_path, sites, privacy=budget, table=table, **options)
+    federated, job = load(tmp_path / "server" / "model"), jobs[0]
+    assert federated.privacy["unit"] == unit
+    own = ledger(tmp_path)
+    assert {one.unit for one in own.entries()} == {unit}
+    assert own.spent(unit, budget.delta) == pytest.approx(50.0)
+    tables = read_tables(files_with_patients, job.table)
+    persons = training_persons(tables, job.preprocessing, "patient")
+    dataset = replace(tables.load(job.preprocessing), persons=persons)
+    alone = train(dataset, options=job.options, privacy=replace(budget, bounds=(-1.0, 1.0)))
+    learners = federated.prediction.learners
+    pairs = [(learners[name], alone.prediction.learners[name]) for name in learners]
+    pairs.append((federated.prediction.weights, alone.prediction.weights))
+    if federated.prediction.gaussians is not None:
+        pairs.append((federated.prediction.gaussians.means, alone.prediction.gaussians.means))
+    for ours, theirs in pairs:
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), atol=1e-4)
+
+
+def test_a_site_without_the_person_of_a_row_sends_a_code(files_with_patients, tmp_path):
+    text = files_with_patients[0].read_text().replace(",0-3", ",")
+    odd = tmp_path / "odd.csv"
+    odd.write_text(text)
+    sites = usual_sites([odd, *files_with_patients[1:]], tmp_path)
+    budget = replace(BUDGET, unit="person", person="patient", rounds=1, delta=1e-3)
+    options = {"table": {"id": ("patient",)}, "min_clients": 3}
+    lines = noised(tmp_path, sites, privacy=budget, **options)
+    assert any("odd" in line and "table" in line for line in lines)
+    assert not (tmp_path / "sites/odd/ledger.jsonl").exists()
 
 
 # ---------------------------------------------------------------------- a dishonest server
@@ -279,7 +342,7 @@ def histogram_noise(six_files, tmp_path, monkeypatch):
 
     def draw(dropped):
         exact, found = [], {}
-        vector_of, whole = site.vector_of, PrivateTraining._release
+        vector_of, whole = site.vector_of, PrivateTraining.release
 
         def record(method, name, *rest):
             vector = vector_of(method, name, *rest)
@@ -298,7 +361,7 @@ def histogram_noise(six_files, tmp_path, monkeypatch):
             return noisy
 
         monkeypatch.setattr(site, "vector_of", record)
-        monkeypatch.setattr(PrivateTraining, "_release", release)
+        monkeypatch.setattr(PrivateTraining, "release", release)
         sites = usual_sites(six_files, tmp_path)
 
         def die(number, requests):
@@ -421,11 +484,12 @@ def test_lost_noise_is_not_drawn_again(six_files, tmp_path, monkeypatch):
     ("privacy", "options", "reason"),
     [
         ({"secure_aggregation": False}, {}, "secure_aggregation"),
-        ({"unit": "client"}, {}, "one process"),
-        ({"unit": "person"}, {}, "one process"),
+        ({"unit": "person"}, {}, "person"),
+        ({"unit": "person", "person": "age"}, {}, "person"),
         ({"tolerated": 4}, {}, "collude"),
-        ({}, {"learner": "mlp"}, "linear"),
         ({}, {"algorithm": "fedprox"}, "fedprox"),
+        ({}, {"algorithm": "clustered"}, "clustered"),
+        ({"bounds": (0, 1)}, {}, "name the columns"),
         ({}, {"patience": 2}, "patience"),
         ({}, {"warmup": 1}, "warmup"),
     ],
@@ -446,8 +510,25 @@ def test_a_site_with_few_rows_takes_part(six_files, tmp_path):
 
 
 def test_a_delta_that_allows_to_publish_a_row_stops_the_run(six_files, tmp_path):
+    """It is less than one over the rows of each site, but not of all together."""
     with pytest.raises(FederationError, match="delta"):
-        noised(tmp_path, usual_sites(six_files, tmp_path), privacy=replace(BUDGET, delta=0.1))
+        noised(tmp_path, usual_sites(six_files, tmp_path), privacy=replace(BUDGET, delta=0.01))
+
+
+def test_a_site_refuses_a_delta_that_allows_to_publish_its_row(six_files, tmp_path):
+    lines = []
+    with pytest.raises(FederationError, match="0 of 6 clients"):
+        federate(
+            None,
+            tmp_path,
+            sites=usual_sites(six_files, tmp_path),
+            privacy=replace(BUDGET, delta=0.1),
+            start_timeout=0.5,
+            notify=lines.append,
+            **SMALL,
+        )
+    assert any("delta=0.1" in line for line in lines)
+    assert not list((tmp_path / "sites").rglob("ledger.jsonl"))  # nothing was sent
 
 
 def test_an_owner_who_allows_less_does_not_take_part(honest, six_files, tmp_path):

@@ -44,8 +44,7 @@ def release_of(rows, budget):
         weights = unit_weights(budget, data.train.codes, None)
         clients = PrivateClients(data.train, budget, Account(budget), weights)
         shared = method.blank(x.shape[1])
-        sums = clients._release(method, "columns", shared, 0)
-        again = clients._release(method, "columns", shared, 1)
+        sums, again = (clients.release(method, shared, 0) for _ in range(2))
         mu = math.hypot(*clients.account.mus)
         values = [layout.vector(one) for one in (sums, again)]
         return np.concatenate([v * m for v, m in zip(values, clients.account.mus, strict=True)]), mu

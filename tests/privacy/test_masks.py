@@ -1,17 +1,17 @@
 import itertools
+import math
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from fedgmm.privacy.masks import (
-    MaskedSite,
+from fedgmm.privacy import mask_server, masks, site_sets
+from fedgmm.privacy.masks import MaskedSite, Roster, _Session
+from fedgmm.privacy.site_sets import (
     MaskError,
     Released,
-    Roster,
     TooFewSitesError,
-    _Session,
     fewest_survivors,
     graph_sizes,
     neighbours_of,
@@ -84,11 +84,9 @@ def test_a_third_of_the_sites_may_drop_in_any_phase():
 
 @pytest.mark.parametrize("left_out", ["pair", "own"])
 def test_leaving_out_one_pad_makes_the_sum_wrong(monkeypatch, left_out):
-    from fedgmm.privacy import masks
-
     federation, vectors = Federation(4).join(), random_vectors(4)
     server = federation.shared()
-    name = f"_{left_out}_pad".replace("own", "seed")
+    name = f"{left_out}_pad".replace("own", "seed")
     whole, calls = getattr(masks, name), []
 
     def without_the_first(*arguments):
@@ -278,8 +276,6 @@ def test_a_new_list_of_sites_ends_the_sums_of_the_old_one():
 
 def test_two_sites_never_use_one_key_and_nonce_for_different_shares(monkeypatch):
     """Also if the server lists the sites in another order at each of them."""
-    from fedgmm.privacy import masks
-
     used = set()
 
     class Spy:
@@ -389,12 +385,26 @@ def test_fewer_sites_than_the_owner_wants_are_refused():
 
 def test_sizes_of_sparse_graphs():
     k, t = graph_sizes(1000)
-    assert (k, t) == (162, 118)
+    assert (k, t) == (214, 163)
     # 20 % of 1000 sites collude: too few among the holders of any site for two sets of survivors
     draws = np.random.default_rng(0).hypergeometric(200, 799, k, size=100_000)
     assert draws.max() < 2 * t - (k + 1)
     assert graph_sizes(100) == (99, 67)
     assert fewest_survivors(6) == 4
+
+
+@pytest.mark.parametrize("sites", [101, 200, 500, 1000])
+def test_no_number_of_seeds_finds_a_weak_graph(sites):
+    """A server that chooses among 2^60 graphs has a chance below 2^-40 of two sets of survivors."""
+    k, t = graph_sizes(sites)
+    needed = 2 * t - (k + 1)
+    colluding, others = -(-sites // 5), sites - 1
+    ways = sum(
+        math.comb(colluding, bad) * math.comb(others - colluding, k - bad)
+        for bad in range(needed, min(k, colluding) + 1)
+    )
+    # exact, in whole numbers: tries · sites · P(a site has so many colluding neighbours) ≤ 2^-40
+    assert 2**60 * sites * ways * 2**40 <= math.comb(others, k)
 
 
 def test_a_sparse_graph_is_regular_and_symmetric():
@@ -406,9 +416,8 @@ def test_a_sparse_graph_is_regular_and_symmetric():
 
 
 def test_sums_of_a_sparse_graph_are_exact(monkeypatch):
-    from fedgmm.privacy import masks
-
-    monkeypatch.setattr(masks, "graph_sizes", lambda sites: (6, 4))
+    for module in (site_sets, masks, mask_server):
+        monkeypatch.setattr(module, "graph_sizes", lambda sites: (6, 4))
     federation, vectors = Federation(12).join(), random_vectors(12)
     server = federation.shared(silent={3})
     federation.masked(server, vectors, dropped={7})

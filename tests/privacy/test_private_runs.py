@@ -6,11 +6,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fedgmm import Privacy, fit, load, open_run
 from fedgmm.cli import app
 from fedgmm.data.tables.agreement import declared
+from fedgmm.data.tables.loading import read_tables
+from fedgmm.data.tables.persons import training_persons
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.privacy.settings import PrivacyError
 from fedgmm.runs.config import config_from, read_config
@@ -78,6 +81,71 @@ def test_the_command_takes_a_budget(files, tmp_path):
     result = CliRunner().invoke(app, [*command, *options, *more])
     assert result.exit_code == 0, result.output
     assert open_run(tmp_path / "run").model.privacy["releases"] == 3
+
+
+@pytest.fixture(scope="module")
+def visits(tmp_path_factory):
+    """Two sites, patients with one to many visits, one of them at both sites; all ages differ."""
+    folder = tmp_path_factory.mktemp("visits")
+    rng = np.random.default_rng(0)
+    ages = rng.permutation(400) / 4
+    for number, site in enumerate(("oslo", "bergen")):
+        age, patient = ages[number::2], rng.integers(0, 15, 200)
+        names = np.where(patient == 3, "both", [f"{site}{one}" for one in patient])
+        lines = [
+            f"{n},{a:.2f},{'yes' if a > 50 else 'no'}" for n, a in zip(names, age, strict=True)
+        ]
+        text = "\n".join(["patient,age,sick", *lines]) + "\n"
+        (folder / f"{number}_{site}.csv").write_text(text)
+    return folder
+
+
+def test_persons_of_files(visits, tmp_path):
+    """The command names the person's column, whose rows count as one unit and which is no input."""
+    command = ["fit", str(visits / "*.csv"), "--label", "sick", "--out", str(tmp_path / "run")]
+    budget = ["--epsilon", "100", "--delta", "1e-3", "--unit", "person", "--bounds", "0:110"]
+    more = ["--person-column", "patient", "--categories", "sick=no,yes", "--rounds", "1"]
+    sizes = ["--components", "1", "--learners", "1"]
+    result = CliRunner().invoke(app, [*command, *budget, *more, *sizes])
+    assert result.exit_code == 0, result.output
+    run = open_run(tmp_path / "run")
+    assert run.preprocessing.feature_names == ("age",)
+    assert "per person" in run.model.budget
+    printed = CliRunner().invoke(app, ["ledger", str(tmp_path / "run"), "--delta", "1e-3"])
+    assert "person" in printed.output
+    assert "100" in printed.output
+
+
+def test_rows_belong_to_the_persons_of_the_files(visits):
+    privacy = {"sick": ("no", "yes")}
+    options = TableOptions("sick", id=("patient",))
+    tables = read_tables([str(visits / "*.csv")], options)
+    preprocessing = declared(["patient", "age", "sick"], options, (0, 110), privacy)
+    persons = training_persons(tables, preprocessing, "patient")
+    dataset = tables.load(preprocessing)
+    assert len(persons) == len(dataset.train)
+    lines = [line.split(",") for file in sorted(visits.iterdir()) for line in file.open()]
+    by_age = {float(age): name for name, age, _ in lines if age != "age"}
+    ages = [round(4 * (55 + 55 * float(x))) / 4 for x in dataset.train.inputs[:, 0]]
+    pairs = {(int(person), by_age[age]) for person, age in zip(persons, ages, strict=True)}
+    assert len(pairs) == len(torch.unique(persons)) == len({name for _, name in pairs})
+    assert "both" in {name for _, name in pairs}
+
+
+@pytest.mark.parametrize("header", ["name,age,sick", "patient,age,sick"])
+def test_a_row_without_a_person_is_refused(tmp_path, header):
+    lines = [f",{age},{'yes' if age > 50 else 'no'}" for age in range(100)]
+    (tmp_path / "oslo.csv").write_text("\n".join([header, *lines]))
+    privacy = Privacy(
+        epsilon=1.0,
+        delta=1e-3,
+        unit="person",
+        person="patient",
+        bounds=(0, 110),
+        categories={"sick": ("no", "yes")},
+    )
+    with pytest.raises(ValueError, match="person"):
+        fit(str(tmp_path / "oslo.csv"), "sick", tmp_path / "run", privacy=privacy)
 
 
 @pytest.mark.parametrize(

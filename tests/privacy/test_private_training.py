@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch import nn
 
 from fedgmm import FederatedDataset, Privacy, load, train
 from fedgmm.data.synthetic import synthetic
 from fedgmm.privacy.accounting import compose, epsilon_of
+from fedgmm.privacy.ledger import LEDGER, RUN_WITNESS, Ledger, LedgerError
 from fedgmm.privacy.settings import PrivacyError
-from fedgmm.training.private import Account, account_file
+from fedgmm.training.private import Account
 
 LOOSE = Privacy(epsilon=200.0, delta=1e-5, bounds=(-6, 6), rounds=3)
 
@@ -74,14 +76,31 @@ def test_a_public_model_holds_nothing_that_rows_decide_without_noise(federation,
 
 
 def test_an_account_survives_a_line_that_was_cut_off(tmp_path):
-    account = Account(LOOSE, tmp_path / "account")
+    account = Account(LOOSE, tmp_path / "run")
     mu = account.charge("columns", 0.5)
-    with account.path.open("a") as file:
+    with account.ledger.path.open("a") as file:
         file.write('{"release": "cova')
-    account = Account(LOOSE, tmp_path / "account")
+    account = Account(LOOSE, tmp_path / "run")
     assert account.mus == [mu]
     account.charge("covariance", 0.5)
-    assert len(Account(LOOSE, tmp_path / "account").mus) == 2
+    assert len(Account(LOOSE, tmp_path / "run").mus) == 2
+    assert Account(LOOSE, tmp_path / "another run").mus == []
+
+
+@pytest.mark.parametrize("change", ["edited", "older copy", "deleted"])
+def test_a_ledger_that_cannot_be_trusted_stops_a_run(federation, tmp_path, change, monkeypatch):
+    options = {"components": 2, "learners": 2, "privacy": LOOSE}
+    file, path = tmp_path / "run.safetensors", tmp_path / LEDGER
+    train(federation.dataset, until=1, checkpoint=file, **options)
+    lines = path.read_text().splitlines(keepends=True)
+    if change == "deleted":
+        path.unlink()
+    else:
+        cut = lines[:-1]
+        path.write_text("".join(cut if change == "older copy" else [*cut, lines[-1][:-9] + "\n"]))
+    monkeypatch.setattr("fedgmm.training.private.noisy", None)  # any release would fail
+    with pytest.raises(LedgerError, match="restore the newest copy"):
+        train(federation.dataset, checkpoint=file, **options)
 
 
 @pytest.mark.parametrize("algorithm", ["fedem", "fedavg", "gmm"])
@@ -131,12 +150,28 @@ def test_units(federation, unit):
     assert model.evaluate("test", data).mean_accuracy > 0.5
 
 
+def batch_normalised():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+class Tokens(nn.Module):
+    integer_inputs = True
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 2)
+
+    def forward(self, x):
+        return self.table(x).mean(1)
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
         ({"algorithm": "local"}, "local"),
         ({"algorithm": "clustered"}, "sums"),
-        ({"learner": "mlp"}, "linear"),
+        ({"learner": batch_normalised}, "batch normalisation"),
+        ({"learner": lambda: Tokens(), "algorithm": "fedavg"}, "integers"),
         ({"patience": 3}, "patience"),
         ({"warmup": 3}, "warmup"),
         ({"refit": True}, "refit"),
@@ -145,6 +180,7 @@ def test_units(federation, unit):
         ({"participation": 0.5}, "participation"),
         ({"aggregation": "paper"}, "paper"),
         ({"pca": 2}, "pca"),
+        ({"pretrained": "weights.pth"}, "pretrained"),
         ({"watch_accuracy": True}, "watch_accuracy"),
         ({"privacy": replace(LOOSE, delta=0.01)}, "delta"),
         ({"privacy": replace(LOOSE, unit="person")}, "person"),
@@ -167,21 +203,21 @@ def test_a_budget_is_not_needed(federation):
 # ---------------------------------------------------------------------- resume
 
 
-def mus_in(path):
-    return [json.loads(line)["mu"] for line in path.read_text().splitlines()]
+def mus_in(folder):
+    return [one.release.mu for one in Ledger.found(folder).entries()]
 
 
 def test_a_run_that_resumes_repeats_no_release(federation, tmp_path):
     file = tmp_path / "run.safetensors"
     options = {"components": 2, "learners": 2, "privacy": LOOSE, "checkpoint": file}
     train(federation.dataset, until=1, **options)
-    assert len(mus_in(account_file(file))) == 4
+    assert len(mus_in(tmp_path)) == 4
     model = train(federation.dataset, **options)
-    mus = mus_in(account_file(file))
+    mus = mus_in(tmp_path)
     assert len(mus) == 6
     assert epsilon_of(compose(mus), LOOSE.delta) <= 200.0 * (1 + 1e-9)
     again = train(federation.dataset, **options)
-    assert len(mus_in(account_file(file))) == 6
+    assert len(mus_in(tmp_path)) == 6
     assert torch.equal(again.prediction.gaussians.means, model.prediction.gaussians.means)
 
 
@@ -203,13 +239,25 @@ def test_a_release_that_was_lost_is_counted(federation, tmp_path, monkeypatch):
     monkeypatch.setattr(loop.Training, "save", killed)
     with pytest.raises(OSError, match="killed"):
         train(federation.dataset, **options)
-    assert len(mus_in(account_file(file))) == 5  # the second round was counted
+    assert len(mus_in(tmp_path)) == 5  # the second round was counted
     monkeypatch.setattr(loop.Training, "save", original)
     model = train(federation.dataset, **options)
-    mus = mus_in(account_file(file))
+    mus = mus_in(tmp_path)
     assert len(mus) == 7
     assert model.privacy["releases"] == 7
     assert epsilon_of(compose(mus), LOOSE.delta) <= 200.0 * (1 + 1e-9)
+
+
+def test_a_lost_ledger_counts_the_releases_of_the_checkpoint(federation, tmp_path):
+    """As if the run had been started by a version without a ledger."""
+    file = tmp_path / "run.safetensors"
+    options = {"components": 2, "learners": 2, "privacy": LOOSE, "checkpoint": file}
+    train(federation.dataset, until=1, **options)
+    for name in (LEDGER, RUN_WITNESS):
+        (tmp_path / name).unlink()
+    model = train(federation.dataset, **options)
+    assert len(mus_in(tmp_path)) == 3  # one for all before, and two rounds
+    assert model.privacy["spent"] == pytest.approx(200.0, rel=1e-6)
 
 
 def test_a_deleted_checkpoint_does_not_renew_the_budget(federation, tmp_path):

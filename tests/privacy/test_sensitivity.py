@@ -8,6 +8,7 @@ responsibilities of the others.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from fedgmm.core.gaussians import gaussians
 from fedgmm.data.federated import ClientRows
 from fedgmm.methods.gmm import FederatedGMM, MixtureShared
 from fedgmm.privacy.noisy_sums import NoisySums, Part, from_triangle, shorten, triangle
-from fedgmm.privacy.private_method import PrivateMixture
+from fedgmm.privacy.private_networks import private_method
 from fedgmm.training import private
 from fedgmm.training.build import build, learner_network
 from fedgmm.training.options import TrainingOptions
@@ -39,7 +40,7 @@ def few_draws():
         yield
 
 
-def totals_of_a_run(rows, unit, algorithm, kind, noise, patch):
+def totals_of_a_run(rows, unit, algorithm, kind, noise, patch, learner="linear"):
     """Return the totals that every release of a run would add noise to.
 
     The noise comes from ``noise``, one vector per release, so that runs on two data sets see the same
@@ -53,12 +54,19 @@ def totals_of_a_run(rows, unit, algorithm, kind, noise, patch):
     data_classes = np.arange(CLASSES)
     budget = Privacy(epsilon=5.0, delta=1e-5, bounds=(-1, 1), unit=unit, rounds=2)
     options = TrainingOptions(
-        algorithm=algorithm, components=2, learners=2, covariance_type=kind, dtype="float64"
+        algorithm=algorithm,
+        components=2,
+        learners=2,
+        covariance_type=kind,
+        dtype="float64",
+        learner=learner,
     )
     net = learner_network(options, (COLUMNS,), data_classes[: 1 if algorithm == "gmm" else CLASSES])
-    method = PrivateMixture(build(options, net), budget)
+    method = private_method(build(options, net), budget)
     weights = unit_weights(budget, data.train.codes, data.persons)
     clients = PrivateClients(data.train, budget, Account(budget), weights)
+    run = SimpleNamespace()
+    clients.loop = SimpleNamespace(run=run, save=lambda: None)
     totals, outputs = [], []
 
     def recorded(total, sigma, source):
@@ -69,10 +77,10 @@ def totals_of_a_run(rows, unit, algorithm, kind, noise, patch):
         return out
 
     patch.setattr(private, "noisy", recorded)
-    shared, personal = clients.start(method, None)
+    run.shared, personal = clients.start(method, None)
     for number in (1, 2):
-        replies = clients.step(method, shared, personal, number)
-        shared, _ = method.server_step(shared, replies.sums, number)
+        replies = clients.step(method, run.shared, personal, number)
+        run.shared, _ = method.server_step(run.shared, replies.sums, number)
     return totals, outputs
 
 
@@ -109,7 +117,13 @@ def test_sensitivity_through_whole_rounds(unit):
     check_sensitivity(unit, "fedgmm", "full", examples=3)
 
 
-def check_sensitivity(unit, algorithm, kind, examples):
+@pytest.mark.parametrize("unit", ["row", "person", "client"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedem", "fedgmm"])
+def test_sensitivity_of_networks(unit, algorithm):
+    check_sensitivity(unit, algorithm, "full", examples=2, learner="mlp")
+
+
+def check_sensitivity(unit, algorithm, kind, examples, learner="linear"):
     @settings(max_examples=examples, deadline=None)
     @given(two_neighbours(unit))
     def check(drawn):
@@ -119,10 +133,10 @@ def check_sensitivity(unit, algorithm, kind, examples):
         stay = ~gone
         with pytest.MonkeyPatch.context() as patch:
             all_rows = (x, y, codes, persons)
-            totals, outputs = totals_of_a_run(all_rows, unit, algorithm, kind, [], patch)
+            totals, outputs = totals_of_a_run(all_rows, unit, algorithm, kind, [], patch, learner)
             fewer = (x[stay], y[stay], codes[stay], persons[stay])
-            others, _ = totals_of_a_run(fewer, unit, algorithm, kind, outputs, patch)
-        releases = 4 if algorithm == "fedem" else 5
+            others, _ = totals_of_a_run(fewer, unit, algorithm, kind, outputs, patch, learner)
+        releases = 5 if algorithm in ("fedgmm", "gmm") else (4 if learner == "linear" else 3)
         assert len(totals) == releases * (2 if unit == "client" else 1)
         for one, other in zip(totals, others, strict=True):
             assert np.linalg.norm(one - other) <= 1.0 + 1e-9

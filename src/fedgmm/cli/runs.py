@@ -264,7 +264,14 @@ def fit(
         float | None, typer.Option(help="Probability with which the budget may fail, such as 1e-5.")
     ] = None,
     unit: Annotated[
-        str | None, typer.Option(help="What a budget protects: row or client. Default: row.")
+        str | None,
+        typer.Option(help="What a budget protects: row, person or client. Default: row."),
+    ] = None,
+    person_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column that names the person of a row, for --unit person; not an input."
+        ),
     ] = None,
     bounds: Annotated[
         list[str] | None,
@@ -342,6 +349,7 @@ def fit(
         "epsilon": epsilon,
         "delta": delta,
         "unit": unit,
+        "person": person_column,
         "bounds": _bounds(bounds or []),
         "categories": dict(_categories(text) for text in categories or ()) or None,
     }

@@ -26,11 +26,12 @@ from fedgmm.model.model import FederatedModel
 from fedgmm.nets.networks import Network
 from fedgmm.privacy.accounting import compose, epsilon_of
 from fedgmm.privacy.private_method import PrivateMixture
+from fedgmm.privacy.private_networks import private_method
 from fedgmm.privacy.settings import Privacy, PrivacyError
 from fedgmm.training.build import build, build_warm_up, learner_network
 from fedgmm.training.checkpoint import Phase
 from fedgmm.training.options import TrainingOptions
-from fedgmm.training.private import check_private_options
+from fedgmm.training.private import check_private_options, private_rounds
 
 if TYPE_CHECKING:
     from fedgmm.methods.fedgmm import FedGMM
@@ -105,8 +106,8 @@ class Job:
         method = build(self.options, self._net)
         if self.privacy is None:
             return method
-        rounds = min(self.options.rounds, self.privacy.rounds)
-        return PrivateMixture(cast("FedGMM", method), replace(self.privacy, rounds=rounds))
+        rounds = private_rounds(self.options, self.privacy)
+        return private_method(cast("FedGMM", method), replace(self.privacy, rounds=rounds))
 
     @cached_property
     def warm_up(self) -> AnyMethod:
@@ -268,10 +269,10 @@ def check_noised(privacy: Privacy, options: TrainingOptions, table: TableOptions
             "[privacy] epsilon: each site adds a part of the noise only, so its sums need "
             "secure_aggregation = true."
         )
-    if privacy.unit != "row":
+    if privacy.unit == "person" and (privacy.person is None or privacy.person not in table.id):
         raise PrivacyError(
-            f"unit={privacy.unit!r} is not available over a network; use unit = 'row', or train in one "
-            "process."
+            "[privacy] unit = 'person' needs person, the column of the sites' tables that names the "
+            "person of a row."
         )
     if table.task == "regression":
         raise PrivacyError("epsilon is for classes, not for numbers to predict.")

@@ -24,21 +24,16 @@ from fedgmm.federation.messages import PROTOCOL, Failure, Message, MessageError
 from fedgmm.federation.wire import Arrays, WireError, pack, unpack
 from fedgmm.files import write_atomically
 from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed, to_fixed
-from fedgmm.privacy.masks import (
+from fedgmm.privacy.mask_server import Aggregation
+from fedgmm.privacy.masks import REGISTERED_SIGNATURE, MaskedSite, Roster, Sign, Verify, commit
+from fedgmm.privacy.noise import share_of
+from fedgmm.privacy.site_sets import (
     FEWEST_SITES,
-    REGISTERED_SIGNATURE,
-    Aggregation,
-    MaskedSite,
     MaskError,
     Released,
-    Roster,
-    Sign,
     TooFewSitesError,
-    Verify,
-    commit,
     fewest_survivors,
 )
-from fedgmm.privacy.noise import share_of
 
 MASK_REQUESTS = ("keys", "shares", "unmask")
 """Kinds of requests that carry keys and shares only."""

@@ -29,8 +29,8 @@ from fedgmm.federation.messages import Message, MessageError, one_line
 from fedgmm.files import naming, private_folder, write_atomically
 from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
-from fedgmm.privacy.masks import Released
 from fedgmm.privacy.settings import Privacy
+from fedgmm.privacy.site_sets import Released
 
 TRAINING_REQUESTS = (
     "covariance",
@@ -360,10 +360,9 @@ class Policy:
         largest = limits.delta
         if largest is None and limits.epsilon is not None:
             largest = _LARGEST_DELTA
-        if not privacy.secure_aggregation or privacy.unit != "row":
+        if not privacy.secure_aggregation:
             raise LimitError(
-                "a site adds a part of the noise only, so a run with noise needs secure_aggregation, and "
-                "unit = 'row'."
+                "a site adds a part of the noise only, so a run with noise needs secure_aggregation."
             )
         for name, value, most in (
             ("epsilon", privacy.epsilon, limits.epsilon),

@@ -83,8 +83,8 @@ from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries import SummaryError, summary_from_record, table_record
 from fedgmm.methods.base import DivergedError
 from fedgmm.privacy.influence import bounded_summaries
-from fedgmm.privacy.masks import FEW_SITES, fewest_survivors
 from fedgmm.privacy.settings import Privacy
+from fedgmm.privacy.site_sets import FEW_SITES, fewest_survivors
 from fedgmm.runs.fitting import usual_pca
 from fedgmm.runs.folder import RunError, RunFolder
 from fedgmm.training.checkpoint import CheckpointError

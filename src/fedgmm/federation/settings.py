@@ -20,8 +20,9 @@ from fedgmm.core.checks import (
     one_of,
 )
 from fedgmm.federation.messages import LARGEST_MESSAGE
-from fedgmm.privacy.masks import FEWEST_SITES
 from fedgmm.privacy.settings import Privacy
+from fedgmm.privacy.site_sets import FEWEST_SITES
+from fedgmm.training.private import private_rounds
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class FederationSettings:
         if self.is_masked:
             self._check_masks()
         if self.privacy is not None and self.privacy.is_noised:  # noise decides no stopping rule
-            rounds = min(self.config.options().rounds, self.privacy.rounds)
+            rounds = private_rounds(self.config.options(), self.privacy)
             noised = self.config.with_training(rounds=rounds, tol=None)
             object.__setattr__(self, "config", noised)
 

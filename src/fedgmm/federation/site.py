@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -70,15 +70,16 @@ from fedgmm.privacy.accounting import Release
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
 from fedgmm.privacy.fixed_point import Elements, to_fixed
 from fedgmm.privacy.ledger import LedgerError
-from fedgmm.privacy.masks import FEWEST_SITES
 from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
 from fedgmm.privacy.private_method import ROUND, PrivateMixture
+from fedgmm.privacy.settings import PrivacyError
+from fedgmm.privacy.site_sets import FEWEST_SITES
 from fedgmm.runs.fitting import NOT_COVERED
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
 from fedgmm.training.checkpoint import Phase, Progress
 from fedgmm.training.local import projected
-from fedgmm.training.private import vector_of
+from fedgmm.training.private import unit_weights, vector_of
 from fedgmm.training.state_arrays import StateError
 
 Content = tuple[Arrays, dict[str, Any]]
@@ -214,6 +215,8 @@ class Site:
                         planned_release(job, request)
                 self._policy.check(request)
                 self._check_masks(request)
+                if self._is_masked and isinstance(self._policy.privacy.bounds, Mapping):
+                    self.table.bounds = self._policy.privacy.bounds
                 arrays, facts = handlers[request.kind](request)
             if request.kind == "model":  # takes the lock itself
                 open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)
@@ -264,6 +267,7 @@ class Site:
             "share_metrics": self.settings.share_metrics,
         }
         if self._is_masked:
+            self._check_delta(request)
             self._show_plan(request.facts.get("plan"))
         elif request.facts.get("agree") and not self.settings.adapt_only:
             table = self._own_table(table_from_record(request.facts.get("table"), self.name))
@@ -299,6 +303,20 @@ class Site:
         if self.settings.adapt_only:
             self.notify("waiting for the end of the training, and its model")
         return {}, facts
+
+    def _check_delta(self, request: Message) -> None:
+        """Raise if the plan's ``delta`` allows to publish one of this site's rows as it is."""
+        privacy, agreed = self._policy.privacy, request.facts.get("table")
+        if privacy.unit != "row" or not privacy.is_noised or agreed is None:
+            return
+        table = self._own_table(table_from_record(agreed, self.name))
+        try:
+            privacy.check_units(int(self.table.summary(table, []).rows * table.split[0]))
+        except PrivacyError:
+            raise LimitError(
+                f"the server asks for delta={privacy.delta:g}, which is not less than one over the number "
+                "of this site's training rows, and so allows to publish one of them as it is."
+            ) from None
 
     def _show_plan(self, plan: Any) -> None:
         """Log what the site agrees to with its first summary."""
@@ -496,10 +514,9 @@ class Site:
         job, rows = self._training_rows(request, exact=True)
         run, phase, place, _ = _place(request)
         method, name, mu = planned_release(job, request)
-        before = [one for one, _ in method.releases()].index(ROUND)
         self._folder.begin(run)
         shared, _ = self._state(request, job, phase)
-        layout = method.layout(name, job.columns)
+        layout = method.clipped_layout(name, shared)
 
         def noised(sites: int) -> Elements:
             share = noise_share(layout.sensitivity / mu, sites, method.privacy.tolerated)
@@ -510,7 +527,8 @@ class Site:
                         "the noise of this release was lost after the ledger counted it; this site takes "
                         "part in the next one."
                     )
-                weights = torch.ones(len(rows), dtype=torch.float64)
+                persons = self.table.persons(job.table, job.preprocessing, method.privacy)
+                weights = unit_weights(method.privacy, rows.codes.cpu(), persons)
                 exact = vector_of(method, name, shared, rows, weights)
                 noise = noise_elements(layout.numbers, share)
                 kept = to_fixed(exact, sites) + noise, share
@@ -518,7 +536,9 @@ class Site:
                 if name == ROUND:
                     self._folder.add_history(
                         {
-                            "round": float(place + 1 - before),
+                            "round": float(
+                                [one for one, _ in method.plan()[:place]].count(ROUND) + 1
+                            ),
                             "log_likelihood": method.mean_log_likelihood(
                                 shared, layout.read(exact)
                             ),

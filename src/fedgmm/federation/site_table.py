@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
+from torch import Tensor
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.tables.columns import PLAIN, FileFormat
 from fedgmm.data.tables.errors import HeaderError, TableError, quoted
 from fedgmm.data.tables.files import Notify, TableFile, client_name, find_tables
 from fedgmm.data.tables.loading import ONE_CLIENT, ClientsFile, Tables, summarise_files
+from fedgmm.data.tables.persons import training_persons
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.data.tables.summaries import ClientSummary
+from fedgmm.privacy.settings import Privacy
 
 
 @dataclass
@@ -25,6 +31,8 @@ class SiteTable:
         notify: called with a line before each step.
         categorical: columns whose texts the site sends even if they look like names. The server cannot
             ask for that.
+        bounds: declared smallest and largest values of number columns, to which they are clipped, so that
+            no value of this table can spoil a sum under masks.
     """
 
     path: Path
@@ -32,6 +40,7 @@ class SiteTable:
     name: str
     notify: Notify
     categorical: tuple[str, ...] = ()
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     _loaded: tuple[TableOptions, Preprocessing, FederatedDataset, Tables] | None = field(
         default=None, repr=False
     )
@@ -105,6 +114,14 @@ class SiteTable:
         self._loaded = (options, preprocessing, dataset, tables)
         return dataset, tables
 
+    def persons(
+        self, options: TableOptions, preprocessing: Preprocessing, privacy: Privacy
+    ) -> Tensor | None:
+        """Return the person of each training row, ``(N,)``, if persons are protected."""
+        if privacy.unit != "person" or privacy.person is None:
+            return None
+        return training_persons(self._tables(options), preprocessing, privacy.person)
+
     def _current_file(self, options: TableOptions) -> TableFile:
         """Return the file; one that changed on disk is read again from its header on."""
         file = self.file
@@ -113,9 +130,13 @@ class SiteTable:
         return file
 
     def _tables(self, options: TableOptions) -> Tables:
-        return summarise_files(
-            [ClientsFile(self._current_file(options), options, self.categorical)], options
-        )
+        own = ClientsFile(self._current_file(options), options, self.categorical)
+        for name, (low, high) in self.bounds.items():
+            values = own.file.columns.get(name)
+            if values is not None and values.kind == "number" and values.numbers is not None:
+                clipped = replace(values, numbers=np.clip(values.numbers, low, high))
+                own.file.columns[name] = clipped.on_disk()
+        return summarise_files([own], options)
 
 
 def public_reason(error: Exception) -> str:

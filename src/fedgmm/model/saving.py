@@ -239,8 +239,10 @@ def _build_model(
     scaling = target = projection = interval_scores = None
     size = math.prod(shape)
     if "scaling/mean" in tensors:
-        mean = _numbers(tensors, "scaling/mean", size)
-        scaling = Scaling(mean, _numbers(tensors, "scaling/scale", size, positive=True))
+        # of flattened inputs, or of the pixels of images
+        own = (size,) if tensors["scaling/mean"].dim() == 1 else shape
+        mean = _numbers(tensors, "scaling/mean", *own)
+        scaling = Scaling(mean, _numbers(tensors, "scaling/scale", *own, positive=True))
     if "target" in tensors:
         mean, scale = _numbers(tensors, "target", 2)
         _require(bool(scale > 0), "target")

@@ -1,9 +1,10 @@
 """A forecast before private training: is the noise small against what the rows say?
 
 The noise of a release is known before any row is read, and so is the size of the sums that it hides. The
-forecast compares them in the last round, which has the most budget, for two sums:
+forecast compares them in the last round, which has the most budget, for these sums:
 
 - the gradient of a learner, whose length is about ``0.2 n/M2`` while the learner is still wrong;
+- the gradients of a network, whose noise is averaged over all steps: a rule of thumb, from MLPs on digits;
 - the second moments of a Gaussian, whose eigenvalues are about ``n/M1`` in whitened coordinates.
 
 ``tests/privacy/test_forecast.py`` holds the accuracies that decided where noise is called too large. They
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from fedgmm.privacy.accounting import epsilon_of, mu_of
 from fedgmm.privacy.private_em import radius
 from fedgmm.privacy.private_method import ROUND, PrivateMixture
-from fedgmm.privacy.settings import PrivacyError
+from fedgmm.privacy.settings import NETWORK_ROUNDS, PrivacyError
 from fedgmm.wording import counted
 
 FINE, HOPELESS = 0.1, 0.15
@@ -41,7 +42,7 @@ class Forecast:
         delta: of the run.
         unit: that is protected.
         clients: number of clients.
-        rows: training rows of all clients.
+        rows: training rows of all clients, if they are known.
     """
 
     noise: float
@@ -49,7 +50,7 @@ class Forecast:
     delta: float
     unit: str
     clients: int
-    rows: int
+    rows: int | None
 
     @property
     def is_hopeless(self) -> bool:
@@ -75,7 +76,9 @@ class Forecast:
         return math.ceil(self.clients * max(self.noise / FINE, 1.0))
 
     def __str__(self) -> str:
-        size = f"{counted(self.clients, 'client')} with {counted(self.rows, 'training row')}"
+        size = counted(self.clients, "client")
+        if self.rows is not None:
+            size += f" with {counted(self.rows, 'training row')}"
         what = f"{size} at epsilon={self.epsilon:g} per {self.unit}"
         share = f"{100 * self.noise:.0f} %" if self.noise >= 0.01 else "less than 1 %"
         if self.is_fine:
@@ -86,7 +89,11 @@ class Forecast:
 
 
 def forecast(
-    method: PrivateMixture, columns: int, clients: int, rows: int, persons: int | None = None
+    method: PrivateMixture,
+    columns: int,
+    clients: int,
+    rows: int | None,
+    persons: int | None = None,
 ) -> Forecast:
     """Return the noise of a private run against its signal; it uses public numbers only.
 
@@ -94,25 +101,28 @@ def forecast(
         method: the private method.
         columns: ``d``.
         clients: number of clients.
-        rows: training rows of all clients.
+        rows: training rows of all clients; ``None`` if they are many and not known.
         persons: number of persons; ``None`` counts every row as one.
     """
     privacy = method.privacy
     if privacy.epsilon is None or privacy.delta is None:
         raise PrivacyError("A forecast needs epsilon and delta.")
-    units = {"row": rows, "person": persons or rows, "client": clients}[privacy.unit]
+    units = {"row": rows, "person": persons or rows, "client": clients}[privacy.unit] or 1
     *_, (_, share) = method.plan()
     mu = mu_of(privacy.epsilon, privacy.delta) * math.sqrt(share)
     parts = {one.name: one for one in method.layout(ROUND, columns).parts}
     shrink = 1.0
     if privacy.unit == "client":  # its contribution is the mean of its rows, clipped
-        shrink = _CLIPPED * math.sqrt(min(1.0, clients / rows + _SPREAD**2))
+        shrink = _CLIPPED * math.sqrt(min(1.0, (clients / rows if rows else 0.0) + _SPREAD**2))
     found = [0.0]
     if "gradient" in parts:
-        one = parts["gradient"]
-        learners, *each = one.shape
-        noise = shrink * one.bound / math.sqrt(one.share) / mu * math.sqrt(math.prod(each))
-        found.append(noise / (_WRONG * units / learners))
+        one, learners = parts["gradient"], method.base.learners
+        noise = shrink / math.sqrt(one.share) / mu * math.sqrt(one.numbers / learners)
+        if method.sums_up_gradients:
+            noise /= math.sqrt(privacy.rounds or NETWORK_ROUNDS)
+        else:
+            noise *= one.bound / _WRONG
+        found.append(noise / (units / learners))
     if "second" in parts:
         kind = method.base.gaussians.covariance_type
         bound = radius(columns) ** 2

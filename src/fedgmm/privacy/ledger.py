@@ -34,6 +34,9 @@ from fedgmm.privacy.settings import UNITS
 LEDGER = "ledger.jsonl"
 """Name of the ledger in the folder of a site or of a run."""
 
+RUN_WITNESS = ".ledger.witness"
+"""Name of the witness in the folder of a run in one process."""
+
 _VERSION = 1
 _TOLERANCE = 1e-9  # relative; the shares of a budget add up to the budget only to rounding
 
@@ -104,12 +107,23 @@ class Ledger:
         self.path, self.witness = Path(folder) / LEDGER, Path(witness)
 
     @classmethod
+    def of_runs(cls, folder: Path) -> Ledger:
+        """Return the ledger of the runs in one process whose checkpoints are in a folder.
+
+        The witness is in the same folder, so that a run that is deleted leaves nothing behind.
+        """
+        return cls(folder, Path(folder) / RUN_WITNESS)
+
+    @classmethod
     def found(cls, folder: Path) -> Ledger:
         """Return the ledger of a folder, with the witness that its first line names.
 
         Raises:
             LedgerError: the folder has no ledger, or its first line is damaged.
         """
+        for home in (Path(folder), Path(folder) / "checkpoint"):
+            if (home / RUN_WITNESS).is_file():
+                return cls.of_runs(home)
         path = Path(folder) / LEDGER
         if not path.is_file():
             raise LedgerError(

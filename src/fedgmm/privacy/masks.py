@@ -8,7 +8,7 @@ Every site adds pads to its vector, elements of ``Z_2^64`` (:mod:`fedgmm.privacy
 seed of the site alone. Shares of ``b_u``, and of the key behind all ``k_uv``, are held by other sites
 (:mod:`fedgmm.privacy.shares`). After the uploads, the server learns ``b_u`` of the sites that survived and
 the mask key of those that dropped, never both. This is the protocol of Bonawitz et al. (2017) with the
-sparse graphs of Bell et al. (2020) for more than ``LARGEST_COMPLETE`` sites.
+sparse graphs of Bell et al. (2020) for more than 100 sites (:mod:`fedgmm.privacy.site_sets`).
 
 One aggregation has four phases. The first two ride along with the aggregation before, so a round of
 training needs two exchanges:
@@ -28,7 +28,8 @@ that they did not sign. The shares of an ``unmask`` reply are locked: they open 
 sites replied about the same senders and survivors, so a server that names different survivors to different
 sites learns nothing. A site replies about one set of survivors per purpose, such as ``round 3``, for good.
 
-This module sends nothing; a transport carries its arrays.
+Here is the half of a site; :mod:`fedgmm.privacy.mask_server` has that of the server. Neither sends
+anything: a transport carries their arrays.
 """
 
 from __future__ import annotations
@@ -37,12 +38,9 @@ import hashlib
 import hmac
 import itertools
 import json
-import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -56,7 +54,16 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from fedgmm.privacy.fixed_point import Elements
-from fedgmm.privacy.shares import SHARE_BYTES, combine, split, weights_at_zero
+from fedgmm.privacy.shares import SHARE_BYTES, split
+from fedgmm.privacy.site_sets import (
+    FEWEST_SITES,
+    MaskError,
+    Released,
+    TooFewSitesError,
+    fewest_survivors,
+    graph_sizes,
+    neighbours_of,
+)
 
 Bytes = NDArray[np.uint8]
 Codes = NDArray[np.int64]
@@ -65,84 +72,13 @@ Sign = Callable[[bytes], bytes]
 Verify = Callable[[bytes, bytes], bool]
 """Return whether a signature of a text is that of a registered key."""
 
-FEWEST_SITES = 3
-"""With two sites, each could subtract its own vector from the sum."""
-
-FEW_SITES = 5
-"""Below this number of sites a run warns."""
-
-LARGEST_COMPLETE = 100
-"""Up to this number of sites every pair of them shares a pad."""
-
 REGISTERED_SIGNATURE = 96
 IDENTITY_BYTES = 64 + REGISTERED_SIGNATURE
 ADVERT_BYTES = 32 + 64
 SIGNATURE_BYTES = 64
-_TAG = 16
-_SECRETS = 3  # the mask key, the seed b_u and the lock
-BUNDLE_BYTES = _SECRETS * SHARE_BYTES + _TAG
-
-_COLLUDING, _DROPPING = 0.2, 0.1  # shares of sites that a sparse graph tolerates
-_SECURITY_BITS, _FAILURE_BITS = 40, 30
-
-
-class MaskError(ValueError):
-    """A message that breaks the protocol, with the reason."""
-
-
-class TooFewSitesError(MaskError):
-    """Too few sites are left to open a sum; the aggregation is discarded."""
-
-
-# ---------------------------------------------------------------------- graphs and thresholds
-
-
-@lru_cache(maxsize=64)
-def graph_sizes(sites: int) -> tuple[int, int]:
-    """Return the number of neighbours of a site, and how many holders open its secrets.
-
-    A site and its ``k`` neighbours hold the shares of its secrets. With a complete graph a third of the
-    sites may drop. A server that names two sets of survivors needs ``t`` holders for each, so
-    ``2t - (k + 1)`` of them must collude with it. In a sparse graph, with 20 % colluding sites, no site has
-    so many of them, except with probability ``2^-40``; with 10 % dropped sites the threshold is reached,
-    except with probability ``2^-30``.
-    """
-    if sites <= LARGEST_COMPLETE:
-        return sites - 1, fewest_survivors(sites)
-    from scipy.stats import hypergeom
-
-    colluding, others = math.ceil(_COLLUDING * sites), sites - 1
-    staying = others - math.ceil(_DROPPING * sites)
-    for k in range(2, others, 2):
-        thresholds = np.arange(k // 2 + 1, k + 1)
-        both = sites * hypergeom.sf(2 * thresholds - (k + 1) - 1, others, colluding, k)
-        if both[-1] > 2.0**-_SECURITY_BITS:
-            continue
-        threshold = int(thresholds[np.argmax(both <= 2.0**-_SECURITY_BITS)])
-        if sites * hypergeom.cdf(threshold - 1, others, staying, k) <= 2.0**-_FAILURE_BITS:
-            return k, threshold
-    return sites - 1, fewest_survivors(sites)
-
-
-def fewest_survivors(sites: int) -> int:
-    """Return how many sites must survive: two thirds, and at least three."""
-    return max(min(FEWEST_SITES, sites), sites - sites // 3)
-
-
-def neighbours_of(sites: int, seed: bytes) -> list[tuple[int, ...]]:
-    """Return the neighbours of every site, sorted; the public ``seed`` orders sites in a circle.
-
-    In a sparse graph a site's neighbours are the nearest ``k`` on the circle (Harary's graph).
-    """
-    k, _ = graph_sizes(sites)
-    if k == sites - 1:
-        return [tuple(v for v in range(sites) if v != u) for u in range(sites)]
-    draws = [hashlib.sha256(seed + u.to_bytes(4, "big")).digest() for u in range(sites)]
-    circle = sorted(range(sites), key=draws.__getitem__)
-    place = {u: at for at, u in enumerate(circle)}
-    steps = [s for d in range(1, k // 2 + 1) for s in (d, -d)]
-    return [tuple(sorted(circle[(place[u] + s) % sites] for s in steps)) for u in range(sites)]
-
+TAG_BYTES = 16
+SECRETS = 3  # the mask key, the seed b_u and the lock
+BUNDLE_BYTES = SECRETS * SHARE_BYTES + TAG_BYTES
 
 # ---------------------------------------------------------------------- keys and pads
 
@@ -155,15 +91,15 @@ def pad(key: bytes, length: int) -> Elements:
     )
 
 
-def _derive(secret: bytes, *info: bytes) -> bytes:
+def derive(secret: bytes, *info: bytes) -> bytes:
     """Return a key of 32 bytes by HKDF with SHA-256."""
     text = b"".join(len(one).to_bytes(4, "big") + one for one in info)
     return HKDF(hashes.SHA256(), 32, None, b"fedgmm" + text).derive(secret)
 
 
-def _pair_pad(own: X25519PrivateKey, other: bytes, where: bytes, length: int) -> Elements:
+def pair_pad(own: X25519PrivateKey, other: bytes, where: bytes, length: int) -> Elements:
     """Return ``PRG(k_uv)``, which only these two sites can compute."""
-    return pad(_derive(_agreed(own, other), b"pair", where), length)
+    return pad(derive(_agreed(own, other), b"pair", where), length)
 
 
 def _agreed(own: X25519PrivateKey, other: bytes) -> bytes:
@@ -178,9 +114,9 @@ def _agreed(own: X25519PrivateKey, other: bytes) -> bytes:
         raise MaskError("the key of another site is of low order") from None
 
 
-def _seed_pad(seed: bytes, where: bytes, length: int) -> Elements:
+def seed_pad(seed: bytes, where: bytes, length: int) -> Elements:
     """Return ``PRG(b_u)``."""
-    return pad(_derive(seed, b"own", where), length)
+    return pad(derive(seed, b"own", where), length)
 
 
 def _lock_pad(channel: bytes, agreement: bytes, holder: int, owner: int) -> bytes:
@@ -189,7 +125,8 @@ def _lock_pad(channel: bytes, agreement: bytes, holder: int, owner: int) -> byte
     return hmac.digest(channel, b"lock" + text, "sha512")[:SHARE_BYTES]
 
 
-def _xor(one: bytes, other: bytes) -> bytes:
+def xor(one: bytes, other: bytes) -> bytes:
+    """Return the bitwise exclusive or."""
     return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).to_bytes(len(one), "big")
 
 
@@ -197,11 +134,13 @@ def _array(data: bytes, *shape: int) -> Bytes:
     return np.frombuffer(data, dtype=np.uint8).reshape(shape).copy()
 
 
-def _where(run: str, number: int) -> bytes:
+def where_of(run: str, number: int) -> bytes:
+    """Return a hash of a run and a number, by which pads of different sums differ."""
     return hashlib.sha256(json.dumps([run, number]).encode()).digest()
 
 
-def _digest(*parts: bytes | Codes | str | int) -> bytes:
+def digest_of(*parts: bytes | Codes | str | int) -> bytes:
+    """Return a hash of values, each with its length."""
     found = hashlib.sha256()
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -238,7 +177,7 @@ class Roster:
     @property
     def digest(self) -> bytes:
         """Hash of names and identities."""
-        return _digest(json.dumps(self.names), self.identities.tobytes())
+        return digest_of(json.dumps(self.names), self.identities.tobytes())
 
     def signing_key(self, code: int) -> Ed25519PublicKey:
         """Return the key that checks the signatures of a site."""
@@ -248,7 +187,7 @@ class Roster:
         self, run: str, number: int, participants: Sequence[int]
     ) -> dict[int, frozenset[int]]:
         """Return the neighbours of every participant, by code."""
-        seed = _digest(run, number, self.digest, np.array(participants))
+        seed = digest_of(run, number, self.digest, np.array(participants))
         found = neighbours_of(len(participants), seed)
         return {
             code: frozenset(participants[v] for v in found[at])
@@ -274,7 +213,8 @@ def _codes(values: Any, among: Iterable[int], what: str) -> tuple[int, ...]:
     return codes
 
 
-def _checked_bytes(array: Any, *shape: int) -> Bytes:
+def checked_bytes(array: Any, *shape: int) -> Bytes:
+    """Return an array of bytes, or raise ``MaskError`` if it has another type or shape."""
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != shape:
         raise MaskError(f"bytes of shape {shape} were expected")
     return array
@@ -289,74 +229,15 @@ def commit(vector: Elements) -> tuple[bytes, bytes]:
     The server keeps the signed hash. In a dispute the site opens it with the secret and the vector.
     """
     secret = os.urandom(32)
-    return secret, _digest("commitment", secret, vector.tobytes())
+    return secret, digest_of("commitment", secret, vector.tobytes())
 
 
 def is_committed(commitment: bytes, secret: bytes, vector: Elements) -> bool:
     """Return whether a hash of :func:`commit` belongs to a vector."""
-    return hmac.compare_digest(commitment, _digest("commitment", secret, vector.tobytes()))
+    return hmac.compare_digest(commitment, digest_of("commitment", secret, vector.tobytes()))
 
 
 # ---------------------------------------------------------------------- a site
-
-
-@dataclass
-class Released:
-    """Sums that a site has helped to open; it belongs on the site's disk.
-
-    Attributes:
-        purposes: names of the survivors by purpose, such as ``round 3``.
-        sets: all different sets of survivors.
-    """
-
-    purposes: dict[str, list[str]] = field(default_factory=dict)
-    sets: list[list[str]] = field(default_factory=list)
-
-    def check(self, purpose: str, survivors: Sequence[str], min_change: int) -> None:
-        """Raise unless the sum over ``survivors`` reveals no single site.
-
-        The difference between two sums over almost the same sites would show the few sites in which they
-        differ. More sums can be solved for one site, such as those without a and b, without a and c,
-        and without b and c.
-
-        Raises:
-            MaskError: the purpose was opened for other sites, a set differs by too few sites, or all
-                sums together show a single site.
-        """
-        names = sorted(survivors)
-        if self.purposes.get(purpose, names) != names:
-            raise MaskError(f"{purpose} was opened for other sites already")
-        for known in self.sets:
-            changed = len(set(known) ^ set(names))
-            if 0 < changed < min_change:
-                raise MaskError(
-                    f"the sites changed by {changed}, but sums over sets that differ by fewer than "
-                    f"{min_change} sites would show single sites"
-                )
-        if min_change > 1 and names not in self.sets and _shows_single_sites([*self.sets, names]):
-            raise MaskError("the sums over these sets of sites together would show single sites")
-
-    def add(self, purpose: str, survivors: Sequence[str]) -> None:
-        """Note that a sum is opened."""
-        names = sorted(survivors)
-        self.purposes[purpose] = names
-        if names not in self.sets:
-            self.sets.append(names)
-
-
-def _shows_single_sites(sets: Sequence[Sequence[str]]) -> bool:
-    """Return whether the sums over some sets of sites can be solved for the numbers of one site.
-
-    Row ``j`` of a matrix ``A`` marks the sites of set ``j``. Site ``i`` shows if the unit vector ``e_i`` is
-    in the row space of ``A``: if its projection onto that space has length one.
-    """
-    places = {name: at for at, name in enumerate(sorted(set().union(*sets)))}
-    marks = np.zeros((len(sets), len(places)))
-    for row, names in zip(marks, sets, strict=True):
-        row[[places[name] for name in names]] = 1.0
-    _, sizes, directions = np.linalg.svd(marks, full_matrices=False)
-    basis = directions[sizes > 1e-9 * sizes[0]]
-    return bool((np.square(basis).sum(0) > 1.0 - 1e-6).any())
 
 
 @dataclass
@@ -453,7 +334,7 @@ class MaskedSite:
         )
 
     def _advert_text(self, name: str, number: int, public: bytes) -> bytes:
-        return _digest("advert", self.run, name, number, public)
+        return digest_of("advert", self.run, name, number, public)
 
     def join(self, roster: Roster) -> None:
         """Accept the sites of the federation.
@@ -525,7 +406,7 @@ class MaskedSite:
             raise MaskError("the list of participants does not have this site")
         self._check_size(len(codes), "take part")
         near = roster.circle(self.run, number, codes)[self._code]
-        table = _checked_bytes(adverts, len(near), ADVERT_BYTES)
+        table = checked_bytes(adverts, len(near), ADVERT_BYTES)
         public: dict[int, bytes] = {}
         for code, row in zip(sorted(near), table, strict=True):
             key, signature = row[:32].tobytes(), row[32:].tobytes()
@@ -571,7 +452,7 @@ class MaskedSite:
         if code not in self._channels:
             assert self._roster is not None
             secret = _agreed(self._channel, self._roster.identities[code, 32:64].tobytes())
-            self._channels[code] = _derive(secret, b"channel", self.run.encode())
+            self._channels[code] = derive(secret, b"channel", self.run.encode())
         return self._channels[code]
 
     def _bundle_cipher(self, number: int, code: int, *, sends: bool) -> tuple[AESGCM, bytes, bytes]:
@@ -583,11 +464,11 @@ class MaskedSite:
         assert self._roster is not None
         pair = (self.name, self._roster.names[code])
         sender, receiver = pair if sends else pair[::-1]
-        key = _derive(self._channel_with(code), b"bundle", sender.encode(), receiver.encode())
+        key = derive(self._channel_with(code), b"bundle", sender.encode(), receiver.encode())
         return (
             AESGCM(key),
             number.to_bytes(12, "big"),
-            _digest("bundle", self.run, number, sender, receiver),
+            digest_of("bundle", self.run, number, sender, receiver),
         )
 
     def _check_signature(self, code: int, signature: bytes, text: bytes, what: str) -> None:
@@ -622,7 +503,7 @@ class MaskedSite:
         codes = _codes(senders, session.participants, "senders")
         if self._code not in codes:
             raise MaskError("the list of senders does not have this site")
-        content = _digest(purpose, np.array(codes), vector.tobytes())
+        content = digest_of(purpose, np.array(codes), vector.tobytes())
         if session.upload is not None:  # a request may be repeated, but not changed
             if session.upload[0] != content:
                 raise MaskError(f"another vector was sent for number {number} already")
@@ -633,18 +514,18 @@ class MaskedSite:
             len(session.participants)
         ):
             raise TooFewSitesError("too few sites sent shares")
-        for code, row in zip(near, _checked_bytes(bundles, len(near), BUNDLE_BYTES), strict=True):
+        for code, row in zip(near, checked_bytes(bundles, len(near), BUNDLE_BYTES), strict=True):
             session.held[code] = self._opened(number, code, row.tobytes())
-        where = _where(self.run, number)
-        total = vector + _seed_pad(session.seed, where, len(vector))
+        where = where_of(self.run, number)
+        total = vector + seed_pad(session.seed, where, len(vector))
         for code in near:
-            of_pair = _pair_pad(session.key, session.public[code], where, len(vector))
+            of_pair = pair_pad(session.key, session.public[code], where, len(vector))
             if self._code < code:
                 total += of_pair
             else:
                 total -= of_pair
         session.senders, session.purpose = codes, purpose
-        session.view = _view(
+        session.view = view_of(
             self.run, number, roster, session.participants, codes, purpose, len(vector)
         )
         session.upload = content, total
@@ -659,7 +540,7 @@ class MaskedSite:
             return ()
         return tuple(
             int.from_bytes(plain[at : at + SHARE_BYTES], "big")
-            for at in range(0, _SECRETS * SHARE_BYTES, SHARE_BYTES)
+            for at in range(0, SECRETS * SHARE_BYTES, SHARE_BYTES)
         )
 
     def _view_signature(self, session: _Session) -> Bytes:
@@ -683,7 +564,7 @@ class MaskedSite:
         if session.upload is None:
             raise MaskError("this site has not sent its vector")
         codes = _codes(survivors, session.senders, "survivors")
-        agreement = _digest(session.view, np.array(codes))
+        agreement = digest_of(session.view, np.array(codes))
         names = [roster.names[code] for code in codes]
         if session.reply is not None:
             if session.agreement != agreement:
@@ -699,7 +580,7 @@ class MaskedSite:
             or len(near) + 1 < session.threshold
         ):
             raise TooFewSitesError("too few sites survived")
-        table = _checked_bytes(signatures, len(near), SIGNATURE_BYTES)
+        table = checked_bytes(signatures, len(near), SIGNATURE_BYTES)
         for code, row in zip(near, table, strict=True):
             self._check_signature(code, row.tobytes(), session.view, "view")
         self.released.check(session.purpose, names, self._min_change)
@@ -711,14 +592,14 @@ class MaskedSite:
             wanted = (
                 1 if code in codes else 0
             )  # the seed of a survivor, the mask key of a dropped site
-            shares += of_site[wanted].to_bytes(SHARE_BYTES, "big") if of_site else _MISSING
+            shares += of_site[wanted].to_bytes(SHARE_BYTES, "big") if of_site else MISSING
         locks, keys = b"", b""
         for code in near:
             channel, of_site = self._channel_with(code), session.held[code]
-            share = of_site[2].to_bytes(SHARE_BYTES, "big") if of_site else _MISSING
-            locks += _xor(share, _lock_pad(channel, agreement, self._code, code))
+            share = of_site[2].to_bytes(SHARE_BYTES, "big") if of_site else MISSING
+            locks += xor(share, _lock_pad(channel, agreement, self._code, code))
             keys += _lock_pad(channel, agreement, code, self._code)
-        sealed = AESGCM(_derive(session.lock, b"shares")).encrypt(bytes(12), shares, agreement)
+        sealed = AESGCM(derive(session.lock, b"shares")).encrypt(bytes(12), shares, agreement)
         session.agreement = agreement
         session.reply = {
             "shares": _array(sealed, len(sealed)),
@@ -729,10 +610,10 @@ class MaskedSite:
         return session.reply
 
 
-_MISSING = b"\xff" * SHARE_BYTES  # larger than every share
+MISSING = b"\xff" * SHARE_BYTES  # larger than every share
 
 
-def _view(
+def view_of(
     run: str,
     number: int,
     roster: Roster,
@@ -742,7 +623,7 @@ def _view(
     length: int,
 ) -> bytes:
     """Return the text that a site signs with its vector."""
-    return _digest(
+    return digest_of(
         "view",
         run,
         number,
@@ -752,258 +633,3 @@ def _view(
         purpose,
         length,
     )
-
-
-# ---------------------------------------------------------------------- the server
-
-
-class Aggregation:
-    """One number at the server: it routes keys and shares, adds vectors and opens the sum.
-
-    Vectors are added as they arrive, so the memory does not grow with the number of sites.
-
-    Attributes:
-        purpose: of the vectors.
-        participants: sorted codes of the sites that sent mask keys.
-        senders: those that sent shares.
-        survivors: those whose vectors are in the sum.
-        replied: those that replied to ``unmask``.
-    """
-
-    def __init__(
-        self,
-        run: str,
-        number: int,
-        roster: Roster,
-        adverts: Mapping[int, Bytes],
-        *,
-        purpose: str = "",
-        keep: int = 1,
-    ) -> None:
-        """Note the mask keys of the participants.
-
-        Args:
-            run: of the federation.
-            number: larger than all before it in the run.
-            roster: of the federation.
-            adverts: mask keys of the participants by code.
-            purpose: of the vectors; it may be set until the first one is asked for.
-            keep: vectors that :meth:`leave_out` can take out of the sum again.
-
-        Raises:
-            TooFewSitesError: fewer than three sites.
-        """
-        self.run, self.number, self.roster, self.purpose = run, number, roster, purpose
-        self.participants = tuple(sorted(adverts))
-        if len(self.participants) < FEWEST_SITES:
-            raise TooFewSitesError(
-                f"secure aggregation needs at least {FEWEST_SITES} sites; "
-                f"there are {len(self.participants)}"
-            )
-        self._adverts = {u: _checked_bytes(one, ADVERT_BYTES) for u, one in adverts.items()}
-        self._near = roster.circle(run, number, self.participants)
-        _, self.threshold = graph_sizes(len(self.participants))
-        self._bundles: dict[int, dict[int, Bytes]] = {}  # by sender and receiver
-        self._senders: tuple[int, ...] | None = None
-        self._total: Elements | None = None
-        self._uploads: dict[int, Bytes] = {}  # signatures
-        self._latest: deque[tuple[int, Elements]] = deque(maxlen=keep)
-        self._closed = False
-        self._replies: dict[int, dict[str, Bytes]] = {}
-
-    # ------------------------------------------------------------------ shares
-
-    def keys_for(self, code: int) -> tuple[Codes, Bytes]:
-        """Return the participants, and the mask keys of a site's neighbours."""
-        near = sorted(self._near[code])
-        return np.array(self.participants), np.stack([self._adverts[v] for v in near])
-
-    def add_bundles(self, code: int, bundles: Bytes) -> None:
-        """Take the encrypted shares of a site.
-
-        Raises:
-            MaskError: bundles of another size.
-        """
-        near = sorted(self._near[code])
-        table = _checked_bytes(bundles, len(near), BUNDLE_BYTES)
-        self._bundles[code] = dict(zip(near, table, strict=True))
-
-    @property
-    def senders(self) -> tuple[int, ...]:
-        """Sites that sent shares; the first use closes the list."""
-        if self._senders is None:
-            self._senders = tuple(sorted(self._bundles))
-        return self._senders
-
-    @property
-    def enough_senders(self) -> bool:
-        """Whether the sites will accept the list of senders."""
-        return len(self.senders) >= fewest_survivors(len(self.participants))
-
-    def bundles_for(self, code: int) -> tuple[Codes, Bytes]:
-        """Return the senders, and their encrypted shares for one site."""
-        near = sorted(self._near[code] & set(self.senders))
-        table = [self._bundles[v][code] for v in near]
-        return np.array(self.senders), np.array(table, dtype=np.uint8).reshape(-1, BUNDLE_BYTES)
-
-    # ------------------------------------------------------------------ vectors
-
-    def add_masked(self, code: int, vector: Elements, signature: Bytes) -> None:
-        """Add a site's vector to the sum.
-
-        Raises:
-            MaskError: a site that is not a sender, a second vector, or one of another length.
-        """
-        if code not in self.senders or code in self._uploads or self._closed:
-            raise MaskError("the site cannot add a vector now")
-        signature = _checked_bytes(signature, SIGNATURE_BYTES)
-        if vector.dtype != np.uint64 or vector.ndim != 1:
-            raise MaskError("the vector is not one of elements of Z_2^64")
-        if self._total is None:
-            self._total = np.zeros(len(vector), dtype=np.uint64)
-        if len(vector) != len(self._total):
-            raise MaskError(f"the vector has {len(vector)} elements, not {len(self._total)}")
-        self._total += vector
-        self._uploads[code] = signature
-        self._latest.append((code, vector))
-
-    def leave_out(self) -> int | None:
-        """Take the latest vector out of the sum, and return its site; ``None`` if it is not known.
-
-        If one site drops, the sum over the others and the sum of the round before would show that site.
-        So another site is left out, too.
-        """
-        if self._closed or not self._latest or self._total is None:
-            return None
-        code, vector = self._latest.pop()
-        self._total -= vector
-        del self._uploads[code]
-        return code
-
-    @property
-    def survivors(self) -> tuple[int, ...]:
-        """Sites whose vectors are in the sum."""
-        return tuple(sorted(self._uploads))
-
-    @property
-    def enough_survivors(self) -> bool:
-        """Whether the sites will accept the list of survivors."""
-        return len(self._uploads) >= fewest_survivors(len(self.participants))
-
-    def survivors_for(self, code: int) -> tuple[Codes, Bytes]:
-        """Return the survivors, and the signatures of a site's neighbours among them."""
-        self._closed = True
-        near = sorted(self._near[code] & set(self.survivors))
-        table = [self._uploads[v] for v in near]
-        return np.array(self.survivors), np.array(table, dtype=np.uint8).reshape(
-            -1, SIGNATURE_BYTES
-        )
-
-    # ------------------------------------------------------------------ the sum
-
-    def add_unmask(self, code: int, reply: Mapping[str, Bytes]) -> None:
-        """Take a survivor's reply to ``unmask``.
-
-        Raises:
-            MaskError: a reply of another size.
-        """
-        if code not in self._uploads:
-            raise MaskError("the site did not survive")
-        near = len(self._near[code] & set(self.survivors))
-        held = len(self._near[code] & set(self.senders)) + 1
-        sizes = {
-            "shares": (held * SHARE_BYTES + _TAG,),
-            "locks": (near, SHARE_BYTES),
-            "keys": (near, SHARE_BYTES),
-            "own": (SHARE_BYTES,),
-        }
-        self._replies[code] = {n: _checked_bytes(reply.get(n), *s) for n, s in sizes.items()}
-
-    @property
-    def replied(self) -> tuple[int, ...]:
-        """Sites that replied to ``unmask``."""
-        return tuple(sorted(self._replies))
-
-    def open(self) -> Elements:
-        """Return the sum of the survivors' vectors.
-
-        Raises:
-            TooFewSitesError: fewer replies than the threshold.
-            MaskError: replies that do not fit together.
-        """
-        if self._total is None or not self.enough_survivors:
-            raise TooFewSitesError(
-                f"{len(self._uploads)} of {len(self.senders)} sites sent a vector"
-            )
-        shares = self._unlocked_shares()
-        where, length = _where(self.run, self.number), len(self._total)
-        total = self._total.copy()
-        for code in self.senders:
-            secret = self._secret(code, shares)
-            if code in self._uploads:
-                total -= _seed_pad(secret, where, length)
-                continue
-            key = X25519PrivateKey.from_private_bytes(secret)
-            if key.public_key().public_bytes_raw() != self._adverts[code][:32].tobytes():
-                raise MaskError(
-                    f"the shares of {self.roster.names[code]!r} do not give its mask key"
-                )
-            for other in self._near[code] & set(self._uploads):
-                of_pair = _pair_pad(key, self._adverts[other][:32].tobytes(), where, length)
-                # the survivor added the pad of a larger code and subtracted that of a smaller one
-                if other < code:
-                    total -= of_pair
-                else:
-                    total += of_pair
-        return total
-
-    def _unlocked_shares(self) -> dict[int, dict[int, int]]:
-        """Return the shares of all secrets by owner and point."""
-        near = {u: sorted(self._near[u] & set(self._uploads)) for u in self._replies}
-        place = {u: {v: at for at, v in enumerate(near[u])} for u in near}
-        view = (self.run, self.number, self.roster, self.participants, self.senders, self.purpose)
-        assert self._total is not None
-        agreement = _digest(_view(*view, len(self._total)), np.array(self.survivors))
-        shares: dict[int, dict[int, int]] = {}
-        for code, reply in self._replies.items():
-            # the same holders for all sites, if possible, because their weights take long
-            holders = sorted(v for v in (code, *near[code]) if v in self._replies)
-            if len(holders) < self.threshold:
-                continue
-            points = {}
-            for v in holders[: self.threshold]:
-                if v == code:
-                    points[v + 1] = int.from_bytes(reply["own"].tobytes(), "big")
-                    continue
-                locked = self._replies[v]["locks"][place[v][code]].tobytes()
-                key = reply["keys"][place[code][v]].tobytes()
-                points[v + 1] = int.from_bytes(_xor(locked, key), "big")
-            sealed = reply["shares"].tobytes()
-            try:
-                lock = combine(points, _weights_of(tuple(points)))
-                plain = AESGCM(_derive(lock, b"shares")).decrypt(bytes(12), sealed, agreement)
-            except (ValueError, InvalidTag):
-                raise MaskError("the sites do not agree on senders and survivors") from None
-            around = sorted({code, *(self._near[code] & set(self.senders))})
-            for at, owner in enumerate(around):
-                part = plain[at * SHARE_BYTES : (at + 1) * SHARE_BYTES]
-                if part != _MISSING:
-                    shares.setdefault(owner, {})[code + 1] = int.from_bytes(part, "big")
-        return shares
-
-    def _secret(self, owner: int, shares: Mapping[int, Mapping[int, int]]) -> bytes:
-        """Return the seed of a survivor, or the mask key of a dropped site."""
-        held = dict(sorted(shares.get(owner, {}).items())[: self.threshold])
-        if len(held) < self.threshold:
-            raise TooFewSitesError(
-                f"{len(held)} of {self.threshold} shares of {self.roster.names[owner]!r} came back"
-            )
-        try:
-            return combine(held, _weights_of(tuple(held)))
-        except ValueError as error:
-            raise MaskError(str(error)) from None
-
-
-@lru_cache(maxsize=4096)
-def _weights_of(points: tuple[int, ...]) -> list[int]:
-    return weights_at_zero(points)

@@ -7,6 +7,9 @@ For each the method gives three things, which are the same in one process and ov
 - :meth:`PrivateMixture.layout`: the parts of the sum, with the largest contribution of one unit;
 - :meth:`PrivateMixture.advance`: the next public parameters, from the noisy total.
 
+If whole clients are protected, a release of lengths comes before each of these and decides how far clients
+are clipped (:class:`NormBins`).
+
 Nothing else leaves a client. Its weights ``π_c`` are learned after the last round, from its own rows.
 """
 
@@ -14,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from torch import Tensor
 from fedgmm.core.em import add_likelihoods, client_weights, responsibilities
 from fedgmm.core.gaussians import Gaussians, gaussians, log_densities, residuals
 from fedgmm.core.moments import Scaling
-from fedgmm.core.params import Params
+from fedgmm.core.params import Params, count_learners
 from fedgmm.core.sums import Sum, Sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import (
@@ -58,9 +61,11 @@ from fedgmm.privacy.private_em import (
     unscaled,
     whitened,
 )
-from fedgmm.privacy.settings import Privacy
+from fedgmm.privacy.settings import LINEAR_ROUNDS, Privacy
 
 ROUND = "round"
+LENGTHS = "lengths of "
+"""Names of the releases that decide how far clients are clipped start with this."""
 DEVIATION = "deviation/"
 """Names of noise deviations start with this among noisy sums."""
 MUS = "mus"
@@ -80,6 +85,9 @@ _CLIENT_SHARES = {
 _HOME_ROUNDS = 30  # of EM for a client's own weights
 _TIE = 0.97  # share of a Gaussian's weight that its own learner starts with
 _LARGEST = 1e6  # number among public parameters that a client accepts
+_LENGTHS = 0.1  # share of a release's budget that decides how far clients are clipped
+_QUANTILE = 0.8  # of the lengths of clients' contributions, to which the others are clipped
+_MOST_PARTS = 5
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,8 @@ class PrivateShared:
         learners: in these coordinates, float64.
         spent: ``μ`` of every release so far.
         targets: what the gradients of the rounds so far say; only the server uses them.
+        bounds: of the parts of the next release, by which clients are clipped, ``(5,)``; zeros, or none,
+            if it is not clipped further.
     """
 
     coordinates: Coordinates
@@ -101,6 +111,7 @@ class PrivateShared:
     learners: Params
     spent: Tensor
     targets: Targets | None = None
+    bounds: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     @property
     def mixture(self) -> Mixture:
@@ -119,6 +130,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
 
     base: FedGMM
     privacy: Privacy
+
+    sums_up_gradients: ClassVar[bool] = False
+    """Whether the noise of gradients is averaged over the rounds, because every round is a small step."""
 
     @property
     def training(self) -> Any:  # type: ignore[override]
@@ -152,9 +166,19 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         start = dict(_START_SHARES)
         if not self.directions:
             del start["histogram"]
-        growth = [_GROWTH**number for number in range(self.privacy.rounds)]
+        growth = [_GROWTH**number for number in range(self.privacy.rounds or LINEAR_ROUNDS)]
         rest = (1.0 - sum(start.values())) / sum(growth)
-        return [*start.items(), *((ROUND, rest * one) for one in growth)]
+        return self.with_lengths([*start.items(), *((ROUND, rest * one) for one in growth)])
+
+    def with_lengths(self, plan: list[tuple[str, float]]) -> list[tuple[str, float]]:
+        """Return a plan with a release of lengths before each, if whole clients are protected."""
+        if not self.centred:
+            return plan
+        pairs = [
+            ((LENGTHS + name, _LENGTHS * share), (name, (1.0 - _LENGTHS) * share))
+            for name, share in plan
+        ]
+        return [one for pair in pairs for one in pair]
 
     def releases(self) -> list[tuple[str, float]]:
         """Return the releases of a run, in order, with the ``μ`` of each; together they cost ``ε``."""
@@ -163,6 +187,15 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         budget = mu_of(self.privacy.epsilon, self.privacy.delta)
         return [(name, budget * math.sqrt(share)) for name, share in self.plan()]
 
+    def clipped_layout(self, name: str, shared: PrivateShared) -> NoisySums:
+        """Return the parts of a release with the bounds to which contributions are clipped."""
+        found = self.layout(name, len(shared.coordinates.mean))
+        bounds = shared.bounds.tolist()
+        if name.startswith(LENGTHS) or not any(bounds):
+            return found
+        pairs = zip(found.parts, bounds, strict=False)
+        return NoisySums(tuple(replace(one, bound=own or one.bound) for one, own in pairs))
+
     def layout(self, name: str, columns: int) -> NoisySums:
         """Return the parts of a release, with bounds for one row; for a client they are clipped further.
 
@@ -170,6 +203,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             name: of the release.
             columns: ``d``.
         """
+        if name.startswith(LENGTHS):
+            return NormBins(self.layout(name.removeprefix(LENGTHS), columns)).release
         d, r = columns, radius(columns)
         triangle = d * (d + 1) // 2
         if name == "columns":
@@ -215,8 +250,12 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         )
 
     def contributions(self, name: str, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
-        """Return the sums of a release over some rows."""
+        """Return the sums of a release over some rows, which are those of one client for lengths."""
         where = shared.coordinates
+        if name.startswith(LENGTHS):
+            own = name.removeprefix(LENGTHS)
+            bins = NormBins(self.layout(own, len(where.mean)))
+            return bins.contributions(self.contributions(own, shared, rows))
         match name:
             case "columns":
                 return column_sums(rows)
@@ -240,6 +279,11 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         deviation = {n: float(v) for n, v in noisy.below(DEVIATION).items()}
         shared = replace(shared, spent=torch.cat([shared.spent, noisy[MUS]]))
         where, kind = shared.coordinates, self.base.gaussians.covariance_type
+        if name.startswith(LENGTHS):
+            bins = NormBins(self.layout(name.removeprefix(LENGTHS), len(where.mean)))
+            parts = bins.clipped_layout(noisy, deviation, _QUANTILE).parts
+            found = [one.bound for one in parts] + [0.0] * (_MOST_PARTS - len(parts))
+            return replace(shared, bounds=torch.tensor(found, dtype=torch.float64))
         if name == "columns":
             return replace(shared, coordinates=standardised(where, noisy, deviation))
         if name == "covariance":
@@ -320,7 +364,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             drawn = self.training.initial(m2, torch.device("cpu"))
             learners = {name: value.double() for name, value in drawn.items()}
         pairs = (weights / weights.sum())[:, None].expand(m1, m2).reshape(-1) / m2
-        return PrivateShared(where, own, pairs, learners, torch.zeros(0, dtype=torch.float64))
+        nothing, bounds = torch.zeros(0).double(), torch.zeros(_MOST_PARTS * self.centred).double()
+        return PrivateShared(where, own, pairs, learners, nothing, bounds=bounds)
 
     def init(
         self, rows: LabelledRows, learner: Params | None = None
@@ -366,15 +411,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             personal: not used.
             rows: of the clients, within ``[-1, 1]``.
         """
-        z = shared.coordinates.apply(rows.inputs.flatten(1).double().cpu())
-        m2 = self.base.learners
-        mixture = shared.mixture
-        log_y = at_labels(torch.log_softmax(mixture.logits(z), -1), rows.labels.cpu())
-        log_x = None
-        if self.base.density:
-            log_x = log_densities(residuals(z, shared.gaussians.means), shared.gaussians)
-        nothing = torch.zeros(len(z), self.components, m2, dtype=torch.float64)
-        log_p = add_likelihoods(nothing, log_x, log_y).flatten(1)
+        log_p = self._log_likelihoods(shared, rows).flatten(1)
         codes, clients = rows.codes.cpu(), len(rows.names)
         present = torch.bincount(codes, minlength=clients)
         weights = self._equal_weights(shared, clients)
@@ -385,14 +422,27 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             weights = client_weights(counts + shared.weights, present + 1)
         return weights
 
-    def prediction(self, shared: PrivateShared, personal: Tensor) -> Prediction:
-        """Return the parameters in the coordinates of :meth:`scaling`."""
+    def _log_likelihoods(self, shared: PrivateShared, rows: LabelledRows) -> Tensor:
+        """Return ``log N(x; m1) + log P_m2(y|x)``, ``(n, M1, M2)``."""
+        z = shared.coordinates.apply(rows.inputs.flatten(1).double().cpu())
+        log_y = at_labels(torch.log_softmax(shared.mixture.logits(z), -1), rows.labels.cpu())
+        log_x = None
+        if self.base.density:
+            log_x = log_densities(residuals(z, shared.gaussians.means), shared.gaussians)
+        nothing = torch.zeros(len(z), self.components, self.base.learners, dtype=torch.float64)
+        return add_likelihoods(nothing, log_x, log_y)
+
+    def standardised_learners(self, shared: PrivateShared) -> Params:
+        """Return the learners in the coordinates of :meth:`scaling`."""
         # logits are W z + b with z = A x, so W A x + b
-        whitener = shared.coordinates.whitener
-        learners = {
-            "0.weight": shared.learners["0.weight"] @ whitener,
+        return {
+            "0.weight": shared.learners["0.weight"] @ shared.coordinates.whitener,
             "0.bias": shared.learners["0.bias"],
         }
+
+    def prediction(self, shared: PrivateShared, personal: Tensor) -> Prediction:
+        """Return the parameters in the coordinates of :meth:`scaling`."""
+        learners, whitener = self.standardised_learners(shared), shared.coordinates.whitener
         own = None
         if self.base.density:
             back = torch.linalg.inv(whitener)
@@ -424,7 +474,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def check_state(self, shared: PrivateShared, personal: Tensor) -> None:
         """Raise ``ValueError`` unless the state has as many Gaussians and learners as the method."""
         m1, m2 = self.components, self.base.learners
-        if len(shared.gaussians.means) != m1 or shared.mixture.count != m2:
+        if len(shared.gaussians.means) != m1 or count_learners(shared.learners) != m2:
             raise ValueError("the state has other numbers of Gaussians or learners.")
         if shared.weights.numel() != m1 * m2:
             raise ValueError("the state has another number of weights.")
@@ -453,6 +503,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             "covariances": shared.gaussians.covariances,
             "weights": shared.weights,
             "spent": spent,
+            **({"bounds": shared.bounds} if self.centred else {}),
             **{LEARNERS + name: value for name, value in shared.learners.items()},
         }
 
@@ -474,6 +525,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             or float(where.scale.min()) < 1.0 / _LARGEST
             or float(own.min()) < 1.0 / _LARGEST
             or float(weights.min()) < 1.0 / _LARGEST**2
+            or (self.centred and float(arrays["bounds"].min()) < 0.0)
         ):
             raise ImplausibleModelError("the model has numbers that no honest server makes.")
         return PrivateShared(
@@ -482,6 +534,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             weights,
             learners_in(arrays),
             arrays["spent"][arrays["spent"] > 0],
+            bounds=arrays.get("bounds", torch.zeros(0).double()),
         )
 
 

@@ -24,6 +24,9 @@ from fedgmm.core.checks import (
 UNITS = ("row", "person", "client")
 """Whom a budget protects: one row, all rows of a person, or all rows of a client."""
 
+LINEAR_ROUNDS, NETWORK_ROUNDS = 5, 50
+"""Numbers of noised rounds if the settings name none."""
+
 Bounds = tuple[float, float]
 FloatArray = NDArray[np.float64]
 
@@ -51,7 +54,8 @@ class Privacy:
         categories: values of categorical columns, and of the label, by name of column. Other values
             count as missing.
         person: column that names the person of a row; it is not used as an input.
-        rounds: noised rounds of the mixture; more rounds have more noise each.
+        rounds: noised rounds; more rounds have more noise each. ``None`` means 5 for linear learners and
+            50 for networks, or as many as the run has, if these are fewer.
         secure_aggregation: sites mask their sums, so a server sees only the total.
         tolerated: sites that may reveal their part of the noise without weakening it, over a network;
             dropouts that secure aggregation allows are tolerated in any case.
@@ -65,7 +69,7 @@ class Privacy:
     bounds: Any = None
     categories: Mapping[str, Sequence[str]] | None = None
     person: Text | None = None
-    rounds: Count = 5
+    rounds: Count | None = None
     secure_aggregation: Flag = False
     tolerated: NonNegativeInt = 0
     min_change: Count = 2

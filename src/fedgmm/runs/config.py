@@ -98,6 +98,10 @@ class RunConfig:
         for name in self.training:
             check_known("There is no training option", name, TRAINING)
         check_fields(self)
+        person = None if self.privacy is None else self.privacy.person
+        if person is not None and person not in self.table.left_out:  # it is never an input
+            table = replace(self.table, id=(*self.table.id, person))
+            object.__setattr__(self, "table", table)
         options = self.options()
         options.check()
         check_choice("learner", options.learner, ("linear", "mlp"))  # the others need images

@@ -14,6 +14,7 @@ import numpy as np
 from fedgmm.data.tables.agreement import declared
 from fedgmm.data.tables.files import Notify, find_tables
 from fedgmm.data.tables.loading import Tables, agreement, on_disk_if_large, read_tables
+from fedgmm.data.tables.persons import training_persons
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import DENSITY
@@ -272,7 +273,10 @@ def _run(
     privacy = config.privacy if config.privacy is not None and config.privacy.is_noised else None
     preprocessing = agreement(tables) if privacy is None else _declared(tables, privacy)
     write_json(folder.environment, {**environment(), "files": fingerprints(tables.paths)})
-    dataset = tables.load(preprocessing, notify)
+    persons = None
+    if privacy is not None and privacy.unit == "person":
+        persons = training_persons(tables, preprocessing, str(privacy.person))
+    dataset = replace(tables.load(preprocessing, notify), persons=persons)
     write_json(folder.preprocessing, preprocessing.record())
     seconds = {"reading": time.perf_counter() - started}
 
@@ -338,10 +342,8 @@ def _run(
 
 def _declared(tables: Tables, privacy: Privacy) -> Preprocessing:
     """Return the preprocessing of declared bounds and categories, which no row decides."""
-    if privacy.unit == "person":
-        raise PrivacyError(
-            "unit='person' is for train() with persons=; files cannot name the person of a row yet."
-        )
+    if privacy.unit == "person" and privacy.person is None:
+        raise PrivacyError("unit='person' needs the column of the person (--person-column COLUMN).")
     bounds = privacy.bounds
     if not isinstance(bounds, dict) and isinstance(bounds[0], tuple):
         raise PrivacyError("Name the columns of bounds, such as age = [0, 110], or give one pair.")

@@ -43,7 +43,7 @@ from fedgmm.nets.devices import reset_memory_shares, resolve_device, resolve_dty
 from fedgmm.nets.kernels.recording import forget_recordings
 from fedgmm.nets.modules import ModuleNetwork
 from fedgmm.nets.networks import ModuleFactory, function_of
-from fedgmm.privacy.private_method import PrivateMixture
+from fedgmm.privacy.private_networks import private_method
 from fedgmm.privacy.settings import Privacy
 from fedgmm.training.build import build, build_warm_up, learner_network, pretrained_learner
 from fedgmm.training.checkpoint import (
@@ -61,7 +61,6 @@ from fedgmm.training.options import TrainingOptions
 from fedgmm.training.private import (
     Account,
     PrivateClients,
-    account_file,
     check_private,
     declared_scaling,
     private_options,
@@ -476,11 +475,11 @@ class _LocalTraining:
         )
         self.private: PrivateClients | None = None
         if privacy is not None:
-            method = PrivateMixture(method, privacy)  # type: ignore[arg-type]
+            columns = len(dataset.input_shape) == 1
+            method = private_method(method, privacy, columns=columns)  # type: ignore[arg-type]
             warn_of_noise(method, dataset)
-            account = Account(
-                privacy, None if checkpoint is None else account_file(checkpoint.path)
-            )
+            path = None if checkpoint is None else checkpoint.path
+            account = Account(privacy, path, "" if path is None else fingerprint(dataset))
             weights = unit_weights(privacy, self.rows.codes.cpu(), dataset.persons)
             self.private = PrivateClients(self.rows, privacy, account, weights)
             self.clients = self.private
@@ -501,6 +500,8 @@ class _LocalTraining:
             on_round=on_round,
             watch=self._watch if watch_accuracy else None,
         )
+        if self.private is not None:
+            self.private.loop = self.loop
         if checkpoint is not None:
             self.loop.store = _CheckpointFile(
                 checkpoint.path, dataset, options, self.loop, device, privacy
@@ -558,8 +559,9 @@ class _LocalTraining:
     ) -> FederatedModel:
         """Return the model of a private call, without anything that rows decide without noise."""
         assert self.private is not None
-        assert self.scaling is not None
-        declared, self.scaling = self.scaling, method.scaling(shared, self.scaling)
+        declared = self.scaling
+        if declared is not None:
+            self.scaling = method.scaling(shared, declared)
         model = self._model(method.prediction(shared, personal), stopped)
         self.scaling = declared
         if model.positive is not None:  # counts of labels must not decide

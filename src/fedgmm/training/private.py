@@ -1,13 +1,13 @@
-"""Private training in one process: clients whose sums leave with noise, and the account of a run."""
+"""Private training: the walk over the releases of a plan, and clients in one process that make them."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params
 from fedgmm.core.sums import Sums
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
-from fedgmm.files import write_atomically
 from fedgmm.methods.base import DENSITY, RoundInfo
-from fedgmm.privacy.accounting import compose, epsilon_of, mu_of
+from fedgmm.nets.modules import ModuleNetwork
+from fedgmm.nets.networks import as_numbers, function_of
+from fedgmm.privacy.accounting import Release, compose, epsilon_of, mu_of
 from fedgmm.privacy.forecast import forecast
+from fedgmm.privacy.ledger import Budget, Entry, Ledger
 from fedgmm.privacy.noise import RandomBytes, noisy
 from fedgmm.privacy.noisy_sums import FloatArray, NoisySums
 from fedgmm.privacy.private_em import Rows
@@ -30,17 +32,16 @@ from fedgmm.privacy.private_method import (
     DEVIATION,
     MUS,
     ROUND,
-    NormBins,
     PrivateMixture,
     PrivateShared,
 )
-from fedgmm.privacy.settings import Privacy, PrivacyError
-from fedgmm.training.loop import Replies
+from fedgmm.privacy.settings import LINEAR_ROUNDS, NETWORK_ROUNDS, Privacy, PrivacyError
+from fedgmm.training.build import learner_network
+from fedgmm.training.loop import Replies, Training
 from fedgmm.training.options import TrainingOptions
 
 _BLOCK = 32_768  # rows whose contributions are computed at once
-_LENGTHS = 0.1  # share of a release's budget that decides how far clients are clipped
-_QUANTILE = 0.8  # of the lengths of clients' contributions, to which the others are clipped
+_ROUNDING = 1e-9  # relative, of a budget
 
 _METHODS = ("fedgmm", "fedem", "fedavg", DENSITY)
 
@@ -56,8 +57,17 @@ def check_private(dataset: FederatedDataset, options: TrainingOptions, privacy: 
     check_private_options(options)
     if dataset.task == "regression":
         raise PrivacyError("epsilon is for classes, not for numbers to predict.")
-    if len(dataset.input_shape) != 1 or not dataset.train.features_are_inputs:
-        raise PrivacyError("epsilon is for rows of columns, without separate features.")
+    images = len(dataset.input_shape) != 1
+    if (images and options.algorithm in ("fedgmm", DENSITY)) or (
+        not dataset.train.features_are_inputs and options.algorithm != "fedavg"
+    ):
+        raise PrivacyError(
+            "epsilon with Gaussians is for rows of columns, without separate features; images can be "
+            "trained by fedavg or fedem."
+        )
+    net = function_of(learner_network(options, dataset.input_shape, dataset.classes))
+    if isinstance(net, ModuleNetwork) and net.integer_inputs:
+        raise PrivacyError("epsilon is for inputs with bounds, not for integers such as tokens.")
     if dataset.train.weights is not None:
         raise PrivacyError("epsilon cannot be combined with weights of rows; leave them out.")
     units = {"row": len(dataset.train), "client": len(dataset.names)}
@@ -77,11 +87,6 @@ def check_private_options(options: TrainingOptions) -> None:
             f"epsilon is for {', '.join(_METHODS)}, not for {options.algorithm!r}, whose clients send "
             "more than sums over rows."
         )
-    if options.learner != "linear" and options.algorithm != DENSITY:
-        raise PrivacyError(
-            f"epsilon is for linear learners, not for learner={options.learner!r}; train a network on "
-            "noised gradients with another tool, or use learner='linear' on its features."
-        )
     refused = {
         "components='auto' or learners='auto'": bool(options.open_sizes),
         "personal_labels=True": options.personal_labels is True,
@@ -91,6 +96,8 @@ def check_private_options(options: TrainingOptions) -> None:
         "participation below 1": options.participation < 1,
         "aggregation='paper'": options.aggregation != "exact",
         "pca": options.pca is not None,
+        "augment": options.augment,
+        "pretrained": options.pretrained is not None,
     }
     for what, given in refused.items():
         if given:
@@ -106,7 +113,7 @@ class NoiseWarning(UserWarning):
 def warn_of_noise(method: PrivateMixture, dataset: FederatedDataset) -> None:
     """Warn before training if the noise will cost accuracy, with what would help."""
     persons = None if dataset.persons is None else len(torch.unique(dataset.persons))
-    columns, clients = dataset.input_shape[0], len(dataset.names)
+    columns, clients = dataset.train.features.columns, len(dataset.names)
     found = forecast(method, columns, clients, len(dataset.train), persons)
     if not found.is_fine:
         warnings.warn(str(found), NoiseWarning, stacklevel=4)
@@ -114,49 +121,62 @@ def warn_of_noise(method: PrivateMixture, dataset: FederatedDataset) -> None:
 
 def private_options(options: TrainingOptions, privacy: Privacy) -> TrainingOptions:
     """Return the options of a private run: few rounds, and no end by a log-likelihood full of noise."""
-    return replace(options, rounds=min(options.rounds, privacy.rounds), tol=None)
+    return replace(options, rounds=private_rounds(options, privacy), tol=None)
 
 
-def declared_scaling(privacy: Privacy, dataset: FederatedDataset) -> Scaling:
-    """Return the scaling of columns from the declared bounds to ``[-1, 1]``."""
-    low, high = privacy.limits(dataset.input_shape[0], dataset.column_names)
+def private_rounds(options: TrainingOptions, privacy: Privacy) -> int:
+    """Return the number of noised rounds of a run."""
+    linear = options.learner == "linear" or options.algorithm == DENSITY
+    usual = LINEAR_ROUNDS if linear else NETWORK_ROUNDS
+    return min(options.rounds, privacy.rounds or usual)
+
+
+def declared_scaling(privacy: Privacy, dataset: FederatedDataset) -> Scaling | None:
+    """Return the scaling of columns from the declared bounds to ``[-1, 1]``; bytes need none."""
+    if dataset.train.inputs.dtype == torch.uint8:
+        return None
+    if len(dataset.input_shape) > 1:  # one pair for all pixels
+        low, high = (one[0].reshape(()) * np.ones(dataset.input_shape) for one in privacy.limits(1))
+    else:
+        low, high = privacy.limits(dataset.input_shape[0], dataset.column_names)
     return Scaling(torch.from_numpy((low + high) / 2), torch.from_numpy((high - low) / 2))
 
 
-def account_file(checkpoint: Path) -> Path:
-    """Return the file of a run's account, beside its checkpoint."""
-    return checkpoint.with_name(checkpoint.name + ".privacy.jsonl")
-
-
 class Account:
-    """The releases of one run, written to a file before any noise is drawn.
+    """The releases of one run in one process, counted before any noise is drawn.
 
-    A run that is killed after a release and before its checkpoint resumes with fresh noise. The file has
+    A run that is killed after a release and before its checkpoint resumes with fresh noise. The ledger has
     counted the lost release, so what is left of the budget is shared by the releases that are left, and
     the total never exceeds it.
 
     Args:
         privacy: the budget.
-        path: of the file; ``None`` keeps the account in memory.
+        checkpoint: of the run; the ledger is in its folder. ``None`` keeps the account in memory.
+        table: fingerprint of the rows.
+
+    Raises:
+        LedgerError: the ledger is damaged, or an older copy.
     """
 
-    def __init__(self, privacy: Privacy, path: Path | None = None) -> None:
+    def __init__(self, privacy: Privacy, checkpoint: Path | None = None, table: str = "") -> None:
         assert privacy.epsilon is not None
         assert privacy.delta is not None
-        self.delta, self.path = privacy.delta, path
+        self._budget, self._unit, self._table = (
+            Budget(privacy.epsilon, privacy.delta),
+            privacy.unit,
+            table,
+        )
+        self._run = "" if checkpoint is None else checkpoint.name
         self.budget = mu_of(privacy.epsilon, privacy.delta)
-        self.mus: list[float] = []
-        if path is not None and path.exists():
-            # a line without its end was being written when the process was killed, before its release
-            complete, _, rest = path.read_bytes().rpartition(b"\n")
-            if rest:
-                write_atomically(path, complete + b"\n" if complete else b"")
-            self.mus = [float(json.loads(line)["mu"]) for line in complete.splitlines()]
+        self.ledger = None if checkpoint is None else Ledger.of_runs(checkpoint.parent)
+        known = [] if self.ledger is None else self.ledger.entries()
+        self.mus = [one.release.mu for one in known if one.run == self._run]
 
     def include(self, spent: Tensor) -> None:
-        """Count the releases of a checkpoint whose file of the account was lost."""
-        if compose(spent.tolist()) > compose(self.mus):
-            self.mus = spent.tolist()
+        """Count the releases of a checkpoint that the ledger does not know."""
+        missing = compose(spent.tolist()) ** 2 - compose(self.mus) ** 2
+        if missing > _ROUNDING * self.budget**2:
+            self._count("releases of the checkpoint", math.sqrt(missing))
 
     @property
     def left(self) -> float:
@@ -166,7 +186,7 @@ class Account:
     @property
     def epsilon(self) -> float:
         """``ε`` of all releases so far."""
-        return epsilon_of(compose(self.mus), self.delta) if self.mus else 0.0
+        return epsilon_of(compose(self.mus), self._budget.delta) if self.mus else 0.0
 
     def charge(self, name: str, share: float) -> float:
         """Count a release that uses a share of what is left; return its ``μ``.
@@ -178,16 +198,16 @@ class Account:
         if mu < 1e-6 * self.budget:
             raise PrivacyError(
                 f"The privacy budget is spent before release {name!r}"
-                + ("." if self.path is None else f"; {self.path} lists the releases so far.")
+                + ("." if self.ledger is None else f"; {self.ledger.path} lists the releases.")
             )
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"release": name, "mu": mu}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        self.mus.append(mu)
+        self._count(name, mu)
         return mu
+
+    def _count(self, name: str, mu: float) -> None:
+        if self.ledger is not None:
+            entry = Entry(Release(mu), name, self._run, self._table, self._unit)
+            self.ledger.charge(entry, plan=self._budget)
+        self.mus.append(mu)
 
 
 def unit_weights(privacy: Privacy, codes: Tensor, persons: Tensor | None) -> Tensor:
@@ -213,8 +233,51 @@ def unit_weights(privacy: Privacy, codes: Tensor, persons: Tensor | None) -> Ten
     return 1.0 / torch.bincount(units)[units].double()
 
 
+# ---------------------------------------------------------------------- the walk over the plan
+
+
+class PrivateWalk(ABC):
+    """Clients of a private run behind the round loop: they make the releases of the plan in order.
+
+    Attributes:
+        loop: of the run; it saves the state after every release, so none is asked for twice.
+    """
+
+    loop: Training
+
+    @abstractmethod
+    def release(self, method: PrivateMixture, shared: PrivateShared, place: int) -> Sums:
+        """Return a noisy total, see :func:`noisy_sums`; ``place`` is its place in the plan."""
+
+    def step(self, method: Any, shared: PrivateShared, personal: Any, number: int) -> Replies:
+        """Make all releases up to a round; return its total. Clients have no personal part yet."""
+        names = [name for name, _ in method.plan()]
+        place = [at for at, name in enumerate(names) if name == ROUND][number - 1]
+        for before in range(len(shared.spent), place):
+            noisy = self.release(method, shared, before)
+            shared = self.loop.run.shared = method.advance(names[before], shared, noisy)
+            self.loop.save()
+        return Replies(personal, self.release(method, shared, place))
+
+    def score(self, method: Any, shared: Any, personal: Any) -> float:
+        """Refuse: scores of validation rows are not noised."""
+        raise PrivacyError("patience compares scores of rows, which are not private; leave it out.")
+
+
+def noisy_sums(layout: NoisySums, total: FloatArray, sigma: float, mu: float) -> Sums:
+    """Return a noisy total as sums, with the deviations of its noise and the ``μ`` that it costs."""
+    deviations = layout.deviations(sigma)
+    return Sums(
+        {
+            **layout.read(total),
+            **{DEVIATION + name: torch.tensor(one) for name, one in deviations.items()},
+            MUS: torch.tensor([mu], dtype=torch.float64),
+        }
+    )
+
+
 @dataclass
-class PrivateClients:
+class PrivateClients(PrivateWalk):
     """Clients in this process that send noised sums, for :class:`~fedgmm.training.loop.Training`.
 
     Attributes:
@@ -240,30 +303,23 @@ class PrivateClients:
         }
 
     def start(self, method: Any, learner: Params | None) -> tuple[Any, Any]:
-        """Run the releases before the first round."""
-        shared, _ = method.init(self.rows)
-        plan = method.plan()
-        for place, (name, _) in enumerate(plan):
-            if name == ROUND:
-                break
-            shared = method.advance(name, shared, self._release(method, name, shared, place))
-        return shared, shared.weights.expand(len(self.rows.names), -1)
+        """Return the parameters before any release; the first round makes the releases before it."""
+        return method.init(self.rows)  # type: ignore[no-any-return]
 
-    def step(self, method: Any, shared: PrivateShared, personal: Any, number: int) -> Replies:
-        """Return the noisy total of a round; clients have no personal part before the end."""
+    def release(self, method: PrivateMixture, shared: PrivateShared, place: int) -> Sums:
+        """Return a noisy total; the account counts it before its noise is drawn."""
         self.account.include(shared.spent)
         plan = method.plan()
-        first = next(place for place, (name, _) in enumerate(plan) if name == ROUND)
-        sums = self._release(method, ROUND, shared, first + number - 1)
-        return Replies(personal, sums)
+        name, share = plan[place]
+        layout = method.clipped_layout(name, shared)
+        total = vector_of(method, name, shared, self.rows, self.weights)
+        mu = self.account.charge(name, share / sum(one for _, one in plan[place:]))
+        sigma = layout.sensitivity / mu
+        return noisy_sums(layout, noisy(total, sigma, self.source), sigma, mu)
 
     def accepted(self, number: int, info: RoundInfo) -> dict[str, Any]:
         """Return ``ε`` of all releases so far, for the history."""
         return {"epsilon": self.account.epsilon}
-
-    def score(self, method: Any, shared: Any, personal: Any) -> float:
-        """Refuse: scores of validation rows are not noised."""
-        raise PrivacyError("patience compares scores of rows, which are not private; leave it out.")
 
     def finish(self, method: Any, shared: PrivateShared, personal: Any) -> Any:
         """Return the weights of the clients, learned at home after the last round."""
@@ -271,52 +327,6 @@ class PrivateClients:
 
     def remember_best(self) -> None:
         """Do nothing, because no round is compared with another."""
-
-    # ------------------------------------------------------------------ one release
-
-    def _release(
-        self, method: PrivateMixture, name: str, shared: PrivateShared, place: int
-    ) -> Sums:
-        """Return a noisy total, with the deviations of its noise and the ``μ`` that it costs."""
-        plan = method.plan()
-        share = plan[place][1] / sum(one for _, one in plan[place:])
-        layout = method.layout(name, self.rows.features.columns)
-        spent: list[float] = []
-        if self.privacy.unit == "client":
-            units = [method.contributions(name, shared, rows) for rows in self._clients()]
-            bins = NormBins(layout)
-            mu = self.account.charge(f"lengths of {name}", _LENGTHS * share)
-            spent.append(mu)
-            sums = [bins.release.vector(bins.contributions(one)) for one in units]
-            values, deviations = self._noised(bins.release, np.sum(sums, axis=0), mu)
-            layout = bins.clipped_layout(values, deviations, _QUANTILE)
-            total = np.sum([layout.vector(layout.clipped(one)) for one in units], axis=0)
-            share *= (1.0 - _LENGTHS) / (1.0 - _LENGTHS * share)
-        else:
-            total = vector_of(method, name, shared, self.rows, self.weights)
-        mu = self.account.charge(name, share)
-        spent.append(mu)
-        values, deviations = self._noised(layout, total, mu)
-        return Sums(
-            {
-                **values,
-                **{DEVIATION + n: torch.tensor(one) for n, one in deviations.items()},
-                MUS: torch.tensor(spent, dtype=torch.float64),
-            }
-        )
-
-    def _noised(
-        self, layout: NoisySums, total: Any, mu: float
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        sigma = layout.sensitivity / mu
-        return layout.read(noisy(total, sigma, self.source)), layout.deviations(sigma)
-
-    def _clients(self) -> Iterator[Rows]:
-        offsets = self.rows.offsets.tolist()
-        for code in range(len(self.rows.names)):
-            if offsets[code + 1] > offsets[code]:
-                place = slice(offsets[code], offsets[code + 1])
-                yield _within_bounds(self.rows, self.weights, place)
 
 
 def vector_of(
@@ -326,23 +336,27 @@ def vector_of(
     rows: LabelledRows,
     weights: Tensor,
 ) -> FloatArray:
-    """Return the vector of a release without noise, block by block of rows.
+    """Return the vector of a release without noise.
+
+    Rows are clipped to ``[-1, 1]``. If whole clients are protected, each one's sums are clipped, too.
 
     Args:
         method: the private method.
         name: of the release.
         shared: the public parameters.
-        rows: of one client or of all; they are clipped to ``[-1, 1]``.
+        rows: of one client or of all.
         weights: of the rows, see :func:`unit_weights`.
     """
-    layout = method.layout(name, rows.features.columns)
+    layout = method.clipped_layout(name, shared)
+    whole = method.privacy.unit == "client"
+    edges = rows.offsets.tolist() if whole else [*range(0, len(rows), _BLOCK), len(rows)]
     total = np.zeros(layout.numbers)
-    for first in range(0, len(rows), _BLOCK):
-        block = _within_bounds(rows, weights, slice(first, first + _BLOCK))
-        total += layout.vector(method.contributions(name, shared, block))
+    for first, last in pairwise(edges):
+        if last > first:
+            inputs = as_numbers(rows.inputs[first:last], torch.float64).flatten(1).cpu()
+            block = Rows(
+                inputs.clamp(-1.0, 1.0), rows.labels[first:last].cpu(), weights[first:last]
+            )
+            sums = method.contributions(name, shared, block)
+            total += layout.vector(layout.clipped(sums) if whole else sums)
     return total
-
-
-def _within_bounds(rows: LabelledRows, weights: Tensor, place: slice) -> Rows:
-    inputs = rows.inputs[place].flatten(1).double().cpu().clamp(-1.0, 1.0)
-    return Rows(inputs, rows.labels[place].cpu(), weights[place])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -83,9 +83,19 @@ class StateDecoder:
                 own = replace(
                     self, shapes={n: s for n, s in self.shapes.items() if not is_statistic(n)}
                 )
-            names = [part.name for part in fields(kind)]
-            return kind(**{name: own.decode(hints[name], f"{path}/{name}") for name in names})
+            # older files lack some parts that have a default
+            parts = [
+                part.name
+                for part in fields(kind)
+                if part.default_factory is MISSING or own._has(f"{path}/{part.name}")
+            ]
+            return kind(**{name: own.decode(hints[name], f"{path}/{name}") for name in parts})
         return self._plain(hint, path)
+
+    def _has(self, path: str) -> bool:
+        """Return whether the file has a part."""
+        paths = (*self.tensors, *self.values)
+        return any(one == path or one.startswith(f"{path}/") for one in paths)
 
     def _parameters(self, path: str) -> dict[str, Tensor]:
         """Return stacked parameters of learners, or an empty dictionary."""

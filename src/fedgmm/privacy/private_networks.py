@@ -1,0 +1,238 @@
+"""Networks under differential privacy: every round is one step along a noised sum of clipped gradients.
+
+The releases and the units are those of :class:`~fedgmm.privacy.private_method.PrivateMixture`; only the
+gradient of a row differs. It is that of all learners together, weighted by the row's responsibilities under
+the released parameters, and shortened to ``clip_norm`` (DP-SGD of Abadi et al., 2016, with all rows in
+every step, so the closed form of the accountant holds)::
+
+    g_i = (q_i1 ∇_θ1 ℓ_i1, …, q_iM ∇_θM ℓ_iM),      Σ_i w_i g_i · min(1, C/‖g_i‖) + noise
+
+Gradients of single rows come from stacked parameters: each row gets the parameters along a leading axis, as
+a client of one row. So every network that trains here can be private, except for batch normalisation,
+which mixes rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedgmm.core.em import add_likelihoods, responsibilities
+from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.moments import Scaling
+from fedgmm.core.params import Params, is_statistic
+from fedgmm.core.sums import Sums
+from fedgmm.data.dataset import LabelledRows
+from fedgmm.methods.fedgmm import FedGMM
+from fedgmm.nets.learners import at_labels
+from fedgmm.nets.networks import Dense, as_numbers, function_of
+from fedgmm.privacy.noisy_sums import NoisySums, clip_rows
+from fedgmm.privacy.private_em import Mixture, Rows, round_sums
+from fedgmm.privacy.private_method import ROUND, PrivateMixture, PrivateShared
+from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
+
+_CLIP = 1.0  # length of a row's gradient, if the options name none
+_MOMENTUM = 0.9
+_LARGEST_LOGIT = 1e4
+_NUMBERS = 8_000_000  # in the gradients of a block of rows
+
+
+def private_method(base: FedGMM, privacy: Privacy, *, columns: bool = True) -> PrivateMixture:
+    """Return the private form of a method.
+
+    Args:
+        base: the method without privacy.
+        privacy: the budget.
+        columns: inputs are columns of a table, and not images.
+    """
+    net = function_of(base.training.net)
+    if isinstance(net, Dense) and not net.hidden and columns:
+        return PrivateMixture(base, privacy)
+    if any(map(is_statistic, net.parameter_shapes)):
+        raise PrivacyError(
+            "epsilon needs the gradient of each row, and batch normalisation mixes rows; use GroupNorm or "
+            "LayerNorm."
+        )
+    return PrivateNetworks(base, privacy, columns)
+
+
+@dataclass(frozen=True)
+class NetworkShared(PrivateShared):
+    """The public parameters of networks, which see standardised inputs.
+
+    Attributes:
+        velocity: moving average of the noised gradients, ``(M2 · P,)``; only the server uses it.
+    """
+
+    velocity: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class _Evaluated(Mixture):
+    """A mixture whose learners were evaluated on the rows at hand, ``(n, M2, K)``."""
+
+    found: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.found.shape[1]
+
+    def logits(self, z: Tensor) -> Tensor:
+        return self.found
+
+
+@dataclass(frozen=True)
+class PrivateNetworks(PrivateMixture):
+    """FedAvg, FedEM and FedGMM with networks, whose clients send nothing but noised sums.
+
+    Attributes:
+        columns: inputs are columns of a table, which are standardised by a release of their moments.
+    """
+
+    columns: bool = True
+
+    sums_up_gradients: ClassVar[bool] = True
+
+    @property
+    def clip(self) -> float:
+        """Length to which a row's gradient is shortened."""
+        return float(self.training.sgd.clip_norm or _CLIP)
+
+    # ------------------------------------------------------------------ the releases
+
+    def plan(self) -> list[tuple[str, float]]:
+        """Return the releases of a run, with equal shares of ``μ²`` for all rounds."""
+        own = replace(self, privacy=replace(self.privacy, unit="row", rounds=1))
+        start = [one for one in PrivateMixture.plan(own) if one[0] != ROUND]
+        if not self.base.density:
+            start = start[:1] if self.columns else []  # the columns alone
+        rounds = self.privacy.rounds or NETWORK_ROUNDS
+        rest = (1.0 - sum(share for _, share in start)) / rounds
+        return self.with_lengths([*start, *[(ROUND, rest)] * rounds])
+
+    def layout(self, name: str, columns: int) -> NoisySums:
+        """Return the parts of a release, with bounds for one row."""
+        found = super().layout(name, columns)
+        if name != ROUND:
+            return found
+        numbers = sum(map(math.prod, self.training.net.parameter_shapes.values()))
+        shape = (self.base.learners * numbers,)
+        return NoisySums(
+            tuple(
+                replace(one, shape=shape, bound=self.clip) if one.name == "gradient" else one
+                for one in found.parts
+            )
+        )
+
+    def contributions(self, name: str, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+        """Return the sums of a release over some rows."""
+        if name != ROUND:
+            return super().contributions(name, shared, rows)
+        numbers = sum(value.numel() for value in shared.learners.values())
+        size = max(1, _NUMBERS // numbers)
+        total: dict[str, Tensor] = {}
+        for first in range(0, len(rows.labels), size):
+            found = self._block_sums(shared, Rows(*(v[first : first + size] for v in rows)))
+            total = {n: total[n] + value for n, value in found.items()} if total else found
+        return total
+
+    def _block_sums(self, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
+        """Return the sums of a round over a block of rows."""
+        n = len(rows.labels)
+        each = {k: v.expand(n, *v.shape).requires_grad_() for k, v in shared.learners.items()}
+        logits = self.training.net.logits(each, self._seen(shared, rows.inputs)[:, None])[:, 0]
+        # every sum stays finite and bounded, with any parameters that a client may receive
+        logits = logits.nan_to_num().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
+        evaluated = _Evaluated(shared.gaussians, shared.weights, {}, logits.detach())
+        sums = round_sums(
+            shared.coordinates, evaluated, rows, density=self.base.density, centred=self.centred
+        )
+        log_y = at_labels(torch.log_softmax(logits, -1), rows.labels)
+        q, _ = responsibilities(self._log_joint(shared, rows.inputs, log_y.detach()).flatten(1))
+        of_learner = q.reshape(n, -1, self.base.learners).sum(1)
+        gradients = torch.autograd.grad(-(of_learner * log_y).sum(), list(each.values()))
+        flat = torch.cat([one.flatten(1) for one in gradients], 1).nan_to_num()
+        sums["gradient"] = rows.weights @ clip_rows(flat, self.clip * (1.0 - 1e-12))
+        return sums
+
+    def _seen(self, shared: PrivateShared, inputs: Tensor) -> Tensor:
+        """Return inputs ``(n, d)`` as the networks see them, ``(n, *shape)``."""
+        where = shared.coordinates
+        return ((inputs - where.mean) / where.scale).reshape(-1, *self.training.net.input_shape)
+
+    def _log_joint(self, shared: PrivateShared, inputs: Tensor, log_y: Tensor) -> Tensor:
+        """Return ``log π(m1, m2) + log N(x; m1) + log P_m2(y|x)``, ``(n, M1, M2)``."""
+        log_x = None
+        if self.base.density:
+            z = shared.coordinates.apply(inputs)
+            log_x = log_densities(residuals(z, shared.gaussians.means), shared.gaussians)
+        log_pi = shared.weights.log().reshape(-1, self.base.learners)
+        return add_likelihoods(log_pi.expand(len(inputs), -1, -1).clone(), log_x, log_y)
+
+    def _after_round(
+        self, shared: PrivateShared, noisy: Sums, deviation: Mapping[str, float]
+    ) -> PrivateShared:
+        """Return the Gaussians of noisy moments, and the learners after one step of SGD."""
+        assert isinstance(shared, NetworkShared)
+        rest = Sums({name: value for name, value in noisy.items() if name != "gradient"})
+        moved = super()._after_round(shared, rest, deviation)
+        assert isinstance(moved, NetworkShared)
+        counts = noisy["counts"].reshape(-1, self.base.learners).sum(0)
+        # rows of a learner that lost nearly all of them would be too few to divide by
+        counts = counts.clamp_min(max(1.0, 0.1 * float(counts.mean())))
+        number = [name for name, _ in self.plan()[: len(shared.spent)]].count(ROUND)
+        rate = self.training.options(number).lr
+        learners, velocity, first = {}, [], 0
+        for name, value in shared.learners.items():
+            gradient = noisy["gradient"][first : first + value.numel()].reshape(value.shape)
+            own = counts.reshape(-1, *(1,) * (value.dim() - 1))
+            past = shared.velocity[first : first + value.numel()].reshape(value.shape)
+            speed = _MOMENTUM * past + gradient / (self.clip * own)
+            decay = self.training.sgd.weight_decay * value
+            learners[name] = value - rate * (speed + decay)
+            velocity.append(speed.reshape(-1))
+            first += value.numel()
+        return replace(moved, learners=learners, velocity=torch.cat(velocity))
+
+    # ------------------------------------------------------------------ the method
+
+    def blank(self, columns: int) -> NetworkShared:
+        """Return the public parameters before any release."""
+        shared = super().blank(columns)
+        drawn = self.training.initial(self.base.learners, torch.device("cpu"))
+        learners = {name: value.double() for name, value in drawn.items()}
+        velocity = torch.zeros(sum(value.numel() for value in learners.values())).double()
+        return NetworkShared(**{**vars(shared), "learners": learners}, velocity=velocity)
+
+    def init(
+        self, rows: LabelledRows, learner: Params | None = None
+    ) -> tuple[NetworkShared, Tensor]:
+        """Return the parameters before any release, and the same weights for all clients."""
+        shared = self.blank(rows.features.columns)
+        return shared, self._equal_weights(shared, len(rows.names))
+
+    def _log_likelihoods(self, shared: PrivateShared, rows: LabelledRows) -> Tensor:
+        """Return ``log N(x; m1) + log P_m2(y|x)``, ``(n, M1, M2)``."""
+        inputs = as_numbers(rows.inputs, torch.float64).flatten(1).cpu()
+        with torch.no_grad():
+            logits = self.training.net.logits(shared.learners, self._seen(shared, inputs))
+        log_y = at_labels(torch.log_softmax(logits, -1), rows.labels.cpu())
+        one = replace(shared, weights=torch.ones_like(shared.weights))
+        return self._log_joint(one, inputs, log_y)
+
+    def standardised_learners(self, shared: PrivateShared) -> Params:
+        """Return the learners, which see standardised inputs in training, too."""
+        return shared.learners
+
+    def scaling(self, shared: PrivateShared, declared: Scaling) -> Scaling:
+        """Return the scaling of columns that :meth:`prediction` expects; images keep the declared one."""
+        return super().scaling(shared, declared) if self.columns else declared
+
+    def received(self, arrays: Mapping[str, Tensor], columns: int) -> NetworkShared:
+        """Return the public parameters from the arrays of a broadcast."""
+        return NetworkShared(**vars(super().received(arrays, columns)))
