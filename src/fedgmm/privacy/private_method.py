@@ -40,9 +40,9 @@ from fedgmm.privacy.disclosure import ImplausibleModelError
 from fedgmm.privacy.noisy_sums import NoisySums, Part
 from fedgmm.privacy.private_em import (
     Coordinates,
+    MeanGradient,
     Mixture,
     Rows,
-    Targets,
     cells,
     clustered,
     column_sums,
@@ -67,7 +67,7 @@ MUS = "mus"
 """Name of the ``μ`` of the releases behind noisy sums."""
 
 _START_SHARES = {"columns": 0.04, "covariance": 0.05, "histogram": 0.02}
-_GROWTH = 1.5  # each round's share of the budget, relative to the one before
+_GROWTH = 1.25  # each round's share of the budget, relative to the one before
 _SHARES = {"gradient": 0.75, "second": 0.14, "first": 0.08, "counts": 0.02, "log_likelihood": 0.01}
 # counts of clients are noisier, because clients are fewer than rows
 _CLIENT_SHARES = {
@@ -78,7 +78,7 @@ _CLIENT_SHARES = {
     "log_likelihood": 0.01,
 }
 _HOME_ROUNDS = 30  # of EM for a client's own weights
-_TIE = 0.97  # share of a Gaussian's weight that its own learner starts with
+_TIE = 0.999  # share of a Gaussian's weight that its own learner starts with
 _LARGEST = 1e6  # number among public parameters that a client accepts
 
 
@@ -92,7 +92,7 @@ class PrivateShared:
         weights: ``π(m1, m2)``, flattened, ``(M1 · M2,)``.
         learners: in these coordinates, float64.
         spent: ``μ`` of every release so far.
-        targets: what the gradients of the rounds so far say; only the server uses them.
+        left: gradient at the learners by the rounds so far; only the server uses it.
     """
 
     coordinates: Coordinates
@@ -100,7 +100,7 @@ class PrivateShared:
     weights: Tensor
     learners: Params
     spent: Tensor
-    targets: Targets | None = None
+    left: MeanGradient | None = None
 
     @property
     def mixture(self) -> Mixture:
@@ -290,18 +290,18 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
                 self.base.gaussians.reg_covar,
                 centred=self.centred,
             )
-        learners, targets = shared.learners, shared.targets
+        learners, left = shared.learners, shared.left
         if "gradient" in noisy:
-            learners, targets = next_learners(
+            learners, left = next_learners(
                 Mixture(own, weights, learners),
                 noisy["gradient"],
                 deviation["gradient"],
                 joint.sum(0),
-                targets,
+                left,
                 self.base.ridge,
                 self.training.seed,
             )
-        return replace(shared, gaussians=own, weights=weights, learners=learners, targets=targets)
+        return replace(shared, gaussians=own, weights=weights, learners=learners, left=left)
 
     # ------------------------------------------------------------------ the method
 

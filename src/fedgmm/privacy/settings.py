@@ -65,7 +65,7 @@ class Privacy:
     bounds: Any = None
     categories: Mapping[str, Sequence[str]] | None = None
     person: Text | None = None
-    rounds: Count = 5
+    rounds: Count = 8
     secure_aggregation: Flag = False
     tolerated: NonNegativeInt = 0
     min_change: Count = 2
