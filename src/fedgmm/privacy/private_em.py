@@ -569,7 +569,9 @@ def next_learners(
     for _ in range(_STEPS):
         sums = expected(learners)
         # the noise of a bias is as large as that of a weight
-        new = newton_step(learners, replace(sums, gradient=sums.gradient + labels), penalty, penalty)
+        new = newton_step(
+            learners, replace(sums, gradient=sums.gradient + labels), penalty, penalty
+        )
         change = max(float((new[name] - learners[name]).abs().max()) for name in new)
         learners = new
         if change < _CLOSE:
@@ -578,13 +580,11 @@ def next_learners(
     return learners, MeanGradient(left, mean.variance)
 
 
-def expected_sums(
-    mixture: Mixture, counts: Tensor, seed: int
-) -> Callable[[Params], NewtonSums]:
-    """Return a function from learners to the Newton sums that the Gaussians expect of rows of the first class.
+def expected_sums(mixture: Mixture, counts: Tensor, seed: int) -> Callable[[Params], NewtonSums]:
+    """Return a function from learners to the Newton sums that the Gaussians expect of one class.
 
-    Rows count as much as they are shortened in gradients. For two classes the expectation is a sum of
-    integrals over one logit; more classes need draws.
+    Rows have the first class, and count as much as they are shortened in gradients. For two classes the
+    expectation is a sum of integrals over one logit; more classes need draws.
 
     Args:
         mixture: Gaussians and weights.
