@@ -132,10 +132,12 @@ def column_sums(rows: Rows) -> dict[str, Tensor]:
 def standardised(
     current: Coordinates, noisy: Mapping[str, Tensor], deviation: Mapping[str, float]
 ) -> Coordinates:
-    """Return coordinates with mean zero and variance one.
+    """Return coordinates with mean zero, and with variances that are one on average.
 
     Means and variances are shrunk to those of all columns by as much as the noise hides their
-    differences, so that few rows are centred and scaled by one number each.
+    differences, so that few rows are centred and scaled by one number each. Columns are divided by the
+    root of their deviation (Pareto scaling): those with little spread, such as the edge of an image, mostly
+    add noise to gradients. With many rows the covariance removes what is left of the differences.
     """
     n = noisy["rows"].clamp_min(1.0)
     error = deviation["first"] / float(n)
@@ -147,7 +149,8 @@ def standardised(
         deviation["second"] / float(n), 2.0 * error * float(raw.square().mean()) ** 0.5
     )
     floor = max(_SMALLEST_VARIANCE, min(0.1, noise))
-    return replace(current, mean=mean, scale=shrunk(variance, noise).clamp(floor, 1.0).sqrt())
+    spread = shrunk(variance, noise).clamp(floor, 1.0).sqrt()
+    return replace(current, mean=mean, scale=(spread * spread.mean()).sqrt())
 
 
 def shrunk(values: Tensor, noise: float, middle: Tensor | None = None) -> Tensor:

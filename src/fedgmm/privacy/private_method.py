@@ -69,6 +69,8 @@ MUS = "mus"
 _START_SHARES = {"columns": 0.04, "covariance": 0.05, "histogram": 0.02}
 _GROWTH = 1.25  # each round's share of the budget, relative to the one before
 _SHARES = {"gradient": 0.75, "second": 0.14, "first": 0.08, "counts": 0.02, "log_likelihood": 0.01}
+# one Gaussian and one learner need no responsibilities, so moments do not help to predict
+_SINGLE_SHARES = {**_SHARES, "gradient": 0.92, "second": 0.03, "first": 0.02}
 # counts of clients are noisier, because clients are fewer than rows
 _CLIENT_SHARES = {
     "gradient": 0.55,
@@ -209,6 +211,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             # both factors of (p - y) zᵀ are shortened
             found["gradient"] = ((m2, classes - 1, d + 1), gradient_radius(d))
         shares = _CLIENT_SHARES if self.centred else _SHARES
+        if m1 == m2 == 1 and classes > 1:
+            shares = _SINGLE_SHARES
         total = sum(shares[name] for name in found)
         return NoisySums(
             tuple(Part(n, *one, share=shares[n] / total) for n, one in sorted(found.items()))
