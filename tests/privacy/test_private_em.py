@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from fedgmm import FederatedDataset, Privacy, train
-from fedgmm.privacy.private_em import Targets, shrunk, unscaled, whitened
+from fedgmm.core.gaussians import gaussians
+from fedgmm.core.newton import newton_sums
+from fedgmm.privacy.private_em import (
+    MeanGradient,
+    Mixture,
+    expected_sums,
+    shrunk,
+    unscaled,
+    whitened,
+)
 
 
 def test_values_are_shrunk_by_as_much_as_they_are_noise():
@@ -21,13 +30,42 @@ def test_values_are_shrunk_by_as_much_as_they_are_noise():
     torch.testing.assert_close(shrunk(values, 5.0, nothing), torch.zeros(2).double())
 
 
-def test_targets_that_differ_by_noise_are_averaged_and_others_replaced():
+def test_gradients_that_differ_by_noise_are_averaged_and_others_replaced():
     one, noise = torch.ones(1, 2, 3).double(), torch.tensor([4.0]).double()
-    alike = Targets(one, noise).updated(Targets(1.5 * one, noise / 3))
+    alike = MeanGradient(one, noise).updated(MeanGradient(1.5 * one, noise / 3))
     torch.testing.assert_close(alike.values, 1.375 * one)  # weights 1 and 3
     torch.testing.assert_close(alike.variance, torch.tensor([1.0]).double())
-    moved = Targets(one, noise * 1e-6).updated(Targets(2.0 * one, noise * 1e-6))
+    moved = MeanGradient(one, noise * 1e-6).updated(MeanGradient(2.0 * one, noise * 1e-6))
     torch.testing.assert_close(moved.values, 2.0 * one, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharpness", [0.5, 30.0])
+@pytest.mark.parametrize("kind", ["full", "diag"])
+def test_two_classes_in_closed_form_agree_with_draws(kind, sharpness, monkeypatch):
+    """Without shortening, the integrals equal the mean over many draws within its error."""
+    monkeypatch.setattr("fedgmm.privacy.private_em.gradient_radius", lambda _: 1e9)
+    d, count, generator = 3, 200_000, torch.Generator().manual_seed(0)
+    root = torch.randn(2, d, d, dtype=torch.float64, generator=generator)
+    covariances = root @ root.mT + torch.eye(d, dtype=torch.float64)
+    if kind == "diag":
+        covariances = covariances.diagonal(dim1=1, dim2=2)
+    means = torch.randn(2, d, dtype=torch.float64, generator=generator)
+    weight = sharpness * torch.randn(1, 2, d, dtype=torch.float64, generator=generator)
+    learners = {"0.weight": weight, "0.bias": torch.tensor([[0.3, -0.3]]).double()}
+    shares = torch.tensor([0.4, 0.6]).double()
+    mixture = Mixture(gaussians(means, covariances, kind), shares, learners)
+    found = expected_sums(mixture, torch.ones(1).double(), 0)(learners)
+
+    full = torch.diag_embed(covariances) if kind == "diag" else covariances
+    normal = torch.randn(2, count, d, dtype=torch.float64, generator=generator)
+    draws = means[:, None] + normal @ torch.linalg.cholesky(full).mT
+    weights = (shares / count).repeat_interleave(count)[:, None]
+    draws = draws.reshape(-1, d)
+    first = torch.zeros(len(draws), dtype=torch.int64)
+    wanted = newton_sums(mixture.logits(draws), draws, first, weights)
+    for name in ("gradient", "hessian", "second", "weight"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        assert float((one - other).abs().max()) < 0.02 * float(other.abs().max())
 
 
 @pytest.mark.parametrize("noise", [1e-9, 1e5])

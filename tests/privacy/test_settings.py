@@ -45,6 +45,14 @@ def test_delta_must_be_less_than_one_over_the_units():
         privacy.check_units(1000)
 
 
+def test_a_usual_delta_warns_among_many_clients_and_is_refused_for_one_large_client():
+    privacy = Privacy(epsilon=1.0, delta=1e-5, bounds=(-1, 1))
+    with pytest.warns(UserWarning, match="1/540000"):
+        privacy.check_units(540_000, largest=1_900)
+    with pytest.raises(PrivacyError, match="1/100000"):
+        privacy.check_units(540_000, largest=100_000)
+
+
 @pytest.mark.parametrize(
     "bounds", [(0, 2), [(0, 2), (0, 2)], np.array([[0, 2], [0, 2]]), {"a": (0, 2), "b": [0, 2]}]
 )

@@ -54,7 +54,7 @@ class PrivacyStudy:
     rows: Count = 3000
     seeds: tuple[int, ...] = (0, 1, 2)
     epsilons: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
-    delta: float = 1e-6
+    delta: float = 1e-5
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,7 +1,7 @@
 """A forecast before private training: is the noise small against what the rows say?
 
 The noise of a release is known before any row is read, and so is the size of the sums that it hides. The
-forecast compares them in the last round, which has the most budget, for these sums:
+forecast compares them in the last round, which is averaged with the rounds before, for these sums:
 
 - the gradient of a learner, whose length is about ``0.2 n/M2`` while the learner is still wrong;
 - the gradients of a network, whose noise is averaged over all steps: a rule of thumb, from MLPs on digits;
@@ -25,6 +25,7 @@ from fedgmm.wording import counted
 FINE, HOPELESS = 0.1, 0.15
 """Noise relative to the signal, up to which little accuracy is lost, and from which on little is left."""
 
+_AVERAGED = 0.384  # of the budget of all rounds that counts for the last average
 _WRONG = 0.2  # mean length of a shortened (p - y) z along a direction that decides the label
 _HALF = 0.5  # relative noise of covariances that does as much harm as that of gradients
 _EASY = 3  # components up to which a noisy start finds them all; more are harder to separate
@@ -108,8 +109,9 @@ def forecast(
     if privacy.epsilon is None or privacy.delta is None:
         raise PrivacyError("A forecast needs epsilon and delta.")
     units = {"row": rows, "person": persons or rows, "client": clients}[privacy.unit] or 1
-    *_, (_, share) = method.plan()
-    mu = mu_of(privacy.epsilon, privacy.delta) * math.sqrt(share)
+    shares = [share for name, share in method.plan() if name == ROUND]
+    mu = mu_of(privacy.epsilon, privacy.delta)
+    mu *= math.sqrt(max(shares[-1], _AVERAGED * sum(shares)))
     parts = {one.name: one for one in method.layout(ROUND, columns).parts}
     shrink = 1.0
     if privacy.unit == "client":  # its contribution is the mean of its rows, clipped

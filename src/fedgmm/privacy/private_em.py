@@ -17,8 +17,9 @@ release        sums                                                        gives
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ from fedgmm.core.gaussians import (
     residuals,
     weighted_moments,
 )
-from fedgmm.core.newton import contrasts, newton_step, newton_sums
+from fedgmm.core.newton import NewtonSums, contrasts, newton_step, newton_sums
 from fedgmm.core.params import Params
 from fedgmm.privacy.noisy_sums import clip_rows, from_triangle, triangle
 
@@ -43,13 +44,14 @@ _SMALLEST_VARIANCE = 1e-4  # of a column within [-1, 1]
 _LOWEST, _HIGHEST = 0.02, 16.0  # eigenvalues of a Gaussian's covariance in whitened coordinates
 _CELLS_PER_DIRECTION = {1: 64, 2: 24, 3: 12}
 _REACH = 3.0  # deviations that the histogram covers; rows beyond count for its outer cells
-_SAMPLES = 10_000  # drawn from each released Gaussian for the curvature of two classes
+_SAMPLES = 10_000  # drawn from each released Gaussian for the curvature, over the squared contrasts
 _FEWEST_SAMPLES = 2000
 _CELL_ROUNDS = 50  # of EM on the histogram
-_STEPS = 30
+_STEPS = 60
 _REACHED = 0.8  # length to which rows are shortened in gradients, relative to the usual length
-_PENALTY = 4.0  # per row, of learners whose gradients are half noise
-_CLOSE = 1e-4  # root mean square change of logits at which Newton's method ends
+_PENALTY = 2.0  # per row, of learners whose gradients are half noise
+_LOOSE = 0.01  # of the penalty of exact steps: their rows may be few, those under noise are many
+_CLOSE = 1e-3  # change of the parameters at which Newton's method ends
 
 
 class Rows(NamedTuple):
@@ -130,10 +132,12 @@ def column_sums(rows: Rows) -> dict[str, Tensor]:
 def standardised(
     current: Coordinates, noisy: Mapping[str, Tensor], deviation: Mapping[str, float]
 ) -> Coordinates:
-    """Return coordinates with mean zero and variance one.
+    """Return coordinates with mean zero, and with variances that are one on average.
 
     Means and variances are shrunk to those of all columns by as much as the noise hides their
-    differences, so that few rows are centred and scaled by one number each.
+    differences, so that few rows are centred and scaled by one number each. Columns are divided by the
+    root of their deviation (Pareto scaling): those with little spread, such as the edge of an image, mostly
+    add noise to gradients. With many rows the covariance removes what is left of the differences.
     """
     n = noisy["rows"].clamp_min(1.0)
     error = deviation["first"] / float(n)
@@ -145,7 +149,8 @@ def standardised(
         deviation["second"] / float(n), 2.0 * error * float(raw.square().mean()) ** 0.5
     )
     floor = max(_SMALLEST_VARIANCE, min(0.1, noise))
-    return replace(current, mean=mean, scale=shrunk(variance, noise).clamp(floor, 1.0).sqrt())
+    spread = shrunk(variance, noise).clamp(floor, 1.0).sqrt()
+    return replace(current, mean=mean, scale=(spread * spread.mean()).sqrt())
 
 
 def shrunk(values: Tensor, noise: float, middle: Tensor | None = None) -> Tensor:
@@ -495,35 +500,29 @@ def next_gaussians(
 
 
 @dataclass(frozen=True)
-class Targets:
-    """The part of gradients that the labels decide, averaged over the rounds.
+class MeanGradient:
+    """Gradient per row at the learners as they are, averaged over the rounds so far.
 
     Attributes:
-        values: gradient per row, less what the Gaussians expect of it with any labels, ``(M2, K-1, d+1)``.
+        values: ``(M2, K-1, d+1)``.
         variance: of the noise in one of the values, ``(M2,)``.
     """
 
     values: Tensor
     variance: Tensor
 
-    @property
-    def noise_to_signal(self) -> Tensor:
-        """Variance of the noise relative to that of the signal, at most ten, ``(M2,)``."""
-        signal = self.values.square().mean((1, 2)) - self.variance
-        return self.variance / torch.maximum(signal, self.variance / 10.0).clamp_min(1e-300)
+    def updated(self, new: MeanGradient) -> MeanGradient:
+        """Return the mean of this gradient and a new one, weighted by their noise.
 
-    def updated(self, new: Targets) -> Targets:
-        """Return the mean of these targets and new ones, weighted by their noise.
-
-        Targets also differ because responsibilities changed. What they differ by more than their noise
-        counts as noise of the older ones, so with many rows the newest counts alone.
+        Gradients also differ because responsibilities changed. What they differ by more than their noise
+        counts as noise of the older one, so with many rows the newest counts alone.
         """
         difference = new.values - self.values
         expected = self.variance + new.variance
         drift = (difference.square().mean((1, 2)) - expected).clamp_min(0.0)
         older = self.variance + drift
         gain = older / (older + new.variance)
-        return Targets(self.values + gain[:, None, None] * difference, gain * new.variance)
+        return MeanGradient(self.values + gain[:, None, None] * difference, gain * new.variance)
 
 
 def next_learners(
@@ -531,10 +530,10 @@ def next_learners(
     gradient: Tensor,
     deviation: float,
     counts: Tensor,
-    before: Targets | None,
+    before: MeanGradient | None,
     ridge: float,
     seed: int,
-) -> tuple[Params, Targets]:
+) -> tuple[Params, MeanGradient]:
     """Return the learners at which a noisy gradient would vanish, by the released Gaussians.
 
     The server knows the distribution of the inputs, so it needs no Hessian of the clients. With
@@ -542,45 +541,132 @@ def next_learners(
 
         n E[(p_θ'(z) - p_θ(z)) zᵀ] + Σ q (p_θ(z) - y) zᵀ + ridge θ' = 0
 
-    The expectation is over draws from the Gaussians, shortened as rows are. If the Gaussians are wrong,
-    steps are too long or too short, but the solution is still where the gradient vanishes. The part
-    ``Σ q (p_θ(z) - y) zᵀ - n E[p_θ(z) zᵀ]`` depends on the labels and hardly on ``θ``, so it is averaged
-    over the rounds.
+    If the Gaussians are wrong, steps are too long or too short, but the solution is still where the
+    gradient vanishes. What is left of the gradient at ``θ'`` is what the next round should see there, so
+    its gradient is averaged with this one.
 
     Args:
         mixture: with new Gaussians and weights, and the learners of the round.
         gradient: noisy, ``(M2, K-1, d+1)``.
         deviation: of its noise.
         counts: ``n``, rows of each learner, ``(M2,)``, positive.
-        before: targets of the earlier rounds.
-        ridge: smallest penalty of the weights; noise raises it.
+        before: the gradient that earlier rounds expect here.
+        ridge: penalty of the weights without noise; noise raises it.
         seed: of the draws, which are public.
+
+    Returns:
+        The learners, and the gradient that is left at them.
     """
-    m2, d = mixture.count, mixture.gaussians.means.shape[1]
+    m2 = mixture.count
+    n = counts.clamp_min(1.0)[:, None, None]
+    mean = MeanGradient(gradient / n, (deviation / n[:, 0, 0]).square())
+    if before is not None:
+        mean = before.updated(mean)
+    expected = expected_sums(mixture, counts, seed)
+    # the part of the gradient that the labels decide
+    labels = (mean.values * n).reshape(m2, -1) - expected(mixture.learners).gradient
+    signal = (labels / n[:, 0]).square().mean(1) - mean.variance
+    noise_to_signal = mean.variance / torch.maximum(signal, mean.variance / 10.0).clamp_min(1e-300)
+    penalty = max(_LOOSE * ridge, _PENALTY * float((noise_to_signal * n[:, 0, 0]).mean()))
+    learners = mixture.learners
+    for _ in range(_STEPS):
+        sums = expected(learners)
+        # the noise of a bias is as large as that of a weight
+        new = newton_step(
+            learners, replace(sums, gradient=sums.gradient + labels), penalty, penalty
+        )
+        change = max(float((new[name] - learners[name]).abs().max()) for name in new)
+        learners = new
+        if change < _CLOSE:
+            break
+    left = (expected(learners).gradient + labels).reshape(gradient.shape) / n
+    return learners, MeanGradient(left, mean.variance)
+
+
+def expected_sums(mixture: Mixture, counts: Tensor, seed: int) -> Callable[[Params], NewtonSums]:
+    """Return a function from learners to the Newton sums that the Gaussians expect of one class.
+
+    Rows have the first class, and count as much as they are shortened in gradients. For two classes the
+    expectation is a sum of integrals over one logit; more classes need draws.
+
+    Args:
+        mixture: Gaussians and weights.
+        counts: rows of each learner, ``(M2,)``.
+        seed: of the draws.
+    """
+    d = mixture.gaussians.means.shape[1]
+    if mixture.learners["0.bias"].shape[1] == 2:
+        return partial(_two_classes, mixture, counts)
     draws, weights = draws_of(mixture, seed)
     lengths = (draws.square().sum(-1) + 1.0).sqrt()
     weights = weights * (gradient_radius(d) / lengths).clamp_max(1.0)[:, None] * counts
-    nothing = torch.zeros(len(draws), dtype=torch.int64)
-    # the labels of the draws cancel out
-    start = newton_sums(mixture.logits(draws), draws, nothing, weights).gradient
-    n = counts.clamp_min(1.0)
-    values = (gradient.reshape(m2, -1) - start).reshape(gradient.shape) / n[:, None, None]
-    targets = Targets(values, (deviation / n).square())
-    if before is not None:
-        targets = before.updated(targets)
-    flat = (targets.values * n[:, None, None]).reshape(m2, -1)
-    ridge = max(ridge, float((targets.noise_to_signal * n).mean()) * _PENALTY)
-    learners = mixture.learners
-    for _ in range(_STEPS):
+    first = torch.zeros(len(draws), dtype=torch.int64)
+
+    def of_draws(learners: Params) -> NewtonSums:
         logits = replace(mixture, learners=learners).logits(draws)
-        sums = newton_sums(logits, draws, nothing, weights)
-        # the noise of a bias is as large as that of a weight
-        new = newton_step(learners, replace(sums, gradient=sums.gradient + flat), ridge, ridge)
-        change = replace(mixture, learners=new).logits(draws) - logits
-        learners = new
-        if float(change.square().mean().sqrt()) < _CLOSE:
-            break
-    return learners, targets
+        return newton_sums(logits, draws, first, weights)
+
+    return of_draws
+
+
+def _two_classes(mixture: Mixture, counts: Tensor, learners: Params) -> NewtonSums:
+    """Return the expected Newton sums of two classes.
+
+    With ``β`` in contrasts of the classes, the difference of the logits is ``t = √2 βᵀz``, where ``z``
+    ends with a one. For a Gaussian, ``z = μ + k u + rest`` with ``k = Σβ / √(βᵀΣβ)``, and the rest is
+    independent of the standard normal ``u``. So all expectations are integrals over ``u``.
+    """
+    current = mixture.gaussians
+    m1, d = current.means.shape
+    mean = torch.cat([current.means, current.means.new_ones(m1, 1)], 1)
+    covariance = mean.new_zeros(m1, d + 1, d + 1)
+    covariance[:, :d, :d] = full_covariances(current)
+    second = covariance + mean[:, :, None] * mean[:, None]
+    usual = second.diagonal(dim1=1, dim2=2).sum(1).sqrt()
+    joint = mixture.weights.reshape(m1, -1)
+    share = joint / joint.sum(0).clamp_min(1e-300) * counts
+    w = share * (gradient_radius(d) / usual).clamp_max(1.0)[:, None]  # (M1, M2)
+
+    theta = torch.cat([learners["0.weight"], learners["0.bias"][..., None]], -1)
+    beta = torch.einsum("k,mkp->mp", contrasts(2)[:, 0], theta)
+    spread = torch.einsum("ape,me->amp", covariance, beta)
+    deviation = (spread * beta).sum(-1).clamp_min(1e-12).sqrt()
+    k = spread / deviation[..., None]
+    middle = (mean @ beta.mT)[..., None]
+    # the logistic function changes near t = 0, the density near u = 0
+    edge = torch.linspace(-24.0, 24.0, 385, dtype=torch.float64) / math.sqrt(2.0)
+    edge = ((edge - middle) / deviation[..., None]).clamp(-8.0, 8.0)
+    u = torch.linspace(-8.0, 8.0, 641, dtype=torch.float64).expand(*edge.shape[:2], -1)
+    u = torch.cat([u, edge], -1).sort(-1).values
+    density = torch.exp(-u.square() / 2.0) / math.sqrt(2.0 * math.pi)
+    p = torch.sigmoid(math.sqrt(2.0) * (middle + deviation[..., None] * u))
+
+    def mean_of(values: Tensor) -> Tensor:
+        return w * torch.trapezoid(values * density, u)
+
+    error, curvature = (p - 1.0) * math.sqrt(2.0), 2.0 * p * (1.0 - p)
+    h0, h1, h2 = (mean_of(curvature * u**power) for power in range(3))
+    gradient = mean_of(error).mT @ mean + torch.einsum("am,amp->mp", mean_of(error * u), k)
+    cross = torch.einsum("am,amp,ae->mpe", h1, k, mean)
+    hessian = (
+        torch.einsum("am,ape->mpe", h0, second)
+        + torch.einsum("am,amp,ame->mpe", h2 - h0, k, k)
+        + cross
+        + cross.mT
+    )
+    return NewtonSums(gradient, hessian, torch.einsum("am,ape->mpe", w, second), w.sum(0))
+
+
+def full_covariances(current: Gaussians) -> Tensor:
+    """Return the covariance matrices of Gaussians of any type, ``(M1, d, d)``."""
+    m1, d = current.means.shape
+    match current.covariance_type:
+        case "full" | "tied":
+            return current.covariances.expand(m1, d, d)
+        case "diag":
+            return torch.diag_embed(current.covariances)
+        case _:
+            return torch.diag_embed(current.covariances[:, None].expand(m1, d))
 
 
 def draws_of(mixture: Mixture, seed: int) -> tuple[Tensor, Tensor]:
@@ -591,13 +677,7 @@ def draws_of(mixture: Mixture, seed: int) -> tuple[Tensor, Tensor]:
     pairs = max(1, mixture.learners["0.bias"].shape[1] - 1)
     count = max(_FEWEST_SAMPLES, _SAMPLES // pairs**2)
     normal = torch.from_numpy(np.random.default_rng(seed).standard_normal((m1, count, d)))
-    match current.covariance_type:
-        case "full" | "tied":
-            spread = normal @ torch.linalg.cholesky(current.covariances).mT
-        case "diag":
-            spread = normal * current.covariances.sqrt()[:, None]
-        case _:
-            spread = normal * current.covariances.sqrt()[:, None, None]
+    spread = normal @ torch.linalg.cholesky(full_covariances(current)).mT
     draws = clip_rows((current.means[:, None] + spread).reshape(-1, d), radius(d))
     joint = mixture.weights.reshape(m1, -1)
     share = joint / joint.sum(0).clamp_min(1e-300) / count

@@ -43,9 +43,9 @@ from fedgmm.privacy.disclosure import ImplausibleModelError
 from fedgmm.privacy.noisy_sums import NoisySums, Part
 from fedgmm.privacy.private_em import (
     Coordinates,
+    MeanGradient,
     Mixture,
     Rows,
-    Targets,
     cells,
     clustered,
     column_sums,
@@ -72,8 +72,10 @@ MUS = "mus"
 """Name of the ``μ`` of the releases behind noisy sums."""
 
 _START_SHARES = {"columns": 0.04, "covariance": 0.05, "histogram": 0.02}
-_GROWTH = 1.5  # each round's share of the budget, relative to the one before
+_GROWTH = 1.25  # each round's share of the budget, relative to the one before
 _SHARES = {"gradient": 0.75, "second": 0.14, "first": 0.08, "counts": 0.02, "log_likelihood": 0.01}
+# one Gaussian and one learner need no responsibilities, so moments do not help to predict
+_SINGLE_SHARES = {**_SHARES, "gradient": 0.92, "second": 0.03, "first": 0.02}
 # counts of clients are noisier, because clients are fewer than rows
 _CLIENT_SHARES = {
     "gradient": 0.55,
@@ -83,7 +85,7 @@ _CLIENT_SHARES = {
     "log_likelihood": 0.01,
 }
 _HOME_ROUNDS = 30  # of EM for a client's own weights
-_TIE = 0.97  # share of a Gaussian's weight that its own learner starts with
+_TIE = 0.999  # share of a Gaussian's weight that its own learner starts with
 _LARGEST = 1e6  # number among public parameters that a client accepts
 _LENGTHS = 0.1  # share of a release's budget that decides how far clients are clipped
 _QUANTILE = 0.8  # of the lengths of clients' contributions, to which the others are clipped
@@ -100,7 +102,7 @@ class PrivateShared:
         weights: ``π(m1, m2)``, flattened, ``(M1 · M2,)``.
         learners: in these coordinates, float64.
         spent: ``μ`` of every release so far.
-        targets: what the gradients of the rounds so far say; only the server uses them.
+        left: gradient at the learners by the rounds so far; only the server uses it.
         bounds: of the parts of the next release, by which clients are clipped, ``(5,)``; zeros, or none,
             if it is not clipped further.
     """
@@ -110,7 +112,7 @@ class PrivateShared:
     weights: Tensor
     learners: Params
     spent: Tensor
-    targets: Targets | None = None
+    left: MeanGradient | None = None
     bounds: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     @property
@@ -244,6 +246,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             # both factors of (p - y) zᵀ are shortened
             found["gradient"] = ((m2, classes - 1, d + 1), gradient_radius(d))
         shares = _CLIENT_SHARES if self.centred else _SHARES
+        if m1 == m2 == 1 and classes > 1:
+            shares = _SINGLE_SHARES
         total = sum(shares[name] for name in found)
         return NoisySums(
             tuple(Part(n, *one, share=shares[n] / total) for n, one in sorted(found.items()))
@@ -334,18 +338,18 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
                 self.base.gaussians.reg_covar,
                 centred=self.centred,
             )
-        learners, targets = shared.learners, shared.targets
+        learners, left = shared.learners, shared.left
         if "gradient" in noisy:
-            learners, targets = next_learners(
+            learners, left = next_learners(
                 Mixture(own, weights, learners),
                 noisy["gradient"],
                 deviation["gradient"],
                 joint.sum(0),
-                targets,
+                left,
                 self.base.ridge,
                 self.training.seed,
             )
-        return replace(shared, gaussians=own, weights=weights, learners=learners, targets=targets)
+        return replace(shared, gaussians=own, weights=weights, learners=learners, left=left)
 
     # ------------------------------------------------------------------ the method
 

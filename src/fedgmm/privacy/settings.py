@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -24,8 +25,11 @@ from fedgmm.core.checks import (
 UNITS = ("row", "person", "client")
 """Whom a budget protects: one row, all rows of a person, or all rows of a client."""
 
-LINEAR_ROUNDS, NETWORK_ROUNDS = 5, 50
+LINEAR_ROUNDS, NETWORK_ROUNDS = 8, 50
 """Numbers of noised rounds if the settings name none."""
+
+USUAL_DELTA = 1e-5
+"""Largest ``delta`` that is accepted for more units than one over it, with a warning."""
 
 Bounds = tuple[float, float]
 FloatArray = NDArray[np.float64]
@@ -45,8 +49,8 @@ class Privacy:
 
     Attributes:
         epsilon: budget of the whole run; ``None`` adds no noise.
-        delta: probability with which the bound by ``epsilon`` may fail; less than one over the number
-            of protected units.
+        delta: probability with which the bound by ``epsilon`` may fail; should be less than one over
+            the number of protected units, see :meth:`check_units`.
         unit: ``"row"``, ``"person"`` or ``"client"``; the budget hides whether one such unit is among
             the data.
         bounds: smallest and largest value of the columns: one pair for all columns, one pair per
@@ -110,17 +114,29 @@ class Privacy:
         """Whether training is differentially private."""
         return self.epsilon is not None
 
-    def check_units(self, units: int) -> None:
-        """Raise unless ``delta`` is less than one over the number of protected units.
+    def check_units(self, units: int, largest: int = 0) -> None:
+        """Raise or warn if ``delta`` is too large for the number of protected units.
+
+        A mechanism that publishes each unit as it is with probability ``delta`` keeps every ``epsilon``.
+        It would publish ``delta`` times their number, so one over this number is refused for the units of
+        any client, and for all units unless ``delta`` is as small as is usual. That warns only: sites
+        whose sums are masked do not know the number of all rows.
 
         Args:
-            units: number of rows, persons or clients.
+            units: number of rows, persons or clients in the run.
+            largest: most units of one client.
         """
-        if self.delta is not None and self.is_noised and self.delta >= 1.0 / max(units, 1):
-            raise PrivacyError(
-                f"delta={self.delta:g} must be less than 1/{units} ({1.0 / max(units, 1):.2g}), because "
-                f"a larger delta allows to publish one {self.unit} as it is."
-            )
+        if self.delta is None or not self.is_noised or self.delta < 1.0 / max(units, 1):
+            return
+        refused = self.delta > USUAL_DELTA or self.delta >= 1.0 / max(largest, 1)
+        count = max(largest, 1) if self.delta >= 1.0 / max(largest, 1) else max(units, 1)
+        text = (
+            f"delta={self.delta:g} {'must' if refused else 'should'} be less than 1/{count} "
+            f"({1.0 / count:.2g}), because a larger delta allows to publish one {self.unit} as it is."
+        )
+        if refused:
+            raise PrivacyError(text)
+        warnings.warn(text, stacklevel=3)
 
     def limits(
         self, columns: int, names: Sequence[str] | None = None

@@ -71,13 +71,16 @@ def check_private(dataset: FederatedDataset, options: TrainingOptions, privacy: 
     if dataset.train.weights is not None:
         raise PrivacyError("epsilon cannot be combined with weights of rows; leave them out.")
     units = {"row": len(dataset.train), "client": len(dataset.names)}
+    largest = {"row": int(torch.bincount(dataset.train.codes).max()), "client": 1}
     if privacy.unit == "person":
         if dataset.persons is None:
             raise PrivacyError(
                 "unit='person' needs the person of each row: FederatedDataset.from_arrays(persons=...)."
             )
         units["person"] = len(torch.unique(dataset.persons))
-    privacy.check_units(units[privacy.unit])
+        pairs = torch.unique(torch.stack([dataset.train.codes, dataset.persons]), dim=1)
+        largest["person"] = int(torch.bincount(pairs[0]).max())
+    privacy.check_units(units[privacy.unit], largest[privacy.unit])
 
 
 def check_private_options(options: TrainingOptions) -> None:
