@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -232,7 +233,11 @@ def test_hovering_shows_values(window):
 def test_hovering_over_a_client_shows_its_accuracy(window, contents):
     shown = window.point_at("accuracy", ".scatterlayer .trace:last-child .point")
     worst = contents.worst_client
-    assert shown == f"{contents.clients.names[worst]}FedGMM: {contents.clients.accuracy[worst]:.1%}"
+    low, high = contents.clients.interval[worst]
+    assert shown == (
+        f"{contents.clients.names[worst]}FedGMM: {contents.clients.accuracy[worst]:.1%}"
+        f"95% interval {low:.1%} to {high:.1%}"
+    )
 
 
 # ---------------------------------------------------------------------- the table
@@ -357,6 +362,78 @@ def test_a_phone_shows_all_without_moving_sideways(browser, page, scheme):
         "const box = document.querySelector('.tall'); return box.scrollWidth > box.clientWidth"
     )
     assert browser.errors() == []
+
+
+def test_a_window_that_changes_its_size_keeps_charts_apart(window):
+    """A resized chart must not run over the text below it."""
+    window.emulate(800, "light")
+    time.sleep(0.5)
+    too_low = window.run(
+        "return [...document.querySelectorAll('.chart')].filter(one =>"
+        " one.querySelector('.main-svg').getBoundingClientRect().bottom"
+        " > one.getBoundingClientRect().bottom + 1).map(one => one.id)"
+    )
+    assert too_low == []
+
+
+# ---------------------------------------------------------------------- readers who do not see, and paper
+
+
+def test_the_page_can_be_read_aloud(window):
+    levels = window.run(
+        "return [...document.querySelectorAll('h1, h2, h3, h4')].map(one => +one.tagName[1])"
+    )
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    count = "return document.querySelectorAll(arguments[0]).length"
+    assert [window.run(count, one) for one in ("main", "header", "nav[aria-label]")] == [1, 1, 1]
+    assert window.run("return document.documentElement.lang") == "en"
+    for chart in MARKS:
+        own = f"#chart-{chart}[role=img][aria-label]"
+        assert window.run(count, own) == 1, chart
+        assert window.run(count, own + " + details tbody tr") > 0, chart
+    unnamed = window.run(
+        "return [...document.querySelectorAll('button, a, input, [role=region]')]"
+        ".filter(one => !(one.textContent.trim() || one.ariaLabel || (one.labels || []).length))"
+        ".map(one => one.outerHTML)"
+    )
+    assert unnamed == []
+
+
+def test_the_first_tab_skips_to_the_results(window):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    ActionChains(window.driver).send_keys(Keys.TAB).perform()
+    place = window.run(
+        "const box = document.activeElement.getBoundingClientRect();"
+        "return [document.activeElement.className, box.left, box.top]"
+    )
+    assert place[0] == "skip"
+    assert min(place[1:]) >= 0  # seen once it has the focus
+    ActionChains(window.driver).send_keys(Keys.ENTER).perform()
+    assert window.run("return document.activeElement.id") == "main"
+
+
+def test_paper_is_white_and_holds_the_charts(browser, page):
+    browser.open(page, scheme="dark")
+    browser.run("window.dispatchEvent(new Event('beforeprint'))")
+    time.sleep(0.3)
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    ground, ink = map(brightness, colours_of(browser))
+    assert ground > 250
+    assert ink < 30
+    wide = browser.run(
+        "return Math.max(...[...document.querySelectorAll('.main-svg')].map(one => one.clientWidth))"
+    )
+    assert wide <= 680
+    hidden = "return getComputedStyle(document.querySelector(arguments[0])).display"
+    assert [browser.run(hidden, one) for one in ("nav", "#theme", ".tools")] == ["none"] * 3
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    browser.run("window.dispatchEvent(new Event('afterprint'))")
+    browser.until("return document.querySelector('#chart-accuracy .main-svg').clientWidth > 700")
+    assert brightness(colours_of(browser)[1]) > 180
 
 
 # ---------------------------------------------------------------------- hostile names

@@ -731,15 +731,28 @@ def detect(
         typer.echo(f"Scores: {out}", err=True)
 
 
-def report(run: RunFolderArgument, as_json: JsonFlag = False) -> None:
+def report(
+    run: RunFolderArgument,
+    pictures: Annotated[
+        bool,
+        typer.Option(
+            "--pictures",
+            help="Put thumbnails of the images, or excerpts of the texts, into the page. Whoever gets the "
+            "page sees them.",
+        ),
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Write an HTML report about the run that opens in any browser, offline.
 
     Example: fedgmm report run/
+
+    Example: fedgmm report run/ --pictures
     """
     from fedgmm.runs.run import open_run
 
     with working(as_json) as notify:
-        path = open_run(run).report(notify=notify)
+        path = open_run(run).report(pictures=pictures, notify=notify)
     if as_json:
         print_json({"report": path})
         return

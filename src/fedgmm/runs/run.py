@@ -534,12 +534,17 @@ class FederatedRun:
             curve.append({"rows": size, "accuracy": accuracy})
         return curve
 
-    def report(self, *, notify: Notify = lambda _: None) -> Path:
-        """Write ``report.html`` and return its path."""
+    def report(self, *, pictures: bool = False, notify: Notify = lambda _: None) -> Path:
+        """Write ``report.html`` and return its path.
+
+        Args:
+            pictures: put thumbnails of the images, or excerpts of the texts, into the page.
+            notify: called with a line before each step.
+        """
         self.need_labels()
         from fedgmm.runs.reporting import write_run_report
 
-        return write_run_report(self, notify)
+        return write_run_report(self, notify, pictures=pictures)
 
     def _later_files(self, files: Sequence[str | Path]) -> list[Path]:
         """Return the tables that names lead to, or the sources themselves if the run embeds."""
