@@ -1,4 +1,4 @@
-"""The page in a real browser: charts are drawn without errors, and the table sorts and filters.
+"""The report and the live page in a real browser: they are drawn without errors, and react.
 
 The tests need Chromium with its driver (Debian: ``chromium`` and ``chromium-driver``) and Selenium,
 and are skipped without them. Nothing is downloaded.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -17,8 +18,11 @@ import numpy as np
 import pytest
 from pages import HOSTILE, contents_of, hostile_contents, named_clients
 
-from fedgmm.report.contents import AdaptationRecord
+from fedgmm.report.contents import AdaptationRecord, Example, ExampleGroup
+from fedgmm.report.examples import thumbnail
 from fedgmm.report.page import write_report
+from fedgmm.runs.folder import RunFolder, write_history, write_json
+from fedgmm.runs.watch import WatchServer
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
@@ -430,7 +434,7 @@ def test_paper_is_white_and_holds_the_charts(browser, page):
     assert wide <= 680
     hidden = "return getComputedStyle(document.querySelector(arguments[0])).display"
     assert [browser.run(hidden, one) for one in ("nav", "#theme", ".tools")] == ["none"] * 3
-    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    browser.emulate(1200, "dark")
     browser.run("window.dispatchEvent(new Event('afterprint'))")
     browser.until("return document.querySelector('#chart-accuracy .main-svg').clientWidth > 700")
     assert brightness(colours_of(browser)[1]) > 180
@@ -464,3 +468,92 @@ def test_a_method_without_density_is_drawn_too(browser, tmp_path):
     browser.open(write_report(contents_of(named_clients("abc"), "local"), tmp_path / "report.html"))
     assert browser.errors() == []
     assert browser.run("return document.querySelectorAll('.js-plotly-plot').length") == 4
+
+
+# ---------------------------------------------------------------------- pictures
+
+
+def test_pictures_are_drawn_and_fit_a_phone(browser, contents, tmp_path):
+    address = thumbnail(np.full((3, 96, 96), 128, dtype=np.uint8))
+    rows = {"samples": tuple(Example(f"left/{k}.png", "left", address, "") for k in range(6))}
+    texts = {"most novel": (Example("row 3", "sad", "", "word " * 40, "log P(x) -3.0"),)}
+    groups = (
+        ExampleGroup("Gaussian G1", "Gaussian", {"of all rows": 0.6}, rows),
+        ExampleGroup("oslo", "client", {"G1·L1": 0.7, "G2·L1": 0.3}, rows | texts),
+    )
+    path = write_report(replace(contents, examples=groups), tmp_path / "report.html")
+    for width in (390, 1200):
+        browser.open(path, width=width)
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        assert browser.errors() == []
+        browser.run("document.getElementById('examples').scrollIntoView()")
+        drawn = "return [...document.images].filter(one => one.naturalWidth === 96).length"
+        browser.until(f"{drawn} === 12")
+        assert browser.run("return [...document.images].every(one => one.alt)")
+
+
+# ---------------------------------------------------------------------- the live page
+
+
+@pytest.fixture
+def watched(tmp_path):
+    with WatchServer(tmp_path / "run", port=0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_live_page_follows_a_run(browser, watched, width):
+    text = "return document.getElementById(arguments[0]).textContent"
+    status = "return document.documentElement.dataset.status === arguments[0]"
+    browser.emulate(width, "light")
+    browser.driver.get(watched.address)
+    browser.until(status, "waiting")
+    folder = RunFolder(watched.home)
+    folder.home.mkdir()
+    folder.config.write_text("[training]\nrounds = 4\n[federation]\nmin_clients = 1\n")
+    browser.until(status, "preparing")
+    hostile = "<script>alert(1)</script>" * 3
+    rounds = [
+        {
+            "round": float(k),
+            "log_likelihood": -3.0 + 0.1 * k,
+            "seconds": 0.5 * k,
+            "validation_accuracy": 0.5 + 0.1 * k,
+            "answered": 2.0,
+            "bytes_sent": 2e6,
+            "bytes_received": 1e6,
+            "bytes": {"oslo": [1e6, 5e5], hostile: [1e6, 5e5]},
+            "epsilon": 0.25 * k,
+        }
+        for k in range(1, 4)
+    ]
+    write_history(folder.history, rounds)
+    browser.until(status, "training")
+    shown = browser.run(text, "cards")
+    for words in ("Round3of at most 4", "80.0%", "9.0 MB", "ε spent0.750", "Answered2"):
+        assert words in shown
+    for key in ("log_likelihood", "validation_accuracy", "answered", "bytes", "epsilon"):
+        points = browser.run(
+            "return document.querySelector('#' + arguments[0] + ' polyline').getAttribute('points')",
+            key,
+        )
+        assert len(points.split()) == 3, key
+    assert hostile in browser.run(text, "clients")
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    write_json(folder.metrics, {"headline": "Accuracy 80.0 %.", "rounds": 3})
+    browser.until(status, "finished")
+    assert "Accuracy 80.0 %." in browser.run(text, "status")
+    asked = browser.run("return performance.getEntriesByType('resource').map(one => one.name)")
+    assert {one for one in asked if not one.startswith("data:")} == {f"{watched.address}state"}
+    assert browser.errors() == []
+
+
+def test_the_live_page_says_when_its_server_is_gone(browser, watched):
+    browser.driver.get(watched.address)
+    browser.until("return document.documentElement.dataset.status === 'waiting'")
+    watched.shutdown()
+    watched.server_close()
+    browser.until("return document.documentElement.dataset.status === 'gone'")
+    browser.errors()  # the refused requests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -737,8 +737,8 @@ def report(
         bool,
         typer.Option(
             "--pictures",
-            help="Put thumbnails of the images, or excerpts of the texts, into the page. Whoever gets the "
-            "page sees them.",
+            help="Put thumbnails of the images, or excerpts of the texts, into the page, for all "
+            "readers of the page.",
         ),
     ] = False,
     as_json: JsonFlag = False,
@@ -757,6 +757,35 @@ def report(
         print_json({"report": path})
         return
     screen().print(f"Report: [bold]{escaped(path)}[/]", soft_wrap=True, highlight=False)
+
+
+def watch(
+    run: RunFolderArgument,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port of the page. Default: 8642, or another if taken."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    as_json: JsonFlag = False,
+) -> None:
+    """Serve a live page about a run: rounds, likelihood, accuracy, clients, bytes, ε spent.
+
+    It reads the run folder of fit or server, before, during and after training. Ctrl-C ends it. With
+    --json the state is printed once. The page has no password, so other machines see it only with --host.
+
+    Example: fedgmm watch run/
+    """
+    from fedgmm.runs.watch import WatchServer, state_of
+
+    if as_json:
+        print_json(state_of(run))
+        return
+    with WatchServer(run, host, port) as server:
+        typer.echo(f"Watching {run} at {server.address} (Ctrl-C ends)", err=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def card(

@@ -78,6 +78,14 @@ def render(contents: ReportContents) -> str:
     )
 
 
+def render_watch(name: str) -> tuple[str, str]:
+    """Return the live page of a run as HTML, and the policy to send with it."""
+    script = _file("watch.js")
+    page = _environment().get_template("watch.html")
+    policy = f"{_policy([script])}; connect-src 'self'; frame-ancestors 'none'"
+    return page.render(name=name, style=_file("report.css"), script=script), policy
+
+
 @cache
 def _environment() -> Environment:
     """Return the templates with the filters and names they use.
@@ -323,7 +331,7 @@ def verdict(contents: ReportContents) -> str:
         return (
             f"{contents.method} and {baseline}, the best of the other methods, differ by {points:+.1f} "
             f"percentage points on average; {as_well} do at least as well with {contents.method}. "
-            f"{counted(int(both.sum()), 'client')} are too few to tell this from chance; fedgmm compare "
+            f"{counted(int(both.sum()), 'client')} are too few to rule out chance; fedgmm compare "
             "tests it on their rows."
         )
     interval = f"(95% interval {100 * lead.low:+.1f} to {100 * lead.high:+.1f})"
