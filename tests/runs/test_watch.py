@@ -202,17 +202,17 @@ def test_ctrl_c_ends_the_command(tmp_path):
 
 
 def test_training_is_watched_while_it_runs(finished, tmp_path):
-    seen = []
+    seen, again = [], tmp_path / "again"
     config = fedgmm.open_run(finished / "run").config
     fedgmm.fit(
         config.files,
         config.table.label,
-        tmp_path / "run",
+        again,
         rounds=3,
         components=2,
         learners=2,
-        on_round=[lambda _: seen.append(state_of(tmp_path / "run"))],
+        on_round=[lambda _: seen.append(state_of(again))],
     )
     assert [len(state["history"]) for state in seen] == [1, 2, 3]
     assert {state["status"] for state in seen} == {"training"}
-    assert state_of(tmp_path / "run")["status"] == "finished"
+    assert state_of(again)["status"] == "finished"

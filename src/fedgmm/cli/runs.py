@@ -782,10 +782,9 @@ def watch(
     if as_json:
         print_json(state_of(run))
         return
-    with WatchServer(run, host, port) as server:
+    with suppress(KeyboardInterrupt), WatchServer(run, host, port) as server:
         typer.echo(f"Watching {run} at {server.address} (Ctrl-C ends)", err=True)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
+        server.serve_forever()
 
 
 def card(

@@ -137,7 +137,7 @@ def spread_out(points: FloatArray, step: float) -> FloatArray:
         here = np.flatnonzero(group.ravel() == number)
         place[here] = np.arange(len(here))
     angle, radius = place * np.pi * (3.0 - np.sqrt(5.0)), step * np.sqrt(place)
-    return points + radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], -1)
+    return np.asarray(points + radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], -1))
 
 
 def _in_colour(text: str, component: int) -> str:

@@ -39,14 +39,14 @@ class SiteRows:
     Attributes:
         inputs: ``(n, d)``.
         codes: positions of the rows' clients among those of the model, ``(n,)``.
-        labels: class indices ``(n,)``, -1 where unknown; ``None`` without labels.
+        labels: class indices ``(n,)``, -1 where unknown, or numbers; ``None`` without labels.
         ids: of the rows.
         load: returns the text, or the image ``(channels, height, width)`` uint8, with an id.
     """
 
     inputs: NDArray[np.float32]
     codes: IntArray
-    labels: IntArray | None
+    labels: IntArray | FloatArray | None
     ids: Sequence[str]
     load: Callable[[str], Any]
 

@@ -150,22 +150,24 @@ def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> C
         found[test > 0] = values
         return found
 
-    def scores(*names: str) -> list[FloatArray]:
-        return [filled(known.get(name, np.nan)) for name in names]
+    def score(name: str) -> FloatArray:
+        return filled(known.get(name, np.nan))
 
     shown = "r2" if numbers else "accuracy"
     table = ClientTable(
         distinct_names(dataset.names),
         train + validation + test,
         train,
-        *scores(shown, "log_loss", "calibration_error"),
+        score(shown),
+        score("log_loss"),
+        score("calibration_error"),
         interval=filled(intervals[shown], 2) if shown in intervals else None,
     )
     if numbers:
-        return replace(table, rmse=scores("rmse")[0])
-    auc, average_precision = scores("auc", "average_precision")
+        return replace(table, rmse=score("rmse"))
     accuracy = math.nan if evaluation is None else evaluation.weighted_accuracy
-    return replace(table, row_accuracy=accuracy, auc=auc, average_precision=average_precision)
+    own = {name: score(name) for name in ("auc", "average_precision")}
+    return replace(table, row_accuracy=accuracy, **own)
 
 
 def _test_metrics(evaluation: Evaluation) -> TestMetrics:
