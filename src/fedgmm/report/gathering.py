@@ -166,8 +166,8 @@ def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> C
     if numbers:
         return replace(table, rmse=score("rmse"))
     accuracy = math.nan if evaluation is None else evaluation.weighted_accuracy
-    own = {name: score(name) for name in ("auc", "average_precision")}
-    return replace(table, row_accuracy=accuracy, **own)
+    precision = score("average_precision")
+    return replace(table, row_accuracy=accuracy, auc=score("auc"), average_precision=precision)
 
 
 def _test_metrics(evaluation: Evaluation) -> TestMetrics:
