@@ -230,14 +230,18 @@ def _chart_tables(contents: ReportContents) -> dict[str, _Table]:
             [[f"G{m + 1}", percent(s), f"{nearest[m]:,}"] for m, s in enumerate(plane.shares)],
         )
     if (rows := contents.densities) is not None:
-        novel = np.full(len(names), np.nan) if table.novel_share is None else table.novel_share
-        median = [
-            f"{np.median(rows.log_x[rows.clients == c]):.2f}" if (rows.clients == c).any() else "–"
-            for c in range(min(len(names), _MOST_LINES))
-        ]
+        marked = np.zeros(len(rows.log_x), bool) if rows.novel is None else rows.novel
         found["densities"] = (
-            ["client", "novel rows", "median of log P(x)"],
-            [[names[c], percent(novel[c]), text] for c, text in enumerate(median)],
+            ["rows", "number", "median of log P(x)", "median of log P(y|x)"],
+            [
+                [
+                    kind,
+                    f"{here.sum():,}",
+                    *(f"{np.median(v[here]):.2f}" for v in (rows.log_x, rows.log_y)),
+                ]
+                for kind, here in (("usual", ~marked), ("novel", marked))
+                if here.any()
+            ],
         )
     joined = [
         [one.client, f"{rows:,}", percent(accuracy)]

@@ -207,7 +207,7 @@ class FederatedRun:
         if not files:
             return self.model.evaluate(split, self.data(notify), **chosen)
         owners, matrices, labels = [], [], []
-        for path in self._later_files(files):
+        for path in find_tables(files) if self._embedding is None else map(Path, files):
             rows = self._read(path, label_needed=True, notify=notify)
             assert rows.labels is not None
             if rows.unknown_labels:
@@ -545,10 +545,6 @@ class FederatedRun:
         from fedgmm.runs.reporting import write_run_report
 
         return write_run_report(self, notify, pictures=pictures)
-
-    def _later_files(self, files: Sequence[str | Path]) -> list[Path]:
-        """Return the tables that names lead to, or the sources themselves if the run embeds."""
-        return find_tables(files) if self._embedding is None else [Path(f) for f in files]
 
     @property
     def _embedding(self) -> Embedding | None:

@@ -40,6 +40,8 @@ def state_of(home: Path) -> dict[str, Any]:
     # every step-th round, counted from the last one
     shown = history[(len(history) - 1) % step :: step] if history else []
     algorithm = str(training.get("algorithm", "fedgmm"))
+    reached = metrics.get("test", {}).get("mean_accuracy")  # a server has no headline
+    accuracy = None if reached is None else f"Accuracy on test rows: {100 * reached:.1f} %."
     return {
         "name": home.resolve().name,
         "status": _status(folder, metrics, history),
@@ -54,7 +56,7 @@ def state_of(home: Path) -> dict[str, Any]:
         "bytes": sum(map(_bytes_of, history)),
         "clients": _clients(history),
         "stopped": metrics.get("stopped"),
-        "test": metrics.get("headline") or _test_accuracy(metrics),
+        "test": metrics.get("headline") or accuracy,
     }
 
 
@@ -86,11 +88,6 @@ def _status(folder: RunFolder, metrics: Mapping[str, Any], history: Sequence[obj
 
 def _bytes_of(entry: Mapping[str, Any]) -> float:
     return float(entry.get("bytes_sent") or 0) + float(entry.get("bytes_received") or 0)
-
-
-def _test_accuracy(metrics: Mapping[str, Any]) -> str | None:
-    accuracy = metrics.get("test", {}).get("mean_accuracy")
-    return None if accuracy is None else f"Accuracy on test rows: {100 * accuracy:.1f} %."
 
 
 def _clients(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
