@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -134,3 +135,55 @@ def test_sites_of_a_federation_embed_at_home(home, tmp_path, monkeypatch):
     found = call("predict", tmp_path / "oslo", home / "sites" / "lima", "--client", "oslo").stdout
     rows = list(csv.DictReader(io.StringIO(found)))
     assert sum(row["prediction"] == row["id"].split("/")[0] for row in rows) >= 22
+
+
+def test_the_report_shows_pictures_only_if_they_are_wanted(home):
+    call("report", home / "run")
+    page = home / "run" / "report.html"
+    assert "data:image/jpeg" not in page.read_text(encoding="utf-8")
+    call("report", home / "run", "--pictures")
+    shown = page.read_text(encoding="utf-8")
+    # two Gaussians, two learners, and two clients with samples and novel images
+    assert 6 * 4 <= shown.count("data:image/jpeg;base64,") <= 6 * 8
+    assert re.search(r'alt="(left|right)/\d+.png, (left|right)"', shown)
+    assert "All inputs are one column or one vector" in shown  # single entries have no meaning
+    assert str(home) not in shown
+
+
+def test_the_report_shows_excerpts_of_texts(tmp_path):
+    pytest.importorskip("wordllama", reason="wordllama is not installed")
+    for site, words in {"a": ("good", "bad"), "b": ("fine", "poor")}.items():
+        lines = [f"this is {words[k % 2]} number {k},{k % 2}" for k in range(24)]
+        (tmp_path / f"{site}.csv").write_text("\n".join(["note,label", *lines]))
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    options = ["--components", "2", "--learners", "2", "--rounds", "2", "--pca", "4"]
+    call("fit", *files, "--text", "note", "--label", "label", "--out", tmp_path / "run", *options)
+    call("report", tmp_path / "run", "--pictures")
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"<blockquote>this is (good|bad) number \d+</blockquote>", page)
+
+
+def test_pictures_need_images_that_are_still_there(home, tmp_path):
+    copy = tmp_path / "sites" / "paris"
+    write_site(copy, 7)
+    options = ["--components", "2", "--learners", "2", "--rounds", "2", "--pca", "4"]
+    call(
+        "fit", copy, home / "sites" / "rome", "--images", *SIZE, "--out", tmp_path / "run", *options
+    )
+    (copy / "left" / "1.png").unlink()
+    call("report", tmp_path / "run", "--pictures")
+    copy.rename(tmp_path / "gone")
+    failed = RUNNER.invoke(app, ["report", str(tmp_path / "run"), "--pictures"])
+    assert failed.exit_code == 1
+    assert "there is no such file or folder" in failed.stderr
+
+
+def test_a_run_without_images_has_no_pictures(tmp_path):
+    for site in ("a", "b"):
+        rows = [f"{k},{k % 3},{k % 2}" for k in range(40)]
+        (tmp_path / f"{site}.csv").write_text("\n".join(["x,y,label", *rows]))
+    files = [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
+    call("fit", *files, "--label", "label", "--rounds", "2", "--out", tmp_path / "run")
+    failed = RUNNER.invoke(app, ["report", str(tmp_path / "run"), "--pictures"])
+    assert failed.exit_code == 1
+    assert "does not name images or texts" in failed.stderr

@@ -1,4 +1,4 @@
-"""The page in a real browser: charts are drawn without errors, and the table sorts and filters.
+"""The report and the live page in a real browser: they are drawn without errors, and react.
 
 The tests need Chromium with its driver (Debian: ``chromium`` and ``chromium-driver``) and Selenium,
 and are skipped without them. Nothing is downloaded.
@@ -9,15 +9,20 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from pages import HOSTILE, contents_of, hostile_contents, named_clients
 
-from fedgmm.report.contents import AdaptationRecord
+from fedgmm.report.contents import AdaptationRecord, Example, ExampleGroup
+from fedgmm.report.examples import thumbnail
 from fedgmm.report.page import write_report
+from fedgmm.runs.folder import RunFolder, write_history, write_json
+from fedgmm.runs.watch import WatchServer
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
@@ -232,7 +237,11 @@ def test_hovering_shows_values(window):
 def test_hovering_over_a_client_shows_its_accuracy(window, contents):
     shown = window.point_at("accuracy", ".scatterlayer .trace:last-child .point")
     worst = contents.worst_client
-    assert shown == f"{contents.clients.names[worst]}FedGMM: {contents.clients.accuracy[worst]:.1%}"
+    low, high = contents.clients.interval[worst]
+    assert shown == (
+        f"{contents.clients.names[worst]}FedGMM: {contents.clients.accuracy[worst]:.1%}"
+        f"95% interval {low:.1%} to {high:.1%}"
+    )
 
 
 # ---------------------------------------------------------------------- the table
@@ -359,6 +368,78 @@ def test_a_phone_shows_all_without_moving_sideways(browser, page, scheme):
     assert browser.errors() == []
 
 
+def test_a_window_that_changes_its_size_keeps_charts_apart(window):
+    """A resized chart must not run over the text below it."""
+    window.emulate(800, "light")
+    time.sleep(0.5)
+    too_low = window.run(
+        "return [...document.querySelectorAll('.chart')].filter(one =>"
+        " one.querySelector('.main-svg').getBoundingClientRect().bottom"
+        " > one.getBoundingClientRect().bottom + 1).map(one => one.id)"
+    )
+    assert too_low == []
+
+
+# ---------------------------------------------------------------------- readers who do not see, and paper
+
+
+def test_the_page_can_be_read_aloud(window):
+    levels = window.run(
+        "return [...document.querySelectorAll('h1, h2, h3, h4')].map(one => +one.tagName[1])"
+    )
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    count = "return document.querySelectorAll(arguments[0]).length"
+    assert [window.run(count, one) for one in ("main", "header", "nav[aria-label]")] == [1, 1, 1]
+    assert window.run("return document.documentElement.lang") == "en"
+    for chart in MARKS:
+        own = f"#chart-{chart}[role=img][aria-label]"
+        assert window.run(count, own) == 1, chart
+        assert window.run(count, own + " + details tbody tr") > 0, chart
+    unnamed = window.run(
+        "return [...document.querySelectorAll('button, a, input, [role=region]')]"
+        ".filter(one => !(one.textContent.trim() || one.ariaLabel || (one.labels || []).length))"
+        ".map(one => one.outerHTML)"
+    )
+    assert unnamed == []
+
+
+def test_the_first_tab_skips_to_the_results(window):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    ActionChains(window.driver).send_keys(Keys.TAB).perform()
+    place = window.run(
+        "const box = document.activeElement.getBoundingClientRect();"
+        "return [document.activeElement.className, box.left, box.top]"
+    )
+    assert place[0] == "skip"
+    assert min(place[1:]) >= 0  # seen once it has the focus
+    ActionChains(window.driver).send_keys(Keys.ENTER).perform()
+    assert window.run("return document.activeElement.id") == "main"
+
+
+def test_paper_is_white_and_holds_the_charts(browser, page):
+    browser.open(page, scheme="dark")
+    browser.run("window.dispatchEvent(new Event('beforeprint'))")
+    time.sleep(0.3)
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    ground, ink = map(brightness, colours_of(browser))
+    assert ground > 250
+    assert ink < 30
+    wide = browser.run(
+        "return Math.max(...[...document.querySelectorAll('.main-svg')].map(one => one.clientWidth))"
+    )
+    assert wide <= 680
+    hidden = "return getComputedStyle(document.querySelector(arguments[0])).display"
+    assert [browser.run(hidden, one) for one in ("nav", "#theme", ".tools")] == ["none"] * 3
+    browser.emulate(1200, "dark")
+    browser.run("window.dispatchEvent(new Event('afterprint'))")
+    browser.until("return document.querySelector('#chart-accuracy .main-svg').clientWidth > 700")
+    assert brightness(colours_of(browser)[1]) > 180
+
+
 # ---------------------------------------------------------------------- hostile names
 
 
@@ -387,3 +468,92 @@ def test_a_method_without_density_is_drawn_too(browser, tmp_path):
     browser.open(write_report(contents_of(named_clients("abc"), "local"), tmp_path / "report.html"))
     assert browser.errors() == []
     assert browser.run("return document.querySelectorAll('.js-plotly-plot').length") == 4
+
+
+# ---------------------------------------------------------------------- pictures
+
+
+def test_pictures_are_drawn_and_fit_a_phone(browser, contents, tmp_path):
+    address = thumbnail(np.full((3, 96, 96), 128, dtype=np.uint8))
+    rows = {"samples": tuple(Example(f"left/{k}.png", "left", address, "") for k in range(6))}
+    texts = {"most novel": (Example("row 3", "sad", "", "word " * 40, "log P(x) -3.0"),)}
+    groups = (
+        ExampleGroup("Gaussian G1", "Gaussian", {"of all rows": 0.6}, rows),
+        ExampleGroup("oslo", "client", {"G1·L1": 0.7, "G2·L1": 0.3}, rows | texts),
+    )
+    path = write_report(replace(contents, examples=groups), tmp_path / "report.html")
+    for width in (390, 1200):
+        browser.open(path, width=width)
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        assert browser.errors() == []
+        browser.run("document.getElementById('examples').scrollIntoView()")
+        drawn = "return [...document.images].filter(one => one.naturalWidth === 96).length"
+        browser.until(f"{drawn} === 12")
+        assert browser.run("return [...document.images].every(one => one.alt)")
+
+
+# ---------------------------------------------------------------------- the live page
+
+
+@pytest.fixture
+def watched(tmp_path):
+    with WatchServer(tmp_path / "run", port=0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_live_page_follows_a_run(browser, watched, width):
+    text = "return document.getElementById(arguments[0]).textContent"
+    status = "return document.documentElement.dataset.status === arguments[0]"
+    browser.emulate(width, "light")
+    browser.driver.get(watched.address)
+    browser.until(status, "waiting")
+    folder = RunFolder(watched.home)
+    folder.home.mkdir()
+    folder.config.write_text("[training]\nrounds = 4\n[federation]\nmin_clients = 1\n")
+    browser.until(status, "preparing")
+    hostile = "<script>alert(1)</script>" * 3
+    rounds = [
+        {
+            "round": float(k),
+            "log_likelihood": -3.0 + 0.1 * k,
+            "seconds": 0.5 * k,
+            "validation_accuracy": 0.5 + 0.1 * k,
+            "answered": 2.0,
+            "bytes_sent": 2e6,
+            "bytes_received": 1e6,
+            "bytes": {"oslo": [1e6, 5e5], hostile: [1e6, 5e5]},
+            "epsilon": 0.25 * k,
+        }
+        for k in range(1, 4)
+    ]
+    write_history(folder.history, rounds)
+    browser.until(status, "training")
+    shown = browser.run(text, "cards")
+    for words in ("Round3of at most 4", "80.0%", "9.0 MB", "ε spent0.750", "Answered2"):
+        assert words in shown
+    for key in ("log_likelihood", "validation_accuracy", "answered", "bytes", "epsilon"):
+        points = browser.run(
+            "return document.querySelector('#' + arguments[0] + ' polyline').getAttribute('points')",
+            key,
+        )
+        assert len(points.split()) == 3, key
+    assert hostile in browser.run(text, "clients")
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    write_json(folder.metrics, {"headline": "Accuracy 80.0 %.", "rounds": 3})
+    browser.until(status, "finished")
+    assert "Accuracy 80.0 %." in browser.run(text, "status")
+    asked = browser.run("return performance.getEntriesByType('resource').map(one => one.name)")
+    assert {one for one in asked if not one.startswith("data:")} == {f"{watched.address}state"}
+    assert browser.errors() == []
+
+
+def test_the_live_page_says_when_its_server_is_gone(browser, watched):
+    browser.driver.get(watched.address)
+    browser.until("return document.documentElement.dataset.status === 'waiting'")
+    watched.shutdown()
+    watched.server_close()
+    browser.until("return document.documentElement.dataset.status === 'gone'")
+    browser.errors()  # the refused requests

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from fedgmm.report import charts
 from fedgmm.report.contents import AdaptationRecord, Series, WeightMap
@@ -61,9 +62,26 @@ def test_figures_hold_the_values(contents):
     figure = charts.accuracies(contents)
     own = figure.data[-1]
     assert own.name == "FedGMM"
-    assert list(own.y) == sorted(contents.clients.accuracy)
-    first = contents.clients.names.index(own.customdata[0])
-    assert figure.data[0].y[0] == contents.baselines["FedAvg"][first]
+    assert list(own.x) == sorted(contents.clients.accuracy)
+    first = contents.clients.names.index(own.customdata[0][0])
+    assert figure.data[0].x[0] == contents.baselines["FedAvg"][first]
+    assert own.mode == "markers"  # no line between clients, which have no order
+    ends = contents.clients.interval[first]
+    assert [own.x[0] - own.error_x.arrayminus[0], own.x[0] + own.error_x.array[0]] == pytest.approx(
+        ends.tolist()
+    )
+    places = np.array([one.y for one in figure.data])
+    assert len(np.unique(places)) == places.size  # equal values do not hide each other
+
+
+def test_marks_at_one_place_are_spread(rng):
+    points = np.concatenate([np.zeros((5, 2)), rng.normal(size=(3, 2)) + 10])
+    found = charts.spread_out(points, 0.1)
+    assert np.array_equal(found[0], points[0])
+    assert np.array_equal(found[5:], points[5:])
+    distances = np.linalg.norm(found[:5, None] - found[None, :5], axis=-1)[np.triu_indices(5, 1)]
+    assert distances.min() > 0.09
+    assert distances.max() < 0.5
 
 
 def test_axes_of_shares_have_no_tick_beyond_all_or_nothing():

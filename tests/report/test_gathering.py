@@ -12,7 +12,7 @@ from pages import contents_of, named_clients
 from sklearn.metrics import r2_score
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.report.contents import MOST_POINTS, evenly
+from fedgmm.report.contents import MOST_POINTS, AdaptationRecord, evenly
 from fedgmm.report.gathering import distinct_names, flattened, gather
 from fedgmm.report.mixture import pair_names
 from fedgmm.report.predictions import reliability_of
@@ -265,6 +265,15 @@ def test_the_replay_is_what_adapting_gives(contents, model, dataset):
     copy.adapt(name, whole.inputs.numpy(), dataset.classes[whole.labels.numpy()])
     after = float((copy.predict(test.inputs.numpy(), name) == truth).mean())
     assert (record.accuracy[0], record.accuracy[-1]) == (before, after)
+
+
+def test_one_learner_leaves_nothing_to_adapt(dataset):
+    """A flat chart would suggest that more rows might help."""
+    model = train(dataset, rounds=2, components=2, learners=1, personal_labels=False)
+    record = AdaptationRecord("new", [5], [0.5], [-1.0], labelled=True)
+    found = gather(model, dataset, title="t", history=[], configuration={}, adaptations=[record])
+    assert found.adaptations == ()
+    assert "nothing to adapt with one learner" in found.absent["adaptation"]
 
 
 # ---------------------------------------------------------------------- settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fedgmm.data.tables.preprocessing import Column
 from fedgmm.report.mixture import ellipse, order_by_similarity, project
 
 
@@ -48,7 +49,7 @@ def test_the_plane_holds_the_direction_that_separates():
     covariances = np.array([np.diag([1.0, 9.0, 1.0])] * 2)
     plane = project(means, covariances, "full", np.full(2, 0.5), np.eye(2), ["a", "b", "c"])
     np.testing.assert_allclose(np.abs(plane.axes.T), [[0, 0, 1], [0, 1, 0]], atol=1e-9)
-    assert plane.axis_titles == ("+ c", "+ b")
+    assert plane.axis_titles == ("more c", "more b")
     assert plane.captured == pytest.approx(1.0)
 
 
@@ -65,3 +66,18 @@ def test_an_ellipse_lies_two_deviations_out():
     outline = ellipse(np.array([1.0, 2.0]), np.diag([4.0, 1.0]))
     np.testing.assert_allclose(outline.max(0), [5.0, 4.0], atol=1e-2)
     np.testing.assert_allclose(outline.min(0), [-3.0, 0.0], atol=1e-2)
+
+
+def test_gaussians_that_follow_missing_values_are_noticed():
+    """The mark of a missing value must end as the preprocessing writes it."""
+    column = Column("glucose", "number", indicator=True)
+    names = [*column.outputs, "age"]
+    means = np.array([[0.1, 0.0, 0.0], [-0.1, 3.0, 0.3], [0.0, -2.0, -0.4]])
+    shares = np.full(3, 1 / 3)
+    plane = project(means, np.ones((3, 3)), "diag", shares, np.eye(3), names)
+    assert plane.missing == ("glucose",)
+    assert plane.axis_titles[0] == "more glucose missing"
+    assert (
+        project(np.roll(means, 1, 1), np.ones((3, 3)), "diag", shares, np.eye(3), names).missing
+        == ()
+    )

@@ -141,6 +141,7 @@ _ON_RUNS: tuple[Callable[..., None], ...] = (
     runs.adapt,
     runs.detect,
     runs.report,
+    runs.watch,
     runs.card,
     runs.export,
     studies.compare,

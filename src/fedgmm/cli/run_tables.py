@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
+from fedgmm.report.contents import FEW_CLIENTS
 from fedgmm.wording import counted, percent
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ def _classes_table(found: Inspection) -> Table:
     classes = counted(len(found.classes), "class", "classes")
     table = Table(title=classes)
     _add_names(table, "class")
-    for column in ("of all rows", "lowest", "highest"):
-        table.add_column(column, justify="right")
+    _add_numbers(table, "of all rows", "lowest", "highest")
     for rate in found.base_rates:
         extremes = [
             f"{percent(share)} {escape(name)}" for name, share in (rate.lowest, rate.highest)
@@ -49,13 +49,9 @@ def _clients_table(found: Inspection) -> Table:
     table = Table(title=f"{counted(len(found.clients), 'client')}, {counted(rows, 'row')}")
     _add_names(table, "client")
     labels = list(found.classes)[:_MOST_CLASSES]
-    for column in ("rows", "missing", *(f"class {label}" for label in labels)):
-        table.add_column(escape(column), justify="right")
-    if len(found.classes) > len(labels):
-        table.add_column("other classes", justify="right")
-    table.add_column("inputs differ by", justify="right")
-    if labels:
-        table.add_column("labels differ by", justify="right")
+    _add_numbers(table, "rows", "missing", *(escape(f"class {label}") for label in labels))
+    _add_numbers(table, *["other classes"] * (len(found.classes) > len(labels)), "inputs differ by")
+    _add_numbers(table, *["labels differ by"] * bool(labels))
     for client in found.clients[:_MOST_LINES]:
         cells = [escape(client.name), f"{client.rows:,}", percent(client.missing)]
         cells += [f"{client.classes.get(label, 0):,}" for label in labels]
@@ -104,8 +100,8 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
     table = Table(title=f"{metrics['algorithm']}, {counted(metrics['rounds'], 'round')}")
     clients = metrics.get("clients", {})
     if any("log_density" in own for own in clients.values()):
-        for column in ("client", "rows", "log-density"):
-            table.add_column(column, justify="left" if column == "client" else "right")
+        _add_names(table, "client")
+        _add_numbers(table, "rows", "log-density")
         for name, own in list(clients.items())[:_MOST_LINES]:
             table.add_row(escape(str(name)), f"{own['rows']:,}", f"{own['log_density']:.3f}")
         _add_rest(table, len(clients))
@@ -117,14 +113,16 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
         "worst_accuracy": "worst client",
         "mean_log_loss": "log-loss",
     }
+    if len(clients) < FEW_CLIENTS:
+        del columns["worst_decile"]
     if metrics.get("leading_metric") == "average_precision":
         names = ("average_precision", "base_rate", "auc", "mean_accuracy", "mean_log_loss")
         columns = {name: columns.get(name, _title(name)) for name in names}
     if metrics.get("leading_metric") == "rmse":
         names = ("rmse", "r2", "coverage", "worst_rmse", "mean_log_loss")
         columns = {name: columns.get(name, _title(name)) for name in names}
-    for column in ("rows", *columns.values()):
-        table.add_column(column, justify="left" if column == "rows" else "right")
+    table.add_column("rows")
+    _add_numbers(table, *columns.values())
     for split in ("train", "validation", "test"):
         own = metrics.get(split)
         if own is not None:
@@ -145,18 +143,13 @@ def metrics_table(metrics: dict[str, Any]) -> Table:
 
 
 _PERCENT = {"sensitivity", "specificity", "base_rate", "worst_decile", "coverage"}  # and accuracies
-_TITLES = {
-    "auc": "AUC",
-    "log_loss": "log-loss",
-    "brier": "Brier score",
-    "rmse": "RMSE",
-    "r2": "R²",
-    "worst_rmse": "worst client",
-}
 
 
 def _title(metric: str) -> str:
-    return _TITLES.get(metric, metric.replace("_", " "))
+    from fedgmm.report.page import metric_title
+
+    titles = {"worst_rmse": "worst client", "coverage": "coverage"}
+    return titles.get(metric) or metric_title(metric)
 
 
 def _shown(metric: str, value: float | None) -> str:
@@ -196,7 +189,7 @@ def evaluation_table(found: Evaluation) -> Table:
         means = [_shown(name, _mean_of_defined(found.metrics[name])) for name in columns]
         table.add_row("mean over clients", "", *means, style="bold")
         table.add_row(*total)
-    if leading == "accuracy":
+    if leading == "accuracy" and len(found.clients) >= FEW_CLIENTS:
         rest = [""] * (len(columns) - 1)
         table.add_row("nine of ten clients reach", "", percent(found.worst_decile), *rest)
     if any(np.isnan(found.metrics[name]).any() for name in columns):
@@ -221,8 +214,7 @@ def pooled_table(found: Evaluation) -> Table | None:
         title += f", predicted from a probability of {decision.threshold:.3g} on"
     table = Table(title=title)
     table.add_column("metric")
-    table.add_column("value", justify="right")
-    table.add_column("95 % interval", justify="right")
+    _add_numbers(table, "value", "95 % interval")
     first = [found.leading_metric, "base_rate"]
     for name in [*first, *(one for one in found.pooled if one not in first)]:
         ends = found.pooled_intervals.get(name, ())
@@ -238,8 +230,7 @@ def confusion_table(found: Evaluation) -> Table | None:
         return None
     table = Table(title="true class by predicted class")
     table.add_column("rows of")
-    for name in rows.classes:
-        table.add_column(f"predicted {escape(str(name))}", justify="right")
+    _add_numbers(table, *(f"predicted {escape(str(name))}" for name in rows.classes))
     for name, counts in zip(rows.classes, found.confusion_matrix().tolist(), strict=True):
         table.add_row(escape(str(name)), *(f"{count:,}" for count in counts))
     return table
@@ -249,8 +240,7 @@ def importance_table(found: Importance) -> Table:
     """Return the columns by their importance, with the signs of coefficients if there are any."""
     table = Table(title="which columns decide")
     _add_names(table, "column")
-    table.add_column("importance", justify="right")
-    table.add_column("spread over clients", justify="right")
+    _add_numbers(table, "importance", "spread over clients")
     signed = None if found.coefficients is None else found.coefficients.mean(0)
     if signed is not None:
         table.add_column("effect on the log-odds of the positive class", overflow="fold")
@@ -280,10 +270,8 @@ def adaptation_table(found: Adapted) -> Table:
     used = "labelled" if found.labelled else "unlabelled"
     title = f"{name} joined with {counted(found.rows, used + ' row')}"
     table = Table(title=title, min_width=48)  # wide enough for the title if there is one learner
-    table.add_column("Gaussian", justify="right")
     weights = found.adaptation.weights
-    for learner in range(weights.shape[1]):
-        table.add_column(f"learner {learner + 1}", justify="right")
+    _add_numbers(table, "Gaussian", *(f"learner {m2 + 1}" for m2 in range(weights.shape[1])))
     for component, row in enumerate(weights):
         table.add_row(str(component + 1), *(f"{weight:.3f}" for weight in row))
     if found.curve:
@@ -299,8 +287,7 @@ def detection_table(found: Detection) -> Table:
     """Return the novel rows of each client."""
     table = Table(title="novel rows")
     _add_names(table, "client")
-    for column in ("rows", "by its own threshold", "by that of all clients"):
-        table.add_column(column, justify="right")
+    _add_numbers(table, "rows", "by its own threshold", "by that of all clients")
     for own in found.clients[:_MOST_LINES]:
         shares = (own[key] / own["rows"] for key in ("novel", "novel_for_all_clients"))
         table.add_row(escape(str(own["client"])), f"{own['rows']:,}", *map(percent, shares))
@@ -311,6 +298,11 @@ def detection_table(found: Detection) -> Table:
 def _add_names(table: Table, of: str) -> None:
     """Add a column of names; they are folded on a narrow screen, because a cut name is ambiguous."""
     table.add_column(of, overflow="fold")
+
+
+def _add_numbers(table: Table, *titles: str) -> None:
+    for title in titles:
+        table.add_column(title, justify="right")
 
 
 def _add_rest(table: Table, lines: int) -> None:

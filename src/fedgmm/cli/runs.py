@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,12 +111,28 @@ OutFile = Annotated[
 ]
 
 
+def table_options(ctx: typer.Context) -> dict[str, Any]:
+    """Return the options about columns and files that were given, as fields of ``TableOptions``."""
+    from fedgmm.data.tables.preprocessing import TableOptions
+
+    found: dict[str, Any] = {one.name: ctx.params.get(one.name) for one in fields(TableOptions)}
+    found |= file_options(*(ctx.params.get(one) for one in _FILE_OPTIONS))
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in found.items()
+        if value is not None and value is not False and value not in ((), [])
+    }
+
+
+_FILE_OPTIONS = ("no_header", "names", "missing_values", "date_format", "id_columns")
+
+
 def file_options(
-    no_header: bool,
-    names: list[str] | None,
-    missing_values: list[str] | None,
+    no_header: bool | None,
+    names: Sequence[str] | None,
+    missing_values: Sequence[str] | None,
     date_format: str | None,
-    id_columns: list[str] | None,
+    id_columns: Sequence[str] | None,
 ) -> dict[str, Any]:
     """Return the options about files that were given, as fields of ``TableOptions``."""
     found = {
@@ -129,6 +146,7 @@ def file_options(
 
 
 def inspect(
+    ctx: typer.Context,
     files: Files,
     label: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
     client_column: ClientColumn = None,
@@ -150,9 +168,7 @@ def inspect(
     from fedgmm.data.tables.loading import read_tables
     from fedgmm.data.tables.preprocessing import TableOptions
 
-    written = file_options(no_header, names, missing_values, date_format, id_columns)
-    columns = (label, client_column, tuple(categorical or ()), tuple(ignore or ()))
-    options = TableOptions(*columns, **written)
+    options = TableOptions(**{"label": None, **table_options(ctx)})
     with working(as_json) as notify:
         found = inspect_tables(read_tables(files, options, notify))
     if as_json:
@@ -165,6 +181,7 @@ def inspect(
 
 
 def fit(
+    ctx: typer.Context,
     files: Annotated[
         list[str] | None,
         typer.Argument(help="Files (CSV, TSV, Parquet, npz), folders or patterns."),
@@ -312,17 +329,7 @@ def fit(
     sections: dict[str, dict[str, Any]] = (
         read_config(config) if config is not None else {"data": {}, "training": {}, "run": {}}
     )
-    data = {
-        "files": files or None,
-        "label": label,
-        "client_column": client_column,
-        "categorical": categorical or None,
-        "ignore": ignore or None,
-        "task": task,
-        "memory": memory,
-        "seed": seed,
-        **file_options(no_header, names, missing_values, date_format, id_columns),
-    }
+    data: dict[str, Any] = {"files": files or None, **table_options(ctx)}
     training = {
         "algorithm": algorithm,
         "components": _count("--components", components),
@@ -739,19 +746,60 @@ def detect(
         typer.echo(f"Scores: {out}", err=True)
 
 
-def report(run: RunFolderArgument, as_json: JsonFlag = False) -> None:
+def report(
+    run: RunFolderArgument,
+    pictures: Annotated[
+        bool,
+        typer.Option(
+            "--pictures",
+            help="Put thumbnails of the images, or excerpts of the texts, into the page, for all "
+            "readers of the page.",
+        ),
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Write an HTML report about the run that opens in any browser, offline.
 
     Example: fedgmm report run/
+
+    Example: fedgmm report run/ --pictures
     """
     from fedgmm.runs.run import open_run
 
     with working(as_json) as notify:
-        path = open_run(run).report(notify=notify)
+        path = open_run(run).report(pictures=pictures, notify=notify)
     if as_json:
         print_json({"report": path})
         return
     screen().print(f"Report: [bold]{escaped(path)}[/]", soft_wrap=True, highlight=False)
+
+
+def watch(
+    run: RunFolderArgument,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port of the page. Default: 8642, or another if taken."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    as_json: JsonFlag = False,
+) -> None:
+    """Serve a live page about a run: rounds, likelihood, accuracy, clients, bytes, ε spent.
+
+    It reads the run folder of fit or server, before, during and after training. Ctrl-C ends it. With
+    --json the state is printed once. The page has no password, so other machines see it only with --host.
+
+    Example: fedgmm watch run/
+    """
+    from fedgmm.runs.watch import WatchServer, state_of
+
+    if as_json:
+        print_json(state_of(run))
+        return
+    with suppress(KeyboardInterrupt), WatchServer(run, host, port) as server:
+        typer.echo(f"Watching {run} at {server.address} (Ctrl-C ends)", err=True)
+        server.serve_forever()
 
 
 def card(

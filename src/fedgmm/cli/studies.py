@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedgmm.cli.output import JsonFlag, escaped, print_json, print_notes, screen, working
+from fedgmm.cli.output import (
+    JsonFlag,
+    RoundsBar,
+    escaped,
+    print_json,
+    print_notes,
+    screen,
+    working,
+)
 from fedgmm.cli.runs import (
     Categorical,
     ClientColumn,
@@ -19,7 +27,7 @@ from fedgmm.cli.runs import (
     Names,
     NoHeader,
     Task,
-    file_options,
+    table_options,
 )
 from fedgmm.wording import counted
 
@@ -67,7 +75,7 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)  # fail before any work
     console = Console()
     console.rule("1. A density for clients that do not share their rows")
-    result = _run_demo_with_progress(clients, seed, console)
+    result = _run_demo_with_progress(clients, seed)
 
     from fedgmm.experiments.demo import plot_demo
 
@@ -108,6 +116,7 @@ def _run_story(seed: int, out: Path, console: Console) -> None:
 
 
 def compare(
+    ctx: typer.Context,
     sources: Annotated[
         list[str] | None,
         typer.Argument(
@@ -189,15 +198,10 @@ def compare(
     with working(as_json) as notify:
         data = data_to_compare(
             sources or ["digits"],
-            label=label,
-            client_column=client_column,
-            categorical=categorical or (),
-            ignore=ignore or (),
-            **file_options(no_header, names, missing_values, date_format, id_columns),
-            task=task,
             seed=seed,
             sizes=sizes,
             notify=notify,
+            **{name: value for name, value in table_options(ctx).items() if name != "seed"},
         )
         if not as_json:
             screen().print(str(data.dataset), markup=False)
@@ -283,33 +287,17 @@ def _rates(text: str) -> tuple[float, ...]:
         ) from None
 
 
-def _run_demo_with_progress(clients: int, seed: int, console: Console) -> DemoResult:
+def _run_demo_with_progress(clients: int, seed: int) -> DemoResult:
     """Run part 1 of the demo with a progress bar."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("round {task.completed}"),
-        TextColumn("log-likelihood {task.fields[log_likelihood]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("federated EM", total=None, log_likelihood="-")
-
+    with RoundsBar(quiet=False) as bar:
         from fedgmm.experiments.demo import MOST_ROUNDS, run_demo
         from fedgmm.methods.base import RoundInfo
 
-        progress.update(task, total=MOST_ROUNDS)
-
         def show(number: int, info: RoundInfo) -> None:
-            progress.update(
-                task, completed=number, log_likelihood=f"{info.log_likelihood:.4f}", refresh=True
-            )
+            bar.show({"round": number, "log_likelihood": info.log_likelihood})
 
-        result = run_demo(clients, seed, on_round=[show])
-        progress.update(task, total=result.rounds)
-    return result
+        bar.begin(MOST_ROUNDS)
+        return run_demo(clients, seed, on_round=[show])
 
 
 def _print_demo(result: DemoResult, picture: Path, console: Console) -> None:

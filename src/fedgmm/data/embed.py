@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ BATCH_ROWS = 128
 
 _ENCODER = b"fedgmm.encoder"  # in the metadata of the Parquet file
 _CONTENT = b"fedgmm.content"
+_SOURCE = b"fedgmm.source"
 _DEFAULT_SIZE = 224
 
 Progress = Callable[[str, int, int], None]
@@ -176,7 +178,8 @@ def embed(
     flat = np.concatenate([part.reshape(-1) for part in vectors if len(part)])
     column = pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float16()), width)
     table = items.columns.filter(pa.array(kept)).append_column(column_name(encoder), column)
-    facts = {_ENCODER: encoder.name.encode(), _CONTENT: content.encode()}
+    place = json.dumps({"source": str(source.resolve()), "text": text, "image": image})
+    facts = {_ENCODER: encoder.name.encode(), _CONTENT: content.encode(), _SOURCE: place.encode()}
     buffer = pa.BufferOutputStream()
     parquet.write_table(table.replace_schema_metadata(facts), buffer, compression="zstd")
     write_atomically(path, buffer.getvalue().to_pybytes())
@@ -239,6 +242,43 @@ def _hash(*texts: str) -> str:
 # ---------------------------------------------------------------------- sources
 
 
+@dataclass(frozen=True)
+class Originals:
+    """The images or texts that a table of vectors was made of, read again one by one.
+
+    Attributes:
+        id_column: the column of the table that identifies them.
+        load: returns the text, or the image ``(channels, height, width)`` uint8, with an id. Raises
+            ``ValueError`` with the reason if it cannot be read.
+    """
+
+    id_column: str
+    load: Callable[[str], Any]
+
+
+def originals(path: Path, size: int) -> Originals | None:
+    """Return the images or texts behind a table of vectors; ``None`` if it does not name its source.
+
+    Args:
+        path: the Parquet file.
+        size: side in pixels to which images are cut.
+    """
+    facts = (_embedded_before(path) or {}) if path.suffix == ".parquet" else {}
+    if _SOURCE not in facts:
+        return None
+    place = json.loads(facts[_SOURCE])
+    items = _items_in(Path(place["source"]), size, place["text"], place["image"])
+    ids = items.columns.columns[0].to_pylist()
+    row_of = {str(name): row for row, name in enumerate(ids)}
+
+    def load(name: str) -> Any:
+        if name not in row_of:
+            raise _UnreadableError("it is no longer there")
+        return items.load(row_of[name])
+
+    return Originals(items.columns.column_names[0], load)
+
+
 def _items_of(source: Path, encoder: Encoder, text: str | None, image: str | None) -> _Items:
     size = getattr(encoder, "size", _DEFAULT_SIZE)
     check_integer("size", size, 1)
@@ -250,8 +290,12 @@ def _items_of(source: Path, encoder: Encoder, text: str | None, image: str | Non
             f"Encoder {encoder.name.split()[0]!r} reads images and not the texts of a column; use "
             "'wordllama' or 'sentence-transformers:NAME' for texts."
         )
+    return _items_in(source, size, text, image)
+
+
+def _items_in(source: Path, size: int, text: str | None, image: str | None) -> _Items:
     if source.is_dir():
-        if wants_texts:
+        if text is not None:
             raise EmbeddingError(f"{source} is a folder; texts are read from a table.")
         return _images_in_folder(source, size)
     if not source.exists():
@@ -259,14 +303,14 @@ def _items_of(source: Path, encoder: Encoder, text: str | None, image: str | Non
     if source.name.lower().endswith(".npz"):
         return _images_in_npz(source)
     table = _read_table(source)
-    column = text if wants_texts else image
+    column = image if text is None else text
     if column is None:
         raise EmbeddingError(f"{source}: name the column that holds the paths of the images.")
     if column not in table.column_names:
         known = listed(table.column_names)
         raise TableError(source, f"there is no column {quoted(column)}; the columns are {known}.")
     values = table.column(column).cast(pa.string()).to_pylist()
-    if wants_texts:
+    if text is not None:
         return _texts(table.drop_columns([column]), values)
     paths = [source.parent / value if value else None for value in values]
     rest = table.drop_columns([column]).add_column(0, column, [pa.array(values)])

@@ -50,7 +50,7 @@ _FEW_ROUNDS = 10
 _MOST_NAMED_CLIENTS = 40
 _MOST_NAMED_PAIRS = 24
 _LONGEST_NAME = 40
-_LONGEST_AXIS_TITLE = 45  # characters that fit the height of the chart
+_LONGEST_AXIS_TITLE = 43  # characters that fit the height of the chart
 
 
 def draw_charts(contents: ReportContents) -> dict[str, Any]:
@@ -129,6 +129,17 @@ def _panels(heights: Sequence[float], height: int, **options: Any) -> Any:
     return figure
 
 
+def spread_out(points: FloatArray, step: float) -> FloatArray:
+    """Return points ``(n, 2)`` of which those in the same square of side ``step`` form a spiral."""
+    _, group = np.unique(np.round(points / step), axis=0, return_inverse=True)
+    place = np.zeros(len(points))
+    for number in np.unique(group):
+        here = np.flatnonzero(group.ravel() == number)
+        place[here] = np.arange(len(here))
+    angle, radius = place * np.pi * (3.0 - np.sqrt(5.0)), step * np.sqrt(place)
+    return np.asarray(points + radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], -1))
+
+
 def _in_colour(text: str, component: int) -> str:
     return f'<span style="color:{component_colour(component)}"><b>{text}</b></span>'
 
@@ -137,50 +148,61 @@ def _in_colour(text: str, component: int) -> str:
 
 
 def accuracies(contents: ReportContents) -> Any:
-    """Draw the clients from the least to the most accurate, with the accuracies of baselines."""
+    """Draw the clients from the least accurate, at the bottom, with intervals and the baselines."""
     own = contents.clients.accuracy
     order = np.argsort(own, kind="stable")[: int(np.isfinite(own).sum())]
     order = order[evenly(len(order), MOST_CLIENTS_IN_CHARTS)]
     names = [safe_text(contents.clients.names[client]) for client in order]
-    few = len(order) <= _MOST_NAMED_CLIENTS
-    figure = go.Figure(layout=_layout(420, showlegend=True))
-    common = {
-        "x": np.arange(len(order)),
-        "customdata": names,
-        "hovertemplate": "%{customdata}<br>%{fullData.name}: %{y:.1%}<extra></extra>",
-    }
-    for number, (method, values) in enumerate(contents.baselines.items()):
+    few, methods = len(order) <= _MOST_NAMED_CLIENTS, len(contents.baselines) + 1
+    height = 120 + len(order) * max(28, 14 * methods) if few else 640
+    figure = go.Figure(layout=_layout(height, showlegend=methods > 1))
+    # marks of one client stand below each other, so that equal values do not hide each other
+    offsets = np.linspace(0.33, -0.33, methods) if few and methods > 1 else np.zeros(methods)
+    interval = contents.clients.interval
+    ends = np.full((len(order), 2), np.nan) if interval is None else interval[order]
+    reach = [
+        f"<br>95% interval {low:.1%} to {high:.1%}" if np.isfinite(low) else ""
+        for low, high in ends
+    ]
+
+    def draw(
+        number: int, method: str, values: FloatArray, texts: Sequence[str], **marks: Any
+    ) -> None:
         figure.add_scatter(
-            y=values[order],
+            x=values,
+            y=np.arange(len(order)) + offsets[number],
             name=safe_text(method),
             mode="markers",
-            marker={
-                "color": baseline_colour(number),
-                "symbol": _BASELINE_SYMBOLS[number % len(_BASELINE_SYMBOLS)],
-                "size": 9 if few else 5,
-                "opacity": 0.9 if few else 0.55,
-            },
-            **common,
+            customdata=list(zip(names, texts, strict=True)),
+            hovertemplate="%{customdata[0]}<br>%{fullData.name}: %{x:.1%}%{customdata[1]}<extra></extra>",
+            **marks,
         )
-    figure.add_scatter(
-        y=own[order],
-        name=safe_text(contents.method),
-        mode="lines+markers",
-        line={"color": ACCENT, "width": 2.5},
-        marker={"size": 8 if few else 4},
-        **common,
-    )
-    title = "R² on test rows" if contents.numbers else "test accuracy"
-    figure.update_yaxes(title_text=title, tickformat="~%")
-    figure.update_xaxes(zeroline=False)
+
+    for number, (method, values) in enumerate(contents.baselines.items()):
+        marker = {
+            "color": baseline_colour(number),
+            "symbol": _BASELINE_SYMBOLS[number % len(_BASELINE_SYMBOLS)],
+            "size": 9 if few else 5,
+            "opacity": 0.9 if few else 0.55,
+        }
+        draw(number, method, values[order], [""] * len(order), marker=marker)
+    bars = {
+        "type": "data",
+        "array": ends[:, 1] - own[order],
+        "arrayminus": own[order] - ends[:, 0],
+        "thickness": 2 if few else 0.7,
+        "width": 0,
+    }
+    marker = {"color": ACCENT, "size": 10 if few else 4}
+    draw(methods - 1, contents.method, own[order], reach, marker=marker, error_x=bars)
+    title = "R² on test rows" if contents.numbers else "accuracy on test rows"
+    figure.update_xaxes(title_text=title, tickformat="~%", zeroline=False)
+    figure.update_yaxes(zeroline=False, automargin=True, range=[-0.7, len(order) - 0.3])
     if few:
-        figure.update_xaxes(tickvals=np.arange(len(order)), ticktext=names, automargin=True)
+        figure.update_yaxes(tickvals=np.arange(len(order)), ticktext=names)
     else:
-        figure.update_xaxes(
-            title_text=f"clients, sorted by {safe_text(contents.method)}",
-            showticklabels=False,
-            showgrid=False,
-        )
+        title = f"clients, sorted by {safe_text(contents.method)}"
+        figure.update_yaxes(title_text=title, showticklabels=False, showgrid=False)
     return figure
 
 
@@ -364,10 +386,14 @@ def projection(contents: ReportContents) -> Any:
         text = _in_colour(f"G{component + 1}", component)
         figure.add_annotation(x=top[0], y=top[1], text=text, showarrow=False, yshift=10)
     shown = evenly(len(plane.clients), MOST_CLIENTS_IN_CHARTS)
+    outlines = np.concatenate(
+        [ellipse(*pair) for pair in zip(plane.means, plane.covariances, strict=True)]
+    )
+    places = spread_out(plane.clients[shown], 0.025 * float(np.ptp(outlines, axis=0).max()))
     edge = {"color": "#ffffff", "width": 1}
     figure.add_scatter(
-        x=plane.clients[shown, 0],
-        y=plane.clients[shown, 1],
+        x=places[:, 0],
+        y=places[:, 1],
         customdata=[
             [safe_text(table.names[c]), f"{table.rows[c]:,}", percent(table.accuracy[c])]
             for c in shown
@@ -392,8 +418,8 @@ def projection(contents: ReportContents) -> Any:
         hovertemplate="%{customdata}<extra></extra>",
     )
     first, second = (safe_text(title, _LONGEST_AXIS_TITLE) for title in plane.axis_titles)
-    figure.update_xaxes(title_text=first, zeroline=False)
-    figure.update_yaxes(title_text=second, zeroline=False, scaleanchor="x", scaleratio=1)
+    figure.update_xaxes(title_text=f"{first} →", zeroline=False)
+    figure.update_yaxes(title_text=f"{second} →", zeroline=False, scaleanchor="x", scaleratio=1)
     return figure
 
 
@@ -490,5 +516,7 @@ def adaptation(records: Sequence[AdaptationRecord], numbers: bool = False) -> An
         limits = None if numbers else share_range(known)  # R² may be below zero
         figure.update_yaxes(tickformat="~%", range=limits, row=1, col=1)
     if with_steps:
-        figure.update_xaxes(title_text="iteration", row=len(titles), col=1)
+        steps = max(len(one.log_likelihoods) for one in with_steps)
+        ticks = 1 if steps <= _FEW_ROUNDS else None
+        figure.update_xaxes(title_text="iteration", dtick=ticks, row=len(titles), col=1)
     return figure

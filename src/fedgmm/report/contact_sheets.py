@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +18,12 @@ from fedgmm.data.partition import transform_images
 from fedgmm.report.plots import INK
 from fedgmm.wording import counted
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 ByteArray = NDArray[np.uint8]
 IntArray = NDArray[np.int64]
 
 _FRAME = "#bbbbbb"
 _COLUMNS = 10
 _SCALE = 2  # dots per pixel; a whole number keeps pixels square and the file small
-_DPI = 100
 
 
 @dataclass(frozen=True)
@@ -149,39 +144,29 @@ def _one_per_class(labels: IntArray, columns: int) -> IntArray:
 
 
 def _draw_sheet(strips: Sequence[Strip], heading: str, path: Path) -> Path:
-    from matplotlib.figure import Figure
+    from PIL import Image, ImageDraw
 
     # All lengths are in dots: a margin for titles, then images with gaps and lines for captions.
     margin, top = 130, 34
     height, width = (_SCALE * pixels for pixels in strips[0].images.shape[-2:])
     cell_height, cell_width = height + 22, width + 12
-    total_width = margin + cell_width * max(len(strip.images) for strip in strips)
-    total_height = top + cell_height * len(strips)
-    figure = Figure(figsize=(total_width / _DPI, total_height / _DPI), dpi=_DPI)
-    figure.text(6 / total_width, 1 - 12 / total_height, heading, va="top", color=INK, size=9)
+    longest = max(len(strip.images) for strip in strips)
+    size = (margin + cell_width * longest, top + cell_height * len(strips))
+    sheet = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(sheet)
+    draw.text((6, 8), heading, INK, font_size=13)
     for line, strip in enumerate(strips):
-        y = total_height - top - line * cell_height - height
-        middle = (y + height / 2) / total_height
-        figure.text(6 / total_width, middle, strip.title, va="center", color=INK, size=7.5)
+        y = top + line * cell_height
+        draw.text((6, y + height / 2), strip.title, INK, anchor="lm", font_size=11)
         captions = strip.captions or [""] * len(strip.images)
         for column, (image, caption) in enumerate(zip(strip.images, captions, strict=True)):
             x = margin + column * cell_width
-            box = (x / total_width, y / total_height, width / total_width, height / total_height)
-            _draw_image(figure.add_axes(box), image, caption)
+            pixels = image[0] if len(image) == 1 else image.transpose(1, 2, 0)
+            shown = Image.fromarray(np.ascontiguousarray(pixels)).convert("RGB")
+            sheet.paste(shown.resize((width, height), Image.Resampling.NEAREST), (x, y))
+            draw.rectangle((x - 1, y - 1, x + width, y + height), outline=_FRAME)
+            text = caption.replace("_", " ")[:14]
+            draw.text((x + width / 2, y + height + 3), text, INK, anchor="ma", font_size=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI, pil_kwargs={"optimize": True})
+    sheet.save(path, optimize=True)
     return path
-
-
-def _draw_image(axes: Axes, image: ByteArray, caption: str) -> None:
-    """Draw one image ``(channels, height, width)`` with a frame and a caption."""
-    shown = image[0] if len(image) == 1 else image.transpose(1, 2, 0)
-    axes.imshow(shown, cmap="gray", vmin=0, vmax=WHITE, interpolation="nearest", aspect="auto")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.spines[:].set(color=_FRAME, linewidth=0.7)  # a white background needs an edge
-    if caption:
-        axes.text(
-            0.5, -0.04, caption.replace("_", " ")[:14], transform=axes.transAxes,
-            ha="center", va="top", size=6.5, color=INK,
-        )  # fmt: skip

@@ -19,6 +19,8 @@ MOST_POINTS = 3000
 MOST_CLIENTS_IN_HEAT_MAP = 500
 MOST_CLIENTS_IN_CHARTS = 1000
 MOST_COLUMNS = 20
+FEW_CLIENTS = 10
+"""With fewer clients, quantiles and tests over clients mean nothing and are left out."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class ClientTable:
         auc: on test rows, ``(C,)``; ``None`` if it is not known, here and below.
         average_precision: ``(C,)``.
         rmse: of predicted numbers, ``(C,)``.
+        interval: 95 % interval of the accuracy, ``(C, 2)``; NaN where it is unknown.
     """
 
     names: tuple[str, ...]
@@ -55,6 +58,7 @@ class ClientTable:
     auc: FloatArray | None = None
     average_precision: FloatArray | None = None
     rmse: FloatArray | None = None
+    interval: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ class Projection:
         captured: share of the spread that lies in the plane, between 0 and 1.
         separates: whether the means determined the plane; otherwise the largest variance did.
         axis_titles: names of the columns that dominate each axis.
+        missing: columns whose missing values are most of what the Gaussians differ in; empty otherwise.
     """
 
     axes: FloatArray
@@ -157,6 +162,7 @@ class Projection:
     captured: float
     separates: bool
     axis_titles: tuple[str, str]
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -222,6 +228,42 @@ class AdaptationRecord:
 
 
 @dataclass(frozen=True)
+class Example:
+    """An image or a text of a client.
+
+    Attributes:
+        name: its id at the site.
+        label: its label as text; empty without one.
+        picture: address of a thumbnail, with its bytes; empty for a text.
+        text: beginning of the text, or the reason why it cannot be shown.
+        remark: shown below it.
+    """
+
+    name: str
+    label: str
+    picture: str
+    text: str
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class ExampleGroup:
+    """Examples of a client, of a Gaussian or of a learner.
+
+    Attributes:
+        title: of the group.
+        kind: ``"client"``, ``"Gaussian"`` or ``"learner"``.
+        weights: the largest weights, by the names of their pairs.
+        rows: examples, by the title of their row.
+    """
+
+    title: str
+    kind: str
+    weights: Mapping[str, float]
+    rows: Mapping[str, tuple[Example, ...]]
+
+
+@dataclass(frozen=True)
 class ReportContents:
     """All values on the page; a part that does not apply is ``None`` or empty.
 
@@ -247,6 +289,7 @@ class ReportContents:
         configuration: settings of the run.
         environment: versions and hardware.
         notes: warnings and remarks.
+        examples: images or texts, if their owner wants them in the report.
         impersonal: says why all clients get the same predictions, if they do.
         absent: section -> the reason why it has no chart.
     """
@@ -271,6 +314,7 @@ class ReportContents:
     configuration: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    examples: tuple[ExampleGroup, ...] = ()
     impersonal: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
 
@@ -298,12 +342,17 @@ class ReportContents:
         return min(known, key=lambda name: ahead[name], default=None)
 
     def lead(self, baseline: str) -> Estimate:
-        """Return the accuracy of the report's method minus that of a baseline."""
+        """Return the accuracy of the report's method minus that of a baseline.
+
+        Its interval is NaN if no comparison tested it and there are too few clients for a test.
+        """
         if baseline in self.differences:
             return self.differences[baseline]
         values = self.clients.accuracy - self.baselines[baseline]
         known = values[np.isfinite(values)]
-        return over_splits(known) if len(known) else Estimate(math.nan, math.nan, math.nan, 1.0)
+        if len(known) < FEW_CLIENTS:
+            return Estimate(mean_of(known), math.nan, math.nan, 1.0)
+        return over_splits(known)
 
 
 def mean_of(values: FloatArray) -> float:

@@ -15,6 +15,7 @@ from fedgmm.report.contents import (
     AdaptationRecord,
     ClientTable,
     DecidingColumns,
+    ExampleGroup,
     ReportContents,
     Series,
     TestMetrics,
@@ -57,6 +58,7 @@ def gather(
     differences: Mapping[str, Estimate] | None = None,
     adaptations: Sequence[AdaptationRecord] = (),
     notes: Sequence[str] = (),
+    examples: Sequence[ExampleGroup] = (),
 ) -> ReportContents:
     """Return all values of the page; the model itself does not change.
 
@@ -72,6 +74,7 @@ def gather(
         differences: method -> accuracy of the report's method minus that method's, with its test.
         adaptations: of clients that joined after training; without any, a known client joins again.
         notes: warnings and remarks for the reader.
+        examples: images or texts to show; see ``fedgmm.report.examples``.
     """
     from fedgmm.methods.base import TITLES
     from fedgmm.nets.devices import environment
@@ -93,7 +96,15 @@ def gather(
         reason = "The data set has no test rows, so predictions could not be checked."
         absent |= {"accuracy": reason, "calibration": reason, "densities": reason}
     weights, clients = weight_map(model, dataset, clients, absent)
-    replay = None if adaptations else replay_newcomer(model, dataset, absent)
+    if model.n_learners == 1 and not model.prediction.labels:
+        # a flat curve would suggest that more rows might help
+        absent["adaptation"] = (
+            "There is nothing to adapt with one learner: all clients share its rule for the label, so "
+            "a new client gets the same predictions with any weights."
+        )
+        adaptations, replay = (), None
+    else:
+        replay = None if adaptations else replay_newcomer(model, dataset, absent)
     return ReportContents(
         title=title,
         method=TITLES.get(model.algorithm, model.algorithm),
@@ -118,6 +129,7 @@ def gather(
         configuration=flattened(configuration),
         environment=flattened(environment()),
         notes=tuple(note for note in notes if note != model.impersonal),
+        examples=tuple(examples),
         impersonal=model.impersonal,
         absent=absent,
     )
@@ -128,44 +140,34 @@ def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> C
         split.features.rows_per_client.cpu().numpy()
         for split in (dataset.train, dataset.validation, dataset.test)
     )
-    scores: dict[str, FloatArray] = {}
-    row_accuracy = math.nan
-    for name in (
-        "accuracy",
-        "log_loss",
-        "calibration_error",
-        "auc",
-        "average_precision",
-        "rmse",
-        "r2",
-    ):
-        scores[name] = np.full(len(dataset.names), np.nan)
-        if evaluation is not None:
-            known = {**evaluation.metrics, "calibration_error": evaluation.calibration_error}
-            scores[name][test > 0] = known.get(name, np.nan)
+    numbers, known, intervals = dataset.target is not None, {}, {}
     if evaluation is not None:
-        row_accuracy = evaluation.weighted_accuracy
-    if dataset.target is not None:
-        return ClientTable(
-            distinct_names(dataset.names),
-            train + validation + test,
-            train,
-            accuracy=scores["r2"],
-            log_loss=scores["log_loss"],
-            calibration_error=scores["calibration_error"],
-            rmse=scores["rmse"],
-        )
-    return ClientTable(
+        known = {**evaluation.metrics, "calibration_error": evaluation.calibration_error}
+        intervals = evaluation.intervals
+
+    def filled(values: Any, *shape: int) -> FloatArray:
+        found = np.full((len(test), *shape), np.nan)
+        found[test > 0] = values
+        return found
+
+    def score(name: str) -> FloatArray:
+        return filled(known.get(name, np.nan))
+
+    shown = "r2" if numbers else "accuracy"
+    table = ClientTable(
         distinct_names(dataset.names),
         train + validation + test,
         train,
-        accuracy=scores["accuracy"],
-        log_loss=scores["log_loss"],
-        calibration_error=scores["calibration_error"],
-        row_accuracy=row_accuracy,
-        auc=scores["auc"],
-        average_precision=scores["average_precision"],
+        score(shown),
+        score("log_loss"),
+        score("calibration_error"),
+        interval=filled(intervals[shown], 2) if shown in intervals else None,
     )
+    if numbers:
+        return replace(table, rmse=score("rmse"))
+    accuracy = math.nan if evaluation is None else evaluation.weighted_accuracy
+    precision = score("average_precision")
+    return replace(table, row_accuracy=accuracy, auc=score("auc"), average_precision=precision)
 
 
 def _test_metrics(evaluation: Evaluation) -> TestMetrics:
@@ -185,6 +187,11 @@ def _deciding_columns(
 ) -> DecidingColumns | None:
     if len(model.input_shape) != 1 or not model.features_are_inputs:
         absent["columns"] = "The inputs are not a table of columns."
+        return None
+    if columns is not None and len(columns) == 1:
+        absent["columns"] = (
+            "All inputs are one column or one vector, so there is nothing to compare."
+        )
         return None
     split = "test" if len(dataset.test) else "train"
     found = model.importance(split, dataset, columns=columns, repeats=3)
@@ -254,5 +261,5 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_as_text, value))
+        return ", ".join(map(_as_text, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -26,6 +26,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _NAMED_PER_AXIS = 3
+_MISSING = "=(missing)"  # ends the name of a column that marks missing values
 
 
 # ---------------------------------------------------------------------- weights
@@ -108,7 +109,7 @@ def projection_of(
     if model.projection is not None:
         known = dataset.column_names or [f"x{j}" for j in range(model.projection.mean.shape[0])]
         beside = model.projection.components[model.options["pca"] :].argmax(1).tolist()
-        feature_names = [f"principal component {j + 1}" for j in range(model.options["pca"])]
+        feature_names = [f"component {j + 1} of the vectors" for j in range(model.options["pca"])]
         feature_names += [known[column] for column in beside]
     elif feature_names is None and model.features_are_inputs:
         feature_names = dataset.column_names
@@ -163,6 +164,12 @@ def project(
     spread = deviations.T @ deviations if rank else within
     captured = np.trace(axes.T @ spread @ axes) / max(float(np.trace(spread)), 1e-300)
     first, second = (_axis_title(axes[:, k], k + 1, feature_names) for k in (0, 1))
+    of_missing = [j for j, name in enumerate(feature_names or ()) if name.endswith(_MISSING)]
+    between = np.square(deviations).sum(0)  # how much each column separates the means
+    follows = rank > 0 and between[of_missing].sum() > between.sum() / 2
+    largest_first = sorted(of_missing, key=lambda j: -between[j])[
+        : _NAMED_PER_AXIS if follows else 0
+    ]
     return Projection(
         axes=axes,
         means=(means - centre) @ axes,
@@ -173,6 +180,7 @@ def project(
         captured=float(min(captured, 1.0)),
         separates=rank > 0,
         axis_titles=(first, second),
+        missing=tuple((feature_names or ())[j].removesuffix(_MISSING) for j in largest_first),
     )
 
 
@@ -217,7 +225,10 @@ def _axis_title(axis: FloatArray, number: int, feature_names: Sequence[str] | No
         return f"direction {number}"
     strongest = np.argsort(-np.abs(axis))[:_NAMED_PER_AXIS]
     named = [k for k in strongest if abs(axis[k]) > 0.3 * abs(axis[strongest[0]])]
-    return "  ".join(f"{'+' if axis[k] > 0 else '−'} {feature_names[k]}" for k in named)
+    names = {k: feature_names[k].replace(_MISSING, " missing") for k in named}
+    more = ", ".join(names[k] for k in named if axis[k] > 0)
+    less = ", ".join(names[k] for k in named if axis[k] < 0)
+    return " · ".join(f"{word} {text}" for word, text in (("more", more), ("less", less)) if text)
 
 
 def ellipse(mean: FloatArray, covariance: FloatArray, deviations: float = 2.0) -> FloatArray:

@@ -21,9 +21,11 @@ import numpy as np
 from fedgmm.files import write_atomically
 from fedgmm.report.contents import (
     FALSE_ALARM_RATE,
+    FEW_CLIENTS,
     MOST_CLIENTS_IN_CHARTS,
     MOST_POINTS,
     ReportContents,
+    evenly,
     mean_of,
 )
 from fedgmm.wording import counted
@@ -68,11 +70,20 @@ def render(contents: ReportContents) -> str:
             methods=_compared_methods(contents),
             metrics=_metric_rows(contents),
             figures=figures,
+            tables=_chart_tables(contents),
             policy=_policy(scripts),
             style=_file("report.css"),
             scripts=scripts,
         )
     )
+
+
+def render_watch(name: str) -> tuple[str, str]:
+    """Return the live page of a run as HTML, and the policy to send with it."""
+    script = _file("watch.js")
+    page = _environment().get_template("watch.html")
+    policy = f"{_policy([script])}; connect-src 'self'; frame-ancestors 'none'"
+    return page.render(name=name, style=_file("report.css"), script=script), policy
 
 
 @cache
@@ -103,6 +114,7 @@ def _environment() -> Environment:
     environment.globals |= {
         "mean_of": mean_of,
         "FALSE_ALARM_RATE": FALSE_ALARM_RATE,
+        "FEW_CLIENTS": FEW_CLIENTS,
         "MOST_CLIENTS_IN_CHARTS": MOST_CLIENTS_IN_CHARTS,
         "MOST_POINTS": MOST_POINTS,
     }
@@ -152,6 +164,94 @@ def _policy(scripts: Iterable[str]) -> str:
     )
 
 
+# ---------------------------------------------------------------------- charts as tables
+
+_Table = tuple[list[str], list[list[str]]]
+_MOST_LINES = 200  # of a table beside a chart
+
+
+def _chart_tables(contents: ReportContents) -> dict[str, _Table]:
+    """Return heading and lines of a table for each chart, for readers who do not see the chart."""
+    from fedgmm.report.charts import percent
+
+    table, names, found = contents.clients, contents.clients.names, {}
+    measure = "R²" if contents.numbers else "accuracy"
+    known = np.flatnonzero(np.isfinite(table.accuracy))
+    order = known[np.argsort(-table.accuracy[known], kind="stable")]
+    ends = np.full((len(names), 2), np.nan) if table.interval is None else table.interval
+    found["accuracy"] = (
+        ["client", measure, "95% interval", *contents.baselines],
+        [
+            [
+                names[c],
+                percent(table.accuracy[c]),
+                " to ".join(map(percent, ends[c])),
+                *(percent(values[c]) for values in contents.baselines.values()),
+            ]
+            for c in order[evenly(len(order), _MOST_LINES)]
+        ],
+    )
+    values = [
+        dict(zip(one.rounds.tolist(), one.values, strict=True)) for one in contents.convergence
+    ]
+    rounds = sorted({number for one in values for number in one})
+    found["convergence"] = (
+        ["round", *(one.title for one in contents.convergence)],
+        [
+            [f"{number:.0f}", *(f"{one[number]:.4f}" if number in one else "–" for one in values)]
+            for number in (rounds[k] for k in evenly(len(rounds), _MOST_LINES))
+        ],
+    )
+    if (seen := contents.reliability) is not None:
+        lines = zip(seen.confidence, seen.accuracy, seen.counts, strict=True)
+        found["calibration"] = (
+            ["level", "inside", "rows"] if contents.numbers else ["confidence", measure, "rows"],
+            [[percent(a), percent(b), f"{n:,}"] for a, b, n in lines],
+        )
+    if (columns := contents.deciding) is not None:
+        numbers = np.stack([columns.mean, columns.least, columns.most], -1)
+        found["columns"] = (
+            ["column", "mean", "least", "most"],
+            [
+                [n, *(f"{v:.3f}" for v in own)]
+                for n, own in zip(columns.names, numbers, strict=True)
+            ],
+        )
+    if (weights := contents.weights) is not None:
+        shown = evenly(len(weights.clients), _MOST_LINES)
+        found["weights"] = (
+            ["client", *weights.pairs],
+            [[names[weights.clients[k]], *(f"{v:.2f}" for v in weights.values[k])] for k in shown],
+        )
+    if (plane := contents.projection) is not None:
+        nearest = np.bincount(plane.strongest, minlength=len(plane.shares))
+        found["projection"] = (
+            ["Gaussian", "share of all rows", "clients with its colour"],
+            [[f"G{m + 1}", percent(s), f"{nearest[m]:,}"] for m, s in enumerate(plane.shares)],
+        )
+    if (rows := contents.densities) is not None:
+        marked = np.zeros(len(rows.log_x), bool) if rows.novel is None else rows.novel
+        found["densities"] = (
+            ["rows", "number", "median of log P(x)", "median of log P(y|x)"],
+            [
+                [
+                    kind,
+                    f"{here.sum():,}",
+                    *(f"{np.median(v[here]):.2f}" for v in (rows.log_x, rows.log_y)),
+                ]
+                for kind, here in (("usual", ~marked), ("novel", marked))
+                if here.any()
+            ],
+        )
+    joined = [
+        [one.client, f"{rows:,}", percent(accuracy)]
+        for one in contents.adaptations
+        for rows, accuracy in zip(one.rows, one.accuracy or [np.nan] * len(one.rows), strict=True)
+    ]
+    found["adaptation"] = (["client", "rows", measure], joined)
+    return found
+
+
 # ---------------------------------------------------------------------- comparison of methods
 
 
@@ -170,7 +270,7 @@ def _compared_methods(contents: ReportContents) -> list[dict[str, Any]]:
                 "colour": baseline_colour(number - 1) if number else ACCENT,
                 "clients": len(known),
                 "mean": mean_of(values),
-                "tenth": np.quantile(known, 0.1) if len(known) else np.nan,
+                "tenth": np.quantile(known, 0.1) if len(known) >= FEW_CLIENTS else np.nan,
                 "worst": known.min() if len(known) else np.nan,
                 "below": int((own > values).sum()),  # false where either is unknown
                 "above": int((own < values).sum()),
@@ -231,6 +331,13 @@ def verdict(contents: ReportContents) -> str:
     as_well = f"{int(at_least):,} of {counted(int(both.sum()), 'client')}"
     lead = contents.lead(baseline)
     points = 100.0 * lead.mean
+    if not np.isfinite(lead.low):
+        return (
+            f"{contents.method} and {baseline}, the best of the other methods, differ by {points:+.1f} "
+            f"percentage points on average; {as_well} do at least as well with {contents.method}. "
+            f"{counted(int(both.sum()), 'client')} are too few to rule out chance; fedgmm compare "
+            "tests it on their rows."
+        )
     interval = f"(95% interval {100 * lead.low:+.1f} to {100 * lead.high:+.1f})"
     if lead.within_noise:
         return (

@@ -106,7 +106,9 @@ class Contestant:
 
     def record(self, clients: bool = False) -> dict[str, Any]:
         """Return plain values, for JSON; with ``clients`` also the accuracy, or RMSE, of every client."""
-        tuning = self.tuning
+        tuning, found = self.tuning, self.evaluation
+        values = found.metrics["rmse" if found.leading_metric == "rmse" else "accuracy"].tolist()
+        by_client = dict(zip(map(str, found.clients), values, strict=True))
         return {
             "algorithm": self.algorithm,
             "learner": self.learner,
@@ -117,18 +119,13 @@ class Contestant:
             "lr": tuning.best if tuning else None,
             "tuning": tuning.record() if tuning else None,
             "tuning_in_full": _finite(tuning.in_full) if tuning else None,
-            **({"clients": _by_client(self.evaluation)} if clients else {}),
+            **({"clients": by_client} if clients else {}),
             **({"others": [one.record() for one in self.others]} if self.others else {}),
         }
 
 
 def _finite(scores: Mapping[float, float]) -> dict[str, float | None]:
     return {str(lr): score if math.isfinite(score) else None for lr, score in scores.items()}
-
-
-def _by_client(evaluation: Evaluation) -> dict[str, float]:
-    values = evaluation.metrics["rmse" if evaluation.leading_metric == "rmse" else "accuracy"]
-    return dict(zip(map(str, evaluation.clients), values.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -425,11 +422,6 @@ class DataToCompare:
 def data_to_compare(
     sources: Sequence[str],
     *,
-    label: str | None = None,
-    client_column: str | None = None,
-    categorical: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    task: str | None = None,
     seed: int | None = None,
     sizes: Mapping[str, int] | None = None,
     notify: Notify = lambda _: None,
@@ -439,37 +431,20 @@ def data_to_compare(
 
     Args:
         sources: files, folders or patterns; or one run folder; or one of ``BUILT_IN``.
-        label: column to predict, for files.
-        client_column: column that names the client, for files.
-        categorical: number columns whose values are names of groups, for files.
-        ignore: columns to leave out, for files.
-        task: as in :class:`TableOptions`, for files.
         seed: seed of the split and of training; ``None`` is the run's own seed, or 0.
         sizes: ``components`` and ``learners``, if they were given. Otherwise those of the run are used,
             and files choose them as ``fit`` does.
         notify: called with a line before each step.
-        **table: further fields of :class:`TableOptions`, for files.
+        **table: fields of :class:`TableOptions`, for files.
     """
     given: dict[str, Any] = {**(sizes or {})}
 
     def again(seed: int) -> DataToCompare:
-        return data_to_compare(
-            sources,
-            label=label,
-            client_column=client_column,
-            categorical=categorical,
-            ignore=ignore,
-            task=task,
-            seed=seed,
-            sizes=sizes,
-            notify=notify,
-            **table,
-        )
+        return data_to_compare(sources, seed=seed, sizes=sizes, notify=notify, **table)
 
     source = sources[0] if len(sources) == 1 else ""
-    of_columns = [client_column, categorical, ignore, task, *table.values()]
     if source and RunFolder(Path(source)).is_run:
-        if label or any(of_columns):
+        if table:
             raise ValueError(
                 f"{source} is a run, which has its own label and columns; leave out --label and the "
                 "options about columns and files."
@@ -480,18 +455,17 @@ def data_to_compare(
         dataset = run.data(notify) if seed is None else run.split_anew(seed, notify)
         options = options if seed is None else replace(options, seed=seed)
         return DataToCompare(dataset, source, options, again, home=run.folder.home)
-    if source in BUILT_IN and label is None:
-        if any(of_columns):
+    if source in BUILT_IN and "label" not in table:
+        if table:
             raise ValueError(
                 f"{source} is built in and has no columns; leave out the options about columns and files."
             )
         dataset, bayes = built_in_data(source, seed or 0)
         options = TrainingOptions(seed=seed or 0, **given)
         return DataToCompare(dataset, source, options, again, bayes)
-    if label is None:
+    if "label" not in table:
         raise ValueError("No label column was given; name it with --label COLUMN.")
-    columns = (label, client_column, tuple(categorical), tuple(ignore))
-    reading = TableOptions(*columns, task=task or "auto", seed=seed or 0, **table)
+    reading = TableOptions(seed=seed or 0, **table)
     dataset, _, tables = load_federation(sources, reading, notify)
     pca = usual_pca(len(dataset.vectors), len(dataset.train))
     options, _ = choose_sizes(

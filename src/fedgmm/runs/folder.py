@@ -131,6 +131,17 @@ class RunFolder:
         finally:
             held.release()
 
+    @property
+    def in_use(self) -> bool:
+        """Whether another process holds the lock. It is taken for an instant to find out."""
+        from filelock import FileLock, Timeout
+
+        try:
+            with FileLock(str(self.home / ".lock"), timeout=0):
+                return False
+        except (Timeout, OSError):
+            return True
+
     def need_run(self) -> None:
         """Raise :class:`RunError` if there is no run here."""
         if not self.home.is_dir():

@@ -124,7 +124,8 @@ class Ranking:
     def _standing(self, algorithm: str, best: str) -> Standing:
         own = [one for split in self.splits for one in split if one["algorithm"] == algorithm]
         every = [entry for one in own for entry in (one, *one.get("others", []))]
-        kinds = sorted({entry["learner"] for entry in every}, key=_order_of_learners)
+        seen = {entry["learner"] for entry in every}
+        kinds = [kind for kind in LEARNERS if kind in seen] + sorted(seen.difference(LEARNERS))
         metrics = [name for name, value in own[0].items() if isinstance(value, float)]
         return Standing(
             algorithm,
@@ -216,10 +217,6 @@ class Ranking:
         path = RunFolder(folder).comparison
         write_json(path, self.record())
         return path
-
-
-def _order_of_learners(kind: str) -> tuple[int, str]:
-    return (LEARNERS.index(kind) if kind in LEARNERS else len(LEARNERS), kind)
 
 
 def rank(comparisons: Iterable[Comparison], seeds: Sequence[int] = (0,)) -> Ranking:

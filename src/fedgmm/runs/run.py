@@ -207,7 +207,7 @@ class FederatedRun:
         if not files:
             return self.model.evaluate(split, self.data(notify), **chosen)
         owners, matrices, labels = [], [], []
-        for path in self._later_files(files):
+        for path in find_tables(files) if self._embedding is None else map(Path, files):
             rows = self._read(path, label_needed=True, notify=notify)
             assert rows.labels is not None
             if rows.unknown_labels:
@@ -534,16 +534,17 @@ class FederatedRun:
             curve.append({"rows": size, "accuracy": accuracy})
         return curve
 
-    def report(self, *, notify: Notify = lambda _: None) -> Path:
-        """Write ``report.html`` and return its path."""
+    def report(self, *, pictures: bool = False, notify: Notify = lambda _: None) -> Path:
+        """Write ``report.html`` and return its path.
+
+        Args:
+            pictures: put thumbnails of the images, or excerpts of the texts, into the page.
+            notify: called with a line before each step.
+        """
         self.need_labels()
         from fedgmm.runs.reporting import write_run_report
 
-        return write_run_report(self, notify)
-
-    def _later_files(self, files: Sequence[str | Path]) -> list[Path]:
-        """Return the tables that names lead to, or the sources themselves if the run embeds."""
-        return find_tables(files) if self._embedding is None else [Path(f) for f in files]
+        return write_run_report(self, notify, pictures=pictures)
 
     @property
     def _embedding(self) -> Embedding | None:

@@ -13,9 +13,10 @@
   }
 
   // The layout's colours, as flat keys for Plotly.relayout.
-  function colours(layout) {
+  function colours(layout, printed = false) {
     const style = getComputedStyle(root);
-    const of = (name) => style.getPropertyValue(name).trim();
+    const paper = { "--ink": "#000", "--panel": "#fff", "--soft": "#444", "--line": "#ccc" };
+    const of = (name) => printed ? paper[name] : style.getPropertyValue(name).trim();
     const changes = {
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
@@ -33,7 +34,7 @@
       changes[axis + ".linecolor"] = of("--line");
     }
     if (layout.coloraxis) {
-      changes["coloraxis.colorscale"] = isDark()
+      changes["coloraxis.colorscale"] = isDark() && !printed
         ? [[0, "#23272f"], [0.5, "#3f63a8"], [1, "#cfe0ff"]]
         : [[0, "#f1f3f7"], [0.5, "#7fa3dc"], [1, "#12357a"]];
     }
@@ -50,6 +51,7 @@
     // dragging a finger over a chart must scroll the page
     if (touch) layout.dragmode = false;
     if (narrow()) layout.font.size = 11;
+    chart.style.height = layout.height + "px"; // otherwise a resized window would collapse it
     return Plotly.newPlot(chart, data, layout, {
       responsive: true,
       displaylogo: false,
@@ -73,6 +75,21 @@
     recolour();
   });
   prefersDark.addEventListener("change", recolour);
+
+  // Paper is white, and narrower than most windows.
+  window.addEventListener("beforeprint", () => {
+    for (const key of Object.keys(figures)) {
+      const chart = document.getElementById("chart-" + key);
+      Plotly.relayout(chart, { ...colours(chart.layout, true), width: 680 });
+    }
+  });
+  window.addEventListener("afterprint", () => {
+    recolour();
+    for (const key of Object.keys(figures)) {
+      const height = document.getElementById("chart-" + key).layout.height;
+      Plotly.relayout("chart-" + key, { width: null, height, autosize: true });
+    }
+  });
   document.getElementById("theme").textContent = isDark() ? "Light" : "Dark";
 
   // ---------------------------------------------------------------- table
