@@ -263,7 +263,12 @@ def originals(path: Path, size: int) -> Originals | None:
         path: the Parquet file.
         size: side in pixels to which images are cut.
     """
-    facts = (_embedded_before(path) or {}) if path.suffix == ".parquet" else {}
+    from pyarrow import parquet
+
+    facts: dict[bytes, bytes] = {}
+    if path.suffix == ".parquet":
+        with contextlib.suppress(OSError, pa.ArrowException):
+            facts = parquet.read_metadata(path).metadata or {}
     if _SOURCE not in facts:
         return None
     place = json.loads(facts[_SOURCE])

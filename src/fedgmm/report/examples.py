@@ -92,23 +92,15 @@ def _scores(
     import torch
 
     from fedgmm.core.em import add_likelihoods
-    from fedgmm.model.predictions import RowEvaluator, log_learners, log_weights
+    from fedgmm.model.predictions import evaluate_arrays, log_learners, log_weights
 
     if model.prediction.client_weights is None:
         return None, None, None
-    evaluator = RowEvaluator(
-        model.prediction,
-        model.input_shape,
-        model.scaling,
-        model.features_are_inputs,
-        model.column_names,
-        model.projection,
-    )
-    rows = evaluator.from_arrays(site.inputs, None)
+    rows = evaluate_arrays(model, site.inputs, None).of(site.codes)
     log_pi = log_weights(model.prediction)[torch.from_numpy(site.codes)]  # (n, M1, M2)
     density = typical = None
     if rows.log_x is not None:
-        density = rows.log_density(site.codes)
+        density = rows.log_density()
         if log_pi.shape[1] > 1:
             most_likely = (log_pi.logsumexp(-1) + rows.log_x).argmax(-1, keepdim=True)
             here = torch.zeros_like(rows.log_x, dtype=torch.bool).scatter(1, most_likely, True)

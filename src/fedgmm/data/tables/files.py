@@ -113,7 +113,7 @@ def memory_needed(path: Path) -> int:
             found = parquet.read_metadata(path)
             groups = map(found.row_group, range(found.num_row_groups))
             columns = range(found.num_columns)  # a vector has as many values as entries
-            return 24 * sum(group.column(j).num_values for group in groups for j in columns)
+            return 24 * sum(int(group.column(j).num_values) for group in groups for j in columns)
     except (OSError, pa.ArrowException):  # the reader explains it
         return size
     return (12 if lowered.endswith(".gz") else 3) * size
