@@ -43,6 +43,7 @@ MOST_ROWS = 10**12  # that a site may declare
 _FAREWELL = 5.0  # seconds for the sites to receive the reason why there is no training
 _LONGEST_SILENCE = 120.0  # seconds for which a node that does not reply is left alone
 REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
+POLL = 0.5  # seconds between two looks at the connected nodes
 LONGEST_PAUSE = 10.0  # seconds between two attempts of a round that is below its quorum
 
 
@@ -51,15 +52,13 @@ class Member:
     """One site that takes part.
 
     Attributes:
-        name: of the site.
         node: id of its node; ``None`` if it has not been seen since the server started.
         rows: training rows that it declared; ``None`` until it did.
         since: the last round of this phase in which its update counted; zero before.
         best_since: the same at the best round, if ``patience`` is set.
-        share_metrics: whether the server may have its metrics.
         summary: of its table, while the federation agrees on columns.
-        finished: it has its model.
         metrics: of its test rows, if it shares them.
+        projection: digest of the principal components that it keeps.
         founder: it was present when the phase began, so its personal part starts where the phase did.
     """
 
@@ -72,6 +71,7 @@ class Member:
     summary: ClientSummary | None = None
     finished: bool = False
     founder: bool = False
+    projection: str | None = None
     metrics: dict[str, float] | None = None
 
     def record(self) -> dict[str, Any]:
@@ -136,8 +136,6 @@ class Members:
     """The sites of a federation.
 
     Attributes:
-        settings: of the federation.
-        transport: the connection to the nodes.
         notify: called with a line about every event.
         run: id of the run.
         members: by name.
@@ -214,11 +212,7 @@ class Members:
         return any(stranger.due for stranger in new)
 
     def greetings(self, agree: bool) -> dict[str, Message]:
-        """Return requests to unknown nodes for their names.
-
-        Args:
-            agree: the federation still agrees on columns, so the summaries are wanted, too.
-        """
+        """Return requests to unknown nodes for their names; while all ``agree``, for summaries, too."""
         known = {member.node for member in self.members.values()}
         found: dict[str, Message] = {}
         for node in self.transport.nodes():
@@ -341,7 +335,7 @@ class Members:
         found, self.traffic = self.traffic, {}
         return found
 
-    def reunite(self, poll: float) -> None:
+    def reunite(self) -> None:
         """Wait for all members, at most as long as a round may take, and greet new nodes."""
         deadline = time.monotonic() + self.settings.round_timeout
         last = ""
@@ -353,7 +347,11 @@ class Members:
             if self.greetings_due():
                 self.greet(agree=False)
             else:
-                time.sleep(poll)
+                self.pause()
+
+    def pause(self) -> None:
+        """Wait until the next look at the connected nodes."""
+        time.sleep(POLL)
 
     def greet(self, *, agree: bool) -> None:
         """Greet new nodes and wait for their replies."""
@@ -433,12 +431,10 @@ class Exchange:
     """One request to all sites, repeated until enough of them have replied.
 
     Attributes:
-        members: of the federation.
         what: names the exchange in messages, such as ``round 3``.
         request: returns the request to a member, by name.
         note: takes a member's reply, or raises ``WireError`` or ``SumsError``.
         chosen: returns the members that take part, of all names.
-        poll: seconds between two looks at the connected nodes.
         may_refuse: a site whose first reply is a complaint is a late one whose table does not fit.
         found: names of the members whose replies count.
         dropped: reasons why others do not count.
@@ -448,9 +444,9 @@ class Exchange:
     members: Members
     what: str
     request: Callable[[str], Message]
-    note: Callable[[Member, Message], None]
-    chosen: Callable[[tuple[str, ...]], tuple[str, ...]]
-    poll: float
+    note: Callable[[Member, Message], None] = lambda member, reply: None
+    chosen: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda names: names
+    poll: float = field(default_factory=lambda: POLL)
     may_refuse: bool = False
     found: set[str] = field(default_factory=set)
     dropped: dict[str, str] = field(default_factory=dict)
@@ -499,6 +495,7 @@ class Exchange:
         """Count one reply, or report the reason why it does not count."""
         member = self.members.members[name]
         if isinstance(reply, Failure):
+            member.projection = None  # perhaps it has lost them
             if self.may_refuse and member.rows is None and reply.reason.startswith(REPORTED):
                 self.members.refuse(name, reply.reason.removeprefix(REPORTED))
                 return
@@ -524,11 +521,7 @@ class Exchange:
 
 
 def declared_rows(member: Member, reply: Message) -> int:
-    """Return the training rows of a site, which must stay as they were declared first.
-
-    Raises:
-        WireError: another number, or none.
-    """
+    """Return the training rows of a site, which must stay as they were declared, or raise ``WireError``."""
     rows = reply.facts.get("rows")
     if type(rows) is not int or not 0 < rows <= MOST_ROWS:
         raise WireError(f"it declares {rows!r:.40} rows")

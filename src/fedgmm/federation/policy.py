@@ -15,7 +15,6 @@ numbers in the reply, or with the reason of the refusal.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -23,9 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fedgmm.federation.messages import Message, MessageError, one_line
+from fedgmm.federation.messages import Message, MessageError, digest_of, hash_of, one_line
 from fedgmm.files import naming, private_folder, write_atomically
 from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
@@ -87,10 +84,7 @@ class Limits:
 class Policy:
     """The rules of one site, with their state on its disk.
 
-    Args:
-        home: the site's folder.
-        limits: of the owner.
-        key: the site's private key; the witness of the ledger lies beside it.
+    The witness of the ledger lies beside the site's private ``key``.
     """
 
     def __init__(self, home: Path, limits: Limits | None = None, key: Path | None = None) -> None:
@@ -118,11 +112,7 @@ class Policy:
     # ------------------------------------------------------------------ requests
 
     def check(self, request: Message) -> None:
-        """Raise unless the site may reply to a request; remember that it was asked.
-
-        Raises:
-            RefusedRequestError: the rule that the request breaks.
-        """
+        """Raise ``RefusedRequestError`` unless the site may reply; remember that it was asked."""
         before = json.dumps(self._state)
         try:
             self._check(request)
@@ -193,7 +183,7 @@ class Policy:
         if not isinstance(options, Mapping):
             raise RefusedRequestError("the request has no training options.")
         self._pin_table(request)
-        self._pin("preprocessing", _hash(facts.get("preprocessing")), "another preprocessing")
+        self._pin("preprocessing", hash_of(facts.get("preprocessing")), "another preprocessing")
         common = {name: value for name, value in options.items() if name not in _FREE}
         self._pin("options", common, "other training options")
         if facts.get("privacy") != self._planned("privacy"):
@@ -205,10 +195,9 @@ class Policy:
         options = self._pinned_options(request)
         kept = {name: value for name, value in options.items() if name not in ("rounds", "device")}
         parts = [kept, facts.get("precision"), facts.get("min_rows")]
-        seen = {n: a for n, a in request.arrays.items() if n.startswith("projection/")}
-        if seen:  # principal components stay the same in a run
-            parts.append(digest_of(Message("", seen), ()))
-        setup = _hash(parts)
+        if "projection" in facts:  # principal components stay the same in a run
+            parts.append(facts["projection"])
+        setup = hash_of(parts)
         state = self._state["runs"].get(run)
         if state is None:
             self._check_room()
@@ -387,16 +376,9 @@ class Policy:
         return Budget(self._limits.epsilon, self._limits.delta or privacy.delta)
 
     def charge(self, request: Message, release: Release, table: str) -> None:
-        """Count a noisy release on the disk; it may leave afterwards.
+        """Count a noisy release from a table on the disk; it may leave afterwards.
 
-        Args:
-            request: that the release replies to; its run must have agreed privacy.
-            release: the noisy sums.
-            table: fingerprint of the site's table.
-
-        Raises:
-            LimitError: it would exceed the plan or the owner's limit.
-            LedgerError: the ledger is damaged, or an older copy.
+        Raises ``LimitError`` beyond the plan or the owner's limit, ``LedgerError`` for a damaged ledger.
         """
         privacy = self._privacy()
         if privacy.epsilon is None or privacy.delta is None:
@@ -464,11 +446,7 @@ def _nothing() -> dict[str, Any]:
 
 
 def read_record(home: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a site's record.
-
-    Raises:
-        ValueError: there is no record.
-    """
+    """Yield the entries of a site's record, or raise ``ValueError``."""
     path = home / "audit.jsonl"
     if not path.is_file():
         raise ValueError(f"{home} has no record of requests; name the folder of a site (--out).")
@@ -478,21 +456,3 @@ def read_record(home: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError:  # the last line, after a crash
                 yield {"time": "", "request": "unreadable line"}
-
-
-def digest_of(request: Message, names: tuple[str, ...]) -> str:
-    """Return a hash of a request's arrays and of some of its facts."""
-    found = hashlib.sha256()
-    found.update(request.kind.encode())
-    for name in sorted(request.arrays):
-        if name.startswith("mask/"):  # keys and shares, which are new in every attempt
-            continue
-        array = np.ascontiguousarray(request.arrays[name])
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        found.update(array.tobytes())
-    found.update(_hash({name: request.facts.get(name) for name in names}).encode())
-    return found.hexdigest()
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -33,11 +33,13 @@ from fedgmm.federation.declared import DeclaredColumns
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks, noise_share
 from fedgmm.federation.messages import (
+    PROJECTION,
     PROTOCOL,
     Message,
     MessageError,
     check_message,
     coded,
+    digest_of,
     one_line,
 )
 from fedgmm.federation.network.keys import signer, verifiers
@@ -46,7 +48,6 @@ from fedgmm.federation.policy import (
     LimitError,
     Limits,
     Policy,
-    digest_of,
 )
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
@@ -108,8 +109,6 @@ class Site:
     """One data owner.
 
     Attributes:
-        settings: given at its start.
-        name: of the site.
         finished: it has its model, and nothing is left to do.
         refused: why the server refuses it now; ``None`` again with the next other request, for
             example if a dead connection held the name.
@@ -119,12 +118,7 @@ class Site:
     def __init__(
         self, settings: SiteSettings, *, notify: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Find the site's table.
-
-        Raises:
-            ValueError: no table, or several, or one that cannot be read; a folder of another run; a
-                damaged ledger.
-        """
+        """Find the site's table, or raise ``ValueError``."""
         self.settings = settings
         self.notify = notify
         written = FileFormat(**settings.file_format)
@@ -677,8 +671,13 @@ class Site:
         """Return the training run that a request describes, with the options of this site."""
         if self._described is None or self._described[0] is not request:
             job = Job.from_record(request.facts, self.name)
-            if request.kind != "covariance":
-                job = job.with_projection(request.arrays)
+            if request.kind != "covariance" and job.options.pca is not None:
+                sent = {n: a for n, a in request.arrays.items() if n.startswith(PROJECTION)}
+                job = job.with_projection(sent or self._folder.projection())
+                if job.projection_digest != request.facts.get("projection"):
+                    raise MessageError("other principal components are here; send them again.")
+                if sent:  # the server sends them once
+                    self._folder.keep_projection(sent)
             table = self._own_table(job.table)
             preprocessing = replace(job.preprocessing, written=table.written)
             job = replace(job, table=table, preprocessing=preprocessing)
@@ -759,8 +758,7 @@ def separable(counts: NDArray[np.float64], rows: int, fewest: int) -> NDArray[np
 def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, float]:
     """Return the method, and the name and ``μ`` of the release that a request asks for.
 
-    Raises:
-        MessageError: it is not the one that the plan has in this place, or has less noise.
+    Raises ``MessageError`` unless it is the one that the plan has in this place, with as much noise.
     """
     method, place = job.method, _whole(request, "round")
     plan = method.releases() if isinstance(method, PrivateMixture) else []

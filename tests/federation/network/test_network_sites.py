@@ -8,6 +8,7 @@ import time
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 
 from fedgmm.federation.demo import free_port
@@ -21,7 +22,7 @@ from fedgmm.federation.network.keys import (
     read_private_key,
 )
 from fedgmm.federation.network.sites import NetworkSites
-from fedgmm.federation.network.stream import Assembler, greeting, pieces, read_greeting, sign
+from fedgmm.federation.network.stream import PIECE, Assembler, greeting, pieces, read_greeting, sign
 from fedgmm.federation.settings import FederationError
 
 PATH = "/fedgmm.Federation/Connect"
@@ -209,6 +210,48 @@ def test_messages_that_no_request_asked_for_end_the_connection(plain, monkeypatc
 
     assert peer.refusal() == grpc.StatusCode.INVALID_ARGUMENT
     assert sites._replies.empty()
+
+
+@pytest.mark.parametrize("limit", [1_000_000, 400_000_000], ids=["too large", "not asked for"])
+def test_a_gigabyte_of_zeros_takes_no_memory(secured, limit):
+    """A registered site sends the same chunk again and again, within the limit or beyond it."""
+    home, tls = secured
+    port, chunk = free_port(), bytes(PIECE)
+    names, sent = ("127.0.0.1",), 0
+
+    def zeros():
+        nonlocal sent
+        yield out.get()
+        while sent < 10**9:
+            if sent % (320 * PIECE) == 0:  # a message of 84 MB
+                size = 320 * PIECE - 16 if limit > 10**8 else 10**9
+                yield size.to_bytes(8, "big") + (77).to_bytes(8, "big") + chunk[:-16]
+            else:
+                yield chunk
+            sent += PIECE
+
+    keys = AcceptedKeys(home / "keys")
+    with NetworkSites("127.0.0.1", port, tls, keys, names=names, limit_bytes=limit) as sites:
+        credentials = grpc.ssl_channel_credentials(tls.authority.read_bytes())
+        peer = Peer(grpc.secure_channel(f"127.0.0.1:{port}", credentials, APART))
+        out, peer.out = peer.out, queue.SimpleQueue()
+        peer.call.cancel()
+        peer.call, peer.out = peer.channel.stream_stream(PATH)(zeros()), out
+        peer.greet(key=home / "oslo.key")
+        process, most = psutil.Process(), 0
+        before = process.memory_info().rss
+        deadline = time.monotonic() + 120
+        while peer.call.is_active() and sent < 10**9 and time.monotonic() < deadline:
+            most = max(most, process.memory_info().rss - before)
+            time.sleep(0.005)
+        assert most < 60e6
+        if limit < 10**8:
+            assert peer.refusal() == grpc.StatusCode.INVALID_ARGUMENT
+            assert sent < 10**8
+        else:
+            assert sent >= 10**9
+            assert sites._lines["oslo"].unexpected >= 11
+        peer.close()
 
 
 def test_large_replies_are_received_a_few_at_a_time(plain, monkeypatch):
