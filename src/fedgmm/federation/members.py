@@ -124,14 +124,6 @@ class _Stranger:
 
 
 @dataclass
-class Traffic:
-    """Bytes to and from one site."""
-
-    sent: int = 0
-    received: int = 0
-
-
-@dataclass
 class Members:
     """The sites of a federation.
 
@@ -139,7 +131,7 @@ class Members:
         notify: called with a line about every event.
         run: id of the run.
         members: by name.
-        traffic: of members since it was last read.
+        traffic: bytes to and from each member since it was last read.
         masks: of secure aggregation; ``None`` without it.
     """
 
@@ -148,7 +140,7 @@ class Members:
     notify: Notify
     run: str = ""
     members: dict[str, Member] = field(default_factory=dict)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
+    traffic: dict[str, list[int]] = field(default_factory=dict)
     masks: ServerMasks | None = None
     _strangers: dict[str, _Stranger] = field(default_factory=dict)
 
@@ -281,7 +273,12 @@ class Members:
             for node, q in to_nodes.items()
         }
         for request in sent.values():
-            self._check_size(request)
+            try:
+                check_message(request, limit_bytes=self.settings.largest_message)
+            except MessageError as error:
+                raise FederationError(
+                    f"The request {request.kind!r} cannot be sent: {error} Raise largest_message."
+                ) from None
         if not sent:
             return
         replies = self.transport.ask(dict(sent), self.settings.round_timeout)
@@ -298,14 +295,6 @@ class Members:
             else:
                 self._welcome(node, request.kind, checked)
 
-    def _check_size(self, request: Message) -> None:
-        try:
-            check_message(request, limit_bytes=self.settings.largest_message)
-        except MessageError as error:
-            raise FederationError(
-                f"The request {request.kind!r} cannot be sent: {error} Raise largest_message."
-            ) from None
-
     def _checked(self, request: Message, reply: Reply) -> Reply:
         """Return the reply if it is within all limits and belongs to its request, or a failure."""
         if isinstance(reply, Failure):
@@ -321,16 +310,16 @@ class Members:
         return reply
 
     def _counted(self, name: str, request: Message, reply: Reply) -> Reply:
-        traffic = self.traffic.setdefault(name, Traffic())
-        traffic.sent += request.size
+        traffic = self.traffic.setdefault(name, [0, 0])
+        traffic[0] += request.size
         if isinstance(reply, Failure):
             return reply
-        traffic.received += reply.size
+        traffic[1] += reply.size
         if reply.facts.get("name") != name:
             return Failure("it replies under another name")
         return reply
 
-    def take_traffic(self) -> dict[str, Traffic]:
+    def take_traffic(self) -> dict[str, list[int]]:
         """Return the bytes since the last call."""
         found, self.traffic = self.traffic, {}
         return found
@@ -368,7 +357,11 @@ class Members:
         try:
             if isinstance(reply, Failure):
                 raise SummaryError(reply.reason)
-            name = _name_in(reply)
+            name = reply.facts.get("name")
+            if not isinstance(name, str) or not name.strip() or not name.isprintable():
+                raise SummaryError("it does not give a readable name")
+            if len(name) > _LONGEST_NAME:
+                raise SummaryError(f"its name is longer than {_LONGEST_NAME} characters")
             stranger.adapt_only = reply.facts.get("adapt_only") is True
             stranger.share_metrics = reply.facts.get("share_metrics") is True
             record = reply.facts.get("summary")
@@ -412,15 +405,6 @@ class Members:
         self.notify(f"{name} is refused: {reason}")
         if member.node is not None:
             self._strangers[member.node] = _Stranger(name, reason)
-
-
-def _name_in(reply: Message) -> str:
-    name = reply.facts.get("name")
-    if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise SummaryError("it does not give a readable name")
-    if len(name) > _LONGEST_NAME:
-        raise SummaryError(f"its name is longer than {_LONGEST_NAME} characters")
-    return name
 
 
 # ---------------------------------------------------------------------- exchanges
@@ -484,12 +468,10 @@ class Exchange:
             pause = min(2 * pause, LONGEST_PAUSE) if names else self.poll
 
     def _waiting(self, chosen: tuple[str, ...], quorum: int) -> str:
-        missing = [name for name in chosen if name not in self.found]
-        return (
-            f"{self.what}: {len(self.found)} of at least "
-            f"{counted(max(quorum, 1), 'client has', 'clients have')} replied; waiting for "
-            f"{', '.join(missing) or 'clients'}"
-        )
+        missing = ", ".join(name for name in chosen if name not in self.found)
+        least = counted(max(quorum, 1), "client has", "clients have")
+        found = f"{self.what}: {len(self.found)} of at least {least} replied"
+        return f"{found}; waiting for {missing or 'clients'}"
 
     def _take(self, name: str, reply: Reply) -> None:
         """Count one reply, or report the reason why it does not count."""

@@ -29,29 +29,18 @@ from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
 from fedgmm.privacy.masks import Released
 from fedgmm.privacy.settings import Privacy
 
-TRAINING_REQUESTS = (
-    "covariance",
-    "start",
-    "cells",
-    "assigned",
-    "round",
-    "release",
-    "score",
-    "finish",
-)
-"""Kinds of requests that belong to a run."""
-
 _EXACT = ("moments", "covariance", "start", "cells", "assigned", "round", "score")
 """Kinds of requests for sums without noise."""
+
+TRAINING_REQUESTS = (*_EXACT[1:], "release", "finish")
+"""Kinds of requests that belong to a run."""
 
 _VERSION = 1
 _MOST_STARTS = 3  # runs that end before their first round, such as when a server is restarted
 _MOST_TRIALS = 16
 _MOST_HELLOS = 3  # summaries: the first, and more columns as categories
 _SMALLEST_TRAINING_SHARE = 1 / 3
-_LARGEST_DELTA = (
-    1e-5  # of a site with --max-epsilon alone: with a large delta, epsilon means nothing
-)
+_LARGEST_DELTA = 1e-5  # with --max-epsilon alone: with a large delta, epsilon means nothing
 _PHASES = {"warmup": 0, "main": 1}
 _FREE = ("components", "learners", "ridge", "rounds", "patience", "covariance_type", "device")
 """Options in which the trials of automatic sizes may differ from the run."""
@@ -135,7 +124,12 @@ class Policy:
             else:  # a site that joins later agrees to the plan without a summary
                 self._pin("plan", request.facts.get("plan"), "another plan")
         elif request.kind == "covariance":
-            self._check_covariance(request)
+            # table, split and preprocessing are those of the plan, so the reply is always the same
+            if self._pinned_options(request).get("pca") is None:
+                raise RefusedRequestError(
+                    "the server asks for second moments, but its options have no pca."
+                )
+            self._check_privacy()
         elif request.kind in TRAINING_REQUESTS:
             self._check_run(request)
         elif request.kind == "moments":
@@ -164,17 +158,6 @@ class Policy:
                 f"the server asks for a training split of {share!r:.20}, and so few rows could be "
                 "recognised; this site takes part with a third of its rows or more."
             )
-
-    def _check_covariance(self, request: Message) -> None:
-        """Raise unless the plan has principal components.
-
-        The table, its split and the preprocessing are those of the plan, so the reply is always the same.
-        """
-        if self._pinned_options(request).get("pca") is None:
-            raise RefusedRequestError(
-                "the server asks for second moments, but its options have no pca."
-            )
-        self._check_privacy()
 
     def _pinned_options(self, request: Message) -> Mapping[str, Any]:
         """Return the options of a request about rows, which must keep to the plan."""
@@ -297,16 +280,13 @@ class Policy:
         plan = self._state.get("plan")
         return plan.get(name) if isinstance(plan, Mapping) else None
 
-    def _privacy(self) -> Privacy:
+    @property
+    def privacy(self) -> Privacy:
+        """The privacy of the plan that the site agreed to."""
         try:
             return Privacy.from_record(self._planned("privacy") or {})
         except (TypeError, ValueError) as error:
             raise RefusedRequestError(f"the plan's privacy is not valid: {error}") from None
-
-    @property
-    def privacy(self) -> Privacy:
-        """The privacy of the plan that the site agreed to."""
-        return self._privacy()
 
     def released(self, run: str) -> Released:
         """Return the sums of a run that the site has helped to open, with the sets of sites of all runs.
@@ -327,7 +307,7 @@ class Policy:
     @property
     def is_noised(self) -> bool:
         """Whether the site agreed to a run with differential privacy."""
-        return self._privacy().is_noised
+        return self.privacy.is_noised
 
     def is_protected(self, request: Message) -> bool:
         """Whether texts of errors are hidden: the plan has masks or noise, or the owner set limits."""
@@ -338,7 +318,7 @@ class Policy:
 
     def _check_privacy(self) -> None:
         """Raise unless the plan's privacy is within the owner's limits, with what was spent before."""
-        limits, privacy = self._limits, self._privacy()
+        limits, privacy = self._limits, self.privacy
         if privacy.epsilon is None or privacy.delta is None:
             if limits.epsilon is not None or limits.delta is not None:
                 raise LimitError(
@@ -380,7 +360,7 @@ class Policy:
 
         Raises ``LimitError`` beyond the plan or the owner's limit, ``LedgerError`` for a damaged ledger.
         """
-        privacy = self._privacy()
+        privacy = self.privacy
         if privacy.epsilon is None or privacy.delta is None:
             raise RefusedRequestError("the plan of this run has no differential privacy.")
         what = _what(request)

@@ -1,7 +1,7 @@
 """Training with sites of a federation: the clients behind the round loop are elsewhere.
 
-Sums are added as they arrive, so the memory of the server does not grow with the number of sites. The
-exception is Clustered FL, which compares single clients.
+Sums wait for the end of an exchange in a file (:class:`fedgmm.privacy.influence.Cohort`), so the memory
+of the server does not grow with the number of sites. The exception is Clustered FL, which compares single clients.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ class RemoteTraining:
 
     def note_start_traffic(self) -> None:
         """Count the bytes of a start."""
-        for name, traffic in self.members.take_traffic().items():
+        for name, (sent, received) in self.members.take_traffic().items():
             before = self.start_bytes.get(name, [0, 0])
-            self.start_bytes[name] = [before[0] + traffic.sent, before[1] + traffic.received]
+            self.start_bytes[name] = [before[0] + sent, before[1] + received]
 
     # ------------------------------------------------------------------ rounds
 
@@ -363,8 +363,7 @@ class RemoteTraining:
             if name in self.members.members:
                 self.members.members[name].since = number
         traffic = self.members.take_traffic()
-        sent = sum(own.sent for own in traffic.values())
-        received = sum(own.received for own in traffic.values())
+        sent, received = (sum(own[k] for own in traffic.values()) for k in (0, 1))
         seconds = time.perf_counter() - self._started
         clients = max(len(traffic), 1)
 
@@ -380,7 +379,7 @@ class RemoteTraining:
             "answered": float(len(found)),
             "bytes_sent": float(sent),
             "bytes_received": float(received),
-            "bytes": {name: [own.sent, own.received] for name, own in sorted(traffic.items())},
+            "bytes": dict(sorted(traffic.items())),
         }
         if dropped:
             facts["dropped"] = dict(sorted(dropped.items()))

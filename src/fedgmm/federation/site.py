@@ -216,37 +216,32 @@ class Site:
         except DivergedError as error:
             hidden = self._policy.is_protected(request)
             arrays, facts = {}, {"diverged": coded("diverged") if hidden else str(error)}
-        except LimitError as error:
-            self.unusable = str(error)
-            self.notify(self.unusable)
-            raise SiteError(self.unusable) from None
-        except LedgerError as error:
-            self.unusable = str(error)
-            self.notify(self.unusable)
-            reason = "its ledger of privacy cannot be used; its log says why"
-            raise SiteError(reason, "ledger") from None
-        except (ImplausibleModelError, MessageError) as error:
-            raise SiteError(str(error)) from None
-        except (SummaryError, WireError) as error:
-            self.notify(str(error))
-            raise SiteError(str(error), "sums") from None
-        except (RunError, StateError, OSError) as error:  # whose texts name folders
-            self.notify(str(error))
-            reason = "its own folder or file cannot be used; its log says why"
-            raise SiteError(reason, "folder") from None
-        except (TableError, UnfitError) as error:
-            self.unusable = str(error)
-            self.notify(self.unusable)
-            raise SiteError(public_reason(error), "table") from None
-        except ValueError as error:
-            self.notify(str(error))
-            raise SiteError(public_reason(error), "table") from None
         except Exception as error:  # a site must outlive every request
-            self.notify(f"{type(error).__name__}: {error}")
-            reason = f"{type(error).__name__} at the site; see its log"
-            raise SiteError(reason, "internal") from None
+            raise self._explained(error) from None
         facts = {"name": self.name, "ticket": request.facts.get("ticket"), **facts}
         return Message("reply", arrays, facts)
+
+    def _explained(self, error: Exception) -> SiteError:
+        """Log an error; return the one that the server may see, without a path or a value of a row."""
+        text = str(error)
+        if isinstance(error, (LimitError, LedgerError, TableError, UnfitError)):
+            self.unusable = text
+        elif isinstance(error, (ImplausibleModelError, MessageError)):
+            return SiteError(text)
+        known = isinstance(error, (ValueError, RunError, OSError, LedgerError))
+        self.notify(text if known else f"{type(error).__name__}: {text}")
+        if isinstance(error, LimitError):
+            return SiteError(text)
+        if isinstance(error, LedgerError):
+            return SiteError("its ledger of privacy cannot be used; its log says why", "ledger")
+        if isinstance(error, (SummaryError, WireError)):
+            return SiteError(text, "sums")
+        if isinstance(error, (RunError, StateError, OSError)):  # whose texts name folders
+            reason = "its own folder or file cannot be used; its log says why"
+            return SiteError(reason, "folder")
+        if isinstance(error, ValueError):
+            return SiteError(public_reason(error), "table")
+        return SiteError(f"{type(error).__name__} at the site; see its log", "internal")
 
     # ------------------------------------------------------------------ before the rounds
 

@@ -212,8 +212,16 @@ def test_messages_that_no_request_asked_for_end_the_connection(plain, monkeypatc
     assert sites._replies.empty()
 
 
-@pytest.mark.parametrize("limit", [1_000_000, 400_000_000], ids=["too large", "not asked for"])
-def test_a_gigabyte_of_zeros_takes_no_memory(secured, limit):
+@pytest.mark.parametrize(
+    ("limit", "total"),
+    [
+        (1_000_000, 10**9),
+        (400_000_000, 10**8),
+        pytest.param(400_000_000, 10**9, marks=pytest.mark.slow),
+    ],
+    ids=["too large", "not asked for", "a gigabyte not asked for"],
+)
+def test_zeros_take_no_memory(secured, limit, total):
     """A registered site sends the same chunk again and again, within the limit or beyond it."""
     home, tls = secured
     port, chunk = free_port(), bytes(PIECE)
@@ -222,7 +230,7 @@ def test_a_gigabyte_of_zeros_takes_no_memory(secured, limit):
     def zeros():
         nonlocal sent
         yield out.get()
-        while sent < 10**9:
+        while sent < total:
             if sent % (320 * PIECE) == 0:  # a message of 84 MB
                 size = 320 * PIECE - 16 if limit > 10**8 else 10**9
                 yield size.to_bytes(8, "big") + (77).to_bytes(8, "big") + chunk[:-16]
@@ -240,8 +248,8 @@ def test_a_gigabyte_of_zeros_takes_no_memory(secured, limit):
         peer.greet(key=home / "oslo.key")
         process, most = psutil.Process(), 0
         before = process.memory_info().rss
-        deadline = time.monotonic() + 120
-        while peer.call.is_active() and sent < 10**9 and time.monotonic() < deadline:
+        deadline = time.monotonic() + 240
+        while peer.call.is_active() and sent < total and time.monotonic() < deadline:
             most = max(most, process.memory_info().rss - before)
             time.sleep(0.005)
         assert most < 60e6
@@ -249,8 +257,8 @@ def test_a_gigabyte_of_zeros_takes_no_memory(secured, limit):
             assert peer.refusal() == grpc.StatusCode.INVALID_ARGUMENT
             assert sent < 10**8
         else:
-            assert sent >= 10**9
-            assert sites._lines["oslo"].unexpected >= 11
+            assert sent >= total
+            assert sites._lines["oslo"].unexpected >= total // (320 * PIECE)
         peer.close()
 
 
