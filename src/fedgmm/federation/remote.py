@@ -1,7 +1,8 @@
 """Training with sites of a federation: the clients behind the round loop are elsewhere.
 
 Sums wait for the end of an exchange in a file (:class:`fedgmm.privacy.influence.Cohort`), so the memory
-of the server does not grow with the number of sites. The exception is Clustered FL, which compares single clients.
+of the server does not grow with the number of sites. The exception is Clustered FL, which compares
+single clients.
 """
 
 from __future__ import annotations
