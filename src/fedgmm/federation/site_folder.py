@@ -94,7 +94,7 @@ class SiteFolder:
         write_atomically(self._projection, save(arrays))
 
     def projection(self) -> Arrays:
-        """Return the kept principal components; empty if there are none."""
+        """Return the kept principal components, or no arrays."""
         try:
             return load(self._projection.read_bytes())
         except (OSError, SafetensorError):
