@@ -25,9 +25,6 @@ class InMemorySites:
     New sites share the rows of a table as long as its file is the same, because reading it again for
     every request would take most of the time of these tests.
 
-    New sites share the rows of a table as long as its file is the same, because reading it again for
-    every question would take most of the time of these tests.
-
     Attributes:
         down: names of sites that are connected but do not reply.
         gone: names of sites that are not connected.

@@ -32,7 +32,7 @@ def files(tmp_path_factory):
 @pytest.fixture
 def quick_looks(monkeypatch):
     """Let the server hardly wait between two looks at the connected nodes."""
-    monkeypatch.setattr("fedgmm.federation.server._POLL", 0.001)
+    monkeypatch.setattr("fedgmm.federation.members.POLL", 0.001)
 
 
 @pytest.fixture(scope="module")

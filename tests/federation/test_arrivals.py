@@ -4,7 +4,9 @@ import gc
 import json
 import random
 import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,6 +155,37 @@ def test_the_order_of_arrival_does_not_change_a_bit(seven, tmp_path, options):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("size", [64, 64 * 1024**2], ids=["file", "memory"])
+def test_the_order_of_arrival_does_not_decide_what_a_bounded_site_counts(
+    seven, tmp_path, monkeypatch, size
+):
+    """Two sites are beyond the bound, and their medians differ with every order of arrival."""
+    monkeypatch.setattr("fedgmm.privacy.influence._IN_MEMORY", size)
+
+    def tamper(name, request, reply):
+        factor = {"b": 4.0, "c": 40.0}.get(name, 1.0)
+        learners = [one for one in reply.arrays if one.startswith("learners/")]
+        if request.kind != "round" or factor == 1.0:
+            return reply
+        return replace(
+            reply,
+            arrays=reply.arrays | {one: np.float32(factor) * reply.arrays[one] for one in learners},
+        )
+
+    found = []
+    for seed in range(3):
+        home = tmp_path / str(seed)
+        sites = Shuffled(seven, home, seed)
+        sites.tamper = tamper
+        federate(seven, home, sites=sites, **SIZE, solver="sgd")
+        entries = [json.loads(line) for line in (home / "server/history.jsonl").open()]
+        found.append((numbers_of(home), [entry.get("bounded") for entry in entries]))
+    assert "c" in found[0][1][0]
+    for numbers, bounded in found[1:]:
+        assert bounded == found[0][1]
+        assert all(torch.equal(numbers[name], value) for name, value in found[0][0].items())
 
 
 def test_replies_that_arrive_twice_or_from_unknown_nodes_are_ignored(seven, tmp_path):

@@ -77,7 +77,7 @@ class Honest:
             return whole(training, number, info)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fedgmm.federation.server._POLL", 0.001)
+            patch.setattr("fedgmm.federation.members.POLL", 0.001)
             patch.setattr(PrivateTraining, "accepted", accepted)
             self.lines = noised(home, self.sites)
 

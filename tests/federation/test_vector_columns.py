@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedgmm.data.tables.errors import TableError
-from fedgmm.federation.messages import Message
+from fedgmm.federation.messages import PROJECTION, Message, digest_of
 from fedgmm.federation.policy import read_record
 from fedgmm.federation.settings import FederationError, SiteSettings
 from fedgmm.federation.site import Site, SiteError
@@ -215,7 +215,7 @@ def test_a_later_file_or_site_with_another_encoder_is_refused(run, tmp_path):
         open_run(home / "sites/oslo").predict(other, "oslo")
     late = Site(SiteSettings((other,), tmp_path / "riga"))
     with pytest.raises(SiteError, match="another encoder"):
-        ask(late, of_kind(requests, "round"))
+        ask(late, of_kind(requests, "start"))
 
 
 # ---------------------------------------------------------------------- what a site sends
@@ -294,10 +294,39 @@ def test_other_components_in_a_later_round_are_refused(site, run):
     _, _, requests = run
     start, round_ = of_kind(requests, "start"), of_kind(requests, "round")
     ask(site, start)
-    components = round_.arrays["projection/components"][::-1]
-    changed = with_arrays(round_, projection__components=np.ascontiguousarray(components))
+    other = {name: one for name, one in start.arrays.items() if name.startswith(PROJECTION)}
+    key = f"{PROJECTION}components"
+    other[key] = np.ascontiguousarray(other[key][::-1])
+    digest = digest_of(Message("", other), (), ())
     with pytest.raises(SiteError, match="changed"):
-        site.reply(changed)
+        ask(site, round_, {**round_.arrays, **other}, projection=digest)
+    with pytest.raises(SiteError, match="other principal components"):
+        ask(site, round_, {**round_.arrays, **other})
+
+
+def test_components_travel_once_to_each_site(run):
+    _, _, requests = run
+    sent = [one.kind for one in requests if f"{PROJECTION}components" in one.arrays]
+    assert [one.kind for one in requests].count("round") == 3
+    assert sent == ["start", "finish"]
+
+
+def test_a_site_that_lost_its_components_receives_them_again(vectors, run, tmp_path):
+    sites, carried = InMemorySites(vectors, tmp_path), []
+
+    def lose(number, requests):
+        if sites.asked[-1][0] == "round" and sites.asked.count(sites.asked[-1]) == 2:
+            (tmp_path / "sites/oslo/projection.safetensors").unlink()
+
+    def look(name, request, reply):
+        if name == "oslo" and f"{PROJECTION}components" in request.arrays:
+            carried.append(request.kind)
+        return reply
+
+    sites.before_ask, sites.tamper = lose, look
+    federate(vectors, tmp_path, sites=sites, **GIVEN)
+    assert carried == ["start", "round", "finish"]
+    assert_same(open_run(run[0] / "server").model, open_run(tmp_path / "server").model)
 
 
 @pytest.mark.parametrize("kind", ["covariance", "start"])

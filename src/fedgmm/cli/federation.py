@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from fedgmm.cli.embedding import (
     Download,
@@ -34,55 +35,48 @@ keys = typer.Typer(no_args_is_help=True, help="Key pairs of sites, and certifica
 
 
 def server(
-    config: Annotated[Path, typer.Option(help="TOML file with the settings of the federation.")],
-    out: Annotated[Path, typer.Option(help="The run folder; an interrupted run is resumed there.")],
+    config: Annotated[Path, Option(help="TOML file with the settings of the federation.")],
+    out: Annotated[Path, Option(help="The run folder; an interrupted run is resumed there.")],
     host: Annotated[
         str | None,
-        typer.Option(help=f"Address to listen on. Default: {_HOST}, or 127.0.0.1 with --insecure."),
+        Option(help=f"Address to listen on. Default: {_HOST}, or 127.0.0.1 with --insecure."),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help=f"Port to listen on. Default: {_PORT}.")
+        int | None, Option(min=1, max=65535, help=f"Port to listen on. Default: {_PORT}.")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the server (PEM).")] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(help="Private key of the certificate (PEM).")
-    ] = None,
+    tls_cert: Annotated[Path | None, Option(help="Certificate of the server (PEM).")] = None,
+    tls_key: Annotated[Path | None, Option(help="Private key of the certificate (PEM).")] = None,
     tls_ca: Annotated[
-        Path | None, typer.Option(help="Certificate of the authority that signed it (PEM).")
+        Path | None, Option(help="Certificate of the authority that signed it (PEM).")
     ] = None,
     keys_folder: Annotated[
         Path | None,
-        typer.Option("--keys", help="Folder with the public keys (NAME.pub) of accepted sites."),
+        Option("--keys", help="Folder with the public keys (NAME.pub) of accepted sites."),
     ] = None,
     insecure: Annotated[
         bool,
-        typer.Option(
-            "--insecure", help="No encryption, and every site is accepted; only for tests."
-        ),
+        Option("--insecure", help="No encryption, and every site is accepted; only for tests."),
     ] = False,
-    clients: Annotated[
-        int | None, typer.Option(min=1, help="Number of sites that are expected.")
-    ] = None,
+    clients: Annotated[int | None, Option(min=1, help="Number of sites that are expected.")] = None,
     min_clients: Annotated[
-        int | None,
-        typer.Option(min=1, help="Fewest sites that a round closes with. Default: all."),
+        int | None, Option(min=1, help="Fewest sites that a round closes with. Default: all.")
     ] = None,
     round_timeout: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0.1,
             help="Seconds until a round closes without missing sites, if --min-clients replied.",
         ),
     ] = None,
     min_rows: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=0, help="Sites withhold moments, learners and centroids of fewer rows than this."
         ),
     ] = None,
     max_share: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0.0,
             max=1.0,
             help="Largest share of all rows that a site counts for. Default: three times the median site.",
@@ -90,7 +84,7 @@ def server(
     ] = None,
     max_norm: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=1.0,
             help="Sums per row that are more than this many times the median of the sites count less. "
             "Default: 3, and 10 with fewer than six sites.",
@@ -98,14 +92,13 @@ def server(
     ] = None,
     robust: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="none adds the sums of the sites; trimmed and centred take robust means of them. Default: "
             "none."
         ),
     ] = None,
     serve: Annotated[
-        bool,
-        typer.Option("--serve", help="Continue after training and give the model to new sites."),
+        bool, Option("--serve", help="Continue after training and give the model to new sites.")
     ] = False,
 ) -> None:
     """Run the server of a federation: wait for the sites, train, evaluate, report. Rows stay at the sites.
@@ -166,48 +159,43 @@ def server(
 def client(
     server_address: Annotated[
         str,
-        typer.Option(
-            "--server", help="host:port of the server; the host must be in its certificate."
-        ),
+        Option("--server", help="host:port of the server; the host must be in its certificate."),
     ],
     data: Annotated[
         list[Path],
-        typer.Option(
+        Option(
             help="The site's file (CSV, TSV, Parquet, npz), or with --images its folder of images."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The site's run folder.")],
+    out: Annotated[Path, Option(help="The site's run folder.")],
     name: Annotated[
-        str | None, typer.Option(help="Name of the site. Default: name of the key, or of the file.")
+        str | None, Option(help="Name of the site. Default: name of the key, or of the file.")
     ] = None,
-    key: Annotated[Path | None, typer.Option(help="The site's private key (NAME.key).")] = None,
+    key: Annotated[Path | None, Option(help="The site's private key (NAME.key).")] = None,
     ca: Annotated[
-        Path | None, typer.Option(help="Certificate of the server's authority (ca.crt).")
+        Path | None, Option(help="Certificate of the server's authority (ca.crt).")
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="No encryption; only for tests.")
-    ] = False,
+    insecure: Annotated[bool, Option("--insecure", help="No encryption; only for tests.")] = False,
     share_metrics: Annotated[
-        bool,
-        typer.Option("--share-metrics", help="Send the metrics of held-out rows to the server."),
+        bool, Option("--share-metrics", help="Send the metrics of held-out rows to the server.")
     ] = False,
     adapt_only: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--adapt-only",
             help="Only learn this site's weights for the finished model; send nothing about rows.",
         ),
     ] = False,
     min_rows: Annotated[
         int,
-        typer.Option(
+        Option(
             min=0,
             help="Send nothing that stands for fewer rows than this. Default: 5; 0 switches it off.",
         ),
     ] = 5,
     blur: Annotated[
         float,
-        typer.Option(
+        Option(
             min=0.0,
             max=0.5,
             help="Spread of the random weights of rows in each reply. Default: 0.1; 0 sends exact sums.",
@@ -215,9 +203,7 @@ def client(
     ] = 0.1,
     categorical: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Column whose texts are sent even if they look like names. May be repeated."
-        ),
+        Option(help="Column whose texts are sent even if they look like names. May be repeated."),
     ] = None,
     no_header: NoHeader = False,
     names: Names = None,
@@ -225,50 +211,45 @@ def client(
     date_format: DateFormat = None,
     min_count: Annotated[
         int,
-        typer.Option(
+        Option(
             min=0, help="Do not send categories and labels of fewer rows than this. Default: 5."
         ),
     ] = 5,
     labels: Annotated[
         list[str] | None,
-        typer.Option(help="Label that is sent however few rows have it. May be repeated."),
+        Option(help="Label that is sent however few rows have it. May be repeated."),
     ] = None,
     max_rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Rounds that you allow. Default: those of the server's plan."),
+        Option(min=1, help="Rounds that you allow. Default: those of the server's plan."),
     ] = None,
     max_epsilon: Annotated[
-        float | None,
-        typer.Option(help="Limit of ε over all runs; runs without noise are refused, too."),
+        float | None, Option(help="Limit of ε over all runs; runs without noise are refused, too.")
     ] = None,
     max_delta: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="Largest δ of a run. Default: 1e-5 with --max-epsilon, else that of the server's plan."
         ),
     ] = None,
     peers: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Folder with the other sites' public keys (NAME.pub), for secure aggregation. Without "
             "it, masks protect only against a server that follows the protocol."
         ),
     ] = None,
     min_sites: Annotated[
         int | None,
-        typer.Option(
-            min=3, help="Send sums only under masks, and only if this many sites are added up."
-        ),
+        Option(min=3, help="Send sums only under masks, and only if this many sites are added up."),
     ] = None,
     forget: Annotated[
         bool,
-        typer.Option(
-            "--forget", help="Forget the plan that this folder agreed to; agree to a new one."
-        ),
+        Option("--forget", help="Forget the plan that this folder agreed to; agree to a new one."),
     ] = False,
     images: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--images", help="The data are images, which are embedded here first; see fedgmm embed."
         ),
     ] = False,
@@ -373,7 +354,7 @@ def _embedded(sources: list[Path], embedding: Embedding, out: Path) -> list[Path
 
 
 def audit(
-    site: Annotated[Path, typer.Argument(help="The folder of a site (--out of fedgmm client).")],
+    site: Annotated[Path, Argument(help="The folder of a site (--out of fedgmm client).")],
     as_json: JsonFlag = False,
 ) -> None:
     """Show every request that a site received, and what left with the reply.
@@ -413,9 +394,9 @@ def audit(
 
 
 def ledger(
-    folder: Annotated[Path, typer.Argument(help="The folder of a site or of a private run.")],
+    folder: Annotated[Path, Argument(help="The folder of a site or of a private run.")],
     delta: Annotated[
-        float, typer.Option(help="The δ at which ε is computed; below 1 / number of rows.")
+        float, Option(help="The δ at which ε is computed; below 1 / number of rows.")
     ] = 1e-5,
     as_json: JsonFlag = False,
 ) -> None:
@@ -448,8 +429,8 @@ def ledger(
 
 @keys.command("new")
 def new_key(
-    name: Annotated[str, typer.Argument(help="Name of the site.")],
-    out: Annotated[Path, typer.Option(help="Folder for the two files.")] = Path(),
+    name: Annotated[str, Argument(help="Name of the site.")],
+    out: Annotated[Path, Option(help="Folder for the two files.")] = Path(),
 ) -> None:
     """Make a key pair: NAME.key stays at the site, NAME.pub goes to the operator of the server.
 
@@ -465,7 +446,7 @@ def new_key(
 
 @keys.command("list")
 def list_keys(
-    folder: Annotated[Path, typer.Argument(help="Folder with public keys.")] = Path(),
+    folder: Annotated[Path, Argument(help="Folder with public keys.")] = Path(),
 ) -> None:
     """List the public keys of a folder, which the server would accept."""
     from fedgmm.federation.network.keys import read_public_keys
@@ -476,11 +457,9 @@ def list_keys(
 
 @keys.command("certificate")
 def certificate(
-    host: Annotated[
-        list[str], typer.Option(help="Name or address of the server. May be repeated.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the three files.")] = Path(),
-    days: Annotated[int, typer.Option(min=1, max=3650, help="Days until it expires.")] = 365,
+    host: Annotated[list[str], Option(help="Name or address of the server. May be repeated.")],
+    out: Annotated[Path, Option(help="Folder for the three files.")] = Path(),
+    days: Annotated[int, Option(min=1, max=3650, help="Days until it expires.")] = 365,
 ) -> None:
     """Make a certificate for tests and the authority that signs it; see docs/deployment.md.
 

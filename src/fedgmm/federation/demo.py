@@ -72,8 +72,6 @@ class FederationDemo:
 
     Attributes:
         out: output folder; an earlier demonstration in it is replaced.
-        sites: number of hospitals that take part.
-        rounds: number of training rounds.
         seconds: duration of each phase.
     """
 

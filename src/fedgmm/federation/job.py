@@ -16,7 +16,7 @@ from fedgmm.core.pca import PCA
 from fedgmm.core.sums import Sum, row_counts
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 from fedgmm.federation.declared import declared_preprocessing
-from fedgmm.federation.messages import MessageError
+from fedgmm.federation.messages import PROJECTION, Message, MessageError, digest_of
 from fedgmm.federation.settings import WIRE_PRECISIONS, WirePrecision
 from fedgmm.federation.summaries import SummaryError, table_from_record, table_record
 from fedgmm.federation.wire import Arrays, as_array, as_tensor
@@ -53,7 +53,6 @@ SHARED_METRICS = ("accuracy", "log_loss", "calibration_error")
 
 _LEARNERS = ("linear", "mlp")
 _PROJECTION = ("mean", "components", "variances")
-_PREFIX = "projection/"
 _ORTHONORMAL = 1e-6
 _FARTHEST = 1e3  # of the mean of standardised columns from zero
 
@@ -63,8 +62,6 @@ class Job:
     """One training run, as server and sites know it.
 
     Attributes:
-        options: of the training run.
-        table: options for reading tables.
         preprocessing: that all sites agreed on.
         precision: of learners on the wire.
         min_rows: moments, learners and centroids with fewer expected rows are withheld.
@@ -130,11 +127,7 @@ class Job:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The values of :meth:`record`, computed once."""
-        return self.record()
-
-    def record(self) -> dict[str, Any]:
-        """Return plain values, for a request."""
+        """Plain values, for a request."""
         return {
             "options": self.options.record(),
             "table": table_record(self.table),
@@ -163,20 +156,28 @@ class Job:
             },
         }
 
+    @cached_property
     def projection_arrays(self) -> Arrays:
-        """Return the principal components as named arrays, for a request or a file."""
+        """The principal components as named arrays, for a request or a file."""
         if self.projection is None:
             return {}
-        return {_PREFIX + name: as_array(getattr(self.projection, name)) for name in _PROJECTION}
+        return {PROJECTION + name: as_array(getattr(self.projection, name)) for name in _PROJECTION}
+
+    @cached_property
+    def projection_digest(self) -> str | None:
+        """The name by which requests refer to the principal components; ``None`` without them."""
+        if not self.projection_arrays:
+            return None
+        return digest_of(Message("", self.projection_arrays), (), left_out=())
 
     def with_projection(self, arrays: Mapping[str, NDArray[Any]]) -> Job:
         """Return the job with the principal components among some arrays, if its options have ``pca``.
 
         Raises:
-            MessageError: components that are missing, not finite or not orthonormal. Others could stretch
-                the distance between single rows.
+            MessageError: components that are missing, not finite, not orthonormal, which could stretch the
+                distance between single rows, or others than ``digest`` says.
         """
-        k, found = self.options.pca, {n: arrays.get(_PREFIX + n) for n in _PROJECTION}
+        k, found = self.options.pca, {n: arrays.get(PROJECTION + n) for n in _PROJECTION}
         if k is None:
             return self
         seen = k + self.columns - len(self.reduced)
@@ -198,11 +199,7 @@ class Job:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], client: str) -> Job:
-        """Return the job of a record, as the site ``client`` sees it.
-
-        Raises:
-            MessageError: values that do not describe a training run.
-        """
+        """Return the job of a record, as the site ``client`` sees it, or raise ``MessageError``."""
         try:
             options = options_from_record(record["options"])
             table = table_from_record(record["table"], client)
@@ -227,11 +224,7 @@ _LATER_OPTIONS = {"pca", "refit"}  # version 0.1 did not have them; their defaul
 
 
 def options_from_record(record: Any) -> TrainingOptions:
-    """Return the options that a server sent.
-
-    Raises:
-        ValueError: values that are not options of this version.
-    """
+    """Return the options that a server sent, or raise ``ValueError``."""
     known = {field.name for field in fields(TrainingOptions)}
     if not isinstance(record, Mapping) or not known - _LATER_OPTIONS <= set(record) <= known:
         raise ValueError(
@@ -308,13 +301,7 @@ def shared_model(
 ) -> FederatedModel | None:
     """Return a model without any client's own part; ``None`` if a method shares nothing.
 
-    Args:
-        job: the training run.
-        method: the method.
-        shared: its shared part.
-        names: the clients in the order of their codes; kept if the server knows their clusters.
-        history: one entry per round.
-        stopped: why training ended before its last round.
+    ``names`` are the clients in the order of their codes, kept if the server knows their clusters.
     """
     if shared is None:
         return None

@@ -43,6 +43,7 @@ MOST_ROWS = 10**12  # that a site may declare
 _FAREWELL = 5.0  # seconds for the sites to receive the reason why there is no training
 _LONGEST_SILENCE = 120.0  # seconds for which a node that does not reply is left alone
 REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
+POLL = 0.5  # seconds between two looks at the connected nodes
 LONGEST_PAUSE = 10.0  # seconds between two attempts of a round that is below its quorum
 
 
@@ -51,15 +52,13 @@ class Member:
     """One site that takes part.
 
     Attributes:
-        name: of the site.
         node: id of its node; ``None`` if it has not been seen since the server started.
         rows: training rows that it declared; ``None`` until it did.
         since: the last round of this phase in which its update counted; zero before.
         best_since: the same at the best round, if ``patience`` is set.
-        share_metrics: whether the server may have its metrics.
         summary: of its table, while the federation agrees on columns.
-        finished: it has its model.
         metrics: of its test rows, if it shares them.
+        projection: digest of the principal components that it keeps.
         founder: it was present when the phase began, so its personal part starts where the phase did.
     """
 
@@ -72,6 +71,7 @@ class Member:
     summary: ClientSummary | None = None
     finished: bool = False
     founder: bool = False
+    projection: str | None = None
     metrics: dict[str, float] | None = None
 
     def record(self) -> dict[str, Any]:
@@ -124,24 +124,14 @@ class _Stranger:
 
 
 @dataclass
-class Traffic:
-    """Bytes to and from one site."""
-
-    sent: int = 0
-    received: int = 0
-
-
-@dataclass
 class Members:
     """The sites of a federation.
 
     Attributes:
-        settings: of the federation.
-        transport: the connection to the nodes.
         notify: called with a line about every event.
         run: id of the run.
         members: by name.
-        traffic: of members since it was last read.
+        traffic: bytes to and from each member since it was last read.
         masks: of secure aggregation; ``None`` without it.
     """
 
@@ -150,7 +140,7 @@ class Members:
     notify: Notify
     run: str = ""
     members: dict[str, Member] = field(default_factory=dict)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
+    traffic: dict[str, list[int]] = field(default_factory=dict)
     masks: ServerMasks | None = None
     _strangers: dict[str, _Stranger] = field(default_factory=dict)
 
@@ -214,11 +204,7 @@ class Members:
         return any(stranger.due for stranger in new)
 
     def greetings(self, agree: bool) -> dict[str, Message]:
-        """Return requests to unknown nodes for their names.
-
-        Args:
-            agree: the federation still agrees on columns, so the summaries are wanted, too.
-        """
+        """Return requests to unknown nodes for their names; while all ``agree``, for summaries, too."""
         known = {member.node for member in self.members.values()}
         found: dict[str, Message] = {}
         for node in self.transport.nodes():
@@ -287,7 +273,12 @@ class Members:
             for node, q in to_nodes.items()
         }
         for request in sent.values():
-            self._check_size(request)
+            try:
+                check_message(request, limit_bytes=self.settings.largest_message)
+            except MessageError as error:
+                raise FederationError(
+                    f"The request {request.kind!r} cannot be sent: {error} Raise largest_message."
+                ) from None
         if not sent:
             return
         replies = self.transport.ask(dict(sent), self.settings.round_timeout)
@@ -304,14 +295,6 @@ class Members:
             else:
                 self._welcome(node, request.kind, checked)
 
-    def _check_size(self, request: Message) -> None:
-        try:
-            check_message(request, limit_bytes=self.settings.largest_message)
-        except MessageError as error:
-            raise FederationError(
-                f"The request {request.kind!r} cannot be sent: {error} Raise largest_message."
-            ) from None
-
     def _checked(self, request: Message, reply: Reply) -> Reply:
         """Return the reply if it is within all limits and belongs to its request, or a failure."""
         if isinstance(reply, Failure):
@@ -327,21 +310,21 @@ class Members:
         return reply
 
     def _counted(self, name: str, request: Message, reply: Reply) -> Reply:
-        traffic = self.traffic.setdefault(name, Traffic())
-        traffic.sent += request.size
+        traffic = self.traffic.setdefault(name, [0, 0])
+        traffic[0] += request.size
         if isinstance(reply, Failure):
             return reply
-        traffic.received += reply.size
+        traffic[1] += reply.size
         if reply.facts.get("name") != name:
             return Failure("it replies under another name")
         return reply
 
-    def take_traffic(self) -> dict[str, Traffic]:
+    def take_traffic(self) -> dict[str, list[int]]:
         """Return the bytes since the last call."""
         found, self.traffic = self.traffic, {}
         return found
 
-    def reunite(self, poll: float) -> None:
+    def reunite(self) -> None:
         """Wait for all members, at most as long as a round may take, and greet new nodes."""
         deadline = time.monotonic() + self.settings.round_timeout
         last = ""
@@ -353,7 +336,11 @@ class Members:
             if self.greetings_due():
                 self.greet(agree=False)
             else:
-                time.sleep(poll)
+                self.pause()
+
+    def pause(self) -> None:
+        """Wait until the next look at the connected nodes."""
+        time.sleep(POLL)
 
     def greet(self, *, agree: bool) -> None:
         """Greet new nodes and wait for their replies."""
@@ -370,7 +357,11 @@ class Members:
         try:
             if isinstance(reply, Failure):
                 raise SummaryError(reply.reason)
-            name = _name_in(reply)
+            name = reply.facts.get("name")
+            if not isinstance(name, str) or not name.strip() or not name.isprintable():
+                raise SummaryError("it does not give a readable name")
+            if len(name) > _LONGEST_NAME:
+                raise SummaryError(f"its name is longer than {_LONGEST_NAME} characters")
             stranger.adapt_only = reply.facts.get("adapt_only") is True
             stranger.share_metrics = reply.facts.get("share_metrics") is True
             record = reply.facts.get("summary")
@@ -416,15 +407,6 @@ class Members:
             self._strangers[member.node] = _Stranger(name, reason)
 
 
-def _name_in(reply: Message) -> str:
-    name = reply.facts.get("name")
-    if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise SummaryError("it does not give a readable name")
-    if len(name) > _LONGEST_NAME:
-        raise SummaryError(f"its name is longer than {_LONGEST_NAME} characters")
-    return name
-
-
 # ---------------------------------------------------------------------- exchanges
 
 
@@ -433,12 +415,10 @@ class Exchange:
     """One request to all sites, repeated until enough of them have replied.
 
     Attributes:
-        members: of the federation.
         what: names the exchange in messages, such as ``round 3``.
         request: returns the request to a member, by name.
         note: takes a member's reply, or raises ``WireError`` or ``SumsError``.
         chosen: returns the members that take part, of all names.
-        poll: seconds between two looks at the connected nodes.
         may_refuse: a site whose first reply is a complaint is a late one whose table does not fit.
         found: names of the members whose replies count.
         dropped: reasons why others do not count.
@@ -448,9 +428,9 @@ class Exchange:
     members: Members
     what: str
     request: Callable[[str], Message]
-    note: Callable[[Member, Message], None]
-    chosen: Callable[[tuple[str, ...]], tuple[str, ...]]
-    poll: float
+    note: Callable[[Member, Message], None] = lambda member, reply: None
+    chosen: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda names: names
+    poll: float = field(default_factory=lambda: POLL)
     may_refuse: bool = False
     found: set[str] = field(default_factory=set)
     dropped: dict[str, str] = field(default_factory=dict)
@@ -488,17 +468,16 @@ class Exchange:
             pause = min(2 * pause, LONGEST_PAUSE) if names else self.poll
 
     def _waiting(self, chosen: tuple[str, ...], quorum: int) -> str:
-        missing = [name for name in chosen if name not in self.found]
-        return (
-            f"{self.what}: {len(self.found)} of at least "
-            f"{counted(max(quorum, 1), 'client has', 'clients have')} replied; waiting for "
-            f"{', '.join(missing) or 'clients'}"
-        )
+        missing = ", ".join(name for name in chosen if name not in self.found)
+        least = counted(max(quorum, 1), "client has", "clients have")
+        found = f"{self.what}: {len(self.found)} of at least {least} replied"
+        return f"{found}; waiting for {missing or 'clients'}"
 
     def _take(self, name: str, reply: Reply) -> None:
         """Count one reply, or report the reason why it does not count."""
         member = self.members.members[name]
         if isinstance(reply, Failure):
+            member.projection = None  # perhaps it has lost them
             if self.may_refuse and member.rows is None and reply.reason.startswith(REPORTED):
                 self.members.refuse(name, reply.reason.removeprefix(REPORTED))
                 return
@@ -524,11 +503,7 @@ class Exchange:
 
 
 def declared_rows(member: Member, reply: Message) -> int:
-    """Return the training rows of a site, which must stay as they were declared first.
-
-    Raises:
-        WireError: another number, or none.
-    """
+    """Return the training rows of a site, which must stay as they were declared, or raise ``WireError``."""
     rows = reply.facts.get("rows")
     if type(rows) is not int or not 0 < rows <= MOST_ROWS:
         raise WireError(f"it declares {rows!r:.40} rows")

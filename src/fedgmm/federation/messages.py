@@ -7,6 +7,7 @@ only NumPy, so that a program that relays messages starts fast.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the requests and replies; both sides must have the same."""
 
 DTYPES = ("bool", "uint8", "int64", "uint64", "float16", "float32", "float64")
@@ -88,23 +89,48 @@ class Message:
         return sum(array.nbytes for array in self.arrays.values()) + len(self.facts_text().encode())
 
     def facts_text(self) -> str:
-        """Return the facts as JSON; floats keep every bit.
-
-        Raises:
-            MessageError: values that JSON cannot hold.
-        """
+        """Return the facts as JSON; floats keep every bit, or raise ``MessageError``."""
         try:
             return json.dumps(self.facts, allow_nan=False, ensure_ascii=True)
         except (TypeError, ValueError, RecursionError) as error:
             raise MessageError(f"its facts are not plain JSON values: {error}.") from None
 
 
-def read_facts(text: str | bytes) -> dict[str, Any]:
-    """Return the facts of a message from its JSON text.
+PROJECTION = "projection/"
+"""Start of the names of principal components, which a site keeps; requests refer to them by a digest."""
 
-    Raises:
-        MessageError: text that is too long or not a JSON object.
+
+def digest_of(
+    request: Message, names: tuple[str, ...], left_out: tuple[str, ...] = ("mask/", PROJECTION)
+) -> str:
+    """Return a hash of a request's arrays and of some of its facts.
+
+    Args:
+        request: whose kind, arrays and facts count.
+        names: of the facts that count; the digest of the principal components always does.
+        left_out: starts of names of arrays that do not count. Keys and shares of masks are new in every
+            attempt.
     """
+    found = hashlib.sha256(request.kind.encode())
+    for name in sorted(request.arrays):
+        if not name.startswith(left_out):
+            array = np.ascontiguousarray(request.arrays[name])
+            found.update(f"{name} {array.dtype} {array.shape}\n".encode())
+            found.update(array.tobytes())
+    facts = {name: request.facts.get(name) for name in names}
+    if "projection" in request.facts:
+        facts["projection"] = request.facts["projection"]
+    found.update(hash_of(facts).encode())
+    return found.hexdigest()
+
+
+def hash_of(value: Any) -> str:
+    """Return a hash of plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def read_facts(text: str | bytes) -> dict[str, Any]:
+    """Return the facts of a message from its JSON text, or raise ``MessageError``."""
     if len(text) > _LARGEST_FACTS:
         raise MessageError(
             f"its facts are {len(text)} bytes; at most {_LARGEST_FACTS} are allowed."
@@ -119,12 +145,7 @@ def read_facts(text: str | bytes) -> dict[str, Any]:
 
 
 def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> None:
-    """Raise :class:`MessageError` if a message exceeds a limit.
-
-    Args:
-        message: received, or about to be sent.
-        limit_bytes: largest size of arrays and JSON together.
-    """
+    """Raise :class:`MessageError` if a message that was received, or will be sent, exceeds a limit."""
     if not isinstance(message.kind, str) or not _KIND.fullmatch(message.kind):
         raise MessageError(f"its kind {_short(message.kind)} is unknown.")
     if len(message.arrays) > _MOST_ARRAYS:
@@ -132,7 +153,12 @@ def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> No
             f"it has {len(message.arrays)} arrays; at most {_MOST_ARRAYS} are allowed."
         )
     for name, array in message.arrays.items():
-        _check_array(name, array)
+        if not isinstance(array, np.ndarray):
+            raise MessageError(f"{_short(name)} is a {type(array).__name__}, not an array.")
+        dtype = array.dtype.name if array.dtype.isnative else str(array.dtype)
+        check_declared_array(name, dtype, array.shape)
+        if not array.flags.c_contiguous:
+            raise MessageError(f"array {name!r} is not contiguous in memory.")
     _check_value(message.facts, _MOST_DEPTH)
     if not isinstance(message.facts, Mapping):
         raise MessageError("its facts are not a JSON object.")
@@ -159,62 +185,41 @@ def layout_text(message: Message) -> str:
 def message_from(
     kind: str, facts: str | bytes, layout: str | bytes, payload: bytes | memoryview, limit: int
 ) -> Message:
-    """Return a message from its texts and the bytes of its arrays; everything is checked before use.
+    """Return a message from its texts and the bytes of its arrays, or raise ``MessageError``.
 
-    Bytes are only ever interpreted as numbers of the declared dtypes.
-
-    Args:
-        kind: of the request or reply.
-        facts: JSON text.
-        layout: JSON text of :func:`layout_text`.
-        payload: the arrays, one after the other.
-        limit: largest number of bytes of facts and arrays.
-
-    Raises:
-        MessageError: it is not a message, or exceeds a limit.
+    Everything is checked before use, and bytes are only ever read as numbers of the declared dtypes.
     """
     total = len(facts) + len(payload)
     if total > limit:
         raise MessageError(f"it has {total} bytes; at most {limit} are allowed.")
-    message = Message(kind, _unpack(_read_layout(layout), payload), read_facts(facts))
+    message = Message(kind, _arrays(layout, payload), read_facts(facts))
     check_message(message, limit_bytes=limit)
     return message
 
 
-def _read_layout(text: str | bytes) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Return the declared name, dtype, shape and size in bytes of every array."""
-    if len(text) > _LONGEST_LAYOUT:
+def _arrays(layout: str | bytes, payload: bytes | memoryview) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a payload; all names, dtypes and shapes are checked before one is read."""
+    if len(layout) > _LONGEST_LAYOUT:
         raise MessageError(
-            f"its layout has {len(text)} characters; at most {_LONGEST_LAYOUT} are allowed."
+            f"its layout has {len(layout)} characters; at most {_LONGEST_LAYOUT} are allowed."
         )
     try:
-        entries = json.loads(text)
+        entries = json.loads(layout)
     except (ValueError, RecursionError):
         raise MessageError("its layout is not JSON.") from None
     if not isinstance(entries, list):
         raise MessageError("its layout is not a list.")
-    layout = []
-    for one in entries:
-        if not isinstance(one, list) or len(one) != 3:
-            raise MessageError("its layout has an entry that is not a name, a dtype and a shape.")
-        name, dtype, shape = one
-        size = check_declared_array(name, dtype, shape)
-        layout.append((name, dtype, tuple(shape), size))
-    if len({name for name, *_ in layout}) != len(layout):
+    if not all(isinstance(one, list) and len(one) == 3 for one in entries):
+        raise MessageError("its layout has an entry that is not a name, a dtype and a shape.")
+    sizes = [check_declared_array(*one) for one in entries]
+    if len({name for name, *_ in entries}) != len(entries):
         raise MessageError("two of its arrays have the same name.")
-    return layout
-
-
-def _unpack(
-    layout: list[tuple[str, str, tuple[int, ...], int]], payload: bytes | memoryview
-) -> dict[str, NDArray[Any]]:
-    total = sum(size for *_, size in layout)
-    if total != len(payload):
+    if sum(sizes) != len(payload):
         raise MessageError(
-            f"its layout declares {total} bytes of arrays, but it has {len(payload)} bytes."
+            f"its layout declares {sum(sizes)} bytes of arrays, but it has {len(payload)} bytes."
         )
     arrays, at = {}, 0
-    for name, dtype, shape, size in layout:
+    for (name, dtype, shape), size in zip(entries, sizes, strict=True):
         values = np.frombuffer(payload[at : at + size], "uint8" if dtype == "bool" else dtype)
         # every byte except zero is true; NumPy's bool must be 0 or 1
         arrays[name] = (values != 0 if dtype == "bool" else values.copy()).reshape(shape)
@@ -229,11 +234,6 @@ def reply_or_failure(
 
     The texts of ``public`` errors go to the server. The text of any other error may contain values of
     rows, so it goes to the log of the site only.
-
-    Args:
-        reply: reads a request and replies to it.
-        public: class of errors whose texts the server may read.
-        notify: called with a line about each error.
     """
     try:
         found = reply()
@@ -249,11 +249,7 @@ def reply_or_failure(
 
 
 def check_declared_array(name: Any, dtype: Any, shape: Any) -> int:
-    """Check the declaration of an array before any of it is read; return its number of bytes.
-
-    Raises:
-        MessageError: a name, dtype or shape that is not allowed.
-    """
+    """Return the bytes of a declared array, or raise ``MessageError``, before any of it is read."""
     if not isinstance(name, str) or len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
         raise MessageError(f"the name {_short(name)} of an array is not allowed.")
     if dtype not in DTYPES:
@@ -265,15 +261,6 @@ def check_declared_array(name: Any, dtype: Any, shape: Any) -> int:
     if any(type(length) is not int or length < 0 for length in shape):
         raise MessageError(f"array {name!r} has the invalid shape {_short(shape)}.")
     return int(math.prod(shape) * np.dtype(dtype).itemsize)
-
-
-def _check_array(name: Any, array: Any) -> None:
-    if not isinstance(array, np.ndarray):
-        raise MessageError(f"{_short(name)} is a {type(array).__name__}, not an array.")
-    dtype = array.dtype.name if array.dtype.isnative else str(array.dtype)
-    check_declared_array(name, dtype, array.shape)
-    if not array.flags.c_contiguous:
-        raise MessageError(f"array {name!r} is not contiguous in memory.")
 
 
 def _check_value(value: Any, depth: int) -> None:

@@ -15,7 +15,6 @@ numbers in the reply, or with the reason of the refusal.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -23,38 +22,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fedgmm.federation.messages import Message, MessageError, one_line
+from fedgmm.federation.messages import Message, MessageError, digest_of, hash_of, one_line
 from fedgmm.files import naming, private_folder, write_atomically
 from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
 from fedgmm.privacy.settings import Privacy
 from fedgmm.privacy.site_sets import Released
 
-TRAINING_REQUESTS = (
-    "covariance",
-    "start",
-    "cells",
-    "assigned",
-    "round",
-    "release",
-    "score",
-    "finish",
-)
-"""Kinds of requests that belong to a run."""
-
 _EXACT = ("moments", "covariance", "start", "cells", "assigned", "round", "score")
 """Kinds of requests for sums without noise."""
+
+TRAINING_REQUESTS = (*_EXACT[1:], "release", "finish")
+"""Kinds of requests that belong to a run."""
 
 _VERSION = 1
 _MOST_STARTS = 3  # runs that end before their first round, such as when a server is restarted
 _MOST_TRIALS = 16
 _MOST_HELLOS = 3  # summaries: the first, and more columns as categories
 _SMALLEST_TRAINING_SHARE = 1 / 3
-_LARGEST_DELTA = (
-    1e-5  # of a site with --max-epsilon alone: with a large delta, epsilon means nothing
-)
+_LARGEST_DELTA = 1e-5  # with --max-epsilon alone: with a large delta, epsilon means nothing
 _PHASES = {"warmup": 0, "main": 1}
 _FREE = ("components", "learners", "ridge", "rounds", "patience", "covariance_type", "device")
 """Options in which the trials of automatic sizes may differ from the run."""
@@ -87,10 +73,7 @@ class Limits:
 class Policy:
     """The rules of one site, with their state on its disk.
 
-    Args:
-        home: the site's folder.
-        limits: of the owner.
-        key: the site's private key; the witness of the ledger lies beside it.
+    The witness of the ledger lies beside the site's private ``key``.
     """
 
     def __init__(self, home: Path, limits: Limits | None = None, key: Path | None = None) -> None:
@@ -118,11 +101,7 @@ class Policy:
     # ------------------------------------------------------------------ requests
 
     def check(self, request: Message) -> None:
-        """Raise unless the site may reply to a request; remember that it was asked.
-
-        Raises:
-            RefusedRequestError: the rule that the request breaks.
-        """
+        """Raise ``RefusedRequestError`` unless the site may reply; remember that it was asked."""
         before = json.dumps(self._state)
         try:
             self._check(request)
@@ -145,7 +124,12 @@ class Policy:
             else:  # a site that joins later agrees to the plan without a summary
                 self._pin("plan", request.facts.get("plan"), "another plan")
         elif request.kind == "covariance":
-            self._check_covariance(request)
+            # table, split and preprocessing are those of the plan, so the reply is always the same
+            if self._pinned_options(request).get("pca") is None:
+                raise RefusedRequestError(
+                    "the server asks for second moments, but its options have no pca."
+                )
+            self._check_privacy()
         elif request.kind in TRAINING_REQUESTS:
             self._check_run(request)
         elif request.kind == "moments":
@@ -175,17 +159,6 @@ class Policy:
                 "recognised; this site takes part with a third of its rows or more."
             )
 
-    def _check_covariance(self, request: Message) -> None:
-        """Raise unless the plan has principal components.
-
-        The table, its split and the preprocessing are those of the plan, so the reply is always the same.
-        """
-        if self._pinned_options(request).get("pca") is None:
-            raise RefusedRequestError(
-                "the server asks for second moments, but its options have no pca."
-            )
-        self._check_privacy()
-
     def _pinned_options(self, request: Message) -> Mapping[str, Any]:
         """Return the options of a request about rows, which must keep to the plan."""
         facts = request.facts
@@ -193,7 +166,7 @@ class Policy:
         if not isinstance(options, Mapping):
             raise RefusedRequestError("the request has no training options.")
         self._pin_table(request)
-        self._pin("preprocessing", _hash(facts.get("preprocessing")), "another preprocessing")
+        self._pin("preprocessing", hash_of(facts.get("preprocessing")), "another preprocessing")
         common = {name: value for name, value in options.items() if name not in _FREE}
         self._pin("options", common, "other training options")
         if facts.get("privacy") != self._planned("privacy"):
@@ -205,10 +178,9 @@ class Policy:
         options = self._pinned_options(request)
         kept = {name: value for name, value in options.items() if name not in ("rounds", "device")}
         parts = [kept, facts.get("precision"), facts.get("min_rows")]
-        seen = {n: a for n, a in request.arrays.items() if n.startswith("projection/")}
-        if seen:  # principal components stay the same in a run
-            parts.append(digest_of(Message("", seen), ()))
-        setup = _hash(parts)
+        if "projection" in facts:  # principal components stay the same in a run
+            parts.append(facts["projection"])
+        setup = hash_of(parts)
         state = self._state["runs"].get(run)
         if state is None:
             self._check_room()
@@ -308,16 +280,13 @@ class Policy:
         plan = self._state.get("plan")
         return plan.get(name) if isinstance(plan, Mapping) else None
 
-    def _privacy(self) -> Privacy:
+    @property
+    def privacy(self) -> Privacy:
+        """The privacy of the plan that the site agreed to."""
         try:
             return Privacy.from_record(self._planned("privacy") or {})
         except (TypeError, ValueError) as error:
             raise RefusedRequestError(f"the plan's privacy is not valid: {error}") from None
-
-    @property
-    def privacy(self) -> Privacy:
-        """The privacy of the plan that the site agreed to."""
-        return self._privacy()
 
     def released(self, run: str) -> Released:
         """Return the sums of a run that the site has helped to open, with the sets of sites of all runs.
@@ -338,7 +307,7 @@ class Policy:
     @property
     def is_noised(self) -> bool:
         """Whether the site agreed to a run with differential privacy."""
-        return self._privacy().is_noised
+        return self.privacy.is_noised
 
     def is_protected(self, request: Message) -> bool:
         """Whether texts of errors are hidden: the plan has masks or noise, or the owner set limits."""
@@ -349,7 +318,7 @@ class Policy:
 
     def _check_privacy(self) -> None:
         """Raise unless the plan's privacy is within the owner's limits, with what was spent before."""
-        limits, privacy = self._limits, self._privacy()
+        limits, privacy = self._limits, self.privacy
         if privacy.epsilon is None or privacy.delta is None:
             if limits.epsilon is not None or limits.delta is not None:
                 raise LimitError(
@@ -386,18 +355,11 @@ class Policy:
         return Budget(self._limits.epsilon, self._limits.delta or privacy.delta)
 
     def charge(self, request: Message, release: Release, table: str) -> None:
-        """Count a noisy release on the disk; it may leave afterwards.
+        """Count a noisy release from a table on the disk; it may leave afterwards.
 
-        Args:
-            request: that the release replies to; its run must have agreed privacy.
-            release: the noisy sums.
-            table: fingerprint of the site's table.
-
-        Raises:
-            LimitError: it would exceed the plan or the owner's limit.
-            LedgerError: the ledger is damaged, or an older copy.
+        Raises ``LimitError`` beyond the plan or the owner's limit, ``LedgerError`` for a damaged ledger.
         """
-        privacy = self._privacy()
+        privacy = self.privacy
         if privacy.epsilon is None or privacy.delta is None:
             raise RefusedRequestError("the plan of this run has no differential privacy.")
         what = _what(request)
@@ -463,11 +425,7 @@ def _nothing() -> dict[str, Any]:
 
 
 def read_record(home: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a site's record.
-
-    Raises:
-        ValueError: there is no record.
-    """
+    """Yield the entries of a site's record, or raise ``ValueError``."""
     path = home / "audit.jsonl"
     if not path.is_file():
         raise ValueError(f"{home} has no record of requests; name the folder of a site (--out).")
@@ -477,21 +435,3 @@ def read_record(home: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError:  # the last line, after a crash
                 yield {"time": "", "request": "unreadable line"}
-
-
-def digest_of(request: Message, names: tuple[str, ...]) -> str:
-    """Return a hash of a request's arrays and of some of its facts."""
-    found = hashlib.sha256()
-    found.update(request.kind.encode())
-    for name in sorted(request.arrays):
-        if name.startswith("mask/"):  # keys and shares, which are new in every attempt
-            continue
-        array = np.ascontiguousarray(request.arrays[name])
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        found.update(array.tobytes())
-    found.update(_hash({name: request.facts.get(name) for name in names}).encode())
-    return found.hexdigest()
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,8 @@
 """Training with sites of a federation: the clients behind the round loop are elsewhere.
 
-Sums are added as they arrive, so the memory of the server does not grow with the number of sites. The
-exception is Clustered FL, which compares single clients.
+Sums wait for the end of an exchange in a file (:class:`fedgmm.privacy.influence.Cohort`), so the memory
+of the server does not grow with the number of sites. The exception is Clustered FL, which compares
+single clients.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedgmm.core.gaussians import Gaussians
 from fedgmm.core.initialise import (
@@ -32,7 +35,7 @@ from fedgmm.federation.job import SCORE, Job
 from fedgmm.federation.masking import MaskedExchange, check_total, read_total
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
 from fedgmm.federation.messages import PROTOCOL, Message
-from fedgmm.federation.server_folder import ServerFolder, StartRecord
+from fedgmm.federation.server_folder import ServerFolder, StartRecord, numbers_of
 from fedgmm.federation.settings import FederationError
 from fedgmm.federation.wire import (
     Arrays,
@@ -55,21 +58,22 @@ from fedgmm.wording import counted
 _LARGEST_LOG_LOSS = 1e15
 _CENTROIDS = ("centroids/points", "centroids/counts")
 
+Chosen = Callable[[tuple[str, ...]], tuple[str, ...]]
+Look = Callable[[Member, Message, Sums, float], tuple[Sums, Mapping[str, Tensor]]]
+
 
 class RemoteTraining:
     """One training run with sites; it is the :class:`fedgmm.training.loop.Clients` of its loop.
 
     Attributes:
-        job: the training run.
-        members: of the federation.
         folder: of the server; ``None`` keeps no progress.
         record: of the start, for a server that dies before the first checkpoint.
-        poll: seconds between two looks at the connected nodes.
         title: put before every line about the run.
         notes: for the report.
         loop: the rounds.
         stopped: why training ended before its last round.
         start_bytes: bytes to and from each site before the first round.
+        bounded: sites whose influence the last exchange bounded, with the reason.
     """
 
     def __init__(
@@ -77,35 +81,26 @@ class RemoteTraining:
         job: Job,
         members: Members,
         folder: ServerFolder | None,
-        poll: float,
         title: str = "",
         *,
         record: StartRecord,
     ) -> None:
-        self.job, self.members, self.folder, self.poll = job, members, folder, poll
-        self.record = record
-        self.title = title
+        self.job, self.members, self.folder = job, members, folder
+        self.record, self.title = record, title
         self.masks = members.masks
         self.notes: list[str] = []
         self.stopped: str | None = None
         self.start_bytes: dict[str, list[int]] = {}
+        self.bounded: dict[str, str] = {}
         self.loop = Training(job.method, job.warm_up, self, job.options, store=self)
         self._codes: list[str] = []  # names of the clients in the order of their codes
         self._sent: tuple[Any, dict[int, Arrays]] = (None, {})
         self._last: Exchange | None = None
-        self._bounded: dict[
-            str, str
-        ] = {}  # sites whose influence the last round bounded, with the reason
         self._medians = Medians()  # of the sites' sums in this phase
         self._started = 0.0
-        self._projection = job.projection_arrays()
 
     def train(self) -> None:
-        """Run all rounds that are left.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C; the last finished round is saved.
-        """
+        """Run all rounds that are left; after Ctrl-C, raise ``KeyboardInterrupt``."""
         if self.stopped is not None:
             self.loop.resume()
             return
@@ -131,42 +126,22 @@ class RemoteTraining:
 
     def principal_components(self) -> PCA:
         """Return what the Gaussians see with ``pca``, from one exchange of moments."""
-
-        def compute() -> Arrays:
-            return {name: as_array(one) for name, one in asdict(self._asked_components()).items()}
-
-        found = self.recalled("components", compute)
-        return PCA(**{name: as_tensor(one) for name, one in found.items()})
-
-    def _asked_components(self) -> PCA:
         k, block = self.job.options.pca, self.job.reduced
         assert k is not None
         one = FederatedGMM(1, "full")
-        declaration = one.declare_sums(len(block))
 
-        def request(_: str) -> Message:
-            return self.message("covariance", {}, {})
+        def compute() -> Arrays:
+            request = self.message("covariance", {}, {})
+            found = self.summed("principal components", lambda _: request, one, len(block))
+            moments = moments_in(found)
+            zero = torch.zeros(len(block), dtype=torch.float64)
+            count = float(moments.counts[0])
+            made = fit_pca(FeatureMoments(count, moments.first[0], moments.second[0], zero), k)
+            whole = made.within(block, self.job.columns)
+            return {name: as_array(value) for name, value in asdict(whole).items()}
 
-        if self.masks is not None:
-            found = self.masked_sums("principal components", request, declaration)
-            self._check_total(found, declaration, float(found["counts"].sum()))
-        else:
-            total, weights = self.cohort(declaration), self.weights()
-
-            def note(member: Member, reply: Message) -> None:
-                rows = declared_rows(member, reply)
-                sums = self.read_sums(reply, declaration)
-                one.check(sums, rows, declaration)
-                total.add(member.name, sums, rows, weights(member))
-
-            self.exchange("principal components", request, note)
-            found = total.result()
-            self.report("principal components", total)
-        moments = moments_in(found)
-        zero = torch.zeros(len(block), dtype=torch.float64)
-        count = float(moments.counts[0])
-        found_pca = fit_pca(FeatureMoments(count, moments.first[0], moments.second[0], zero), k)
-        return found_pca.within(block, self.job.columns)
+        found = self.recalled("components", compute)
+        return PCA(**{name: as_tensor(value) for name, value in found.items()})
 
     def recalled(self, what: str, compute: Callable[[], Arrays]) -> Arrays:
         """Return float64 arrays of the start that an earlier attempt left, or compute and keep them."""
@@ -190,9 +165,14 @@ class RemoteTraining:
             member.since, member.best_since, member.founder = 0, 0, True
         self._medians = Medians()
         self._codes = list(self.members.names)
-        rows_at_sites = RemoteRows if self.masks is None else MaskedRows
-        features = NoRows(self.job.features) if method.mixture is None else rows_at_sites(self)
-        rows = _StartingRows(features, self.members.names)
+        features: Any = SimpleNamespace(
+            columns=self.job.features
+        )  # without a density no row is read
+        if method.mixture is not None:
+            features = RemoteRows(self) if self.masks is None else MaskedRows(self)
+        rows = SimpleNamespace(
+            features=features, names=self.members.names, device=torch.device("cpu")
+        )
         try:
             shared, _ = method.init(cast("LabelledRows", rows), learner)
         except DivergedError as error:
@@ -202,139 +182,174 @@ class RemoteTraining:
 
     def note_start_traffic(self) -> None:
         """Count the bytes of a start."""
-        for name, traffic in self.members.take_traffic().items():
+        for name, (sent, received) in self.members.take_traffic().items():
             before = self.start_bytes.get(name, [0, 0])
-            self.start_bytes[name] = [before[0] + traffic.sent, before[1] + traffic.received]
+            self.start_bytes[name] = [before[0] + sent, before[1] + received]
 
     # ------------------------------------------------------------------ rounds
 
     def step(self, method: AnyMethod, shared: Any, personal: Any, number: int) -> Replies | None:
-        """Run a round at the sites, and add their sums as they arrive."""
+        """Run a round at the sites, and add their sums."""
         self._started = time.perf_counter()
-        declaration = method.declare_sums(self.job.features)
-        if self.masks is not None:
-            return self._masked_step(personal, number, declaration)
-        total, validation, weights = self.cohort(declaration), Validation(), self.weights()
-        total.medians = self._medians
+        checked, right = [0.0], [0.0]  # validation rows of the sites that share metrics
 
-        def note(member: Member, reply: Message) -> None:
-            rows = declared_rows(member, reply)
-            sums = self.read_sums(reply, declaration)
-            method.check(sums, rows, declaration)
-            member.rows = rows
+        def look(
+            member: Member, reply: Message, sums: Sums, weight: float
+        ) -> tuple[Sums, Mapping[str, Tensor]]:
+            metrics = reply.facts.get("validation")
+            if member.share_metrics and isinstance(metrics, Mapping):
+                own: Any = metrics.get("rows")
+                correct: Any = metrics.get("right")
+                numbers = isinstance(own, (int, float)), isinstance(correct, (int, float))
+                if all(numbers) and 0 <= correct <= own <= reply.facts["rows"]:
+                    checked.append(weight * own)
+                    right.append(weight * correct)
             code = self._code(member.name)
-            current = method.broadcast(method.admit(shared, len(self._codes)), code)
-            total.add(member.name, method.of_client(sums, code), rows, weights(member), current)
-            if member.share_metrics:
-                validation.add(reply.facts.get("validation"), rows, weights(member))
+            sent = method.broadcast(method.admit(shared, len(self._codes)), code)
+            return method.of_client(sums, code), sent
 
         def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
             part = Participation(self.job.options.participation, seed=self.job.options.seed)
             codes = part.clients(names, number)
             return names if codes is None else tuple(names[code] for code in codes.tolist())
 
-        exchange = self._last = Exchange(
-            self.members,
-            f"{self.title}round {number}",
-            lambda name: self.request("round", name),
-            note,
-            chosen,
-            self.poll,
-            may_refuse=bool(self.loop.history),
-        )
-        failed = exchange.run()
-        self._admit()  # also after a failure, because clients that replied have codes now
-        history = self.loop.history
-        if validation.rows and history and history[-1]["round"] == number - 1:
-            history[-1]["validation_accuracy"] = validation.right / validation.rows
-        if failed is not None:
-            raise DivergedError(reason=failed)
-        found = total.result()
-        self.report(f"round {number}", total)
-        return Replies(personal, found)
+        try:
+            sums = self.summed(
+                f"round {number}",
+                lambda name: self.request("round", name),
+                method,
+                self.job.features,
+                chosen,
+                look,
+                self._medians,
+            )
+        finally:  # also after a failure, because clients that replied have codes now
+            if self.masks is not None and self._last is not None:
+                for name in sorted(self._last.found):
+                    self._code(name)
+            self._admit()
+            history = self.loop.history
+            if sum(checked) and history and history[-1]["round"] == number - 1:
+                history[-1]["validation_accuracy"] = math.fsum(right) / math.fsum(checked)
+        return Replies(personal, sums)
 
-    def cohort(self, declaration: Declaration) -> Cohort:
-        """Return an empty total in which the influence of every site is bounded."""
+    def summed(
+        self,
+        what: str,
+        request: Callable[[str], Message],
+        method: AnyMethod | FederatedGMM,
+        columns: int,
+        chosen: Chosen = lambda names: names,
+        look: Look = lambda member, reply, sums, weight: (sums, {}),
+        medians: Medians | None = None,
+        extra: tuple[str, ...] = (),
+    ) -> Sums:
+        """Return the total of the sums that a method declares, masked or with bounded influence.
+
+        Args:
+            what: names the exchange in messages.
+            request: to a member, by name.
+            method: declares and checks the sums.
+            columns: that the method sees.
+            chosen: the members that are asked, of all names; with masks all are.
+            look: takes a member, its reply, its sums and its weight; returns the sums to add and the
+                learners that the site was sent.
+            medians: of the sites' sums in earlier exchanges.
+            extra: further arrays of a reply, which ``look`` reads.
+        """
+        declaration = method.declare_sums(columns)
+        if self.masks is not None:
+            found = self.masked_sums(self.title + what, request, declaration)
+            try:  # masks hide which site is wrong
+                count = float(found["counts"].sum()) if "counts" in found else MOST_ROWS
+                check_total(found, declaration, count)
+            except SumsError as error:
+                raise DivergedError(
+                    reason=f"the total of the sites is not plausible ({error}), and masks hide which "
+                    "of them is wrong"
+                ) from None
+            return found
         settings = self.members.settings
-        return Cohort(declaration, settings.max_norm, settings.robust)
+        total = Cohort(declaration, settings.max_norm, settings.robust, medians or Medians())
+        weights = self.weights()
 
-    def weights(self) -> Callable[[Member], float]:
+        def note(member: Member, reply: Message) -> None:
+            rows = declared_rows(member, reply)
+            arrays = {name: one for name, one in reply.arrays.items() if name not in extra}
+            sums = self.read_sums(replace(reply, arrays=arrays), declaration)
+            method.check(sums, rows, declaration)
+            weight = weights(member.name, rows)
+            sums, sent = look(member, reply, sums, weight)
+            member.rows = rows
+            total.add(member.name, sums, rows, weight, sent)
+
+        self.exchange(self.title + what, request, note, chosen)
+        found = total.result()
+        for name, reason in total.bounded.items():
+            if name not in self.bounded:  # the exchange before did not log it
+                self.members.notify(
+                    f"{self.title}{what}: the update of {name} counts less: {reason}"
+                )
+        self.bounded = total.bounded
+        return found
+
+    def weights(self) -> Callable[[str, int | None], float]:
         """Return the factor by which the rows of each member count, see :func:`row_weights`."""
         share = self.members.settings.max_share
         known = {m.name: m.rows for m in self.members.members.values() if m.rows}
         found = row_weights(known, share)
 
-        def weight(member: Member) -> float:
-            if member.name not in found and member.rows:  # a newcomer
-                found[member.name] = row_weights({**known, member.name: member.rows}, share)[
-                    member.name
-                ]
-            return found.get(member.name, 1.0)
+        def weight(name: str, rows: int | None) -> float:
+            if name not in found and rows:  # a newcomer
+                found[name] = row_weights({**known, name: rows}, share)[name]
+            return found.get(name, 1.0)
 
         return weight
 
-    def report(self, what: str, total: Cohort) -> None:
-        """Log the sites whose influence was bounded, unless the exchange before logged them."""
-        for name, reason in total.bounded.items():
-            if name not in self._bounded:
-                self.members.notify(
-                    f"{self.title}{what}: the update of {name} counts less: {reason}"
-                )
-        self._bounded = total.bounded
+    def exchange(
+        self,
+        what: str,
+        request: Callable[[str], Message],
+        note: Callable[[Member, Message], None] = lambda member, reply: None,
+        chosen: Chosen = lambda names: names,
+    ) -> Exchange:
+        """Run an exchange with the chosen sites; with masks, only the total of their sums is open.
 
-    def _masked_step(self, personal: Any, number: int, declaration: Mapping[str, Sum]) -> Replies:
-        """Run a round at the sites, and open only the total of their sums."""
-        what = f"{self.title}round {number}"
-        sums = self.masked_sums(what, lambda name: self.request("round", name), declaration)
-        for name in sorted(self._last.found if self._last else ()):
-            self._code(name)
-        self._admit()
-        self._check_total(
-            sums, declaration, float(sums["counts"].sum()) if "counts" in sums else None
-        )
-        return Replies(personal, sums)
+        Raises ``DivergedError`` if all sites are here, and training diverged at some of them.
+        """
+        known = self.job.projection_digest
+
+        def addressed(name: str) -> Message:
+            message = request(name)
+            if known is None or self.members.members[name].projection == known:
+                return message
+            return replace(message, arrays={**message.arrays, **self.job.projection_arrays})
+
+        def noted(member: Member, reply: Message) -> None:
+            note(member, reply)
+            member.projection = known
+
+        late = bool(self.loop.history)
+        if self.masks is None:
+            self._last = Exchange(self.members, what, addressed, noted, chosen, may_refuse=late)
+        else:
+            self._last = MaskedExchange(self.members, what, addressed, noted, masks=self.masks)
+        failed = self._last.run()
+        if failed is not None:
+            raise DivergedError(reason=failed)
+        return self._last
+
+    def masked_exchange(self, what: str, request: Callable[[str], Message]) -> MaskedExchange:
+        """Return an exchange whose total is open, or raise ``DivergedError``."""
+        found = self.exchange(what, request)
+        assert isinstance(found, MaskedExchange)
+        return found
 
     def masked_sums(
         self, what: str, request: Callable[[str], Message], declaration: Mapping[str, Sum]
     ) -> Sums:
-        """Return the total of the sites' sums, which the server sees only as a whole.
-
-        Raises:
-            DivergedError: all sites are here, and training diverged at some of them.
-        """
+        """Return the total of the sites' sums, which the server sees only as a whole."""
         return read_total(self.masked_exchange(what, request), declaration)
-
-    def masked_exchange(self, what: str, request: Callable[[str], Message]) -> MaskedExchange:
-        """Return an exchange whose total is open.
-
-        Raises:
-            DivergedError: all sites are here, and training diverged at some of them.
-        """
-        assert self.masks is not None
-        exchange = MaskedExchange(
-            self.members,
-            what,
-            request,
-            lambda member, reply: None,
-            lambda names: names,
-            self.poll,
-            masks=self.masks,
-        )
-        self._last = exchange
-        failed = exchange.run()
-        if failed is not None:
-            raise DivergedError(reason=failed)
-        return exchange
-
-    def _check_total(self, sums: Sums, declaration: Mapping[str, Sum], rows: float | None) -> None:
-        """Raise unless rows could have made a total; masks hide which site is wrong."""
-        try:
-            check_total(sums, declaration, MOST_ROWS if rows is None else rows)
-        except SumsError as error:
-            raise DivergedError(
-                reason=f"the total of the sites is not plausible ({error}), and masks hide which of them "
-                "is wrong"
-            ) from None
 
     def read_sums(self, reply: Message, declaration: Mapping[str, Sum]) -> Sums:
         """Return the declared sums of a reply."""
@@ -350,25 +365,28 @@ class RemoteTraining:
             if name in self.members.members:
                 self.members.members[name].since = number
         traffic = self.members.take_traffic()
-        sent = sum(own.sent for own in traffic.values())
-        received = sum(own.received for own in traffic.values())
+        sent, received = (sum(own[k] for own in traffic.values()) for k in (0, 1))
         seconds = time.perf_counter() - self._started
         clients = max(len(traffic), 1)
+
+        def size(count: float) -> str:
+            return f"{count / 1000:.1f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB"
+
         self.members.notify(
             f"{self.title}round {number}: log-likelihood {info.log_likelihood:.4f}, "
-            f"{counted(len(found), 'client')}, {_size(sent / clients)} to and "
-            f"{_size(received / clients)} from each, {seconds:.1f} s"
+            f"{counted(len(found), 'client')}, {size(sent / clients)} to and "
+            f"{size(received / clients)} from each, {seconds:.1f} s"
         )
         facts: dict[str, Any] = {
             "answered": float(len(found)),
             "bytes_sent": float(sent),
             "bytes_received": float(received),
-            "bytes": {name: [own.sent, own.received] for name, own in sorted(traffic.items())},
+            "bytes": dict(sorted(traffic.items())),
         }
         if dropped:
             facts["dropped"] = dict(sorted(dropped.items()))
-        if self._bounded:
-            facts["bounded"] = dict(sorted(self._bounded.items()))
+        if self.bounded:
+            facts["bounded"] = dict(sorted(self.bounded.items()))
         return facts
 
     def remember_best(self) -> None:
@@ -387,42 +405,26 @@ class RemoteTraining:
     def scores(self) -> dict[str, float]:
         """Ask the sites for the sums of ``SCORE`` of the present model."""
         if self.masks is not None:
-            found = self.masked_sums("validation", lambda name: self.request("score", name), SCORE)
-            return _with_validation({name: float(value) for name, value in found.items()})
-        scores: dict[str, dict[str, float]] = {}
-        weights, known = self.weights(), {}
+            total = self.masked_sums("validation", lambda name: self.request("score", name), SCORE)
+            found = {name: float(value) for name, value in total.items()}
+        else:
+            scores: dict[str, dict[str, float]] = {}
+            weights, known = self.weights(), {}
 
-        def note(member: Member, reply: Message) -> None:
-            sums = self.read_sums(reply, SCORE)
-            check_score(sums, numbers=not self.job.method.training.net.classes)
-            scores[member.name] = {name: float(value) for name, value in sums.items()}
-            known[member.name] = weights(member)
+            def note(member: Member, reply: Message) -> None:
+                sums = self.read_sums(reply, SCORE)
+                check_score(sums, numbers=not self.job.method.training.net.classes)
+                scores[member.name] = {name: float(value) for name, value in sums.items()}
+                known[member.name] = weights(member.name, member.rows)
 
-        self.exchange("validation", lambda name: self.request("score", name), note)
-        return _with_validation(likely_scores(scores, known))
-
-    def exchange(
-        self,
-        what: str,
-        request: Callable[[str], Message],
-        note: Callable[[Member, Message], None],
-        only: tuple[str, ...] | None = None,
-    ) -> None:
-        """Run an exchange with all sites, or with those in ``only`` that are members.
-
-        Raises:
-            DivergedError: all sites are here, and training diverged at some of them.
-        """
-        late = bool(self.loop.history)
-
-        def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
-            return names if only is None else tuple(name for name in names if name in only)
-
-        failed = Exchange(
-            self.members, what, request, note, chosen, self.poll, may_refuse=late
-        ).run()
-        if failed is not None:
-            raise DivergedError(reason=failed)
+            self.exchange("validation", lambda name: self.request("score", name), note)
+            found = likely_scores(dict(sorted(scores.items())), known)
+        if not found["clients"]:
+            raise FederationError(
+                "No client has validation rows, which patience and the choice of sizes need; change "
+                "split in [data], or give components and learners and leave patience out."
+            )
+        return found
 
     # ------------------------------------------------------------------ requests
 
@@ -451,11 +453,15 @@ class RemoteTraining:
         ends = kind in ("finish", "model")
         shared = loop.outcome[0] if ends else run.shared
         arrays = dict(self._broadcast(shared, code))
+        if ends:  # other requests carry the projection only to sites that lack it
+            arrays |= self.job.projection_arrays
         member = None if name is None else self.members.members[name]
         since = 0
         if member is not None:
             since = member.best_since if ends and loop.best is not None else member.since
-            if since == 0 and self._starts_elsewhere(member):
+            first = run.round < loop.first_round
+            elsewhere = not loop.current.shares_start or (member.founder and not first)
+            if since == 0 and elsewhere:  # the broadcast does not lead to its first personal part
                 put_personal(arrays, run.personal)
         facts: dict[str, Any] = {
             "phase": loop.phase,
@@ -483,18 +489,13 @@ class RemoteTraining:
                 raise FederationError(f"The model cannot be sent: {error}.") from None
         return made[key]
 
-    def _starts_elsewhere(self, member: Member) -> bool:
-        """Return whether a client cannot make its first personal part from the present broadcast."""
-        if not self.loop.current.shares_start:
-            return True
-        first = self.loop.run.round < self.loop.first_round
-        return member.founder and not first
-
     def message(self, kind: str, arrays: Arrays, facts: Mapping[str, Any]) -> Message:
         """Return a request with the facts that every request has."""
         common = {"protocol": PROTOCOL, "run": self.members.run, **self.job.facts}
         common |= self.members.settings.privacy_facts()
-        return Message(kind, {**arrays, **self._projection}, {**common, **facts})
+        if self.job.projection_digest is not None:
+            common["projection"] = self.job.projection_digest
+        return Message(kind, arrays, {**common, **facts})
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -504,7 +505,7 @@ class RemoteTraining:
             return
         federation = {
             "run": self.members.run,
-            "job": self.job.record(),
+            "job": self.job.facts,
             "members": {name: m.record() for name, m in self.members.members.items()},
             "clusters": self._codes,
             "notes": self.notes,
@@ -554,43 +555,6 @@ class RemoteTraining:
         return dict(sorted(total.items()))
 
 
-def numbers_of(entry: Mapping[str, Any], *, times: bool = True) -> dict[str, float]:
-    """Return the plain numbers of a round's entry, with or without ``seconds``."""
-    return {k: v for k, v in entry.items() if isinstance(v, float) and (times or k != "seconds")}
-
-
-def _size(count: float) -> str:
-    return f"{count / 1000:.1f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB"
-
-
-@dataclass
-class Validation:
-    """Validation rows and correct predictions, added over the sites that share metrics."""
-
-    rows: float = 0.0
-    right: float = 0.0
-
-    def add(self, shared: object, most: int, weight: float) -> None:
-        """Add the numbers of one site; impossible values, such as more than ``most`` rows, are left out."""
-        if not isinstance(shared, Mapping):
-            return
-        rows, right = shared.get("rows"), shared.get("right")
-        if not isinstance(rows, (int, float)) or not isinstance(right, (int, float)):
-            return
-        if 0 <= right <= rows <= most:
-            self.rows, self.right = self.rows + weight * rows, self.right + weight * right
-
-
-def _with_validation(sums: dict[str, float]) -> dict[str, float]:
-    """Return sums of ``SCORE``; raise if no site has validation rows."""
-    if not sums["clients"]:
-        raise FederationError(
-            "No client has validation rows, which patience and the choice of sizes need; change "
-            "split in [data], or give components and learners and leave patience out."
-        )
-    return sums
-
-
 def check_score(sums: Sums, *, numbers: bool = False) -> None:
     """Raise :class:`SumsError` unless the sums of ``SCORE`` can be those of one site.
 
@@ -624,7 +588,6 @@ class RemoteRows:
     def __init__(self, training: RemoteTraining) -> None:
         self.columns, self.device = training.job.features, torch.device("cpu")
         self._training = training
-        self._centroids: dict[str, Centroids] = {}
         self._names = training.starting_names()
 
     def overall(self) -> Gaussians:
@@ -636,41 +599,43 @@ class RemoteRows:
 
     def _asked_overall(self) -> Arrays:
         training, job = self._training, self._training.job
-        names, seed = self._names, job.options.seed
-        clusters, _ = job.options.sizes
-        chosen, most = start_sample(client_keys(names), clusters, seed)
-        asked = {names[code] for code in chosen.tolist()}
-        declaration = FederatedGMM(1, "diag").declare_sums(self.columns)
-        total, weights = training.cohort(declaration), training.weights()
+        names, clusters = self._names, job.options.sizes[0]
+        sample, most = start_sample(client_keys(names), clusters, job.options.seed)
+        asked = {names[code] for code in sample.tolist()}
+        centroids: dict[str, Centroids] = {}
 
         def request(name: str) -> Message:
             facts = {"clusters": clusters, "most_rows": most if name in asked else 0}
             return training.message("start", {}, facts)
 
-        def note(member: Member, reply: Message) -> None:
-            rows = declared_rows(member, reply)
-            centroids = _checked_centroids(reply, rows, self.columns, clusters)
-            rest = {n: a for n, a in reply.arrays.items() if n not in _CENTROIDS}
-            sums = training.read_sums(replace(reply, arrays=rest), declaration)
-            FederatedGMM(1, "diag").check(sums, rows, declaration)
-            _check_centroid_squares(centroids, sums)
-            member.rows = rows
-            weight = weights(member)
-            self._centroids[member.name] = replace(centroids, counts=weight * centroids.counts)
-            total.add(member.name, sums, rows, weight)
+        def look(
+            member: Member, reply: Message, sums: Sums, weight: float
+        ) -> tuple[Sums, dict[str, Tensor]]:
+            own = _checked_centroids(reply, sums, self.columns, clusters)
+            centroids[member.name] = replace(own, counts=weight * own.counts)
+            return sums, {}
 
-        training.exchange("start", request, note, names)
-        whole = gaussian_of(total.result(), torch.zeros(1, self.columns).double())
-        training.report("start", total)
-        for name in total.bounded:  # its rows are elsewhere, and so are its centroids
-            del self._centroids[name]
-        sent = [self._centroids[name] for name in sorted(self._centroids)]
+        found = training.summed(
+            "start",
+            request,
+            FederatedGMM(1, "diag"),
+            self.columns,
+            self._chosen,
+            look,
+            extra=_CENTROIDS,
+        )
+        whole = gaussian_of(found, torch.zeros(1, self.columns).double())
+        # the rows of a bounded site are elsewhere, and so are its centroids
+        sent = [centroids[name] for name in sorted(centroids.keys() - training.bounded.keys())]
         return {
             "mean": as_array(whole.means),
             "variances": as_array(whole.covariances),
             "points": np.concatenate([own.points for own in sent]),
             "counts": np.concatenate([own.counts for own in sent]),
         }
+
+    def _chosen(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name in self._names)
 
     def centroids(self, clusters: int, seed: int) -> Centroids:
         """Return all sites' centroids, which came with the first exchange."""
@@ -682,23 +647,9 @@ class RemoteRows:
         """Return sums over the sites' rows, each of which belongs to its nearest mean."""
         assert assignment == "nearest"
         training = self._training
-        declaration = method.declare_sums(self.columns)
-        total, weights = training.cohort(declaration), training.weights()
         arrays = training.recalled("means", lambda: {"means": as_array(current.means)})
-
-        def note(member: Member, reply: Message) -> None:
-            rows = declared_rows(member, reply)
-            sums = training.read_sums(reply, declaration)
-            method.check(sums, rows, declaration)
-            member.rows = rows
-            total.add(member.name, sums, rows, weights(member))
-
-        training.exchange(
-            "start", lambda _: training.message("assigned", arrays, {}), note, self._names
-        )
-        found = total.result()
-        training.report("start", total)
-        return found
+        request = training.message("assigned", arrays, {})
+        return training.summed("start", lambda _: request, method, self.columns, self._chosen)
 
 
 class MaskedRows(RemoteRows):
@@ -759,28 +710,9 @@ class MaskedRows(RemoteRows):
         return Sums({n: as_tensor(one) for n, one in training.recalled(kind, ask).items()})
 
 
-@dataclass(frozen=True)
-class NoRows:
-    """Stands for the rows of a method without a density, whose start does not look at them."""
-
-    columns: int
-
-
-@dataclass(frozen=True)
-class _StartingRows:
-    """The view of the sites that ``init`` of a method has."""
-
-    features: RemoteRows | NoRows
-    names: tuple[str, ...]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
-def _checked_centroids(reply: Message, rows: int, columns: int, clusters: int) -> Centroids:
-    """Return the centroids of a site.
-
-    Raises:
-        WireError: centroids that no rows could have made.
-    """
+def _checked_centroids(reply: Message, sums: Sums, columns: int, clusters: int) -> Centroids:
+    """Return the centroids of a site, or raise ``WireError``."""
+    rows = reply.facts["rows"]
     points, counts = (reply.arrays.get(name) for name in _CENTROIDS)
     if points is None or counts is None:
         raise WireError("its centroids are missing")
@@ -793,12 +725,8 @@ def _checked_centroids(reply: Message, rows: int, columns: int, clusters: int) -
         raise WireError("a centroid is too far away")
     if (counts < FEWEST_ROWS_SENT).any() or counts.sum() > rows + 1e-6:
         raise WireError(f"its centroids stand for more than its {counted(rows, 'row')}")
-    return Centroids(points, counts)
-
-
-def _check_centroid_squares(centroids: Centroids, sums: Sums) -> None:
-    """Raise :class:`WireError` if centroids lie farther out than the rows that they stand for."""
-    squares = (centroids.counts[:, None] * centroids.points**2).sum(0)
+    squares = (counts[:, None] * points**2).sum(0)
     most = sums["gaussians/second"][0].numpy()
     if (squares > 1.001 * most + 1e-3).any():
         raise WireError("its centroids are farther away than its rows")
+    return Centroids(points, counts)

@@ -47,7 +47,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +71,18 @@ from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, 
 from fedgmm.federation.members import REPEAT_AFTER, Member, Members, Notify
 from fedgmm.federation.messages import PROTOCOL, Failure, Message, Transport
 from fedgmm.federation.private import PrivateTraining
-from fedgmm.federation.remote import RemoteTraining, numbers_of
+from fedgmm.federation.remote import RemoteTraining
 from fedgmm.federation.server_folder import (
-    Outcome,
     ServerFolder,
     StartRecord,
     check_home,
     checked_metrics,
+    numbers_of,
 )
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries import SummaryError, summary_from_record, table_record
 from fedgmm.methods.base import DivergedError
 from fedgmm.privacy.influence import bounded_summaries
-from fedgmm.privacy.settings import Privacy
 from fedgmm.privacy.site_sets import FEW_SITES, fewest_survivors
 from fedgmm.runs.fitting import usual_pca
 from fedgmm.runs.folder import RunError, RunFolder
@@ -91,8 +90,6 @@ from fedgmm.training.checkpoint import CheckpointError
 from fedgmm.training.options import TrainingOptions
 from fedgmm.training.selection import Evidence, choose_sizes, label_noise
 from fedgmm.wording import counted
-
-_POLL = 0.5  # seconds between two looks at the connected nodes
 
 
 def run_federation(
@@ -104,14 +101,7 @@ def run_federation(
 ) -> None:
     """Train with the sites and write the run folder; resume if an earlier attempt left progress.
 
-    Args:
-        settings: of the federation.
-        transport: the connection to the sites.
-        out: the run folder.
-        notify: called with a line about every event.
-
-    Raises:
-        FederationError: the reason why it cannot start or continue.
+    Raises ``FederationError`` with the reason why it cannot start or continue.
     """
     folder = ServerFolder(Path(out))
     try:
@@ -133,11 +123,7 @@ def run_federation(
 
 
 def check_start(settings: FederationSettings, out: Path) -> None:
-    """Check everything that is known before any port is opened or any file is written.
-
-    Raises:
-        FederationError: options that a federation cannot have, or a folder in other use.
-    """
+    """Raise ``FederationError`` for options or a folder that cannot be used, before a port is opened."""
     check_home(RunFolder(Path(out)))
     _check_options(settings)
 
@@ -150,13 +136,7 @@ def serve_model(
     notify: Notify = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Hand the model of a finished run to sites that join later, or missed its end.
-
-    Runs until ``stop()`` is true.
-
-    Raises:
-        FederationError: there is no finished run.
-    """
+    """Hand the model of a finished run to sites that join later, or missed its end, until ``stop()``."""
     folder = ServerFolder(Path(out))
     if not folder.run.is_finished or folder.stored() is None:
         raise FederationError(f"{out} does not hold a finished federation.")
@@ -165,7 +145,7 @@ def serve_model(
     training.loop.resume()
     while not stop():
         if not server.hand_out(training):
-            time.sleep(_POLL)
+            server.members.pause()
 
 
 def run_or_serve(
@@ -209,7 +189,7 @@ class _Server:
         else:
             training = self.resume()
             self.notify(f"resuming after round {int(stored.facts['round'])}")
-            self.members.reunite(_POLL)
+            self.members.reunite()
         training.train()
         self._finish(training)
 
@@ -235,11 +215,7 @@ class _Server:
         return training
 
     def resume(self) -> RemoteTraining:
-        """Return the training run of the checkpoint.
-
-        Raises:
-            FederationError: a checkpoint that is damaged, or of another federation.
-        """
+        """Return the training run of the checkpoint, or raise ``FederationError``."""
         try:
             stored = self.folder.stored()
             assert stored is not None
@@ -263,7 +239,7 @@ class _Server:
 
     def _training(self, job: Job, record: StartRecord) -> RemoteTraining:
         kind = RemoteTraining if job.privacy is None else PrivateTraining
-        return kind(job, self.members, self.folder, _POLL, record=record)
+        return kind(job, self.members, self.folder, record=record)
 
     def _check_same(self, job: Job) -> None:
         """Raise unless the settings are those of the run in the folder, except rounds and device."""
@@ -296,7 +272,7 @@ class _Server:
             if not left or time.monotonic() >= deadline:
                 break
             if not asked:
-                time.sleep(_POLL)
+                self.members.pause()
         notes = list(training.notes)
         if left:
             notes.append(
@@ -321,28 +297,19 @@ class _Server:
         if model is None:
             notes.append("This method shares no model; each client has its own.")
         members = self.members.members
+        facts = {"stopped": training.stopped, "notes": notes, "traffic": training.total_traffic()}
         self.folder.finish(
-            Outcome(
-                model,
-                training.job,
-                loop.history,
-                {m.name: m.metrics for m in members.values() if m.metrics},
-                {name: members[name].rows or 0 for name in self.members.names},
-                {
-                    "stopped": training.stopped,
-                    "notes": notes,
-                    "traffic": training.total_traffic(),
-                },
-            )
+            model,
+            training.job,
+            loop.history,
+            {m.name: m.metrics for m in members.values() if m.metrics},
+            {name: members[name].rows or 0 for name in self.members.names},
+            facts,
         )
         self.notify(f"finished: {self.folder.run.home} holds the model and the report")
 
     def hand_out(self, training: RemoteTraining) -> bool:
-        """Give the model to members that lack it, and to sites that only adapt.
-
-        Returns:
-            Whether any request was sent.
-        """
+        """Give the model to sites that lack it or only adapt; return whether any was asked."""
         members = self.members
         waiting = [n for n in members.connected() if not members.members[n].finished]
         requests = {name: training.request("finish", name) for name in waiting}
@@ -409,13 +376,8 @@ def _digest_of(settings: FederationSettings) -> str:
 def prepare(members: Members, record: StartRecord) -> tuple[Job, list[str]]:
     """Wait for the sites, agree on the preprocessing, and choose what the settings leave open.
 
-    A server that died after the agreement takes it from the record.
-
-    Returns:
-        The training run, and notes for the report.
-
-    Raises:
-        FederationError: too few sites came, or their tables do not fit together.
+    Returns the training run and notes for the report. A server that died after the agreement takes it from
+    the record.
     """
     settings = members.settings
     _check_options(settings)
@@ -426,73 +388,48 @@ def prepare(members: Members, record: StartRecord) -> tuple[Job, list[str]]:
         wait_for(members, settings.clients)
         if noised is not None:  # no row decides the preprocessing
             preprocessing = declared_preprocessing(noised, settings.config.table)
-            agreement = _Agreement(preprocessing, [], 0, 0.0)
+            agreed = _agreement(members, preprocessing, [], [])
         else:
-            agreement = _agree_masked(members) if members.masks is not None else _agree(members)
-        agreed = agreement.record(members)
+            agreed = _agree_masked(members) if members.masks is not None else _agree(members)
         record.keep("agreement", value=agreed)
     else:
         for name, rows in agreed["members"].items():
             members.members[name] = Member(name, rows=rows)
         members.notify("resuming before the first round")
-        members.reunite(_POLL)
-    agreement = _Agreement.from_record(agreed)
-    if noised is not None:
-        return _noised(members, agreement.preprocessing, noised), []
-    return _settled(members, agreement, record)
+        members.reunite()
+    preprocessing = Preprocessing.from_record(agreed["preprocessing"])
+    if noised is None:
+        return _settled(members, preprocessing, agreed, record)
+    # nothing is chosen from rows
+    columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
+    members.notify(f"declared {columns} {len(preprocessing.feature_names)}")
+    options, table = settings.config.options(), settings.config.table
+    return Job(options, table, preprocessing, settings.precision, privacy=noised), []
 
 
-@dataclass(frozen=True)
-class _Agreement:
-    """Agreement of all sites, from their tables.
+def _agreement(
+    members: Members,
+    preprocessing: Preprocessing,
+    notes: Sequence[str],
+    tables: Sequence[ClientSummary],
+) -> dict[str, Any]:
+    """Return what all sites agreed on, as plain values.
 
-    Attributes:
-        preprocessing: of all tables.
-        notes: for the report.
-        rows: training rows of all sites.
-        noise: of the labels, for the choice of sizes.
+    Beside the preprocessing these are notes for the report, the training rows of all sites, the noise of
+    the labels for the choice of sizes, and the training rows of each member.
     """
-
-    preprocessing: Preprocessing
-    notes: list[str]
-    rows: int
-    noise: float
-
-    @classmethod
-    def of(
-        cls,
-        preprocessing: Preprocessing,
-        notes: list[str],
-        tables: Sequence[ClientSummary],
-        share: float,
-    ) -> _Agreement:
-        """Return the agreement of some summaries, of which a share of the rows trains."""
-        labels = sum((Counter(summary.labels) for summary in tables), Counter[str]())
-        rows = training_rows([summary.rows for summary in tables], share)
-        return cls(preprocessing, notes, rows, label_noise([*labels.values()]))
-
-    def record(self, members: Members) -> dict[str, Any]:
-        """Return plain values, with the members that agreed and their training rows."""
-        return {
-            "preprocessing": self.preprocessing.record(),
-            "notes": self.notes,
-            "rows": self.rows,
-            "noise": self.noise,
-            "members": {name: members.members[name].rows for name in members.names},
-        }
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> _Agreement:
-        """Return the agreement of a record."""
-        return cls(
-            Preprocessing.from_record(record["preprocessing"]),
-            list(record["notes"]),
-            int(record["rows"]),
-            float(record["noise"]),
-        )
+    labels = sum((Counter(summary.labels) for summary in tables), Counter[str]())
+    share = members.settings.config.table.split[0]
+    return {
+        "preprocessing": preprocessing.record(),
+        "notes": list(notes),
+        "rows": training_rows([summary.rows for summary in tables], share),
+        "noise": label_noise([*labels.values()]) if tables else 0.0,
+        "members": {name: members.members[name].rows for name in members.names},
+    }
 
 
-def _agree(members: Members) -> _Agreement:
+def _agree(members: Members) -> dict[str, Any]:
     """Agree on the preprocessing from the summaries of the sites."""
     settings, table = members.settings, members.settings.config.table
     while True:
@@ -512,20 +449,20 @@ def _agree(members: Members) -> _Agreement:
             members.refuse(error.client, error.problem)
         except ValueError as error:
             raise FederationError(str(error)) from None
-    notes = [*bounds, *notes]
     for name, summary in summaries.items():
         members.members[name].rows = training_rows([summary.rows], table.split[0])
-    return _Agreement.of(preprocessing, notes, [*settled.values()], table.split[0])
+    return _agreement(members, preprocessing, [*bounds, *notes], [*settled.values()])
 
 
-def _settled(members: Members, agreement: _Agreement, record: StartRecord) -> tuple[Job, list[str]]:
+def _settled(
+    members: Members, preprocessing: Preprocessing, agreed: Mapping[str, Any], record: StartRecord
+) -> tuple[Job, list[str]]:
     """Return the training run after an agreement, and notes."""
     settings, table = members.settings, members.settings.config.table
-    preprocessing, notes = agreement.preprocessing, agreement.notes
     width = len(preprocessing.feature_names)
     options = settings.config.options()
     if "pca" not in settings.config.training and has_gaussians(options):
-        options = replace(options, pca=usual_pca(len(preprocessing.vectors), agreement.rows))
+        options = replace(options, pca=usual_pca(len(preprocessing.vectors), agreed["rows"]))
     job = Job(options, table, preprocessing, settings.precision, settings.min_rows)
     columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
     line = f"agreed on {columns} {width}"
@@ -533,10 +470,10 @@ def _settled(members: Members, agreement: _Agreement, record: StartRecord) -> tu
         line += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
     members.notify(line)
     if options.pca is not None:
-        projection = _principal_components(members, job, agreement.rows, record)
+        projection = _principal_components(members, job, agreed["rows"], record)
         job = replace(job, projection=projection)
-    options, more = _chosen_options(members, job, agreement, width, record)
-    notes = [*notes, *more]
+    options, more = _chosen_options(members, job, agreed, width, record)
+    notes = [*agreed["notes"], *more]
     for note in notes:
         members.notify(note)
     return replace(job, options=options), notes
@@ -551,7 +488,7 @@ def _principal_components(members: Members, job: Job, rows: int, record: StartRe
             f"{counted(len(job.reduced), 'column')} can have; use at most {most}."
         )
     try:
-        found = RemoteTraining(job, members, None, _POLL, record=record).principal_components()
+        found = RemoteTraining(job, members, None, record=record).principal_components()
     except (DivergedError, ValueError) as error:
         raise FederationError(f"The principal components failed: {error}") from None
     members.notify(
@@ -561,7 +498,7 @@ def _principal_components(members: Members, job: Job, rows: int, record: StartRe
     return found
 
 
-def _agree_masked(members: Members) -> _Agreement:
+def _agree_masked(members: Members) -> dict[str, Any]:
     """Agree on the preprocessing from the total of masked sums over declared columns."""
     settings, table = members.settings, members.settings.config.table
     assert settings.privacy is not None
@@ -570,15 +507,7 @@ def _agree_masked(members: Members) -> _Agreement:
     record = table_record(table)
     facts = {"table": record, "min_rows": settings.min_rows, **settings.privacy_facts()}
     request = Message("moments", {}, {"protocol": PROTOCOL, "run": members.run, **facts})
-    exchange = MaskedExchange(
-        members,
-        "columns",
-        lambda _: request,
-        lambda member, reply: None,
-        lambda names: names,
-        _POLL,
-        masks=members.masks,
-    )
+    exchange = MaskedExchange(members, "columns", lambda _: request, masks=members.masks)
     failed = exchange.run()
     if failed is not None:
         raise FederationError(failed)
@@ -594,16 +523,7 @@ def _agree_masked(members: Members) -> _Agreement:
     # a site may lack a column, which the total does not show
     columns = tuple(replace(one, optional=bool(one.outputs)) for one in preprocessing.columns)
     preprocessing = replace(preprocessing, columns=columns, ids=table.id)
-    return _Agreement.of(preprocessing, notes, [summary], table.split[0])
-
-
-def _noised(members: Members, preprocessing: Preprocessing, privacy: Privacy) -> Job:
-    """Return the training run of noised sums, for which nothing is chosen from rows."""
-    config = members.settings.config
-    columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
-    members.notify(f"declared {columns} {len(preprocessing.feature_names)}")
-    precision = members.settings.precision
-    return Job(config.options(), config.table, preprocessing, precision, privacy=privacy)
+    return _agreement(members, preprocessing, notes, [summary])
 
 
 def wait_for(members: Members, wanted: int) -> None:
@@ -630,7 +550,7 @@ def wait_for(members: Members, wanted: int) -> None:
         if members.greetings_due():
             members.greet(agree=True)
         else:
-            time.sleep(_POLL)
+            members.pause()
 
 
 def _with_common_kinds(
@@ -659,7 +579,7 @@ def training_rows(rows: Iterable[int], share: float) -> int:
 
 
 def _chosen_options(
-    members: Members, job: Job, agreement: _Agreement, width: int, record: StartRecord
+    members: Members, job: Job, agreed: Mapping[str, Any], width: int, record: StartRecord
 ) -> tuple[TrainingOptions, list[str]]:
     """Return options with everything that was left open, and notes about the choice."""
     config, options = members.settings.config, job.options
@@ -679,10 +599,10 @@ def _chosen_options(
         chosen, found = choose_sizes(
             options,
             [name for name in config.open_choices() if name != "refit"],  # rows stay at the sites
-            rows=agreement.rows,
+            rows=agreed["rows"],
             columns=width,
             score=score,
-            noise=agreement.noise,
+            noise=agreed["noise"],
             notify=members.notify,
         )
     except ValueError as error:
@@ -707,7 +627,7 @@ def _trial_score(members: Members, job: Job, evidence: Evidence, record: StartRe
     if known is not None:
         return float(known)
     run, members.run = members.run, trial
-    training = RemoteTraining(job, members, None, _POLL, title="trial: ", record=record)
+    training = RemoteTraining(job, members, None, title="trial: ", record=record)
     try:
         training.train()
         sums = None if training.stopped else training.scores()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +41,6 @@ _LEFTOVERS = {".lock", "config.toml.part"}
 _START = "federation-start.json"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a federation.
-
-    Attributes:
-        model: the shared model; ``None`` if the method shares no model.
-        job: the training run.
-        history: one entry per round.
-        metrics: of the sites that shared them.
-        clients: training rows of all sites.
-        facts: further entries of ``metrics.json``.
-    """
-
-    model: FederatedModel | None
-    job: Job
-    history: Sequence[Mapping[str, Any]]
-    metrics: Mapping[str, Mapping[str, float]]
-    clients: Mapping[str, int]
-    facts: Mapping[str, Any]
-
-
 Arrays64 = dict[str, NDArray[np.float64]]
 
 
@@ -70,9 +49,6 @@ class StartRecord:
 
     Sites repeat a reply only to an unchanged request. So everything that decides a request is on the disk
     before the request leaves. The totals of the start are deleted with the first checkpoint.
-
-    Args:
-        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,7 +135,7 @@ class ServerFolder:
         write_json(self.run.environment, environment())
         write_json(self.run.preprocessing, job.preprocessing.record())
         if job.projection is not None:
-            write_atomically(self._projection, save(job.projection_arrays()))
+            write_atomically(self._projection, save(job.projection_arrays))
 
     @property
     def _projection(self) -> Path:
@@ -188,25 +164,30 @@ class ServerFolder:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self, outcome: Outcome) -> None:
-        """Write model, metrics and report."""
-        model, figures = outcome.model, outcome.metrics
+    def finish(
+        self,
+        model: FederatedModel | None,
+        job: Job,
+        history: Sequence[Mapping[str, Any]],
+        figures: Mapping[str, Mapping[str, float]],
+        clients: Mapping[str, int],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write the shared model, if there is one, metrics and report.
+
+        ``figures`` are the metrics that sites shared, ``clients`` has the training rows of all sites.
+        """
         if model is not None and has_common_model(model):
             model.save(self.run.model)
         (self.run.clients / "weights").mkdir(parents=True, exist_ok=True)
         write_metrics(
             self.run,
-            algorithm=outcome.job.options.algorithm,
-            rounds=len(outcome.history),
+            algorithm=job.options.algorithm,
+            rounds=len(history),
             splits={"test": _evaluation(figures).summary()} if figures else None,
             clients=figures,
-            facts=outcome.facts,
+            facts=facts,
         )
-        self._write_report(outcome)
-        self.start.forget()
-
-    def _write_report(self, outcome: Outcome) -> None:
-        model, job, figures, clients = outcome.model, outcome.job, outcome.metrics, outcome.clients
         at_home = "Rows stay with the clients, so only their own reports show it."
         absent = dict.fromkeys(
             ("calibration", "densities", "weights", "projection", "adaptation"), at_home
@@ -234,17 +215,19 @@ class ServerFolder:
             components=0 if gaussians is None else len(gaussians.means),
             learners=1 if model is None else model.n_learners,
             clients=table,
-            convergence=convergence([_numbers(entry) for entry in outcome.history], absent),
+            convergence=convergence([numbers_of(entry) for entry in history], absent),
             configuration=flattened(read_config(self.run.config)),
             environment=flattened(environment()),
-            notes=tuple(outcome.facts.get("notes", ())),
+            notes=tuple(facts.get("notes", ())),
             absent=absent,
         )
         write_report(contents, self.run.report)
+        self.start.forget()
 
 
-def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in entry.items() if isinstance(value, (int, float))}
+def numbers_of(entry: Mapping[str, Any], *, times: bool = True) -> dict[str, float]:
+    """Return the plain numbers of a round's entry, with or without ``seconds``."""
+    return {k: v for k, v in entry.items() if isinstance(v, float) and (times or k != "seconds")}
 
 
 def _evaluation(figures: Mapping[str, Mapping[str, float]]) -> Evaluation:

@@ -168,15 +168,9 @@ class FederationSettings:
 
 
 def read_settings(path: Path, **given: Any) -> FederationSettings:
-    """Read the settings of a federation from a TOML file.
+    """Return the settings of a federation from the sections of a TOML file, or raise ``ValueError``.
 
-    Args:
-        path: a file with the sections ``[data]`` (without files), ``[training]``, ``[federation]`` and
-            ``[privacy]``.
-        **given: options of ``[federation]`` that replace those of the file, unless they are ``None``.
-
-    Raises:
-        ValueError: an option is missing, unknown or has a wrong value.
+    ``given`` options replace those of ``[federation]``, unless they are ``None``.
     """
     from fedgmm.methods.base import DENSITY
     from fedgmm.runs.config import config_from, read_config

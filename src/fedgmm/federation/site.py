@@ -33,11 +33,13 @@ from fedgmm.federation.declared import DeclaredColumns
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks, noise_share
 from fedgmm.federation.messages import (
+    PROJECTION,
     PROTOCOL,
     Message,
     MessageError,
     check_message,
     coded,
+    digest_of,
     one_line,
 )
 from fedgmm.federation.network.keys import signer, verifiers
@@ -46,7 +48,6 @@ from fedgmm.federation.policy import (
     LimitError,
     Limits,
     Policy,
-    digest_of,
 )
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
@@ -109,8 +110,6 @@ class Site:
     """One data owner.
 
     Attributes:
-        settings: given at its start.
-        name: of the site.
         finished: it has its model, and nothing is left to do.
         refused: why the server refuses it now; ``None`` again with the next other request, for
             example if a dead connection held the name.
@@ -120,12 +119,7 @@ class Site:
     def __init__(
         self, settings: SiteSettings, *, notify: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Find the site's table.
-
-        Raises:
-            ValueError: no table, or several, or one that cannot be read; a folder of another run; a
-                damaged ledger.
-        """
+        """Find the site's table, or raise ``ValueError``."""
         self.settings = settings
         self.notify = notify
         written = FileFormat(**settings.file_format)
@@ -225,37 +219,32 @@ class Site:
         except DivergedError as error:
             hidden = self._policy.is_protected(request)
             arrays, facts = {}, {"diverged": coded("diverged") if hidden else str(error)}
-        except LimitError as error:
-            self.unusable = str(error)
-            self.notify(self.unusable)
-            raise SiteError(self.unusable) from None
-        except LedgerError as error:
-            self.unusable = str(error)
-            self.notify(self.unusable)
-            reason = "its ledger of privacy cannot be used; its log says why"
-            raise SiteError(reason, "ledger") from None
-        except (ImplausibleModelError, MessageError) as error:
-            raise SiteError(str(error)) from None
-        except (SummaryError, WireError) as error:
-            self.notify(str(error))
-            raise SiteError(str(error), "sums") from None
-        except (RunError, StateError, OSError) as error:  # whose texts name folders
-            self.notify(str(error))
-            reason = "its own folder or file cannot be used; its log says why"
-            raise SiteError(reason, "folder") from None
-        except (TableError, UnfitError) as error:
-            self.unusable = str(error)
-            self.notify(self.unusable)
-            raise SiteError(public_reason(error), "table") from None
-        except ValueError as error:
-            self.notify(str(error))
-            raise SiteError(public_reason(error), "table") from None
         except Exception as error:  # a site must outlive every request
-            self.notify(f"{type(error).__name__}: {error}")
-            reason = f"{type(error).__name__} at the site; see its log"
-            raise SiteError(reason, "internal") from None
+            raise self._explained(error) from None
         facts = {"name": self.name, "ticket": request.facts.get("ticket"), **facts}
         return Message("reply", arrays, facts)
+
+    def _explained(self, error: Exception) -> SiteError:
+        """Log an error; return the one that the server may see, without a path or a value of a row."""
+        text = str(error)
+        if isinstance(error, (LimitError, LedgerError, TableError, UnfitError)):
+            self.unusable = text
+        elif isinstance(error, (ImplausibleModelError, MessageError)):
+            return SiteError(text)
+        known = isinstance(error, (ValueError, RunError, OSError, LedgerError))
+        self.notify(text if known else f"{type(error).__name__}: {text}")
+        if isinstance(error, LimitError):
+            return SiteError(text)
+        if isinstance(error, LedgerError):
+            return SiteError("its ledger of privacy cannot be used; its log says why", "ledger")
+        if isinstance(error, (SummaryError, WireError)):
+            return SiteError(text, "sums")
+        if isinstance(error, (RunError, StateError, OSError)):  # whose texts name folders
+            reason = "its own folder or file cannot be used; its log says why"
+            return SiteError(reason, "folder")
+        if isinstance(error, ValueError):
+            return SiteError(public_reason(error), "table")
+        return SiteError(f"{type(error).__name__} at the site; see its log", "internal")
 
     # ------------------------------------------------------------------ before the rounds
 
@@ -699,8 +688,13 @@ class Site:
         """Return the training run that a request describes, with the options of this site."""
         if self._described is None or self._described[0] is not request:
             job = Job.from_record(request.facts, self.name)
-            if request.kind != "covariance":
-                job = job.with_projection(request.arrays)
+            if request.kind != "covariance" and job.options.pca is not None:
+                sent = {n: a for n, a in request.arrays.items() if n.startswith(PROJECTION)}
+                job = job.with_projection(sent or self._folder.projection())
+                if job.projection_digest != request.facts.get("projection"):
+                    raise MessageError("other principal components are here; send them again.")
+                if sent:  # the server sends them once
+                    self._folder.keep_projection(sent)
             table = self._own_table(job.table)
             preprocessing = replace(job.preprocessing, written=table.written)
             job = replace(job, table=table, preprocessing=preprocessing)
@@ -781,8 +775,7 @@ def separable(counts: NDArray[np.float64], rows: int, fewest: int) -> NDArray[np
 def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, float]:
     """Return the method, and the name and ``μ`` of the release that a request asks for.
 
-    Raises:
-        MessageError: it is not the one that the plan has in this place, or has less noise.
+    Raises ``MessageError`` unless it is the one that the plan has in this place, with as much noise.
     """
     method, place = job.method, _whole(request, "round")
     plan = method.releases() if isinstance(method, PrivateMixture) else []

@@ -22,6 +22,7 @@ from fedgmm.data.embed import Embedding
 from fedgmm.data.tables.files import client_name
 from fedgmm.data.tables.loading import Tables
 from fedgmm.federation.job import Job
+from fedgmm.federation.wire import Arrays
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import AnyMethod
 from fedgmm.model.model import FederatedModel
@@ -83,6 +84,21 @@ class SiteFolder:
 
     def _release(self, run: str, place: int) -> Path:
         return self._states / run / f"release-{place:06d}.safetensors"
+
+    @property
+    def _projection(self) -> Path:
+        return self.run.home / "projection.safetensors"
+
+    def keep_projection(self, arrays: Arrays) -> None:
+        """Keep the principal components, which the server sends once."""
+        write_atomically(self._projection, save(arrays))
+
+    def projection(self) -> Arrays:
+        """Return the kept principal components, or no arrays."""
+        try:
+            return load(self._projection.read_bytes())
+        except (OSError, SafetensorError):
+            return {}
 
     # ------------------------------------------------------------------ between requests
 

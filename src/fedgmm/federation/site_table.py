@@ -25,10 +25,7 @@ class SiteTable:
     """The file of one site, parsed once and kept while the process lives.
 
     Attributes:
-        path: the file.
         file: the file with the columns that were read; ``None`` before it is known how to read it.
-        name: the name of the site.
-        notify: called with a line before each step.
         categorical: columns whose texts the site sends even if they look like names. The server cannot
             ask for that.
         bounds: declared smallest and largest values of number columns, to which they are clipped, so that
@@ -56,15 +53,7 @@ class SiteTable:
     ) -> SiteTable:
         """Return the table of the one file that the settings lead to, with its header read.
 
-        Args:
-            data: files, folders or patterns.
-            name: the name of the site; ``None`` uses the name of the file.
-            notify: called with a line before each step.
-            written: how the file is written, as far as the site knows it.
-            categorical: as in :class:`SiteTable`.
-
-        Raises:
-            ValueError: no file, several files, or a file that cannot be read.
+        Raises ``ValueError`` unless there is one file, which can be read.
         """
         paths = find_tables(data)
         if len(paths) > 1:

@@ -42,23 +42,14 @@ def summary_record(summary: ClientSummary, min_count: int = 0) -> dict[str, Any]
 
 
 def _column_record(name: str, column: ColumnSummary, min_count: int = 0) -> dict[str, Any]:
-    return {
-        "name": name,
-        "kind": column.kind,
-        "missing": column.missing,
-        "count": column.count,
-        "mean": _finite(column.mean),
-        "squares": _finite(column.squares),
-        "mean_rest": _finite(column.mean_rest),
-        "categories": None
-        if column.categories is None
-        else {text: n for text, n in column.categories.items() if n >= min_count},
-        "unlisted": column.unlisted,
-        "orders": {
-            order: [count, *map(_finite, moments)]
-            for order, (count, *moments) in column.orders.items()
-        },
+    found = {"name": name, **asdict(column)}
+    found |= {one: _finite(found[one]) for one in ("mean", "squares", "mean_rest")}
+    if column.categories is not None:
+        found["categories"] = {t: n for t, n in column.categories.items() if n >= min_count}
+    found["orders"] = {
+        order: [count, *map(_finite, moments)] for order, (count, *moments) in column.orders.items()
     }
+    return found
 
 
 def _finite(value: float) -> float | None:
@@ -66,11 +57,7 @@ def _finite(value: float) -> float | None:
 
 
 def summary_from_record(record: Any) -> ClientSummary:
-    """Return the summary of a record of :func:`summary_record`.
-
-    Raises:
-        SummaryError: values that no table could have made.
-    """
+    """Return the summary of a record of :func:`summary_record`, or raise ``SummaryError``."""
     if not isinstance(record, Mapping):
         raise SummaryError("its summary is missing")
     rows = _count(record.get("rows"), "rows", _MOST_ROWS)
@@ -176,11 +163,7 @@ def table_record(options: TableOptions) -> dict[str, Any]:
 
 
 def table_from_record(record: Any, client: str) -> TableOptions:
-    """Return the options of a record of :func:`table_record`, for one client.
-
-    Raises:
-        SummaryError: values that are not options.
-    """
+    """Return the options of :func:`table_record` for one client, or raise ``SummaryError``."""
     known = {field.name for field in fields(TableOptions)} - {"client"}
     if not isinstance(record, Mapping) or not set(record) <= known:
         raise SummaryError("unknown options of tables; install the server's version of fedgmm here")

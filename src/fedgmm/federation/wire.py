@@ -32,15 +32,9 @@ class WireError(ValueError):
 def encode(
     values: Mapping[str, Tensor], declaration: Declaration, learner_dtype: torch.dtype
 ) -> Arrays:
-    """Return declared values as arrays.
+    """Return declared sums of one client, or a broadcast, as arrays.
 
-    Args:
-        values: sums of one client, or a broadcast.
-        declaration: of the method.
-        learner_dtype: of the learners on the wire.
-
-    Raises:
-        WireError: a learner that is too large for its precision.
+    Raises ``WireError`` for a learner that is too large for its precision on the wire.
     """
     arrays: Arrays = {}
     for name, one in declaration.items():
@@ -68,14 +62,7 @@ def decode(
 ) -> dict[str, Tensor]:
     """Return the declared values of received arrays: the inverse of :func:`encode`.
 
-    Args:
-        arrays: received.
-        declaration: of the method.
-        learner_dtype: of the learners on the wire.
-        training_dtype: of the learners in the training run.
-
-    Raises:
-        WireError: an array that is missing, not declared, not finite, or of another shape or dtype.
+    Raises ``WireError`` for arrays that are missing, not declared, not finite or of another shape or dtype.
     """
     left = set(arrays) - set(declaration)
     if left:
@@ -166,11 +153,7 @@ def pack(sums: Mapping[str, Tensor], declaration: Declaration) -> NDArray[np.flo
 
 
 def unpack(vector: NDArray[np.float64], declaration: Declaration) -> dict[str, Tensor]:
-    """Return the declared sums of a vector: the inverse of :func:`pack`.
-
-    Raises:
-        WireError: a vector of another length.
-    """
+    """Return the declared sums of a vector: the inverse of :func:`pack`, or raise ``WireError``."""
     whole = torch.from_numpy(np.array(vector))
     values: dict[str, Tensor] = {}
     at = 0
@@ -203,11 +186,7 @@ def put_personal(arrays: Arrays, personal: Any) -> None:
 
 
 def take_personal(arrays: Arrays, newcomer: Any) -> Any:
-    """Remove and return the personal part that was sent, or else that of a newcomer.
-
-    Raises:
-        WireError: arrays of another shape than a newcomer's, or not finite.
-    """
+    """Remove and return the personal part that was sent, or else that of a newcomer."""
     sent = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_START)}
     parts = _personal_parts(newcomer)
     if not all(_START + name in sent for name in parts):

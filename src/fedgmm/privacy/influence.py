@@ -17,12 +17,13 @@ keeps the ratios and gives the site less weight. The median needs a majority of 
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from tempfile import SpooledTemporaryFile
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ Robust = Literal["none", "trimmed", "centred"]
 ROBUST: tuple[str, ...] = get_args(Robust)
 
 _FIT = "log_likelihood"
+_IN_MEMORY = 64 * 1024 * 1024  # bytes of sums that wait in memory
 
 FEWEST = 3
 """Fewest sites with a median that one of them cannot move at will."""
@@ -195,7 +197,7 @@ class Medians:
 
 class _Site(NamedTuple):
     name: str
-    sums: Sums
+    sums: Callable[[], Sums]
     weight: float
     current: Mapping[str, Tensor]
     sizes: dict[Size, float]
@@ -211,9 +213,9 @@ class _Fit(NamedTuple):
 class Cohort:
     """The total of the sites' sums in one exchange, in which no site counts for too much.
 
-    Sums are added as they arrive, so the memory does not grow with the sites. Only the sums that are most
-    unlike the others wait for the end of the exchange, when the median over all sites is known. The
-    others are compared with the median of the sites so far and of the last exchange.
+    Which sums are too large is known when the sizes of all sites are, so sums wait until then: up to
+    ``_IN_MEMORY`` bytes in memory, and more in a temporary file. They are added in the order of the
+    names, so the order of arrival decides nothing.
 
     Attributes:
         declaration: of the sums.
@@ -231,9 +233,12 @@ class Cohort:
     medians: Medians = field(default_factory=Medians)
     bounded: dict[str, str] = field(default_factory=dict)
     _total: Total = field(default_factory=Total)
-    _sizes: dict[Size, list[float]] = field(default_factory=dict)  # each list is sorted
+    _sizes: dict[Size, list[float]] = field(default_factory=dict)
     _fits: list[_Fit] = field(default_factory=list)
     _held: list[_Site] = field(default_factory=list)
+    _shelf: Any = field(
+        default_factory=lambda: SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115
+    )
 
     def add(
         self,
@@ -252,23 +257,41 @@ class Cohort:
             weight: by which its rows count, see :func:`row_weights`.
             current: the learners that it was sent.
         """
-        site = _Site(
-            name, sums, weight, current or {}, sizes(sums, self.declaration, current or {})
-        )
-        for size, value in site.sizes.items():
-            insort(self._sizes.setdefault(size, []), value)
+        own = sizes(sums, self.declaration, current or {})
+        for size, value in own.items():
+            self._sizes.setdefault(size, []).append(value)
         if _FIT in sums:
             self._fits.append(_Fit(name, weight * rows, float(sums[_FIT]) / rows))
-        self._held.append(site)
-        if self.robust == "none" and len(self._held) > 1:
-            self._held.sort(key=self._unlikeness)
-            self._total.add(self._bounded(self._held.pop(0)))
+        self._held.append(_Site(name, self._shelved(sums), weight, current or {}, own))
+
+    def _shelved(self, sums: Sums) -> Callable[[], Sums]:
+        """Put sums into the file; return a function that reads them."""
+        start, gathered = self._shelf.seek(0, 2), sums.gathered
+        arrays = {name: value.detach().cpu().contiguous().numpy() for name, value in sums.items()}
+        layout = {name: (one.dtype, one.shape, one.nbytes) for name, one in arrays.items()}
+        self._shelf.writelines(one.tobytes() for one in arrays.values())
+
+        def read() -> Sums:
+            self._shelf.seek(start)
+            found = {
+                name: torch.from_numpy(
+                    np.frombuffer(bytearray(self._shelf.read(size)), dtype).reshape(shape)
+                )
+                for name, (dtype, shape, size) in layout.items()
+            }
+            return Sums(found, gathered)
+
+        return read
 
     def result(self) -> Sums:
         """Return the sums over all sites; there must be at least one."""
-        settled = [self._bounded(site) for site in self._held]
-        for sums in settled:
+        self._sizes = {size: sorted(values) for size, values in self._sizes.items()}
+        settled = []
+        for site in sorted(self._held, key=lambda one: one.name):
+            sums = self._bounded(site)
             self._total.add(sums)
+            if self.robust != "none":
+                settled.append(sums)
         for size, values in self._sizes.items():
             self.medians.last[size] = usual = _middle(values)
             self.medians.largest[size] = max(self.medians.largest.get(size, 0.0), usual)
@@ -277,19 +300,7 @@ class Cohort:
             found = dict(combine(settled, self.declaration, self.robust))
         if self._fits:
             found[_FIT] = torch.full_like(found[_FIT], self._log_likelihood())
-        return Sums(found, settled[0].gathered)
-
-    def _unlikeness(self, site: _Site) -> float:
-        """Return how many times the median the largest size of a site is.
-
-        The medians of the last exchange are used if there was one, because the first replies of an
-        exchange have no majority.
-        """
-        return max((value / self._earlier(size) for size, value in site.sizes.items()), default=0.0)
-
-    def _earlier(self, size: Size) -> float:
-        so_far = self._sizes[size]
-        return self.medians.last.get(size) or so_far[(len(so_far) - 1) // 2] or 1.0
+        return Sums(found, sums.gathered)
 
     def _reference(self, size: Size) -> float:
         """Return the median size; steps of a converged run count as a smallest size."""
@@ -321,10 +332,9 @@ class Cohort:
             self.bounded[site.name] = (
                 f"its {size.what} are {1 / ratio:.3g} times as large as the median of the sites"
             )
-        values = {
-            name: self._scaled(name, value, site, factors) for name, value in site.sums.items()
-        }
-        return Sums(values, site.sums.gathered)
+        sums = site.sums()
+        values = {name: self._scaled(name, value, site, factors) for name, value in sums.items()}
+        return Sums(values, sums.gathered)
 
     def _scaled(
         self, name: str, value: Tensor, site: _Site, factors: Mapping[str, float]
@@ -342,7 +352,7 @@ class Cohort:
     def _log_likelihood(self) -> float:
         """Return the log-likelihood over all sites, with the median in the place of outlying ones."""
         means, total = [fit.mean for fit in self._fits], []
-        for fit in self._fits:
+        for fit in sorted(self._fits):
             usual = usual_instead(fit.mean, means)
             total.append(fit.rows * (fit.mean if usual is None else usual))
             if usual is not None:

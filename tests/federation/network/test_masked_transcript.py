@@ -60,7 +60,7 @@ def two_runs(tmp_path_factory):
         for u, name in enumerate(NAMES)
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedgmm.federation.server._POLL", 0.01)
+        patch.setattr("fedgmm.federation.members.POLL", 0.01)
         patch.setattr("fedgmm.report.page.render", lambda contents: "")
         first = record(patch, home / "first", files)
         swapped = {**files, "bergen": files["oslo"], "oslo": files["bergen"]}

@@ -3,11 +3,15 @@
 import json
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
+from itertools import chain
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 
 from fedgmm.federation.demo import free_port
@@ -21,7 +25,7 @@ from fedgmm.federation.network.keys import (
     read_private_key,
 )
 from fedgmm.federation.network.sites import NetworkSites
-from fedgmm.federation.network.stream import Assembler, greeting, pieces, read_greeting, sign
+from fedgmm.federation.network.stream import PIECE, Assembler, greeting, pieces, read_greeting, sign
 from fedgmm.federation.settings import FederationError
 
 PATH = "/fedgmm.Federation/Connect"
@@ -31,9 +35,9 @@ APART = [("grpc.use_local_subchannel_pool", 1)]  # each channel has its own conn
 class Peer:
     """The other end of a stream, under full control of a test."""
 
-    def __init__(self, channel):
+    def __init__(self, channel, more=()):
         self.out = queue.SimpleQueue()
-        self.call = channel.stream_stream(PATH)(iter(self.out.get, None))
+        self.call = channel.stream_stream(PATH)(chain(iter(self.out.get, None), more))
         self.channel = channel
         self.assembler = Assembler(10**8)
 
@@ -211,6 +215,52 @@ def test_messages_that_no_request_asked_for_end_the_connection(plain, monkeypatc
     assert sites._replies.empty()
 
 
+@pytest.mark.parametrize(
+    ("limit", "total"),
+    [
+        (1_000_000, 10**9),
+        (400_000_000, 10**8),
+        pytest.param(400_000_000, 10**9, marks=pytest.mark.slow),
+    ],
+    ids=["too large", "not asked for", "a gigabyte not asked for"],
+)
+def test_zeros_take_no_memory(secured, limit, total):
+    """A registered site sends the same chunk again and again, within the limit or beyond it."""
+    home, tls = secured
+    port, chunk = free_port(), bytes(PIECE)
+    names, sent = ("127.0.0.1",), 0
+
+    def zeros():
+        nonlocal sent
+        while sent < total:
+            if sent % (320 * PIECE) == 0:  # a message of 84 MB
+                size = 320 * PIECE - 16 if limit > 10**8 else 10**9
+                yield size.to_bytes(8, "big") + (77).to_bytes(8, "big") + chunk[:-16]
+            else:
+                yield chunk
+            sent += PIECE
+
+    keys = AcceptedKeys(home / "keys")
+    with NetworkSites("127.0.0.1", port, tls, keys, names=names, limit_bytes=limit):
+        credentials = grpc.ssl_channel_credentials(tls.authority.read_bytes())
+        peer = Peer(grpc.secure_channel(f"127.0.0.1:{port}", credentials, APART), zeros())
+        peer.greet(key=home / "oslo.key")
+        process, most = psutil.Process(), 0
+        before = process.memory_info().rss
+        peer.out.put(None)  # the zeros follow
+        deadline = time.monotonic() + 240
+        while peer.call.is_active() and sent < total and time.monotonic() < deadline:
+            most = max(most, process.memory_info().rss - before)
+            time.sleep(0.005)
+        assert most < 60e6
+        if limit < 10**8:
+            assert peer.refusal() == grpc.StatusCode.INVALID_ARGUMENT
+            assert sent < 10**8
+        else:
+            assert sent >= total
+        peer.close()
+
+
 def test_large_replies_are_received_a_few_at_a_time(plain, monkeypatch):
     monkeypatch.setattr(sites_module, "PIECE", 1000)
     sites, connect, _ = plain
@@ -316,6 +366,46 @@ def secure(secured, monkeypatch):
         yield sites, connect, home, lines
         for peer in peers:
             peer.close()
+
+
+def test_half_open_connections_without_a_key_do_not_keep_sites_out(secure):
+    """As many as a machine has ports for one program; some send bytes that are not TLS."""
+    sites, connect, home, lines = secure
+    port = int(sites._address.rpartition(":")[2])
+    halves = [socket.create_connection(("127.0.0.1", port)) for _ in range(1012)]
+    for half in halves[::10]:
+        half.sendall(bytes(100))
+    peer = connect().greet(key=home / "oslo.key")
+    wait_for(lambda: sites.nodes() == ["oslo"], 30)
+    in_background(lambda: peer.send(peer.receive()[0], name="oslo"))
+    (answer,) = ask(sites, 30).values()
+    for half in halves:
+        half.close()
+    assert answer.facts["name"] == "oslo"
+    assert lines == []
+
+
+@pytest.mark.slow
+def test_failed_handshakes_write_no_log(secured):
+    """In a process of its own, because gRPC reads how much to log when it is imported."""
+    _, tls = secured
+    program = """
+import socket, sys, time
+from pathlib import Path
+from fedgmm.federation.network.certificates import Tls
+from fedgmm.federation.network.sites import NetworkSites
+port = int(sys.argv[1])
+with NetworkSites("127.0.0.1", port, Tls(*map(Path, sys.argv[2:]))):
+    halves = [socket.create_connection(("127.0.0.1", port)) for _ in range(1012)]
+    for half in halves[::10]:
+        half.sendall(bytes(100))
+    time.sleep(12)  # the handshakes time out after 10 s
+"""
+    files = [str(one) for one in (tls.certificate, tls.key, tls.authority)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(free_port()), *files], capture_output=True, check=True
+    )
+    assert done.stdout + done.stderr == b""
 
 
 def test_a_site_has_the_name_of_its_key(secure):

@@ -24,11 +24,7 @@ _TEXTS = ("kind", "facts", "layout")
 
 
 def to_records(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> RecordDict:
-    """Convert a message to Flower's records.
-
-    Raises:
-        MessageError: the message exceeds a limit.
-    """
+    """Convert a message to Flower's records, or raise ``MessageError``."""
     check_message(message, limit_bytes=limit_bytes)
     texts = ConfigRecord()
     for name, text in zip(
@@ -43,11 +39,7 @@ def to_records(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> Recor
 
 
 def from_records(records: RecordDict, *, limit_bytes: int = LARGEST_MESSAGE) -> Message:
-    """Convert Flower's records to a message; sizes and shapes are checked before arrays are read.
-
-    Raises:
-        MessageError: the records are not a message, or the message exceeds a limit.
-    """
+    """Convert Flower's records to a message; sizes and shapes are checked before arrays are read."""
     if set(records) != {_ARRAYS, _TEXT_RECORD}:
         raise MessageError("it is not a message of fedgmm.")
     texts, arrays = records[_TEXT_RECORD], records[_ARRAYS]

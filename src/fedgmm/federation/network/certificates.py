@@ -35,14 +35,9 @@ class Tls:
 
 
 def check_tls(files: Tls, host: str) -> list[str]:
-    """Check a certificate as a client would, and return the host names that it is valid for.
+    """Return the host names of a certificate, or raise ``CertificateError`` if clients would refuse it.
 
-    Args:
-        files: TLS files of the server.
-        host: address to listen on; the certificate must be valid for it, unless it means all addresses.
-
-    Raises:
-        CertificateError: clients would refuse the certificate.
+    It must be valid for ``host``, unless that means all addresses.
     """
     for path in (files.certificate, files.key, files.authority):
         if not path.is_file():

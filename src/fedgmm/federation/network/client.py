@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import random
@@ -59,13 +60,7 @@ class UnusableError(ValueError):
 
 
 class RequestHandler(Protocol):
-    """The part of a site that the transport uses.
-
-    Attributes:
-        finished: the site has no more work to do.
-        refused: reason why the server refuses the site, or ``None``.
-        unusable: reason why the site's table cannot be used, or ``None``.
-    """
+    """The part of a site that the transport uses: replies, and why it should end the connection."""
 
     finished: bool
     refused: str | None
@@ -82,7 +77,6 @@ class Connection:
 
     Attributes:
         host: name or address, as in the server's certificate.
-        port: port of the server.
         authority: certificate of the authority that signed the server's; ``None`` for plain text.
         key: private key of the site; requires TLS.
     """
@@ -99,11 +93,7 @@ class Connection:
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """Split ``host:port`` into host and port.
-
-    Raises:
-        ValueError: the text is not an address.
-    """
+    """Split ``host:port`` into host and port, or raise ``ValueError``."""
     host, _, port = text.removeprefix("https://").removeprefix("http://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"{text!r} is not an address; use host:port, such as server.org:9092.")
@@ -111,13 +101,9 @@ def read_address(text: str) -> tuple[str, int]:
 
 
 def take_part(site: RequestHandler, connection: Connection, out: Path, *, notify: Notify) -> None:
-    """Reply to the server's requests until the site is finished.
+    """Reply to the server's requests until the site is finished; wait while there is no server.
 
-    If the server is not available, wait for it.
-
-    Raises:
-        RefusedError: the server is not the right one, or does not know the site's key.
-        UnusableError: the site's table cannot be used.
+    Raises ``RefusedError`` or ``UnusableError`` if another attempt does not help.
     """
     from filelock import FileLock, Timeout
 
@@ -152,11 +138,7 @@ def _reconnect(site: RequestHandler, connection: Connection, notify: Notify) -> 
 
 
 class _Stream:
-    """One connection to the server.
-
-    Attributes:
-        welcomed: the server has accepted the site's key.
-    """
+    """One connection to the server; ``welcomed`` after the server has accepted the site's key."""
 
     def __init__(
         self, site: RequestHandler, connection: Connection, instance: str, notify: Notify
@@ -167,11 +149,7 @@ class _Stream:
         self.welcomed = False
 
     def run(self) -> str:
-        """Reply until the connection ends; return the reason why it did.
-
-        Raises:
-            RefusedError: another attempt cannot help.
-        """
+        """Reply until the connection ends; return the reason why it did, or raise ``RefusedError``."""
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         import grpc
 
@@ -186,13 +164,10 @@ class _Stream:
             channel = grpc.secure_channel(where, credentials, options)
         with channel:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(self._sent())
-            # a server that accepts the connection and stays silent does not hold the site
-            watchdog = threading.Timer(_WELCOME_TIMEOUT, call.cancel)
-            watchdog.daemon = True
-            watchdog.start()
             try:
-                self._prove(call)
-                watchdog.cancel()
+                # a server that accepts the connection and stays silent does not hold the site
+                with _cancelled_after(_WELCOME_TIMEOUT, call):
+                    self._prove(call)
                 self._reply_to_all(call)
                 return "the server ended the connection"
             except grpc.RpcError as error:
@@ -200,7 +175,6 @@ class _Stream:
             except MessageError as error:
                 return f"the server's message is not accepted: {error}"
             finally:
-                watchdog.cancel()
                 self._outgoing.put(None)
                 call.cancel()
 
@@ -254,16 +228,10 @@ class _Stream:
         import grpc
 
         self._outgoing.put(None)
-        watchdog = threading.Timer(_LAST_REPLY_TIMEOUT, call.cancel)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            for _ in call:  # the server ends its side when it has read everything
+        # the server ends its side when it has read everything
+        with _cancelled_after(_LAST_REPLY_TIMEOUT, call), contextlib.suppress(grpc.RpcError):
+            for _ in call:
                 pass
-        except grpc.RpcError:
-            pass
-        finally:
-            watchdog.cancel()
 
     def _explained(self, grpc: Any, error: Any) -> str:
         """Return why the connection ended, or raise if another attempt cannot help."""
@@ -280,6 +248,18 @@ class _Stream:
         if code in (codes.ALREADY_EXISTS, codes.RESOURCE_EXHAUSTED, codes.INVALID_ARGUMENT):
             return str(error.details()).rstrip(".")
         return "the connection to the server was lost"
+
+
+@contextlib.contextmanager
+def _cancelled_after(seconds: float, call: Any) -> Iterator[None]:
+    """Cancel a call that takes longer than this."""
+    watchdog = threading.Timer(seconds, call.cancel)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
 
 
 def check_authority(path: Path) -> None:
@@ -307,11 +287,7 @@ def wait_for_server(connection: Connection, notify: Notify) -> None:
 
 
 def check_server(connection: Connection) -> str:
-    """Return why the server does not respond, or an empty text if it does.
-
-    Raises:
-        RefusedError: another server responds.
-    """
+    """Return why the server does not respond, empty if it does; raise ``RefusedError`` for another one."""
     try:
         with socket.create_connection((connection.host, connection.port), _CONNECT_TIMEOUT) as line:
             if connection.authority is not None:

@@ -48,7 +48,6 @@ class PublicKey:
     """The public key of a site.
 
     Attributes:
-        name: name of the site.
         pem: the key as PEM text, by which the server identifies a site.
         fingerprint: short hash, to compare by telephone.
     """
@@ -80,11 +79,7 @@ def new_pair(name: str, folder: Path) -> tuple[Path, Path]:
 
 
 def read_public_keys(folder: Path) -> list[PublicKey]:
-    """Read all ``*.pub`` files of a folder, sorted by name.
-
-    Raises:
-        SiteKeyError: there is no folder or no key, a file is not a key, or two files have the same key.
-    """
+    """Read all ``*.pub`` files of a folder, sorted by name, or raise ``SiteKeyError``."""
     if not folder.is_dir():
         raise SiteKeyError(
             f"There is no folder {folder}; create it with the public keys of the sites (NAME.pub)."
@@ -106,11 +101,7 @@ def read_public_keys(folder: Path) -> list[PublicKey]:
 
 
 def check_private_key(path: Path) -> PublicKey:
-    """Return the public key that belongs to a private key file.
-
-    Raises:
-        SiteKeyError: the file cannot be used, or other users can read it.
-    """
+    """Return the public key that belongs to a private key file, or raise ``SiteKeyError``."""
     if not path.is_file():
         raise SiteKeyError(f"There is no key {path}; make one with fedgmm keys new NAME.")
     if path.suffix == _PUBLIC:
@@ -124,11 +115,7 @@ def check_private_key(path: Path) -> PublicKey:
 
 
 def read_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Return the private key in a file.
-
-    Raises:
-        SiteKeyError: another kind of file.
-    """
+    """Return the private key in a file, or raise ``SiteKeyError``."""
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -152,11 +139,7 @@ def signer(path: Path) -> Callable[[bytes], bytes]:
 
 
 def verifiers(folder: Path) -> dict[str, Callable[[bytes, bytes], bool]]:
-    """Return checks of signatures by the sites whose public keys are in a folder.
-
-    Raises:
-        SiteKeyError: the folder cannot be used.
-    """
+    """Return checks of signatures by the sites whose public keys are in a folder."""
     return {one.name: partial(_is_signed, one.pem.encode()) for one in read_public_keys(folder)}
 
 
@@ -197,10 +180,6 @@ def _public_key(name: str, key: ec.EllipticCurvePublicKey) -> PublicKey:
 
 class AcceptedKeys:
     """The public keys of a folder, which may change while the server runs.
-
-    Args:
-        folder: folder of ``NAME.pub`` files.
-        notify: called with a line about each added, removed or changed key.
 
     Attributes:
         names: name of the site of each accepted key.

@@ -22,14 +22,9 @@ _PATHS = ("tls_cert", "tls_key", "tls_ca", "keys")
 
 
 def read_server_options(config: Path, **given: Any) -> dict[str, Any]:
-    """Read the section ``server`` of a TOML file; its paths are relative to the file.
+    """Return the section ``server`` of a TOML file; its paths are relative to the file.
 
-    Args:
-        config: path of the file.
-        **given: options that override the file; ``None`` means not given.
-
-    Raises:
-        ValueError: an option has the wrong type.
+    ``given`` options override the file, unless they are ``None``.
     """
     found: dict[str, Any] = {}
     for name, value in read_config(config)["server"].items():
@@ -47,8 +42,6 @@ class ServerAddress:
     """Address of the server, its TLS files, and the sites that it accepts.
 
     Attributes:
-        host: address to listen on.
-        port: port for the sites.
         tls: TLS files of the server; ``None`` is plain text and accepts every site.
         keys: folder of public keys; requires TLS.
     """
@@ -59,14 +52,7 @@ class ServerAddress:
     keys: Path | None
 
     def check(self, notify: Notify) -> tuple[AcceptedKeys | None, tuple[str, ...]]:
-        """Check the certificate and the keys.
-
-        Returns:
-            The keys of the accepted sites, and the host names of the certificate.
-
-        Raises:
-            ValueError: a file is missing or does not fit.
-        """
+        """Return the accepted keys and the host names of the certificate, or raise ``ValueError``."""
         if self.tls is None:
             if not _is_loopback(self.host):
                 raise FederationError(
@@ -100,12 +86,7 @@ def run_server(
 ) -> None:
     """Train with the sites that connect, or serve the model of a finished run.
 
-    Args:
-        settings: settings of the federation.
-        out: the run folder; an interrupted run is resumed.
-        address: where to listen, and which sites to accept.
-        serve: also serve the model after training.
-        notify: called with one line per event.
+    An interrupted run in ``out`` is resumed. With ``serve`` the model is served after training, too.
     """
     from filelock import FileLock, Timeout
 

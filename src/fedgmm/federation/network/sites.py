@@ -73,11 +73,9 @@ class _Line:
         node: the registered name of its key; a number without keys.
         key: its public key; empty without keys.
         instance: random text of the site's process, which a second process does not know.
-        task: runs the stream; cancelled to end it.
         pending: the exchange whose reply is expected.
         unexpected: number of messages that no request asked for.
         request: the newest request, until it is sent.
-        wake: set when there is a request.
     """
 
     node: str
@@ -94,16 +92,11 @@ class NetworkSites:
     """A gRPC server whose streams are sites; a :class:`Transport`, and a context manager.
 
     Args:
-        host: address to listen on.
-        port: port to listen on.
         tls: TLS files; ``None`` is plain text.
         keys: keys of the accepted sites; ``None`` accepts every site.
         names: host names of the certificate.
         limit_bytes: size of the largest message that is sent or read.
         notify: called with a line about connections.
-
-    Raises:
-        FederationError: the port is in use.
     """
 
     def __init__(
@@ -349,15 +342,18 @@ class NetworkSites:
             delivered = False
             try:
                 found = assembler.add(piece)
+                if assembler.missing and assembler.number != line.pending:
+                    assembler.drop()
+                    _count_unexpected(line)
                 allowed = _PIECE_TIMEOUT + assembler.missing / _SLOWEST
                 deadline = self._loop.time() + allowed
-                while found is None:
+                while assembler.missing:
                     left = min(_PIECE_TIMEOUT, deadline - self._loop.time())
                     piece = await asyncio.wait_for(context.read(), left)
                     if not isinstance(piece, bytes):
                         return
                     found = assembler.add(piece)
-                delivered = self._deliver(line, *found, large)
+                delivered = found is not None and self._deliver(line, *found, large)
             except TimeoutError:
                 raise MessageError("it did not arrive completely.") from None
             finally:
@@ -367,14 +363,19 @@ class NetworkSites:
     def _deliver(self, line: _Line, number: int, reply: Message, large: bool) -> bool:
         """Hand a reply over, unless it is late or no request asked for it."""
         if number != line.pending:
-            line.unexpected += 1
-            if line.unexpected > _MOST_UNEXPECTED:
-                raise MessageError("it sends messages that no request asked for.")
+            _count_unexpected(line)
             return False
         line.pending = None
         checked = checked_reply(reply, self._registered(line.node))
         self._replies.put((line.node, number, checked, large))
         return True
+
+
+def _count_unexpected(line: _Line) -> None:
+    """Count a late reply, or a message that no request asked for."""
+    line.unexpected += 1
+    if line.unexpected > _MOST_UNEXPECTED:
+        raise MessageError("it sends messages that no request asked for.")
 
 
 def _raise_file_limit() -> None:

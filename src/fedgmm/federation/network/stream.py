@@ -47,12 +47,7 @@ COMMON_OPTIONS: list[tuple[str, int]] = [
 
 
 def pieces(message: Message, number: int) -> Iterator[bytes]:
-    """Yield a message in pieces, without a copy of all its bytes.
-
-    Args:
-        message: checked before.
-        number: of the exchange.
-    """
+    """Yield a checked message of exchange ``number`` in pieces, without a copy of all its bytes."""
     texts = [message.kind.encode(), message.facts_text().encode(), layout_text(message).encode()]
     buffers = [array.data.cast("B") for array in message.arrays.values() if array.size]
     head = _LENGTHS.pack(*map(len, texts)) + b"".join(texts)
@@ -72,47 +67,45 @@ def pieces(message: Message, number: int) -> Iterator[bytes]:
 
 
 class Assembler:
-    """Pieces of one direction of a stream, put together to messages.
-
-    Args:
-        limit: largest number of bytes of a message's facts and arrays.
-    """
+    """Pieces of one direction of a stream, put together to messages of at most ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._missing = 0
-        self._number = 0
+        self.missing = 0  # bytes that the current message still lacks
+        self.number = 0  # of its exchange
         self._parts = bytearray()
+        self._dropped = False
 
-    @property
-    def missing(self) -> int:
-        """Number of bytes that the current message still lacks."""
-        return self._missing
+    def drop(self) -> None:
+        """Store nothing of the current message; it is not returned when it is complete."""
+        self._parts.clear()
+        self._dropped = True
 
     def add(self, piece: bytes) -> tuple[int, Message] | None:
         """Add a piece; return the number of its exchange and the message if it is complete.
 
-        Raises:
-            MessageError: a message that is too large or is not a message; the stream must end.
+        Raises ``MessageError`` if it is too large or not a message; the stream must end then.
         """
-        if not self._missing:
+        if not self.missing:
             if len(piece) < _HEADER.size:
                 raise MessageError("it has no header.")
-            size, self._number = _HEADER.unpack_from(piece)
+            size, self.number = _HEADER.unpack_from(piece)
             if size > self.limit + _OVERHEAD:
                 raise MessageError(f"it is {size} bytes; at most {self.limit} are allowed.")
-            self._missing = size
+            self.missing = size
             piece = piece[_HEADER.size :]
             if not size:
                 raise MessageError("it is empty.")
-        if len(piece) > self._missing:
+        if len(piece) > self.missing:
             raise MessageError("it has more bytes than it declared.")
-        self._parts += piece
-        self._missing -= len(piece)
-        if self._missing:
+        if not self._dropped:
+            self._parts += piece
+        self.missing -= len(piece)
+        if self.missing:
             return None
         parts, self._parts = self._parts, bytearray()
-        return self._number, self._message(parts)
+        dropped, self._dropped = self._dropped, False
+        return None if dropped else (self.number, self._message(parts))
 
     def _message(self, parts: bytearray) -> Message:
         if len(parts) < _LENGTHS.size:
@@ -140,11 +133,7 @@ def greeting(**facts: Any) -> bytes:
 
 
 def read_greeting(piece: bytes) -> dict[str, Any]:
-    """Return a message of the handshake.
-
-    Raises:
-        MessageError: anything else.
-    """
+    """Return a message of the handshake, or raise ``MessageError``."""
     if len(piece) > _LARGEST_GREETING:
         raise MessageError("its greeting is too long.")
     try:
