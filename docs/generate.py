@@ -101,9 +101,15 @@ def _argument(one: Any) -> str:
 
 def _parameter(one: Any) -> str:
     """Return one row of the table of a command."""
-    names = [_argument(one)] if one.param_type_name == "argument" else [*one.opts, *one.secondary_opts]
+    names = (
+        [_argument(one)] if one.param_type_name == "argument" else [*one.opts, *one.secondary_opts]
+    )
     flag = getattr(one, "is_flag", False)
-    value = "" if flag else _cell(one.type.name if one.type.name != "choice" else "|".join(one.type.choices))
+    value = (
+        ""
+        if flag
+        else _cell(one.type.name if one.type.name != "choice" else "|".join(one.type.choices))
+    )
     default = one.default
     if one.required:
         shown = "required"
@@ -123,13 +129,15 @@ def _cell(text: Any) -> str:
 
 
 def equations() -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Return each row of the table in ``architecture.md``: name, formula, and (module, name) of its code."""
+    """Return the rows of the table in ``architecture.md``: name, formula, (module, name) of its code."""
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     table = text.split("## The paper beside the code\n", 1)[1].split("\n\n", 1)[0].strip()
     rows = []
     for line in table.splitlines()[2:]:
         paper, formula, code = re.split(r"(?<!\\)\|", line)[1:4]
-        found = [(f"fedgmm.{path.replace('/', '.')}", name) for path, name in REFERENCE.findall(code)]
+        found = [
+            (f"fedgmm.{path.replace('/', '.')}", name) for path, name in REFERENCE.findall(code)
+        ]
         rows.append((paper.strip(), formula.strip(), found))
     return rows
 
@@ -138,15 +146,19 @@ def equations_page() -> str:
     """Return the equations of the paper, each with the functions that compute it."""
     parts = [
         "# The paper beside the code\n",
-        "Each equation of the paper with the functions that compute it. *[source]* opens the code, in which "
-        "the formula stands above its line. [Architecture](../architecture.md#the-paper-beside-the-code) has "
-        "the table on one screen, and the differences from the paper.\n",
+        "Each equation of the paper with the functions that compute it. *[source]* opens the code, in "
+        "which the formula stands above its line. "
+        "[Architecture](../architecture.md#the-paper-beside-the-code) has the table on one screen, and the "
+        "differences from the paper.\n",
     ]
     seen: set[str] = set()
     for paper, formula, code in equations():
         if not code:
             continue
-        parts += [f"## {paper[0].upper()}{paper[1:]}\n", f"{formula}\n".replace("\\|", "|").replace("](", "](../")]
+        parts += [
+            f"## {paper[0].upper()}{paper[1:]}\n",
+            f"{formula}\n".replace("\\|", "|").replace("](", "](../"),
+        ]
         for module, name in code:
             again = "\n   :no-index:" if f"{module}.{name}" in seen else ""
             seen.add(f"{module}.{name}")
