@@ -18,9 +18,8 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-import generate  # noqa: E402
-
 import fedgmm  # noqa: E402
+import generate  # noqa: E402
 
 project = "fedgmm"
 author = "the fedgmm developers"
