@@ -28,6 +28,7 @@ _LOADED_LINKS = {
     "dns-prefetch",
     "manifest",
 }
+_FROM_ELSEWHERE = re.compile(r"(?:url\(|@import)\s*['\"]?((?:https?:)?//[^'\")\s]+)")
 
 
 class Page(HTMLParser):

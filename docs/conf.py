@@ -98,9 +98,18 @@ def skip_routing(_app: Sphinx, _kind: str, name: str, *_: Any) -> bool | None:
     return True if re.fullmatch(r"set_\w+_request|get_metadata_routing", name) else None
 
 
+def drop_links_back(
+    _app: Sphinx, page: str, _template: str, context: dict[str, Any], _tree: Any
+) -> None:
+    """Drop viewcode's links from code to the API, which are wrong for names that are exported twice."""
+    if page.startswith("_modules/fedgmm/"):
+        context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
+
+
 def setup(app: Sphinx) -> None:
     """Register the parts above."""
     generate.write_pages(HERE / "generated")
     app.add_post_transform(LinkReferences)
     app.connect("source-read", mark_as_orphan)
     app.connect("autodoc-skip-member", skip_routing)
+    app.connect("html-page-context", drop_links_back)

@@ -25,7 +25,7 @@ label = "diagnosis"
 [training]
 components = 3
 learners = 3
-rounds = 12
+rounds = 8
 
 [federation]
 clients = 3
@@ -63,7 +63,11 @@ def main(out: Path) -> None:
         )
         for site in SITES
     ]  # fmt: skip
-    codes = [process.wait(120) for process in (*clients, server)]
+    try:
+        codes = [process.wait(600) for process in (*clients, server)]
+    finally:
+        for process in (*clients, server):
+            process.kill()
     if any(codes):
         raise RuntimeError("\n".join(path.read_text()[-300:] for path in folder.glob("*.log")))
 
