@@ -179,6 +179,8 @@ def test_names_that_pages_mention_are_in_the_api():
     ]  # it names modules of operation
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     mentioned = set(re.findall(r"`(fedgmm(?:\.[a-z_]+)+\.[A-Za-z_]+)[`(]", text))
+    package = ROOT / "src"
+    mentioned = {one for one in mentioned if not (package / f"{one.replace('.', '/')}.py").exists()}
     missing = {one for one in mentioned - names if one.rpartition(".")[0] not in modules}
     assert len(mentioned) >= 4
     assert not missing
