@@ -265,7 +265,8 @@ def plot_story(story: Story, path: Path) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.0, 7.4), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1.15, 1.0), hspace=0.04)
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.15, 1.0), hspace=0.04)
+    above, below = parts
     synthetic_axes, digits_axes = above.subplots(1, 2)
     _draw_accuracies(synthetic_axes, story.synthetic, story.bayes)
     synthetic_axes.set_title(f"Synthetic mixture (best possible: {100 * story.bayes:.1f} %)")
