@@ -11,7 +11,7 @@ TORCH_VERSION := $(patsubst torch==%,%,$(filter torch==%,$(file < constraints.tx
 # A module stays in one process, because its tests share fixtures. A process takes 1 GB of memory.
 PARALLEL := -n auto --maxprocesses 4 --dist loadscope
 
-.PHONY: demo federation-demo test test-slow coverage lint types bench docs dist dist-lowest clean
+.PHONY: demo federation-demo test test-slow coverage lint types bench docs figures examples dist dist-lowest clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedgmm demo --out demo
@@ -42,8 +42,19 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/federated_gmm.py
 	$(BIN)/python benchmarks/rounds.py
 
+# The documentation site, offline: warnings are errors, links are checked. Open build/site/index.html.
 docs: $(INSTALLED)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/site
+	$(BIN)/python docs/check_site.py build/site
+
+# The pictures of the documentation, and the numbers of docs/aggregation.md.
+figures: $(INSTALLED)
 	$(BIN)/python docs/make_figures.py
+
+# All examples, and their pictures in the gallery.
+examples: $(INSTALLED)
+	for script in examples/*.py; do echo $$script; MPLBACKEND=Agg $(BIN)/python $$script \
+	  --out docs/images/examples/$$(basename $$script .py).png || exit 1; done
 
 # Wheel and source archive, built in isolation, then tried in a fresh environment as a user would.
 # `make dist PYTHON=python3.13` tries another Python.
@@ -65,7 +76,7 @@ define try
 endef
 
 clean:
-	rm -rf $(VENV) demo federation-demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) demo federation-demo build dist docs/generated .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 
 # Installs again only when the dependencies change.
 $(INSTALLED): pyproject.toml constraints.txt

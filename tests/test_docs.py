@@ -1,6 +1,7 @@
 """Documentation pages: their blocks run, their links lead to files and headings, figures are small."""
 
 import ast
+import importlib
 import os
 import re
 import shlex
@@ -11,9 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import fedgmm
 from small_runs import works
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+import check_site  # noqa: E402
+import generate  # noqa: E402
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -44,10 +50,10 @@ def shell_of(page: Path) -> str:
     return "".join(SHELL.findall(page.read_text(encoding="utf-8")))
 
 
-def test_commands_of_the_readme_work(tmp_path, monkeypatch):
+def test_commands_of_the_page_about_files_work(tmp_path, monkeypatch):
     """Run the printed commands in this process, which need not import torch for each of them."""
     monkeypatch.chdir(tmp_path)
-    for line in shell_of(ROOT / "README.md").splitlines():
+    for line in shell_of(ROOT / "docs" / "files.md").splitlines():
         words = shlex.split(line, comments=True)
         if words[0] == "cd":
             monkeypatch.chdir(words[1])
@@ -80,10 +86,167 @@ def test_shell_blocks_run(page, tmp_path):
 
 
 def test_the_shell_blocks_show_every_command():
-    text = shell_of(ROOT / "README.md") + shell_of(ROOT / "docs" / "files.md")
+    text = shell_of(ROOT / "docs" / "files.md")
     shown = set(re.findall(r"^fedgmm (\w+) ", text, re.MULTILINE))
     assert shown >= {"demo", "inspect", "fit", "evaluate", "predict", "adapt", "detect", "compare"}
     assert "report" in shown
+    commands = {line.split("#")[0].strip() for line in text.splitlines()}
+    for page in ("README.md", "docs/index.md"):  # they show the beginning of the same commands
+        lines = shell_of(ROOT / page).splitlines()
+        assert {line.split("#")[0].strip() for line in lines} <= commands
+
+
+NOT_RUN = {
+    "CONTRIBUTING.md": "make targets",
+    "README.md": "make targets",
+    "classification.md": "formulas",
+    "deployment.md": "several machines, openssl, systemd",
+    "embeddings.md": "weights of an encoder, and images of your own",
+    "images.md": "data sets, and hours on a GPU",
+    "privacy.md": "a federation",
+    "scale.md": "many machines or processes",
+    "speed.md": "measurements",
+}
+"""Pages with commands that no test runs, and why; their options are checked below."""
+
+COMMAND = re.compile(r"^(?:\S*torchrun .*-m )?fedgmm \w+.*$", re.MULTILINE)
+
+
+def command_blocks(page: Path) -> list[str]:
+    """Return the blocks of a page that are not run, but have lines that begin with a command."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    first_words = re.compile(
+        r"^(fedgmm|make|python|openssl|torchrun|pip|pytest|flwr) ", re.MULTILINE
+    )
+    return [
+        text
+        for kind, text in blocks
+        if kind in ("", "bash", "console") and first_words.search(text)
+    ]
+
+
+def test_blocks_of_commands_are_run_or_marked_with_a_reason():
+    found = {page.name for page in (*PAGES, ROOT / "CONTRIBUTING.md") if command_blocks(page)}
+    assert found <= set(NOT_RUN)
+
+
+def test_options_of_all_shown_commands_exist():
+    options = {
+        name: {
+            one
+            for parameter in command.params
+            for one in (*parameter.opts, *parameter.secondary_opts)
+        }
+        for name, command in generate.commands()
+    }
+    wrong = []
+    for page in PAGES:
+        for block in command_blocks(page):
+            for line in COMMAND.findall(block.replace("\\\n", " ")):
+                words = line.split("#")[0][line.index("fedgmm ") :].split()
+                name = " ".join(words[: 3 if words[1] == "keys" else 2])
+                given = {word.split("=")[0] for word in words if re.match(r"--[a-z]", word)}
+                if name not in options or not given <= options[name]:
+                    wrong.append(f"{page.name}: {line}")
+    assert not wrong
+
+
+# ---------------------------------------------------------------------- the site
+
+AUTO = re.compile(r"^\.\. auto(class|function|exception|module):: (fedgmm[\w.]*)$", re.MULTILINE)
+API = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+
+
+def test_the_api_has_every_public_name():
+    listed = {name for _, name in AUTO.findall(API)}
+    public = {f"fedgmm.{name}" for name in fedgmm.__all__ if name != "__version__"}
+    assert public <= listed
+    for kind, name in AUTO.findall(API):
+        module, _, last = name.rpartition(".")
+        found = (
+            importlib.import_module(name)
+            if kind == "module"
+            else getattr(importlib.import_module(module), last)
+        )
+        assert found.__doc__, name
+
+
+def test_names_that_pages_mention_are_in_the_api():
+    modules = {name for kind, name in AUTO.findall(API) if kind == "module"}
+    names = {name for _, name in AUTO.findall(API)}
+    pages = [
+        page for page in PAGES if page.name != "deployment.md"
+    ]  # it names modules of operation
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    mentioned = set(re.findall(r"`(fedgmm(?:\.[a-z_]+)+\.[A-Za-z_]+)[`(]", text))
+    package = ROOT / "src"
+    mentioned = {one for one in mentioned if not (package / f"{one.replace('.', '/')}.py").exists()}
+    missing = {one for one in mentioned - names if one.rpartition(".")[0] not in modules}
+    assert len(mentioned) >= 4
+    assert not missing
+
+
+def test_every_error_class_has_a_remedy():
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    classes = set(re.findall(r"^class ([A-Za-z]\w*(?:Error|Warning))\(", source, re.MULTILINE))
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert listed == classes
+    assert all(len(cell.strip()) > 3 for row in rows for cell in row.split("|")[1:4])
+
+
+def test_the_page_of_commands_has_every_command_and_option():
+    page = generate.commands_page()
+    for name, command in generate.commands():
+        section = page.split(f"### {name}\n", 1)[1].split("\n### ", 1)[0]
+        for parameter in command.params:
+            if parameter.name != "help" and not parameter.hidden:
+                assert all(f"`{one}`" in section for one in parameter.opts if one.startswith("-"))
+
+
+def test_every_equation_has_its_function():
+    rows = generate.equations()
+    assert len(rows) > 18
+    page = generate.equations_page()
+    for _, _, code in rows:
+        assert all(f"{module}.{name}" in page for module, name in code)
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    shown = set("\n".join(re.findall(r"```{toctree}(.*?)```", text, re.DOTALL)).split())
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"} <= shown
+
+
+def test_the_check_finds_broken_links_and_requests(tmp_path):
+    (tmp_path / "other.html").write_text("<h1 id='here'>x</h1>")
+    (tmp_path / "index.html").write_text(
+        "<a href='other.html#here'>a</a><a href='https://example.org'>b</a>"
+        "<a href='other.html#gone'>c</a><a href='gone.html'>d</a>"
+        "<script src='https://example.org/x.js'></script>"
+    )
+    found = check_site.problems_of(tmp_path)
+    assert [
+        key in line for key, line in zip(("#gone", "gone.html", "x.js"), found, strict=True)
+    ] == [True] * 3
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_every_public_name_is_in_its_index(tmp_path):
+    pytest.importorskip("sphinx")
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", "-b", "html"]
+    done = subprocess.run(
+        [*command, "-d", str(tmp_path / "trees"), str(ROOT / "docs"), str(site)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not check_site.problems_of(site)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (site / "api").glob("*.html"))
+    assert all(f'id="fedgmm.{name}"' in text for name in fedgmm.__all__ if name != "__version__")
+    assert (site / "searchindex.js").stat().st_size > 100_000
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -139,7 +302,7 @@ def test_results_are_short_and_every_file_is_cited():
 
 def test_there_is_something_to_run():
     assert "FederatedGaussianMixture" in python_of(ROOT / "docs" / "federated-gmm.md")
-    assert "FederatedGaussianMixture" in python_of(ROOT / "README.md")
+    assert "train(" in python_of(ROOT / "README.md")
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,9 @@ def test_the_demo_says_what_it_computed(story, tmp_path, monkeypatch):
     words = " ".join(console.export_text().split())
     for ranking in (shown.synthetic, shown.digits):
         assert ranking.headline() in words
-    gained = max(shown.newcomer.labelled, shown.newcomer.unlabelled) > shown.newcomer.before
-    assert ("Nothing was gained" in words) != gained
+    labelled, unlabelled, _ = shown.offices.at(5)
+    for value in (shown.offices.before, labelled, unlabelled):
+        assert f"{100 * value:.0f} %" in words
 
 
 def test_newcomer_and_novelty(story):
@@ -59,6 +60,16 @@ def test_newcomer_and_novelty(story):
     assert shown.novelty.metrics.auroc > 0.95
     assert shown.novelty.false_alarms < 0.12
     assert shown.novelty.found > 0.9
+
+
+def test_labels_of_a_new_office_decide_and_images_alone_cannot(story):
+    """Half of the offices use other labels, so weights from labels double the accuracy."""
+    offices = story[0].offices
+    labelled, unlabelled, alone = offices.at(5)
+    assert 0.3 < offices.before < 0.6
+    assert labelled > 0.9
+    assert abs(unlabelled - offices.before) < 0.03
+    assert alone < labelled - 0.2
 
 
 def test_newcomer_is_not_in_training():

@@ -145,12 +145,12 @@ def draw_patients(rng: np.random.Generator, shares: NDArray[np.float64], rows: i
 def write_hospitals(folder: Path, seed: int = 0) -> list[Path]:
     """Write one file per hospital and three files for later; return their paths.
 
-    ==================  ==============================================================
-    ``site_*.csv``      six hospitals with diagnoses
-    ``new_patients.csv`` patients of Oslo without diagnoses
-    ``bergen.csv``      a hospital that did not take part
-    ``batch.csv``       patients, every fourth of them unlike any seen in training
-    ==================  ==============================================================
+    ====================  ============================================================
+    ``site_*.csv``        six hospitals with diagnoses
+    ``new_patients.csv``  patients of Oslo without diagnoses
+    ``bergen.csv``        a hospital that did not take part
+    ``batch.csv``         patients, every fourth of them unlike any seen in training
+    ====================  ============================================================
     """
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)

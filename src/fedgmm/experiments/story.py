@@ -1,13 +1,14 @@
 """Second part of ``fedgmm demo``: methods compared, a new client, novel samples; with its picture.
 
-Two federations are used: the paper's synthetic mixture, for which the best possible accuracy is known, and
-handwritten digits that are made heterogeneous as in the paper.
+Three federations are used: the paper's synthetic mixture, for which the best possible accuracy is known;
+handwritten digits that are made heterogeneous as in the paper; and offices that give the same digits
+different labels, which a new client's weights have to find out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.examples import SIDE, WHITE, Digits, heterogeneous_digits
 from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.base import TITLES
@@ -22,7 +24,8 @@ from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import NoveltyMetrics, novelty_metrics
 from fedgmm.report.plots import COLOURS, INK
 from fedgmm.runs.comparison import LEARNER_TITLES, LEARNERS, Notify, compare
-from fedgmm.runs.ranking import Ranking, Standing, rank
+from fedgmm.runs.ranking import Ranking, rank
+from fedgmm.training.local import train
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +35,9 @@ FloatArray = NDArray[np.float64]
 _GRID = (10**-0.5, 10**-1.0, 10**-1.5, 10**-2.0)
 METHODS = ("local", "fedavg", "fedavg+", "fedem", "fedgmm")
 _GREY = "#8A9AA6"
-_IMAGES_SHOWN = 6
+_IMAGES_SHOWN = 5
+_OFFICES, _LATER = 12, 4
+LABELLED_ROWS = (1, 2, 3, 5, 10, 20, 40)
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,32 @@ class Newcomer:
     before: float
     labelled: float
     unlabelled: float
+
+
+@dataclass(frozen=True)
+class NewOffices:
+    """Accuracy of offices that join later and label the same images by one of two lists.
+
+    Attributes:
+        offices: number of new offices; accuracies are means over them.
+        before: accuracy with the federation's weights.
+        labelled: accuracy with weights learned from ``LABELLED_ROWS`` labelled images.
+        unlabelled: accuracy with weights learned from as many images without labels.
+        alone: accuracy of logistic regression on the same labelled images.
+        milliseconds: median time that learning the weights took.
+    """
+
+    offices: int
+    before: float
+    labelled: list[float]
+    unlabelled: list[float]
+    alone: list[float]
+    milliseconds: float
+
+    def at(self, rows: int) -> tuple[float, float, float]:
+        """Return the accuracies with labels, without labels and alone, from this number of rows."""
+        place = LABELLED_ROWS.index(rows)
+        return self.labelled[place], self.unlabelled[place], self.alone[place]
 
 
 @dataclass(frozen=True)
@@ -84,6 +115,7 @@ class Story:
     digits: Ranking
     images: Digits
     newcomer: Newcomer
+    offices: NewOffices
     novelty: Novelty
 
 
@@ -94,7 +126,7 @@ def run_story(
     methods: Sequence[str] = METHODS,
     rounds: int = 50,
 ) -> Story:
-    """Compare the methods on both federations, then adapt a new client and detect novel images.
+    """Compare the methods on two federations, then adapt new clients and detect novel images.
 
     Args:
         seed: of all random numbers.
@@ -123,12 +155,14 @@ def run_story(
         **shared,
     )
     model = next(one.model for one in on_digits.contestants if one.algorithm == "fedgmm")
+    notify("new offices")
     return Story(
         rank([on_synthetic], [seed]),
         federation.bayes_accuracy(),
         rank([on_digits], [seed]),
         digits,
         adapt_newcomer(model, digits),
+        join_offices(seed, rounds),
         find_novel_images(model, digits),
     )
 
@@ -145,6 +179,57 @@ def adapt_newcomer(model: FederatedModel, digits: Digits) -> Newcomer:
     model.adapt("newcomer without labels", x[:half])
     unlabelled = float((model.predict(x[half:], "newcomer without labels") == y[half:]).mean())
     return Newcomer(half, 1000 * seconds, before, labelled, unlabelled)
+
+
+def join_offices(seed: int = 0, rounds: int = 50) -> NewOffices:
+    """Train offices that use two lists of labels for the same images; then four more offices join.
+
+    Every second office adds three to each digit, so no input shows which list is right. Weights are
+    learned from the first images of a new office and tested on the second half of its images.
+    """
+    from sklearn.datasets import load_digits
+    from sklearn.linear_model import LogisticRegression
+
+    generator = np.random.default_rng(seed)
+    images, digits = load_digits(return_X_y=True)
+    images = images.astype(np.float32)
+    office = generator.integers(_OFFICES + _LATER, size=len(images))
+    labels = np.where(office % 2, (digits + 3) % 10, digits)
+    taking_part = office < _OFFICES
+    dataset = FederatedDataset.from_arrays(
+        images[taking_part], labels[taking_part], office[taking_part], seed=seed
+    )
+    model = train(dataset, components=1, learners=2, reg_covar=0.1, rounds=rounds, seed=seed)
+    before: list[float] = []
+    accuracies: list[tuple[list[float], list[float], list[float]]] = []
+    seconds: list[float] = []
+    for name in range(_OFFICES, _OFFICES + _LATER):
+        x, y = images[office == name], labels[office == name]
+        half = len(x) // 2
+        found: tuple[list[float], list[float], list[float]] = ([], [], [])
+        before.append(float((model.predict(x[half:]) == y[half:]).mean()))
+        for rows in LABELLED_ROWS:
+            started = time.perf_counter()
+            model.adapt("labelled", x[:rows], y[:rows])
+            seconds.append(time.perf_counter() - started)
+            model.adapt("unlabelled", x[:rows])
+            for place, client in enumerate(("labelled", "unlabelled")):
+                found[place].append(float((model.predict(x[half:], client) == y[half:]).mean()))
+            guess = np.full(len(x) - half, y[0])  # from images of a single class
+            if len(np.unique(y[:rows])) > 1:
+                own = LogisticRegression(max_iter=1000).fit(x[:rows] / WHITE, y[:rows])
+                guess = own.predict(x[half:] / WHITE)
+            found[2].append(float((guess == y[half:]).mean()))
+        accuracies.append(found)
+    labelled, unlabelled, alone = np.mean(accuracies, 0).tolist()
+    return NewOffices(
+        _LATER,
+        float(np.mean(before)),
+        labelled,
+        unlabelled,
+        alone,
+        1000 * float(np.median(seconds)),
+    )
 
 
 def find_novel_images(model: FederatedModel, digits: Digits, asked: float = 0.05) -> Novelty:
@@ -176,56 +261,77 @@ def shrink(images: NDArray[np.floating]) -> NDArray[np.float32]:
 
 
 def plot_story(story: Story, path: Path) -> Path:
-    """Draw accuracies on both federations, some images, and the scores of known and novel images."""
+    """Draw accuracies on two federations, new clients, novel images, and images of each kind."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.5, 7.6), layout="constrained")
-    axes = figure.subplot_mosaic([["synthetic", "digits"], ["images", "novelty"]])
-    _draw_accuracies(axes["synthetic"], story.synthetic, {"best possible": story.bayes})
-    axes["synthetic"].set_title("Synthetic mixture: test accuracy (%), mean over clients", pad=16)
-    _draw_accuracies(axes["digits"], story.digits, {})
-    axes["digits"].set_title("Handwritten digits, half of them changed", pad=16)
-    _draw_images(axes["images"], story)
-    _draw_novelty(axes["novelty"], story.novelty)
+    figure = Figure(figsize=(12.0, 7.4), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.15, 1.0), hspace=0.04)
+    above, below = parts
+    synthetic_axes, digits_axes = above.subplots(1, 2)
+    _draw_accuracies(synthetic_axes, story.synthetic, story.bayes)
+    synthetic_axes.set_title(f"Synthetic mixture (best possible: {100 * story.bayes:.1f} %)")
+    _draw_accuracies(digits_axes, story.digits)
+    digits_axes.set_title("Handwritten digits, half of them changed")
+    offices_axes, images_axes, novelty_axes = below.subplots(1, 3, width_ratios=(1.15, 0.8, 1.15))
+    _draw_offices(offices_axes, story.offices)
+    _draw_images(images_axes, story)
+    _draw_novelty(novelty_axes, story.novelty)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     return path
 
 
-def _draw_accuracies(axes: Axes, ranking: Ranking, lines: Mapping[str, float]) -> None:
-    """Draw two bars per method, one per learner, and a dashed line for each value in ``lines``.
+def _draw_accuracies(axes: Axes, ranking: Ranking, best: float | None = None) -> None:
+    """Draw two bars per method, one per learner, the best method on top; ``best`` is a dashed line.
 
-    FedGMM is in colour. The learner that validation rows chose has a 95 % interval.
+    FedGMM is in colour. The learner that validation rows chose is darker and has a 95 % interval.
     """
-    standings = ranking.standings
+    standings = sorted(ranking.standings, key=lambda one: one.value.mean)
     height = 0.8 / len(LEARNERS)
     for row, one in enumerate(standings):
         colour = COLOURS[0] if one.algorithm == "fedgmm" else _GREY
         for number, kind in enumerate(LEARNERS):
-            place = row + (number - 0.5) * height
+            place = row + (0.5 - number) * height
             value = 100.0 * one.by_learner[kind]
             chosen = kind in one.learners
             axes.barh(place, value, 0.9 * height, color=colour, alpha=1.0 if chosen else 0.45)
-            reach = 50.0 * (one.value.high - one.value.low) if chosen else 0.0
-            axes.errorbar(value, place, xerr=reach or None, color=INK, capsize=2, linewidth=1)
-            label = f"{value:.1f} {LEARNER_TITLES[kind]}"
-            text = axes.text(value + reach + 1.5, place, label, va="center", color=INK, fontsize=9)
-            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-    names = [
-        TITLES[one.algorithm] + ("\n(tie)" if _ties(ranking, one) else "") for one in standings
-    ]
+            if chosen:
+                reach = [[value - 100.0 * one.value.low], [100.0 * one.value.high - value]]
+                axes.errorbar(value, place, xerr=reach, color=INK, capsize=2, linewidth=1)
+            ink = "white" if chosen else INK
+            label = f"{value:.1f}  {LEARNER_TITLES[kind]}"
+            axes.text(1.5, place, label, va="center", color=ink, fontsize=9)
+    tied = ranking.tied if len(ranking.tied) > 1 else []
+    names = [TITLES[one.algorithm] + ("\n(tie)" if one in tied else "") for one in standings]
     axes.set_yticks(range(len(standings)), names)
-    for label, value in lines.items():
-        axes.axvline(100.0 * value, color=COLOURS[1], linestyle="--", linewidth=1.5)
-        top = len(names) - 0.45
-        axes.text(100.0 * value, top, f"{label} {100.0 * value:.1f}", color=COLOURS[1], ha="center")
-    axes.set_xlim(0, 122)
-    axes.set_xticks([])
+    if best is not None:
+        axes.axvline(100.0 * best, color=COLOURS[1], linestyle="--", linewidth=1.5)
+    axes.set_xlim(0, 101)
+    axes.set_xlabel("test accuracy (%), mean over clients", color=INK)
     _frameless(axes)
 
 
-def _ties(ranking: Ranking, one: Standing) -> bool:
-    return len(ranking.tied) > 1 and one in ranking.tied
+def _draw_offices(axes: Axes, offices: NewOffices) -> None:
+    """Draw the accuracy of new offices by the number of their labelled images."""
+    curves = (  # values, colour, style, and the place of the label
+        (offices.labelled, COLOURS[0], "o-", "its weights, from labelled images", (1, -11)),
+        (offices.alone, _GREY, "s-", "a model of its own,\nfrom the same images", (10, -16)),
+        (offices.unlabelled, COLOURS[1], "^--", "its weights, from images alone", (1, 3)),
+    )
+    for values, colour, style, label, (rows, offset) in curves:
+        heights = 100 * np.array(values)
+        axes.plot(LABELLED_ROWS, heights, style, color=colour)
+        height = heights[LABELLED_ROWS.index(rows)] + offset
+        axes.text(1.1 * rows, height, label, color=INK if colour == _GREY else colour, fontsize=9)
+    axes.set_xscale("log")
+    axes.set_xticks(LABELLED_ROWS, [str(rows) for rows in LABELLED_ROWS])
+    axes.minorticks_off()
+    axes.set_ylim(0, 101)
+    axes.set_xlabel("images that the new office has", color=INK)
+    axes.set_ylabel("test accuracy (%)", color=INK)
+    axes.set_title("New offices: same digits, other labels")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
 
 
 def _draw_images(axes: Axes, story: Story) -> None:
@@ -245,10 +351,10 @@ def _draw_images(axes: Axes, story: Story) -> None:
     height = SIDE + 2
     axes.set_yticks(
         [height * (k + 0.5) - 0.5 for k in range(3)],
-        ["plain", "changed,\nother labels", "novel"],
+        ["plain", "changed,\nother\nlabels", "novel"],
     )
     axes.set_xticks([])
-    axes.set_title("Images of the clients, and novel images")
+    axes.set_title("Digits: plain, changed, novel")
     _frameless(axes)
 
 
@@ -261,13 +367,16 @@ def _draw_novelty(axes: Axes, novelty: Novelty) -> None:
         (novelty.novel, COLOURS[1], "novel"),
     ):
         axes.hist(values.clip(low, high), edges, color=colour, alpha=0.75, label=label)
-    axes.set_title(
-        f"log P(x) of known and novel images: AUROC {novelty.metrics.auroc:.3f},\n"
-        f"{100 * novelty.found:.0f} % found at {100 * novelty.asked:.0f} % false alarms"
+    axes.set_title(f"Novel images: {100 * novelty.found:.0f} % found")
+    axes.set_xlabel(
+        f"log P(x), AUROC {novelty.metrics.auroc:.3f}\n"
+        f"{100 * novelty.false_alarms:.1f} % false alarms of {100 * novelty.asked:.0f} % asked",
+        color=INK,
     )
-    axes.set_yticks([])
+    axes.set_ylabel("images", color=INK)
     axes.legend(frameon=False)
-    _frameless(axes)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
 
 
 def _frameless(axes: Axes) -> None:
