@@ -21,7 +21,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from fedgmm import FedGMMClassifier
-from fedgmm.core.streaming import _threads
+from fedgmm.core.streaming import _lanes
 from fedgmm.methods.base import SHARED_LEARNERS
 from fedgmm.model.saving import load
 from fedgmm.training.options import ALGORITHMS, TrainingOptions
@@ -399,7 +399,10 @@ def test_threads_are_given_back(world):
     x, y, _ = world
     before = torch.get_num_threads()
     used = []
-    options = {"rounds": 1, "on_round": lambda _: used.append(_threads())}
+    options = {
+        "rounds": 1,
+        "on_round": lambda _: used.append(_lanes.get() or torch.get_num_threads()),
+    }
     FedGMMClassifier(1, 1, n_jobs=before + 1, **options).fit(x, y)
     assert used == [before + 1]
     assert torch.get_num_threads() == before

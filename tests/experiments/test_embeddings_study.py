@@ -27,7 +27,7 @@ from tiny_images import FAST, write_femnist, write_mnist
 
 SMALL = EmbeddingStudy(
     dataset="femnist",
-    **{**FAST, "encoder_dtype": "float32", "learner": "linear", "methods": ("fedavg", "fedgmm")},
+    **{**FAST, "encoder_dtype": "float32", "learner": "auto", "methods": ("fedavg", "fedgmm")},
 )
 
 

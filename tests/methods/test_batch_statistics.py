@@ -214,7 +214,7 @@ def test_small_clients_are_not_copied_all_at_once(rows, monkeypatch):
 
 @pytest.mark.usefixtures("thin_mobilenet")
 def test_ctrl_c_while_labels_are_counted_keeps_the_model(rng, monkeypatch):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FederatedModel, "learn_labels", interrupt)

@@ -152,7 +152,7 @@ def test_a_module_of_ones_own(federation):
 def test_networks_have_more_rounds(federation):
     budget = replace(LOOSE, rounds=None)
     linear = train(federation.dataset, "fedavg", privacy=budget)
-    assert len(linear.history) == 5
+    assert len(linear.history) == 8
     assert network("fedavg", "mlp").plan()[-1][1] == pytest.approx(0.96 / 12)
     net = train(federation.dataset, "fedavg", learner="mlp", rounds=7, privacy=budget)
     assert len(net.history) == 7  # and 50, if the run has so many

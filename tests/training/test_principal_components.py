@@ -183,7 +183,7 @@ def test_a_vector_is_one_column_of_the_report(patients, tmp_path):
     assert list(run.preprocessing.feature_groups) == ["age", "v", "sex"]
     assert len(run.preprocessing.feature_groups["v"]) == WIDTH
     page = run.report().read_text()
-    assert "principal component" in page
+    assert "component 1 of the vectors" in page
 
 
 def test_a_model_of_components_of_all_inputs_still_loads_and_scores(dataset, model, tmp_path):

@@ -242,9 +242,10 @@ def _run_once(
     run: Callable[[Trial[StudyT], FederationT], Record],
 ) -> Record:
     record = trial.folder.run_once(trial.name, lambda: run(trial, federation()))
-    if tuned_options(record) != trial.chosen:
+    used = tuned_options(record, *trial.chosen)
+    if used != trial.chosen:
         raise StudyFolderError(
-            f"{trial.folder.record_file(trial.name)} was trained with {tuned_options(record)}, but "
+            f"{trial.folder.record_file(trial.name)} was trained with {used}, but "
             f"tuning chose {trial.chosen}; delete the file to train it again."
         )
     return record
@@ -299,7 +300,7 @@ def _records_by_seed(
     records: dict[int, list[Record]] = {seed: [] for seed in study.seeds}
     for seed, variant in product(study.seeds, study.variants(method)):
         record = folder.read(f"{variant.name}-{seed}")
-        if record is None or tuned_options(record) != chosen:
+        if record is None or tuned_options(record, *chosen) != chosen:
             return None
         records[seed].append(record)
     return records

@@ -32,10 +32,7 @@ from fedgmm.training.options import TrainingOptions
 _SETTINGS = "study.json"
 _CLIENTS = "clients-"
 _DATA = "data"
-_TUNED_OPTIONS = (
-    *("learner", "lr", "server_momentum", "components", "learners", "independence"),
-    *("proximal", "finetune_epochs", "penalty", "personal_labels"),
-)
+_TUNED_OPTIONS = ("lr", "server_momentum", "independence", "personal_labels")
 _MAY_DIFFER = ("methods", "seeds", "device")  # between programs that share a folder
 _CHECKPOINT_ROUNDS = 50
 _ACCURACY_ROUNDS = 5
@@ -256,9 +253,10 @@ def _read(file: Path, *fields: str) -> Record:
 # ---------------------------------------------------------------------- one trial
 
 
-def tuned_options(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tuned options in a trial's result."""
-    return {name: record[name] for name in _TUNED_OPTIONS if name in record}
+def tuned_options(record: Mapping[str, Any], *further: str) -> dict[str, Any]:
+    """Return the tuned options in a trial's result: those of most studies, and further ones."""
+    names = dict.fromkeys((*_TUNED_OPTIONS, *further))
+    return {name: record[name] for name in names if name in record}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from fedgmm.core.checks import (
 from fedgmm.federation.messages import LARGEST_MESSAGE
 from fedgmm.privacy.settings import Privacy
 from fedgmm.privacy.site_sets import FEWEST_SITES
-from fedgmm.training.private import private_rounds
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
@@ -115,6 +114,8 @@ class FederationSettings:
         if self.is_masked:
             self._check_masks()
         if self.privacy is not None and self.privacy.is_noised:  # noise decides no stopping rule
+            from fedgmm.training.private import private_rounds
+
             rounds = private_rounds(self.config.options(), self.privacy)
             noised = self.config.with_training(rounds=rounds, tol=None)
             object.__setattr__(self, "config", noised)
