@@ -44,7 +44,7 @@ def few_choices(monkeypatch):
     """A short search."""
     monkeypatch.setattr(embeddings, "_RATES", (1.0, 0.1))
     monkeypatch.setattr(
-        embeddings, "_OWN_OPTIONS", {"fedgmm": [{"components": m, "learners": m} for m in (2, 1)]}
+        embeddings, "_SIZES", {"fedgmm": [{"components": m, "learners": m} for m in (2, 1)]}
     )
 
 

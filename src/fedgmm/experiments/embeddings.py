@@ -37,7 +37,7 @@ from fedgmm.experiments.paper.unseen import (
     halves,
     tuned_model,
 )
-from fedgmm.experiments.settings import DATA_SETS, MIXTURES, Choice, ImageStudy
+from fedgmm.experiments.settings import DATA_SETS, Choice, ImageStudy
 from fedgmm.experiments.study import (
     StudyContext,
     check_rows,
@@ -64,11 +64,13 @@ _OTHER = {"cifar10": "cifar100", "cifar100": "cifar10", "femnist": "mnist", "mni
 _BLOCK_ROWS = 2000  # images in a file of the cache, and of another data set
 
 _RATES = tuple(10.0**exponent for exponent in (0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -2.5))
-_OWN_OPTIONS: dict[str, list[Choice]] = {
+_SIZES: dict[str, list[Choice]] = {
     "fedgmm": [
         {"components": m1, "learners": m2} for m1, m2 in ((3, 3), (2, 2), (6, 3), (6, 6), (10, 10))
     ],
     "fedem": [{"learners": m2} for m2 in (3, 2, 6, 10)],
+}
+_OWN_OPTIONS: dict[str, list[Choice]] = {
     "fedprox": [{"proximal": strength} for strength in (0.1, 0.01)],
     "fedavg+": [{"finetune_epochs": epochs} for epochs in (1, 5)],
     "pfedme": [{"penalty": strength} for strength in (15.0, 1.0)],
@@ -121,19 +123,18 @@ class EmbeddingStudy(ImageStudy):
         ]
         if method in _OWN_OPTIONS:
             found.append(_OWN_OPTIONS[method])
+        if method in _SIZES:  # a mixture may start as one learner, which sees all rows
+            shared: Choice = {"start": "split", "warmup": self.rounds // 2}
+            found += [[{"start": "auto", "warmup": 0}, shared], _SIZES[method]]
         if method in SHARED_LEARNERS:
             found.append([{"personal_labels": own} for own in (False, True)])
         return found
 
     def options(self, method: str, seed: int) -> TrainingOptions:
         """Return the training options of a method, without those that are tuned."""
-        mixture = method in MIXTURES
         return TrainingOptions(
             algorithm=method,
             rounds=self.rounds,
-            # mixtures start as one shared learner, which sees all rows
-            warmup=self.rounds // 2 if mixture else 0,
-            start="split" if mixture else "auto",
             components=self.components,
             learners=self.learners,
             covariance_type=self.covariance_type,
@@ -416,6 +417,8 @@ def _chosen(record: Record) -> str:
     elif "learners" in record:
         parts.append(f"{record['learners']} learners")
     parts += [f"{text} {record[name]:g}" for name, text in names.items() if name in record]
+    if record.get("warmup"):
+        parts.append("one shared learner first")
     if record.get("personal_labels"):
         parts.append("label frequencies")
     return ", ".join(parts)
@@ -446,7 +449,6 @@ def _markdown(study: EmbeddingStudy, found: dict[str, list[Record]]) -> str:
         f"{early} rounds, the better half for {middle}, two in full), then options of its own, then label",
         "frequencies.",
         f"At the edge of the grid: {', '.join(at_edge)}." if at_edge else "",
-        "Mixtures start as one shared learner for half of the rounds.",
         "Seconds of a training run, and what a client sends in a round.",
         ""
         if study.dataset == REVIEWS
