@@ -13,7 +13,7 @@ from torch import Tensor
 from fedgmm.core.linalg import matmul, solve
 from fedgmm.core.params import NOISE, Params
 
-_MANY_CLASSES = 16  # from here on one product is faster than one per pair of classes
+_MANY_CLASSES = 16  # above, no array has K² numbers per row; not tuned for speed
 _SMALLEST_RIDGE = 1e-9
 
 

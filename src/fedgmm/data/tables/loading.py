@@ -59,7 +59,7 @@ ONE_CLIENT = (
 )
 """The note about tables with a single client."""
 
-_MANY_CLASSES, _FEW_ROWS = 50, 30  # more classes with fewer rows each are hardly learned
+_MANY_CLASSES, _FEW_ROWS = 50, 30  # a note for more classes with fewer rows each; rules of thumb
 
 _LEFT_OUT = ("row has no label and is left out", "rows have no label and are left out")
 
