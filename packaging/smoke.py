@@ -1,7 +1,7 @@
 """Check an installed package as a user would: from files to a report, a new site, and a site's keys.
 
-``python smoke.py`` runs the installed command ``fedgmm`` in an empty folder and stops with the output of the
-first command that fails. It needs no other file of the project.
+``python smoke.py`` runs the installed command ``fedgmm`` in an empty folder and stops with the output of
+the first command that fails. It needs no other file of the project.
 """
 
 from __future__ import annotations

@@ -232,3 +232,19 @@ def test_a_learner_of_numbers_without_rows_keeps_its_parameters():
         assert torch.equal(found[name][0], value[0])
         assert torch.isfinite(found[name]).all()
     assert float(found[NOISE][1]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_many_classes_give_the_same_sums(monkeypatch):
+    torch.manual_seed(0)
+    n, m, k, d = 90, 3, 21, 4
+    rows = (
+        3 * torch.randn(n, m, k, dtype=torch.float64),
+        torch.randn(n, d, dtype=torch.float64),
+        torch.randint(k, (n,)),
+        torch.rand(n, m, dtype=torch.float64),
+    )
+    at_once = newton_sums(*rows)
+    monkeypatch.setattr("fedgmm.core.newton._MANY_CLASSES", k)
+    in_pairs = newton_sums(*rows)
+    for name, value in vars(in_pairs).items():
+        torch.testing.assert_close(vars(at_once)[name], value, rtol=1e-12, atol=1e-12)

@@ -517,3 +517,15 @@ def test_a_server_may_die_many_times_with_masks(six_files, tmp_path, finished):
     whole, died = map(broadcast, finished)
     for name, value in whole.items():
         np.testing.assert_allclose(died[name], value, rtol=0, atol=1e-10)
+
+
+def test_a_site_names_the_columns_that_are_not_declared(six_files, tmp_path):
+    declared = Privacy(
+        secure_aggregation=True, bounds={"age": (0, 120)}, categories=DECLARED["categories"]
+    )
+    sites = InMemorySites(six_files[:3], tmp_path, fresh=False)
+    masked(None, tmp_path, sites=sites, privacy=declared, rounds=1, table={"ignore": ("id",)})
+    lines = [line for line in sites.lines["site_0"] if "does not declare" in line]
+    assert len(lines) == 1
+    assert "dose" in lines[0]
+    assert "age" not in lines[0]

@@ -284,7 +284,7 @@ def adaptation_table(found: Adapted) -> Table:
 
 
 def detection_table(found: Detection) -> Table:
-    """Return the novel rows of each client."""
+    """Return a table with the number of novel rows of each client."""
     table = Table(title="novel rows")
     _add_names(table, "client")
     _add_numbers(table, "rows", "by its own threshold", "by that of all clients")

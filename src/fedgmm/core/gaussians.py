@@ -75,8 +75,8 @@ class Gaussians:
 class Moments:
     """Weighted sums over rows, around the means of the last round.
 
-    They add up over rows and over clients. Differences to a near mean are small, so nothing
-    cancels.
+    They add up over rows and over clients. Differences to a nearby mean are small, so no digits are
+    lost when large numbers are subtracted.
     """
 
     counts: Tensor  # ``Σ_i q_i(m)``, ``(..., M)``

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedgmm.core.linalg import matmul, solve
 from fedgmm.core.params import NOISE, Params
 
+_MANY_CLASSES = 16  # above, no array has K² numbers per row; not tuned for speed
 _SMALLEST_RIDGE = 1e-9
 
 
@@ -57,10 +58,17 @@ def newton_sums(logits: Tensor, inputs: Tensor, labels: Tensor, weights: Tensor)
     gradient = error.flatten(1).mT @ x
     # ∂²CE/∂β² = Bᵀ (diag p - p pᵀ) B ⊗ x xᵀ
     pb = probabilities @ basis
+    m, r, p = logits.shape[1], classes - 1, x.shape[1]
+    if classes > _MANY_CLASSES:  # the same without K² numbers per row
+        spread = _gram(x, (probabilities * w[..., None]).flatten(1)).reshape(m, classes, p, p)
+        z = (pb[..., None] * x[:, None, None]).flatten(2).transpose(0, 1)
+        outer = (z * w.mT[..., None]).mT @ z
+        hessian = (
+            torch.einsum("kr,mkpq,ks->mrpsq", basis, spread, basis).reshape(outer.shape) - outer
+        )
+        return NewtonSums(gradient.reshape(m, r * p), hessian, _gram(x, w), w.sum(0))
     curvature = torch.einsum("kr,nmk,ks->nmrs", basis, probabilities, basis)
     curvature = (curvature - pb[..., :, None] * pb[..., None, :]) * w[..., None, None]
-    _, m, r, _ = curvature.shape
-    p = x.shape[1]
     hessian = torch.empty(m, r, p, r, p, dtype=x.dtype, device=x.device)
     for a in range(r):
         for b in range(a, r):

@@ -289,7 +289,9 @@ def _items_of(source: Path, encoder: Encoder, text: str | None, image: str | Non
     check_integer("size", size, 1)
     wants_texts = reads_texts(encoder)
     if wants_texts and text is None:
-        raise EmbeddingError(f"Encoder {encoder.name.split()[0]!r} reads texts; name their column.")
+        raise EmbeddingError(
+            f"Encoder {encoder.name.split()[0]!r} reads texts; name their column (--text)."
+        )
     if not wants_texts and text is not None:
         raise EmbeddingError(
             f"Encoder {encoder.name.split()[0]!r} reads images and not the texts of a column; use "
@@ -310,7 +312,11 @@ def _items_in(source: Path, size: int, text: str | None, image: str | None) -> _
     table = _read_table(source)
     column = image if text is None else text
     if column is None:
-        raise EmbeddingError(f"{source}: name the column that holds the paths of the images.")
+        raise EmbeddingError(
+            f"{source}: name the column that holds the paths of the images (--image-column); if the file "
+            "holds vectors, their encoder is not that of the model: embed again with the same encoder, "
+            "weights and size."
+        )
     if column not in table.column_names:
         known = listed(table.column_names)
         raise TableError(source, f"there is no column {quoted(column)}; the columns are {known}.")

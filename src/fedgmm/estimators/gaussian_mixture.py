@@ -399,7 +399,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         return GivenStart(*(p if p is None else torch.from_numpy(p).to(device) for p in parts))
 
     def _warm_start(self, rows: ClientRows) -> tuple[MixtureShared, Tensor]:
-        """Return the end of the last fit; new clients start with the federation's weights."""
+        """Return the parameters of the last fit; new clients start with the federation's weights."""
         if self.means_.shape != (self.n_components, rows.columns):
             raise ValueError(
                 f"warm_start needs the last fit's shape {self.means_.shape}, got n_components="

@@ -108,7 +108,7 @@ class Job:
 
     @cached_property
     def warm_up(self) -> AnyMethod:
-        """FedAvg with the same options, for the rounds before."""
+        """FedAvg with the same options, which trains the warm-up rounds."""
         return build_warm_up(self.options, self._net)
 
     def method_of(self, phase: Phase) -> AnyMethod:

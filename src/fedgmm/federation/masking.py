@@ -437,8 +437,8 @@ class MaskedExchange(Exchange):
     """One request to all sites, whose vectors are added under masks.
 
     Attributes:
-        masks: of the server.
-        total: the sum over ``found``, elements of ``Z_2^64``.
+        masks: the server's part of the protocol.
+        total: the opened sum over the sites of ``found``, elements of ``Z_2^64``.
         participants: number of sites that shared keys for the sum.
         discarded: why the last sum could not be opened.
     """

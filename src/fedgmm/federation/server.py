@@ -545,7 +545,7 @@ def wait_for(members: Members, wanted: int) -> None:
         if timeout is not None and now - started > timeout:
             raise FederationError(
                 f"Only {len(ready)} of {counted(wanted, 'client')} came within {timeout:g} s; "
-                "start the others, or ask for fewer with clients."
+                "start the others, or lower clients in [federation]."
             )
         if members.greetings_due():
             members.greet(agree=True)

@@ -327,6 +327,13 @@ class Site:
         table = self._own_table(table_from_record(request.facts.get("table"), self.name))
         declared = DeclaredColumns.of(self._policy.privacy, table)
         summary = self.table.summary(table, list(declared.categories))
+        entries = {f"{name}_{i}" for name, width in summary.vectors.items() for i in range(width)}
+        present = {*summary.columns, *summary.vectors} - entries - set(table.left_out)
+        unused = sorted(present - {*declared.names, *declared.vectors})
+        if unused:
+            self.notify(
+                f"columns that the server does not declare are not used: {', '.join(unused)}"
+            )
         least = max(self.settings.min_rows, _whole(request, "min_rows"))
         if summary.rows < least:
             raise UnfitError(f"it has fewer rows than min_rows={least}")

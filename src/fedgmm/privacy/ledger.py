@@ -127,7 +127,7 @@ class Ledger:
         path = Path(folder) / LEDGER
         if not path.is_file():
             raise LedgerError(
-                f"{folder} has no ledger; it is written with the first noisy release."
+                f"{folder} has no ledger: no noisy release has left it. Only runs with epsilon write one."
             )
         try:
             with path.open("rb") as file:
@@ -348,7 +348,7 @@ def accounts(entries: Iterable[Entry], delta: float) -> list[Account]:
 
 
 def _releases(entries: Iterable[Entry], unit: str, run: str | None = None) -> list[Release]:
-    """Return the releases that concern a unit: those about larger units do, too."""
+    """Return the releases that count for a unit; a release about a client counts for its rows, too."""
     covered = UNITS[UNITS.index(unit) :]
     return [
         one.release for one in entries if one.unit in covered and (run is None or one.run == run)

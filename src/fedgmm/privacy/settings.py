@@ -100,13 +100,13 @@ class Privacy:
             return
         if self.delta is None:
             raise PrivacyError(
-                f"epsilon={self.epsilon:g} needs a delta; declare one that is much smaller than one "
-                "over the number of protected units, such as 1e-5."
+                f"epsilon={self.epsilon:g} needs delta (--delta), much smaller than one over the number of "
+                "rows, persons or clients that are protected, such as 1e-5."
             )
         if self.bounds is None:
             raise PrivacyError(
-                "epsilon needs bounds: declare the smallest and the largest value of the columns from "
-                "what is publicly known about them, not from the data."
+                "epsilon needs bounds (--bounds age=0:120, or 0:200 for all columns): the smallest and the "
+                "largest value of each column, from public knowledge and not from the data."
             )
 
     @property

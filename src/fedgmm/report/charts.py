@@ -122,7 +122,7 @@ def _layout(height: int, **layout: Any) -> dict[str, Any]:
 
 
 def _panels(heights: Sequence[float], height: int, **options: Any) -> Any:
-    """Return a figure with one panel below the other, of these relative heights."""
+    """Return a figure with panels below each other; ``heights`` are relative."""
     figure = make_subplots(rows=len(heights), cols=1, row_heights=list(heights), **options)
     figure.update_layout(_layout(height))
     figure.update_annotations(x=0, xanchor="left", font_size=13)  # titles of the panels

@@ -164,9 +164,9 @@ def _purpose(run: FederatedRun, names: list[str], role: str) -> str:
         aim = "scores how familiar a row of a table is"
     else:
         kind = "class" if model.target is None else "number"
-        aim = f"predicts the {kind} {name} from the other columns of a row"
+        aim = f"predicts the column {name} (a {kind}) from the other columns of a row"
     source = {
-        "run": f"on the rows of {counted(len(names), 'client')}, which share parameters but no rows",
+        "run": f"on the rows of {counted(len(names), 'client')}, all read on one machine",
         "server": f"by a federation of {counted(len(names), 'site')}, whose rows stayed with them",
         "site": "by a federation, of which this page shows one site",
     }[role]
@@ -191,7 +191,7 @@ def _method(run: FederatedRun, metrics: Mapping[str, Any]) -> str:
     name = "Federated Gaussian mixture" if model.algorithm == DENSITY else TITLES[model.algorithm]
     parts = [name]
     if model.prediction.gaussians is not None:
-        kind = model.prediction.gaussians.covariance_type
+        kind = model.prediction.gaussians.covariance_type.replace("diag", "diagonal")
         parts.append(f"{counted(model.n_components, 'Gaussian')} ({kind} covariances)")
     if model.algorithm != DENSITY:
         parts.append(f"{counted(model.n_learners, 'learner')} ({model.options.get('learner')})")

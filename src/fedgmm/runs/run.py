@@ -327,7 +327,8 @@ class FederatedRun:
         if decision.threshold is not None:
             notes.append(
                 f"{self.model.positive if positive is None else positive} is predicted from a "
-                f"probability of {decision.threshold:.3g} on."
+                f"probability of {decision.threshold:.3g} on"
+                f"{'; --positive names another class' if positive is None else ''}."
             )
         return Predictions(
             classes[codes], proba, classes, found.log_density, notes, codes, rows.ids

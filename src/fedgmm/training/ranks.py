@@ -66,7 +66,7 @@ class Ranks:
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
-        """Raise if another thread of this process trains, because their messages would mix."""
+        """Raise if another thread of this process trains, because the messages of both would mix."""
         if not self._busy.acquire(blocking=False):
             raise RanksError("Another thread trains already; under torchrun, train in one thread.")
         try:

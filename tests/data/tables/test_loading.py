@@ -682,3 +682,19 @@ def test_a_word_in_a_column_of_numbers_is_shown(write, load, fails):
     assert "'<5'" in message
     assert "--missing-values" in message
     assert load(a, b, missing_values=("<5",))[1].columns[0].role == "number"
+
+
+def test_many_classes_of_few_rows_have_a_note(tmp_path):
+    for site in "ab":
+        rows = [f"{n % 7},c{n % 60}\n" for n in range(180)]
+        (tmp_path / f"{site}.csv").write_text("x,y\n" + "".join(rows))
+    tables = read_tables([tmp_path], TableOptions("y"))
+    agreement(tables)
+    assert any("60 classes" in note and "--label" in note for note in tables.notes)
+
+
+def test_a_folder_of_images_is_not_a_folder_of_tables(tmp_path):
+    (tmp_path / "one.png").write_bytes(b"")
+    with pytest.raises(ValueError, match="--images") as raised:
+        read_tables([tmp_path], TableOptions("y"))
+    assert_one_sentence(str(raised.value))

@@ -224,7 +224,7 @@ def _read_mnist(folder: Path) -> ImageData:
 def _read_idx(
     folder: Path, name: str, magic: int, shape: tuple[int, ...]
 ) -> tuple[Path, ByteArray]:
-    """Return an idx file, or its compressed file, and its bytes after a check of its header."""
+    """Return the path of an idx file, plain or compressed, and its bytes; its header is checked."""
     path = folder / "MNIST" / "raw" / name
     if not path.exists():
         path = path.with_name(f"{name}.gz")

@@ -71,7 +71,11 @@ def _tables_of(source: str | Path) -> list[Path]:
     if path.is_dir():
         here = sorted(child for child in path.iterdir() if _is_table(child) and child.is_file())
         if not here:
-            raise TableError(path, f"the folder holds no table ({', '.join(_SUFFIXES)}).")
+            raise TableError(
+                path,
+                f"the folder holds no table ({', '.join(_SUFFIXES)}); for images, fit takes --images, and "
+                "fedgmm embed turns them into tables.",
+            )
         return here
     here = [path] if path.is_file() else []
     if not here and "\x00" not in str(source):  # not allowed in a file name, so glob would raise

@@ -59,6 +59,8 @@ ONE_CLIENT = (
 )
 """The note about tables with a single client."""
 
+_MANY_CLASSES, _FEW_ROWS = 50, 30  # a note for more classes with fewer rows each; rules of thumb
+
 _LEFT_OUT = ("row has no label and is left out", "rows have no label and are left out")
 
 
@@ -348,6 +350,15 @@ def agreement(tables: Tables) -> Preprocessing:
         preprocessing, notes = agree(tables.summaries, tables.options)
     except DisagreementError as error:
         raise tables.disagreement(error) from None
+    classes, rows = (
+        len(preprocessing.labels.classes),
+        sum(s.rows for s in tables.summaries.values()),
+    )
+    if classes > _MANY_CLASSES and rows < _FEW_ROWS * classes:
+        notes.append(
+            f"The label has {classes} classes with {rows / classes:.1f} rows each on average, which is too "
+            "few to learn them well; check --label, or join rare classes."
+        )
     tables.notes.extend(note for note in notes if note not in tables.notes)
     if tables.options.no_header:  # so that a later file without the label fits, too
         names = tuple(tables.files[0].file.header)

@@ -42,7 +42,7 @@ def check_tls(files: Tls, host: str) -> list[str]:
     for path in (files.certificate, files.key, files.authority):
         if not path.is_file():
             raise CertificateError(
-                f"There is no file {path}; fedgmm keys certificate makes one for trials."
+                f"There is no file {path}; fedgmm keys certificate makes one for tests."
             )
     try:
         certificate = x509.load_pem_x509_certificate(files.certificate.read_bytes())
@@ -51,7 +51,8 @@ def check_tls(files: Tls, host: str) -> list[str]:
     names = _names(certificate)
     if not names:
         raise CertificateError(
-            f"{files.certificate} has no host name (subject alternative name), so clients would refuse it."
+            f"{files.certificate} has no host name (subject alternative name), so clients would refuse it; "
+            "make one that has, such as with fedgmm keys certificate --host NAME."
         )
     if host not in _ALL_ADDRESSES and host not in names:
         raise CertificateError(
@@ -102,7 +103,8 @@ def _handshake(files: Tls, name: str) -> None:
                 continue
     except ssl.SSLCertVerificationError as error:
         raise CertificateError(
-            f"Clients with {files.authority} would refuse {files.certificate}: {error.verify_message}."
+            f"Clients with {files.authority} would refuse {files.certificate}: {error.verify_message}. "
+            "Renew the certificate, or correct --tls-cert and --tls-ca."
         ) from None
     except ssl.SSLError as error:
         raise CertificateError(f"{files.certificate} cannot be used: {error.reason}.") from None
