@@ -240,6 +240,9 @@ def test_moments_are_blurred_once_and_on_record(site, run, tmp_path):
     first = ask(site, request).arrays["gaussians/second"]
     for facts in ({}, {"run": "0" * 16}, {"min_rows": 1}):
         np.testing.assert_array_equal(ask(site, request, **facts).arrays["gaussians/second"], first)
+    more = {**request.arrays, "anything": np.ones(1)}
+    for again in (ask(site, request, more), ask(site, request, projection="other")):
+        np.testing.assert_array_equal(again.arrays["gaussians/second"], first)
     # the age stands beside the components, so its products are not asked for
     assert first.shape == (1, COLUMNS * (COLUMNS + 1) // 2)
     (*_, last) = read_record(tmp_path / "oslo")
