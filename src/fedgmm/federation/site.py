@@ -29,7 +29,7 @@ from fedgmm.data.tables.columns import FileFormat
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
-from fedgmm.federation.declared import DeclaredColumns
+from fedgmm.federation.declared import DeclaredColumns, bounds_of_columns
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks, noise_share
 from fedgmm.federation.messages import (
@@ -210,7 +210,7 @@ class Site:
                 self._policy.check(request)
                 self._check_masks(request)
                 if self._is_masked and isinstance(self._policy.privacy.bounds, Mapping):
-                    self.table.bounds = self._policy.privacy.bounds
+                    self.table.bounds, _ = bounds_of_columns(self._policy.privacy.bounds)
                 arrays, facts = handlers[request.kind](request)
             if request.kind == "model":  # takes the lock itself
                 open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)
