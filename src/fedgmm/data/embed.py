@@ -77,7 +77,7 @@ class _Items:
     files: bool = False
 
     def marks(self) -> dict[str, str]:
-        """Return for the id of each file a hash of its size and time, which tells it from others."""
+        """Return a hash of id, size and time of each file, by id."""
         names = map(str, self.columns.columns[0].to_pylist())
         pairs = zip(names, self.keys, strict=True) if self.files else ()
         return {name: _hash(name, *key.rsplit(" ", 2)[1:])[:16] for name, key in pairs}
