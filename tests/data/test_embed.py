@@ -1,5 +1,8 @@
 """Images and texts become one table of vectors per site."""
 
+import json
+import os
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,7 +11,7 @@ import torch
 from PIL import Image
 
 from fedgmm.data import embed as embedding
-from fedgmm.data.embed import EmbeddingError, column_name, embed
+from fedgmm.data.embed import EmbeddingError, column_name, embed, originals
 from fedgmm.data.encoders import encoder
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.files import TableFile
@@ -238,3 +241,57 @@ def test_sites_with_another_encoder_are_refused(tmp_path):
         pq.write_table(table, tmp_path / f"{site}.parquet")
     with pytest.raises(TableError, match="enc_2222"):
         load_federation([tmp_path], TableOptions("y"))
+
+
+# ---------------------------------------------------------------------- a file of somebody else
+
+
+def naming(path, out, **place):
+    """A copy of a file of vectors that names another source."""
+    table = pq.read_table(path)
+    facts = dict(table.schema.metadata)
+    facts[b"fedgmm.source"] = json.dumps(json.loads(facts[b"fedgmm.source"]) | place).encode()
+    pq.write_table(table.replace_schema_metadata(facts), out)
+    return out
+
+
+def test_images_are_shown_only_if_the_vectors_were_made_of_them(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = embed("oslo", "out", MeanColour())
+    found = originals(made.path, 8)
+    assert found.load("dark/0.png").shape == (3, 8, 8)
+    os.utime(folder / "dark" / "1.png", ns=(1, 1))
+    with pytest.raises(ValueError, match="changed"):
+        originals(made.path, 8).load("dark/1.png")
+    (tmp_path / "private" / "dark").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(tmp_path / "private" / "dark" / "0.png")
+    hostile = naming(made.path, tmp_path / "x.parquet", source=str(tmp_path / "private"))
+    with pytest.raises(ValueError, match="changed"):
+        originals(hostile, 8).load("dark/0.png")
+
+
+def test_texts_are_shown_only_if_the_vectors_were_made_of_them(tmp_path):
+    (tmp_path / "a.csv").write_text("note,label\nfine,1\npoor,0\n")
+    (tmp_path / "private.csv").write_text("note,label\nsecret,1\nhidden,0\n")
+    made = embed(tmp_path / "a.csv", tmp_path / "out", Lengths(), text="note")
+    assert originals(made.path, 8).load("row 1") == "fine"
+    hostile = naming(
+        made.path, tmp_path / "x.parquet", source=str(tmp_path / "private.csv"), text="note"
+    )
+    with pytest.raises(EmbeddingError, match="not what the vectors"):
+        originals(hostile, 8)
+    for wrong in ({"source": "/dev/zero"}, {"source": 5}, {"marks": None}):
+        assert originals(naming(made.path, tmp_path / "y.parquet", **wrong), 8) is None
+
+
+def test_no_program_is_started_for_an_image(tmp_path):
+    """Pillow gives some kinds of files to other programs, such as PostScript to Ghostscript."""
+    (tmp_path / "oslo" / "a").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(tmp_path / "oslo" / "a" / "0.png")
+    Image.new("RGB", (9, 9)).save(tmp_path / "oslo" / "a" / "1.png", "EPS")
+    Image.new("RGB", (9, 9)).save(tmp_path / "oslo" / "a" / "2.png", "JPEG")
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *given, **_: calls.append(given))
+        made = embed(tmp_path / "oslo", tmp_path / "out", MeanColour())
+    assert (made.rows, len(made.skipped), calls) == (2, 1, [])

@@ -250,6 +250,22 @@ def test_a_site_without_the_person_of_a_row_sends_a_code(files_with_patients, tm
 # ---------------------------------------------------------------------- a dishonest server
 
 
+def test_clients_are_not_clipped_to_bounds_that_rounding_exceeds(honest):
+    """Numbers near the smallest float are rounded up, so a client would count for more than one."""
+    job = replace(honest.training.job, privacy=replace(BUDGET, unit="client"))
+    method, d = job.method, job.columns
+    arrays = method.broadcast(method.blank(d))
+    for smallest, refused in ((0.0, False), (1e-9, False), (5e-324, True), (-1.0, True)):
+        wild = {**arrays, "bounds": torch.full((5,), smallest, dtype=torch.float64)}
+        if refused:
+            with pytest.raises(ImplausibleModelError):
+                method.received(wild, d)
+            continue
+        layout = method.clipped_layout("columns", method.received(wild, d))
+        sums = {one.name: torch.full(one.shape, 0.6).double() for one in layout.parts}
+        assert np.linalg.norm(layout.vector(layout.clipped(sums))) <= 1.0 + 1e-9
+
+
 def changed(request, arrays=None, **facts):
     return Message(request.kind, arrays or request.arrays, {**request.facts, **facts})
 
@@ -528,6 +544,31 @@ def test_a_site_refuses_a_delta_that_allows_to_publish_its_row(six_files, tmp_pa
             **SMALL,
         )
     assert any("delta=0.1" in line for line in lines)
+    assert not list((tmp_path / "sites").rglob("ledger.jsonl"))  # nothing was sent
+
+
+@pytest.mark.parametrize("unit", ["row", "person"])
+def test_a_usual_delta_is_refused_too_for_a_site_with_so_many_units(
+    files_with_patients, tmp_path, monkeypatch, unit
+):
+    """The server only warns of a usual delta, because no one knows the number of all units."""
+    monkeypatch.setattr("fedgmm.privacy.settings.USUAL_DELTA", 0.5)
+
+    def notify(line):
+        if f"training {unit}s" in line:
+            raise Killed
+
+    with pytest.raises(Killed):
+        federate(
+            None,
+            tmp_path,
+            sites=usual_sites(files_with_patients, tmp_path),
+            privacy=replace(BUDGET, unit=unit, person="patient", delta=0.2),
+            table={"id": ("patient",)},
+            start_timeout=0.5,
+            notify=notify,
+            **SMALL,
+        )
     assert not list((tmp_path / "sites").rglob("ledger.jsonl"))  # nothing was sent
 
 

@@ -81,6 +81,16 @@ def test_a_release_about_a_client_concerns_its_rows(ledger):
         ledger.charge(entry(unit="house"))
 
 
+def test_a_release_about_a_client_keeps_to_the_limit_of_its_rows(ledger):
+    limit = Budget(1.0, 1e-5)
+    ledger.charge(entry(mu_of(1.0, 1e-5), unit="row"), limit)
+    with pytest.raises(BudgetError, match="per row"):
+        ledger.check("client", [Release(0.1)], limit)
+    with pytest.raises(BudgetError, match="per row"):
+        ledger.charge(entry(0.1, unit="client"), limit)
+    assert len(ledger.entries()) == 1
+
+
 def damaged(line):
     return line.replace(b'"mu": 0.1', b'"mu": 0.01')
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 import fedgmm
 from fedgmm.cli import app
 from fedgmm.runs.folder import RunFolder, write_history
-from fedgmm.runs.watch import WatchServer, state_of
+from fedgmm.runs.watch import WatchServer, _Handler, state_of
 from small_runs import RUNNER
 
 ROUND = {"round": 1.0, "log_likelihood": -2.5, "seconds": 0.5}
@@ -173,6 +174,14 @@ def test_other_paths_are_not_found(server, path):
 def test_nothing_can_be_sent(server):
     for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
         assert ask(server, method=method)[0] == 501
+
+
+def test_a_connection_that_says_nothing_is_closed(server, monkeypatch):
+    assert _Handler.timeout
+    monkeypatch.setattr(_Handler, "timeout", 0.1)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as idle:
+        idle.sendall(b"GET / HT")
+        assert idle.recv(100) == b""
 
 
 def test_a_taken_port_is_replaced_only_if_it_was_not_chosen(server, monkeypatch):

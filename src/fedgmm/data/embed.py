@@ -32,6 +32,8 @@ from fedgmm.data.tables.text_files import parse_text, sniff
 from fedgmm.files import write_atomically
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+# others, such as EPS, would start a program on the file
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000")
 BATCH_ROWS = 128
 """Rows that are embedded together and kept when they are done."""
 
@@ -65,12 +67,20 @@ class _Items:
     Attributes:
         columns: all other columns of the rows; the first identifies them.
         keys: texts that change whenever the item of a row changes.
+        files: every item is a file, and its key ends with the size and the time of the file.
         load: returns the item of a row: a text, or an image ``(channels, height, width)`` uint8.
     """
 
     columns: pa.Table
     keys: Sequence[str]
     load: Callable[[int], Any]
+    files: bool = False
+
+    def marks(self) -> dict[str, str]:
+        """Return a hash of id, size and time of each file, by id."""
+        names = map(str, self.columns.columns[0].to_pylist())
+        pairs = zip(names, self.keys, strict=True) if self.files else ()
+        return {name: _hash(name, *key.rsplit(" ", 2)[1:])[:16] for name, key in pairs}
 
 
 @dataclass(frozen=True)
@@ -178,7 +188,10 @@ def embed(
     flat = np.concatenate([part.reshape(-1) for part in vectors if len(part)])
     column = pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float16()), width)
     table = items.columns.filter(pa.array(kept)).append_column(column_name(encoder), column)
-    place = json.dumps({"source": str(source.resolve()), "text": text, "image": image})
+    marks = list(items.marks().values())
+    place = json.dumps(
+        {"source": str(source.resolve()), "text": text, "image": image, "marks": marks}
+    )
     facts = {_ENCODER: encoder.name.encode(), _CONTENT: content.encode(), _SOURCE: place.encode()}
     buffer = pa.BufferOutputStream()
     parquet.write_table(table.replace_schema_metadata(facts), buffer, compression="zstd")
@@ -259,9 +272,15 @@ class Originals:
 def originals(path: Path, size: int) -> Originals | None:
     """Return the images or texts behind a table of vectors; ``None`` if it does not name its source.
 
+    The table may come from somebody else and name any place on this machine. So nothing is shown unless
+    the table has hashes of what is there, which only its embedding can have written.
+
     Args:
         path: the Parquet file.
         size: side in pixels to which images are cut.
+
+    Raises:
+        EmbeddingError: the source is missing, or has changed.
     """
     from pyarrow import parquet
 
@@ -271,14 +290,28 @@ def originals(path: Path, size: int) -> Originals | None:
             facts = parquet.read_metadata(path).metadata or {}
     if _SOURCE not in facts:
         return None
-    place = json.loads(facts[_SOURCE])
-    items = _items_in(Path(place["source"]), size, place["text"], place["image"])
-    ids = items.columns.columns[0].to_pylist()
-    row_of = {str(name): row for row, name in enumerate(ids)}
+    try:
+        place = json.loads(facts[_SOURCE])
+        source, text, image = Path(place["source"]), place["text"], place["image"]
+        known, before = {str(one) for one in place["marks"]}, facts[_CONTENT].decode()
+        encoder_name = facts[_ENCODER].decode()
+    except (ValueError, LookupError, TypeError):
+        return None
+    if source.exists() and not (source.is_dir() or source.is_file()):
+        return None  # a device or a pipe
+    items = _items_in(source, size, text, image)
+    if not items.files and _hash(encoder_name, *items.keys) != before:
+        raise EmbeddingError(
+            f"{source} is not what the vectors of {path.name} were made of; embed it again."
+        )
+    marks = items.marks()
+    row_of = {str(name): row for row, name in enumerate(items.columns.columns[0].to_pylist())}
 
     def load(name: str) -> Any:
         if name not in row_of:
             raise _UnreadableError("it is no longer there")
+        if items.files and marks[name] not in known:
+            raise _UnreadableError("it has changed since its vector was made")
         return items.load(row_of[name])
 
     return Originals(items.columns.column_names[0], load)
@@ -325,7 +358,9 @@ def _items_in(source: Path, size: int, text: str | None, image: str | None) -> _
         return _texts(table.drop_columns([column]), values)
     paths = [source.parent / value if value else None for value in values]
     rest = table.drop_columns([column]).add_column(0, column, [pa.array(values)])
-    return _Items(rest, [_key(path) for path in paths], lambda row: _image(paths[row], size))
+    return _Items(
+        rest, [_key(path) for path in paths], lambda row: _image(paths[row], size), files=True
+    )
 
 
 def _texts(columns: pa.Table, values: Sequence[str | None]) -> _Items:
@@ -357,7 +392,8 @@ def _images_in_folder(folder: Path, size: int) -> _Items:
         raise EmbeddingError(
             f"{folder}: some images are in folders of classes, but {str(loose)!r} is not; move it."
         )
-    return _Items(pa.table(columns), [_key(p) for p in paths], lambda row: _image(paths[row], size))
+    keys = [_key(path) for path in paths]
+    return _Items(pa.table(columns), keys, lambda row: _image(paths[row], size), files=True)
 
 
 def _images_in_npz(path: Path) -> _Items:
@@ -410,7 +446,7 @@ def _image(path: Path | None, size: int) -> Tensor:
     if path is None:
         raise _UnreadableError("the path is missing")
     try:
-        with Image.open(path) as opened:
+        with Image.open(path, formats=_FORMATS) as opened:
             upright = ImageOps.exif_transpose(opened).convert("RGB")
             fitted = ImageOps.fit(upright, (size, size), Image.Resampling.BILINEAR)
     except FileNotFoundError:

@@ -59,14 +59,7 @@ class DeclaredColumns:
                 "[privacy] bounds must name the columns in a federation, such as "
                 "bounds = {age = [0, 120]}, because sites with secure aggregation send no names."
             )
-        bounds, vectors = {}, {}
-        for name, pair in (privacy.bounds or {}).items():
-            found = _VECTOR.fullmatch(name)
-            if found is None:
-                bounds[name] = pair
-            else:
-                vectors[found[1]] = int(found[2])
-                bounds |= {f"{found[1]}_{entry}": pair for entry in range(int(found[2]))}
+        bounds, vectors = bounds_of_columns(privacy.bounds or {})
         categories = {name: tuple(texts) for name, texts in (privacy.categories or {}).items()}
         target: tuple[float, float] | None = None
         classes: tuple[str, ...] = ()
@@ -189,6 +182,21 @@ class DeclaredColumns:
             if round(count) > 0
         }
         return ClientSummary(rows, 0, columns, labels, target, self.vectors)
+
+
+def bounds_of_columns(
+    given: Mapping[str, tuple[float, float]],
+) -> tuple[dict[str, tuple[float, float]], dict[str, int]]:
+    """Return bounds of columns, of vectors for every entry, and the lengths of vectors."""
+    bounds, vectors = {}, {}
+    for name, pair in given.items():
+        found = _VECTOR.fullmatch(name)
+        if found is None:
+            bounds[name] = pair
+        else:
+            vectors[found[1]] = int(found[2])
+            bounds |= {f"{found[1]}_{entry}": pair for entry in range(int(found[2]))}
+    return bounds, vectors
 
 
 def declared_preprocessing(privacy: Privacy, table: TableOptions) -> Preprocessing:

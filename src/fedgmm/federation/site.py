@@ -29,7 +29,7 @@ from fedgmm.data.tables.columns import FileFormat
 from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
-from fedgmm.federation.declared import DeclaredColumns
+from fedgmm.federation.declared import DeclaredColumns, bounds_of_columns
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks, noise_share
 from fedgmm.federation.messages import (
@@ -73,7 +73,7 @@ from fedgmm.privacy.fixed_point import Elements, to_fixed
 from fedgmm.privacy.ledger import LedgerError
 from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
 from fedgmm.privacy.private_method import ROUND, PrivateMixture
-from fedgmm.privacy.settings import PrivacyError
+from fedgmm.privacy.settings import Privacy, PrivacyError
 from fedgmm.privacy.site_sets import FEWEST_SITES
 from fedgmm.runs.fitting import NOT_COVERED
 from fedgmm.runs.folder import RunError
@@ -210,7 +210,7 @@ class Site:
                 self._policy.check(request)
                 self._check_masks(request)
                 if self._is_masked and isinstance(self._policy.privacy.bounds, Mapping):
-                    self.table.bounds = self._policy.privacy.bounds
+                    self.table.bounds, _ = bounds_of_columns(self._policy.privacy.bounds)
                 arrays, facts = handlers[request.kind](request)
             if request.kind == "model":  # takes the lock itself
                 open_run(self.settings.out).adapt(self.name, self.table.path, notify=self.notify)
@@ -300,12 +300,10 @@ class Site:
             return
         table = self._own_table(table_from_record(agreed, self.name))
         try:
-            privacy.check_units(int(self.table.summary(table, []).rows * table.split[0]))
+            rows = int(self.table.summary(table, []).rows * table.split[0])
+            privacy.check_units(rows, rows)
         except PrivacyError:
-            raise LimitError(
-                f"the server asks for delta={privacy.delta:g}, which is not less than one over the number "
-                "of this site's training rows, and so allows to publish one of them as it is."
-            ) from None
+            raise _too_large(privacy) from None
 
     def _show_plan(self, plan: Any) -> None:
         """Log what the site agrees to with its first summary."""
@@ -345,7 +343,7 @@ class Site:
         Weights of rows depend on nothing in the request, so a server that asks again learns nothing.
         """
         job, rows = self._training_rows(request, exact=True)
-        rows = self._row_weights.apply(rows, digest_of(request, ()))
+        rows = self._row_weights.apply(rows, digest_of(Message(request.kind), ()))
         block = list(job.reduced)
         chunks = tuple(chunk[:, block] for chunk in rows.features.chunks)
         zero = torch.zeros(1, len(block), dtype=torch.float64, device=rows.device)
@@ -525,6 +523,11 @@ class Site:
                     )
                 persons = self.table.persons(job.table, job.preprocessing, method.privacy)
                 weights = unit_weights(method.privacy, rows.codes.cpu(), persons)
+                units = round(float(weights.sum()))
+                try:  # also of a site that joins later, and of persons, who are counted here only
+                    method.privacy.check_units(units, units)
+                except PrivacyError:
+                    raise _too_large(method.privacy) from None
                 exact = vector_of(method, name, shared, rows, weights)
                 noise = noise_elements(layout.numbers, share)
                 kept = to_fixed(exact, sites) + noise, share
@@ -777,6 +780,13 @@ def separable(counts: NDArray[np.float64], rows: int, fewest: int) -> NDArray[np
             break
         sent[smallest] = False
     return sent
+
+
+def _too_large(privacy: Privacy) -> LimitError:
+    return LimitError(
+        f"the server asks for delta={privacy.delta:g}, which is not less than one over the number of this "
+        f"site's training {privacy.unit}s, and so allows to publish one of them as it is."
+    )
 
 
 def planned_release(job: Job, request: Message) -> tuple[PrivateMixture, str, float]:

@@ -239,8 +239,7 @@ class Ledger:
             BudgetError: they would exceed the limit.
             LedgerError: the ledger cannot be trusted.
         """
-        before = _releases(self.entries(), unit)
-        _check_limit([*before, *releases], before, unit, limit)
+        _check_limit(self.entries(), unit, list(releases), limit)
 
     def charge(self, entry: Entry, limit: Budget | None = None, plan: Budget | None = None) -> None:
         """Count a release, on the disk, before it leaves.
@@ -261,10 +260,9 @@ class Ledger:
         with FileLock(f"{self.witness}.lock"):
             entries, identity, last, size = self._verified()
             self._check_table(entry.table, identity)
-            before = _releases(entries, entry.unit)
-            _check_limit([*before, entry.release], before, entry.unit, limit)
-            own = _releases(entries, entry.unit, entry.run)
-            _check_limit([*own, entry.release], own, entry.unit, plan, "this run's budget")
+            _check_limit(entries, entry.unit, [entry.release], limit)
+            own = [one for one in entries if one.run == entry.run]
+            _check_limit(own, entry.unit, [entry.release], plan, "this run's budget")
             if not identity:
                 identity = secrets.token_hex(16)
                 first = _line(0, "", self._header(identity))
@@ -356,20 +354,23 @@ def _releases(entries: Iterable[Entry], unit: str, run: str | None = None) -> li
 
 
 def _check_limit(
-    after: list[Release],
-    before: list[Release],
+    entries: list[Entry],
     unit: str,
+    releases: list[Release],
     limit: Budget | None,
     name: str = "the limit",
 ) -> None:
+    """Raise if more releases about a unit would exceed a limit, for it or for a smaller unit in it."""
     if limit is None:
         return
-    epsilon = spent(after, limit.delta)
-    if epsilon > limit.epsilon * (1 + _TOLERANCE):
-        raise BudgetError(
-            f"it would spend ε = {epsilon:.3g} per {unit} (δ = {limit.delta:g}), and {name} is "
-            f"{limit.epsilon:g}, of which {spent(before, limit.delta):.3g} is spent."
-        )
+    for one in UNITS[: UNITS.index(unit) + 1]:
+        before = _releases(entries, one)
+        epsilon = spent([*before, *releases], limit.delta)
+        if epsilon > limit.epsilon * (1 + _TOLERANCE):
+            raise BudgetError(
+                f"it would spend ε = {epsilon:.3g} per {one} (δ = {limit.delta:g}), and {name} is "
+                f"{limit.epsilon:g}, of which {spent(before, limit.delta):.3g} is spent."
+            )
 
 
 def _record(entry: Entry) -> dict[str, Any]:

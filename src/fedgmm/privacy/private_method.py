@@ -529,7 +529,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             or float(where.scale.min()) < 1.0 / _LARGEST
             or float(own.min()) < 1.0 / _LARGEST
             or float(weights.min()) < 1.0 / _LARGEST**2
-            or (self.centred and float(arrays["bounds"].min()) < 0.0)
+            # numbers near the smallest float would be rounded up to more than the bound
+            or (self.centred and not _are_bounds(arrays["bounds"]))
         ):
             raise ImplausibleModelError("the model has numbers that no honest server makes.")
         return PrivateShared(
@@ -540,6 +541,10 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             arrays["spent"][arrays["spent"] > 0],
             bounds=arrays.get("bounds", torch.zeros(0).double()),
         )
+
+
+def _are_bounds(bounds: Tensor) -> bool:
+    return bool(((bounds == 0.0) | (bounds >= 1.0 / _LARGEST**2)).all())
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ class WatchServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
+    timeout = 10.0  # seconds in which a request must arrive, so that none holds a thread for ever
 
     def do_GET(self) -> None:
         """Answer a request for the page or the state, and refuse everything else."""
