@@ -38,20 +38,25 @@ from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
 _CLIP = 1.0  # length of a row's gradient, if the options name none
 _MOMENTUM = 0.9
+_LONGER = 10.0  # steps of linear learners, relative to the learning rate
+_WANDER = 0.3  # deviation of a linear learner's weights by all noise, which limits its steps
 _LARGEST_LOGIT = 1e4
 _NUMBERS = 8_000_000  # in the gradients of a block of rows
 
 
-def private_method(base: FedGMM, privacy: Privacy, *, columns: bool = True) -> PrivateMixture:
+def private_method(
+    base: FedGMM, privacy: Privacy, *, columns: bool = True, descent: bool = False
+) -> PrivateMixture:
     """Return the private form of a method.
 
     Args:
         base: the method without privacy.
         privacy: the budget.
         columns: inputs are columns of a table, and not images.
+        descent: train linear learners by gradient steps, too.
     """
     net = function_of(base.training.net)
-    if isinstance(net, Dense) and not net.hidden and columns:
+    if isinstance(net, Dense) and not net.hidden and columns and not descent:
         return PrivateMixture(base, privacy)
     if any(map(is_statistic, net.parameter_shapes)):
         raise PrivacyError(
@@ -102,6 +107,12 @@ class PrivateNetworks(PrivateMixture):
     def clip(self) -> float:
         """Length to which a row's gradient is shortened."""
         return float(self.training.sgd.clip_norm or _CLIP)
+
+    @property
+    def linear(self) -> bool:
+        """Whether the learners have no hidden layer."""
+        net = function_of(self.training.net)
+        return isinstance(net, Dense) and not net.hidden
 
     # ------------------------------------------------------------------ the releases
 
@@ -187,6 +198,12 @@ class PrivateNetworks(PrivateMixture):
         counts = counts.clamp_min(max(1.0, 0.1 * float(counts.mean())))
         number = [name for name, _ in self.plan()[: len(shared.spent)]].count(ROUND)
         rate = self.training.options(number).lr
+        if self.linear:
+            # momentum multiplies a step by ten, and the noise of steps adds up like its squares
+            noise = deviation["gradient"] / (self.clip * float(counts.mean()))
+            rounds = self.privacy.rounds or NETWORK_ROUNDS
+            moved_by_noise = noise * math.sqrt(rounds) / (1.0 - _MOMENTUM)
+            rate = min(_LONGER * rate, _WANDER / moved_by_noise)
         learners, velocity, first = {}, [], 0
         for name, value in shared.learners.items():
             gradient = noisy["gradient"][first : first + value.numel()].reshape(value.shape)
@@ -206,6 +223,8 @@ class PrivateNetworks(PrivateMixture):
         shared = super().blank(columns)
         drawn = self.training.initial(self.base.learners, torch.device("cpu"))
         learners = {name: value.double() for name, value in drawn.items()}
+        if self.linear and (self.base.density or self.base.learners == 1):
+            learners = {name: torch.zeros_like(value) for name, value in learners.items()}
         velocity = torch.zeros(sum(value.numel() for value in learners.values())).double()
         return NetworkShared(**{**vars(shared), "learners": learners}, velocity=velocity)
 
