@@ -10,6 +10,8 @@ every step, so the closed form of the accountant holds)::
 Gradients of single rows come from stacked parameters: each row gets the parameters along a leading axis, as
 a client of one row. So every network that trains here can be private, except for batch normalisation,
 which mixes rows.
+
+Linear learners are trained this way with ``solver="sgd"``. Their steps are as long as the noise allows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.em import add_likelihoods, responsibilities
-from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.gaussians import gaussians, log_densities, residuals
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, is_statistic
 from fedgmm.core.sums import Sums
@@ -38,6 +40,7 @@ from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
 _CLIP = 1.0  # length of a row's gradient, if the options name none
 _MOMENTUM = 0.9
+_DAMPING = 0.7  # Gaussians of linear learners move by the number of the round to minus this
 _LONGER = 10.0  # steps of linear learners, relative to the learning rate
 _WANDER = 0.3  # deviation of a linear learner's weights by all noise, which limits its steps
 _LARGEST_LOGIT = 1e4
@@ -191,12 +194,21 @@ class PrivateNetworks(PrivateMixture):
         """Return the Gaussians of noisy moments, and the learners after one step of SGD."""
         assert isinstance(shared, NetworkShared)
         rest = Sums({name: value for name, value in noisy.items() if name != "gradient"})
-        moved = super()._after_round(shared, rest, deviation)
+        number = [name for name, _ in self.plan()[: len(shared.spent)]].count(ROUND)
+        gain = number**-_DAMPING if self.linear and self.base.density else 1.0
+        averaged = {name: value * math.sqrt(gain) for name, value in deviation.items()}
+        moved = super()._after_round(shared, rest, averaged)
         assert isinstance(moved, NetworkShared)
+        if gain < 1.0:  # the noise of many rounds is averaged
+            old, new = shared.gaussians, moved.gaussians
+            means = torch.lerp(old.means, new.means, gain)
+            covariances = torch.lerp(old.covariances, new.covariances, gain)
+            own = gaussians(means, covariances, old.covariance_type)
+            weights = torch.lerp(shared.weights, moved.weights, gain)
+            moved = replace(moved, gaussians=own, weights=weights)
         counts = noisy["counts"].reshape(-1, self.base.learners).sum(0)
         # rows of a learner that lost nearly all of them would be too few to divide by
         counts = counts.clamp_min(max(1.0, 0.1 * float(counts.mean())))
-        number = [name for name, _ in self.plan()[: len(shared.spent)]].count(ROUND)
         rate = self.training.options(number).lr
         if self.linear:
             # momentum multiplies a step by ten, and the noise of steps adds up like its squares
