@@ -209,21 +209,22 @@ class PrivateNetworks(PrivateMixture):
         counts = noisy["counts"].reshape(-1, self.base.learners).sum(0)
         # rows of a learner that lost nearly all of them would be too few to divide by
         counts = counts.clamp_min(max(1.0, 0.1 * float(counts.mean())))
-        rate = self.training.options(number).lr
+        rate, per_row = torch.full_like(counts, self.training.options(number).lr), counts
         if self.linear:
-            # momentum multiplies a step by ten, and the noise of steps adds up like its squares
-            noise = deviation["gradient"] / (self.clip * float(counts.mean()))
+            # momentum multiplies a step by ten, and the noise of many steps adds up by its squares
             rounds = self.privacy.rounds or NETWORK_ROUNDS
-            moved_by_noise = noise * math.sqrt(rounds) / (1.0 - _MOMENTUM)
-            rate = min(_LONGER * rate, _WANDER / moved_by_noise)
+            noise = deviation["gradient"] / self.clip * math.sqrt(rounds) / (1.0 - _MOMENTUM)
+            # noisy numbers of rows are not in the velocity, where a small one would stay
+            rate, per_row = _LONGER * rate / counts, torch.ones_like(counts)
+            rate = rate.clamp_max(_WANDER / max(noise, 1e-300))
         learners, velocity, first = {}, [], 0
         for name, value in shared.learners.items():
             gradient = noisy["gradient"][first : first + value.numel()].reshape(value.shape)
-            own = counts.reshape(-1, *(1,) * (value.dim() - 1))
+            step, own = (one.reshape(-1, *(1,) * (value.dim() - 1)) for one in (rate, per_row))
             past = shared.velocity[first : first + value.numel()].reshape(value.shape)
             speed = _MOMENTUM * past + gradient / (self.clip * own)
-            decay = self.training.sgd.weight_decay * value
-            learners[name] = value - rate * (speed + decay)
+            decay = self.training.sgd.weight_decay * value * (counts.mean() if self.linear else 1.0)
+            learners[name] = value - step * (speed + decay)
             velocity.append(speed.reshape(-1))
             first += value.numel()
         return replace(moved, learners=learners, velocity=torch.cat(velocity))
