@@ -203,9 +203,9 @@ class PrivateNetworks(PrivateMixture):
             old, new = shared.gaussians, moved.gaussians
             means = torch.lerp(old.means, new.means, gain)
             covariances = torch.lerp(old.covariances, new.covariances, gain)
-            own = gaussians(means, covariances, old.covariance_type)
+            averages = gaussians(means, covariances, old.covariance_type)
             weights = torch.lerp(shared.weights, moved.weights, gain)
-            moved = replace(moved, gaussians=own, weights=weights)
+            moved = replace(moved, gaussians=averages, weights=weights)
         counts = noisy["counts"].reshape(-1, self.base.learners).sum(0)
         # rows of a learner that lost nearly all of them would be too few to divide by
         counts = counts.clamp_min(max(1.0, 0.1 * float(counts.mean())))
