@@ -192,6 +192,7 @@ def files_with_patients(tmp_path_factory):
         ("client", {"learner": "mlp", "algorithm": "fedavg"}),
         ("client", {"algorithm": "fedem"}),
         ("row", {"algorithm": "fedavg"}),
+        ("row", {"algorithm": "fedavg", "solver": "sgd"}),
         ("row", {"algorithm": "gmm", "label": None}),
     ],
     ids=lambda one: one if isinstance(one, str) else "-".join(map(str, one.values())) or "linear",

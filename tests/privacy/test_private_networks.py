@@ -14,7 +14,7 @@ from fedgmm.data.synthetic import synthetic
 from fedgmm.privacy.ledger import Ledger
 from fedgmm.privacy.private_em import Rows
 from fedgmm.privacy.private_method import ROUND
-from fedgmm.privacy.private_networks import PrivateNetworks, private_method
+from fedgmm.privacy.private_networks import _WANDER, PrivateNetworks, private_method
 from fedgmm.training import private
 from fedgmm.training.build import build, learner_network
 from fedgmm.training.options import TrainingOptions
@@ -104,6 +104,26 @@ def test_networks_learn_with_a_large_budget(federation, algorithm):
     assert model.privacy["releases"] == 12 + (3 if algorithm == "fedgmm" else 1)
     least = 0.85 if algorithm == "fedgmm" else 0.6
     assert model.evaluate("test", federation.dataset).mean_accuracy > least
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedgmm"])
+def test_linear_learners_learn_by_gradient_steps(federation, algorithm):
+    sizes = {"components": 2, "learners": 2, "covariance_type": "spherical"}
+    model = train(
+        federation.dataset, algorithm, solver="sgd", **sizes, privacy=replace(LOOSE, rounds=None)
+    )
+    assert model.privacy["releases"] == 50 + (3 if algorithm == "fedgmm" else 1)
+    if algorithm == "fedgmm":  # one learner cannot fit two components
+        assert model.evaluate("test", federation.dataset).mean_accuracy > 0.85
+
+
+def test_noise_alone_hardly_moves_linear_learners(federation):
+    """The steps follow the noise: a budget that hides everything leaves weights of limited size."""
+    tiny = replace(LOOSE, epsilon=0.01, rounds=None)
+    with pytest.warns(private.NoiseWarning):
+        model = train(federation.dataset, "fedavg", solver="sgd", privacy=tiny)
+    weights = model.prediction.learners["0.weight"]
+    assert 0.0 < float(weights.abs().max()) < 5 * _WANDER
 
 
 @pytest.mark.parametrize("unit", ["person", "client"])

@@ -40,7 +40,7 @@ def few_draws():
         yield
 
 
-def totals_of_a_run(rows, unit, algorithm, kind, noise, patch, learner="linear"):
+def totals_of_a_run(rows, unit, algorithm, kind, noise, patch, learner="linear", descent=False):
     """Return the totals that every release of a run would add noise to.
 
     The noise comes from ``noise``, one vector per release, so that runs on two data sets see the same
@@ -62,7 +62,7 @@ def totals_of_a_run(rows, unit, algorithm, kind, noise, patch, learner="linear")
         learner=learner,
     )
     net = learner_network(options, (COLUMNS,), data_classes[: 1 if algorithm == "gmm" else CLASSES])
-    method = private_method(build(options, net), budget)
+    method = private_method(build(options, net), budget, descent=descent)
     weights = unit_weights(budget, data.train.codes, data.persons)
     clients = PrivateClients(data.train, budget, Account(budget), weights)
     run = SimpleNamespace()
@@ -123,7 +123,13 @@ def test_sensitivity_of_networks(unit, algorithm):
     check_sensitivity(unit, algorithm, "full", examples=2, learner="mlp")
 
 
-def check_sensitivity(unit, algorithm, kind, examples, learner="linear"):
+@pytest.mark.parametrize("unit", ["row", "person", "client"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedgmm"])
+def test_sensitivity_of_gradient_steps(unit, algorithm):
+    check_sensitivity(unit, algorithm, "spherical", examples=2, descent=True)
+
+
+def check_sensitivity(unit, algorithm, kind, examples, learner="linear", descent=False):
     @settings(max_examples=examples, deadline=None)
     @given(two_neighbours(unit))
     def check(drawn):
@@ -133,10 +139,12 @@ def check_sensitivity(unit, algorithm, kind, examples, learner="linear"):
         stay = ~gone
         with pytest.MonkeyPatch.context() as patch:
             all_rows = (x, y, codes, persons)
-            totals, outputs = totals_of_a_run(all_rows, unit, algorithm, kind, [], patch, learner)
+            run = (unit, algorithm, kind)
+            totals, outputs = totals_of_a_run(all_rows, *run, [], patch, learner, descent)
             fewer = (x[stay], y[stay], codes[stay], persons[stay])
-            others, _ = totals_of_a_run(fewer, unit, algorithm, kind, outputs, patch, learner)
-        releases = 5 if algorithm in ("fedgmm", "gmm") else (4 if learner == "linear" else 3)
+            others, _ = totals_of_a_run(fewer, *run, outputs, patch, learner, descent)
+        steps = descent or learner != "linear"
+        releases = 5 if algorithm in ("fedgmm", "gmm") else (3 if steps else 4)
         assert len(totals) == releases * (2 if unit == "client" else 1)
         for one, other in zip(totals, others, strict=True):
             assert np.linalg.norm(one - other) <= 1.0 + 1e-9

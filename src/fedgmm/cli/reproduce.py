@@ -59,7 +59,7 @@ _OPTIONS = {
     Experiment.SENSITIVITY: {*_SIZES, *_OF_IMAGES, "shift"},
     Experiment.EMBEDDINGS: {*_SIZES, *_OF_IMAGES} - {"track", "pretrained"},
     Experiment.MEMBERSHIP: {"clients", "rows", "rounds"},
-    Experiment.PRIVACY: {"clients", "rows", "seeds"},
+    Experiment.PRIVACY: {"clients", "rows", "seeds", "dataset"},
 }
 """Options of each experiment, besides the folder for its results."""
 
@@ -91,7 +91,9 @@ def reproduce(
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help="femnist, cifar10, cifar100 or mnist; embeddings also take reviews."),
+        typer.Option(
+            help="femnist, cifar10, cifar100, mnist; embeddings: reviews, too; privacy: synthetic, digits."
+        ),
     ] = None,
     track: Annotated[
         str | None,
@@ -194,7 +196,9 @@ def reproduce(
             run(out, study, StudyContext(data_dir, cache, notify))
             table = out / f"{experiment.value}-{study.label}.md"
         else:
-            _without_images(experiment, out, _given({**common, "rows": rows}), notify)
+            _without_images(
+                experiment, out, _given({**common, "rows": rows, "dataset": dataset}), notify
+            )
             table = out / f"{experiment.value}.md"
     console = screen()
     console.print(Markdown(table.read_text(encoding="utf-8")))

@@ -31,7 +31,7 @@ from fedgmm.privacy.settings import Privacy, PrivacyError
 from fedgmm.training.build import build, build_warm_up, learner_network
 from fedgmm.training.checkpoint import Phase
 from fedgmm.training.options import TrainingOptions
-from fedgmm.training.private import check_private_options, private_rounds
+from fedgmm.training.private import check_private_options, descends, private_rounds
 
 if TYPE_CHECKING:
     from fedgmm.methods.fedgmm import FedGMM
@@ -104,7 +104,8 @@ class Job:
         if self.privacy is None:
             return method
         rounds = private_rounds(self.options, self.privacy)
-        return private_method(cast("FedGMM", method), replace(self.privacy, rounds=rounds))
+        budget = replace(self.privacy, rounds=rounds)
+        return private_method(cast("FedGMM", method), budget, descent=descends(self.options))
 
     @cached_property
     def warm_up(self) -> AnyMethod:

@@ -10,6 +10,8 @@ every step, so the closed form of the accountant holds)::
 Gradients of single rows come from stacked parameters: each row gets the parameters along a leading axis, as
 a client of one row. So every network that trains here can be private, except for batch normalisation,
 which mixes rows.
+
+Linear learners are trained this way with ``solver="sgd"``. Their steps are as long as the noise allows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.em import add_likelihoods, responsibilities
-from fedgmm.core.gaussians import log_densities, residuals
+from fedgmm.core.gaussians import gaussians, log_densities, residuals
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, is_statistic
 from fedgmm.core.sums import Sums
@@ -38,20 +40,26 @@ from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
 _CLIP = 1.0  # length of a row's gradient, if the options name none
 _MOMENTUM = 0.9
+_DAMPING = 0.7  # Gaussians of linear learners move by the number of the round to minus this
+_LONGER = 10.0  # steps of linear learners, relative to the learning rate
+_WANDER = 0.3  # deviation of a linear learner's weights by all noise, which limits its steps
 _LARGEST_LOGIT = 1e4
 _NUMBERS = 8_000_000  # in the gradients of a block of rows
 
 
-def private_method(base: FedGMM, privacy: Privacy, *, columns: bool = True) -> PrivateMixture:
+def private_method(
+    base: FedGMM, privacy: Privacy, *, columns: bool = True, descent: bool = False
+) -> PrivateMixture:
     """Return the private form of a method.
 
     Args:
         base: the method without privacy.
         privacy: the budget.
         columns: inputs are columns of a table, and not images.
+        descent: train linear learners by gradient steps, too.
     """
     net = function_of(base.training.net)
-    if isinstance(net, Dense) and not net.hidden and columns:
+    if isinstance(net, Dense) and not net.hidden and columns and not descent:
         return PrivateMixture(base, privacy)
     if any(map(is_statistic, net.parameter_shapes)):
         raise PrivacyError(
@@ -102,6 +110,12 @@ class PrivateNetworks(PrivateMixture):
     def clip(self) -> float:
         """Length to which a row's gradient is shortened."""
         return float(self.training.sgd.clip_norm or _CLIP)
+
+    @property
+    def linear(self) -> bool:
+        """Whether the learners have no hidden layer."""
+        net = function_of(self.training.net)
+        return isinstance(net, Dense) and not net.hidden
 
     # ------------------------------------------------------------------ the releases
 
@@ -180,21 +194,37 @@ class PrivateNetworks(PrivateMixture):
         """Return the Gaussians of noisy moments, and the learners after one step of SGD."""
         assert isinstance(shared, NetworkShared)
         rest = Sums({name: value for name, value in noisy.items() if name != "gradient"})
-        moved = super()._after_round(shared, rest, deviation)
+        number = [name for name, _ in self.plan()[: len(shared.spent)]].count(ROUND)
+        gain = number**-_DAMPING if self.linear and self.base.density else 1.0
+        averaged = {name: value * math.sqrt(gain) for name, value in deviation.items()}
+        moved = super()._after_round(shared, rest, averaged)
         assert isinstance(moved, NetworkShared)
+        if gain < 1.0:  # the noise of many rounds is averaged
+            old, new = shared.gaussians, moved.gaussians
+            means = torch.lerp(old.means, new.means, gain)
+            covariances = torch.lerp(old.covariances, new.covariances, gain)
+            averages = gaussians(means, covariances, old.covariance_type)
+            weights = torch.lerp(shared.weights, moved.weights, gain)
+            moved = replace(moved, gaussians=averages, weights=weights)
         counts = noisy["counts"].reshape(-1, self.base.learners).sum(0)
         # rows of a learner that lost nearly all of them would be too few to divide by
         counts = counts.clamp_min(max(1.0, 0.1 * float(counts.mean())))
-        number = [name for name, _ in self.plan()[: len(shared.spent)]].count(ROUND)
-        rate = self.training.options(number).lr
+        rate, per_row = torch.full_like(counts, self.training.options(number).lr), counts
+        if self.linear:
+            # momentum multiplies a step by ten, and the noise of many steps adds up by its squares
+            rounds = self.privacy.rounds or NETWORK_ROUNDS
+            noise = deviation["gradient"] / self.clip * math.sqrt(rounds) / (1.0 - _MOMENTUM)
+            # noisy numbers of rows are not in the velocity, where a small one would stay
+            rate, per_row = _LONGER * rate / counts, torch.ones_like(counts)
+            rate = rate.clamp_max(_WANDER / max(noise, 1e-300))
         learners, velocity, first = {}, [], 0
         for name, value in shared.learners.items():
             gradient = noisy["gradient"][first : first + value.numel()].reshape(value.shape)
-            own = counts.reshape(-1, *(1,) * (value.dim() - 1))
+            step, own = (one.reshape(-1, *(1,) * (value.dim() - 1)) for one in (rate, per_row))
             past = shared.velocity[first : first + value.numel()].reshape(value.shape)
             speed = _MOMENTUM * past + gradient / (self.clip * own)
-            decay = self.training.sgd.weight_decay * value
-            learners[name] = value - rate * (speed + decay)
+            decay = self.training.sgd.weight_decay * value * (counts.mean() if self.linear else 1.0)
+            learners[name] = value - step * (speed + decay)
             velocity.append(speed.reshape(-1))
             first += value.numel()
         return replace(moved, learners=learners, velocity=torch.cat(velocity))
@@ -206,6 +236,8 @@ class PrivateNetworks(PrivateMixture):
         shared = super().blank(columns)
         drawn = self.training.initial(self.base.learners, torch.device("cpu"))
         learners = {name: value.double() for name, value in drawn.items()}
+        if self.linear and (self.base.density or self.base.learners == 1):
+            learners = {name: torch.zeros_like(value) for name, value in learners.items()}
         velocity = torch.zeros(sum(value.numel() for value in learners.values())).double()
         return NetworkShared(**{**vars(shared), "learners": learners}, velocity=velocity)
 

@@ -59,7 +59,7 @@ class Privacy:
             count as missing.
         person: column that names the person of a row; it is not used as an input.
         rounds: noised rounds; more rounds have more noise each. ``None`` means 8 for linear learners and
-            50 for networks, or as many as the run has, if these are fewer.
+            50 for networks and ``solver="sgd"``, or as many as the run has, if these are fewer.
         secure_aggregation: sites mask their sums, so a server sees only the total.
         tolerated: sites that may reveal their part of the noise without weakening it, over a network;
             dropouts that secure aggregation allows are tolerated in any case.

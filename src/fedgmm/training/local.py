@@ -63,6 +63,7 @@ from fedgmm.training.private import (
     PrivateClients,
     check_private,
     declared_scaling,
+    descends,
     private_options,
     unit_weights,
     warn_of_noise,
@@ -476,7 +477,8 @@ class _LocalTraining:
         self.private: PrivateClients | None = None
         if privacy is not None:
             columns = len(dataset.input_shape) == 1
-            method = private_method(method, privacy, columns=columns)  # type: ignore[arg-type]
+            base: Any = method
+            method = private_method(base, privacy, columns=columns, descent=descends(options))
             warn_of_noise(method, dataset)
             path = None if checkpoint is None else checkpoint.path
             account = Account(privacy, path, "" if path is None else fingerprint(dataset))

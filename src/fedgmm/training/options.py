@@ -40,7 +40,8 @@ class TrainingOptions:
             function that makes a ``torch.nn.Module``; its frozen layers and buffers stay as they are made.
         solver: ``"sgd"``, ``"newton"`` (linear learners only) or ``"auto"``: Newton steps for linear
             learners of the mixture methods, SGD otherwise. FedProx, Local, Clustered FL and pFedMe are
-            defined by their gradient steps, so they always use SGD.
+            defined by their gradient steps, so they always use SGD. With a budget of privacy, ``"auto"``
+            is Newton's method, and ``"sgd"`` is for few rows of many classes.
         start: how learners start: ``"tied"`` to the Gaussians, ``"split"`` from one learner,
             ``"random"``, or ``"auto"``: tied for FedGMM, random otherwise.
         warmup: rounds that first train one shared learner (FedAvg); they count as rounds.

@@ -130,8 +130,13 @@ def private_options(options: TrainingOptions, privacy: Privacy) -> TrainingOptio
 def private_rounds(options: TrainingOptions, privacy: Privacy) -> int:
     """Return the number of noised rounds of a run."""
     linear = options.learner == "linear" or options.algorithm == DENSITY
-    usual = LINEAR_ROUNDS if linear else NETWORK_ROUNDS
+    usual = LINEAR_ROUNDS if linear and not descends(options) else NETWORK_ROUNDS
     return min(options.rounds, privacy.rounds or usual)
+
+
+def descends(options: TrainingOptions) -> bool:
+    """Return whether linear learners are trained by noised gradient steps, as networks are."""
+    return options.solver == "sgd" and options.algorithm != DENSITY
 
 
 def declared_scaling(privacy: Privacy, dataset: FederatedDataset) -> Scaling | None:
