@@ -249,3 +249,14 @@ def test_rows_of_a_summary_are_capped_with_all_its_counts():
     assert own.labels == {"ill": 150, "well": 150}
     assert own.columns["age"].squares == pytest.approx(1200.0)
     assert "max_share" in notes[0]
+
+
+def test_the_file_of_waiting_sums_is_closed_if_an_exchange_is_given_up():
+    import gc
+
+    cohort = Cohort({}, 3.0, "none", Medians())
+    shelf = cohort._shelf
+    cohort._held.append(lambda: cohort)  # as readers of sums do
+    del cohort
+    gc.collect()
+    assert shelf.closed

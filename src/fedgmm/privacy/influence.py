@@ -17,6 +17,7 @@ keeps the ratios and gives the site less weight. The median needs a majority of 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -239,6 +240,9 @@ class Cohort:
     _shelf: Any = field(
         default_factory=lambda: SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115
     )
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self._shelf.close)  # also if the exchange fails
 
     def add(
         self,
