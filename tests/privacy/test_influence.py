@@ -252,11 +252,11 @@ def test_rows_of_a_summary_are_capped_with_all_its_counts():
 
 
 def test_the_file_of_waiting_sums_is_closed_if_an_exchange_is_given_up():
-    import gc
+    def begin():
+        cohort = Cohort({}, 3.0, "none", Medians())
+        cohort._held.append(lambda: cohort)  # a cycle, as readers of sums make one
+        return cohort._shelf
 
-    cohort = Cohort({}, 3.0, "none", Medians())
-    shelf = cohort._shelf
-    cohort._held.append(lambda: cohort)  # as readers of sums do
-    del cohort
+    shelf = begin()
     gc.collect()
     assert shelf.closed
