@@ -1,5 +1,6 @@
 """Bounds on the influence of one site, against brute force and closed forms."""
 
+import gc
 import math
 
 import pytest
