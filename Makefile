@@ -10,6 +10,8 @@ TRITON_VERSION := triton==3.9.0
 TORCH_VERSION := $(patsubst torch==%,%,$(filter torch==%,$(file < constraints.txt)))
 # A module stays in one process, because its tests share fixtures. A process takes 1 GB of memory.
 PARALLEL := -n auto --maxprocesses 4 --dist loadscope
+# Every process of a test run would compile all modules again without their bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo federation-demo test test-slow coverage lint types bench docs figures examples dist dist-lowest clean
 

@@ -18,6 +18,8 @@ from pathlib import Path
 # Threads slow small problems down, most on a busy machine. Tests that need several threads set their
 # number with the fixture ``threads``.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A thread that waits for others sleeps, because spinning takes CPU time from other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import pytest

@@ -118,6 +118,14 @@ def test_missing_weights_are_explained(tmp_path, monkeypatch):
     assert "weights" in result.stderr
 
 
+def test_fit_knows_its_weights_by_their_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_site(tmp_path / "oslo", 0, 2)
+    result = RUNNER.invoke(app, ["fit", "oslo", "--images", "--weights", "mine.safetensors"])
+    assert result.exit_code == 1
+    assert str(tmp_path / "mine.safetensors") in result.stderr
+
+
 def test_sites_of_a_federation_embed_at_home(home, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(

@@ -119,10 +119,10 @@ def test_a_data_folder_in_the_environment_is_ignored_without_images(tmp_path, mo
 
 
 def test_every_option_belongs_to_an_experiment():
-    from fedgmm.cli import reproduce
+    from fedgmm.cli import studies
 
-    names = set(inspect.signature(reproduce.reproduce).parameters)
-    assert names - {"ctx", "experiment", "out"} == set().union(*reproduce._OPTIONS.values())
+    names = set(inspect.signature(studies.reproduce).parameters)
+    assert names - {"ctx", "experiment", "out"} == set().union(*studies._OPTIONS.values())
 
 
 def test_a_number_of_gaussians_leaves_novelty_nothing_to_choose(tmp_path, monkeypatch):

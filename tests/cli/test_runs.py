@@ -49,6 +49,13 @@ def fit(tmp_path, *arguments, label="state"):
 # ---------------------------------------------------------------------- the whole chain
 
 
+def test_a_run_without_labels_names_detect_as_the_next_step(tmp_path):
+    sites = map(str, write_sites(tmp_path / "data"))
+    options = ["--set", "algorithm=gmm", "--ignore", "state", "--components", "2", "--rounds", "2"]
+    result = works("fit", *sites, *options, "--out", str(tmp_path / "my run"))
+    assert f"Next: fedgmm detect '{tmp_path / 'my run'}' FILE" in result.stdout
+
+
 def test_from_files_to_answers(tmp_path, monkeypatch):
     def no_network(*_, **__):
         raise AssertionError("the network was used")
@@ -67,6 +74,7 @@ def test_from_files_to_answers(tmp_path, monkeypatch):
     result = works("fit", *sites, "--label", "state", *SMALL_OPTIONS)
     assert "accuracy" in result.stdout
     assert "Run: run" in result.stdout
+    assert "Next: fedgmm report run" in result.stdout
     assert "mean over clients" in works("evaluate", "run").stdout
     assert (
         "40 rows"

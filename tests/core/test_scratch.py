@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -64,6 +65,23 @@ def test_tensors_beside_one_in_a_file_are_in_the_same_folder(large, tmp_path):
     np.testing.assert_array_equal(scratch.taken(rows, mask), large[large[:, 0] > 0])
     order = torch.arange(len(rows) - 1, -1, -1)
     np.testing.assert_array_equal(scratch.taken(rows, order), large[::-1])
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_passes_over_rows_give_what_numpy_gives_at_once(rng, tmp_path, monkeypatch, in_files):
+    monkeypatch.setattr(scratch, "_BLOCK_ROWS", 1000)
+    codes = rng.integers(0, 7, 40_000)
+    values = rng.normal(size=(7, 2))
+    with scratch.scratch(tmp_path) if in_files else nullcontext():
+        taken = scratch.gathered(values, codes)
+        order = scratch.stable_order(codes, 8)
+        ones = scratch.where(lambda place: codes[place] == 1, len(codes))
+        counts = scratch.counts_of(codes, 8)
+    np.testing.assert_array_equal(taken, values[codes])
+    np.testing.assert_array_equal(order, np.argsort(codes, kind="stable"))
+    np.testing.assert_array_equal(ones, np.flatnonzero(codes == 1))
+    np.testing.assert_array_equal(counts, np.bincount(codes, minlength=8))
+    assert folder_of(torch.from_numpy(taken)) == (tmp_path if in_files else None)
 
 
 def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgmm.core.randomness import client_keys
+from fedgmm.core import scratch
+from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.scratch import folder_of
+from fedgmm.data import dataset
 from fedgmm.data.dataset import SPLITS, FederatedDataset, split_rows
 from fedgmm.training.local import train
 from supervised import federation
@@ -71,6 +73,40 @@ def test_large_federations_are_split_and_shuffled_in_groups(rng, monkeypatch):
             np.testing.assert_array_equal(found, rows_of)
         again = FederatedDataset.from_arrays(x, y, ids).train
         np.testing.assert_array_equal(again.shuffled(4, 2, 1), order)
+
+
+@given(
+    rows=st.integers(1, 400),
+    ends=st.tuples(st.integers(0, 400), st.integers(0, 400)),
+    bins=st.sampled_from([1, 3, 1000]),
+    seed=st.integers(0, 3),
+)
+def test_a_large_client_is_split_without_sorting_its_draws(rows, ends, bins, seed):
+    first, last = sorted(min(end, rows) for end in ends)
+    key = client_keys(["oslo"])[0]
+    order = np.argsort(
+        row_uniforms(seed, dataset._SPLIT_STREAM, key, np.arange(rows)), kind="stable"
+    )
+    expected = np.empty(rows, dtype=int)
+    expected[order] = (np.arange(rows) >= first).astype(int) + (np.arange(rows) >= last)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset, "_DRAW_BINS", bins)
+        patch.setattr(scratch, "_BLOCK_ROWS", 50)
+        parts = [part for _, part in dataset._parts_of_client(seed, key, rows, (first, last))]
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
+
+
+@pytest.mark.parametrize("free", [1, 8, 40])
+def test_a_large_client_in_a_file_is_shuffled_like_one_in_memory(tmp_path, monkeypatch, free):
+    key, rows, first = client_keys(["oslo"])[0], 3000, 12
+    draws = row_uniforms(3, 5, key, np.arange(rows))
+    words = (draws * 2.0**free).astype(np.int64) << first | np.arange(rows)
+    monkeypatch.setattr(dataset, "_ROWS_AT_ONCE", 500)
+    monkeypatch.setattr(scratch, "_BLOCK_ROWS", 700)
+    out = np.empty(rows, dtype=np.int64)
+    with scratch.scratch(tmp_path):
+        dataset._shuffle_client(out, 3, 5, key, first, free)
+    np.testing.assert_array_equal(out, np.argsort(words))
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fedgmm.data.images import download as image_download
 from fedgmm.data.images import files as images
-from fedgmm.data.images.download import Source
-from fedgmm.data.images.files import ImageFileError, load_images
+from fedgmm.data.images.files import ImageFileError, Source, load_images
 
 
 def source_of(path, folder, members=(), **changes):
@@ -37,21 +35,21 @@ def archive(tmp_path):
 
 def test_an_archive_is_fetched_checked_and_taken_apart(tmp_path, archive, monkeypatch):
     source = source_of(archive, "set", ("train.bin", "test.bin"))
-    monkeypatch.setitem(image_download.SOURCES, "cifar10", (source,))
+    monkeypatch.setitem(images.SOURCES, "cifar10", (source,))
     seen = []
-    image_download.download("cifar10", tmp_path / "data", lambda *step: seen.append(step))
+    images.fetch_files("cifar10", tmp_path / "data", lambda *step: seen.append(step))
     found = sorted(path.relative_to(tmp_path) for path in (tmp_path / "data").rglob("*.*"))
     assert found == [Path("data/set/test.bin"), Path("data/set/train.bin")]
     assert (tmp_path / "data/set/test.bin").read_bytes() == b".bin"
     assert seen[-1] == ("set.tar.gz", source.size, source.size)
     archive.unlink()  # nothing is fetched again
-    image_download.download("cifar10", tmp_path / "data")
+    images.fetch_files("cifar10", tmp_path / "data")
 
 
 @pytest.mark.parametrize("changes", [{"sha256": "0" * 64}, {"size": 3}, {"size": 10**6}])
 def test_another_file_than_the_official_one_is_not_kept(tmp_path, archive, monkeypatch, changes):
     source = source_of(archive, "set", ("train.bin",), **changes)
-    monkeypatch.setitem(image_download.SOURCES, "cifar10", (source,))
+    monkeypatch.setitem(images.SOURCES, "cifar10", (source,))
     with pytest.raises(ImageFileError, match=r"set.tar.gz.*official"):
         load_images("cifar10", tmp_path / "data", download=True)
     assert not list((tmp_path / "data" / "set").iterdir())
@@ -60,7 +58,7 @@ def test_another_file_than_the_official_one_is_not_kept(tmp_path, archive, monke
 def test_a_place_that_does_not_answer_is_named(tmp_path, archive, monkeypatch):
     source = source_of(archive, "set")
     archive.unlink()
-    monkeypatch.setitem(image_download.SOURCES, "mnist", (source,))
+    monkeypatch.setitem(images.SOURCES, "mnist", (source,))
     with pytest.raises(ImageFileError, match=r"set.tar.gz.*by hand"):
         load_images("mnist", tmp_path / "data", download=True)
 
@@ -70,8 +68,8 @@ def test_trouble_on_the_way_names_the_place(tmp_path, archive, monkeypatch, trou
     def fail(*_args, **_options):
         raise trouble
 
-    monkeypatch.setitem(image_download.SOURCES, "mnist", (source_of(archive, "MNIST/raw"),))
-    monkeypatch.setattr(image_download.urllib.request, "urlopen", fail)
+    monkeypatch.setitem(images.SOURCES, "mnist", (source_of(archive, "MNIST/raw"),))
+    monkeypatch.setattr(images.urllib.request, "urlopen", fail)
     with pytest.raises(ImageFileError, match="downloaded"):
         load_images("mnist", tmp_path / "data", download=True)
 

@@ -13,7 +13,7 @@ from fedgmm.data.encoders import encoder
 from fedgmm.data.images.federated import federated_images
 from fedgmm.data.images.files import WHITE, load_images
 from fedgmm.data.partition import transform_images
-from fedgmm.experiments import embeddings
+from fedgmm.experiments import embeddings, tuning
 from fedgmm.experiments.embeddings import (
     EmbeddingStudy,
     Preparation,
@@ -43,9 +43,11 @@ def folder(tmp_path, monkeypatch):
 def few_choices(monkeypatch):
     """A short search."""
     monkeypatch.setattr(embeddings, "_RATES", (1.0, 0.1))
-    monkeypatch.setattr(
-        embeddings, "_SIZES", {"fedgmm": [{"components": m, "learners": m} for m in (2, 1)]}
-    )
+    sizes = {
+        "fedgmm": [{"components": m, "learners": m} for m in (2, 1)],
+        "fedem": [{"learners": m} for m in (2, 1)],
+    }
+    monkeypatch.setattr(embeddings, "_SIZES", sizes)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -112,6 +114,32 @@ def test_the_study_writes_both_tables_and_resumes(folder, tmp_path, few_choices,
 
     monkeypatch.setattr(embeddings, "_run_trial", refuse)
     assert reproduce_embeddings(out, SMALL, StudyContext(folder)) == found
+
+
+@pytest.mark.parametrize("method", ["fedem", "fedgmm"])
+def test_rate_and_start_are_chosen_together_and_sizes_with_label_frequencies(
+    folder, tmp_path, few_choices, monkeypatch, method
+):
+    """The best rate depends on the start, which looks bad until the end, and sizes on frequencies."""
+    by_start = {(1.0, "auto"): 50, (0.1, "auto"): 30, (1.0, "split"): 40, (0.1, "split"): 70}
+    by_size = {(2, False): 1, (1, False): 0, (2, True): 2, (1, True): 3}
+
+    def early(model):
+        return float(model.options["start"] == "auto") + model.options["lr"]
+
+    def late(model):
+        own = model.options
+        if len(model.history) < SMALL.rounds:
+            return early(model)
+        size = by_size[own["learners"], own["personal_labels"]]
+        return float(by_start[own["lr"], own["start"]] + size)
+
+    monkeypatch.setattr(tuning, "validation_score", early)
+    monkeypatch.setattr(tuning, "validation_accuracy", late)
+    study = replace(SMALL, methods=(method,), learner="linear")
+    own = reproduce_embeddings(tmp_path / "out", study, StudyContext(folder))[method][0]
+    assert (own["lr"], own["start"]) == (0.1, "split")
+    assert (own["learners"], own["personal_labels"]) == (1, True)
 
 
 def test_bytes_count_every_number_that_a_client_sends(folder, few_choices):

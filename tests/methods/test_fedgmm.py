@@ -18,8 +18,7 @@ from fedgmm.core.params import stack
 from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import DivergedError
-from fedgmm.methods.fedavg import without_density
-from fedgmm.methods.fedgmm import LEARNER_STARTS, FedGMM, FedGMMShared
+from fedgmm.methods.fedgmm import LEARNER_STARTS, FedGMM, FedGMMShared, without_density
 from fedgmm.methods.gmm import FederatedGMM, MixtureShared
 from fedgmm.methods.local_training import LocalTraining
 from fedgmm.nets.networks import Dense

@@ -11,7 +11,7 @@ import torch
 from fedgmm.core.labels import label_frequencies
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import SHARED_LEARNERS, Prediction
-from fedgmm.model import label_frequencies as module
+from fedgmm.model import adaptation as module
 from fedgmm.model.predictions import evaluate_arrays, log_learners
 from fedgmm.model.saving import load
 from fedgmm.training.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ import pytest
 
 from fedgmm.data.images.federated import federated_images
 from fedgmm.data.images.files import ImageData
-from fedgmm.report.contact_sheets import contact_sheet, strips_of, transform_sheet
+from fedgmm.report.plots import contact_sheet, strips_of, transform_sheet
 
 
 def some_images(channels=3, classes=12, side=8):

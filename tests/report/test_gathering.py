@@ -13,9 +13,7 @@ from sklearn.metrics import r2_score
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.report.contents import MOST_POINTS, AdaptationRecord, evenly
-from fedgmm.report.gathering import distinct_names, flattened, gather
-from fedgmm.report.mixture import pair_names
-from fedgmm.report.predictions import reliability_of
+from fedgmm.report.gathering import distinct_names, flattened, gather, pair_names, reliability_of
 from fedgmm.training.local import train
 from supervised import images, tiny
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fedgmm.data.tables.preprocessing import Column
-from fedgmm.report.mixture import ellipse, order_by_similarity, project
+from fedgmm.report.charts import ellipse
+from fedgmm.report.gathering import order_by_similarity, project
 
 
 def test_similar_clients_are_neighbours():

@@ -16,7 +16,7 @@ from fedgmm.core.paired import Estimate
 from fedgmm.data.synthetic import synthetic
 from fedgmm.report import charts
 from fedgmm.report.contents import AdaptationRecord, ClientTable, TestMetrics, WeightMap
-from fedgmm.report.mixture import project
+from fedgmm.report.gathering import project
 from fedgmm.report.page import _plotly, render, verdict, write_report
 
 MEGABYTE = 1_000_000

@@ -9,7 +9,7 @@ import numpy as np
 import fedgmm
 from fedgmm.privacy.accounting import Release, epsilon_of
 from fedgmm.privacy.ledger import Entry, Ledger
-from fedgmm.runs.card import render, write_card
+from fedgmm.runs.reporting import render_card, write_card
 from in_memory_sites import federate
 from small_runs import SMALL, draw_rows, write_csv, write_sites
 
@@ -50,7 +50,7 @@ def test_no_path_of_this_machine_even_in_notes(finished_home, finished):
     record = json.loads(run.folder.metrics.read_text())
     record["notes"] = [f"{finished_home}/data/oslo.csv has no rows of the class ill."]
     run.folder.metrics.write_text(json.dumps(record))
-    text = render(run)
+    text = render_card(run)
     assert "oslo.csv has no rows" in text
     for folder in (finished_home, finished, finished_home.parent):
         assert folder.name not in text.replace("\\", "")
@@ -59,7 +59,7 @@ def test_no_path_of_this_machine_even_in_notes(finished_home, finished):
 def test_names_cannot_act_in_markdown(tmp_path):
     rows = [{**row, "<b>a|ge</b>": row["age"]} for row in draw_rows(np.random.default_rng(0), 40)]
     files = [write_csv(tmp_path / name, rows) for name in ("[x](y)|`z.csv", "oslo.csv")]
-    text = render(fedgmm.fit(files, "state", tmp_path / "run", **SMALL))
+    text = render_card(fedgmm.fit(files, "state", tmp_path / "run", **SMALL))
     assert "<b>" not in text.replace("\\<", "")
     assert r"\[x\](y)\|\`z" in text
     width = {line.replace(r"\|", "").count("|") for line in text.splitlines() if line[:2] == "| "}
@@ -69,17 +69,17 @@ def test_names_cannot_act_in_markdown(tmp_path):
 def test_regression_density_and_noise(tmp_path):
     files = write_sites(tmp_path / "data")
     numbers = fedgmm.fit(files, "age", tmp_path / "numbers", task="regression", **SMALL)
-    text = sections_of(render(numbers))
+    text = sections_of(render_card(numbers))
     assert "| client | rows | RMSE |" in text["Results"]
     assert "Predicted number: age" in text["Data"]
     options = {"algorithm": "gmm", "components": 2, "rounds": 3}
     density = fedgmm.fit(files, None, tmp_path / "density", ignore=["state"], **options)
-    text = sections_of(render(density))
+    text = sections_of(render_card(density))
     assert "log density" in text["Results"]
     assert "Federated Gaussian mixture" in text["Method"]
     model = numbers.model
     model.privacy = {"epsilon": 4.0, "delta": 1e-5, "unit": "row", "spent": 3.2, "releases": 22}
-    assert "ε = 3.2 of 4" in sections_of(render(numbers))["Privacy"]
+    assert "ε = 3.2 of 4" in sections_of(render_card(numbers))["Privacy"]
 
 
 def test_without_test_rows_the_results_are_said_to_be_too_good(finished):
@@ -87,14 +87,17 @@ def test_without_test_rows_the_results_are_said_to_be_too_good(finished):
     record = json.loads(run.folder.metrics.read_text())
     del record["test"]
     run.folder.metrics.write_text(json.dumps(record))
-    assert "too good" in sections_of(render(run))["Results"]
+    assert "too good" in sections_of(render_card(run))["Results"]
 
 
 def test_server_and_site_of_a_federation(tmp_path):
     federate(write_sites(tmp_path / "data"), tmp_path, **SMALL)
     home = tmp_path / "sites" / "oslo"
     Ledger(home, tmp_path / "witness").charge(Entry(Release(0.5), "round", "a", "t", "row"))
-    server, site = render(fedgmm.open_run(tmp_path / "server")), render(fedgmm.open_run(home))
+    server, site = (
+        render_card(fedgmm.open_run(tmp_path / "server")),
+        render_card(fedgmm.open_run(home)),
+    )
     for text in (server, site):
         assert list(sections_of(text)) == SECTIONS
         assert str(tmp_path) not in text

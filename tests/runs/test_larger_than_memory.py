@@ -148,14 +148,14 @@ from fedgmm.core import scratch
 from fedgmm.data import dataset
 from fedgmm.data.tables import columns, files, preprocessing, summaries
 from fedgmm.methods import centroids
-from fedgmm.model import bootstrap, label_frequencies, metrics
+from fedgmm.model import adaptation, bootstrap, metrics
 from fedgmm.training import local
 # blocks and samples that are small beside the rows
 for module in (columns, preprocessing, summaries):
     module._BLOCK_ROWS = files._BATCH_ROWS = 4000
 scratch._MOST_MAPPED = 2**21
 dataset._ROWS_AT_ONCE = metrics._ROWS_AT_ONCE = bootstrap._MOST_PLANNED = 4000
-centroids._MOST_START_ROWS = local._WATCHED_ROWS = label_frequencies._TRIED_ROWS = 4000
+centroids._MOST_START_ROWS = local._WATCHED_ROWS = adaptation._TRIED_ROWS = 4000
 
 def peak(rows):
     home = os.path.join(sys.argv[1], str(rows))

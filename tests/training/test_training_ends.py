@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.synthetic import synthetic
-from fedgmm.methods.fedavg import FedAvgPlus
+from fedgmm.methods.fedgmm import FedAvgPlus
 from fedgmm.training.local import DivergenceWarning, train
 from fedgmm.training.options import ALGORITHMS
 from supervised import FAST, federation, predictions

@@ -13,7 +13,8 @@ import typer
 from typer.core import TyperArgument, TyperGroup
 
 from fedgmm import __version__
-from fedgmm.cli import embedding, federation, reproduce, runs, studies
+from fedgmm.cli import federation, runs, studies
+from fedgmm.cli.options import with_help
 
 _INTERRUPTED = 130
 
@@ -129,28 +130,16 @@ def options(
     """
 
 
-_RUNS, _STUDIES = "Train and use models", "Demonstrations and experiments"
 _FEDERATION = "Federation over several machines"
-_ON_RUNS: tuple[Callable[..., None], ...] = (
-    runs.inspect,
-    embedding.embed,
-    runs.fit,
-    runs.resume,
-    runs.evaluate,
-    runs.predict,
-    runs.adapt,
-    runs.detect,
-    runs.report,
-    runs.watch,
-    runs.card,
-    runs.export,
-    studies.compare,
-)
-_ON_STUDIES: tuple[Callable[..., None], ...] = (studies.demo, studies.tune, reproduce.reproduce)
-for command in _ON_RUNS:
-    app.command(rich_help_panel=_RUNS)(command)
-for command in _ON_STUDIES:
-    app.command(rich_help_panel=_STUDIES)(command)
-for command in (federation.server, federation.client, federation.audit, federation.ledger):
-    app.command(rich_help_panel=_FEDERATION)(command)
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Train and use models": (
+        runs.inspect, runs.embed, runs.fit, runs.resume, runs.evaluate, runs.predict, runs.adapt,
+        runs.detect, runs.report, runs.watch, runs.card, runs.export, studies.compare,
+    ),
+    "Demonstrations and experiments": (studies.demo, studies.tune, studies.reproduce),
+    _FEDERATION: (federation.server, federation.client, federation.audit, federation.ledger),
+}  # fmt: skip
+for panel, commands in _COMMANDS.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(with_help(command))
 app.add_typer(federation.keys, name="keys", rich_help_panel=_FEDERATION)

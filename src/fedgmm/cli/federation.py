@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from fedgmm.cli.embedding import (
+from fedgmm.cli.options import (
+    DateFormat,
     Download,
     EncoderName,
     ImageColumn,
+    MissingValues,
+    Names,
+    NoHeader,
     Size,
     TextColumn,
     Weights,
     embedding_options,
+    file_options,
+    given,
 )
 from fedgmm.cli.output import JsonFlag, escaped, print_json, print_notes, screen, sidelines
-from fedgmm.cli.runs import DateFormat, MissingValues, Names, NoHeader, file_options
 
 if TYPE_CHECKING:
     from fedgmm.data.embed import Embedding
@@ -30,13 +35,17 @@ if TYPE_CHECKING:
 
 _HOST, _PORT = "0.0.0.0", 9092
 _LARGEST_LOG = 10_000_000
+_FEDERATION = (
+    "clients", "min_clients", "round_timeout", "min_rows", "max_share", "max_norm", "robust",
+)  # fmt: skip
 
 keys = typer.Typer(no_args_is_help=True, help="Key pairs of sites, and certificates for tests.")
 
 
 def server(
-    config: Annotated[Path, Option(help="TOML file with the settings of the federation.")],
-    out: Annotated[Path, Option(help="The run folder; an interrupted run is resumed there.")],
+    ctx: typer.Context,
+    config: Annotated[Path, Option()],
+    out: Annotated[Path, Option()],
     host: Annotated[
         str | None,
         Option(help=f"Address to listen on. Default: {_HOST}, or 127.0.0.1 with --insecure."),
@@ -44,62 +53,19 @@ def server(
     port: Annotated[
         int | None, Option(min=1, max=65535, help=f"Port to listen on. Default: {_PORT}.")
     ] = None,
-    tls_cert: Annotated[Path | None, Option(help="Certificate of the server (PEM).")] = None,
-    tls_key: Annotated[Path | None, Option(help="Private key of the certificate (PEM).")] = None,
-    tls_ca: Annotated[
-        Path | None, Option(help="Certificate of the authority that signed it (PEM).")
-    ] = None,
-    keys_folder: Annotated[
-        Path | None,
-        Option("--keys", help="Folder with the public keys (NAME.pub) of accepted sites."),
-    ] = None,
-    insecure: Annotated[
-        bool,
-        Option("--insecure", help="No encryption, and every site is accepted; only for tests."),
-    ] = False,
-    clients: Annotated[int | None, Option(min=1, help="Number of sites that are expected.")] = None,
-    min_clients: Annotated[
-        int | None, Option(min=1, help="Fewest sites that a round closes with. Default: all.")
-    ] = None,
-    round_timeout: Annotated[
-        float | None,
-        Option(
-            min=0.1,
-            help="Seconds until a round closes without missing sites, if --min-clients replied.",
-        ),
-    ] = None,
-    min_rows: Annotated[
-        int | None,
-        Option(
-            min=0, help="Sites withhold moments, learners and centroids of fewer rows than this."
-        ),
-    ] = None,
-    max_share: Annotated[
-        float | None,
-        Option(
-            min=0.0,
-            max=1.0,
-            help="Largest share of all rows that a site counts for. Default: three times the median site.",
-        ),
-    ] = None,
-    max_norm: Annotated[
-        float | None,
-        Option(
-            min=1.0,
-            help="Sums per row that are more than this many times the median of the sites count less. "
-            "Default: 3, and 10 with fewer than six sites.",
-        ),
-    ] = None,
-    robust: Annotated[
-        str | None,
-        Option(
-            help="none adds the sums of the sites; trimmed and centred take robust means of them. Default: "
-            "none."
-        ),
-    ] = None,
-    serve: Annotated[
-        bool, Option("--serve", help="Continue after training and give the model to new sites.")
-    ] = False,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    tls_ca: Path | None = None,
+    keys_folder: Annotated[Path | None, Option("--keys")] = None,
+    insecure: Annotated[bool, Option("--insecure")] = False,
+    clients: Annotated[int | None, Option(min=1)] = None,
+    min_clients: Annotated[int | None, Option(min=1)] = None,
+    round_timeout: Annotated[float | None, Option(min=0.1)] = None,
+    min_rows: Annotated[int | None, Option(min=0)] = None,
+    max_share: Annotated[float | None, Option(min=0.0, max=1.0)] = None,
+    max_norm: Annotated[float | None, Option(min=1.0)] = None,
+    robust: str | None = None,
+    serve: Annotated[bool, Option("--serve")] = False,
 ) -> None:
     """Run the server of a federation: wait for the sites, train, evaluate, report. Rows stay at the sites.
 
@@ -112,43 +78,39 @@ def server(
     --tls-ca ca.crt --keys keys
 
     Example: fedgmm server --config federation.toml --out run --host 127.0.0.1 --insecure
+
+    Options:
+        config: TOML file with the settings of the federation.
+        out: The run folder; an interrupted run is resumed there.
+        tls_cert: Certificate of the server (PEM).
+        tls_key: Private key of the certificate (PEM).
+        tls_ca: Certificate of the authority that signed it (PEM).
+        keys_folder: Folder with the public keys (NAME.pub) of accepted sites.
+        insecure: No encryption, and every site is accepted; only for tests.
+        clients: Number of sites that are expected.
+        min_clients: Fewest sites that a round closes with. Default: all.
+        round_timeout: Seconds until a round closes without missing sites, if --min-clients replied.
+        min_rows: Sites withhold moments, learners and centroids of fewer rows than this.
+        max_share: Largest share of all rows that a site counts for. Default: three times the median site.
+        max_norm: Sums per row that are more than this many times the median of the sites count less.
+            Default: 3, and 10 with fewer than six sites.
+        robust: none adds the sums of the sites; trimmed and centred take robust means of them. Default:
+            none.
+        serve: Continue after training and give the model to new sites.
     """
     with _imports_finish_first():
         from fedgmm.federation.network.server import ServerAddress, read_server_options, run_server
         from fedgmm.federation.server import check_start
         from fedgmm.federation.settings import read_settings
 
-    settings = read_settings(
-        config,
-        clients=clients,
-        min_clients=min_clients,
-        round_timeout=round_timeout,
-        min_rows=min_rows,
-        max_share=max_share,
-        max_norm=max_norm,
-        robust=robust,
-    )
-    options = read_server_options(
-        config,
-        host=host,
-        port=port,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tls_ca=tls_ca,
-        keys=keys_folder,
-        insecure=insecure or None,
-    )
+    settings = read_settings(config, **given(ctx, *_FEDERATION))
+    files = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca, "keys": keys_folder}
+    options = read_server_options(config, host=host, port=port, **files, insecure=insecure or None)
     plain = bool(options.get("insecure", False))
     address = ServerAddress(
         options.get("host", "127.0.0.1" if plain else _HOST),
         options.get("port", _PORT),
-        _tls(
-            options.get("tls_cert"),
-            options.get("tls_key"),
-            options.get("tls_ca"),
-            options.get("keys"),
-            plain,
-        ),
+        _tls(options),
         options.get("keys"),
     )
     check_start(settings, out)
@@ -157,102 +119,32 @@ def server(
 
 
 def client(
-    server_address: Annotated[
-        str,
-        Option("--server", help="host:port of the server; the host must be in its certificate."),
-    ],
-    data: Annotated[
-        list[Path],
-        Option(
-            help="The site's file (CSV, TSV, Parquet, npz), or with --images its folder of images."
-        ),
-    ],
-    out: Annotated[Path, Option(help="The site's run folder.")],
-    name: Annotated[
-        str | None, Option(help="Name of the site. Default: name of the key, or of the file.")
-    ] = None,
-    key: Annotated[Path | None, Option(help="The site's private key (NAME.key).")] = None,
-    ca: Annotated[
-        Path | None, Option(help="Certificate of the server's authority (ca.crt).")
-    ] = None,
-    insecure: Annotated[bool, Option("--insecure", help="No encryption; only for tests.")] = False,
-    share_metrics: Annotated[
-        bool, Option("--share-metrics", help="Send the metrics of held-out rows to the server.")
-    ] = False,
-    adapt_only: Annotated[
-        bool,
-        Option(
-            "--adapt-only",
-            help="Only learn this site's weights for the finished model; send nothing about rows.",
-        ),
-    ] = False,
-    min_rows: Annotated[
-        int,
-        Option(
-            min=0,
-            help="Send nothing that stands for fewer rows than this. Default: 5; 0 switches it off.",
-        ),
-    ] = 5,
-    blur: Annotated[
-        float,
-        Option(
-            min=0.0,
-            max=0.5,
-            help="Spread of the random weights of rows in each reply. Default: 0.1; 0 sends exact sums.",
-        ),
-    ] = 0.1,
-    categorical: Annotated[
-        list[str] | None,
-        Option(help="Column whose texts are sent even if they look like names. May be repeated."),
-    ] = None,
+    ctx: typer.Context,
+    server_address: Annotated[str, Option("--server")],
+    data: Annotated[list[Path], Option()],
+    out: Annotated[Path, Option()],
+    name: str | None = None,
+    key: Path | None = None,
+    ca: Path | None = None,
+    insecure: Annotated[bool, Option("--insecure")] = False,
+    share_metrics: Annotated[bool, Option("--share-metrics")] = False,
+    adapt_only: Annotated[bool, Option("--adapt-only")] = False,
+    min_rows: Annotated[int, Option(min=0)] = 5,
+    blur: Annotated[float, Option(min=0.0, max=0.5)] = 0.1,
+    categorical: list[str] | None = None,
     no_header: NoHeader = False,
     names: Names = None,
     missing_values: MissingValues = None,
     date_format: DateFormat = None,
-    min_count: Annotated[
-        int,
-        Option(
-            min=0, help="Do not send categories and labels of fewer rows than this. Default: 5."
-        ),
-    ] = 5,
-    labels: Annotated[
-        list[str] | None,
-        Option(help="Label that is sent however few rows have it. May be repeated."),
-    ] = None,
-    max_rounds: Annotated[
-        int | None,
-        Option(min=1, help="Rounds that you allow. Default: those of the server's plan."),
-    ] = None,
-    max_epsilon: Annotated[
-        float | None, Option(help="Limit of ε over all runs; runs without noise are refused, too.")
-    ] = None,
-    max_delta: Annotated[
-        float | None,
-        Option(
-            help="Largest δ of a run. Default: 1e-5 with --max-epsilon, else that of the server's plan."
-        ),
-    ] = None,
-    peers: Annotated[
-        Path | None,
-        Option(
-            help="Folder with the other sites' public keys (NAME.pub), for secure aggregation. Without "
-            "it, masks protect only against a server that follows the protocol."
-        ),
-    ] = None,
-    min_sites: Annotated[
-        int | None,
-        Option(min=3, help="Send sums only under masks, and only if this many sites are added up."),
-    ] = None,
-    forget: Annotated[
-        bool,
-        Option("--forget", help="Forget the plan that this folder agreed to; agree to a new one."),
-    ] = False,
-    images: Annotated[
-        bool,
-        Option(
-            "--images", help="The data are images, which are embedded here first; see fedgmm embed."
-        ),
-    ] = False,
+    min_count: Annotated[int, Option(min=0)] = 5,
+    labels: list[str] | None = None,
+    max_rounds: Annotated[int | None, Option(min=1)] = None,
+    max_epsilon: float | None = None,
+    max_delta: float | None = None,
+    peers: Path | None = None,
+    min_sites: Annotated[int | None, Option(min=3)] = None,
+    forget: Annotated[bool, Option("--forget")] = False,
+    images: Annotated[bool, Option("--images")] = False,
     text: TextColumn = None,
     encoder: EncoderName = None,
     image_column: ImageColumn = None,
@@ -273,6 +165,30 @@ def client(
 
     Example: fedgmm client --server host:9092 --data bergen.csv --out bergen --key bergen.key --ca ca.crt
     --adapt-only
+
+    Options:
+        server_address: host:port of the server; the host must be in its certificate.
+        data: The site's file (CSV, TSV, Parquet, npz), or with --images its folder of images.
+        out: The site's run folder.
+        name: Name of the site. Default: name of the key, or of the file.
+        key: The site's private key (NAME.key).
+        ca: Certificate of the server's authority (ca.crt).
+        insecure: No encryption; only for tests.
+        share_metrics: Send the metrics of held-out rows to the server.
+        adapt_only: Only learn this site's weights for the finished model; send nothing about rows.
+        min_rows: Send nothing that stands for fewer rows than this. Default: 5; 0 switches it off.
+        blur: Spread of the random weights of rows in each reply. Default: 0.1; 0 sends exact sums.
+        categorical: Column whose texts are sent even if they look like names. May be repeated.
+        min_count: Do not send categories and labels of fewer rows than this. Default: 5.
+        labels: Label that is sent however few rows have it. May be repeated.
+        max_rounds: Rounds that you allow. Default: those of the server's plan.
+        max_epsilon: Limit of ε over all runs; runs without noise are refused, too.
+        max_delta: Largest δ of a run. Default: 1e-5 with --max-epsilon, else that of the server's plan.
+        peers: Folder with the other sites' public keys (NAME.pub), for secure aggregation. Without it,
+            masks protect only against a server that follows the protocol.
+        min_sites: Send sums only under masks, and only if this many sites are added up.
+        forget: Forget the plan that this folder agreed to; agree to a new one.
+        images: The data are images, which are embedded here first; see fedgmm embed.
     """
     with _imports_finish_first():
         from fedgmm.data.embed import Embedding
@@ -306,9 +222,9 @@ def client(
     connection = Connection(
         host, port, ca.resolve() if ca else None, key.resolve() if key else None
     )
-    written = file_options(no_header, names, missing_values, date_format, None)
-    given = embedding_options(images, text, encoder, image_column, weights, size, download)
-    embedding = None if given is None else Embedding(**given)
+    written = file_options(ctx)
+    embeds = embedding_options(ctx)
+    embedding = None if embeds is None else Embedding(**embeds)
     if embedding is not None:
         data = _embedded(data, embedding, out)
     # errors in the data come before any other file is written
@@ -322,16 +238,11 @@ def client(
         min_rows,
         tuple(categorical or ()),
         **written,
-        min_count=min_count,
-        labels=tuple(labels or ()),
-        max_rounds=max_rounds,
-        forget=forget,
-        blur=blur,
-        key=connection.key,
-        max_epsilon=max_epsilon,
-        max_delta=max_delta,
-        peers=peers,
+        **given(ctx, "min_count", "max_rounds", "forget", "blur", "max_epsilon", "max_delta"),
         min_sites=min_sites,
+        peers=peers,
+        labels=tuple(labels or ()),
+        key=connection.key,
         embedding=embedding,
     )
     with _sigterm_interrupts(), _log_lines(out) as notify:
@@ -349,17 +260,20 @@ def _embedded(sources: list[Path], embedding: Embedding, out: Path) -> list[Path
 
     with folder.lock():
         found = embedding.sites(sources, folder.vectors, show)
-    print_notes([f"{site.name}: skipped {line}." for site in found for line in site.skipped])
+    print_notes([note for site in found for note in site.notes])
     return [site.path for site in found]
 
 
 def audit(
-    site: Annotated[Path, Argument(help="The folder of a site (--out of fedgmm client).")],
+    site: Path,
     as_json: JsonFlag = False,
 ) -> None:
     """Show every request that a site received, and what left with the reply.
 
     Example: fedgmm audit oslo/
+
+    Options:
+        site: The folder of a site (--out of fedgmm client).
     """
     from rich.table import Table
 
@@ -394,10 +308,8 @@ def audit(
 
 
 def ledger(
-    folder: Annotated[Path, Argument(help="The folder of a site or of a private run.")],
-    delta: Annotated[
-        float, Option(help="The δ at which ε is computed; below 1 / number of rows.")
-    ] = 1e-5,
+    folder: Path,
+    delta: float = 1e-5,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the privacy that all releases about a table have spent, over all runs.
@@ -405,6 +317,10 @@ def ledger(
     A damaged or shortened ledger, or an older copy, is refused.
 
     Example: fedgmm ledger oslo/
+
+    Options:
+        folder: The folder of a site or of a private run.
+        delta: The δ at which ε is computed; below 1 / number of rows.
     """
     from dataclasses import asdict
 
@@ -477,30 +393,24 @@ def _find_file(name: str, out: Path) -> Path | None:
     return next((path for path in (Path(name), out / name) if path.is_file()), None)
 
 
-def _tls(
-    certificate: Path | None,
-    key: Path | None,
-    authority: Path | None,
-    keys_folder: Path | None,
-    insecure: bool,
-) -> Tls | None:
+def _tls(options: Mapping[str, Any]) -> Tls | None:
     """Return the TLS files of the server; ``None`` with ``--insecure``."""
     from fedgmm.federation.network.certificates import Tls
 
-    given = [one for one in (certificate, key, authority) if one is not None]
-    if insecure:
-        if given or keys_folder is not None:
+    files = [options[one] for one in ("tls_cert", "tls_key", "tls_ca") if one in options]
+    if options.get("insecure"):
+        if files or "keys" in options:
             raise typer.BadParameter(
                 "--insecure cannot be combined with --tls-cert, --tls-key, --tls-ca or --keys, because "
                 "keys need TLS."
             )
         return None
-    if certificate is None or key is None or authority is None:
+    if len(files) < 3:
         raise typer.BadParameter(
             "Give --tls-cert, --tls-key and --tls-ca (for tests, make them with fedgmm keys "
             "certificate), or --insecure to run without TLS."
         )
-    return Tls(certificate, key, authority)
+    return Tls(*files)
 
 
 @contextmanager
@@ -512,9 +422,7 @@ def _imports_finish_first() -> Iterator[None]:
         nonlocal interrupted
         interrupted = True
 
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # only the main thread handles signals
+    if threading.current_thread() is not threading.main_thread():  # it alone handles signals
         yield
         return
     before = signal.signal(signal.SIGINT, remember)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
-from fedgmm.report.contents import FEW_CLIENTS
+from fedgmm.report.contents import FEW_CLIENTS, mean_of
 from fedgmm.wording import counted, percent
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ def evaluation_table(found: Evaluation) -> Table:
     if leading == "average_precision":  # a client with a few positive rows says little on its own
         table.add_row(*total, style="bold")
     else:
-        means = [_shown(name, _mean_of_defined(found.metrics[name])) for name in columns]
+        means = [_shown(name, mean_of(found.metrics[name])) for name in columns]
         table.add_row("mean over clients", "", *means, style="bold")
         table.add_row(*total)
     if leading == "accuracy" and len(found.clients) >= FEW_CLIENTS:
@@ -196,11 +195,6 @@ def evaluation_table(found: Evaluation) -> Table:
         lack = "have one value" if leading == "rmse" else "lack a class"
         table.caption = f"–: undefined, because the rows of the client {lack}"
     return table
-
-
-def _mean_of_defined(values: NDArray[np.float64]) -> float:
-    defined = values[np.isfinite(values)]
-    return float(defined.mean()) if len(defined) else np.nan
 
 
 def pooled_table(found: Evaluation) -> Table | None:

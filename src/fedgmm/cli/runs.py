@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from fedgmm.cli.embedding import (
+from fedgmm.cli.options import (
+    Categorical,
+    ClientColumn,
+    CostOption,
+    DateFormat,
     Download,
     EncoderName,
+    Files,
+    Ids,
+    Ignore,
     ImageColumn,
+    MissingValues,
+    Names,
+    NoHeader,
+    OutFile,
+    Positive,
+    RunFolderArgument,
     Size,
+    Task,
+    TextColumn,
+    Threshold,
     Weights,
+    default_encoder,
     embedding_options,
+    given,
+    table_options,
 )
 from fedgmm.cli.output import (
     JsonFlag,
@@ -33,122 +52,11 @@ from fedgmm.cli.output import (
 )
 from fedgmm.wording import counted
 
-Files = Annotated[
-    list[str], typer.Argument(help="Files (CSV, TSV, Parquet, npz), folders or patterns.")
-]
-RunFolderArgument = Annotated[Path, typer.Argument(help="The run folder.", metavar="RUN")]
-ClientColumn = Annotated[
-    str | None,
-    typer.Option(help="Column with the client's name, if a file holds several clients."),
-]
-Categorical = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Column to treat as categories, even if it has numbers or looks like names. May be repeated."
-    ),
-]
-Task = Annotated[
-    str | None,
-    typer.Option(
-        help="classification, regression, or auto: classification, with an error if the label looks "
-        "like a measurement. Default: auto."
-    ),
-]
-Ignore = Annotated[list[str] | None, typer.Option(help="Column to leave out. May be repeated.")]
-Positive = Annotated[
-    str | None,
-    typer.Option(
-        help="Positive class of two. Default: 1, true or yes beside 0, false or no; otherwise the rarer "
-        "one in training."
-    ),
-]
-Threshold = Annotated[
-    float | None,
-    typer.Option(
-        help="Probability from which on the positive class is predicted, such as 0.2. Default: the most "
-        "likely class."
-    ),
-]
-CostOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cost",
-        help="Cost of a missed positive row if a false alarm costs 1, such as 10; or fn=10,fp=1; or the "
-        "cost of missing a class, such as ill=10,well=1. Predicts the class of smallest expected cost.",
-    ),
-]
-NoHeader = Annotated[
-    bool,
-    typer.Option(
-        "--no-header",
-        help="The first line holds values; the columns are called column_1, column_2 and so on.",
-    ),
-]
-Names = Annotated[
-    list[str] | None,
-    typer.Option(help="Names of the columns of files without a header: a,b,c. May be repeated."),
-]
-MissingValues = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--missing-values",
-        help="Text or number that means a missing value, such as -9. May be repeated.",
-    ),
-]
-DateFormat = Annotated[
-    str | None, typer.Option(help="How dates are written, such as %d.%m.%Y or %m/%d/%y.")
-]
-Ids = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--id",
-        help="Column that identifies rows: never an input, but in the output of predict and detect. May "
-        "be repeated.",
-    ),
-]
-OutFile = Annotated[
-    Path | None, typer.Option("--out", help="CSV, TSV or Parquet file; default: standard output.")
-]
-
-
-def table_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the options about columns and files that were given, as fields of ``TableOptions``."""
-    from fedgmm.data.tables.preprocessing import TableOptions
-
-    found: dict[str, Any] = {one.name: ctx.params.get(one.name) for one in fields(TableOptions)}
-    found |= file_options(*(ctx.params.get(one) for one in _FILE_OPTIONS))
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in found.items()
-        if value is not None and value is not False and value not in ((), [])
-    }
-
-
-_FILE_OPTIONS = ("no_header", "names", "missing_values", "date_format", "id_columns")
-
-
-def file_options(
-    no_header: bool | None,
-    names: Sequence[str] | None,
-    missing_values: Sequence[str] | None,
-    date_format: str | None,
-    id_columns: Sequence[str] | None,
-) -> dict[str, Any]:
-    """Return the options about files that were given, as fields of ``TableOptions``."""
-    found = {
-        "no_header": no_header,
-        "names": tuple(name.strip() for text in names or () for name in text.split(",")),
-        "missing_values": tuple(missing_values or ()),
-        "date_format": date_format,
-        "id": tuple(id_columns or ()),
-    }
-    return {name: value for name, value in found.items() if value}
-
 
 def inspect(
     ctx: typer.Context,
     files: Files,
-    label: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
+    label: str | None = None,
     client_column: ClientColumn = None,
     categorical: Categorical = None,
     ignore: Ignore = None,
@@ -162,6 +70,9 @@ def inspect(
     """Show the clients and columns of files, how much clients differ, and possible problems.
 
     Example: fedgmm inspect site_*.csv --label diagnosis
+
+    Options:
+        label: The column to predict.
     """
     from fedgmm.cli.run_tables import inspection_tables
     from fedgmm.data.tables.inspection import inspect_tables
@@ -180,14 +91,64 @@ def inspect(
     print_notes(found.warnings)
 
 
+def embed(
+    sources: list[Path],
+    out: Annotated[Path, Option()],
+    encoder: EncoderName = None,
+    text: TextColumn = None,
+    image_column: ImageColumn = None,
+    weights: Weights = None,
+    size: Size = None,
+    device: str = "auto",
+    download: Download = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Turn images or texts into vectors with a frozen encoder, once.
+
+    Every other command takes the Parquet files. If the command is interrupted, run it again: batches
+    that are finished are used.
+
+    Example: fedgmm embed sites/* --out vectors --weights resnet18.safetensors
+
+    Example: fedgmm embed notes_*.csv --text note --out vectors
+
+    Options:
+        sources: One source per site: a folder of images with one folder per class, a table, or an npz file
+            with an array images.
+        out: Folder for one Parquet file per site.
+        device: cpu, cuda or auto.
+    """
+    from rich.progress import Progress, TaskID
+
+    from fedgmm.data.embed import Embedding
+
+    chosen = encoder or default_encoder(text)
+    file = None if weights is None else str(weights)
+    settings = Embedding(chosen, file, size, text, image_column, device, download)
+    notes = sidelines()
+    with Progress(console=notes, transient=True, disable=as_json or not notes.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(site: str, done: int, total: int) -> None:
+            if site not in tasks:
+                tasks[site] = bar.add_task(escaped(site), total=total)
+            bar.update(tasks[site], completed=done)
+
+        found = settings.sites(sources, out, show)
+    print_notes([note for site in found for note in site.notes])
+    if as_json:
+        print_json([vars(site) for site in found])
+        return
+    console = screen()
+    for site in found:
+        console.print(f"{escaped(site.name)}: {counted(site.rows, 'row')} in {escaped(site.path)}")
+
+
 def fit(
     ctx: typer.Context,
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(help="Files (CSV, TSV, Parquet, npz), folders or patterns."),
-    ] = None,
-    label: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
-    out: Annotated[Path, typer.Option(help="The run folder.")] = Path("run"),
+    files: Annotated[list[str] | None, Argument()] = None,
+    label: str | None = None,
+    out: Path = Path("run"),
     client_column: ClientColumn = None,
     categorical: Categorical = None,
     ignore: Ignore = None,
@@ -197,115 +158,33 @@ def fit(
     date_format: DateFormat = None,
     id_columns: Ids = None,
     task: Task = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Tables that need more memory than this, such as 2GB, are read in blocks from scratch "
-            "files in the run folder. Default: half of the available memory."
-        ),
-    ] = None,
-    images: Annotated[
-        bool,
-        typer.Option(
-            "--images",
-            help="The files are folders of images, one per client, with one folder per class, or tables "
-            "with --image-column; they are embedded first.",
-        ),
-    ] = False,
-    label_from_folder: Annotated[
-        bool,
-        typer.Option(
-            "--label-from-folder",
-            help="The label of an image is the name of its folder. Default with --images.",
-        ),
-    ] = False,
-    text: Annotated[
-        str | None, typer.Option(help="Column of texts, which are embedded first.")
-    ] = None,
+    memory: str | None = None,
+    images: Annotated[bool, Option("--images")] = False,
+    label_from_folder: Annotated[bool, Option("--label-from-folder")] = False,
+    text: str | None = None,
     encoder: EncoderName = None,
     image_column: ImageColumn = None,
     weights: Weights = None,
     size: Size = None,
     download: Download = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="TOML file with options; options given here replace its own."),
-    ] = None,
-    algorithm: Annotated[
-        str | None,
-        typer.Option(
-            help="fedgmm, fedem, fedavg, fedprox, fedavg+, local, clustered, pfedme, or gmm (no labels). "
-            "Default: fedgmm."
-        ),
-    ] = None,
-    components: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of Gaussians, or auto to choose it on validation rows. Default: auto for small "
-            "data, otherwise 3."
-        ),
-    ] = None,
-    learners: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of learners, or auto to choose it on validation rows. Default: auto for small "
-            "data, otherwise 3."
-        ),
-    ] = None,
-    learner: Annotated[str | None, typer.Option(help="Kind of learner: linear or mlp.")] = None,
-    pca: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Principal components of vectors that the Gaussians see beside other columns (without "
-            "vectors: of all inputs). Default: 48 for longer vectors, else no reduction.",
-        ),
-    ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Largest number of rounds.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all random numbers.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Another training option, as name=value. May be repeated."),
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, help="Rounds between two checkpoints.")
-    ] = None,
-    epsilon: Annotated[
-        float | None,
-        typer.Option(
-            help="Budget of differential privacy; needs --delta, --bounds and --categories."
-        ),
-    ] = None,
-    delta: Annotated[
-        float | None, typer.Option(help="Probability with which the budget may fail, such as 1e-5.")
-    ] = None,
-    unit: Annotated[
-        str | None,
-        typer.Option(help="What a budget protects: row, person or client. Default: row."),
-    ] = None,
-    person_column: Annotated[
-        str | None,
-        typer.Option(
-            help="Column that names the person of a row, for --unit person; not an input."
-        ),
-    ] = None,
-    bounds: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Declared smallest and largest value: LOW:HIGH for all columns, or COLUMN=LOW:HIGH. May "
-            "be repeated."
-        ),
-    ] = None,
-    categories: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Declared values of a column or of the label: COLUMN=A,B,C. May be repeated."
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option(help="Replace a run that is already in the folder.")
-    ] = False,
+    config: Path | None = None,
+    algorithm: str | None = None,
+    components: str | None = None,
+    learners: str | None = None,
+    learner: str | None = None,
+    pca: Annotated[int | None, Option(min=1)] = None,
+    rounds: Annotated[int | None, Option(min=1)] = None,
+    seed: Annotated[int | None, Option(min=0)] = None,
+    device: str | None = None,
+    set_: Annotated[list[str] | None, Option("--set")] = None,
+    checkpoint_every: Annotated[int | None, Option(min=1)] = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    unit: str | None = None,
+    person_column: str | None = None,
+    bounds: list[str] | None = None,
+    categories: list[str] | None = None,
+    overwrite: bool = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a personalised model on the files of many clients.
@@ -322,6 +201,40 @@ def fit(
     --categories sick=no,yes
 
     Example, on eight processes: torchrun --nproc-per-node 8 -m fedgmm fit site_*.csv --label diagnosis
+
+    Options:
+        files: Files (CSV, TSV, Parquet, npz), folders or patterns.
+        label: The column to predict.
+        out: The run folder.
+        memory: Tables that need more memory than this, such as 2GB, are read in blocks from scratch files
+            in the run folder. Default: half of the available memory.
+        images: The files are folders of images, one per client, with one folder per class, or tables with
+            --image-column; they are embedded first.
+        label_from_folder: The label of an image is the name of its folder. Default with --images.
+        text: Column of texts, which are embedded first.
+        config: TOML file with options; options given here replace its own.
+        algorithm: fedgmm, fedem, fedavg, fedprox, fedavg+, local, clustered, pfedme, or gmm (no labels).
+            Default: fedgmm.
+        components: Number of Gaussians, or auto to choose it on validation rows. Default: auto for small
+            data, otherwise 3.
+        learners: Number of learners, or auto to choose it on validation rows. Default: auto for small data,
+            otherwise 3.
+        learner: Kind of learner: linear or mlp.
+        pca: Principal components of vectors that the Gaussians see beside other columns (without vectors:
+            of all inputs). Default: 48 for longer vectors, else no reduction.
+        rounds: Largest number of rounds.
+        seed: Seed of all random numbers.
+        device: cpu, cuda or auto.
+        set_: Another training option, as name=value. May be repeated.
+        checkpoint_every: Rounds between two checkpoints.
+        epsilon: Budget of differential privacy; needs --delta, --bounds and --categories.
+        delta: Probability with which the budget may fail, such as 1e-5.
+        unit: What a budget protects: row, person or client. Default: row.
+        person_column: Column that names the person of a row, for --unit person; not an input.
+        bounds: Declared smallest and largest value: LOW:HIGH for all columns, or COLUMN=LOW:HIGH. May be
+            repeated.
+        categories: Declared values of a column or of the label: COLUMN=A,B,C. May be repeated.
+        overwrite: Replace a run that is already in the folder.
     """
     from fedgmm.runs.config import config_from, read_config
     from fedgmm.runs.fitting import fit_config
@@ -330,39 +243,31 @@ def fit(
         read_config(config) if config is not None else {"data": {}, "training": {}, "run": {}}
     )
     data: dict[str, Any] = {"files": files or None, **table_options(ctx)}
-    training = {
-        "algorithm": algorithm,
+    training = given(ctx, "algorithm", "learner", "pca", "rounds", "seed", "device")
+    training |= {
         "components": _count("--components", components),
         "learners": _count("--learners", learners),
-        "learner": learner,
-        "pca": pca,
-        "rounds": rounds,
-        "seed": seed,
-        "device": device,
         **dict(_assignment(text) for text in set_ or ()),
     }
-    embedding = embedding_options(images, text, encoder, image_column, weights, size, download)
+    embedding = embedding_options(ctx)
     if embedding is not None:
-        sections["embedding"] = embedding | ({} if device is None else {"device": device})
+        sections["embedding"] = embedding | given(ctx, "device")
         if label_from_folder and label is not None:
             raise ValueError("Give either --label or --label-from-folder, not both.")
         data["label"] = label or (None if image_column or text else "label")
         data.setdefault("id", ("id",) if image_column is None else (image_column,))
     sections["data"] |= {name: value for name, value in data.items() if value is not None}
     sections["training"] |= {name: value for name, value in training.items() if value is not None}
-    if checkpoint_every is not None:
-        sections["run"]["checkpoint_every"] = checkpoint_every
-    privacy = {
-        "epsilon": epsilon,
-        "delta": delta,
-        "unit": unit,
-        "person": person_column,
-        "bounds": _bounds(bounds or []),
-        "categories": dict(_categories(text) for text in categories or ()) or None,
-    }
-    given = {name: value for name, value in privacy.items() if value is not None}
-    if given:
-        sections["privacy"] = sections.get("privacy", {}) | given
+    sections["run"] |= given(ctx, "checkpoint_every")
+    privacy = given(ctx, "epsilon", "delta", "unit")
+    if person_column is not None:
+        privacy["person"] = person_column
+    if bounds:
+        privacy["bounds"] = _bounds(bounds)
+    if categories:
+        privacy["categories"] = dict(map(_categories, categories))
+    if privacy:
+        sections["privacy"] = sections.get("privacy", {}) | privacy
     chosen = config_from(sections)
     with _resume_hint(out), RoundsBar(as_json) as bar:
         run = fit_config(
@@ -399,7 +304,7 @@ def _bounds(texts: list[str]) -> Any:
         found[name] = (low, high)
     if "" in found and len(found) > 1:
         raise typer.BadParameter("--bounds takes one pair for all columns, or a pair per column.")
-    return found.get("") or found or None
+    return found.get("") or found
 
 
 def _categories(text: str) -> tuple[str, list[str]]:
@@ -441,8 +346,11 @@ def _resume_hint(home: Path) -> Iterator[None]:
 
 
 def _show_finished(run: Any, as_json: bool) -> None:
-    """Print the metrics of a finished run."""
+    """Print the metrics of a finished run, and the command that most users need next."""
+    import shlex
+
     from fedgmm.cli.run_tables import metrics_table
+    from fedgmm.methods.base import DENSITY
 
     metrics = run.metrics
     if as_json:
@@ -453,19 +361,24 @@ def _show_finished(run: Any, as_json: bool) -> None:
     if metrics.get("headline"):
         console.print(escaped(metrics["headline"]), style="bold", soft_wrap=True, highlight=False)
     console.print(metrics_table(metrics))
-    console.print(f"Run: [bold]{escaped(run.folder.home)}[/]", soft_wrap=True, highlight=False)
+    home = run.folder.home
+    console.print(f"Run: [bold]{escaped(home)}[/]", soft_wrap=True, highlight=False)
+    place = escaped(shlex.quote(str(home)))
+    use = f"detect {place} FILE" if metrics["algorithm"] == DENSITY else f"report {place}"
+    console.print(f"Next: [bold]fedgmm {use}[/]", soft_wrap=True, highlight=False)
 
 
 def resume(
     run: RunFolderArgument,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="New total number of rounds, larger than before.")
-    ] = None,
+    rounds: Annotated[int | None, Option(min=1)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Resume a run after a crash or Ctrl-C; the result is the same as without the interruption.
 
     Example: fedgmm resume run/
+
+    Options:
+        rounds: New total number of rounds, larger than before.
     """
     from fedgmm.runs.fitting import resume as resume_run
 
@@ -478,29 +391,13 @@ def resume(
 
 def evaluate(
     run: RunFolderArgument,
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(help="Labelled files of known clients; default: the files of the run."),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(help="Rows of the run: train, validation or test. Default: test."),
-    ] = None,
-    client: Annotated[
-        str | None,
-        typer.Option(
-            help="Client whose rows the files hold; default: the client column, otherwise the file's name."
-        ),
-    ] = None,
+    files: Annotated[list[str] | None, Argument()] = None,
+    split: str | None = None,
+    client: str | None = None,
     positive: Positive = None,
     threshold: Threshold = None,
     cost: CostOption = None,
-    importance: Annotated[
-        bool,
-        typer.Option(
-            "--importance", help="Show which columns decide, on the rows of the run, as well."
-        ),
-    ] = False,
+    importance: Annotated[bool, Option("--importance")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show how good the predictions are, for every client and for all rows together.
@@ -516,6 +413,12 @@ def evaluate(
     Example: fedgmm evaluate run/ --importance
 
     Example: fedgmm evaluate run/ --client oslo oslo_2025.csv
+
+    Options:
+        files: Labelled files of known clients; default: the files of the run.
+        split: Rows of the run: train, validation or test. Default: test.
+        client: Client whose rows the files hold; default: the client column, otherwise the file's name.
+        importance: Show which columns decide, on the rows of the run, as well.
     """
     from fedgmm.cli.run_tables import (
         confusion_table,
@@ -577,11 +480,8 @@ def _decision(
 
 def predict(
     run: RunFolderArgument,
-    file: Annotated[Path, typer.Argument(help="Rows to predict; labels are not needed.")],
-    client: Annotated[
-        str | None,
-        typer.Option(help="Client whose weights are used; default: the federation's weights."),
-    ] = None,
+    file: Path,
+    client: str | None = None,
     positive: Positive = None,
     threshold: Threshold = None,
     cost: CostOption = None,
@@ -598,6 +498,10 @@ def predict(
     Example: fedgmm predict run/ --client oslo new_patients.csv --threshold 0.2
 
     Example: fedgmm predict run/ --client oslo new_patients.csv --cost fn=10,fp=1
+
+    Options:
+        file: Rows to predict; labels are not needed.
+        client: Client whose weights are used; default: the federation's weights.
     """
     import numpy as np
 
@@ -629,14 +533,9 @@ def predict(
 
 def adapt(
     run: RunFolderArgument,
-    file: Annotated[Path, typer.Argument(help="Rows of the client, with or without labels.")],
-    client: Annotated[str, typer.Option(help="Name of the new client.")],
-    replace: Annotated[
-        bool,
-        typer.Option(
-            "--replace", help="Learn new weights for a client that took part in training."
-        ),
-    ] = False,
+    file: Path,
+    client: Annotated[str, Option()],
+    replace: Annotated[bool, Option("--replace")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Add a new client by learning only its weights; other clients stay the same.
@@ -644,6 +543,11 @@ def adapt(
     The weights are shrunk towards those of the federation, so a few rows do no harm.
 
     Example: fedgmm adapt run/ --client bergen bergen.csv
+
+    Options:
+        file: Rows of the client, with or without labels.
+        client: Name of the new client.
+        replace: Learn new weights for a client that took part in training.
     """
     from fedgmm.cli.run_tables import adaptation_table
     from fedgmm.runs.run import open_run
@@ -667,23 +571,10 @@ def adapt(
 
 def detect(
     run: RunFolderArgument,
-    file: Annotated[Path, typer.Argument(help="Rows to check.")],
-    client: Annotated[
-        str | None,
-        typer.Option(
-            help="Client whose weights and held-out rows are used; default: the client column of the file, "
-            "otherwise all clients."
-        ),
-    ] = None,
-    false_alarm_rate: Annotated[
-        float, typer.Option(help="Share of ordinary rows that may be flagged.")
-    ] = 0.05,
-    score: Annotated[
-        str,
-        typer.Option(
-            help="x: inputs; y: labels given inputs; joint: both; confidence: largest class probability."
-        ),
-    ] = "x",
+    file: Path,
+    client: str | None = None,
+    false_alarm_rate: float = 0.05,
+    score: str = "x",
     id_columns: Ids = None,
     out: OutFile = None,
     as_json: JsonFlag = False,
@@ -697,6 +588,13 @@ def detect(
     Example: fedgmm detect run/ batch.csv --false-alarm-rate 0.05 --out scores.csv
 
     Example: fedgmm detect run/ --client oslo batch.csv
+
+    Options:
+        file: Rows to check.
+        client: Client whose weights and held-out rows are used; default: the client column of the file,
+            otherwise all clients.
+        false_alarm_rate: Share of ordinary rows that may be flagged.
+        score: x: inputs; y: labels given inputs; joint: both; confidence: largest class probability.
     """
     from fedgmm.runs.run import open_run
 
@@ -748,14 +646,7 @@ def detect(
 
 def report(
     run: RunFolderArgument,
-    pictures: Annotated[
-        bool,
-        typer.Option(
-            "--pictures",
-            help="Put thumbnails of the images, or excerpts of the texts, into the page, for all "
-            "readers of the page.",
-        ),
-    ] = False,
+    pictures: Annotated[bool, Option("--pictures")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write an HTML report about the run that opens in any browser, offline.
@@ -763,6 +654,10 @@ def report(
     Example: fedgmm report run/
 
     Example: fedgmm report run/ --pictures
+
+    Options:
+        pictures: Put thumbnails of the images, or excerpts of the texts, into the page, for all readers of
+            the page.
     """
     from fedgmm.runs.run import open_run
 
@@ -776,13 +671,8 @@ def report(
 
 def watch(
     run: RunFolderArgument,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, help="Port of the page. Default: 8642, or another if taken."
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int | None, Option(min=0, max=65535)] = None,
+    host: str = "127.0.0.1",
     as_json: JsonFlag = False,
 ) -> None:
     """Serve a live page about a run: rounds, likelihood, accuracy, clients, bytes, ε spent.
@@ -791,6 +681,10 @@ def watch(
     --json the state is printed once. The page has no password, so other machines see it only with --host.
 
     Example: fedgmm watch run/
+
+    Options:
+        port: Port of the page. Default: 8642, or another if taken.
+        host: Address to listen on.
     """
     from fedgmm.runs.watch import WatchServer, state_of
 
@@ -804,9 +698,7 @@ def watch(
 
 def card(
     run: RunFolderArgument,
-    out: Annotated[
-        Path | None, typer.Option(help="Markdown file; default: card.md in the run folder.")
-    ] = None,
+    out: Path | None = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Write a model card: use, data, method, results with intervals, limits, privacy, reproduction.
@@ -814,8 +706,11 @@ def card(
     It names clients and columns but contains no path of this machine.
 
     Example: fedgmm card run/ --out card.md
+
+    Options:
+        out: Markdown file; default: card.md in the run folder.
     """
-    from fedgmm.runs.card import write_card
+    from fedgmm.runs.reporting import write_card
     from fedgmm.runs.run import open_run
 
     with working(as_json):
@@ -828,11 +723,8 @@ def card(
 
 def export(
     run: RunFolderArgument,
-    out: Annotated[Path, typer.Option(help="The ONNX file; an existing one is replaced.")],
-    client: Annotated[
-        str | None,
-        typer.Option(help="Client whose model is exported; default: the federation's weights."),
-    ] = None,
+    out: Annotated[Path, Option()],
+    client: str | None = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the model of a client as an ONNX file, for programs without fedgmm.
@@ -842,6 +734,10 @@ def export(
     numbers. Learners linear, mlp and cnn can be exported. Needs the package onnx (fedgmm[onnx]).
 
     Example: fedgmm export run/ --client oslo --out oslo.onnx
+
+    Options:
+        out: The ONNX file; an existing one is replaced.
+        client: Client whose model is exported; default: the federation's weights.
     """
     from fedgmm.runs.run import open_run
 

@@ -1,23 +1,15 @@
-"""Commands that demonstrate, compare and tune methods."""
+"""Commands that demonstrate, compare and tune methods, and repeat the paper's experiments."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from fedgmm.cli.output import (
-    JsonFlag,
-    RoundsBar,
-    escaped,
-    print_json,
-    print_notes,
-    screen,
-    working,
-)
-from fedgmm.cli.runs import (
+from fedgmm.cli.options import (
     Categorical,
     ClientColumn,
     DateFormat,
@@ -27,7 +19,17 @@ from fedgmm.cli.runs import (
     Names,
     NoHeader,
     Task,
+    given,
     table_options,
+)
+from fedgmm.cli.output import (
+    JsonFlag,
+    RoundsBar,
+    escaped,
+    print_json,
+    print_notes,
+    screen,
+    working,
 )
 from fedgmm.wording import counted
 
@@ -44,17 +46,14 @@ class DataSet(StrEnum):
     SYNTHETIC = "synthetic"
 
 
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
+SeedOption = Annotated[int, Option(min=0, help="Seed of all random numbers.")]
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo"),
-    clients: Annotated[int, typer.Option(min=2, max=1000, help="Clients of the first part.")] = 8,
+    out: Path = Path("demo"),
+    clients: Annotated[int, Option(min=2, max=1000)] = 8,
     seed: SeedOption = 0,
-    write_files: Annotated[
-        Path | None,
-        typer.Option(help="Only write example files of a hospital network into this folder."),
-    ] = None,
+    write_files: Path | None = None,
 ) -> None:
     """Show densities, a comparison of methods, new clients and novel samples, in under a minute.
 
@@ -63,6 +62,11 @@ def demo(
     Example: fedgmm demo --out demo
 
     Example: fedgmm demo --write-files hospitals
+
+    Options:
+        out: Folder for the pictures.
+        clients: Clients of the first part.
+        write_files: Only write example files of a hospital network into this folder.
     """
     if write_files is not None:
         from fedgmm.data.examples import write_hospitals
@@ -124,13 +128,8 @@ def _run_story(seed: int, out: Path, console: Console) -> None:
 
 def compare(
     ctx: typer.Context,
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Files of clients, a run folder, or the built-in digits or synthetic data."
-        ),
-    ] = None,
-    label: Annotated[str | None, typer.Option(help="The column to predict, for files.")] = None,
+    sources: Annotated[list[str] | None, Argument()] = None,
+    label: str | None = None,
     client_column: ClientColumn = None,
     categorical: Categorical = None,
     ignore: Ignore = None,
@@ -140,42 +139,16 @@ def compare(
     date_format: DateFormat = None,
     id_columns: Ids = None,
     task: Task = None,
-    methods: Annotated[
-        str | None, typer.Option(help="Methods, separated by commas. Default: all.")
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Largest number of rounds. Default: that of the run, or 100."),
-    ] = None,
-    tuning_rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rounds of a trial. Default: a quarter of the rounds."),
-    ] = None,
-    learner: Annotated[
-        str | None,
-        typer.Option(help="Kinds of learners, separated by commas. Default: linear,mlp."),
-    ] = None,
-    seeds: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Number of splits, 1 or at least 3; methods are tuned and trained on each."
-        ),
-    ] = 1,
-    components: Annotated[
-        int | None, typer.Option(min=1, help="Number of Gaussians. Default: as for fit.")
-    ] = None,
-    learners: Annotated[
-        int | None, typer.Option(min=1, help="Number of learners. Default: as for fit.")
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Seed of all random numbers. Default: that of the run, or 0."),
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for comparison.json. Default: the run folder, if given."),
-    ] = None,
+    methods: str | None = None,
+    rounds: Annotated[int | None, Option(min=1)] = None,
+    tuning_rounds: Annotated[int | None, Option(min=1)] = None,
+    learner: str | None = None,
+    seeds: Annotated[int, Option(min=1)] = 1,
+    components: Annotated[int | None, Option(min=1)] = None,
+    learners: Annotated[int | None, Option(min=1)] = None,
+    seed: Annotated[int | None, Option(min=0)] = None,
+    device: str = "cpu",
+    out: Path | None = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Tune and train several methods on the same rows and compare them on test rows.
@@ -189,6 +162,20 @@ def compare(
     Example: fedgmm compare run/ --methods local,fedavg,fedem,fedgmm
 
     Example: fedgmm compare digits
+
+    Options:
+        sources: Files of clients, a run folder, or the built-in digits or synthetic data.
+        label: The column to predict, for files.
+        methods: Methods, separated by commas. Default: all.
+        rounds: Largest number of rounds. Default: that of the run, or 100.
+        tuning_rounds: Rounds of a trial. Default: a quarter of the rounds.
+        learner: Kinds of learners, separated by commas. Default: linear,mlp.
+        seeds: Number of splits, 1 or at least 3; methods are tuned and trained on each.
+        components: Number of Gaussians. Default: as for fit.
+        learners: Number of learners. Default: as for fit.
+        seed: Seed of all random numbers. Default: that of the run, or 0.
+        device: cpu, cuda or auto.
+        out: Folder for comparison.json. Default: the run folder, if given.
     """
     from fedgmm.experiments.tables import comparison_table
     from fedgmm.methods.base import TITLES
@@ -200,13 +187,11 @@ def compare(
     if unknown:
         raise ValueError(f"Unknown method {unknown[0]!r}; choose among {', '.join(TITLES)}.")
     kinds = [kind.strip() for kind in learner.split(",")] if learner else list(LEARNERS)
-    asked = {"components": components, "learners": learners}
-    sizes = {name: size for name, size in asked.items() if size is not None}
     with working(as_json) as notify:
         data = data_to_compare(
             sources or ["digits"],
             seed=seed,
-            sizes=sizes,
+            sizes=given(ctx, "components", "learners"),
             notify=notify,
             **{name: value for name, value in table_options(ctx).items() if name != "seed"},
         )
@@ -244,14 +229,11 @@ def compare(
 
 
 def tune(
-    data: Annotated[DataSet, typer.Argument(help="The data set.")] = DataSet.DIGITS,
-    method: Annotated[str, typer.Option(help="The method.")] = "fedavg",
-    grid: Annotated[
-        str | None,
-        typer.Option(help="Learning rates, separated by commas. Default: those of the paper."),
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each trial.")] = 25,
-    learner: Annotated[str, typer.Option(help="The kind of learners.")] = "linear",
+    data: Annotated[DataSet, Argument()] = DataSet.DIGITS,
+    method: str = "fedavg",
+    grid: str | None = None,
+    rounds: Annotated[int, Option(min=1)] = 25,
+    learner: str = "linear",
     seed: SeedOption = 0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -260,6 +242,13 @@ def tune(
     While the best rate is at an edge of the grid, the next one beyond it is tried, too.
 
     Example: fedgmm tune digits --method fedprox
+
+    Options:
+        data: The data set.
+        method: The method.
+        grid: Learning rates, separated by commas. Default: those of the paper.
+        rounds: Rounds of each trial.
+        learner: The kind of learners.
     """
     from fedgmm.experiments.tables import tuning_table
     from fedgmm.runs.comparison import PAPER_GRID, built_in_data
@@ -323,3 +312,219 @@ def _print_demo(result: DemoResult, picture: Path, console: Console) -> None:
         f"common weights {result.common_log_likelihood:.3f}: [bold]{gain:+.3f}[/]."
     )
     console.print(f"Picture: [bold]{picture}[/]", soft_wrap=True)
+
+
+class Experiment(StrEnum):
+    """Experiments of the paper, membership inference, and accuracy against the budget of privacy."""
+
+    SYNTHETIC = "synthetic"
+    NON_GAUSSIAN = "nongaussian"
+    ILLUSTRATION = "illustration"
+    CLASSIFICATION = "classification"
+    UNSEEN = "unseen"
+    NOVELTY = "novelty"
+    SENSITIVITY = "sensitivity"
+    MEMBERSHIP = "membership"
+    PRIVACY = "privacy"
+    EMBEDDINGS = "embeddings"
+
+
+_ON_IMAGES = (
+    Experiment.CLASSIFICATION,
+    Experiment.UNSEEN,
+    Experiment.NOVELTY,
+    Experiment.SENSITIVITY,
+    Experiment.EMBEDDINGS,
+)
+_SIZES = {"clients", "seeds", "rounds", "tuning_rounds", "methods", "device"}
+_OF_IMAGES = {
+    "dataset",
+    "track",
+    "learner",
+    "encoder",
+    "encoder_dtype",
+    "image_size",
+    "components",
+    "learners",
+    "pretrained",
+    "fraction",
+    "data_dir",
+    "download",
+    "cache",
+}
+_OPTIONS = {
+    Experiment.SYNTHETIC: {*_SIZES, "rows"},
+    Experiment.NON_GAUSSIAN: {*_SIZES, "rows"},
+    Experiment.ILLUSTRATION: set[str](),
+    Experiment.CLASSIFICATION: {*_SIZES, *_OF_IMAGES, "shift"},
+    Experiment.UNSEEN: {*_SIZES, *_OF_IMAGES, "shift"},
+    Experiment.NOVELTY: {*_SIZES, *_OF_IMAGES},  # its shifts are separate settings
+    Experiment.SENSITIVITY: {*_SIZES, *_OF_IMAGES, "shift"},
+    Experiment.EMBEDDINGS: {*_SIZES, *_OF_IMAGES} - {"track", "pretrained"},
+    Experiment.MEMBERSHIP: {"clients", "rows", "rounds"},
+    Experiment.PRIVACY: {"clients", "rows", "seeds", "dataset"},
+}
+"""Options of each experiment, besides the folder for its results."""
+
+
+def reproduce(
+    ctx: typer.Context,
+    experiment: Experiment,
+    out: Path = Path("results"),
+    clients: Annotated[int | None, Option(min=3)] = None,
+    rows: Annotated[int | None, Option(min=10)] = None,
+    seeds: Annotated[int | None, Option(min=1)] = None,
+    rounds: Annotated[int | None, Option(min=1)] = None,
+    tuning_rounds: Annotated[int | None, Option(min=1)] = None,
+    methods: str | None = None,
+    dataset: str | None = None,
+    track: str | None = None,
+    learner: str | None = None,
+    encoder: str | None = None,
+    encoder_dtype: str | None = None,
+    image_size: Annotated[int | None, Option(min=8)] = None,
+    components: Annotated[int | None, Option(min=1)] = None,
+    learners: Annotated[int | None, Option(min=1)] = None,
+    pretrained: Path | None = None,
+    shift: bool | None = None,
+    fraction: float | None = None,
+    data_dir: Annotated[Path | None, Option(envvar="FEDGMM_DATA")] = None,
+    download: Annotated[bool, Option("--download")] = False,
+    cache: Path | None = None,
+    device: str | None = None,
+) -> None:
+    """Repeat an experiment of the paper and write its table next to the paper's numbers.
+
+    An interrupted experiment on images is resumed when the command is run again.
+
+    Example: fedgmm reproduce synthetic --clients 30 --rows 600 --seeds 1
+
+    Example: fedgmm reproduce classification --dataset femnist --track tuned --data-dir data
+
+    Options:
+        experiment: The experiment.
+        out: Folder for JSON, Markdown and figures.
+        clients: Number of clients. Default: as in the paper.
+        rows: Synthetic data: rows per client. Default: 3000.
+        seeds: Number of seeds. Default: 3, or 1 for sensitivity.
+        rounds: Number of rounds. Default: 100, or 200 for images.
+        tuning_rounds: Rounds of the short runs that compare learning rates.
+        methods: Methods, separated by commas. Default: all.
+        dataset: femnist, cifar10, cifar100, mnist; embeddings: reviews, too; privacy: synthetic, digits.
+        track: Images: paper (the paper's protocol) or tuned (every method tuned).
+        learner: Images: linear, mlp, cnn or mobilenet.
+        encoder: Images: input of the Gaussians, resnet18 or pixels.
+        encoder_dtype: Images: type of the encoder, float32, bfloat16 or auto.
+        image_size: Images: width and height for the encoder. Default: 224.
+        components: Images: number of Gaussians. Default: 3; novelty chooses it.
+        learners: Images: number of learners. Default: 3.
+        pretrained: Images: file with ImageNet weights for MobileNet-V2.
+        shift: Images: transform and relabel half of them. Default: --shift.
+        fraction: Images: share of the images to use.
+        data_dir: Folder of the image data sets and weights.
+        download: Images: download missing data from its official source.
+        cache: Images: folder for encoded images. Default: OUT/encoded.
+        device: cpu, cuda or auto.
+    """
+    from rich.markdown import Markdown
+
+    _check_options(ctx, experiment)
+    settings = given(ctx, *_OPTIONS[experiment] - {"data_dir", "download", "cache"})
+    if seeds is not None:
+        settings["seeds"] = tuple(range(seeds))
+    if methods is not None:
+        settings["methods"] = tuple(one.strip() for one in methods.split(","))
+    if pretrained is not None:
+        settings["pretrained"] = str(pretrained)
+    table = out / f"{experiment.value}.md"
+    with working() as notify:
+        if experiment in _ON_IMAGES:
+            from fedgmm.experiments.study import StudyContext
+
+            make, run = _study(experiment)
+            if experiment is Experiment.NOVELTY and components is not None:
+                # the number is given, so novelty does not choose it
+                settings["component_choices"] = ()
+            study = make(**settings)
+            if download:
+                from fedgmm.data.images.files import load_images
+
+                notify(f"looking for {study.dataset}")
+                load_images(study.dataset, data_dir, download=True)
+            if cache is None and study.encoder != "pixels":  # pixels need no cache
+                cache = out / "encoded"
+            run(out, study, StudyContext(data_dir, cache, notify))
+            table = out / f"{experiment.value}-{study.label}.md"
+        else:
+            _without_images(experiment, out, settings, notify)
+    console = screen()
+    console.print(Markdown(table.read_text(encoding="utf-8")))
+    console.print(f"Results: [bold]{out}[/]", soft_wrap=True, highlight=False)
+
+
+def _check_options(ctx: typer.Context, experiment: Experiment) -> None:
+    """Raise if an option was given that the experiment does not have."""
+    for option in ctx.command.params:
+        name = option.name or ""
+        if name in ("experiment", "out") or name in _OPTIONS[experiment]:
+            continue
+        # environment variables may be meant for other commands
+        source = ctx.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        off = ctx.params[name] is False
+        flag = (option.secondary_opts if off else option.opts)[0]
+        takers = ", ".join(other.value for other in Experiment if name in _OPTIONS[other])
+        raise typer.BadParameter(f"{flag} is for {takers}, not for {experiment.value}.")
+
+
+def _study(experiment: Experiment) -> tuple[Any, Any]:
+    """Return the class of a study on images and the function that runs it."""
+    match experiment:
+        case Experiment.CLASSIFICATION:
+            from fedgmm.experiments.paper.classification import reproduce_classification
+            from fedgmm.experiments.settings import ImageStudy
+
+            return ImageStudy, reproduce_classification
+        case Experiment.UNSEEN:
+            from fedgmm.experiments.paper.unseen import UnseenStudy, reproduce_unseen
+
+            return UnseenStudy, reproduce_unseen
+        case Experiment.EMBEDDINGS:
+            from fedgmm.experiments.embeddings import EmbeddingStudy, reproduce_embeddings
+
+            return EmbeddingStudy, reproduce_embeddings
+        case Experiment.NOVELTY:
+            from fedgmm.experiments.paper.novelty import reproduce_novelty
+            from fedgmm.experiments.paper.novelty_setup import NoveltyStudy
+
+            return NoveltyStudy, reproduce_novelty
+        case _:
+            from fedgmm.experiments.paper.sensitivity import SensitivityStudy, reproduce_sensitivity
+
+            return SensitivityStudy, reproduce_sensitivity
+
+
+def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], notify: Any) -> None:
+    """Run an experiment without images."""
+    if experiment is Experiment.ILLUSTRATION:
+        from fedgmm.experiments.paper.synthetic import reproduce_illustration
+
+        reproduce_illustration(out)
+        return
+    if experiment is Experiment.PRIVACY:
+        from fedgmm.experiments.privacy import PrivacyStudy, reproduce_privacy
+
+        reproduce_privacy(out, PrivacyStudy(**given), notify)
+        return
+    if experiment is Experiment.MEMBERSHIP:
+        from fedgmm.experiments.membership import MembershipStudy, reproduce_membership
+
+        reproduce_membership(out, MembershipStudy(**given), notify)
+        return
+    from fedgmm.experiments.paper.synthetic import Size, reproduce_gaussian, reproduce_non_gaussian
+
+    if experiment is Experiment.SYNTHETIC:
+        reproduce_gaussian(out, Size(**given), notify)
+    else:
+        reproduce_non_gaussian(out, Size(**{"clients": 30, **given}), notify)

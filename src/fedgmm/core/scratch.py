@@ -30,6 +30,7 @@ _SMALLEST = 16 * 1024  # bytes; smaller arrays stay in memory
 _COMMON_FILE = 128 * 1024 * 1024  # bytes; smaller arrays share a file, because files are limited
 _MOST_MAPPED = 64 * 1024 * 1024  # bytes that may be used before pages are given back
 _BLOCK_ROWS = 16_384
+_BYTES_PER_ROW = 64  # of a few mapped arrays that one pass over rows uses
 
 _UNITS = {"b": 0, "kb": 1, "mb": 2, "gb": 3, "tb": 4}
 
@@ -102,6 +103,64 @@ def kept(values: NDArray[Any]) -> NDArray[Any]:
     out = empty(values.shape, values.dtype)
     out[:] = values
     touched(out.nbytes)
+    return out
+
+
+def row_blocks(rows: int) -> Iterator[slice]:
+    """Yield runs of rows, so that temporaries stay small and pages are given back."""
+    for first in range(0, rows, _BLOCK_ROWS):
+        yield slice(first, min(first + _BLOCK_ROWS, rows))
+        touched(_BYTES_PER_ROW * _BLOCK_ROWS)
+
+
+def gathered(values: NDArray[Any], rows: NDArray[np.integer]) -> NDArray[Any]:
+    """Return ``values[rows]`` for indices ``(n,)``, in a file if large and :func:`scratch` says so."""
+    if not active():
+        return np.asarray(values[rows])
+    out = empty((len(rows), *values.shape[1:]), values.dtype)
+    for place in row_blocks(len(rows)):
+        out[place] = values[rows[place]]
+        touched(out[place].nbytes)
+    return out
+
+
+def where(wanted: Callable[[slice], NDArray[np.bool_]], rows: int) -> NDArray[np.int64]:
+    """Return the indices of the rows for which ``wanted``, called with runs of rows, is true."""
+    if not active():
+        return np.flatnonzero(wanted(slice(0, rows)))
+    mask = empty(rows, np.bool_)
+    for place in row_blocks(rows):
+        mask[place] = wanted(place)
+    out, first = empty(int(np.count_nonzero(mask)), np.int64), 0
+    for place in row_blocks(rows):
+        own = np.flatnonzero(mask[place])
+        out[first : first + len(own)] = own + place.start
+        first += len(own)
+    return out
+
+
+def counts_of(codes: NDArray[np.integer], groups: int) -> NDArray[np.int64]:
+    """Return ``np.bincount(codes, minlength=groups)`` of codes below ``groups``, without copying codes."""
+    counts = np.zeros(groups, dtype=np.int64)
+    for place in row_blocks(len(codes)):
+        np.add.at(counts, codes[place], 1)
+    return counts
+
+
+def stable_order(codes: NDArray[np.integer], groups: int) -> NDArray[np.int64]:
+    """Return ``np.argsort(codes, kind="stable")`` of codes ``(n,)`` below ``groups``; a file if large."""
+    if not active():
+        return np.argsort(codes, kind="stable")
+    counts = counts_of(codes, groups)
+    free = np.cumsum(counts) - counts  # the next place of each group
+    out = empty(len(codes), np.int64)
+    for place in row_blocks(len(codes)):
+        own = codes[place]
+        order = np.argsort(own, kind="stable")
+        ranked = own[order]
+        rank = np.arange(len(own)) - np.searchsorted(ranked, ranked)  # within the group
+        out[free[ranked] + rank] = order + place.start
+        np.add.at(free, own, 1)
     return out
 
 

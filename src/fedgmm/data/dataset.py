@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +18,18 @@ from torch import Tensor
 from fedgmm.core.checks import check_choice
 from fedgmm.core.moments import Scaling, scaling_of
 from fedgmm.core.randomness import client_keys, row_uniforms
-from fedgmm.core.scratch import active, empty, empty_beside, scratch, taken, touched
+from fedgmm.core.scratch import (
+    counts_of,
+    empty,
+    empty_beside,
+    folder_of,
+    gathered,
+    row_blocks,
+    scratch,
+    stable_order,
+    taken,
+    touched,
+)
 from fedgmm.data.federated import ClientRows, client_rows
 from fedgmm.data.inputs import (
     NO_CLIENT,
@@ -37,7 +48,7 @@ SPLITS = ("train", "validation", "test")
 PAPER_SPLIT = (0.6, 0.2, 0.2)
 _SPLIT_STREAM, _SHUFFLE_STREAM = 101, 211
 _ROWS_AT_ONCE = 250_000  # that are shuffled together, or those of one client
-_ROWS_COPIED = 16_384
+_DRAW_BINS = 65_536  # of a histogram of random draws
 
 Task = Literal["auto", "classification", "regression"]
 TASKS: tuple[str, ...] = get_args(Task)
@@ -106,6 +117,13 @@ class LabelledRows:
         out = empty_beside(self.labels, (len(self),), torch.int64)
         for begin, end in _client_groups(self.features.rows_per_client.cpu().numpy()):
             place = slice(int(self.offsets[begin]), int(self.offsets[end]))
+            rows = place.stop - place.start
+            if end - begin == 1 and rows > _ROWS_AT_ONCE and folder_of(self.labels) is not None:
+                with scratch(folder_of(self.labels)):
+                    key = self.features.keys[begin]
+                    _shuffle_client(out[place].numpy(), seed, stream, key, first, free)
+                out[place] += place.start
+                continue
             codes, positions = self.codes[place].cpu().numpy(), self.features.positions_at(place)
             draws = row_uniforms(seed, stream, self.features.keys[codes], positions)
             words = codes << (first + free) | positions
@@ -267,7 +285,7 @@ class FederatedDataset:
             wanted = weights > 0
             people = None if people is None else people[wanted]
             with _beside(inputs):
-                inputs = _taken(inputs, np.flatnonzero(wanted))
+                inputs = gathered(inputs, np.flatnonzero(wanted))
             labels, weights = labels[wanted], weights[wanted]
             features = None if features is None else np.asarray(features)[wanted]
             codes = codes[wanted]
@@ -373,9 +391,9 @@ class FederatedDataset:
         splits = []
         with _beside(inputs):
             for rows in split_rows(codes, client_keys(names), split, seed):
-                own = _taken(inputs, rows)
+                own = gathered(inputs, rows)
                 shared = own.reshape(len(own), flat.shape[1])
-                matrix = _as_float(shared if features is None else _taken(seen, rows))
+                matrix = _as_float(shared if features is None else gathered(seen, rows))
                 found = client_rows([matrix], codes[rows], names)
                 if weights is not None:
                     found = replace(found, weights=torch.from_numpy(weights[rows]))
@@ -573,7 +591,7 @@ def split_rows(
         )
     if len(split) != 3 or min(split) < 0 or abs(sum(split) - 1) > 1e-9:
         raise ValueError(f"split must be three shares that sum to 1, got {tuple(split)}.")
-    counts = np.bincount(codes, minlength=len(keys))
+    counts = counts_of(codes, len(keys))
     training = np.maximum(1, np.round(split[0] * counts)).astype(np.int64)
     validation = np.minimum(np.round((split[0] + split[1]) * counts).astype(np.int64), counts)
     training = np.minimum(training, counts)  # a client without rows
@@ -583,25 +601,104 @@ def split_rows(
         for size in (training, validation - training, counts - validation)
     ]
     filled = [0, 0, 0]
+
+    def add(rows: NDArray[np.int64], part: NDArray[np.int8]) -> None:
+        for k in range(3):
+            own = rows[part == k]
+            found[k][filled[k] : filled[k] + len(own)] = own
+            filled[k] += len(own)
+
+    order = stable_order(codes, len(keys))  # the rows of a client keep their order
+    ends = np.cumsum(counts)
     for begin, end in _client_groups(counts):
         of_group = counts[begin:end]
-        rows = np.arange(len(codes))
-        if len(of_group) < len(counts):
-            rows = np.flatnonzero((codes >= begin) & (codes < end))
-        order = rows[np.argsort(codes[rows], kind="stable")]
+        rows = order[ends[begin] - counts[begin] : ends[end - 1]]
+        if end - begin == 1 and len(rows) > _ROWS_AT_ONCE:
+            shares = (int(training[begin]), int(validation[begin]))
+            for place, part in _parts_of_client(seed, keys[begin], len(rows), shares):
+                add(rows[place], part)
+            continue
         starts = np.cumsum(of_group) - of_group
         positions = np.arange(len(rows)) - np.repeat(starts, of_group)
         draws = row_uniforms(seed, _SPLIT_STREAM, np.repeat(keys[begin:end], of_group), positions)
-        mixed = order[np.lexsort((draws, codes[order]))]
-        part = (positions >= np.repeat(training[begin:end], of_group)).astype(np.int8)
-        part += positions >= np.repeat(validation[begin:end], of_group)
-        for k in range(3):
-            own = np.sort(mixed[part == k])
-            # sorted by client; the rows of a client keep their order
-            own = own[np.argsort(codes[own], kind="stable")]
-            found[k][filled[k] : filled[k] + len(own)] = own
-            filled[k] += len(own)
+        mixed = np.lexsort((draws, codes[rows]))
+        part = np.empty(len(rows), dtype=np.int8)
+        part[mixed] = positions >= np.repeat(training[begin:end], of_group)
+        part[mixed] += positions >= np.repeat(validation[begin:end], of_group)
+        add(rows, part)
     return found
+
+
+def _parts_of_client(
+    seed: int, key: np.uint64, rows: int, ends: tuple[int, int]
+) -> Iterator[tuple[slice, NDArray[np.int8]]]:
+    """Yield runs of a large client's rows and their splits, without sorting all draws.
+
+    The rows with the smallest draws are for training, up to ``ends[0]`` rows, and those up to ``ends[1]``
+    for validation. A histogram of the draws leads to the draws at these two ranks.
+    """
+
+    def drawn() -> Iterator[tuple[slice, NDArray[np.int64], NDArray[np.float64]]]:
+        for place in row_blocks(rows):
+            positions = np.arange(place.start, place.stop)
+            yield place, positions, row_uniforms(seed, _SPLIT_STREAM, np.asarray(key), positions)
+
+    counts = np.zeros(_DRAW_BINS, dtype=np.int64)
+    for _, _, draws in drawn():
+        counts += np.bincount((draws * _DRAW_BINS).astype(np.int64), minlength=_DRAW_BINS)
+    last = np.cumsum(counts)
+    bins = [int(np.searchsorted(last, end, side="right")) for end in ends]
+    near: list[list[NDArray[np.float64]]] = [[], []]
+    for _, positions, draws in drawn():
+        for own, number in zip(near, bins, strict=True):
+            here = (draws * _DRAW_BINS).astype(np.int64) == number
+            own.append(np.stack([draws[here], positions[here]]))
+    bounds = []  # the first draw, and its position, that is not below a rank
+    for own, number, end in zip(near, bins, ends, strict=True):
+        draws, positions = np.concatenate(own, axis=1)
+        rank = end - (last[number - 1] if number else 0)
+        first = np.lexsort((positions, draws))[rank] if number < _DRAW_BINS else None
+        bounds.append((2.0, 0.0) if first is None else (draws[first], positions[first]))
+    for place, positions, draws in drawn():
+        part = np.zeros(len(draws), dtype=np.int8)
+        for draw, position in bounds:
+            part += (draws > draw) | ((draws == draw) & (positions >= position))
+        yield place, part
+
+
+def _shuffle_client(
+    out: NDArray[np.int64], seed: int, stream: int, key: np.uint64, first: int, free: int
+) -> None:
+    """Write the positions of a large client's rows in the order of their draws of ``free`` bits.
+
+    Words of draw and position, which takes ``first`` bits, are dealt to buckets in a scratch file by their
+    draws. Then each bucket is sorted in memory.
+    """
+    rows = len(out)
+    buckets = -(-2 * rows // _ROWS_AT_ONCE)
+
+    def words() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        for place in row_blocks(rows):
+            positions = np.arange(place.start, place.stop)
+            draws = row_uniforms(seed, stream, np.asarray(key), positions) * 2.0**free
+            own = draws.astype(np.int64)
+            yield own << first | positions, own * buckets >> free
+
+    sizes = np.zeros(buckets, dtype=np.int64)
+    for _, bucket in words():
+        sizes += np.bincount(bucket, minlength=buckets)
+    ends = np.cumsum(sizes)
+    place, dealt = ends - sizes, empty(rows, np.int64)
+    for own, bucket in words():
+        order = np.argsort(bucket, kind="stable")
+        ranked = bucket[order]
+        rank = np.arange(len(own)) - np.searchsorted(ranked, ranked)
+        dealt[place[ranked] + rank] = own[order]
+        place += np.bincount(bucket, minlength=buckets)
+    for end, size in zip(ends.tolist(), sizes.tolist(), strict=True):
+        here = slice(end - size, end)
+        out[here] = np.sort(dealt[here]) & ((1 << first) - 1)
+        touched(16 * size)
 
 
 def _client_groups(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -621,15 +718,3 @@ def _beside(values: Any) -> AbstractContextManager[None]:
     while isinstance(values, (np.ndarray, memoryview)):
         values = values.base if isinstance(values, np.ndarray) else values.obj
     return scratch(tempfile.gettempdir()) if isinstance(values, mmap.mmap) else nullcontext()
-
-
-def _taken(values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Return ``values[rows]``, in a scratch file where arrays are kept in files."""
-    if not active():
-        return values[rows]
-    out = empty((len(rows), *values.shape[1:]), values.dtype)
-    for first in range(0, len(rows), _ROWS_COPIED):
-        place = slice(first, first + _ROWS_COPIED)
-        out[place] = values[rows[place]]
-        touched(out[place].nbytes)
-    return out

@@ -59,6 +59,11 @@ class EmbeddedSite:
     rows: int
     skipped: tuple[str, ...]
 
+    @property
+    def notes(self) -> list[str]:
+        """A sentence about each row that was skipped."""
+        return [f"{self.name}: skipped {line}." for line in self.skipped]
+
 
 @dataclass(frozen=True)
 class _Items:

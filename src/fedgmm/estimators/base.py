@@ -50,17 +50,12 @@ class NoClientsWarning(UserWarning):
 
 
 class TakesClients:
-    """The part of an estimator that knows which client a row belongs to.
+    """The part of an estimator that knows which client a row belongs to."""
 
-    Attributes:
-        client_column: name or index of the column of ``X`` that holds client ids, or ``None``.
-        unknown_clients: ``"error"`` or ``"federation"``.
-        clients_: the clients of the fit.
-    """
-
+    # name or index of the column of ``X`` that holds client ids, or ``None``
     client_column: str | int | None
-    unknown_clients: str
-    clients_: NDArray[Any]
+    unknown_clients: str  # ``"error"`` or ``"federation"``
+    clients_: NDArray[Any]  # the clients of the fit
 
     def _check_clients(self) -> None:
         """Check the parameters about clients."""

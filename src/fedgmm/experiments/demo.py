@@ -44,48 +44,32 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class DemoData:
-    """Rows of all clients and the parameters that they were drawn with.
+    """Rows of all clients and the parameters that they were drawn with."""
 
-    Attributes:
-        rows: training rows of each client, ``(N_c, 2)``.
-        fresh_rows: the same number of rows per client, not used by any fit.
-        weights: true ``π_c``, ``(C, M)``.
-        means: true ``μ``, ``(M, 2)``.
-    """
-
-    rows: dict[Hashable, FloatArray]
+    rows: dict[Hashable, FloatArray]  # training rows of each client, ``(N_c, 2)``
+    # the same number of rows per client, not used by any fit
     fresh_rows: dict[Hashable, FloatArray]
-    weights: FloatArray
-    means: FloatArray
+    weights: FloatArray  # true ``π_c``, ``(C, M)``
+    means: FloatArray  # true ``μ``, ``(M, 2)``
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The fitted mixture, with its components in the order of the true ones.
+    """The fitted mixture, with its components in the order of the true ones."""
 
-    Attributes:
-        data: the clients.
-        rounds: number of rounds run.
-        converged: whether the log-likelihood changed by less than the tolerance in the last round.
-        means: learned ``μ``, ``(M, 2)``.
-        covariances: learned ``Σ``, ``(M, 2, 2)``.
-        weights: learned ``π_c``, ``(C, M)``.
-        labels: the most likely component of every row, client after client, ``(N,)``.
-        log_likelihood: mean over the fresh rows, each client with its own weights.
-        common_log_likelihood: mean over the fresh rows with one common set of weights.
-        pooled_difference: the largest difference over rounds between the mean log-likelihood of
-            the federated fit with common weights and that of scikit-learn on the pooled rows.
-    """
-
-    data: DemoData
-    rounds: int
+    data: DemoData  # the clients
+    rounds: int  # number of rounds run
+    # whether the log-likelihood changed by less than the tolerance in the last round
     converged: bool
-    means: FloatArray
-    covariances: FloatArray
-    weights: FloatArray
+    means: FloatArray  # learned ``μ``, ``(M, 2)``
+    covariances: FloatArray  # learned ``Σ``, ``(M, 2, 2)``
+    weights: FloatArray  # learned ``π_c``, ``(C, M)``
+    # the most likely component of every row, client after client, ``(N,)``
     labels: NDArray[np.int64]
-    log_likelihood: float
-    common_log_likelihood: float
+    log_likelihood: float  # mean over the fresh rows, each client with its own weights
+    common_log_likelihood: float  # mean over the fresh rows with one common set of weights
+    # the largest difference over rounds between the mean log-likelihood of the federated fit with
+    # common weights and that of scikit-learn on the pooled rows
     pooled_difference: float
 
     @property

@@ -75,7 +75,7 @@ _OWN_OPTIONS: dict[str, list[Choice]] = {
     "fedavg+": [{"finetune_epochs": epochs} for epochs in (1, 5)],
     "pfedme": [{"penalty": strength} for strength in (15.0, 1.0)],
 }
-"""Choices that only one method has, after its learner and its rate."""
+"""Choices that only one method has, after its learner, its rate and label frequencies."""
 
 WAYS = {
     "as it is": "nothing",
@@ -117,18 +117,28 @@ class EmbeddingStudy(ImageStudy):
         return ("linear", "mlp") if self.learner == "auto" else (self.learner,)
 
     def choices(self, method: str) -> list[list[Choice]]:
-        """Return learners and rates, then the method's own choices, then label frequencies."""
-        found: list[list[Choice]] = [
-            [{"learner": kind, "lr": rate} for kind in self.kinds for rate in _RATES]
-        ]
-        if method in _OWN_OPTIONS:
-            found.append(_OWN_OPTIONS[method])
+        """Return learners with rates and starts, then label frequencies, then the method's own choices.
+
+        Rate and start are chosen together, and sizes last, because each depends on those before it.
+        """
+        starts: list[Choice] = [{}]
         if method in _SIZES:  # a mixture may start as one learner, which sees all rows
-            shared: Choice = {"start": "split", "warmup": self.rounds // 2}
-            found += [[{"start": "auto", "warmup": 0}, shared], _SIZES[method]]
+            starts = [
+                {"start": "auto", "warmup": 0},
+                {"start": "split", "warmup": self.rounds // 2},
+            ]
+        found: list[list[Choice]] = [
+            [
+                {"learner": kind, "lr": rate, **start}
+                for start in starts
+                for kind in self.kinds
+                for rate in _RATES
+            ]
+        ]
         if method in SHARED_LEARNERS:
             found.append([{"personal_labels": own} for own in (False, True)])
-        return found
+        own_choices = _SIZES.get(method) or _OWN_OPTIONS.get(method)
+        return [*found, own_choices] if own_choices else found
 
     def options(self, method: str, seed: int) -> TrainingOptions:
         """Return the training options of a method, without those that are tuned."""
@@ -446,8 +456,8 @@ def _markdown(study: EmbeddingStudy, found: dict[str, list[Record]]) -> str:
         f"seeds {', '.join(map(str, study.seeds))}. Bold: the best method, and those within noise of it,",
         "paired over seeds. Every method is tuned alike on validation rows of the first seed: learners",
         f"({', '.join(study.kinds)}) with rates from {max(_RATES):.2g} to {min(_RATES):.2g} (all for",
-        f"{early} rounds, the better half for {middle}, two in full), then options of its own, then label",
-        "frequencies.",
+        f"{early} rounds, the better half for {middle}, two in full; a mixture's like this for each of two",
+        "starts), then label frequencies, then options of its own.",
         f"At the edge of the grid: {', '.join(at_edge)}." if at_edge else "",
         "Seconds of a training run, and what a client sends in a round.",
         ""

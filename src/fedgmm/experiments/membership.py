@@ -30,42 +30,26 @@ _DELTA = 1e-5
 
 
 class Rows(NamedTuple):
-    """All rows of a federation, without splits.
+    """All rows of a federation, without splits."""
 
-    Attributes:
-        inputs: ``(N, d)``.
-        labels: ``(N,)``.
-        clients: ``(N,)``.
-        bounds: smallest and largest value that a column can have.
-        size: number of Gaussians and of learners.
-    """
-
-    inputs: NDArray[Any]
-    labels: NDArray[Any]
-    clients: NDArray[np.int64]
-    bounds: tuple[float, float]
-    size: tuple[int, int]
+    inputs: NDArray[Any]  # ``(N, d)``
+    labels: NDArray[Any]  # ``(N,)``
+    clients: NDArray[np.int64]  # ``(N,)``
+    bounds: tuple[float, float]  # smallest and largest value that a column can have
+    size: tuple[int, int]  # number of Gaussians and of learners
 
 
 @dataclass(frozen=True)
 class MembershipStudy:
-    """Size of the study.
+    """Size of the study."""
 
-    Attributes:
-        clients: number of clients of each data set.
-        rows: rows per client of the synthetic data.
-        models: models per setting; each is attacked with the others as shadow models.
-        rounds: rounds of training without noise.
-        epsilons: budgets; ``None`` means no noise.
-        seed: seed of the data and of the halves.
-    """
-
-    clients: Count = 10
-    rows: Count = 3000
+    clients: Count = 10  # number of clients of each data set
+    rows: Count = 3000  # rows per client of the synthetic data
+    # models per setting; each is attacked with the others as shadow models
     models: Annotated[int, integer(6)] = 8
-    rounds: Count = 20
-    epsilons: tuple[float | None, ...] = (None, 8.0, 1.0)
-    seed: int = 0
+    rounds: Count = 20  # rounds of training without noise
+    epsilons: tuple[float | None, ...] = (None, 8.0, 1.0)  # budgets; ``None`` means no noise
+    seed: int = 0  # seed of the data and of the halves
 
     def __post_init__(self) -> None:
         check_fields(self)

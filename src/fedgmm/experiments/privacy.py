@@ -41,22 +41,14 @@ _MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class PrivacyStudy:
-    """Settings of the study.
+    """Settings of the study."""
 
-    Attributes:
-        clients: number of clients of the synthetic data; the digits have at most 100.
-        rows: mean number of rows per synthetic client.
-        seeds: of the data.
-        epsilons: budgets, per row.
-        delta: of every budget.
-        dataset: ``"synthetic"``, ``"digits"`` or ``"all"``.
-    """
-
-    clients: Count = 300
-    rows: Count = 3000
-    seeds: tuple[int, ...] = (0, 1, 2)
-    epsilons: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
-    delta: float = 1e-5
+    clients: Count = 300  # number of clients of the synthetic data; the digits have at most 100
+    rows: Count = 3000  # mean number of rows per synthetic client
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the data
+    epsilons: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)  # budgets, per row
+    delta: float = 1e-5  # of every budget
+    # ``"synthetic"``, ``"digits"`` or ``"all"``
     dataset: Annotated[str, one_of("all", "synthetic", "digits")] = "all"
 
     def __post_init__(self) -> None:

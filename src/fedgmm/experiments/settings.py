@@ -38,17 +38,11 @@ StudyT = TypeVar("StudyT", bound="ImageStudy")
 
 @dataclass(frozen=True)
 class Variant(Generic[StudyT]):
-    """One way to train a method in a study; most studies have one per method.
+    """One way to train a method in a study; most studies have one per method."""
 
-    Attributes:
-        name: prefix of its file names; the seed follows.
-        title: name in progress messages.
-        study: its settings.
-    """
-
-    name: str
-    title: str
-    study: StudyT
+    name: str  # prefix of its file names; the seed follows
+    title: str  # name in progress messages
+    study: StudyT  # its settings
 
 
 def check_methods_and_seeds(methods: Sequence[str], seeds: Sequence[int]) -> None:
@@ -64,57 +58,38 @@ def check_methods_and_seeds(methods: Sequence[str], seeds: Sequence[int]) -> Non
 
 @dataclass(frozen=True)
 class ImageStudy:
-    """Settings of a study on images; the defaults are the paper's.
-
-    Attributes:
-        dataset: one of ``data_sets``.
-        track: ``"paper"`` uses the paper's optimiser, batch size, epochs, rounds and grid. ``"tuned"``
-            adds momentum at the clients, momentum at the server where it helps, learning rates that
-            fall to zero (except pFedMe, because its personal learners restart in every round), and a
-            shared start for mixtures.
-        methods: names of the methods.
-        seeds: one federation per seed.
-        rounds: rounds of the final training run.
-        tuning_rounds: rounds of the first stage of tuning, on the first seed.
-        clients: number of clients; ``None`` means the paper's.
-        fraction: share of the images to use.
-        shift: whether to transform and relabel half of the images.
-        encoder: encoder of the features that the Gaussians see.
-        image_size: side in pixels of the images given to the encoder.
-        features: number of features that federated PCA keeps.
-        encoder_dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"``: ``"bfloat16"`` on an accelerator.
-        learner: network of every method; ``"auto"`` means the paper's: MobileNet-V2 for CIFAR, the small
-            convolutional network for FEMNIST and MNIST.
-        pretrained: file with ImageNet weights for MobileNet-V2; ``None`` starts from random weights.
-        components: number of Gaussians, ``M1``.
-        learners: number of learners, ``M2``.
-        covariance_type: covariance type of the Gaussians.
-        reg_covar: added to every variance; the first feature has variance one.
-        device: device to train on.
-    """
+    """Settings of a study on images; the defaults are the paper's."""
 
     data_sets: ClassVar[tuple[str, ...]] = DATA_SETS
 
-    dataset: str = "femnist"
+    dataset: str = "femnist"  # one of ``data_sets``
+    # ``"paper"`` uses the paper's optimiser, batch size, epochs, rounds and grid. ``"tuned"`` adds
+    # momentum at the clients, momentum at the server where it helps, learning rates that fall to
+    # zero (except pFedMe, because its personal learners restart in every round), and a shared start
+    # for mixtures.
     track: Track = "paper"
-    methods: tuple[str, ...] = tuple(TITLES)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    rounds: int = 200
-    tuning_rounds: int = 10
-    clients: int | None = None
-    fraction: float = 1.0
-    shift: bool = True
-    encoder: str = "resnet18"
-    image_size: int = 224
-    features: int = 48
+    methods: tuple[str, ...] = tuple(TITLES)  # names of the methods
+    seeds: tuple[int, ...] = (0, 1, 2)  # one federation per seed
+    rounds: int = 200  # rounds of the final training run
+    tuning_rounds: int = 10  # rounds of the first stage of tuning, on the first seed
+    clients: int | None = None  # number of clients; ``None`` means the paper's
+    fraction: float = 1.0  # share of the images to use
+    shift: bool = True  # whether to transform and relabel half of the images
+    encoder: str = "resnet18"  # encoder of the features that the Gaussians see
+    image_size: int = 224  # side in pixels of the images given to the encoder
+    features: int = 48  # number of features that federated PCA keeps
+    # ``"float32"``, ``"bfloat16"``, or ``"auto"``: ``"bfloat16"`` on an accelerator
     encoder_dtype: str = "auto"
+    # network of every method; ``"auto"`` means the paper's: MobileNet-V2 for CIFAR, the small
+    # convolutional network for FEMNIST and MNIST
     learner: str = "auto"
+    # file with ImageNet weights for MobileNet-V2; ``None`` starts from random weights
     pretrained: str | None = None
-    components: int = 3
-    learners: int = 3
-    covariance_type: str = "full"
-    reg_covar: float = 1e-2
-    device: str = "auto"
+    components: int = 3  # number of Gaussians, ``M1``
+    learners: int = 3  # number of learners, ``M2``
+    covariance_type: str = "full"  # covariance type of the Gaussians
+    reg_covar: float = 1e-2  # added to every variance; the first feature has variance one
+    device: str = "auto"  # device to train on
 
     def __post_init__(self) -> None:
         check_choice("dataset", self.dataset, self.data_sets)

@@ -42,42 +42,25 @@ LABELLED_ROWS = (1, 2, 3, 5, 10, 20, 40)
 
 @dataclass(frozen=True)
 class Newcomer:
-    """Accuracy of a client that did not take part in training.
+    """Accuracy of a client that did not take part in training."""
 
-    Attributes:
-        rows: number of rows that its weights were learned from.
-        milliseconds: time that learning the weights took.
-        before: accuracy on its other rows with the federation's weights.
-        labelled: accuracy with weights learned from labelled rows.
-        unlabelled: accuracy with weights learned from the inputs alone.
-    """
-
-    rows: int
-    milliseconds: float
-    before: float
-    labelled: float
-    unlabelled: float
+    rows: int  # number of rows that its weights were learned from
+    milliseconds: float  # time that learning the weights took
+    before: float  # accuracy on its other rows with the federation's weights
+    labelled: float  # accuracy with weights learned from labelled rows
+    unlabelled: float  # accuracy with weights learned from the inputs alone
 
 
 @dataclass(frozen=True)
 class NewOffices:
-    """Accuracy of offices that join later and label the same images by one of two lists.
+    """Accuracy of offices that join later and label the same images by one of two lists."""
 
-    Attributes:
-        offices: number of new offices; accuracies are means over them.
-        before: accuracy with the federation's weights.
-        labelled: accuracy with weights learned from ``LABELLED_ROWS`` labelled images.
-        unlabelled: accuracy with weights learned from as many images without labels.
-        alone: accuracy of logistic regression on the same labelled images.
-        milliseconds: median time that learning the weights took.
-    """
-
-    offices: int
-    before: float
-    labelled: list[float]
-    unlabelled: list[float]
-    alone: list[float]
-    milliseconds: float
+    offices: int  # number of new offices; accuracies are means over them
+    before: float  # accuracy with the federation's weights
+    labelled: list[float]  # accuracy with weights learned from ``LABELLED_ROWS`` labelled images
+    unlabelled: list[float]  # accuracy with weights learned from as many images without labels
+    alone: list[float]  # accuracy of logistic regression on the same labelled images
+    milliseconds: float  # median time that learning the weights took
 
     def at(self, rows: int) -> tuple[float, float, float]:
         """Return the accuracies with labels, without labels and alone, from this number of rows."""
@@ -87,23 +70,14 @@ class NewOffices:
 
 @dataclass(frozen=True)
 class Novelty:
-    """Scores of known images and of shrunken, novel ones.
+    """Scores of known images and of shrunken, novel ones."""
 
-    Attributes:
-        known: ``log P(x)`` of test images, ``(n,)``.
-        novel: ``log P(x)`` of novel images, ``(n,)``.
-        metrics: separation of the two groups by ``log P(x)``.
-        false_alarms: share of known images that were flagged.
-        found: share of novel images that were flagged.
-        asked: the requested false-alarm rate.
-    """
-
-    known: FloatArray
-    novel: FloatArray
-    metrics: NoveltyMetrics
-    false_alarms: float
-    found: float
-    asked: float
+    known: FloatArray  # ``log P(x)`` of test images, ``(n,)``
+    novel: FloatArray  # ``log P(x)`` of novel images, ``(n,)``
+    metrics: NoveltyMetrics  # separation of the two groups by ``log P(x)``
+    false_alarms: float  # share of known images that were flagged
+    found: float  # share of novel images that were flagged
+    asked: float  # the requested false-alarm rate
 
 
 @dataclass(frozen=True)

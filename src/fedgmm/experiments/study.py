@@ -46,18 +46,13 @@ Lock = Callable[[int, FederatedDataset], None]
 
 @dataclass(frozen=True)
 class StudyContext:
-    """The places and callbacks that a study uses; they do not influence its results.
+    """The places and callbacks that a study uses; they do not influence its results."""
 
-    Attributes:
-        data_dir: the data folder; ``None`` means the folder named by ``FEDGMM_DATA``.
-        cache: folder for encoded images; ``None`` keeps none.
-        notify: called with a line before each step.
-        on_images: called with each data set after it is loaded and before it is used.
-    """
-
+    # the data folder; ``None`` means the folder named by ``FEDGMM_DATA``
     data_dir: Path | None = None
-    cache: Path | None = None
-    notify: Notify = lambda _: None
+    cache: Path | None = None  # folder for encoded images; ``None`` keeps none
+    notify: Notify = lambda _: None  # called with a line before each step
+    # called with each data set after it is loaded and before it is used
     on_images: Callable[[ImageData], None] = lambda _: None
 
     def load(self, name: str) -> ImageData:

@@ -7,10 +7,11 @@ The search has three stages:
 2. The better half is trained to a quarter of the rounds and compared by accuracy, which tables report.
 3. The best two are trained to the end and compared by accuracy.
 
-The first list is searched like this. Later lists, and a list of only two choices, go straight to the third
-stage, because the effect of independence shows late and label frequencies are counted at the end. Training
-runs resume between stages, and the winner becomes the trial of the first seed. Every step writes a file, so
-an interruption costs one training run at most.
+The first list is searched like this; if it has several starts of a mixture, each start has its own three
+stages, because its effect shows late, and their whole runs are compared. Later lists, and a list of only
+two choices, go straight to the third stage, because the effect of independence shows late and label
+frequencies are counted at the end. Training runs resume between stages, and the winner becomes the trial of
+the first seed. Every step writes a file, so an interruption costs one training run at most.
 
 Mixtures start as one shared learner, usually for longer than the first two stages. These stages therefore
 judge their options as FedAvg's, which is cheap, and only the third one compares whole mixtures.
@@ -84,8 +85,9 @@ def chosen_before(folder: TrialFolder, study: ImageStudy, method: str) -> dict[s
 def _chosen(study: ImageStudy, method: str, record: Record) -> dict[str, Any] | None:
     """Return the options in a search's file; ``None`` if they come from another kind of search."""
     chosen: dict[str, Any] = record["chosen"]
-    wanted = {name for choices in study.choices(method) for name in choices[0]}
-    return chosen if record.get("search") == _SEARCH and chosen.keys() == wanted else None
+    # options that were chosen in another order come from another search, too
+    wanted = [name for choices in study.choices(method) for name in choices[0]]
+    return chosen if record.get("search") == _SEARCH and list(chosen) == wanted else None
 
 
 def _hand_over_checkpoint(winner: Trial[ImageStudy]) -> None:
@@ -143,6 +145,17 @@ class _Search:
 
     def run(self, choices: Sequence[Choice]) -> dict[str, Scores]:
         """Return the scores of each stage."""
+        if self.start.name:
+            return self._stages(choices, only_whole=True)
+        found: dict[str, Scores] = {}
+        for start in dict.fromkeys(choice.get("start") for choice in choices):
+            own = [choice for choice in choices if choice.get("start") == start]
+            for stage, scores in self._stages(own, only_whole=len(own) <= _IN_FULL).items():
+                found.setdefault(stage, {}).update(scores)
+        return found
+
+    def _stages(self, choices: Sequence[Choice], *, only_whole: bool) -> dict[str, Scores]:
+        """Return the scores of choices that are compared in all stages, or at the end only."""
         study = self.start.study
         labelled = {_label(choice): choice for choice in choices}
 
@@ -160,7 +173,7 @@ class _Search:
                 found[label] = self._score(name, labelled[label], until, metric)
             return found
 
-        if len(choices) <= _IN_FULL or self.start.name:
+        if only_whole:
             return {"whole": scores(labelled, len(choices), study.rounds, "validation_accuracy")}
         early, middle = study.tuning_stages
         half = -(-len(choices) // 2)

@@ -49,11 +49,7 @@ class DeclaredColumns:
 
     @classmethod
     def of(cls, privacy: Privacy, table: TableOptions) -> DeclaredColumns:
-        """Return what the settings declare about the columns of a table.
-
-        Raises:
-            PrivacyError: columns or classes are not declared.
-        """
+        """Return what the settings declare about the columns of a table, or raise ``PrivacyError``."""
         if privacy.bounds is not None and not isinstance(privacy.bounds, Mapping):
             raise PrivacyError(
                 "[privacy] bounds must name the columns in a federation, such as "
@@ -113,20 +109,14 @@ class DeclaredColumns:
         }
 
     def sums(self, summary: ClientSummary) -> Sums:
-        """Return the sums of one client's table.
-
-        Raises:
-            UndeclaredError: a column of another kind.
-        """
-        pairs = [(name, self.bounds[name], self._numbers(summary, name)) for name in self.bounds]
+        """Return the sums of one client's table, or raise ``UndeclaredError``."""
+        moments = [_moments(self._numbers(summary, name), own) for name, own in self.bounds.items()]
         if self.target is not None and summary.target is not None:
-            pairs.append(("label", self.target, summary.target))
-        moments = [_moments(own, pair) for _, pair, own in pairs]
+            moments.append(_moments(summary.target, self.target))
         present, counts = [], []
         for name, texts in self.categories.items():
             own = summary.columns.get(name)
-            found = _counts(own, texts)
-            counts += found
+            counts += _counts(own, texts)
             present.append(0 if own is None else summary.rows - own.missing)
         classes = [summary.labels.get(text, 0) for text in self.classes]
         columns = list(zip(*moments, strict=True)) if moments else [(), (), ()]
@@ -200,11 +190,7 @@ def bounds_of_columns(
 
 
 def declared_preprocessing(privacy: Privacy, table: TableOptions) -> Preprocessing:
-    """Return a preprocessing that follows from the declarations alone, for sums with noise.
-
-    Raises:
-        ValueError: columns or classes are not declared.
-    """
+    """Return a preprocessing that follows from the declarations alone, for sums with noise."""
     own = DeclaredColumns.of(privacy, table)
     texts = dict(own.categories)
     if table.label is not None:

@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.sums import Declaration, Sums, SumsError, check_sums, withhold
-from fedgmm.federation.members import LONGEST_PAUSE, REPEAT_AFTER, Exchange, Member, Members
+from fedgmm.federation.members import LONGEST_PAUSE, Exchange, Member, Members
 from fedgmm.federation.messages import PROTOCOL, Failure, Message, MessageError
-from fedgmm.federation.wire import Arrays, WireError, pack, unpack
+from fedgmm.federation.policy import Policy
+from fedgmm.federation.wire import Arrays, WireError, unpack
 from fedgmm.files import write_atomically
-from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed, to_fixed
+from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed
 from fedgmm.privacy.mask_server import Aggregation
 from fedgmm.privacy.masks import REGISTERED_SIGNATURE, MaskedSite, Roster, Sign, Verify, commit
 from fedgmm.privacy.noise import share_of
@@ -53,28 +54,28 @@ class SiteMasks:
     """The half of a site.
 
     Args:
-        name: of the site.
-        sign: with the registered key.
-        peers: checks of the other sites' registered keys.
-        min_sites: fewest sites in a sum.
+        policy: the privacy of the plan, and the sums that the site has helped to open.
         keep: called with the purpose, the secret and the vector of every commitment.
+        sign, peers, min_sites: see :class:`MaskedSite`.
     """
 
     def __init__(
         self,
         name: str,
-        keep: Callable[[str, bytes, Elements], None] = lambda *_: None,
+        policy: Policy,
+        keep: Callable[[str, bytes, Elements], None],
         *,
-        sign: Sign | None = None,
-        peers: Mapping[str, Verify] | None = None,
-        min_sites: int = FEWEST_SITES,
+        sign: Sign | None,
+        peers: Mapping[str, Verify] | None,
+        min_sites: int,
     ) -> None:
         self._name, self._sign, self._peers, self._min_sites = name, sign, peers, min_sites
-        self._keep = keep
+        self._policy, self._keep = policy, keep
         self._runs: dict[str, MaskedSite] = {}
 
-    def _of(self, request: Message, min_change: int, released: Released) -> MaskedSite:
+    def _of(self, request: Message) -> MaskedSite:
         run = str(request.facts.get("run"))
+        released = self._policy.released(run)
         if run not in self._runs:
             self._runs[run] = MaskedSite(
                 self._name,
@@ -82,23 +83,21 @@ class SiteMasks:
                 sign=self._sign,
                 peers=self._peers,
                 min_sites=self._min_sites,
-                min_change=min_change,
-                released=released,
+                min_change=self._policy.privacy.fewest_changes,
             )
             for old in list(self._runs)[:-_MOST_RUNS]:
                 del self._runs[old]
         self._runs[run].released = released
         return self._runs[run]
 
-    def reply(self, request: Message, min_change: int, released: Released) -> Arrays:
-        """Reply to ``keys``, ``shares`` or ``unmask``; ``released`` gets a new entry before a sum opens.
+    def reply(self, request: Message) -> Arrays:
+        """Reply to ``keys``, ``shares`` or ``unmask``, or raise ``MessageError``.
 
-        Raises:
-            MessageError: the site must not reply.
+        The policy notes a sum on the disk before this site helps to open it.
         """
         number, later = _numbers(request)
         try:
-            site = self._of(request, min_change, released)
+            site = self._of(request)
             if request.kind == "keys":
                 return _named(identity=site.identity, advert=site.advertise(number))
             if request.kind == "shares":
@@ -113,53 +112,21 @@ class SiteMasks:
             if later is not None:
                 lists = _array(request, "participants"), _array(request, "adverts")
                 found |= _named(bundles=site.share(later, *lists))
+            self._policy.keep_released(site.run, site.released)
             return found
         except MaskError as error:
             raise MessageError(f"{error}.") from None
 
-    def seal(
-        self,
-        request: Message,
-        sums: Sums,
-        declaration: Declaration,
-        min_change: int,
-        released: Released,
-    ) -> Arrays:
-        """Return sums as one masked vector, and the public key for the next one.
-
-        Raises:
-            MessageError: the site must not reply.
-            WireError: a number that fixed point cannot hold.
-        """
-
-        def vector(sites: int) -> Elements:
-            return to_fixed(pack(sums, declaration), sites)
-
-        return self.seal_vector(request, vector, min_change, released)
-
-    def seal_vector(
-        self,
-        request: Message,
-        vector_for: Callable[[int], Elements],
-        min_change: int,
-        released: Released,
-    ) -> Arrays:
+    def seal(self, request: Message, vector_for: Callable[[int], Elements]) -> Arrays:
         """Return one masked vector, and the public key for the next one.
 
-        Args:
-            request: that the vector replies to.
-            vector_for: returns the vector, given how many sites take part in the aggregation.
-            min_change: fewest sites in which two opened sums may differ.
-            released: sums that the site has helped to open.
-
-        Raises:
-            MessageError: the site must not reply.
-            WireError: a number that fixed point cannot hold.
+        ``vector_for`` returns the vector, given how many sites take part in the aggregation. Raises
+        ``MessageError`` if the site must not reply, ``WireError`` for a number beyond fixed point.
         """
         number, later = _numbers(request)
         senders = _array(request, "senders")
         try:
-            site = self._of(request, min_change, released)
+            site = self._of(request)
             vector = vector_for(site.participants(number))
             masked, signature = site.mask(
                 number, purpose_of(request), senders, _array(request, "bundles"), vector
@@ -187,12 +154,8 @@ def noise_share(sigma: float, sites: int, colluding: int) -> float:
     """Return the deviation of one site's part of the noise in an aggregation.
 
     A sum opens only for :func:`fewest_survivors` sites or more, so their parts reach ``sigma`` with the
-    most dropouts. Without any, the total has up to ``√1.5`` times as much.
-
-    Args:
-        sigma: deviation that the total must have.
-        sites: that shared keys for the aggregation.
-        colluding: survivors that may reveal their part to the server.
+    most dropouts, even if ``colluding`` survivors reveal theirs to the server. Without any, the total has
+    up to ``√1.5`` times as much. ``sites`` are those that shared keys for the aggregation.
     """
     return share_of(sigma, sites, sites - fewest_survivors(sites) + colluding)
 
@@ -243,7 +206,6 @@ class ServerMasks:
     """The half of the server: the sites that share keys, and the sum that is prepared.
 
     Attributes:
-        members: of the federation.
         min_change: fewest sites in which two opened sums may differ.
         released: sums that were opened, or that sites were asked to open.
         log: file of the sites' commitments.
@@ -389,11 +351,7 @@ class ServerMasks:
     def unmask(
         self, now: Aggregation, later: int, adverts: Mapping[int, NDArray[np.uint8]]
     ) -> Elements:
-        """Ask the survivors to open a sum, with the keys of the next one.
-
-        Raises:
-            MaskError: the sum cannot be opened.
-        """
+        """Ask the survivors to open a sum, with the keys of the next one; or raise ``MaskError``."""
         names = now.roster.names
         self.released.add(now.purpose, [names[u] for u in now.survivors])
         self._remember()
@@ -404,10 +362,8 @@ class ServerMasks:
         requests = {}
         for code in now.survivors:
             survivors, signatures = now.survivors_for(code)
-            lists, facts = (
-                _named(survivors=survivors, signatures=signatures),
-                self._facts(now.number),
-            )
+            lists = _named(survivors=survivors, signatures=signatures)
+            facts = self._facts(now.number)
             if following is not None and code in adverts:
                 participants, keys = following.keys_for(code)
                 lists |= _named(participants=participants, adverts=keys)
@@ -437,13 +393,11 @@ class MaskedExchange(Exchange):
     """One request to all sites, whose vectors are added under masks.
 
     Attributes:
-        masks: the server's part of the protocol.
         total: the opened sum over the sites of ``found``, elements of ``Z_2^64``.
         participants: number of sites that shared keys for the sum.
         discarded: why the last sum could not be opened.
     """
 
-    masks: ServerMasks | None = None
     total: Elements | None = None
     participants: int = 0
     discarded: str = ""
@@ -457,8 +411,8 @@ class MaskedExchange(Exchange):
         Returns:
             ``None``, or the reason why there can never be enough: all are here, but training diverged.
         """
-        assert self.masks is not None
-        members, last, last_at, pause = self.members, "", 0.0, self.poll
+        members, pause = self.members, self.poll
+        assert members.masks is not None
         while True:
             if members.greetings_due():
                 members.greet(agree=False)
@@ -466,24 +420,19 @@ class MaskedExchange(Exchange):
             quorum = max(FEWEST_SITES, min(members.settings.quorum, len(members.names)))
             self.found, self.diverged = set(), []
             purpose = purpose_of(self.request(here[0])) if here else ""
-            ready = self.masks.take_prepared(purpose, here) if len(here) >= quorum else None
-            if ready is not None and self._sum(ready, quorum):
+            ready = members.masks.take_prepared(purpose, here) if len(here) >= quorum else None
+            if ready is not None and self._sum(members.masks, ready, quorum):
                 return None
             if self.diverged and not members.missing(members.names):
                 return self.diverged[0]
-            line = self._waiting(members.names, quorum)
-            if line != last or time.monotonic() - last_at > REPEAT_AFTER:
-                members.notify(line)
-                last, last_at = line, time.monotonic()
+            self._remind(members.names, quorum)
             time.sleep(pause)
             pause = self.poll if ready is None else min(2 * pause, LONGEST_PAUSE)
 
-    def _sum(self, now: Aggregation, quorum: int) -> bool:
+    def _sum(self, masks: ServerMasks, now: Aggregation, quorum: int) -> bool:
         """Collect vectors and open their sum; return whether that succeeded."""
-        assert self.masks is not None
-        masks, later, names = self.masks, self.masks.next_number(), now.roster.names
+        later, names = masks.next_number(), now.roster.names
         adverts: dict[int, NDArray[np.uint8]] = {}
-        note = self.note
 
         def add(member: Member, reply: Message) -> None:
             code = names.index(member.name)
@@ -497,7 +446,7 @@ class MaskedExchange(Exchange):
             masks.keep(now.purpose, member.name, reply)
             if _has(reply, "advert"):
                 adverts[code] = reply.arrays[PREFIX + "advert"]
-            note(member, reply)
+            self.note(member, reply)
 
         here = set(self.members.connected())
         requests = {}
@@ -510,14 +459,10 @@ class MaskedExchange(Exchange):
                 requests[names[code]] = Message(
                     plain.kind, {**plain.arrays, **lists}, {**plain.facts, "mask": mask}
                 )
-        self.note = add
+        for name, reply in self.members.ask(requests, greet=False):
+            self._take(name, reply, add)
         try:
-            for name, reply in self.members.ask(requests, greet=False):
-                self._take(name, reply)
-        finally:
-            self.note = note
-        try:
-            while not self.masks.may_open(now.purpose, [names[u] for u in now.survivors]):
+            while not masks.may_open(now.purpose, [names[u] for u in now.survivors]):
                 left = now.leave_out()
                 if left is None or not now.enough_survivors:
                     raise TooFewSitesError(
@@ -529,7 +474,7 @@ class MaskedExchange(Exchange):
                     f"{len(now.survivors)} of {len(now.senders)} sites sent vectors"
                 )
             keys = {u: one for u, one in adverts.items() if u in now.survivors}
-            self.total = self.masks.unmask(now, later, keys)
+            self.total = masks.unmask(now, later, keys)
         except MaskError as error:
             if str(error) != self.discarded:
                 self.discarded = str(error)
@@ -541,12 +486,7 @@ class MaskedExchange(Exchange):
 
 
 def read_total(exchange: MaskedExchange, declaration: Declaration) -> Sums:
-    """Return the opened sums, checked for plausibility.
-
-    Raises:
-        SumsError: a total that no rows could have made; masks hide which site is wrong.
-        WireError: a vector of another length.
-    """
+    """Return the opened sums, or raise ``WireError`` for a vector of another length."""
     assert exchange.total is not None
     sums = Sums(unpack(from_fixed(exchange.total), declaration))
     return withhold(sums, declaration, _FEWEST_ROWS)

@@ -33,6 +33,7 @@ from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.federation.masking import ServerMasks
+    from fedgmm.federation.server_folder import StartRecord
 
 Notify = Callable[[str], None]
 
@@ -42,7 +43,7 @@ _LONGEST_REASON = 200
 MOST_ROWS = 10**12  # that a site may declare
 _FAREWELL = 5.0  # seconds for the sites to receive the reason why there is no training
 _LONGEST_SILENCE = 120.0  # seconds for which a node that does not reply is left alone
-REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
+_REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
 POLL = 0.5  # seconds between two looks at the connected nodes
 LONGEST_PAUSE = 10.0  # seconds between two attempts of a round that is below its quorum
 
@@ -133,6 +134,7 @@ class Members:
         members: by name.
         traffic: bytes to and from each member since it was last read.
         masks: of secure aggregation; ``None`` without it.
+        record: of the start, for a server that dies before the first checkpoint.
     """
 
     settings: FederationSettings
@@ -142,7 +144,9 @@ class Members:
     members: dict[str, Member] = field(default_factory=dict)
     traffic: dict[str, list[int]] = field(default_factory=dict)
     masks: ServerMasks | None = None
+    record: StartRecord = field(init=False, repr=False)
     _strangers: dict[str, _Stranger] = field(default_factory=dict)
+    _reminder: tuple[str, float] = ("", 0.0)  # the last one, and when to repeat it
 
     def __post_init__(self) -> None:
         notify = self.notify
@@ -200,8 +204,7 @@ class Members:
     def greetings_due(self) -> bool:
         """Return whether a node waits to be greeted, or for the reason of its refusal."""
         known = {member.node for member in self.members.values()}
-        new = [self._strangers.get(n, _Stranger()) for n in self._here() if n not in known]
-        return any(stranger.due for stranger in new)
+        return any(self._strangers.get(n, _Stranger()).due for n in self._here() - known)
 
     def greetings(self, agree: bool) -> dict[str, Message]:
         """Return requests to unknown nodes for their names; while all ``agree``, for summaries, too."""
@@ -250,19 +253,13 @@ class Members:
         greet: bool | None = None,
         nodes: Mapping[str, Message] | None = None,
     ) -> Iterator[tuple[str, Reply]]:
-        """Send requests to members, greet new nodes, and yield the replies as they arrive.
+        """Send requests to connected members, by name, and yield the replies as they arrive.
 
-        Args:
-            requests: to connected members, by name.
-            greet: greet new nodes: true while the federation agrees on columns, false later;
-                ``None`` does not greet.
-            nodes: requests to nodes that are not members.
-
-        Yields:
-            Replies of the members and of ``nodes``, each with the right ticket.
+        New nodes are greeted, too: ``greet`` is true while the federation agrees on columns, false later,
+        and ``None`` does not greet. ``nodes`` are requests to nodes that are not members, whose replies are
+        also yielded. Every reply has the right ticket.
         """
-        greetings = {} if greet is None else self.greetings(greet)
-        to_nodes = {**greetings, **(nodes or {})}
+        to_nodes = {**({} if greet is None else self.greetings(greet)), **(nodes or {})}
         names = {self.members[name].node: name for name in requests}
         for name, request in requests.items():
             node = self.members[name].node
@@ -327,12 +324,8 @@ class Members:
     def reunite(self) -> None:
         """Wait for all members, at most as long as a round may take, and greet new nodes."""
         deadline = time.monotonic() + self.settings.round_timeout
-        last = ""
         while (missing := self.missing(self.names)) and time.monotonic() < deadline:
-            line = f"waiting for {', '.join(missing)} to come back"
-            if line != last:
-                self.notify(line)
-                last = line
+            self.remind(f"waiting for {', '.join(missing)} to come back")
             if self.greetings_due():
                 self.greet(agree=False)
             else:
@@ -341,6 +334,13 @@ class Members:
     def pause(self) -> None:
         """Wait until the next look at the connected nodes."""
         time.sleep(POLL)
+
+    def remind(self, line: str) -> None:
+        """Log what the server waits for if that is new, or was last logged long ago."""
+        last, again_at = self._reminder
+        if line != last or time.monotonic() > again_at:
+            self.notify(line)
+            self._reminder = line, time.monotonic() + _REPEAT_AFTER
 
     def greet(self, *, agree: bool) -> None:
         """Greet new nodes and wait for their replies."""
@@ -409,6 +409,8 @@ class Members:
 
 # ---------------------------------------------------------------------- exchanges
 
+Note = Callable[[Member, Message], None]
+
 
 @dataclass
 class Exchange:
@@ -428,7 +430,7 @@ class Exchange:
     members: Members
     what: str
     request: Callable[[str], Message]
-    note: Callable[[Member, Message], None] = lambda member, reply: None
+    note: Note = lambda member, reply: None
     chosen: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda names: names
     poll: float = field(default_factory=lambda: POLL)
     may_refuse: bool = False
@@ -445,7 +447,7 @@ class Exchange:
         Returns:
             ``None``, or the reason why there can never be enough: all are here, but training diverged.
         """
-        members, last, last_at, pause = self.members, "", 0.0, self.poll
+        members, pause = self.members, self.poll
         while True:
             chosen = self.chosen(members.names)
             quorum = min(members.settings.quorum, len(chosen))
@@ -455,25 +457,22 @@ class Exchange:
             if names or members.greetings_due():
                 requests = {name: self.request(name) for name in names}
                 for name, reply in members.ask(requests, greet=False):
-                    self._take(name, reply)
+                    self._take(name, reply, self.note)
             if len(self.found) >= quorum > 0:
                 return None
             if self.diverged and not members.missing(chosen):
                 return self.diverged[0]
-            line = self._waiting(chosen, quorum)
-            if line != last or time.monotonic() - last_at > REPEAT_AFTER:
-                members.notify(line)
-                last, last_at = line, time.monotonic()
+            self._remind(chosen, quorum)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE) if names else self.poll
 
-    def _waiting(self, chosen: tuple[str, ...], quorum: int) -> str:
+    def _remind(self, chosen: tuple[str, ...], quorum: int) -> None:
         missing = ", ".join(name for name in chosen if name not in self.found)
         least = counted(max(quorum, 1), "client has", "clients have")
         found = f"{self.what}: {len(self.found)} of at least {least} replied"
-        return f"{found}; waiting for {missing or 'clients'}"
+        self.members.remind(f"{found}; waiting for {missing or 'clients'}")
 
-    def _take(self, name: str, reply: Reply) -> None:
+    def _take(self, name: str, reply: Reply, note: Note) -> None:
         """Count one reply, or report the reason why it does not count."""
         member = self.members.members[name]
         if isinstance(reply, Failure):
@@ -489,7 +488,7 @@ class Exchange:
             self._drop(name, f"no update from {name}: ", reason)
             return
         try:
-            self.note(member, reply)
+            note(member, reply)
         except (WireError, SumsError) as error:
             self._drop(name, f"the update of {name} is dropped: ", str(error))
             return

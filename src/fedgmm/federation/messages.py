@@ -103,13 +103,10 @@ PROJECTION = "projection/"
 def digest_of(
     request: Message, names: tuple[str, ...], left_out: tuple[str, ...] = ("mask/", PROJECTION)
 ) -> str:
-    """Return a hash of a request's arrays and of some of its facts.
+    """Return a hash of a request's kind, of its arrays and of the facts with some names.
 
-    Args:
-        request: whose kind, arrays and facts count.
-        names: of the facts that count; the digest of the principal components always does.
-        left_out: starts of names of arrays that do not count. Keys and shares of masks are new in every
-            attempt.
+    The digest of the principal components always counts. Arrays whose names start with ``left_out`` do
+    not: keys and shares of masks are new in every attempt.
     """
     found = hashlib.sha256(request.kind.encode())
     for name in sorted(request.arrays):
@@ -129,12 +126,15 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def check_size(what: str, size: int, unit: str, most: int) -> None:
+    """Raise :class:`MessageError` if a part of a message is larger than ``most``."""
+    if size > most:
+        raise MessageError(f"{what} {size} {unit}; at most {most} are allowed.")
+
+
 def read_facts(text: str | bytes) -> dict[str, Any]:
     """Return the facts of a message from its JSON text, or raise ``MessageError``."""
-    if len(text) > _LARGEST_FACTS:
-        raise MessageError(
-            f"its facts are {len(text)} bytes; at most {_LARGEST_FACTS} are allowed."
-        )
+    check_size("its facts are", len(text), "bytes", _LARGEST_FACTS)
     try:
         facts = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -148,10 +148,7 @@ def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> No
     """Raise :class:`MessageError` if a message that was received, or will be sent, exceeds a limit."""
     if not isinstance(message.kind, str) or not _KIND.fullmatch(message.kind):
         raise MessageError(f"its kind {_short(message.kind)} is unknown.")
-    if len(message.arrays) > _MOST_ARRAYS:
-        raise MessageError(
-            f"it has {len(message.arrays)} arrays; at most {_MOST_ARRAYS} are allowed."
-        )
+    check_size("it has", len(message.arrays), "arrays", _MOST_ARRAYS)
     for name, array in message.arrays.items():
         if not isinstance(array, np.ndarray):
             raise MessageError(f"{_short(name)} is a {type(array).__name__}, not an array.")
@@ -163,11 +160,9 @@ def check_message(message: Message, *, limit_bytes: int = LARGEST_MESSAGE) -> No
     if not isinstance(message.facts, Mapping):
         raise MessageError("its facts are not a JSON object.")
     facts = len(message.facts_text())
-    if facts > _LARGEST_FACTS:
-        raise MessageError(f"its facts are {facts} bytes; at most {_LARGEST_FACTS} are allowed.")
+    check_size("its facts are", facts, "bytes", _LARGEST_FACTS)
     total = facts + sum(array.nbytes for array in message.arrays.values())
-    if total > limit_bytes:
-        raise MessageError(f"it is {total} bytes; at most {limit_bytes} are allowed.")
+    check_size("it is", total, "bytes", limit_bytes)
 
 
 # ---------------------------------------------------------------------- texts and bytes
@@ -189,9 +184,7 @@ def message_from(
 
     Everything is checked before use, and bytes are only ever read as numbers of the declared dtypes.
     """
-    total = len(facts) + len(payload)
-    if total > limit:
-        raise MessageError(f"it has {total} bytes; at most {limit} are allowed.")
+    check_size("it is", len(facts) + len(payload), "bytes", limit)
     message = Message(kind, _arrays(layout, payload), read_facts(facts))
     check_message(message, limit_bytes=limit)
     return message
@@ -199,10 +192,7 @@ def message_from(
 
 def _arrays(layout: str | bytes, payload: bytes | memoryview) -> dict[str, NDArray[Any]]:
     """Return the arrays of a payload; all names, dtypes and shapes are checked before one is read."""
-    if len(layout) > _LONGEST_LAYOUT:
-        raise MessageError(
-            f"its layout has {len(layout)} characters; at most {_LONGEST_LAYOUT} are allowed."
-        )
+    check_size("its layout has", len(layout), "characters", _LONGEST_LAYOUT)
     try:
         entries = json.loads(layout)
     except (ValueError, RecursionError):
@@ -321,10 +311,7 @@ Reply = Message | Failure
 def checked_reply(reply: Message, registered: str | None) -> Reply:
     """Return a node's reply, or the reason why it does not count.
 
-    Args:
-        reply: of the node.
-        registered: the name of the node's key; such a node cannot use another name. ``None`` if it
-            has no key.
+    A node whose key is ``registered`` under a name cannot use another name.
     """
     if reply.kind == FAILURE:
         reason = str(reply.facts.get("reason", ""))[:_LONGEST_REASON]

@@ -112,11 +112,11 @@ class Policy:
             write_atomically(self._agreement, json.dumps(self._state, indent=1).encode())
 
     def _check(self, request: Message) -> None:
-        if self.is_noised and request.kind in _EXACT:
+        if self.privacy.is_noised and request.kind in _EXACT:
             raise RefusedRequestError(
                 f"the server asks for {request.kind!r}, but the plan of this run has noisy sums only."
             )
-        if request.kind == "release" and not self.is_noised:
+        if request.kind == "release" and not self.privacy.is_noised:
             raise RefusedRequestError("the plan of this run has no differential privacy.")
         if request.kind == "hello":
             if request.facts.get("agree"):
@@ -189,7 +189,9 @@ class Policy:
         if state["setup"] != setup:
             raise RefusedRequestError("the server changed the training options of its run.")
         if state["rounds"] != options.get("rounds"):
-            if self.is_noised and state["rounds"] is not None:  # it decides the noise of each
+            if (
+                self.privacy.is_noised and state["rounds"] is not None
+            ):  # it decides the noise of each
                 raise RefusedRequestError("the server changed the number of rounds of its run.")
             state["rounds"] = self._checked_rounds(options.get("rounds"))
         self._in_order(request, state)
@@ -303,11 +305,6 @@ class Policy:
         if asdict(self.released(run)) != asdict(released):
             self._state.setdefault("released", {})[run] = asdict(released)
             write_atomically(self._agreement, json.dumps(self._state, indent=1).encode())
-
-    @property
-    def is_noised(self) -> bool:
-        """Whether the site agreed to a run with differential privacy."""
-        return self.privacy.is_noised
 
     def is_protected(self, request: Message) -> bool:
         """Whether texts of errors are hidden: the plan has masks or noise, or the owner set limits."""

@@ -30,9 +30,7 @@ class PrivateTraining(PrivateWalk, RemoteTraining):
     def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
         """Return the parameters before any release; the first round makes the releases before it."""
         assert isinstance(method, PrivateMixture)
-        for member in self.members.members.values():
-            member.since, member.best_since, member.founder = 0, 0, True
-        self._codes = list(self.members.names)
+        self._enlist()
         shared = method.blank(self.job.columns)
         return shared, method.newcomer(shared)
 
@@ -70,11 +68,7 @@ class PrivateTraining(PrivateWalk, RemoteTraining):
         return noisy
 
     def _show_forecast(self, method: PrivateMixture, units: float) -> None:
-        """Log the forecast for the noisy number of units, which the first release shows.
-
-        Raises:
-            FederationError: ``delta`` is too large for so many units.
-        """
+        """Log the forecast for the noisy number of units, which the first release shows."""
         count, clients = max(1, round(units)), len(self.members.names)
         if method.privacy.unit == "client":
             count = clients

@@ -35,7 +35,7 @@ from fedgmm.federation.job import SCORE, Job
 from fedgmm.federation.masking import MaskedExchange, check_total, read_total
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
 from fedgmm.federation.messages import PROTOCOL, Message
-from fedgmm.federation.server_folder import ServerFolder, StartRecord, numbers_of
+from fedgmm.federation.server_folder import ServerFolder, numbers_of
 from fedgmm.federation.settings import FederationError
 from fedgmm.federation.wire import (
     Arrays,
@@ -67,7 +67,6 @@ class RemoteTraining:
 
     Attributes:
         folder: of the server; ``None`` keeps no progress.
-        record: of the start, for a server that dies before the first checkpoint.
         title: put before every line about the run.
         notes: for the report.
         loop: the rounds.
@@ -77,16 +76,9 @@ class RemoteTraining:
     """
 
     def __init__(
-        self,
-        job: Job,
-        members: Members,
-        folder: ServerFolder | None,
-        title: str = "",
-        *,
-        record: StartRecord,
+        self, job: Job, members: Members, folder: ServerFolder | None, title: str = ""
     ) -> None:
-        self.job, self.members, self.folder = job, members, folder
-        self.record, self.title = record, title
+        self.job, self.members, self.folder, self.title = job, members, folder, title
         self.masks = members.masks
         self.notes: list[str] = []
         self.stopped: str | None = None
@@ -145,29 +137,25 @@ class RemoteTraining:
 
     def recalled(self, what: str, compute: Callable[[], Arrays]) -> Arrays:
         """Return float64 arrays of the start that an earlier attempt left, or compute and keep them."""
-        found = self.record.arrays(self.members.run, what)
+        found = self.members.record.arrays(self.members.run, what)
         if found is None:
             found = compute()
-            self.record.keep_arrays(self.members.run, what, found)
+            self.members.record.keep_arrays(self.members.run, what, found)
         return found
 
     def starting_names(self) -> tuple[str, ...]:
         """Return the members that the start asks; after a restart, those of the first attempt."""
-        known = self.record.get("names", self.members.run)
+        known = self.members.record.get("names", self.members.run)
         if known is None:
             known = list(self.members.names)
-            self.record.keep("names", self.members.run, value=known)
+            self.members.record.keep("names", self.members.run, value=known)
         return tuple(known)
 
     def start(self, method: AnyMethod, learner: Params | None) -> tuple[Any, Any]:
         """Start a phase; a density needs two exchanges with the sites."""
-        for member in self.members.members.values():
-            member.since, member.best_since, member.founder = 0, 0, True
-        self._medians = Medians()
-        self._codes = list(self.members.names)
-        features: Any = SimpleNamespace(
-            columns=self.job.features
-        )  # without a density no row is read
+        self._enlist()
+        # without a density no row is read
+        features: Any = SimpleNamespace(columns=self.job.features)
         if method.mixture is not None:
             features = RemoteRows(self) if self.masks is None else MaskedRows(self)
         rows = SimpleNamespace(
@@ -179,6 +167,13 @@ class RemoteTraining:
             raise FederationError(f"The start failed: {error}.") from None
         self.note_start_traffic()
         return shared, method.newcomer(shared, learner)
+
+    def _enlist(self) -> None:
+        """Let all members begin a phase as its founders."""
+        for member in self.members.members.values():
+            member.since, member.best_since, member.founder = 0, 0, True
+        self._medians = Medians()
+        self._codes = list(self.members.names)
 
     def note_start_traffic(self) -> None:
         """Count the bytes of a start."""
@@ -246,16 +241,10 @@ class RemoteTraining:
     ) -> Sums:
         """Return the total of the sums that a method declares, masked or with bounded influence.
 
-        Args:
-            what: names the exchange in messages.
-            request: to a member, by name.
-            method: declares and checks the sums.
-            columns: that the method sees.
-            chosen: the members that are asked, of all names; with masks all are.
-            look: takes a member, its reply, its sums and its weight; returns the sums to add and the
-                learners that the site was sent.
-            medians: of the sites' sums in earlier exchanges.
-            extra: further arrays of a reply, which ``look`` reads.
+        The method declares and checks the sums. With masks all members are asked, otherwise those that are
+        ``chosen`` of all names. ``look`` takes a member, its reply, its sums and its weight, and may read
+        ``extra`` arrays of the reply; it returns the sums to add and the learners that the site was sent.
+        ``medians`` are those of the sites' sums in earlier exchanges.
         """
         declaration = method.declare_sums(columns)
         if self.masks is not None:
@@ -333,7 +322,7 @@ class RemoteTraining:
         if self.masks is None:
             self._last = Exchange(self.members, what, addressed, noted, chosen, may_refuse=late)
         else:
-            self._last = MaskedExchange(self.members, what, addressed, noted, masks=self.masks)
+            self._last = MaskedExchange(self.members, what, addressed, noted)
         failed = self._last.run()
         if failed is not None:
             raise DivergedError(reason=failed)
@@ -522,7 +511,7 @@ class RemoteTraining:
         )
         self.folder.save(plain, progress.history)
         for what in ("names", "steps"):  # the start is over
-            self.record.keep(what, self.members.run, value=None)
+            self.members.record.keep(what, self.members.run, value=None)
 
     def load(self) -> Progress | None:
         """Return the progress in the server's folder, if there is any."""
@@ -646,8 +635,11 @@ class RemoteRows:
     ) -> Sums:
         """Return sums over the sites' rows, each of which belongs to its nearest mean."""
         assert assignment == "nearest"
+        arrays = self._training.recalled("means", lambda: {"means": as_array(current.means)})
+        return self._asked_assigned(method, arrays)
+
+    def _asked_assigned(self, method: FederatedGMM, arrays: Arrays) -> Sums:
         training = self._training
-        arrays = training.recalled("means", lambda: {"means": as_array(current.means)})
         request = training.message("assigned", arrays, {})
         return training.summed("start", lambda _: request, method, self.columns, self._chosen)
 
@@ -690,12 +682,7 @@ class MaskedRows(RemoteRows):
         points = self._mean.numpy() + grid_points(k)[here] @ back.T
         return Centroids(points, counts[here])
 
-    def assigned(
-        self, method: FederatedGMM, current: Gaussians, assignment: Assignment, seed: int
-    ) -> Sums:
-        """Return sums over the sites' rows, each of which belongs to its nearest mean."""
-        assert assignment == "nearest"
-        arrays = self._training.recalled("means", lambda: {"means": as_array(current.means)})
+    def _asked_assigned(self, method: FederatedGMM, arrays: Arrays) -> Sums:
         return self._opened("assigned", arrays, method.declare_sums(self.columns))
 
     def _opened(self, kind: str, arrays: Arrays, declaration: Declaration) -> Sums:

@@ -68,13 +68,12 @@ from fedgmm.federation.job import (
     shared_model,
 )
 from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
-from fedgmm.federation.members import REPEAT_AFTER, Member, Members, Notify
+from fedgmm.federation.members import Member, Members, Notify
 from fedgmm.federation.messages import PROTOCOL, Failure, Message, Transport
 from fedgmm.federation.private import PrivateTraining
 from fedgmm.federation.remote import RemoteTraining
 from fedgmm.federation.server_folder import (
     ServerFolder,
-    StartRecord,
     check_home,
     checked_metrics,
     numbers_of,
@@ -172,13 +171,11 @@ class _Server:
     ) -> None:
         self.settings, self.folder = settings, folder
         self.members = Members(settings, transport, notify)
+        self.members.record = folder.start
         if settings.is_masked and settings.privacy is not None:
-            noised = settings.privacy.is_noised  # noise hides single sites
-            self.members.masks = ServerMasks(
-                self.members,
-                1 if noised else settings.privacy.min_change,
-                log=folder.run.home / "commitments.jsonl",
-            )
+            log = folder.run.home / "commitments.jsonl"
+            least = settings.privacy.fewest_changes
+            self.members.masks = ServerMasks(self.members, least, log=log)
         self.notify = self.members.notify
 
     def run(self) -> None:
@@ -205,10 +202,10 @@ class _Server:
                 f"With {self.settings.clients} clients a sum may show much about each; secure aggregation "
                 f"protects better from {FEW_SITES} clients on."
             )
-        job, notes = prepare(self.members, record)
+        job, notes = prepare(self.members)
         self.folder.begin(self.settings, job)
         try:
-            training = self._training(job, record)
+            training = self._training(job)
         except ValueError as error:  # options that do not suit the learner
             raise FederationError(str(error)) from None
         training.notes = notes
@@ -233,13 +230,13 @@ class _Server:
         done = int(stored.facts["round"])
         rounds = max(self.settings.config.options().rounds, done)
         job = replace(job, options=replace(job.options, rounds=rounds))
-        training = self._training(job, self.folder.start)
+        training = self._training(job)
         training.restore(known)
         return training
 
-    def _training(self, job: Job, record: StartRecord) -> RemoteTraining:
+    def _training(self, job: Job) -> RemoteTraining:
         kind = RemoteTraining if job.privacy is None else PrivateTraining
-        return kind(job, self.members, self.folder, record=record)
+        return kind(job, self.members, self.folder)
 
     def _check_same(self, job: Job) -> None:
         """Raise unless the settings are those of the run in the folder, except rounds and device."""
@@ -373,13 +370,13 @@ def _digest_of(settings: FederationSettings) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def prepare(members: Members, record: StartRecord) -> tuple[Job, list[str]]:
+def prepare(members: Members) -> tuple[Job, list[str]]:
     """Wait for the sites, agree on the preprocessing, and choose what the settings leave open.
 
     Returns the training run and notes for the report. A server that died after the agreement takes it from
     the record.
     """
-    settings = members.settings
+    settings, record = members.settings, members.record
     _check_options(settings)
     privacy = settings.privacy
     noised = privacy if privacy is not None and privacy.is_noised else None
@@ -399,7 +396,7 @@ def prepare(members: Members, record: StartRecord) -> tuple[Job, list[str]]:
         members.reunite()
     preprocessing = Preprocessing.from_record(agreed["preprocessing"])
     if noised is None:
-        return _settled(members, preprocessing, agreed, record)
+        return _settled(members, preprocessing, agreed)
     # nothing is chosen from rows
     columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
     members.notify(f"declared {columns} {len(preprocessing.feature_names)}")
@@ -455,7 +452,7 @@ def _agree(members: Members) -> dict[str, Any]:
 
 
 def _settled(
-    members: Members, preprocessing: Preprocessing, agreed: Mapping[str, Any], record: StartRecord
+    members: Members, preprocessing: Preprocessing, agreed: Mapping[str, Any]
 ) -> tuple[Job, list[str]]:
     """Return the training run after an agreement, and notes."""
     settings, table = members.settings, members.settings.config.table
@@ -470,16 +467,16 @@ def _settled(
         line += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
     members.notify(line)
     if options.pca is not None:
-        projection = _principal_components(members, job, agreed["rows"], record)
+        projection = _principal_components(members, job, agreed["rows"])
         job = replace(job, projection=projection)
-    options, more = _chosen_options(members, job, agreed, width, record)
+    options, more = _chosen_options(members, job, agreed, width)
     notes = [*agreed["notes"], *more]
     for note in notes:
         members.notify(note)
     return replace(job, options=options), notes
 
 
-def _principal_components(members: Members, job: Job, rows: int, record: StartRecord) -> PCA:
+def _principal_components(members: Members, job: Job, rows: int) -> PCA:
     """Return the principal components that the Gaussians see, from sums over the sites."""
     most = min(rows, len(job.reduced))
     if job.options.pca is not None and job.options.pca > most:
@@ -488,7 +485,7 @@ def _principal_components(members: Members, job: Job, rows: int, record: StartRe
             f"{counted(len(job.reduced), 'column')} can have; use at most {most}."
         )
     try:
-        found = RemoteTraining(job, members, None, record=record).principal_components()
+        found = RemoteTraining(job, members, None).principal_components()
     except (DivergedError, ValueError) as error:
         raise FederationError(f"The principal components failed: {error}") from None
     members.notify(
@@ -507,7 +504,7 @@ def _agree_masked(members: Members) -> dict[str, Any]:
     record = table_record(table)
     facts = {"table": record, "min_rows": settings.min_rows, **settings.privacy_facts()}
     request = Message("moments", {}, {"protocol": PROTOCOL, "run": members.run, **facts})
-    exchange = MaskedExchange(members, "columns", lambda _: request, masks=members.masks)
+    exchange = MaskedExchange(members, "columns", lambda _: request)
     failed = exchange.run()
     if failed is not None:
         raise FederationError(failed)
@@ -529,20 +526,13 @@ def _agree_masked(members: Members) -> dict[str, Any]:
 def wait_for(members: Members, wanted: int) -> None:
     """Greet nodes until ``wanted`` members have sent a summary."""
     timeout = members.settings.start_timeout
-    started = last_at = time.monotonic()
-    last = ""
-    while True:
-        ready = members.ready
-        if len(ready) >= wanted:
-            return
-        now = time.monotonic()
-        line = f"waiting for {wanted - len(ready)} more of {counted(wanted, 'client')}" + (
-            f"; connected: {', '.join(ready)}" if ready else ""
+    started = time.monotonic()
+    while len(ready := members.ready) < wanted:
+        members.remind(
+            f"waiting for {wanted - len(ready)} more of {counted(wanted, 'client')}"
+            + (f"; connected: {', '.join(ready)}" if ready else "")
         )
-        if line != last or now - last_at > REPEAT_AFTER:
-            members.notify(line)
-            last, last_at = line, now
-        if timeout is not None and now - started > timeout:
+        if timeout is not None and time.monotonic() - started > timeout:
             raise FederationError(
                 f"Only {len(ready)} of {counted(wanted, 'client')} came within {timeout:g} s; "
                 "start the others, or lower clients in [federation]."
@@ -579,7 +569,7 @@ def training_rows(rows: Iterable[int], share: float) -> int:
 
 
 def _chosen_options(
-    members: Members, job: Job, agreed: Mapping[str, Any], width: int, record: StartRecord
+    members: Members, job: Job, agreed: Mapping[str, Any], width: int
 ) -> tuple[TrainingOptions, list[str]]:
     """Return options with everything that was left open, and notes about the choice."""
     config, options = members.settings.config, job.options
@@ -593,7 +583,7 @@ def _chosen_options(
         )
 
     def score(trial: TrainingOptions, evidence: Evidence) -> float:
-        return _trial_score(members, replace(job, options=trial), evidence, record)
+        return _trial_score(members, replace(job, options=trial), evidence)
 
     try:
         chosen, found = choose_sizes(
@@ -615,19 +605,20 @@ def _chosen_options(
     return chosen, notes
 
 
-def _trial_score(members: Members, job: Job, evidence: Evidence, record: StartRecord) -> float:
+def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
     """Train with the sites under another run id, and return the mean validation log-likelihood.
 
     The id follows from the trial, so that a restarted server repeats the requests of an unfinished trial;
     the score of a finished one is in the record.
     """
+    record = members.record
     made = json.dumps([members.run, evidence, job.options.record()], sort_keys=True)
     trial = hashlib.sha256(made.encode()).hexdigest()[:16]
     known = record.get("trials", trial)
     if known is not None:
         return float(known)
     run, members.run = members.run, trial
-    training = RemoteTraining(job, members, None, title="trial: ", record=record)
+    training = RemoteTraining(job, members, None, title="trial: ")
     try:
         training.train()
         sums = None if training.stopped else training.scores()

@@ -20,7 +20,7 @@ from fedgmm.core.checks import (
     one_of,
 )
 from fedgmm.federation.messages import LARGEST_MESSAGE
-from fedgmm.privacy.settings import Privacy
+from fedgmm.privacy.settings import ROBUST, Privacy, Robust
 from fedgmm.privacy.site_sets import FEWEST_SITES
 from fedgmm.wording import counted
 
@@ -33,9 +33,6 @@ else:
 
 WirePrecision = Literal["float32", "float16"]
 WIRE_PRECISIONS: tuple[str, ...] = get_args(WirePrecision)
-Robust = Literal["none", "trimmed", "centred"]
-ROBUST: tuple[str, ...] = get_args(Robust)
-
 
 MIN_COUNT = 5
 """Fewest rows of a category whose text a site sends, unless its owner chooses another number."""

@@ -59,6 +59,7 @@ from fedgmm.federation.wire import (
     as_tensor,
     decode,
     encode,
+    pack,
     take_personal,
 )
 from fedgmm.files import sha256_of
@@ -142,6 +143,7 @@ class Site:
         self._policy.ledger.entries()  # raises if it is damaged or an older copy
         self._masks = SiteMasks(
             self.name,
+            self._policy,
             self._folder.keep_commitment,
             sign=None if settings.key is None else signer(settings.key),
             peers=None if settings.peers is None else verifiers(settings.peers),
@@ -174,7 +176,7 @@ class Site:
         handlers: dict[str, Callable[[Message], Content]] = {
             "hello": self._hello,
             "moments": self._moments,
-            **dict.fromkeys(MASK_REQUESTS, self._mask_reply),
+            **dict.fromkeys(MASK_REQUESTS, lambda request: (self._masks.reply(request), {})),
             "covariance": self._covariance,
             "cells": self._cells,
             "start": self._start,
@@ -259,18 +261,12 @@ class Site:
             self._check_delta(request)
             self._show_plan(request.facts.get("plan"))
         elif request.facts.get("agree") and not self.settings.adapt_only:
-            table = self._own_table(table_from_record(request.facts.get("table"), self.name))
+            table = self._asked_table(request)
             columns = [str(name) for name in request.facts.get("as_categories", [])]
             summary = self.table.summary(table, columns)
-            least = max(self.settings.min_rows, _whole(request, "min_rows"))
-            if summary.rows < least:
-                raise UnfitError(
-                    f"it has fewer rows than min_rows={least}; its owner can start the client with a "
-                    "smaller --min-rows"
-                )
-            if look_like_names(
-                len(summary.labels), summary.rows
-            ):  # whichever column the server calls the label
+            self._check_rows(summary.rows, _whole(request, "min_rows"))
+            # the server chooses which column is the label
+            if look_like_names(len(summary.labels), summary.rows):
                 raise UnfitError(
                     f"the label column {table.label!r} has too many different values to be classes, so "
                     "they are not sent; choose another label"
@@ -295,10 +291,10 @@ class Site:
 
     def _check_delta(self, request: Message) -> None:
         """Raise if the plan's ``delta`` allows to publish one of this site's rows as it is."""
-        privacy, agreed = self._policy.privacy, request.facts.get("table")
-        if privacy.unit != "row" or not privacy.is_noised or agreed is None:
+        privacy = self._policy.privacy
+        if privacy.unit != "row" or not privacy.is_noised or request.facts.get("table") is None:
             return
-        table = self._own_table(table_from_record(agreed, self.name))
+        table = self._asked_table(request)
         try:
             rows = int(self.table.summary(table, []).rows * table.split[0])
             privacy.check_units(rows, rows)
@@ -322,7 +318,7 @@ class Site:
 
     def _moments(self, request: Message) -> Content:
         """Return masked sums of the declared columns, for the agreement on the preprocessing."""
-        table = self._own_table(table_from_record(request.facts.get("table"), self.name))
+        table = self._asked_table(request)
         declared = DeclaredColumns.of(self._policy.privacy, table)
         summary = self.table.summary(table, list(declared.categories))
         entries = {f"{name}_{i}" for name, width in summary.vectors.items() for i in range(width)}
@@ -332,9 +328,7 @@ class Site:
             self.notify(
                 f"columns that the server does not declare are not used: {', '.join(unused)}"
             )
-        least = max(self.settings.min_rows, _whole(request, "min_rows"))
-        if summary.rows < least:
-            raise UnfitError(f"it has fewer rows than min_rows={least}")
+        self._check_rows(summary.rows, _whole(request, "min_rows"))
         return self._sent(request, declared.sums(summary), declared.declare_sums(), torch.float64)
 
     def _covariance(self, request: Message) -> Content:
@@ -386,19 +380,6 @@ class Site:
                 "sends masked sums only."
             )
 
-    def _mask_reply(self, request: Message) -> Content:
-        """Return keys or shares, or help to open a sum."""
-        run = str(request.facts.get("run"))
-        released = self._policy.released(run)
-        arrays = self._masks.reply(request, self._min_change, released)
-        self._policy.keep_released(run, released)
-        return arrays, {}
-
-    @property
-    def _min_change(self) -> int:
-        privacy = self._policy.privacy
-        return 1 if privacy.is_noised else privacy.min_change
-
     def _sent(
         self,
         request: Message,
@@ -410,8 +391,7 @@ class Site:
         """Return sums as they leave: as one masked vector, or as arrays beside the number of rows."""
         if not self._is_masked:
             return encode(sums, declaration, dtype), {"rows": rows} if rows else {}
-        released = self._policy.released(str(request.facts.get("run")))
-        return self._masks.seal(request, sums, declaration, self._min_change, released), {}
+        return self._masks.seal(request, lambda n: to_fixed(pack(sums, declaration), n)), {}
 
     def _start(self, request: Message) -> Content:
         """Return sums of all columns and local centroids, for the start of the Gaussians."""
@@ -421,10 +401,8 @@ class Site:
             whole = FederatedGMM(1, "full").declare_sums(job.features)
             sums = sums_of_all(rows.features, zero, "full")
             return self._sent(request, sums, whole, job.learner_dtype)
-        one = FederatedGMM(1, "diag")
-        declaration = one.declare_sums(job.features)
-        sums = sums_of_all(rows.features, zero)
-        arrays = encode(sums, declaration, job.learner_dtype)
+        declaration = FederatedGMM(1, "diag").declare_sums(job.features)
+        arrays = encode(sums_of_all(rows.features, zero), declaration, job.learner_dtype)
         clusters, most = _whole(request, "clusters"), _whole(request, "most_rows")
         if clusters > job.options.sizes[0]:
             raise MessageError("it asks for more centroids than the run has Gaussians.")
@@ -473,29 +451,34 @@ class Site:
         started = time.perf_counter()
         job, rows = self._training_rows(request)
         run, phase, number, since = _place(request)
-        method = self._careful(job.method_of(phase))
+        method: AnyMethod | None = job.method_of(phase)
+        if self.settings.min_rows:  # no sum rests on fewer rows
+            method = job.method_of(phase).with_fewest_rows(self.settings.min_rows)
+        if method is None:
+            raise UnfitError(
+                "single rows may dominate the learners that this algorithm sends; if you trust the "
+                "server, start the client with --min-rows 0"
+            )
         self._folder.begin(run)
         shared, personal = self._state(request, job, phase)
-        shared_facts: dict[str, Any] = {}
-        entry = {"round": float(number)}
+        metrics: dict[str, Any] = {}
         with self._quietly(job):
             labelled = job.options.algorithm != DENSITY
             shares = self.settings.share_metrics and not self._is_masked
             if shares and labelled and number > 1 and since:
-                shared_facts["validation"] = self._validation(
-                    job, method.prediction(shared, personal)
-                )
+                before = method.prediction(shared, personal)
+                metrics["validation"] = self._validation(job, before)
             moved, sums = method.client_step(shared, personal, rows, number)
-        entry["log_likelihood"] = float(sums["log_likelihood"]) / len(rows)
-        entry["seconds"] = time.perf_counter() - started
+        fit, seconds = float(sums["log_likelihood"]) / len(rows), time.perf_counter() - started
         declaration = method.declare_sums(job.features)
         sums = withhold(sums, declaration, self._least(job))
         arrays, facts = self._sent(request, sums, declaration, job.learner_dtype, len(rows))
         progress = Progress(phase, number, shared, moved)
         self._folder.keep(run, progress, since, _whole(request, "keep"))
+        entry = {"round": float(number), "log_likelihood": fit, "seconds": seconds}
         self._folder.add_history(entry)
-        self.notify(f"round {number}: replied in {entry['seconds']:.1f} s")
-        return arrays, {**facts, **shared_facts}
+        self.notify(f"round {number}: replied in {seconds:.1f} s")
+        return arrays, {**facts, **metrics}
 
     def _release(self, request: Message) -> Content:
         """Return one release of the plan, with this site's part of the noise.
@@ -533,17 +516,11 @@ class Site:
                 kept = to_fixed(exact, sites) + noise, share
                 self._folder.keep_release(run, place, *kept)
                 if name == ROUND:
-                    self._folder.add_history(
-                        {
-                            "round": float(
-                                [one for one, _ in method.plan()[:place]].count(ROUND) + 1
-                            ),
-                            "log_likelihood": method.mean_log_likelihood(
-                                shared, layout.read(exact)
-                            ),
-                            "seconds": time.perf_counter() - started,
-                        }
-                    )
+                    number = [one for one, _ in method.plan()[: place + 1]].count(ROUND)
+                    fit = method.mean_log_likelihood(shared, layout.read(exact))
+                    seconds = time.perf_counter() - started
+                    entry = {"round": float(number), "log_likelihood": fit, "seconds": seconds}
+                    self._folder.add_history(entry)
             elif kept[1] < share * (1 - 1e-9):
                 more = max(math.sqrt(share**2 - kept[1] ** 2), SMALLEST_NOISE)
                 vector = kept[0] + noise_elements(layout.numbers, more)
@@ -553,8 +530,7 @@ class Site:
                 self._policy.charge(request, Release(mu), sha256_of(self.table.path))
             return kept[0]
 
-        released = self._policy.released(run)
-        arrays = self._masks.seal_vector(request, noised, self._min_change, released)
+        arrays = self._masks.seal(request, noised)
         self.notify(f"release {place} ({name}): μ = {mu:.3g}")
         return arrays, {}
 
@@ -647,24 +623,22 @@ class Site:
             model = self._model(job, dataset, method.prediction(shared, personal))
             parts = job.private_parts(method, shared)
             model = replace(model, history=self._folder.history(), **parts)
-            self._write_config(job)
+            self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
             notes = [str(note) for note in request.facts.get("notes", [])]
             if model.privacy is not None:
                 notes.insert(0, f"Differential privacy: {model.budget}. {NOT_COVERED}")
             self._folder.write_model(model, tables, notes)
         self.finished = True
         self.notify(f"finished: the model is in {self.settings.out}")
-        metrics = self._folder.metrics()
-        shared_metrics = {
-            split: metrics[split] for split in ("train", "validation", "test") if split in metrics
-        }
         if self._is_masked:
             return {}, {}
         facts: dict[str, Any] = {"rows": len(rows)}
         if self.settings.share_metrics and dataset.target is None:
+            metrics = self._folder.metrics()
             own = metrics["clients"].get(self.name, {})
             own = {name: own[name] for name in ("rows", *SHARED_METRICS) if name in own}
-            facts["metrics"] = {"clients": own, **shared_metrics}
+            splits = {n: metrics[n] for n in ("train", "validation", "test") if n in metrics}
+            facts["metrics"] = {"clients": own, **splits}
         return {}, facts
 
     def _adapt(self, request: Message) -> Content:
@@ -678,7 +652,7 @@ class Site:
             raise UnfitError(
                 f"{job.options.algorithm} has no weights that a new site could learn on its own."
             )
-        self._write_config(job)
+        self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
         write_shared_model(self._folder.run, model, {"adapted": True, "notes": []})
         return {}, {}
 
@@ -690,9 +664,19 @@ class Site:
 
     # ------------------------------------------------------------------ helpers
 
-    def _own_table(self, table: TableOptions) -> TableOptions:
-        """Return the options of the federation with those of this site in their place."""
+    def _asked_table(self, request: Message) -> TableOptions:
+        """Return the table options of a request, with those of this site in their place."""
+        table = table_from_record(request.facts.get("table"), self.name)
         return replace(table, **self.settings.file_format)
+
+    def _check_rows(self, rows: int, asked: int, what: str = "rows") -> None:
+        """Raise if the site has fewer rows than its owner or the server asks for."""
+        least = max(self.settings.min_rows, asked)
+        if rows < least:
+            raise UnfitError(
+                f"it has fewer {what} than min_rows={least}; its owner can start the client with a "
+                "smaller --min-rows"
+            )
 
     def _job(self, request: Message) -> Job:
         """Return the training run that a request describes, with the options of this site."""
@@ -705,22 +689,11 @@ class Site:
                     raise MessageError("other principal components are here; send them again.")
                 if sent:  # the server sends them once
                     self._folder.keep_projection(sent)
-            table = self._own_table(job.table)
+            table = replace(job.table, **self.settings.file_format)
             preprocessing = replace(job.preprocessing, written=table.written)
             job = replace(job, table=table, preprocessing=preprocessing)
             self._described = request, job
         return self._described[1]
-
-    def _careful(self, method: AnyMethod) -> AnyMethod:
-        """Return the method whose sums never rest on fewer rows than the owner allows."""
-        least = self.settings.min_rows
-        found = method.with_fewest_rows(least) if least else method
-        if found is None:
-            raise UnfitError(
-                "single rows may dominate the learners that this algorithm sends; if you trust the "
-                "server, start the client with --min-rows 0"
-            )
-        return found
 
     def _training_rows(self, request: Message, *, exact: bool = False) -> tuple[Job, LabelledRows]:
         """Return the run and the training rows, with random weights unless they stay here."""
@@ -730,19 +703,12 @@ class Site:
             device = resolve_device(job.options.device)
         except (RuntimeError, ValueError) as error:
             raise UnfitError(f"the federation wants an accelerator: {error}") from None
-        # noise hides how many rows there are, and a refusal would show it
-        if job.privacy is None and len(dataset.train) < self._least(job):
-            raise UnfitError(
-                f"it has fewer training rows than min_rows={self._least(job)}; its owner can start the "
-                "client with a smaller --min-rows"
-            )
+        if job.privacy is None:  # noise hides how many rows there are, and a refusal would show it
+            self._check_rows(len(dataset.train), job.min_rows, "training rows")
         rows = projected(dataset.training_rows(device, job.training_dtype), job.projection)
         if exact:
             return job, rows
         return job, self._row_weights.apply(rows, digest_of(request, _WEIGHED))
-
-    def _write_config(self, job: Job) -> None:
-        self._folder.write_config(job, self.table.path, self.name, self.settings.embedding)
 
     def _model(self, job: Job, dataset: FederatedDataset, prediction: Any) -> FederatedModel:
         return FederatedModel(

@@ -24,10 +24,7 @@ class SummaryError(ValueError):
 def summary_record(summary: ClientSummary, min_count: int = 0) -> dict[str, Any]:
     """Return plain values; numbers that JSON cannot hold become ``None``.
 
-    Args:
-        summary: of a client's table.
-        min_count: categories of fewer rows are left out, because the text of a rare one may identify a
-            person.
+    Categories of fewer than ``min_count`` rows are left out, because a rare text may identify a person.
     """
     return {
         "rows": summary.rows,

@@ -48,8 +48,7 @@ def encode(
             if not bool(torch.isfinite(value).all()):
                 raise WireError("a learner is too large for float16; use precision = 'float32'")
         elif one.semidefinite:
-            rows, columns = torch.tril_indices(value.shape[-1], value.shape[-1])
-            value = value[..., rows, columns]
+            value = _half(value)
         arrays[name] = as_array(value if one.as_mean else value.double())
     return arrays
 
@@ -71,7 +70,7 @@ def decode(
     # counts come first, because the shapes of means depend on them
     for name, one in sorted(declaration.items(), key=lambda item: item[1].as_mean):
         if not one.as_mean:
-            values[name] = _sum(arrays, name, one)
+            values[name] = _whole(_array(arrays, name, _sent_shape(one), torch.float64), one)
             continue
         counts = values[str(one.rows)] if _is_weighted(one) else None
         shape = one.shape if counts is None else (int((counts > 0).sum()), *one.shape[1:])
@@ -90,16 +89,24 @@ def _is_weighted(one: Sum) -> bool:
     return one.rows is not None and not one.gathered
 
 
-def _sum(arrays: Mapping[str, NDArray[Any]], name: str, one: Sum) -> Tensor:
+def _half(matrices: Tensor) -> Tensor:
+    """Return the lower triangles of symmetric matrices."""
+    rows, columns = torch.tril_indices(matrices.shape[-1], matrices.shape[-1])
+    return matrices[..., rows, columns]
+
+
+def _sent_shape(one: Sum) -> tuple[int, ...]:
+    """Return the shape in which a sum travels."""
     if not one.semidefinite:
-        return _array(arrays, name, one.shape, torch.float64)
+        return one.shape
     size = one.shape[-1]
-    half = _array(arrays, name, (*one.shape[:-2], size * (size + 1) // 2), torch.float64)
-    return _symmetric(half, one)
+    return (*one.shape[:-2], size * (size + 1) // 2)
 
 
-def _symmetric(half: Tensor, one: Sum) -> Tensor:
-    """Return symmetric matrices from their lower triangles."""
+def _whole(half: Tensor, one: Sum) -> Tensor:
+    """Return a sum from the form in which it travels."""
+    if not one.semidefinite:
+        return half
     rows, columns = torch.tril_indices(one.shape[-1], one.shape[-1])
     whole = half.new_zeros(one.shape)
     whole[..., rows, columns] = half
@@ -145,10 +152,7 @@ def pack(sums: Mapping[str, Tensor], declaration: Declaration) -> NDArray[np.flo
         if one.gathered:
             raise WireError(f"{name} is not a sum, so it cannot be masked")
         value = sums[name].double().cpu()
-        if one.semidefinite:
-            rows, columns = torch.tril_indices(value.shape[-1], value.shape[-1])
-            value = value[..., rows, columns]
-        parts.append(value.reshape(-1).numpy())
+        parts.append((_half(value) if one.semidefinite else value).reshape(-1).numpy())
     return np.concatenate(parts)
 
 
@@ -158,18 +162,13 @@ def unpack(vector: NDArray[np.float64], declaration: Declaration) -> dict[str, T
     values: dict[str, Tensor] = {}
     at = 0
     for name, one in declaration.items():
-        shape = one.shape
-        if one.semidefinite:
-            size = shape[-1]
-            shape = (*shape[:-2], size * (size + 1) // 2)
+        shape = _sent_shape(one)
         count = math.prod(shape)
         part = whole[at : at + count]
         at += count
         if len(part) < count:
             break
-        values[name] = (
-            _symmetric(part.reshape(shape), one) if one.semidefinite else part.reshape(shape)
-        )
+        values[name] = _whole(part.reshape(shape), one)
     if at != len(whole):
         raise WireError(f"a vector of {len(whole)} numbers does not fit the declaration")
     return values

@@ -124,17 +124,12 @@ class Prediction:
 
 
 class SupervisedMethod(ABC, Generic[Shared, Personal]):
-    """A method that learns labels.
+    """A method that learns labels."""
 
-    Attributes:
-        training: local training of the learners.
-        mixture: settings of the Gaussians that model the inputs; ``None`` without a density.
-        shares_start: a client can make its first personal part from the broadcast alone.
-    """
-
-    training: LocalTraining
+    training: LocalTraining  # local training of the learners
+    # settings of the Gaussians that model the inputs; ``None`` without a density
     mixture: FederatedGMM | None = None
-    shares_start: bool = True
+    shares_start: bool = True  # a client can make its first personal part from the broadcast alone
 
     @property
     def learners_only(self) -> SupervisedMethod[Shared, Personal] | None:

@@ -1,4 +1,4 @@
-"""FedGMM, and FedEM, FedAvg and FedProx as its special cases.
+"""FedGMM, and FedEM, FedAvg, FedProx and FedAvg+ as its special cases.
 
 ====================  =========  ========  ==========================================
 method                Gaussians  learners  also
@@ -7,6 +7,7 @@ FedGMM                M1         M2
 FedEM                 none       M2
 FedAvg                none       1
 FedProx               none       1         proximal term in local training
+FedAvg+               none       1         tuned on every client after the last round
 ====================  =========  ========  ==========================================
 """
 
@@ -39,7 +40,7 @@ from fedgmm.core.newton import (
     newton_step,
     newton_sums,
 )
-from fedgmm.core.params import Params, add_params, count_learners, is_statistic
+from fedgmm.core.params import Params, add_params, count_learners, expand_clients, is_statistic
 from fedgmm.core.scratch import empty_beside
 from fedgmm.core.server_optimisers import ServerOptimiser, ServerState
 from fedgmm.core.streaming import Block, accumulate
@@ -52,6 +53,7 @@ from fedgmm.methods.base import (
     RoundInfo,
     SupervisedMethod,
     learners_in,
+    with_global_learner,
 )
 from fedgmm.methods.gmm import FARTHEST, FederatedGMM, MixtureShared, check_counts
 from fedgmm.methods.local import check_log_likelihood
@@ -437,3 +439,46 @@ class LearnersOnly(FedGMM):
         """Run the step, and keep the Gaussians and the weights of the federation."""
         new, info = super().server_step(shared, sums, round_number)
         return replace(new, mixture=shared.mixture), info
+
+
+# ---------------------------------------------------------------------- without a density
+
+NO_GAUSSIANS = FederatedGMM(1, "identity")
+"""Settings of a method without a density."""
+
+
+def without_density(method: FedGMM, learners: int) -> FedGMM:
+    """Return FedEM with ``learners`` learners; with one learner it is FedAvg."""
+    start = method.start if learners > 1 else "random"
+    if start == "tied":  # there are no Gaussians to tie learners to
+        start = "split"
+    return replace(method, gaussians=NO_GAUSSIANS, density=False, learners=learners, start=start)
+
+
+@dataclass(frozen=True)
+class FedAvgPlus(FedGMM):
+    """FedAvg; after the last round every client tunes the global learner on its own rows.
+
+    ``personal`` holds FedAvg's weights ``(C, 1)`` until clients tune, then learners ``(C, 1, ...)``.
+    """
+
+    tuning_epochs: int = 1  # passes over a client's rows
+
+    @property
+    def learners_only(self) -> None:
+        """None, because clients tune the global learner."""
+        return
+
+    def finish(  # type: ignore[override]
+        self, shared: FedGMMShared, personal: Tensor | Params, rows: LabelledRows
+    ) -> Params:
+        """Tune the global learner on every client."""
+        sgd = replace(self.training.sgd, epochs=self.tuning_epochs)
+        start = expand_clients(shared.learners, len(rows.names))
+        return self.training.train_personal(start, rows, self.training.rounds + 1, sgd)
+
+    def prediction(self, shared: FedGMMShared, personal: Tensor | Params) -> Prediction:
+        """Return each client's tuned learner, and the global one for rows without a client."""
+        if isinstance(personal, Tensor):
+            return super().prediction(shared, personal)
+        return with_global_learner(self.training.net, personal, shared.learners)

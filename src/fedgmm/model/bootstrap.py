@@ -34,27 +34,16 @@ Rankings = list[tuple["_Ranking", ...]]
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Predictions of rows, sorted by client and class.
+    """Predictions of rows, sorted by client and class."""
 
-    Attributes:
-        codes: client of each row, sorted; every client has rows, ``(n,)``.
-        labels: true class of each row, sorted within each client, ``(n,)``.
-        right: whether the predicted class is the true one, ``(n,)``.
-        loss: ``-log P(y|x)``, ``(n,)``.
-        brier: squared error of the probabilities, ``(n,)``.
-        scores: log-probabilities of the classes whose ranks are measured, ``(n, R)``.
-        ranked: the class of each of these columns, ``(R,)``.
-        positive: the positive class if there are two classes.
-    """
-
-    codes: IntArray
-    labels: IntArray
-    right: NDArray[np.bool_]
-    loss: FloatArray
-    brier: FloatArray
-    scores: FloatArray
-    ranked: tuple[int, ...]
-    positive: int | None
+    codes: IntArray  # client of each row, sorted; every client has rows, ``(n,)``
+    labels: IntArray  # true class of each row, sorted within each client, ``(n,)``
+    right: NDArray[np.bool_]  # whether the predicted class is the true one, ``(n,)``
+    loss: FloatArray  # ``-log P(y|x)``, ``(n,)``
+    brier: FloatArray  # squared error of the probabilities, ``(n,)``
+    scores: FloatArray  # log-probabilities of the classes whose ranks are measured, ``(n, R)``
+    ranked: tuple[int, ...]  # the class of each of these columns, ``(R,)``
+    positive: int | None  # the positive class if there are two classes
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -160,20 +149,13 @@ class _Ranking:
 
     A step holds rows of one group that need no order among them: rows with equal scores, and neighbours
     none of which belongs to the class.
-
-    Attributes:
-        order: the rows, ``(n,)``.
-        positive: whether each of them belongs to the class, ``(n,)``.
-        steps: first row of each step, ``(s,)``.
-        groups: first step of each group, ``(G,)``.
-        group_of: group of each step, ``(s,)``.
     """
 
-    order: IntArray
-    positive: FloatArray
-    steps: IntArray
-    groups: IntArray
-    group_of: IntArray
+    order: IntArray  # the rows, ``(n,)``
+    positive: FloatArray  # whether each of them belongs to the class, ``(n,)``
+    steps: IntArray  # first row of each step, ``(s,)``
+    groups: IntArray  # first step of each group, ``(G,)``
+    group_of: IntArray  # group of each step, ``(s,)``
 
     @classmethod
     def of(cls, codes: IntArray, scores: FloatArray, positive: NDArray[np.bool_]) -> _Ranking:

@@ -33,16 +33,12 @@ def default_positive(classes: Sequence[Hashable], counts: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Decision:
-    """The rule that turns probabilities into a class; by default the most likely class.
+    """The rule that turns probabilities into a class; by default the most likely class."""
 
-    Attributes:
-        positive: index of the positive class if there are two classes and it is known.
-        threshold: probability from which on the positive class is predicted.
-        costs: cost of missing a row of each class, ``(K,)``, for any number of classes.
-    """
-
+    # index of the positive class if there are two classes and it is known
     positive: int | None = None
-    threshold: float | None = None
+    threshold: float | None = None  # probability from which on the positive class is predicted
+    # cost of missing a row of each class, ``(K,)``, for any number of classes
     costs: tuple[float, ...] | None = None
 
     @classmethod

@@ -43,20 +43,13 @@ _SMALLEST_LOG_PROBABILITY = -700.0  # so that a row with probability zero has a 
 
 @dataclass(frozen=True)
 class PredictedRows:
-    """Predictions of labelled rows.
+    """Predictions of labelled rows."""
 
-    Attributes:
-        log_probabilities: ``log P_c(y|x)``, ``(n, K)``.
-        labels: class of each row; ``K`` for a label that is not a class, ``(n,)``.
-        codes: the client of each row, an index into the clients that have rows, ``(n,)``.
-        classes: names of the classes, ``(K,)``.
-        decision: turns probabilities into a class; its positive class is known if there are two classes.
-    """
-
-    log_probabilities: FloatArray
-    labels: IntArray
-    codes: IntArray
-    classes: tuple[Hashable, ...]
+    log_probabilities: FloatArray  # ``log P_c(y|x)``, ``(n, K)``
+    labels: IntArray  # class of each row; ``K`` for a label that is not a class, ``(n,)``
+    codes: IntArray  # the client of each row, an index into the clients that have rows, ``(n,)``
+    classes: tuple[Hashable, ...]  # names of the classes, ``(K,)``
+    # turns probabilities into a class; its positive class is known if there are two classes
     decision: Decision
 
     @cached_property

@@ -19,10 +19,16 @@ from fedgmm.core.predictive import NumberPredictions
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients, column_order
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
-from fedgmm.model.adaptation import Adaptation, learn_client, note_on, with_client
+from fedgmm.model.adaptation import (
+    Adaptation,
+    ClientLabels,
+    estimate_label_frequencies,
+    learn_client,
+    note_on,
+    with_client,
+)
 from fedgmm.model.decisions import Cost, Decision, default_positive
 from fedgmm.model.importance import Importance, importance_of
-from fedgmm.model.label_frequencies import ClientLabels, estimate_label_frequencies
 from fedgmm.model.metrics import Evaluation, evaluate, evaluate_numbers, interval_of
 from fedgmm.model.novelty import (
     SCORES,

@@ -101,21 +101,15 @@ def log_learners(prediction: Prediction, x: Tensor, learners: Params | None = No
 
 @dataclass(frozen=True)
 class EvaluatedRows:
-    """Rows with their clients, for which the Gaussians of a model were evaluated, once.
+    """Rows with their clients, for which the Gaussians of a model were evaluated, once."""
 
-    Attributes:
-        model: the fitted model.
-        x: scaled inputs of the learners, ``(n, *shape)``.
-        log_x: ``log N(x_i; μ_m1, Σ_m1)`` of the scaled rows, ``(n, M1)``; ``None`` without Gaussians.
-        log_volume: difference of ``log_x`` to the log density in the units of the unscaled rows.
-        codes: the client of each row, ``(n,)``.
-    """
-
-    model: FederatedModel
-    x: Tensor
+    model: FederatedModel  # the fitted model
+    x: Tensor  # scaled inputs of the learners, ``(n, *shape)``
+    # ``log N(x_i; μ_m1, Σ_m1)`` of the scaled rows, ``(n, M1)``; ``None`` without Gaussians
     log_x: Tensor | None
+    # difference of ``log_x`` to the log density in the units of the unscaled rows
     log_volume: float
-    codes: Tensor
+    codes: Tensor  # the client of each row, ``(n,)``
 
     def __len__(self) -> int:
         """Return ``n``."""

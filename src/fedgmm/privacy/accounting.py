@@ -80,11 +80,7 @@ def mu_of(epsilon: float, delta: float) -> float:
 
 
 def spent(releases: Iterable[Release], delta: float) -> float:
-    """Return the ``ε`` that some releases about the same rows cost together, at this ``δ``.
-
-    Raises:
-        ImportError: units are sampled, and ``dp-accounting`` is not installed.
-    """
+    """Return the ``ε`` that some releases about the same rows cost together, at this ``δ``."""
     check_number("delta", delta, above=0, below=1)
     times: dict[tuple[float, float], int] = {}
     for one in releases:
@@ -104,11 +100,7 @@ def spent(releases: Iterable[Release], delta: float) -> float:
 def mu_of_sampled(epsilon: float, delta: float, sampling: float, times: int) -> float:
     """Return the largest ``μ`` of a release that keeps ``times`` of them ``(ε, δ)``-private.
 
-    Args:
-        epsilon: the budget.
-        delta: the probability with which the budget may be exceeded.
-        sampling: probability with which a unit takes part in a release.
-        times: number of releases.
+    A unit takes part in a release with probability ``sampling``.
     """
     whole = mu_of(epsilon, delta) / math.sqrt(times)
     if sampling == 1:

@@ -68,11 +68,7 @@ class RowWeights:
 
 
 def check_model(prediction: Prediction) -> None:
-    """Raise unless the Gaussians and learners of a received model are smooth enough.
-
-    Raises:
-        ImplausibleModelError: what is too narrow or too large.
-    """
+    """Raise ``ImplausibleModelError`` unless a model's Gaussians and learners are smooth enough."""
     for name, value in prediction.learners.items():
         if value.numel() and float(value.abs().max()) > LARGEST_PARAMETER:
             raise ImplausibleModelError(

@@ -29,13 +29,8 @@ class RangeError(ValueError):
 def to_fixed(values: ArrayLike, sites: int = 1) -> Elements:
     """Return numbers as elements of ``Z_2^64``, rounded to the nearest step.
 
-    Args:
-        values: finite numbers of any shape.
-        sites: how many such arrays will be added. Each value must be at most ``LARGEST / sites``, so
-            that no sum can wrap around.
-
-    Raises:
-        RangeError: a value that is not finite, or too large.
+    Raises ``RangeError`` for a number that is not finite, or not below ``LARGEST / sites``: so no sum of
+    as many arrays can wrap around.
     """
     exact = np.asarray(values, dtype=np.float64)
     if not np.isfinite(exact).all():

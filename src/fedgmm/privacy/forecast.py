@@ -35,15 +35,9 @@ _CLIPPED = 0.7  # of the usual length of a client's contribution, to which longe
 
 @dataclass(frozen=True)
 class Forecast:
-    """Noise against signal of a private run.
+    """Noise of the last round of a private run, relative to its signal.
 
-    Attributes:
-        noise: of the last round, relative to the signal.
-        epsilon: of the run.
-        delta: of the run.
-        unit: that is protected.
-        clients: number of clients.
-        rows: training rows of all clients, if they are known.
+    ``rows`` are the training rows of all clients, if they are known.
     """
 
     noise: float
@@ -98,12 +92,8 @@ def forecast(
 ) -> Forecast:
     """Return the noise of a private run against its signal; it uses public numbers only.
 
-    Args:
-        method: the private method.
-        columns: ``d``.
-        clients: number of clients.
-        rows: training rows of all clients; ``None`` if they are many and not known.
-        persons: number of persons; ``None`` counts every row as one.
+    ``rows`` are the training rows of all clients, ``None`` if they are many and not known. Without
+    ``persons`` every row counts as one person.
     """
     privacy = method.privacy
     if privacy.epsilon is None or privacy.delta is None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from tempfile import SpooledTemporaryFile
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +33,7 @@ from fedgmm.core.sums import Declaration, Sum, Sums, Total
 from fedgmm.data.tables.errors import quoted
 from fedgmm.data.tables.summaries import ClientSummary, ColumnSummary
 from fedgmm.methods.base import LEARNERS
-
-Robust = Literal["none", "trimmed", "centred"]
-ROBUST: tuple[str, ...] = get_args(Robust)
+from fedgmm.privacy.settings import Robust
 
 _FIT = "log_likelihood"
 _IN_MEMORY = 64 * 1024 * 1024  # bytes of sums that wait in memory
@@ -52,9 +50,8 @@ _FLOOR = 0.02  # of the largest median so far: below, a median is the noise of a
 _TRIM = 0.2  # share of the rows that a trimmed mean leaves out on each side
 _CENTRING_STEPS = 5
 _WIDEST = 10.0  # times the median deviation of a column that a site's numbers may have
-_FAR = (
-    10.0  # a log-likelihood per row is outlying beyond so many times the median and its deviation
-)
+# a log-likelihood per row is outlying beyond so many times the median and its deviation
+_FAR = 10.0
 
 
 # ---------------------------------------------------------------------- weights
@@ -136,12 +133,8 @@ def sizes(sums: Sums, declaration: Declaration, current: Mapping[str, Tensor]) -
     """Return the size per row of each sum, as a distance: ``(‖sum‖ / rows)^(1 / degree)``.
 
     Means, which are learners, count together and as distances from the current ones. First moments
-    and Hessians are left out, because second moments bound them and rows elsewhere are allowed.
-
-    Args:
-        sums: of one site.
-        declaration: of the method.
-        current: the learners that the site was sent.
+    and Hessians are left out, because second moments bound them and rows elsewhere are allowed. ``current``
+    are the learners that the site was sent.
     """
     found: dict[Size, float] = {}
     moved: dict[str, float] = {}
@@ -199,15 +192,11 @@ class Medians:
 class _Site(NamedTuple):
     name: str
     sums: Callable[[], Sums]
+    rows: int
     weight: float
     current: Mapping[str, Tensor]
     sizes: dict[Size, float]
-
-
-class _Fit(NamedTuple):
-    name: str
-    rows: float
-    mean: float
+    fit: float | None  # log-likelihood per row
 
 
 @dataclass
@@ -219,7 +208,6 @@ class Cohort:
     names, so the order of arrival decides nothing.
 
     Attributes:
-        declaration: of the sums.
         max_norm: multiple of the median size per row above which sums are scaled down, below the
             median; ``None`` means 3, and 10 with fewer than six sites, whose median says less.
         robust: how the sums are combined: added, or by :func:`combine`, for which all replies of the
@@ -233,9 +221,7 @@ class Cohort:
     robust: Robust = "none"
     medians: Medians = field(default_factory=Medians)
     bounded: dict[str, str] = field(default_factory=dict)
-    _total: Total = field(default_factory=Total)
     _sizes: dict[Size, list[float]] = field(default_factory=dict)
-    _fits: list[_Fit] = field(default_factory=list)
     _held: list[_Site] = field(default_factory=list)
     _shelf: Any = field(
         default_factory=lambda: SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115
@@ -254,19 +240,14 @@ class Cohort:
     ) -> None:
         """Take the sums of one more site, which were checked.
 
-        Args:
-            name: of the site.
-            sums: over its rows.
-            rows: that it declared.
-            weight: by which its rows count, see :func:`row_weights`.
-            current: the learners that it was sent.
+        Its rows count by ``weight``, see :func:`row_weights`. It was sent the learners ``current``.
         """
-        own = sizes(sums, self.declaration, current or {})
+        current = current or {}
+        own = sizes(sums, self.declaration, current)
         for size, value in own.items():
             self._sizes.setdefault(size, []).append(value)
-        if _FIT in sums:
-            self._fits.append(_Fit(name, weight * rows, float(sums[_FIT]) / rows))
-        self._held.append(_Site(name, self._shelved(sums), weight, current or {}, own))
+        fit = float(sums[_FIT]) / rows if _FIT in sums else None
+        self._held.append(_Site(name, self._shelved(sums), rows, weight, current, own, fit))
 
     def _shelved(self, sums: Sums) -> Callable[[], Sums]:
         """Put sums into the file; return a function that reads them."""
@@ -290,20 +271,20 @@ class Cohort:
     def result(self) -> Sums:
         """Return the sums over all sites; there must be at least one."""
         self._sizes = {size: sorted(values) for size, values in self._sizes.items()}
-        settled = []
-        for site in sorted(self._held, key=lambda one: one.name):
+        settled, total, sites = [], Total(), sorted(self._held, key=lambda one: one.name)
+        for site in sites:
             sums = self._bounded(site)
-            self._total.add(sums)
+            total.add(sums)
             if self.robust != "none":
                 settled.append(sums)
         for size, values in self._sizes.items():
             self.medians.last[size] = usual = _middle(values)
             self.medians.largest[size] = max(self.medians.largest.get(size, 0.0), usual)
-        found = dict(self._total.result())
+        found = dict(total.result())
         if self.robust != "none":
             found = dict(combine(settled, self.declaration, self.robust))
-        if self._fits:
-            found[_FIT] = torch.full_like(found[_FIT], self._log_likelihood())
+        if _FIT in found:
+            found[_FIT] = torch.full_like(found[_FIT], self._log_likelihood(sites))
         return Sums(found, sums.gathered)
 
     def _reference(self, size: Size) -> float:
@@ -353,15 +334,15 @@ class Cohort:
         factor = site.weight if one.gathered else site.weight * own
         return value if factor == 1.0 else value * factor
 
-    def _log_likelihood(self) -> float:
+    def _log_likelihood(self, sites: Sequence[_Site]) -> float:
         """Return the log-likelihood over all sites, with the median in the place of outlying ones."""
-        means, total = [fit.mean for fit in self._fits], []
-        for fit in sorted(self._fits):
-            usual = usual_instead(fit.mean, means)
-            total.append(fit.rows * (fit.mean if usual is None else usual))
+        means, total = [site.fit for site in sites if site.fit is not None], []
+        for site, mean in zip(sites, means, strict=True):
+            usual = usual_instead(mean, means)
+            total.append(site.weight * site.rows * (mean if usual is None else usual))
             if usual is not None:
-                self.bounded[fit.name] = (
-                    f"its log-likelihood per row is {fit.mean:.3g}, and the median of the sites {usual:.3g}"
+                self.bounded[site.name] = (
+                    f"its log-likelihood per row is {mean:.3g}, and the median of the sites {usual:.3g}"
                 )
         return math.fsum(total)
 
@@ -425,9 +406,7 @@ def _means(values: Tensor, weights: Tensor, pooled: bool) -> Tensor:
 def _trimmed(means: Tensor, weights: Tensor) -> Tensor:
     """Return the mean of each coordinate over the rows that are left between both cuts, ``(M, ...)``.
 
-    Args:
-        means: of the sites, ``(C, M, ...)``.
-        weights: rows of the sites, ``(C, M)``.
+    ``means`` of the sites are ``(C, M, ...)``, their rows are ``weights``, ``(C, M)``.
     """
     ordered, order = means.sort(0)
     own = _spread(weights, means).expand_as(means).gather(0, order)
@@ -541,7 +520,10 @@ def bounded_summaries(
     for name, weight in weights.items():
         if weight < 1.0:
             found[name] = _scaled_summary(summaries[name], weight)
-            notes.append(_too_many(name, summaries[name].rows, found[name].rows))
+            notes.append(
+                f"{name} declares {summaries[name].rows} rows, which count as {found[name].rows}, because "
+                "no site may count for more; raise max_share if the number is right."
+            )
     columns = dict.fromkeys(name for own in summaries.values() for name in own.columns)
     for column in columns:
         own = {c: s.columns[column] for c, s in found.items() if column in s.columns}
@@ -555,13 +537,6 @@ def bounded_summaries(
         found[client] = replace(found[client], target=changed)
         notes.append(_too_wide(client, "The column to predict"))
     return found, notes
-
-
-def _too_many(name: str, rows: int, counted: int) -> str:
-    return (
-        f"{name} declares {rows} rows, which count as {counted}, because no site may count for more; "
-        "raise max_share if the number is right."
-    )
 
 
 def _too_wide(client: str, column: str) -> str:

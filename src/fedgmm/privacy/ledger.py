@@ -51,12 +51,7 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """An amount of privacy.
-
-    Attributes:
-        epsilon: the largest ``ε``.
-        delta: the ``δ`` at which ``ε`` is computed.
-    """
+    """An amount of privacy: the largest ``ε``, computed at a ``δ``."""
 
     epsilon: Positive
     delta: Annotated[float, number(above=0, below=1)]
@@ -67,23 +62,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a ledger.
-
-    Attributes:
-        release: the noisy sums that were about to leave.
-        what: their name, such as ``"round 3"``.
-        run: id of the run.
-        table: fingerprint of the table.
-        unit: one of ``UNITS``.
-        time: date and time, UTC.
-    """
+    """One line of a ledger: noisy sums that were about to leave."""
 
     release: Release
-    what: str
+    what: str  # such as "round 3"
     run: str
-    table: str
-    unit: str
-    time: str = ""
+    table: str  # fingerprint
+    unit: str  # of UNITS
+    time: str = ""  # UTC
 
 
 def witness_of(folder: Path, key: Path | None = None) -> Path:
@@ -95,7 +81,7 @@ def witness_of(folder: Path, key: Path | None = None) -> Path:
 
 
 class Ledger:
-    """The ledger of one folder.
+    """The ledger of one folder; methods raise ``LedgerError`` if it cannot be trusted.
 
     Args:
         folder: of a site or of a run; created with the first release.
@@ -116,11 +102,7 @@ class Ledger:
 
     @classmethod
     def found(cls, folder: Path) -> Ledger:
-        """Return the ledger of a folder, with the witness that its first line names.
-
-        Raises:
-            LedgerError: the folder has no ledger, or its first line is damaged.
-        """
+        """Return the ledger of a folder, with the witness that its first line names."""
         for home in (Path(folder), Path(folder) / "checkpoint"):
             if (home / RUN_WITNESS).is_file():
                 return cls.of_runs(home)
@@ -138,11 +120,7 @@ class Ledger:
     # ------------------------------------------------------------------ reading
 
     def entries(self) -> list[Entry]:
-        """Return all releases that were counted.
-
-        Raises:
-            LedgerError: the ledger is damaged, shortened, missing, or an older copy.
-        """
+        """Return all releases that were counted."""
         return self._verified()[0]
 
     def _verified(self) -> tuple[list[Entry], str, str, int]:
@@ -223,35 +201,20 @@ class Ledger:
             raise LedgerError(f"{self.witness} is damaged; restore the newest copy.") from None
 
     def spent(self, unit: str, delta: float, run: str | None = None) -> float:
-        """Return the ``ε`` of all releases that concern a unit, or of those of one run.
-
-        Raises:
-            LedgerError: the ledger cannot be trusted.
-        """
+        """Return the ``ε`` of all releases that concern a unit, or of those of one run."""
         return spent(_releases(self.entries(), unit, run), delta)
 
     # ------------------------------------------------------------------ writing
 
     def check(self, unit: str, releases: Iterable[Release], limit: Budget | None) -> None:
-        """Raise unless some releases would stay within the limit; nothing is counted.
-
-        Raises:
-            BudgetError: they would exceed the limit.
-            LedgerError: the ledger cannot be trusted.
-        """
+        """Raise ``BudgetError`` if some releases would exceed the limit; nothing is counted."""
         _check_limit(self.entries(), unit, list(releases), limit)
 
     def charge(self, entry: Entry, limit: Budget | None = None, plan: Budget | None = None) -> None:
         """Count a release, on the disk, before it leaves.
 
-        Args:
-            entry: the release; its time is set here.
-            limit: the owner's limit for all runs together.
-            plan: the budget of this run.
-
-        Raises:
-            BudgetError: the release would exceed a limit; it is not counted and must not leave.
-            LedgerError: the ledger cannot be trusted, or another one counts this table.
+        A release that would exceed the owner's ``limit`` for all runs, or the ``plan`` of this run, raises
+        ``BudgetError``; it is not counted and must not leave. The time of the entry is set here.
         """
         from filelock import FileLock
 
@@ -265,7 +228,9 @@ class Ledger:
             _check_limit(own, entry.unit, [entry.release], plan, "this run's budget")
             if not identity:
                 identity = secrets.token_hex(16)
-                first = _line(0, "", self._header(identity))
+                witness = str(self.witness.resolve())
+                header = {"version": _VERSION, "ledger": identity, "witness": witness}
+                first = _line(0, "", header)
                 last, size = _hash(first), len(first)
                 # the witness first, because a ledger without one is refused
                 self._write_witness(identity, 0, last, [])
@@ -275,10 +240,6 @@ class Ledger:
             self._append(size, line)
             tables = sorted({*(one.table for one in entries), entry.table})
             self._write_witness(identity, len(entries) + 1, _hash(line), tables)
-
-    def _header(self, identity: str) -> dict[str, Any]:
-        witness = str(self.witness.resolve())
-        return {"version": _VERSION, "ledger": identity, "witness": witness}
 
     def _check_table(self, table: str, identity: str) -> None:
         """Raise if another ledger with the same witness counts the table."""
@@ -310,18 +271,10 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Account:
-    """Releases about one table and unit, or about all tables.
+    """Numbers of runs and releases about one table and unit, or about all tables, and their ``ε``."""
 
-    Attributes:
-        table: fingerprint of the table; ``None`` for all tables together.
-        unit: one of ``UNITS``.
-        runs: number of runs.
-        releases: number of releases.
-        epsilon: spent ``ε``.
-    """
-
-    table: str | None
-    unit: str
+    table: str | None  # fingerprint; None for all tables together
+    unit: str  # of UNITS
     runs: int
     releases: int
     epsilon: float

@@ -53,7 +53,8 @@ class Aggregation:
         participants: sorted codes of the sites that sent mask keys.
         senders: those that sent shares.
         survivors: those whose vectors are in the sum.
-        replied: those that replied to ``unmask``.
+
+    Methods raise ``MaskError`` for a message of a site that breaks the protocol.
     """
 
     def __init__(
@@ -66,18 +67,10 @@ class Aggregation:
         purpose: str = "",
         keep: int = 1,
     ) -> None:
-        """Note the mask keys of the participants.
+        """Note the mask keys of the participants, by code; raise ``TooFewSitesError`` below three.
 
-        Args:
-            run: of the federation.
-            number: larger than all before it in the run.
-            roster: of the federation.
-            adverts: mask keys of the participants by code.
-            purpose: of the vectors; it may be set until the first one is asked for.
-            keep: vectors that :meth:`leave_out` can take out of the sum again.
-
-        Raises:
-            TooFewSitesError: fewer than three sites.
+        ``number`` is larger than all before it in the run. ``purpose`` may be set until the first vector is
+        asked for. :meth:`leave_out` can take the last ``keep`` vectors out of the sum again.
         """
         self.run, self.number, self.roster, self.purpose = run, number, roster, purpose
         self.participants = tuple(sorted(adverts))
@@ -105,11 +98,7 @@ class Aggregation:
         return np.array(self.participants), np.stack([self._adverts[v] for v in near])
 
     def add_bundles(self, code: int, bundles: Bytes) -> None:
-        """Take the encrypted shares of a site.
-
-        Raises:
-            MaskError: bundles of another size.
-        """
+        """Take the encrypted shares of a site."""
         near = sorted(self._near[code])
         table = checked_bytes(bundles, len(near), BUNDLE_BYTES)
         self._bundles[code] = dict(zip(near, table, strict=True))
@@ -135,11 +124,7 @@ class Aggregation:
     # ------------------------------------------------------------------ vectors
 
     def add_masked(self, code: int, vector: Elements, signature: Bytes) -> None:
-        """Add a site's vector to the sum.
-
-        Raises:
-            MaskError: a site that is not a sender, a second vector, or one of another length.
-        """
+        """Add a sender's vector to the sum, once."""
         if code not in self.senders or code in self._uploads or self._closed:
             raise MaskError("the site cannot add a vector now")
         signature = checked_bytes(signature, SIGNATURE_BYTES)
@@ -188,11 +173,7 @@ class Aggregation:
     # ------------------------------------------------------------------ the sum
 
     def add_unmask(self, code: int, reply: Mapping[str, Bytes]) -> None:
-        """Take a survivor's reply to ``unmask``.
-
-        Raises:
-            MaskError: a reply of another size.
-        """
+        """Take a survivor's reply to ``unmask``."""
         if code not in self._uploads:
             raise MaskError("the site did not survive")
         near = len(self._near[code] & set(self.survivors))
@@ -205,18 +186,8 @@ class Aggregation:
         }
         self._replies[code] = {n: checked_bytes(reply.get(n), *s) for n, s in sizes.items()}
 
-    @property
-    def replied(self) -> tuple[int, ...]:
-        """Sites that replied to ``unmask``."""
-        return tuple(sorted(self._replies))
-
     def open(self) -> Elements:
-        """Return the sum of the survivors' vectors.
-
-        Raises:
-            TooFewSitesError: fewer replies than the threshold.
-            MaskError: replies that do not fit together.
-        """
+        """Return the sum of the survivors' vectors; too few replies raise ``TooFewSitesError``."""
         if self._total is None or not self.enough_survivors:
             raise TooFewSitesError(
                 f"{len(self._uploads)} of {len(self.senders)} sites sent a vector"
@@ -290,6 +261,4 @@ class Aggregation:
             raise MaskError(str(error)) from None
 
 
-@lru_cache(maxsize=4096)
-def _weights_of(points: tuple[int, ...]) -> list[int]:
-    return weights_at_zero(points)
+_weights_of = lru_cache(maxsize=4096)(weights_at_zero)

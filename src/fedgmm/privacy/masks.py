@@ -103,11 +103,7 @@ def pair_pad(own: X25519PrivateKey, other: bytes, where: bytes, length: int) -> 
 
 
 def _agreed(own: X25519PrivateKey, other: bytes) -> bytes:
-    """Return the secret of two keys.
-
-    Raises:
-        MaskError: a key of low order, with which the secret would be known to all.
-    """
+    """Return the secret of two keys; with a key of low order it would be known to all."""
     try:
         return own.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
@@ -200,19 +196,6 @@ def identity_text(run: str, name: str, keys: bytes) -> bytes:
     return b"fedgmm identity" + json.dumps([run, name]).encode() + keys
 
 
-def _codes(values: Any, among: Iterable[int], what: str) -> tuple[int, ...]:
-    """Return sorted, different codes of an array, all of which are ``among`` the known ones."""
-    array = np.asarray(values)
-    if array.dtype != np.int64 or array.ndim != 1:
-        raise MaskError(f"the list of {what} is not a list of codes")
-    codes = tuple(array.tolist())
-    if any(a >= b for a, b in itertools.pairwise(codes)):
-        raise MaskError(f"the list of {what} names a site twice or is not sorted")
-    if not set(codes) <= set(among):
-        raise MaskError(f"the list of {what} names a site that is not one")
-    return codes
-
-
 def checked_bytes(array: Any, *shape: int) -> Bytes:
     """Return an array of bytes, or raise ``MaskError`` if it has another type or shape."""
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != shape:
@@ -251,7 +234,7 @@ class _Session:
     public: dict[int, bytes] = field(default_factory=dict)  # mask keys of the neighbours
     seed: bytes = b""
     lock: bytes = b""
-    own: tuple[int, int, int] = (0, 0, 0)  # its shares of its own secrets
+    own: tuple[int, ...] = ()  # its shares of its own secrets
     bundles: Bytes | None = None
     senders: tuple[int, ...] = ()
     held: dict[int, tuple[int, ...]] = field(default_factory=dict)  # shares of the others' secrets
@@ -265,10 +248,16 @@ class _Session:
 class MaskedSite:
     """One site in the protocol; its secrets exist in memory only, so a restarted site has dropped.
 
-    Attributes:
-        name: of the site.
-        run: of the federation.
-        released: sums that it has helped to open.
+    Args:
+        sign: signs with the registered key of the site.
+        peers: checks of the other sites' registered keys by name; ``None`` trusts the server to list
+            the right sites.
+        min_sites: fewest sites in a sum.
+        min_change: fewest sites in which two opened sums may differ; 1 allows any, which is safe only
+            if the sums are noisy.
+        released: sums that the site has helped to open, also in an earlier process.
+
+    All methods raise ``MaskError`` for a request that must not be trusted.
     """
 
     def __init__(
@@ -282,19 +271,6 @@ class MaskedSite:
         min_change: int = 2,
         released: Released | None = None,
     ) -> None:
-        """Draw the keys of the site.
-
-        Args:
-            name: of the site.
-            run: of the federation.
-            sign: signs with the registered key of the site.
-            peers: checks of the other sites' registered keys by name; ``None`` trusts the server to
-                list the right sites.
-            min_sites: fewest sites in a sum.
-            min_change: fewest sites in which two opened sums may differ; 1 allows any, which is safe
-                only if the sums are noisy.
-            released: of an earlier process.
-        """
         self.name, self.run, self.released = name, run, released or Released()
         self._sign, self._peers = sign, peers
         self._least, self._min_change = max(FEWEST_SITES, min_sites), min_change
@@ -317,8 +293,7 @@ class MaskedSite:
     def advertise(self, number: int) -> Bytes:
         """Return a fresh public mask key for a number, signed; ``(ADVERT_BYTES,)``.
 
-        Raises:
-            MaskError: the number is not larger than all before.
+        A new number must be larger than all before.
         """
         known = self._sessions.get(number)
         if known is None:
@@ -337,12 +312,7 @@ class MaskedSite:
         return digest_of("advert", self.run, name, number, public)
 
     def join(self, roster: Roster) -> None:
-        """Accept the sites of the federation.
-
-        Raises:
-            MaskError: a list without this site, with too few sites, or with an identity that the site
-                did not sign.
-        """
+        """Accept the sites of the federation: enough sites, this one among them, with signed identities."""
         if self._roster is not None and roster.digest == self._roster.digest:
             return
         if self.name not in roster.names:
@@ -380,30 +350,43 @@ class MaskedSite:
                 f"{sites} sites {verb}; a sum over fewer than {self._least} is not sent"
             )
 
+    def _listed(self, values: Any, among: Iterable[int], what: str) -> tuple[int, ...]:
+        """Return sorted, different codes of an array, all ``among`` the known ones, with this site's."""
+        array = np.asarray(values)
+        if array.dtype != np.int64 or array.ndim != 1:
+            raise MaskError(f"the list of {what} is not a list of codes")
+        codes = tuple(array.tolist())
+        if any(a >= b for a, b in itertools.pairwise(codes)):
+            raise MaskError(f"the list of {what} names a site twice or is not sorted")
+        if not set(codes) <= set(among):
+            raise MaskError(f"the list of {what} names a site that is not one")
+        if self._code not in codes:
+            raise MaskError(f"the list of {what} does not have this site")
+        return codes
+
+    def _near(self, session: _Session, codes: tuple[int, ...], verb: str) -> list[int]:
+        """Return this site's neighbours among some sites, which must be enough to open a sum."""
+        self._check_size(len(codes), verb)
+        near = sorted(session.neighbours & set(codes))
+        fewest = fewest_survivors(len(session.participants))
+        if len(near) + 1 < session.threshold or len(codes) < fewest:
+            raise TooFewSitesError(f"too few sites {verb}")
+        return near
+
     # ------------------------------------------------------------------ shares
 
     def share(self, number: int, participants: Codes, adverts: Bytes) -> Bytes:
-        """Return encrypted shares of this site's secrets, ``(k, BUNDLE_BYTES)``.
+        """Return encrypted shares of this site's secrets for its neighbours, ``(k, BUNDLE_BYTES)``.
 
-        Args:
-            number: of the aggregation.
-            participants: sorted codes of the sites that sent their mask keys.
-            adverts: of the site's neighbours in the order of their codes, ``(k, ADVERT_BYTES)``.
-
-        Returns:
-            One bundle per neighbour, in the order of their codes.
-
-        Raises:
-            MaskError: a list or a key that must not be trusted.
+        ``participants`` are sorted codes of the sites that sent their mask keys, and ``adverts`` the keys
+        of the neighbours, ``(k, ADVERT_BYTES)``. Neighbours are in the order of their codes.
         """
         session, roster = self._session(number)
-        codes = _codes(participants, range(len(roster.names)), "participants")
+        codes = self._listed(participants, range(len(roster.names)), "participants")
         if session.bundles is not None:
             if codes != session.participants:
                 raise MaskError("the participants changed")
             return session.bundles
-        if self._code not in codes:
-            raise MaskError("the list of participants does not have this site")
         self._check_size(len(codes), "take part")
         near = roster.circle(self.run, number, codes)[self._code]
         table = checked_bytes(adverts, len(near), ADVERT_BYTES)
@@ -426,10 +409,9 @@ class MaskedSite:
             plain = b"".join(part[code + 1].to_bytes(SHARE_BYTES, "big") for part in parts)
             cipher, nonce, text = self._bundle_cipher(number, code, sends=True)
             sealed += cipher.encrypt(nonce, plain, text)
-        mine = tuple(part[self._code + 1] for part in parts)
         session.participants, session.neighbours, session.threshold = codes, near, threshold
         session.public, session.seed, session.lock = public, seed, lock
-        session.own = (mine[0], mine[1], mine[2])
+        session.own = tuple(part[self._code + 1] for part in parts)
         session.bundles = _array(sealed, len(near), BUNDLE_BYTES)
         return session.bundles
 
@@ -492,28 +474,18 @@ class MaskedSite:
             purpose: of the vector, such as ``round 3``.
             senders: sorted codes of all sites that sent shares.
             bundles: from the senders among the neighbours, in the order of their codes.
-            vector: ``x_u``, elements of ``Z_2^64``, ``(D,)``.
-
-        Raises:
-            MaskError: lists that must not be trusted, or a second vector for the same number.
+            vector: ``x_u``, elements of ``Z_2^64``, ``(D,)``; one per number.
         """
         session, roster = self._session(number)
         if session.bundles is None:
             raise MaskError("this site has not sent its shares")
-        codes = _codes(senders, session.participants, "senders")
-        if self._code not in codes:
-            raise MaskError("the list of senders does not have this site")
+        codes = self._listed(senders, session.participants, "senders")
         content = digest_of(purpose, np.array(codes), vector.tobytes())
         if session.upload is not None:  # a request may be repeated, but not changed
             if session.upload[0] != content:
                 raise MaskError(f"another vector was sent for number {number} already")
             return session.upload[1], self._view_signature(session)
-        self._check_size(len(codes), "sent shares")
-        near = sorted(session.neighbours & set(codes))
-        if len(near) + 1 < session.threshold or len(codes) < fewest_survivors(
-            len(session.participants)
-        ):
-            raise TooFewSitesError("too few sites sent shares")
+        near = self._near(session, codes, "sent shares")
         for code, row in zip(near, checked_bytes(bundles, len(near), BUNDLE_BYTES), strict=True):
             session.held[code] = self._opened(number, code, row.tobytes())
         where = where_of(self.run, number)
@@ -551,19 +523,14 @@ class MaskedSite:
     def unmask(self, number: int, survivors: Codes, signatures: Bytes) -> dict[str, Bytes]:
         """Return shares of the survivors' seeds and of the dropped sites' mask keys, locked.
 
-        Args:
-            number: of the aggregation.
-            survivors: sorted codes of the sites whose vectors are in the sum.
-            signatures: of the survivors among the neighbours, in the order of their codes,
-                ``(k, SIGNATURE_BYTES)``: each survivor saw the same senders as this site.
-
-        Raises:
-            MaskError: survivors that this site must not help to add up.
+        ``survivors`` are sorted codes of the sites whose vectors are in the sum. ``signatures``,
+        ``(k, SIGNATURE_BYTES)``, are those of the survivors among the neighbours, in the order of their
+        codes: each saw the same senders as this site.
         """
         session, roster = self._session(number)
         if session.upload is None:
             raise MaskError("this site has not sent its vector")
-        codes = _codes(survivors, session.senders, "survivors")
+        codes = self._listed(survivors, session.senders, "survivors")
         agreement = digest_of(session.view, np.array(codes))
         names = [roster.names[code] for code in codes]
         if session.reply is not None:
@@ -571,15 +538,7 @@ class MaskedSite:
                 raise MaskError("the survivors changed")
             self.released.add(session.purpose, names)  # the first note may be lost
             return session.reply
-        if self._code not in codes:
-            raise MaskError("the list of survivors does not have this site")
-        self._check_size(len(codes), "survived")
-        near = sorted(session.neighbours & set(codes))
-        if (
-            len(codes) < fewest_survivors(len(session.participants))
-            or len(near) + 1 < session.threshold
-        ):
-            raise TooFewSitesError("too few sites survived")
+        near = self._near(session, codes, "survived")
         table = checked_bytes(signatures, len(near), SIGNATURE_BYTES)
         for code, row in zip(near, table, strict=True):
             self._check_signature(code, row.tobytes(), session.view, "view")
@@ -589,9 +548,7 @@ class MaskedSite:
         shares = b""
         for code in sorted({self._code, *around}):
             of_site = session.own if code == self._code else session.held[code]
-            wanted = (
-                1 if code in codes else 0
-            )  # the seed of a survivor, the mask key of a dropped site
+            wanted = int(code in codes)  # the seed of a survivor, the mask key of a dropped site
             shares += of_site[wanted].to_bytes(SHARE_BYTES, "big") if of_site else MISSING
         locks, keys = b"", b""
         for code in near:

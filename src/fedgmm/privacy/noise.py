@@ -35,13 +35,7 @@ SMALLEST_NOISE = _SMALLEST_STEPS / steps_of(1.0)
 def discrete_gaussian(
     sigma: float, count: int, source: RandomBytes = os.urandom
 ) -> NDArray[np.int64]:
-    """Draw ``count`` whole numbers with ``P(k) ∝ exp(-k²/2σ²)``.
-
-    Args:
-        sigma: deviation, in grid steps.
-        count: how many numbers.
-        source: of random bytes.
-    """
+    """Draw ``count`` whole numbers with ``P(k) ∝ exp(-k²/2σ²)``; ``sigma`` is in grid steps."""
     if not _SMALLEST_STEPS <= sigma <= _LARGEST_STEPS:
         raise ValueError(
             f"A noise deviation of {sigma:.3g} grid steps is outside {_SMALLEST_STEPS:g} to "
@@ -114,10 +108,7 @@ def share_of(sigma: float, sites: int, tolerated: int = 0) -> float:
 
         (n - tolerated) · share² = σ²
 
-    Args:
-        sigma: deviation that the total must have.
-        sites: number of sites that add a part.
-        tolerated: sites that may drop out, or reveal their part to the server.
+    Tolerated sites may drop out, or reveal their part to the server.
     """
     if not 0 <= tolerated < sites:
         raise ValueError(

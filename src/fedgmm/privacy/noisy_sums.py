@@ -26,8 +26,6 @@ class Part:
     """One named array of a release.
 
     Attributes:
-        name: of the array.
-        shape: of the array.
         bound: largest Euclidean length of one unit's contribution.
         share: part of the release's ``μ²`` that pays for the array.
     """

@@ -37,7 +37,7 @@ from fedgmm.core.gaussians import (
     weighted_moments,
 )
 from fedgmm.core.newton import NewtonSums, contrasts, newton_step, newton_sums
-from fedgmm.core.params import Params
+from fedgmm.core.params import Params, per_entry
 from fedgmm.privacy.noisy_sums import clip_rows, from_triangle, triangle
 
 _SMALLEST_VARIANCE = 1e-4  # of a column within [-1, 1]
@@ -154,12 +154,9 @@ def standardised(
 
 
 def shrunk(values: Tensor, noise: float, middle: Tensor | None = None) -> Tensor:
-    """Return noisy values ``(d,)`` shrunk by as much as they are noise (James and Stein).
+    """Return values ``(d,)`` shrunk to ``middle``, or to their mean, by as much as they are noise.
 
-    Args:
-        values: with noise.
-        noise: its deviation.
-        middle: what they are shrunk to; ``None`` is their mean.
+    ``noise`` is its deviation (James and Stein).
     """
     middle = values.mean() if middle is None else middle
     spread = float((values - middle).square().mean())
@@ -375,14 +372,9 @@ def round_sums(
     """Return the sums of a round over some rows.
 
     ``counts`` are ``Σ q(m1, m2)``; ``first`` and ``second`` are moments of each Gaussian around zero;
-    ``gradient`` is that of the cross-entropy in contrasts of the classes, ``(M2, K-1, d+1)``.
-
-    Args:
-        coordinates: of the rows.
-        mixture: the public parameters.
-        rows: of one or several clients.
-        density: whether the Gaussians take part.
-        centred: take moments relative to the current Gaussians, so that they are small.
+    ``gradient`` is that of the cross-entropy in contrasts of the classes, ``(M2, K-1, d+1)``. ``density``
+    says whether the Gaussians take part. If ``centred``, moments are relative to the current Gaussians,
+    so that they are small.
     """
     z = coordinates.apply(rows.inputs)
     m2, d = mixture.count, z.shape[1]
@@ -454,17 +446,10 @@ def next_gaussians(
     *,
     centred: bool,
 ) -> Gaussians:
-    """Return the Gaussians of noisy moments, with repaired covariances.
+    """Return the Gaussians of the noisy sums of a round, with repaired covariances.
 
-    A component with fewer rows than the noise could have made keeps its parameters.
-
-    Args:
-        noisy: the sums of a round.
-        deviation: of their noise.
-        counts: ``Σ q(m1)``, ``(M1,)``, positive.
-        current: the Gaussians of the round.
-        reg_covar: added to every variance.
-        centred: as in :func:`round_sums`.
+    A component with fewer rows than the noise could have made keeps its parameters. ``counts`` are
+    ``Σ q(m1)``, ``(M1,)``, positive; ``centred`` is as in :func:`round_sums`.
     """
     d, kind = current.means.shape[1], current.covariance_type
     first, second = noisy["first"], noisy["second"]
@@ -479,23 +464,23 @@ def next_gaussians(
     centre = means[:, :, None] * means[:, None]
     match kind:
         case "full":
-            found = repaired(second / n[:, None, None] - centre)
-            found.diagonal(dim1=-2, dim2=-1).add_(reg_covar)
-            found = torch.where(alive[:, None, None], found, current.covariances)
+            found = second / n[:, None, None] - centre
         case "tied":
             total = n.sum()
-            found = repaired(second / total - (n[:, None, None] * centre).sum(0) / total)
-            found.diagonal().add_(reg_covar)
+            found = second / total - (n[:, None, None] * centre).sum(0) / total
         case "diag":
-            variances = second / n[:, None] - means.square()
-            found = variances.clamp(_LOWEST, _HIGHEST) + reg_covar
-            found = torch.where(alive[:, None], found, current.covariances)
+            found = second / n[:, None] - means.square()
         case "spherical":
-            variances = (second / n - means.square().sum(-1)) / d
-            found = variances.clamp(_LOWEST, _HIGHEST) + reg_covar
-            found = torch.where(alive, found, current.covariances)
+            found = (second / n - means.square().sum(-1)) / d
         case _:
-            found = current.covariances
+            return gaussians(means, current.covariances, kind)
+    if kind in ("full", "tied"):
+        found = repaired(found)
+        found.diagonal(dim1=-2, dim2=-1).add_(reg_covar)
+    else:
+        found = found.clamp(_LOWEST, _HIGHEST) + reg_covar
+    if kind != "tied":
+        found = torch.where(per_entry(alive, found), found, current.covariances)
     return gaussians(means, found, kind)
 
 
@@ -545,17 +530,11 @@ def next_learners(
     gradient vanishes. What is left of the gradient at ``θ'`` is what the next round should see there, so
     its gradient is averaged with this one.
 
-    Args:
-        mixture: with new Gaussians and weights, and the learners of the round.
-        gradient: noisy, ``(M2, K-1, d+1)``.
-        deviation: of its noise.
-        counts: ``n``, rows of each learner, ``(M2,)``, positive.
-        before: the gradient that earlier rounds expect here.
-        ridge: penalty of the weights without noise; noise raises it.
-        seed: of the draws, which are public.
+    ``mixture`` has new Gaussians and weights, and the learners of the round. ``gradient`` is
+    ``(M2, K-1, d+1)``, with noise of this ``deviation``; ``counts`` are ``n``, ``(M2,)``, positive. Earlier
+    rounds expect the gradient ``before`` here. Noise raises the penalty ``ridge``. The draws are public.
 
-    Returns:
-        The learners, and the gradient that is left at them.
+    Returns the learners, and the gradient that is left at them.
     """
     m2 = mixture.count
     n = counts.clamp_min(1.0)[:, None, None]
@@ -586,13 +565,9 @@ def next_learners(
 def expected_sums(mixture: Mixture, counts: Tensor, seed: int) -> Callable[[Params], NewtonSums]:
     """Return a function from learners to the Newton sums that the Gaussians expect of one class.
 
-    Rows have the first class, and count as much as they are shortened in gradients. For two classes the
-    expectation is a sum of integrals over one logit; more classes need draws.
-
-    Args:
-        mixture: Gaussians and weights.
-        counts: rows of each learner, ``(M2,)``.
-        seed: of the draws.
+    Rows, ``counts`` ``(M2,)`` of each learner, have the first class, and count as much as they are
+    shortened in gradients. For two classes the expectation is a sum of integrals over one logit; more
+    classes need draws.
     """
     d = mixture.gaussians.means.shape[1]
     if mixture.learners["0.bias"].shape[1] == 2:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedgmm.core.em import add_likelihoods, client_weights, responsibilities
-from fedgmm.core.gaussians import Gaussians, gaussians, log_densities, residuals
+from fedgmm.core.gaussians import CovarianceType, Gaussians, gaussians, log_densities, residuals
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, count_learners
 from fedgmm.core.sums import Sum, Sums
@@ -38,6 +38,7 @@ from fedgmm.methods.base import (
 )
 from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.nets.learners import at_labels
+from fedgmm.nets.networks import as_numbers
 from fedgmm.privacy.accounting import mu_of
 from fedgmm.privacy.disclosure import ImplausibleModelError
 from fedgmm.privacy.noisy_sums import NoisySums, Part
@@ -157,6 +158,10 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         return self.base.gaussians.components if self.base.density else 1
 
     @property
+    def _kind(self) -> CovarianceType:
+        return self.base.gaussians.covariance_type if self.base.density else "full"
+
+    @property
     def directions(self) -> int:
         """Number of leading directions of the histogram; zero if one Gaussian needs no start."""
         return min(self.components - 1, 3)
@@ -199,12 +204,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         return NoisySums(tuple(replace(one, bound=own or one.bound) for one, own in pairs))
 
     def layout(self, name: str, columns: int) -> NoisySums:
-        """Return the parts of a release, with bounds for one row; for a client they are clipped further.
-
-        Args:
-            name: of the release.
-            columns: ``d``.
-        """
+        """Return the parts of a release, with bounds for one row; for a client they are clipped further."""
         if name.startswith(LENGTHS):
             return NormBins(self.layout(name.removeprefix(LENGTHS), columns)).release
         d, r = columns, radius(columns)
@@ -275,14 +275,11 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def advance(self, name: str, shared: PrivateShared, noisy: Sums) -> PrivateShared:
         """Return the public parameters after a release.
 
-        Args:
-            name: of the release.
-            shared: the parameters before it.
-            noisy: the total with noise, the deviations of the noise, and the ``μ`` that were spent.
+        ``noisy`` has the total with noise, the deviations of the noise, and the ``μ`` that were spent.
         """
         deviation = {n: float(v) for n, v in noisy.below(DEVIATION).items()}
         shared = replace(shared, spent=torch.cat([shared.spent, noisy[MUS]]))
-        where, kind = shared.coordinates, self.base.gaussians.covariance_type
+        where = shared.coordinates
         if name.startswith(LENGTHS):
             bins = NormBins(self.layout(name.removeprefix(LENGTHS), len(where.mean)))
             parts = bins.clipped_layout(noisy, deviation, _QUANTILE).parts
@@ -291,13 +288,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         if name == "columns":
             return replace(shared, coordinates=standardised(where, noisy, deviation))
         if name == "covariance":
-            where = whitened(
-                where,
-                noisy,
-                deviation,
-                centred=self.centred,
-                whiten=kind in ("full", "tied") or not self.base.density,
-            )
+            whiten = self._kind in ("full", "tied")
+            where = whitened(where, noisy, deviation, centred=self.centred, whiten=whiten)
             shared = replace(shared, coordinates=where)
             return shared if self.directions else self._with_start(shared, {}, {})
         if name == "histogram":
@@ -309,9 +301,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     ) -> PrivateShared:
         """Return the first Gaussians, with weights that tie learners to them."""
         m1, m2 = self.components, self.base.learners
-        kind = self.base.gaussians.covariance_type if self.base.density else "full"
         own, of_gaussians = clustered(
-            shared.coordinates, noisy, deviation, m1, kind, self.training.seed
+            shared.coordinates, noisy, deviation, m1, self._kind, self.training.seed
         )
         tied = torch.arange(m1)[:, None] % m2 == torch.arange(m2)
         share = torch.where(tied, _TIE + (1.0 - _TIE) / m2, (1.0 - _TIE) / m2)
@@ -356,10 +347,9 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def blank(self, columns: int) -> PrivateShared:
         """Return the public parameters before any release."""
         m1, m2 = self.components, self.base.learners
-        kind = self.base.gaussians.covariance_type if self.base.density else "full"
         where = unscaled(columns, self.directions)
         own, weights = clustered(
-            replace(where, projection=where.projection[:, :0]), {}, {}, m1, kind, 0
+            replace(where, projection=where.projection[:, :0]), {}, {}, m1, self._kind, 0
         )
         if self.base.density:
             first = self.training.net.parameter_shapes
@@ -376,10 +366,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     ) -> tuple[PrivateShared, Tensor]:
         """Return the parameters before any release, and the same weights for all clients."""
         shared = self.blank(rows.features.columns)
-        return shared, self._equal_weights(shared, len(rows.names))
-
-    def _equal_weights(self, shared: PrivateShared, clients: int) -> Tensor:
-        return shared.weights.expand(clients, -1)
+        return shared, shared.weights.expand(len(rows.names), -1)
 
     def client_step(
         self, shared: PrivateShared, personal: Tensor, rows: LabelledRows, round_number: int = 1
@@ -408,17 +395,16 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         return shared.weights[None]
 
     def finish(self, shared: PrivateShared, personal: Tensor, rows: LabelledRows) -> Tensor:
-        """Return the weights ``π_c`` of every client, learned at home; they never leave it.
-
-        Args:
-            shared: the public parameters.
-            personal: not used.
-            rows: of the clients, within ``[-1, 1]``.
-        """
-        log_p = self._log_likelihoods(shared, rows).flatten(1)
+        """Return the weights ``π_c`` of every client, learned at home; they never leave it."""
+        inputs = as_numbers(rows.inputs, torch.float64).flatten(1).cpu()
+        with torch.no_grad():
+            log_p_of_classes = torch.log_softmax(self._logits(shared, inputs), -1)
+        log_y = at_labels(log_p_of_classes, rows.labels.cpu())
+        unweighted = replace(shared, weights=torch.ones_like(shared.weights))
+        log_p = self._log_joint(unweighted, inputs, log_y).flatten(1)
         codes, clients = rows.codes.cpu(), len(rows.names)
         present = torch.bincount(codes, minlength=clients)
-        weights = self._equal_weights(shared, clients)
+        weights = shared.weights.expand(clients, -1)
         for _ in range(_HOME_ROUNDS):
             q, _ = responsibilities(log_p + weights.log()[codes])
             counts = torch.zeros_like(weights).index_add_(0, codes, q)
@@ -426,15 +412,18 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             weights = client_weights(counts + shared.weights, present + 1)
         return weights
 
-    def _log_likelihoods(self, shared: PrivateShared, rows: LabelledRows) -> Tensor:
-        """Return ``log N(x; m1) + log P_m2(y|x)``, ``(n, M1, M2)``."""
-        z = shared.coordinates.apply(rows.inputs.flatten(1).double().cpu())
-        log_y = at_labels(torch.log_softmax(shared.mixture.logits(z), -1), rows.labels.cpu())
+    def _logits(self, shared: PrivateShared, inputs: Tensor) -> Tensor:
+        """Return the logits of every learner for inputs ``(n, d)``, ``(n, M2, K)``."""
+        return shared.mixture.logits(shared.coordinates.apply(inputs))
+
+    def _log_joint(self, shared: PrivateShared, inputs: Tensor, log_y: Tensor) -> Tensor:
+        """Return ``log π(m1, m2) + log N(x; m1) + log P_m2(y|x)``, ``(n, M1, M2)``."""
         log_x = None
         if self.base.density:
+            z = shared.coordinates.apply(inputs)
             log_x = log_densities(residuals(z, shared.gaussians.means), shared.gaussians)
-        nothing = torch.zeros(len(z), self.components, self.base.learners, dtype=torch.float64)
-        return add_likelihoods(nothing, log_x, log_y)
+        log_pi = shared.weights.log().reshape(-1, self.base.learners)
+        return add_likelihoods(log_pi.expand(len(inputs), -1, -1).clone(), log_x, log_y)
 
     def standardised_learners(self, shared: PrivateShared) -> Params:
         """Return the learners in the coordinates of :meth:`scaling`."""
@@ -468,9 +457,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
     def scaling(self, shared: PrivateShared, declared: Scaling) -> Scaling:
         """Return the scaling of columns that :meth:`prediction` expects.
 
-        Args:
-            shared: the public parameters.
-            declared: the scaling of the declared bounds to ``[-1, 1]``.
+        ``declared`` is the scaling of the declared bounds to ``[-1, 1]``.
         """
         where, half = shared.coordinates, declared.scale
         return Scaling(declared.mean + half * where.mean, half * where.scale)
@@ -522,7 +509,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             **{n.removeprefix("coordinates/"): v for n, v in arrays.items() if "coord" in n}
         )
         covariances, weights = arrays["covariances"], arrays["weights"]
-        kind = self.base.gaussians.covariance_type if self.base.density else "full"
+        bounds = arrays["bounds"] if self.centred else torch.zeros(0).double()
+        kind = self._kind
         own = torch.linalg.eigvalsh(covariances) if kind in ("full", "tied") else covariances
         if (
             any(float(value.abs().max()) > _LARGEST for value in arrays.values() if value.numel())
@@ -530,7 +518,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             or float(own.min()) < 1.0 / _LARGEST
             or float(weights.min()) < 1.0 / _LARGEST**2
             # numbers near the smallest float would be rounded up to more than the bound
-            or (self.centred and not _are_bounds(arrays["bounds"]))
+            or not bool(((bounds == 0.0) | (bounds >= 1.0 / _LARGEST**2)).all())
         ):
             raise ImplausibleModelError("the model has numbers that no honest server makes.")
         return PrivateShared(
@@ -539,12 +527,8 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
             weights,
             learners_in(arrays),
             arrays["spent"][arrays["spent"] > 0],
-            bounds=arrays.get("bounds", torch.zeros(0).double()),
+            bounds=bounds,
         )
-
-
-def _are_bounds(bounds: Tensor) -> bool:
-    return bool(((bounds == 0.0) | (bounds >= 1.0 / _LARGEST**2)).all())
 
 
 @dataclass(frozen=True)

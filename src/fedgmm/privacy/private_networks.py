@@ -24,15 +24,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedgmm.core.em import add_likelihoods, responsibilities
-from fedgmm.core.gaussians import gaussians, log_densities, residuals
+from fedgmm.core.em import responsibilities
+from fedgmm.core.gaussians import gaussians
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import Params, is_statistic
 from fedgmm.core.sums import Sums
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.fedgmm import FedGMM
 from fedgmm.nets.learners import at_labels
-from fedgmm.nets.networks import Dense, as_numbers, function_of
+from fedgmm.nets.networks import Dense, function_of
 from fedgmm.privacy.noisy_sums import NoisySums, clip_rows
 from fedgmm.privacy.private_em import Mixture, Rows, round_sums
 from fedgmm.privacy.private_method import ROUND, PrivateMixture, PrivateShared
@@ -52,11 +52,8 @@ def private_method(
 ) -> PrivateMixture:
     """Return the private form of a method.
 
-    Args:
-        base: the method without privacy.
-        privacy: the budget.
-        columns: inputs are columns of a table, and not images.
-        descent: train linear learners by gradient steps, too.
+    With ``columns``, inputs are those of a table, and not images. ``descent`` trains linear learners by
+    gradient steps, too.
     """
     net = function_of(base.training.net)
     if isinstance(net, Dense) and not net.hidden and columns and not descent:
@@ -179,15 +176,6 @@ class PrivateNetworks(PrivateMixture):
         where = shared.coordinates
         return ((inputs - where.mean) / where.scale).reshape(-1, *self.training.net.input_shape)
 
-    def _log_joint(self, shared: PrivateShared, inputs: Tensor, log_y: Tensor) -> Tensor:
-        """Return ``log π(m1, m2) + log N(x; m1) + log P_m2(y|x)``, ``(n, M1, M2)``."""
-        log_x = None
-        if self.base.density:
-            z = shared.coordinates.apply(inputs)
-            log_x = log_densities(residuals(z, shared.gaussians.means), shared.gaussians)
-        log_pi = shared.weights.log().reshape(-1, self.base.learners)
-        return add_likelihoods(log_pi.expand(len(inputs), -1, -1).clone(), log_x, log_y)
-
     def _after_round(
         self, shared: PrivateShared, noisy: Sums, deviation: Mapping[str, float]
     ) -> PrivateShared:
@@ -244,18 +232,15 @@ class PrivateNetworks(PrivateMixture):
     def init(
         self, rows: LabelledRows, learner: Params | None = None
     ) -> tuple[NetworkShared, Tensor]:
-        """Return the parameters before any release, and the same weights for all clients."""
-        shared = self.blank(rows.features.columns)
-        return shared, self._equal_weights(shared, len(rows.names))
+        """Return the parameters before any release; checkpoints read the types of this signature."""
+        shared, personal = super().init(rows, learner)
+        assert isinstance(shared, NetworkShared)
+        return shared, personal
 
-    def _log_likelihoods(self, shared: PrivateShared, rows: LabelledRows) -> Tensor:
-        """Return ``log N(x; m1) + log P_m2(y|x)``, ``(n, M1, M2)``."""
-        inputs = as_numbers(rows.inputs, torch.float64).flatten(1).cpu()
-        with torch.no_grad():
-            logits = self.training.net.logits(shared.learners, self._seen(shared, inputs))
-        log_y = at_labels(torch.log_softmax(logits, -1), rows.labels.cpu())
-        one = replace(shared, weights=torch.ones_like(shared.weights))
-        return self._log_joint(one, inputs, log_y)
+    def _logits(self, shared: PrivateShared, inputs: Tensor) -> Tensor:
+        """Return the logits of every network for inputs ``(n, d)``, ``(n, M2, K)``."""
+        found: Tensor = self.training.net.logits(shared.learners, self._seen(shared, inputs))
+        return found
 
     def standardised_learners(self, shared: PrivateShared) -> Params:
         """Return the learners, which see standardised inputs in training, too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ from fedgmm.core.checks import (
     number,
     one_of,
 )
+
+Robust = Literal["none", "trimmed", "centred"]
+ROBUST: tuple[str, ...] = get_args(Robust)
+"""Ways to combine the sums of sites, see :func:`fedgmm.privacy.influence.combine`."""
 
 UNITS = ("row", "person", "client")
 """Whom a budget protects: one row, all rows of a person, or all rows of a client."""
@@ -114,6 +118,11 @@ class Privacy:
         """Whether training is differentially private."""
         return self.epsilon is not None
 
+    @property
+    def fewest_changes(self) -> int:
+        """Fewest sites in which two opened sums may differ; noise hides single sites."""
+        return 1 if self.is_noised else self.min_change
+
     def check_units(self, units: int, largest: int = 0) -> None:
         """Raise or warn if ``delta`` is too large for the number of protected units.
 
@@ -143,12 +152,7 @@ class Privacy:
     ) -> tuple[FloatArray, FloatArray]:
         """Return the smallest and the largest value of each column, ``(d,)`` each.
 
-        Args:
-            columns: ``d``.
-            names: of the columns, for bounds that are given by name.
-
-        Raises:
-            PrivacyError: a column without bounds.
+        Bounds that are given by name need the ``names`` of the columns.
         """
         if isinstance(self.bounds, dict):
             missing = [name for name in names or () if name not in self.bounds]
@@ -186,12 +190,7 @@ class Privacy:
 
 
 def _plain_bounds(bounds: Any) -> Bounds | tuple[Bounds, ...] | dict[str, Bounds]:
-    """Return bounds as plain tuples.
-
-    Raises:
-        TypeError: something else than pairs of numbers.
-        ValueError: a pair that is not finite or not in order.
-    """
+    """Return bounds as plain tuples."""
     if isinstance(bounds, Mapping):
         return {str(name): _pair(f"bounds of {name!r}", pair) for name, pair in bounds.items()}
     try:

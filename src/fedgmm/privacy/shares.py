@@ -16,13 +16,7 @@ KEY_BYTES, SHARE_BYTES = 32, 33
 
 
 def split(key: bytes, points: Sequence[int], threshold: int) -> dict[int, int]:
-    """Return the share of each point; ``threshold`` of them give the key.
-
-    Args:
-        key: 32 bytes.
-        points: different positive integers, one per holder.
-        threshold: ``t``, at most the number of points.
-    """
+    """Return the share of each point, one per holder; ``threshold`` of them give the key."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"A key has {KEY_BYTES} bytes, not {len(key)}.")
     if not 1 <= threshold <= len(set(points)) or len(set(points)) < len(points):
@@ -58,14 +52,8 @@ def weights_at_zero(points: Sequence[int]) -> list[int]:
 def combine(shares: Mapping[int, int], weights: Sequence[int] | None = None) -> bytes:
     """Return the key of at least ``t`` shares by point.
 
-    Wrong shares, or fewer than ``t``, give another key or raise.
-
-    Args:
-        shares: value of each point.
-        weights: of :func:`weights_at_zero` for these points, if they are known.
-
-    Raises:
-        ValueError: the shares do not belong to a 256-bit key.
+    Wrong shares, or fewer than ``t``, give another key or raise ``ValueError``. ``weights`` are those of
+    :func:`weights_at_zero` for these points, if they are known.
     """
     weights = weights_at_zero(list(shares)) if weights is None else weights
     # key = f(0) = Σ_i λ_i f(x_i)

@@ -99,15 +99,11 @@ class Released:
     sets: list[list[str]] = field(default_factory=list)
 
     def check(self, purpose: str, survivors: Sequence[str], min_change: int) -> None:
-        """Raise unless the sum over ``survivors`` reveals no single site.
+        """Raise ``MaskError`` unless the sum over ``survivors`` reveals no single site.
 
         The difference between two sums over almost the same sites would show the few sites in which they
         differ. More sums can be solved for one site, such as those without a and b, without a and c,
         and without b and c.
-
-        Raises:
-            MaskError: the purpose was opened for other sites, a set differs by too few sites, or all
-                sums together show a single site.
         """
         names = sorted(survivors)
         if self.purposes.get(purpose, names) != names:

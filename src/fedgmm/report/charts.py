@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from fedgmm.report.contents import (
@@ -22,16 +21,14 @@ from fedgmm.report.contents import (
     AdaptationRecord,
     DecidingColumns,
     DensityScatter,
+    FloatArray,
     Reliability,
     ReportContents,
     Series,
     WeightMap,
     evenly,
 )
-from fedgmm.report.mixture import ellipse
 from fedgmm.report.plots import COLOURS
-
-FloatArray = NDArray[np.float64]
 
 ACCENT = "#4C78DB"
 """The colour of the method that the report is about."""
@@ -421,6 +418,15 @@ def projection(contents: ReportContents) -> Any:
     figure.update_xaxes(title_text=f"{first} →", zeroline=False)
     figure.update_yaxes(title_text=f"{second} →", zeroline=False, scaleanchor="x", scaleratio=1)
     return figure
+
+
+def ellipse(mean: FloatArray, covariance: FloatArray, deviations: float = 2.0) -> FloatArray:
+    """Return points ``(61, 2)`` that lie ``deviations`` standard deviations from ``mean``."""
+    values, vectors = np.linalg.eigh(covariance)
+    angle = np.linspace(0.0, 2.0 * np.pi, 61)
+    circle = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+    radii = deviations * np.sqrt(values.clip(min=0.0))
+    return np.asarray(mean + (circle * radii) @ vectors.T)
 
 
 def densities(found: DensityScatter, names: Sequence[str]) -> Any:

@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgmm.report.contents import Example, ExampleGroup, evenly
-from fedgmm.report.mixture import pair_names
+from fedgmm.report.contents import Example, ExampleGroup, FloatArray, IntArray, evenly
+from fedgmm.report.gathering import pair_names
 
 if TYPE_CHECKING:
     from fedgmm.model.model import FederatedModel
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 THUMBNAIL = 96
 """Side of a thumbnail in pixels."""

@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.report.contents import (
+    FALSE_ALARM_RATE,
+    MOST_CLIENTS_IN_HEAT_MAP,
     MOST_COLUMNS,
+    MOST_POINTS,
     AdaptationRecord,
     ClientTable,
     DecidingColumns,
+    DensityScatter,
     ExampleGroup,
+    FloatArray,
+    IntArray,
+    Projection,
+    Reliability,
     ReportContents,
     Series,
     TestMetrics,
+    WeightMap,
+    evenly,
 )
-from fedgmm.report.mixture import projection_of, weight_map
-from fedgmm.report.predictions import (
-    PredictedRows,
-    density_scatter,
-    reliability_of,
-    reliability_of_intervals,
-    replay_newcomer,
-)
+from fedgmm.wording import counted
 
 if TYPE_CHECKING:
     from fedgmm.core.paired import Estimate
-    from fedgmm.data.dataset import FederatedDataset
+    from fedgmm.data.dataset import FederatedDataset, LabelledRows
     from fedgmm.model.metrics import Evaluation
     from fedgmm.model.model import FederatedModel
-
-FloatArray = NDArray[np.float64]
 
 # Titles of the series of the history, in the order of the panels.
 _SERIES = {
@@ -43,6 +44,10 @@ _SERIES = {
     "validation_accuracy": "Accuracy on validation rows",
     "validation_log_likelihood": "Log-likelihood of validation labels",
 }
+_CONFIDENCE_BINS = 10
+_ROWS_OF_A_NEWCOMER = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+_NAMED_PER_AXIS = 3
+_MISSING = "=(missing)"  # ends the name of a column that marks missing values
 
 
 def gather(
@@ -77,6 +82,7 @@ def gather(
         examples: images or texts to show; see ``fedgmm.report.examples``.
     """
     from fedgmm.methods.base import TITLES
+    from fedgmm.model.metrics import row_losses
     from fedgmm.nets.devices import environment
 
     absent: dict[str, str] = {}
@@ -84,14 +90,16 @@ def gather(
     evaluation = model.evaluate("test", dataset) if len(dataset.test) else None
     clients = _client_table(dataset, evaluation)
     reliability = densities = None
-    if len(dataset.test):
-        test = PredictedRows.of(model, dataset)
-        reliability = (
-            reliability_of(test.confidence, test.right)
-            if model.target is None
-            else reliability_of_intervals(model, dataset, test)
-        )
-        densities, clients = density_scatter(model, dataset, test, clients, absent)
+    if evaluation is not None:
+        test, labels = TestRows.of(model, dataset), dataset.test.labels.cpu().numpy()
+        if (seen := evaluation.predicted) is not None:
+            log_p = seen.log_probabilities
+            reliability = reliability_of(np.exp(log_p.max(-1)), log_p.argmax(-1) == seen.labels)
+            log_y = -row_losses(log_p, seen.labels)
+        else:
+            reliability = reliability_of_intervals(model, test, labels)
+            log_y = model.log_conditional(test.inputs, labels, test.owners, features=test.features)
+        densities, clients = density_scatter(model, dataset, test, log_y, clients, absent)
     else:
         reason = "The data set has no test rows, so predictions could not be checked."
         absent |= {"accuracy": reason, "calibration": reason, "densities": reason}
@@ -154,20 +162,19 @@ def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> C
         return filled(known.get(name, np.nan))
 
     shown = "r2" if numbers else "accuracy"
-    table = ClientTable(
+    return ClientTable(
         distinct_names(dataset.names),
         train + validation + test,
         train,
         score(shown),
         score("log_loss"),
         score("calibration_error"),
+        row_accuracy=math.nan if numbers or not evaluation else evaluation.weighted_accuracy,
+        auc=None if numbers else score("auc"),
+        average_precision=None if numbers else score("average_precision"),
+        rmse=score("rmse") if numbers else None,
         interval=filled(intervals[shown], 2) if shown in intervals else None,
     )
-    if numbers:
-        return replace(table, rmse=score("rmse"))
-    accuracy = math.nan if evaluation is None else evaluation.weighted_accuracy
-    precision = score("average_precision")
-    return replace(table, row_accuracy=accuracy, auc=score("auc"), average_precision=precision)
 
 
 def _test_metrics(evaluation: Evaluation) -> TestMetrics:
@@ -263,3 +270,361 @@ def _as_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_as_text, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---------------------------------------------------------------------- predictions of test rows
+
+
+@dataclass(frozen=True)
+class TestRows:
+    """Test rows as the methods of a model take them.
+
+    Attributes:
+        inputs: ``(N, *shape)``.
+        features: columns of the Gaussians if they differ from the inputs, ``(N, d)``.
+        owners: the client of each row, as the model knows it, ``(N,)``.
+        codes: the position of that client in the table, ``(N,)``.
+    """
+
+    __test__ = False  # pytest would collect it
+
+    inputs: NDArray[Any]
+    features: NDArray[Any] | None
+    owners: NDArray[Any]
+    codes: IntArray
+
+    @classmethod
+    def of(cls, model: FederatedModel, dataset: FederatedDataset) -> TestRows:
+        """Return the test rows of a data set."""
+        rows = dataset.test
+        codes = rows.codes.cpu().numpy()
+        # Names may be tuples, from which np.array would make a matrix.
+        names = np.fromiter(rows.names, dtype=object, count=len(rows.names))
+        return cls(rows.inputs.cpu().numpy(), features_of(model, rows), names[codes], codes)
+
+
+def features_of(model: FederatedModel, rows: LabelledRows) -> NDArray[Any] | None:
+    """Return the columns of the Gaussians; ``None`` if they are the inputs or are not needed."""
+    if rows.features_are_inputs or model.prediction.gaussians is None:
+        return None
+    return np.concatenate([chunk.cpu().numpy() for chunk in rows.features.chunks])
+
+
+def reliability_of(confidence: FloatArray, right: NDArray[np.bool_]) -> Reliability:
+    """Compare confidence and accuracy in bins of equal width.
+
+    Args:
+        confidence: of each prediction, ``(N,)``.
+        right: whether it is right, ``(N,)``.
+    """
+    bins = np.minimum((confidence * _CONFIDENCE_BINS).astype(np.int64), _CONFIDENCE_BINS - 1)
+    filled, place, counts = np.unique(bins, return_inverse=True, return_counts=True)
+    mean_confidence = np.bincount(place, weights=confidence) / counts
+    accuracy = np.bincount(place, weights=right) / counts
+    error = float(np.average(np.abs(mean_confidence - accuracy), weights=counts))
+    return Reliability(mean_confidence, accuracy, counts, filled / _CONFIDENCE_BINS, error)
+
+
+def reliability_of_intervals(model: FederatedModel, test: TestRows, y: NDArray[Any]) -> Reliability:
+    """Return the share of test rows, with numbers ``y``, that intervals of 10 to 90 percent hold."""
+    from fedgmm.model.metrics import interval_of  # loads torch
+
+    found = model.predict_distribution(test.inputs, test.owners, features=test.features)
+    levels = np.arange(1, _CONFIDENCE_BINS) / _CONFIDENCE_BINS
+    ends = [interval_of(found, level).T for level in levels.tolist()]
+    held = np.array([((low <= y) & (y <= high)).mean() for low, high in ends])
+    counts = np.full(len(levels), len(y))
+    return Reliability(levels, held, counts, levels, float(np.abs(levels - held).mean()))
+
+
+def density_scatter(
+    model: FederatedModel,
+    dataset: FederatedDataset,
+    test: TestRows,
+    log_y: FloatArray,
+    clients: ClientTable,
+    absent: dict[str, str],
+) -> tuple[DensityScatter | None, ClientTable]:
+    """Return the scatter plot's values, and the table with each client's share of novel rows.
+
+    ``log_y`` ``(N,)`` is ``log P(y|x)`` of the test rows.
+    A model without calibration is calibrated on the validation rows, which changes the model.
+    """
+    if model.prediction.gaussians is None:
+        absent["densities"] = (
+            "This method does not model the inputs, so there is no log P(x) and no row can be "
+            "flagged as novel."
+        )
+        return None, clients
+    log_x = model.score_samples(test.inputs, test.owners, features=test.features)
+    novel = None
+    if not model.calibration and len(dataset.validation):
+        model.calibrate(dataset)
+    if "x" in model.calibration:
+        novel = model.novelty(
+            test.inputs, score="x", false_alarm_rate=FALSE_ALARM_RATE, features=test.features
+        ).novel
+        sizes = np.bincount(test.codes, minlength=len(clients.names))
+        flagged = np.bincount(test.codes, weights=novel, minlength=len(clients.names))
+        share = np.where(sizes > 0, flagged / np.maximum(sizes, 1), np.nan)
+        clients = replace(clients, novel_share=share)
+    shown = evenly(len(log_x), MOST_POINTS)
+    scatter = DensityScatter(
+        log_x[shown],
+        log_y[shown],
+        None if novel is None else novel[shown],
+        test.codes[shown],
+        len(log_x),
+        0 if novel is None else int(novel.sum()),
+    )
+    return scatter, clients
+
+
+def replay_newcomer(
+    model: FederatedModel, dataset: FederatedDataset, absent: dict[str, str]
+) -> AdaptationRecord | None:
+    """Let the client of median size join again, with more and more of its training rows."""
+    if not has_mixture_weights(model):
+        absent["adaptation"] = (
+            "This method has no mixture weights, and those are all that a new client would learn."
+        )
+        return None
+    sizes = dataset.train.features.rows_per_client.cpu().numpy()
+    candidates = np.flatnonzero(dataset.test.features.rows_per_client.cpu().numpy() > 0)
+    if not len(candidates):
+        absent["adaptation"] = "No client has test rows on which to check a new client."
+        return None
+    by_size = candidates[np.argsort(sizes[candidates], kind="stable")]
+    code = int(by_size[(len(by_size) - 1) // 2])
+    name = dataset.names[code]
+    train, test = dataset.train.client(code), dataset.test.client(code)
+    labels, truth = (dataset.labels_of(rows) for rows in (train, test))
+    inputs, features = train.inputs.cpu().numpy(), features_of(model, train)
+    # Shuffle with a fixed seed because rows may be sorted by label; drop labels unknown to the model.
+    order = np.random.default_rng(0).permutation(len(train))
+    if model.target is None:
+        order = order[np.isin(labels[order], model.classes)]
+    counts = sorted({min(n, len(order)) for n in (*_ROWS_OF_A_NEWCOMER, len(order))} - {0})
+    copy = replace(model)  # adapting the copy keeps the client's trained weights
+
+    def accuracy(client: Hashable | None) -> float:
+        owners = np.fromiter([client] * len(test), dtype=object, count=len(test))
+        predicted = copy.predict(
+            test.inputs.cpu().numpy(), owners, features=features_of(model, test)
+        )
+        if model.target is None:
+            return float((predicted == truth).mean())
+        spread = ((truth - truth.mean()) ** 2).sum()  # R² is undefined if all numbers are equal
+        return float(1.0 - ((truth - predicted) ** 2).sum() / spread) if spread > 0 else math.nan
+
+    accuracies, log_likelihoods = [accuracy(None)], list[float]()
+    for count in counts:
+        some = order[:count]
+        seen = None if features is None else features[some]
+        log_likelihoods = copy.adapt(
+            name, inputs[some], labels[some], features=seen
+        ).log_likelihoods
+        accuracies.append(accuracy(name))
+    return AdaptationRecord(str(name), [0, *counts], accuracies, log_likelihoods, labelled=True)
+
+
+# ---------------------------------------------------------------------- clients' weights
+
+
+def has_mixture_weights(model: FederatedModel) -> bool:
+    """Return whether clients mix several pairs; the weight of a single pair is always one."""
+    weights = model.prediction.client_weights
+    return weights is not None and weights.shape[1] > 1
+
+
+def _weights_of(model: FederatedModel, dataset: FederatedDataset) -> FloatArray:
+    """Return ``π_c(m1, m2)`` of the data set's clients, ``(C, M1, M2)``."""
+    position = {name: code for code, name in enumerate(model.names)}
+    return np.asarray(model.client_weights[[position[name] for name in dataset.names]])
+
+
+def pair_names(components: int, learners: int) -> tuple[str, ...]:
+    """Return names of all ``(m1, m2)``, counted from one; a single component or learner is omitted."""
+    if components == 1:
+        return tuple(f"L{m2 + 1}" for m2 in range(learners))
+    if learners == 1:
+        return tuple(f"G{m1 + 1}" for m1 in range(components))
+    return tuple(f"G{m1 + 1}·L{m2 + 1}" for m1 in range(components) for m2 in range(learners))
+
+
+def weight_map(
+    model: FederatedModel,
+    dataset: FederatedDataset,
+    clients: ClientTable,
+    absent: dict[str, str],
+) -> tuple[WeightMap | None, ClientTable]:
+    """Return the heat map, and the table with each client's strongest pair."""
+    if not has_mixture_weights(model):
+        absent["weights"] = (
+            "Clients have no mixture weights under this method: there is a single learner, or each "
+            "client is assigned to one."
+        )
+        return None, clients
+    weights = _weights_of(model, dataset)
+    pairs = pair_names(*weights.shape[1:])
+    flat = weights.reshape(len(weights), -1)
+    strongest = tuple(pairs[pair] for pair in flat.argmax(-1))
+    shown = evenly(len(flat), MOST_CLIENTS_IN_HEAT_MAP)
+    shown = shown[order_by_similarity(flat[shown])]
+    return (
+        WeightMap(shown, pairs, flat[shown]),
+        replace(clients, strongest=strongest, share=flat.max(-1)),
+    )
+
+
+def order_by_similarity(values: FloatArray) -> IntArray:
+    """Return an order of the rows ``(n, k)`` in which similar rows are neighbours, ``(n,)``."""
+    from scipy.cluster.hierarchy import leaves_list, linkage
+
+    if len(values) < 3:
+        return np.arange(len(values))
+    tree = linkage(values, method="average", optimal_ordering=True)
+    return np.asarray(leaves_list(tree), dtype=np.int64)
+
+
+# ---------------------------------------------------------------------- the plane of the Gaussians
+
+
+def projection_of(
+    model: FederatedModel,
+    dataset: FederatedDataset,
+    feature_names: Sequence[str] | None,
+    absent: dict[str, str],
+) -> Projection | None:
+    """Return Gaussians and clients in a plane; ``None`` if the model has no such plane."""
+    gaussians = model.prediction.gaussians
+    if gaussians is None:
+        absent["projection"] = "This method has no Gaussians to show."
+        return None
+    means = gaussians.means.cpu().numpy()
+    if means.shape[1] < 2:
+        absent["projection"] = "The Gaussians see a single column, so there is no plane to show."
+        return None
+    if model.projection is not None:
+        known = dataset.column_names or [f"x{j}" for j in range(model.projection.mean.shape[0])]
+        beside = model.projection.components[model.options["pca"] :].argmax(1).tolist()
+        feature_names = [f"component {j + 1} of the vectors" for j in range(model.options["pca"])]
+        feature_names += [known[column] for column in beside]
+    elif feature_names is None and model.features_are_inputs:
+        feature_names = dataset.column_names
+    if feature_names is not None and len(feature_names) != means.shape[1]:
+        raise ValueError(
+            f"feature_names has {counted(len(feature_names), 'name')}, but the Gaussians see "
+            f"{counted(means.shape[1], 'column')}; give one name per column."
+        )
+    return project(
+        means,
+        gaussians.covariances.cpu().numpy(),
+        gaussians.covariance_type,
+        model.weights.sum(-1),
+        _weights_of(model, dataset).sum(-1),
+        feature_names,
+    )
+
+
+def project(
+    means: FloatArray,
+    covariances: FloatArray,
+    covariance_type: str,
+    shares: FloatArray,
+    client_shares: FloatArray,
+    feature_names: Sequence[str] | None = None,
+) -> Projection:
+    """Project Gaussians and clients onto the plane in which the means differ most.
+
+    Means that span only a line or a point leave directions open; those of the largest variance are
+    taken then.
+
+    Args:
+        means: ``(M1, d)``, with at least two columns.
+        covariances: shaped by their type as in :class:`fedgmm.core.gaussians.Gaussians`.
+        covariance_type: one of its types.
+        shares: the federation's ``π(m1)``, ``(M1,)``.
+        client_shares: each client's ``π_c(m1)``, ``(C, M1)``.
+        feature_names: of the ``d`` columns, for the titles of the axes.
+    """
+    shares = shares / shares.sum()
+    centre = shares @ means
+    deviations = (means - centre) * np.sqrt(shares)[:, None]
+    _, spreads, directions = np.linalg.svd(deviations, full_matrices=False)
+    rank = int((spreads > 1e-9 * (1.0 + np.abs(means).max())).sum())
+    axes = directions[: min(rank, 2)].T
+    within = _pooled_covariance(covariances, covariance_type, shares, means.shape[1])
+    if rank < 2:
+        axes = np.hstack([axes, _widest_directions(within, axes)[:, : 2 - rank]])
+    # An axis and its mirror image are equivalent: make the largest entry positive.
+    largest = axes[np.abs(axes).argmax(0), [0, 1]]
+    axes = np.asarray(axes * np.where(largest < 0, -1.0, 1.0))
+    spread = deviations.T @ deviations if rank else within
+    captured = np.trace(axes.T @ spread @ axes) / max(float(np.trace(spread)), 1e-300)
+    first, second = (_axis_title(axes[:, k], k + 1, feature_names) for k in (0, 1))
+    of_missing = [j for j, name in enumerate(feature_names or ()) if name.endswith(_MISSING)]
+    between = np.square(deviations).sum(0)  # how much each column separates the means
+    follows = rank > 0 and between[of_missing].sum() > between.sum() / 2
+    largest_first = sorted(of_missing, key=lambda j: -between[j])[
+        : _NAMED_PER_AXIS if follows else 0
+    ]
+    return Projection(
+        axes=axes,
+        means=(means - centre) @ axes,
+        covariances=_covariances_in_plane(covariances, covariance_type, axes, len(means)),
+        shares=shares,
+        clients=(client_shares @ means - centre) @ axes,
+        strongest=client_shares.argmax(-1),
+        captured=float(min(captured, 1.0)),
+        separates=rank > 0,
+        axis_titles=(first, second),
+        missing=tuple((feature_names or ())[j].removesuffix(_MISSING) for j in largest_first),
+    )
+
+
+def _pooled_covariance(
+    covariances: FloatArray, covariance_type: str, shares: FloatArray, columns: int
+) -> FloatArray:
+    """Return ``Σ_m π(m) Σ_m``, ``(d, d)``."""
+    match covariance_type:
+        case "full":
+            return np.asarray(np.tensordot(shares, covariances, 1))
+        case "tied":
+            return covariances
+        case _:  # one variance per column, or one for all columns
+            return np.asarray(np.diag(np.ones(columns) * (shares @ covariances)))
+
+
+def _covariances_in_plane(
+    covariances: FloatArray, covariance_type: str, axes: FloatArray, components: int
+) -> FloatArray:
+    """Return ``Aᵀ Σ_m A`` for axes ``A`` ``(d, 2)``: ``(M1, 2, 2)``."""
+    match covariance_type:
+        case "full" | "tied":
+            inside = axes.T @ covariances @ axes
+        case "diag":
+            inside = (axes.T * covariances[:, None]) @ axes
+        case _:
+            inside = covariances[:, None, None] * np.eye(2)
+    return np.asarray(np.broadcast_to(inside, (components, 2, 2)))
+
+
+def _widest_directions(covariance: FloatArray, taken: FloatArray) -> FloatArray:
+    """Return directions orthogonal to ``taken`` ``(d, k)``, those of the largest variance first."""
+    others = np.eye(len(covariance)) - taken @ taken.T
+    values, vectors = np.linalg.eigh(others @ covariance @ others)
+    # A taken direction and a constant column both have variance zero here: put the taken ones last.
+    order = np.argsort(-(values - np.square(taken.T @ vectors).sum(0)))
+    return np.asarray(vectors[:, order])
+
+
+def _axis_title(axis: FloatArray, number: int, feature_names: Sequence[str] | None) -> str:
+    if feature_names is None:
+        return f"direction {number}"
+    strongest = np.argsort(-np.abs(axis))[:_NAMED_PER_AXIS]
+    named = [k for k in strongest if abs(axis[k]) > 0.3 * abs(axis[strongest[0]])]
+    names = {k: feature_names[k].replace(_MISSING, " missing") for k in named}
+    more = ", ".join(names[k] for k in named if axis[k] > 0)
+    less = ", ".join(names[k] for k in named if axis[k] < 0)
+    return " · ".join(f"{word} {text}" for word, text in (("more", more), ("less", less)) if text)

@@ -188,15 +188,11 @@ def compare(
             if algorithm not in SHARED_LEARNERS:  # a client's own learners already know its labels
                 chosen = replace(chosen, personal_labels=False)
             name = f"{TITLES[algorithm]}, {LEARNER_TITLES.get(kind, kind)}"
-            search = _RateSearch(
-                dataset,
-                chosen,
-                grid,
-                extend,
-                tuning_rounds,
-                lambda line, name=name: notify(f"{name}: {line}"),  # type: ignore[misc]
-            )
-            tried.append(search.run())
+
+            def named(line: str, name: str = name) -> None:
+                notify(f"{name}: {line}")
+
+            tried.append(_train_tuned(dataset, chosen, grid, extend, tuning_rounds, named))
         best, *others = sorted(tried, key=lambda one: -one.score)  # the first kind wins ties
         contestants.append(replace(best, others=tuple(others)))
     references = {}
@@ -206,69 +202,60 @@ def compare(
     return Comparison(contestants, len(dataset.test) / len(dataset.train), references)
 
 
-@dataclass(frozen=True)
-class _RateSearch:
-    """Training of one method with one kind of learner; see the top of the module for the search."""
+def _train_tuned(
+    dataset: FederatedDataset,
+    options: TrainingOptions,
+    grid: Sequence[float] | None,
+    extend: bool,
+    tuning_rounds: int | None,
+    notify: Notify,
+) -> Contestant:
+    """Choose the learning rate of a method, if it has one; see the top of the module for the search."""
+    from fedgmm.nets.networks import network
 
-    dataset: FederatedDataset
-    options: TrainingOptions
-    grid: Sequence[float] | None
-    extend: bool
-    tuning_rounds: int | None
-    notify: Notify
-
-    def run(self) -> Contestant:
-        """Choose the learning rate, if there is one, and return the trained method."""
-        from fedgmm.nets.networks import network
-
-        options, dataset = self.options, self.dataset
-        net = network(options.learner, dataset.input_shape, len(dataset.classes))
-        mixture = options.algorithm in ("fedgmm", "fedem", "fedavg")
-        exact = solver_of(options, net) == "newton" and mixture
-        if self.grid is None or exact:
-            return self._train(options)
-        short = max(1, options.rounds // 4) if self.tuning_rounds is None else self.tuning_rounds
-        tuning = tune(
-            dataset,
-            options.algorithm,
-            grid=self.grid,
-            rounds=short,
-            extend=self.extend,
-            options=options,
-            notify=self.notify,
-        )
-        best = self._train(replace(options, lr=tuning.best))
-        tried = {tuning.best: best.score}
-        centre = None
-        while self.extend and centre != best.model.options["lr"]:
-            centre = best.model.options["lr"]
-            for lr in neighbours(centre, {*tuning.scores, *tried}, len(self.grid) > 1):
-                if lr not in tried:
-                    found = self._train(replace(options, lr=lr))
-                    tried[lr] = found.score
-                    # after divergence only a smaller rate can help
-                    if (found.score, -lr) > (best.score, -best.model.options["lr"]):
-                        best = found
-        return replace(best, tuning=Tuning(best.model.options["lr"], tuning.scores, tried))
-
-    def _train(self, options: TrainingOptions) -> Contestant:
-        self.notify(f"training with rate {options.lr:.3g}")
+    def trained(options: TrainingOptions) -> Contestant:
+        notify(f"training with rate {options.lr:.3g}")
         started = time.perf_counter()
         with warnings.catch_warnings():
-            if self.grid is not None and self.extend:  # other rates are tried
+            if grid is not None and extend:  # other rates are tried
                 warnings.simplefilter("ignore", DivergenceWarning)
-            model = train(self.dataset, options=options)
+            model = train(dataset, options=options)
         pass_on_interrupt(model)
         seconds = time.perf_counter() - started
+        score = validation_score(model) if len(dataset.validation) else 0.0
+        found = model.evaluate("test")
         return Contestant(
-            options.algorithm,
-            str(options.learner),
-            model,
-            model.evaluate("test"),
-            validation_score(model) if len(self.dataset.validation) else 0.0,
-            seconds,
-            None,
+            options.algorithm, str(options.learner), model, found, score, seconds, None
         )
+
+    net = network(options.learner, dataset.input_shape, len(dataset.classes))
+    mixture = options.algorithm in ("fedgmm", "fedem", "fedavg")
+    exact = solver_of(options, net) == "newton" and mixture
+    if grid is None or exact:
+        return trained(options)
+    short = max(1, options.rounds // 4) if tuning_rounds is None else tuning_rounds
+    tuning = tune(
+        dataset,
+        options.algorithm,
+        grid=grid,
+        rounds=short,
+        extend=extend,
+        options=options,
+        notify=notify,
+    )
+    best = trained(replace(options, lr=tuning.best))
+    tried = {tuning.best: best.score}
+    centre = None
+    while extend and centre != best.model.options["lr"]:
+        centre = best.model.options["lr"]
+        for lr in neighbours(centre, {*tuning.scores, *tried}, len(grid) > 1):
+            if lr not in tried:
+                found = trained(replace(options, lr=lr))
+                tried[lr] = found.score
+                # after divergence only a smaller rate can help
+                if (found.score, -lr) > (best.score, -best.model.options["lr"]):
+                    best = found
+    return replace(best, tuning=Tuning(best.model.options["lr"], tuning.scores, tried))
 
 
 def tune(

@@ -141,48 +141,40 @@ def fit_config(
     on_round: Iterable[OnTrainingRound] = (),
 ) -> FederatedRun:
     """Train a model from a configuration, like :func:`fit`."""
-    return _on_first_rank(
-        out,
-        lambda: _fit_config(config, RunFolder(Path(out)), overwrite, notify, on_start, on_round),
-    )
+    folder = RunFolder(Path(out))
 
+    def work() -> FederatedRun:
+        resolve_device(config.options().device)
+        chosen = config
+        if config.embedding is not None:
+            with folder.lock():  # vectors are kept, so an attempt that was interrupted resumes
+                chosen = _with_vectors(config, folder, notify)
+        paths = [path.resolve() for path in find_tables(chosen.files)]
+        for path in paths:
+            try:
+                path.name.encode()  # the client's name is written to JSON
+            except UnicodeEncodeError:
+                raise ValueError(
+                    f"The name of the file {str(path)!r} is not UTF-8; rename it."
+                ) from None
+        chosen = replace(chosen, files=tuple(map(str, paths))).complete()
+        with folder.lock(), on_disk_if_large(chosen.files, chosen.table, folder.home):
+            tables = None
+            if folder.has_progress:
+                if not overwrite:
+                    raise RunError(
+                        f"{folder.home} already holds a run; resume it with fedgmm resume, choose another "
+                        "folder, or replace it with --overwrite."
+                    )
+                # read the files first, because the old run must survive if they cannot be used
+                tables = read_tables(chosen.files, chosen.table, notify)
+                agreement(tables)
+            elif not folder.is_run and folder.other_files:
+                raise RunError(f"{folder.home} is not empty and not a run; choose another folder.")
+            folder.clear()
+            return _run(folder, chosen, notify, on_start, on_round, tables)
 
-def _fit_config(
-    config: RunConfig,
-    folder: RunFolder,
-    overwrite: bool,
-    notify: Notify,
-    on_start: OnStart,
-    on_round: Iterable[OnTrainingRound],
-) -> FederatedRun:
-    resolve_device(config.options().device)
-    if config.embedding is not None:
-        with folder.lock():  # vectors are kept, so an attempt that was interrupted resumes
-            config = _with_vectors(config, folder, notify)
-    paths = [path.resolve() for path in find_tables(config.files)]
-    for path in paths:
-        try:
-            path.name.encode()  # the client's name is written to JSON
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"The name of the file {str(path)!r} is not UTF-8; rename it."
-            ) from None
-    config = replace(config, files=tuple(map(str, paths))).complete()
-    with folder.lock(), on_disk_if_large(config.files, config.table, folder.home):
-        tables = None
-        if folder.has_progress:
-            if not overwrite:
-                raise RunError(
-                    f"{folder.home} already holds a run; resume it with fedgmm resume, choose another "
-                    "folder, or replace it with --overwrite."
-                )
-            # read the files first, because the old run must survive if they cannot be used
-            tables = read_tables(config.files, config.table, notify)
-            agreement(tables)
-        elif not folder.is_run and folder.other_files:
-            raise RunError(f"{folder.home} is not empty and not a run; choose another folder.")
-        folder.clear()
-        return _run(folder, config, notify, on_start, on_round, tables)
+    return _on_first_rank(out, work)
 
 
 def _with_vectors(config: RunConfig, folder: RunFolder, notify: Notify) -> RunConfig:
@@ -191,8 +183,8 @@ def _with_vectors(config: RunConfig, folder: RunFolder, notify: Notify) -> RunCo
     found = config.embedding.sites(
         config.files, folder.vectors, lambda site, n, of: notify(f"embedding {site}: {n} of {of}")
     )
-    for line in (f"{site.name}: skipped {line}." for site in found for line in site.skipped):
-        warnings.warn(line, stacklevel=3)
+    for note in (note for site in found for note in site.notes):
+        warnings.warn(note, stacklevel=3)
     return replace(config, files=tuple(str(site.path) for site in found))
 
 
@@ -216,9 +208,30 @@ def resume(
     Raises:
         RunError: there is no run, or its files changed.
     """
-    return _on_first_rank(
-        home, lambda: _resume(RunFolder(Path(home)), rounds, notify, on_start, on_round)
-    )
+    folder = RunFolder(Path(home))
+
+    def work() -> FederatedRun:
+        folder.need_run()
+        with folder.lock():
+            config = config_from(read_config(folder.config))
+            planned = config.options().rounds
+            if rounds is not None and rounds < planned:
+                raise ValueError(
+                    f"The run is set to {counted(planned, 'round')}; --rounds can only add rounds."
+                )
+            if rounds is not None and rounds > planned:
+                config = config.with_training(rounds=rounds)
+            elif folder.is_finished:
+                return open_run(folder.home)
+            check_files_unchanged(folder)
+            if folder.checkpoint.is_file():
+                read_checkpoint(
+                    folder.checkpoint
+                )  # stop here if it is damaged, and keep the old model
+            with on_disk_if_large(config.files, config.table, folder.home):
+                return _run(folder, config, notify, on_start, on_round)
+
+    return _on_first_rank(home, work)
 
 
 def _on_first_rank(home: str | Path, run: Callable[[], FederatedRun]) -> FederatedRun:
@@ -228,32 +241,6 @@ def _on_first_rank(home: str | Path, run: Callable[[], FederatedRun]) -> Federat
     from fedgmm.training.distributed import lead_or_follow
 
     return lead_or_follow(run, lambda _: open_run(home))
-
-
-def _resume(
-    folder: RunFolder,
-    rounds: int | None,
-    notify: Notify,
-    on_start: OnStart,
-    on_round: Iterable[OnTrainingRound],
-) -> FederatedRun:
-    folder.need_run()
-    with folder.lock():
-        config = config_from(read_config(folder.config))
-        planned = config.options().rounds
-        if rounds is not None and rounds < planned:
-            raise ValueError(
-                f"The run is set to {counted(planned, 'round')}; --rounds can only add rounds."
-            )
-        if rounds is not None and rounds > planned:
-            config = config.with_training(rounds=rounds)
-        elif folder.is_finished:
-            return open_run(folder.home)
-        check_files_unchanged(folder)
-        if folder.checkpoint.is_file():
-            read_checkpoint(folder.checkpoint)  # stop here if it is damaged, and keep the old model
-        with on_disk_if_large(config.files, config.table, folder.home):
-            return _run(folder, config, notify, on_start, on_round)
 
 
 def _run(

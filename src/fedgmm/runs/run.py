@@ -562,8 +562,7 @@ class FederatedRun:
                 self.folder.vectors / "later",
                 lambda site, done, total: notify(f"embedding {site}: {done} of {total}"),
             )
-            path = site.path
-            notes = [f"{site.name}: skipped {line}." for line in site.skipped]
+            path, notes = site.path, site.notes
         rows = read_rows(path, self.preprocessing, notify=notify, **options)
         return replace(rows, notes=[*notes, *rows.notes])
 

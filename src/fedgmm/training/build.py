@@ -13,8 +13,7 @@ from fedgmm.core.params import Params
 from fedgmm.core.server_optimisers import ServerOptimiser
 from fedgmm.methods.base import DENSITY, AnyMethod
 from fedgmm.methods.clustered import ClusteredFL
-from fedgmm.methods.fedavg import FedAvgPlus, without_density
-from fedgmm.methods.fedgmm import FedGMM
+from fedgmm.methods.fedgmm import FedAvgPlus, FedGMM, without_density
 from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.methods.local import Local
 from fedgmm.methods.local_training import LocalTraining

@@ -245,13 +245,9 @@ def unit_weights(privacy: Privacy, codes: Tensor, persons: Tensor | None) -> Ten
 
 
 class PrivateWalk(ABC):
-    """Clients of a private run behind the round loop: they make the releases of the plan in order.
+    """Clients of a private run behind the round loop: they make the releases of the plan in order."""
 
-    Attributes:
-        loop: of the run; it saves the state after every release, so none is asked for twice.
-    """
-
-    loop: Training
+    loop: Training  # of the run; it saves the state after every release, so none is asked for twice
 
     @abstractmethod
     def release(self, method: PrivateMixture, shared: PrivateShared, place: int) -> Sums:
@@ -286,20 +282,13 @@ def noisy_sums(layout: NoisySums, total: FloatArray, sigma: float, mu: float) ->
 
 @dataclass
 class PrivateClients(PrivateWalk):
-    """Clients in this process that send noised sums, for :class:`~fedgmm.training.loop.Training`.
+    """Clients in this process that send noised sums, for :class:`~fedgmm.training.loop.Training`."""
 
-    Attributes:
-        rows: of all clients, within ``[-1, 1]``.
-        privacy: the budget.
-        account: of the run.
-        weights: of the rows, see :func:`unit_weights`.
-        source: of random bytes; ``None`` is the operating system.
-    """
-
-    rows: LabelledRows
-    privacy: Privacy
-    account: Account
-    weights: Tensor
+    rows: LabelledRows  # of all clients, within ``[-1, 1]``
+    privacy: Privacy  # the budget
+    account: Account  # of the run
+    weights: Tensor  # of the rows, see :func:`unit_weights`
+    # of random bytes; ``None`` is the operating system
     source: RandomBytes = field(default=os.urandom)
 
     def facts(self) -> dict[str, Any]:

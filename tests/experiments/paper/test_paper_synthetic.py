@@ -5,8 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from fedgmm.experiments.paper.illustration import illustrate, reproduce_illustration
-from fedgmm.experiments.paper.synthetic import Size, reproduce_gaussian, reproduce_non_gaussian
+from fedgmm.experiments.paper.synthetic import (
+    Size,
+    illustrate,
+    reproduce_gaussian,
+    reproduce_illustration,
+    reproduce_non_gaussian,
+)
 
 SMALL = Size(clients=9, rows=300, seeds=(0,), rounds=20, tuning_rounds=1, grid=(0.1,),
              methods=("fedavg", "fedem", "fedgmm"))  # fmt: skip

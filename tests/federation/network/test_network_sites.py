@@ -18,6 +18,7 @@ from fedgmm.federation.demo import free_port
 from fedgmm.federation.messages import PROTOCOL, Failure, Message
 from fedgmm.federation.network import sites as sites_module
 from fedgmm.federation.network.certificates import trial_certificates
+from fedgmm.federation.network.client import Connection, RefusedError, take_part
 from fedgmm.federation.network.keys import (
     AcceptedKeys,
     check_private_key,
@@ -26,7 +27,9 @@ from fedgmm.federation.network.keys import (
 )
 from fedgmm.federation.network.sites import NetworkSites
 from fedgmm.federation.network.stream import PIECE, Assembler, greeting, pieces, read_greeting, sign
-from fedgmm.federation.settings import FederationError
+from fedgmm.federation.settings import FederationError, SiteSettings
+from fedgmm.federation.site import Site
+from small_runs import draw_rows, write_csv
 
 PATH = "/fedgmm.Federation/Connect"
 APART = [("grpc.use_local_subchannel_pool", 1)]  # each channel has its own connection
@@ -480,3 +483,37 @@ def test_a_removed_key_loses_its_connection(secure, secured):
     wait_for(lambda: sites.nodes() == [])
     with pytest.raises((grpc.RpcError, StopIteration)):
         next(peer.call)
+
+
+def test_a_client_logs_a_refused_plan_once_and_with_the_remedy(plain, tmp_path):
+    sites, _, port = plain
+    write_csv(tmp_path / "oslo.csv", draw_rows(np.random.default_rng(0), 40))
+    lines, ends = [], []
+
+    def client():
+        site = Site(SiteSettings((tmp_path / "oslo.csv",), tmp_path / "oslo"))
+        connection = Connection("127.0.0.1", port, None, None)
+        try:
+            take_part(site, connection, tmp_path / "oslo", notify=lines.append)
+        except RefusedError as error:
+            ends.append(str(error))
+
+    def greet(rounds):
+        plan = {"algorithm": "fedgmm", "rounds": rounds, "trials": False}
+        (reply,) = ask(sites, kind="hello", protocol=PROTOCOL, agree=False, plan=plan).values()
+        return reply
+
+    thread = in_background(client)
+    wait_for(sites.nodes, 20.0)
+    assert greet(3).facts["name"] == "oslo"
+    for _ in range(3):  # a server asks again until it has a reply
+        assert "another plan" in greet(4).reason
+    assert greet(3).facts["name"] == "oslo"  # the site is still here for the plan of its owner
+    assert "another plan" in greet(4).reason  # a new refusal after a reply is logged again
+    ask(sites, kind="refused", protocol=PROTOCOL, reason="the end")
+    thread.join(20.0)
+
+    logged = [line for line in lines if "another plan" in line]
+    assert len(logged) == 2
+    assert all("--forget" in line for line in logged)
+    assert "the end" in ends[0]

@@ -13,7 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from fedgmm.core.scratch import empty, kept, scratch_file, touched
+from fedgmm.core.scratch import (
+    active,
+    empty,
+    gathered,
+    kept,
+    row_blocks,
+    scratch_file,
+    touched,
+)
 
 Kind = Literal["empty", "number", "date", "boolean", "text"]
 """The kind of a column's values. All values of an ``empty`` column are missing, so it fits any kind."""
@@ -42,6 +50,7 @@ LARGEST = 1e140
 
 _MICROSECONDS_PER_DAY = 86_400e6
 _BLOCK_ROWS = 16_384
+_MOST_SEARCHED = 65_536  # distinct texts that are looked up chunk by chunk
 _FIRST_LOOK = 8  # most text fails in the first values, which is faster than casting all of them
 _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
 
@@ -152,20 +161,22 @@ def stored_kind(kind: pa.DataType) -> Kind | None:
     return next((name for name, fits in found.items() if fits), None)
 
 
-def column_values(values: pa.ChunkedArray, written: FileFormat = PLAIN) -> ColumnValues:
+def column_values(
+    values: pa.ChunkedArray, written: FileFormat = PLAIN, *, as_text: bool = False
+) -> ColumnValues:
     """Convert a column of an Arrow table whose type has a :func:`stored_kind`."""
     kind = stored_kind(values.type)
     assert kind is not None
     if values.null_count == len(values):
         return ColumnValues.absent(len(values))
+    if as_text or kind == "text":
+        return _text_values(values, written)
     # dates may look like whole numbers, such as 20241231
     digits = re.fullmatch(r"(%[YmdHMSj])+", written.date_format or "")
     if digits and pa.types.is_integer(values.type):
-        texts = _text_values(values.cast(pa.string()), written)
+        texts = _text_values(values, written)
         if texts.kind == "date":
             return texts
-    if kind == "text":
-        return _text_values(values, written)
     numbers: FloatArray = empty(len(values), np.float64)
     first = 0
     for chunk in values.chunks:  # so that temporaries stay small
@@ -174,11 +185,16 @@ def column_values(values: pa.ChunkedArray, written: FileFormat = PLAIN) -> Colum
         first += len(chunk)
         touched(chunk.nbytes + 8 * len(chunk))
     if kind == "number" and written.missing_values:
-        numbers = np.where(np.isin(numbers, written.missing_numbers), np.nan, numbers)
-        if np.isnan(numbers).all():
+        present = 0
+        for place in row_blocks(len(numbers)):
+            numbers[place][np.isin(numbers[place], written.missing_numbers)] = np.nan
+            present += int(np.count_nonzero(~np.isnan(numbers[place])))
+        if not present:
             return ColumnValues.absent(len(values))
     if kind == "boolean":
-        codes = np.where(np.isnan(numbers), -1, numbers).astype(np.int32)
+        codes: CodeArray = empty(len(numbers), np.int32)
+        for place in row_blocks(len(numbers)):
+            codes[place] = np.where(np.isnan(numbers[place]), -1, numbers[place])
         return ColumnValues(kind, numbers, codes, pa.array(TRUTH), False)
     return ColumnValues(kind, numbers, None, pa.array([], pa.string()), False)
 
@@ -197,23 +213,42 @@ def table_on_disk(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> pa.Ta
 
 def _text_values(values: pa.ChunkedArray, written: FileFormat) -> ColumnValues:
     """Encode texts; only the distinct ones are trimmed and cast."""
-    encoded = values.dictionary_encode().combine_chunks()
-    codes = np.asarray(encoded.indices.fill_null(-1), dtype=np.int32)
-    texts = encoded.dictionary
+    codes, texts = _text_codes(values)
     trimmed = pc.utf8_trim_whitespace(texts)
     clean = pc.if_else(written.means_missing(trimmed), pa.scalar(None, pa.string()), trimmed)
     if not clean.equals(texts):
         again = clean.dictionary_encode()
         lookup = np.append(np.asarray(again.indices.fill_null(-1), dtype=np.int32), np.int32(-1))
-        codes, texts = lookup[codes], again.dictionary
+        codes, texts = gathered(lookup, codes), again.dictionary
     kind, numbers = _kind_and_numbers(texts, written.date_format)
     orders = {} if numbers is not None else _orders(texts)
     if orders:
         kind, numbers = "date", next(iter(orders.values()))
     if numbers is not None:
-        numbers = np.append(numbers, np.nan)[codes]
-    orders = {order: np.append(days, np.nan)[codes] for order, days in orders.items()}
+        numbers = gathered(np.append(numbers, np.nan), codes)
+    orders = {order: gathered(np.append(days, np.nan), codes) for order, days in orders.items()}
     return ColumnValues(kind, numbers, codes, texts, True, orders)
+
+
+def _text_codes(values: pa.ChunkedArray) -> tuple[CodeArray, pa.StringArray]:
+    """Return codes of the distinct texts, -1 where missing, and these texts in the order of the rows."""
+    if active():
+        texts = pa.array([], pa.string())
+        for chunk in values.chunks:
+            texts = pc.unique(pa.chunked_array([texts, chunk.cast(pa.string()).drop_null()]))
+            if len(texts) > _MOST_SEARCHED:
+                break
+        else:
+            codes: CodeArray = empty(len(values), np.int32)
+            first = 0
+            for chunk in values.chunks:
+                own = pc.index_in(chunk.cast(pa.string()), value_set=texts).fill_null(-1)
+                codes[first : first + len(chunk)] = np.asarray(own)
+                first += len(chunk)
+                touched(chunk.nbytes)
+            return codes, texts
+    encoded = values.cast(pa.string()).dictionary_encode().combine_chunks()
+    return np.asarray(encoded.indices.fill_null(-1), dtype=np.int32), encoded.dictionary
 
 
 def kind_of_text(text: str) -> Kind:

@@ -238,9 +238,9 @@ class TableFile:
                         f"the column {quoted(name)} holds {shown}, which is not a type for tables."
                     )
                     raise TableError(self.path, problem)
-                if name in as_text and kind != "empty":
-                    values = values.cast(pa.string())
-                self.columns[name] = column_values(values, self.written).on_disk()
+                text = name in as_text and kind != "empty"
+                found = column_values(values, self.written, as_text=text)
+                self.columns[name] = found.on_disk()
         except TableError:
             raise
         except (OSError, pa.ArrowException) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +20,18 @@ import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.randomness import client_keys
-from fedgmm.core.scratch import as_bytes, available_memory, empty, scratch, touched
-from fedgmm.core.scratch import kept as on_disk
+from fedgmm.core.scratch import (
+    as_bytes,
+    available_memory,
+    counts_of,
+    empty,
+    gathered,
+    row_blocks,
+    scratch,
+    stable_order,
+    touched,
+    where,
+)
 from fedgmm.data.dataset import FederatedDataset, LabelledRows, split_rows
 from fedgmm.data.federated import client_rows
 from fedgmm.data.tables.agreement import (
@@ -31,6 +41,7 @@ from fedgmm.data.tables.agreement import (
     columns_to_read_as_text,
 )
 from fedgmm.data.tables.columns import (
+    CodeArray,
     ColumnValues,
     FloatArray,
     IntArray,
@@ -135,14 +146,17 @@ class ClientsFile:
         kind = self.file.columns[name].kind
         return "text" if name in self.as_categories and kind != "empty" else kind
 
-    def labels(self) -> tuple[IntArray, list[str]]:
+    def labels(self) -> tuple[CodeArray, list[str]]:
         """Return the label of each row as an index into texts, -1 where it is missing."""
         if self.options.label is None:
-            return np.zeros(self.file.rows, dtype=np.int64), [NO_LABEL]
+            return np.broadcast_to(np.int32(0), self.file.rows), [NO_LABEL]
         if self.options.task == "regression":
-            return np.where(np.isnan(self.numbers()), -1, 0), [NO_LABEL]
-        codes, texts = self.file.columns[self.options.label].categories()
-        return codes.astype(np.int64), texts
+            numbers = self.numbers()
+            codes: CodeArray = empty(len(numbers), np.int32)
+            for place in row_blocks(len(codes)):
+                codes[place] = np.where(np.isnan(numbers[place]), -1, 0)
+            return codes, [NO_LABEL]
+        return self.file.columns[self.options.label].categories()
 
     def numbers(self) -> FloatArray:
         """Return the numbers to predict, NaN where they are missing."""
@@ -209,26 +223,21 @@ class Tables:
         for own in self.files:
             own.file.check_unchanged()
             own.read()
-            own_labels, texts = own.labels()
-            encoded: NDArray[Any]
-            if preprocessing.labels.scaling is not None:
-                encoded = own.numbers()
-                kept.append(~np.isnan(encoded))
-            else:
-                encoded = np.append(preprocessing.labels.encode(texts)[0], -1)[own_labels]
-                kept.append(encoded >= 0)
-            labels.append(on_disk(encoded[kept[-1]]))
+            encoded, wanted = _encoded_labels(own, preprocessing)
+            kept.append(where(wanted, own.file.rows))
+            labels.append(gathered(encoded, kept[-1]))
             owners = np.array([place[n] for n in own.names])
-            codes.append(on_disk(owners[own.clients[kept[-1]]]))
+            codes.append(gathered(owners, gathered(own.clients, kept[-1])))
         all_codes, all_labels = _joined(codes), _joined(labels)
         options = self.options
         splits = split_rows(all_codes, client_keys(names), options.split, options.seed)
         # the split of each row, and its place within that split
-        part = np.empty(len(all_codes), dtype=np.int8)
+        part = empty(len(all_codes), np.int8)
         row_in_part = empty(len(all_codes), np.int64)
         for number, rows in enumerate(splits):
-            part[rows] = number
-            row_in_part[rows] = np.arange(len(rows))
+            for at in row_blocks(len(rows)):
+                part[rows[at]] = number
+                row_in_part[rows[at]] = np.arange(at.start, at.stop)
         width = len(preprocessing.feature_names)
         matrices = [empty((len(rows), width), np.float32) for rows in splits]
         first = 0
@@ -236,7 +245,8 @@ class Tables:
             notify(f"preparing {own.file.path.name}")
             start = 0
             for block in _encoded(own.file, preprocessing).blocks():
-                values = block[keep[start : start + len(block)]]
+                ends = np.searchsorted(keep, (start, start + len(block)))
+                values = block[keep[slice(*ends)] - start]
                 start += len(block)
                 stop = first + len(values)
                 for number, matrix in enumerate(matrices):
@@ -248,9 +258,9 @@ class Tables:
                 own.file.columns.clear()
         train, validation, test = (
             LabelledRows(
-                client_rows([matrix], on_disk(all_codes[rows]), names),
+                client_rows([matrix], gathered(all_codes, rows), names),
                 torch.from_numpy(matrix),
-                torch.from_numpy(on_disk(all_labels[rows])),
+                torch.from_numpy(gathered(all_labels, rows)),
             )
             for matrix, rows in zip(matrices, splits, strict=True)
         )
@@ -260,11 +270,24 @@ class Tables:
         return FederatedDataset(train, validation, test, *facts)
 
 
+def _encoded_labels(
+    own: ClientsFile, preprocessing: Preprocessing
+) -> tuple[NDArray[Any], Callable[[slice], NDArray[np.bool_]]]:
+    """Return the label of each row of a file, and a function that finds the labelled among some rows."""
+    if preprocessing.labels.scaling is not None:
+        numbers = own.numbers()
+        return numbers, lambda place: ~np.isnan(numbers[place])
+    codes, texts = own.labels()
+    encoded = gathered(np.append(preprocessing.labels.encode(texts)[0], -1), codes)
+    return encoded, lambda place: encoded[place] >= 0
+
+
 def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
     """Return arrays one behind the other, and forget them one by one."""
     out, first = empty(sum(map(len, parts)), parts[0].dtype), 0
     for number, part in enumerate(parts):
-        out[first : first + len(part)] = part
+        for place in row_blocks(len(part)):
+            out[first + place.start : first + place.stop] = part[place]
         first += len(part)
         parts[number] = part[:0]
     return out
@@ -421,15 +444,19 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
         if target is not None:
             columns[target] = own.file.columns[target]
         codes, texts = own.labels()
-        order = np.argsort(own.clients, kind="stable")
-        ends = np.cumsum(np.bincount(own.clients, minlength=len(own.names)))
+        order = stable_order(own.clients, len(own.names))
+        ends = np.cumsum(counts_of(own.clients, len(own.names)))
         for client, rows in zip(own.names, np.split(order, ends[:-1]), strict=True):
-            found = np.bincount(codes[rows] + 1, minlength=len(texts) + 1)
+            found = np.zeros(len(texts) + 1, dtype=np.int64)
+            for place in row_blocks(len(rows)):
+                np.add.at(found, codes[rows[place]] + 1, 1)
             unlabelled[client] += int(found[0])
             counts = labels.setdefault(client, Counter())
             for code in np.flatnonzero(found[1:]).tolist():
                 counts[texts[code]] += int(found[code + 1])
-            labelled = rows[codes[rows] >= 0] if found[0] else rows
+            labelled = rows
+            if found[0]:
+                labelled = gathered(rows, where(_not_missing(codes, rows), len(rows)))
             parts.setdefault(client, []).append(ClientPart(columns, labelled))
             owned.setdefault(client, set()).update(own.used)
             vectors.setdefault(client, {}).update(own.file.vectors)
@@ -448,6 +475,10 @@ def _summaries(files: list[ClientsFile]) -> dict[str, ClientSummary]:
         )
         for client, own in parts.items()
     }
+
+
+def _not_missing(codes: CodeArray, rows: IntArray) -> Callable[[slice], NDArray[np.bool_]]:
+    return lambda place: codes[rows[place]] >= 0
 
 
 # ---------------------------------------------------------------------- later files

@@ -25,7 +25,7 @@ from fedgmm.core.checks import (
     one_of,
 )
 from fedgmm.core.moments import Scaling
-from fedgmm.core.scratch import as_bytes
+from fedgmm.core.scratch import as_bytes, gathered, row_blocks
 from fedgmm.data.dataset import TASKS, looks_continuous
 from fedgmm.data.tables.columns import (
     PLAIN,
@@ -442,8 +442,11 @@ class Column:
         unknown = place.get(OTHER, len(self.categories))
         missing = len(self.categories) + 1
         lookup = np.array([*(place.get(text, unknown) for text in texts), missing], dtype=np.int64)
-        encoded = lookup[codes]  # the code of a missing value is -1: the last entry
-        return encoded, int((encoded == len(self.categories)).sum())
+        encoded = gathered(lookup, codes)  # the code of a missing value is -1: the last entry
+        return encoded, sum(
+            int(np.count_nonzero(encoded[place] == len(self.categories)))
+            for place in row_blocks(len(encoded))
+        )
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedgmm.core.moments import Pooled, pool
-from fedgmm.core.scratch import touched
+from fedgmm.core.scratch import row_blocks, touched
 from fedgmm.data.tables.columns import ColumnValues, FloatArray, IntArray, Kind, without_point
 
 _BLOCK_ROWS = 16_384
@@ -184,9 +183,9 @@ def _text_summary(
     for part in parts:
         values = part.columns[name]
         assert values.codes is not None
-        found: NDArray[np.int64] = np.bincount(
-            values.codes[part.rows] + 1, minlength=len(values.texts) + 1
-        )
+        found = np.zeros(len(values.texts) + 1, dtype=np.int64)
+        for place in row_blocks(len(part.rows)):
+            np.add.at(found, values.codes[part.rows[place]] + 1, 1)
         missing += int(found[0])
         codes = np.flatnonzero(found[1:])
         for code, text in zip(codes.tolist(), values.texts.take(codes).to_pylist(), strict=True):

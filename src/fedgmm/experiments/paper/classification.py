@@ -35,15 +35,11 @@ PAPER_ACCURACY = {
 
 @dataclass(frozen=True)
 class ImageOutcome:
-    """Results of a classification study.
+    """Results of a classification study."""
 
-    Attributes:
-        accuracy: test accuracy by method, one value per seed, mean over clients in the last round.
-        details: results of all trials.
-    """
-
+    # test accuracy by method, one value per seed, mean over clients in the last round
     accuracy: dict[str, list[float]]
-    details: list[Record]
+    details: list[Record]  # results of all trials
 
 
 def reproduce_classification(

@@ -72,19 +72,14 @@ _WITH_HISTOGRAM = ("fedgmm", "fedem", "fedavg")
 
 @dataclass(frozen=True)
 class NoveltyOutcome:
-    """Results of the study.
+    """Results of the study."""
 
-    Attributes:
-        metrics: AUROC, average precision and Max-F1 by method, one value per seed.
-        left_out: AUROC of each score against each kind of outlier in the scatter plot.
-        perturbed: AUROC of FedGMM's scores against small changes, first seed.
-        details: results of all trials.
-    """
-
+    # AUROC, average precision and Max-F1 by method, one value per seed
     metrics: dict[str, dict[str, list[float]]]
+    # AUROC of each score against each kind of outlier in the scatter plot
     left_out: dict[str, float]
-    perturbed: dict[str, float]
-    details: list[Record]
+    perturbed: dict[str, float]  # AUROC of FedGMM's scores against small changes, first seed
+    details: list[Record]  # results of all trials
 
 
 def reproduce_novelty(folder: Path, study: NoveltyStudy, context: StudyContext) -> NoveltyOutcome:

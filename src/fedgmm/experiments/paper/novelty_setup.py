@@ -35,7 +35,7 @@ from fedgmm.data.encoders import Encoder, ResNet18Encoder, encoder
 from fedgmm.data.images.federated import FederatedImages, federated_images
 from fedgmm.data.images.files import WHITE, ImageData
 from fedgmm.data.partition import transform_images
-from fedgmm.data.representations import (
+from fedgmm.experiments.paper.representations import (
     REPRESENTATIONS,
     Represented,
     StageEncoder,
@@ -196,15 +196,10 @@ def other_labels(classes: int, generator: np.random.Generator) -> IntArray:
 
 @dataclass(frozen=True)
 class KnownImages:
-    """A federation, and the map from further images to features.
+    """A federation, and the map from further images to features."""
 
-    Attributes:
-        dataset: the clients.
-        feature_map: ``None`` if no method has Gaussians that use features.
-    """
-
-    dataset: FederatedDataset
-    feature_map: FeatureMap | None
+    dataset: FederatedDataset  # the clients
+    feature_map: FeatureMap | None  # ``None`` if no method has Gaussians that use features
 
 
 def prepare_novelty(study: NoveltyStudy, seed: int, context: StudyContext) -> KnownImages:
@@ -269,17 +264,13 @@ def with_study_features(
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A federation without one class.
+    """A federation without one class."""
 
-    Attributes:
-        encoded: its clients, each with the same number of images of the other classes.
-        strangers: images of the class that was left out, ``(n, channels, side, side)``.
-        new_labels: the wrong label of each class in relabelled rows, ``(K,)``; only the class that was
-            left out keeps its own.
-    """
-
+    # its clients, each with the same number of images of the other classes
     encoded: EncodedFederation
-    strangers: Images
+    strangers: Images  # images of the class that was left out, ``(n, channels, side, side)``
+    # the wrong label of each class in relabelled rows, ``(K,)``; only the class that was left out
+    # keeps its own
     new_labels: IntArray
 
 

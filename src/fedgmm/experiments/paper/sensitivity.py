@@ -27,19 +27,12 @@ from fedgmm.wording import counted
 
 @dataclass(frozen=True)
 class SensitivityStudy(ImageStudy):
-    """Settings of the study; see :class:`ImageStudy` for the other attributes.
+    """Settings of the study; see :class:`ImageStudy` for the other attributes."""
 
-    Attributes:
-        methods: only FedGMM, because it alone has both numbers.
-        seeds: one federation per seed.
-        component_choices: values of ``M1``.
-        learner_choices: values of ``M2``.
-    """
-
-    methods: tuple[str, ...] = ("fedgmm",)
-    seeds: tuple[int, ...] = (0,)
-    component_choices: tuple[int, ...] = (1, 2, 3, 4, 5)
-    learner_choices: tuple[int, ...] = (1, 2, 3, 4, 5)
+    methods: tuple[str, ...] = ("fedgmm",)  # only FedGMM, because it alone has both numbers
+    seeds: tuple[int, ...] = (0,)  # one federation per seed
+    component_choices: tuple[int, ...] = (1, 2, 3, 4, 5)  # values of ``M1``
+    learner_choices: tuple[int, ...] = (1, 2, 3, 4, 5)  # values of ``M2``
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,17 +62,11 @@ class SensitivityStudy(ImageStudy):
 
 @dataclass(frozen=True)
 class SensitivityOutcome:
-    """Accuracies over the grid, mean over clients, ``(seeds, M1 choices, M2 choices)``.
+    """Accuracies over the grid, mean over clients, ``(seeds, M1 choices, M2 choices)``."""
 
-    Attributes:
-        accuracy: accuracy on test rows.
-        validation: accuracy on validation rows.
-        details: results of all trials.
-    """
-
-    accuracy: NDArray[np.float64]
-    validation: NDArray[np.float64]
-    details: list[Record]
+    accuracy: NDArray[np.float64]  # accuracy on test rows
+    validation: NDArray[np.float64]  # accuracy on validation rows
+    details: list[Record]  # results of all trials
 
 
 def reproduce_sensitivity(

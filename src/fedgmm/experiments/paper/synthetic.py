@@ -1,4 +1,9 @@
-"""The paper's synthetic experiments: Gaussian mixtures (Table 2) and other distributions (appendix)."""
+"""The paper's synthetic experiments: Table 2, other distributions, and the rules on a line.
+
+The illustration of the introduction has two components: ``N(-2, 1.5)`` with ``y = 1{x < -2}`` and
+``N(2, 1.5)`` with ``y = 1{x < 2}``. A method that assumes the same input distribution everywhere mixes both
+rules with the same weights at every ``x``. The density shows which rule applies at a given ``x``.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm
+
+from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.synthetic import SyntheticFederation, synthetic
 from fedgmm.experiments.settings import check_methods_and_seeds
 from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value, write_results
 from fedgmm.methods.base import TITLES
+from fedgmm.report.plots import COLOURS, INK
 from fedgmm.runs.comparison import PAPER_GRID, Notify, compare
+from fedgmm.training.local import train
 from fedgmm.wording import counted
+
+FloatArray = NDArray[np.float64]
+
+CENTRES = np.array([-2.0, 2.0])
+DEVIATION = float(np.sqrt(1.5))
 
 PAPER_GAUSSIAN = {
     "local": 57.52,
@@ -42,27 +59,16 @@ PAPER_NON_GAUSSIAN = {
 
 @dataclass(frozen=True)
 class Size:
-    """Size of an experiment; the defaults are the paper's.
+    """Size of an experiment; the defaults are the paper's."""
 
-    Attributes:
-        clients: number of clients.
-        rows: approximate rows per client, before the split into 60/20/20.
-        seeds: one federation per seed.
-        rounds: rounds of the final training run.
-        tuning_rounds: rounds of each trial of a learning rate.
-        grid: learning rates.
-        methods: names of the methods.
-        device: device to train on.
-    """
-
-    clients: int = 300
-    rows: int = 3000
-    seeds: tuple[int, ...] = (0, 1, 2)
-    rounds: int = 100
-    tuning_rounds: int = 10
-    grid: tuple[float, ...] = PAPER_GRID
-    methods: tuple[str, ...] = tuple(TITLES)
-    device: str = "cpu"
+    clients: int = 300  # number of clients
+    rows: int = 3000  # approximate rows per client, before the split into 60/20/20
+    seeds: tuple[int, ...] = (0, 1, 2)  # one federation per seed
+    rounds: int = 100  # rounds of the final training run
+    tuning_rounds: int = 10  # rounds of each trial of a learning rate
+    grid: tuple[float, ...] = PAPER_GRID  # learning rates
+    methods: tuple[str, ...] = tuple(TITLES)  # names of the methods
+    device: str = "cpu"  # device to train on
 
     def __post_init__(self) -> None:
         check_methods_and_seeds(self.methods, self.seeds)
@@ -70,19 +76,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Test accuracies of one setting, one value per seed.
+    """Test accuracies of one setting, one value per seed."""
 
-    Attributes:
-        setting: its name.
-        accuracy: accuracy by method, mean over clients in the last round.
-        bayes: accuracy of Bayes' rule with the true parameters.
-        details: the record of the comparison for each seed.
-    """
-
-    setting: str
-    accuracy: dict[str, list[float]]
-    bayes: list[float]
-    details: list[Any] = field(default_factory=list)
+    setting: str  # its name
+    accuracy: dict[str, list[float]]  # accuracy by method, mean over clients in the last round
+    bayes: list[float]  # accuracy of Bayes' rule with the true parameters
+    details: list[Any] = field(default_factory=list)  # the record of the comparison for each seed
 
 
 def run_setting(
@@ -197,3 +196,80 @@ def _footnote(size: Size) -> str:
         f"Learning rates are chosen on validation rows among {rates} for every method that has one. "
         "The paper does not publish its means and directions, so its numbers come from another draw.\n"
     )
+
+
+# ---------------------------------------------------------------------- two rules on a line
+
+
+@dataclass(frozen=True)
+class Illustration:
+    """Class probabilities of two methods on a line."""
+
+    grid: FloatArray  # points on the line, ``(n,)``
+    truth: FloatArray  # ``P(y = 1|x)`` of a client with equal weights, ``(n,)``
+    curves: dict[str, FloatArray]  # ``P(y = 1|x)`` by method, ``(n,)`` each
+    accuracy: dict[str, float]  # test accuracy by method, and under ``"bayes"`` that of Bayes' rule
+
+
+def illustrate(clients: int = 20, rows: int = 500, seed: int = 0) -> Illustration:
+    """Fit FedEM and FedGMM to clients that have equal weights for both components."""
+    generator = np.random.default_rng(seed)
+    total = clients * rows
+    z = generator.integers(2, size=total)
+    x = generator.normal(CENTRES[z], DEVIATION)
+    y = (x < CENTRES[z]).astype(np.int64)
+    dataset = FederatedDataset.from_arrays(
+        x[:, None], y, np.repeat(np.arange(clients), rows), seed=seed
+    )
+    grid = np.linspace(-7.0, 7.0, 561)
+    curves, accuracy = {}, {}
+    for name in ("fedem", "fedgmm"):
+        model = train(dataset, name, components=2, learners=2, rounds=200, seed=seed)
+        curves[name] = model.predict_proba(grid[:, None])[:, 1]
+        accuracy[name] = model.evaluate("test").mean_accuracy
+    test = dataset.test.inputs.numpy()[:, 0]
+    right = (_truth(test) > 0.5).astype(np.int64) == dataset.test.labels.numpy()
+    accuracy["bayes"] = float(right.mean())
+    return Illustration(grid, _truth(grid), curves, accuracy)
+
+
+def _truth(x: FloatArray) -> FloatArray:
+    densities = norm.pdf(x[:, None], CENTRES, DEVIATION)
+    return np.asarray((densities * (x[:, None] < CENTRES)).sum(-1) / densities.sum(-1))
+
+
+def reproduce_illustration(folder: Path, seed: int = 0) -> Illustration:
+    """Write the figure and its numbers into a folder."""
+    result = illustrate(seed=seed)
+    names = {"fedem": "FedEM", "fedgmm": "FedGMM", "bayes": "Bayes, true parameters"}
+    markdown = "# Two rules on a line: test accuracy\n\n" + markdown_table(
+        ["method", "accuracy (%)"],
+        [[names[name], f"{100 * value:.2f}"] for name, value in result.accuracy.items()],
+    )
+    write_results(folder, "illustration", {"seed": seed, "accuracy": result.accuracy}, markdown)
+    plot_illustration(result, folder / "illustration.png")
+    return result
+
+
+def plot_illustration(result: Illustration, path: Path) -> Path:
+    """Draw ``P(y = 1|x)`` of both methods and the truth."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {
+        "fedem": "FedEM: one input density for all",
+        "fedgmm": "FedGMM: a density per component",
+    }
+    for axes, (name, curve) in zip(panels, result.curves.items(), strict=True):
+        axes.plot(result.grid, result.truth, color="#B8C4CE", linewidth=5, label="truth")
+        axes.plot(result.grid, curve, color=COLOURS[0], linewidth=1.8, label="learned")
+        axes.set_title(f"{titles[name]} ({100 * result.accuracy[name]:.1f} %)")
+        axes.set_xlabel("x")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(length=0, colors=INK)
+    panels[0].set_ylabel("P(y = 1 | x)")
+    panels[1].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    return path

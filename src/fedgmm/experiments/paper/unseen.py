@@ -70,16 +70,12 @@ _PRINTED = {"fedavg": "as it is", "fedavg+": "tuned", "fedem": "labels", "fedgmm
 
 @dataclass(frozen=True)
 class UnseenStudy(ImageStudy):
-    """Settings of the study; see :class:`ImageStudy` for the other attributes.
+    """Settings of the study; see :class:`ImageStudy` for the other attributes."""
 
-    Attributes:
-        methods: among ``METHODS``; the paper does not define new clients for the others.
-        held_out: share of the clients that do not train.
-        iterations: numbers of EM iterations of the weights at which the curve is evaluated.
-    """
-
+    # among ``METHODS``; the paper does not define new clients for the others
     methods: tuple[str, ...] = METHODS
-    held_out: float = 0.2
+    held_out: float = 0.2  # share of the clients that do not train
+    # numbers of EM iterations of the weights at which the curve is evaluated
     iterations: tuple[int, ...] = (1, 2, 3, 5, 10, 20, 50)
 
     def __post_init__(self) -> None:
@@ -94,32 +90,20 @@ class UnseenStudy(ImageStudy):
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A client that does not train.
+    """A client that does not train."""
 
-    Attributes:
-        name: name of the client.
-        adaptation: rows that it learns its weights from.
-        test: rows that it is tested on; disjoint from ``adaptation``.
-    """
-
-    name: Hashable
-    adaptation: LabelledRows
-    test: LabelledRows
+    name: Hashable  # name of the client
+    adaptation: LabelledRows  # rows that it learns its weights from
+    test: LabelledRows  # rows that it is tested on; disjoint from ``adaptation``
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A federation and its held-out clients.
+    """A federation and its held-out clients."""
 
-    Attributes:
-        dataset: the clients that train.
-        adaptation: rows that the held-out clients learn from.
-        test: rows of the same clients for the test.
-    """
-
-    dataset: FederatedDataset
-    adaptation: LabelledRows
-    test: LabelledRows
+    dataset: FederatedDataset  # the clients that train
+    adaptation: LabelledRows  # rows that the held-out clients learn from
+    test: LabelledRows  # rows of the same clients for the test
 
     @property
     def newcomers(self) -> list[Newcomer]:
@@ -132,15 +116,11 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class UnseenOutcome:
-    """Results of the study.
+    """Results of the study."""
 
-    Attributes:
-        accuracy: mean test accuracy of the unseen clients by method and way, one value per seed.
-        details: results of all trials.
-    """
-
+    # mean test accuracy of the unseen clients by method and way, one value per seed
     accuracy: dict[str, dict[str, list[float]]]
-    details: list[Record]
+    details: list[Record]  # results of all trials
 
 
 def hold_out_clients(study: UnseenStudy, seed: int, context: StudyContext) -> HeldOut:

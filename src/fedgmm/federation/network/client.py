@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedgmm.federation.messages import (
+    FAILURE,
     LARGEST_MESSAGE,
     PROTOCOL,
     Message,
@@ -119,20 +120,37 @@ def take_part(site: RequestHandler, connection: Connection, out: Path, *, notify
         raise ValueError(f"Cannot use the folder {out}: {error.strerror or error}.") from None
 
 
+class _NewLines:
+    """Log a line unless it repeats the last one; :meth:`reset` lets it be logged again."""
+
+    def __init__(self, notify: Notify) -> None:
+        self._notify, self._last = notify, ""
+
+    def __call__(self, line: str) -> None:
+        if line != self._last:
+            self._notify(line)
+        self._last = line
+
+    def reset(self) -> None:
+        """Forget the last line."""
+        self._last = ""
+
+
 def _reconnect(site: RequestHandler, connection: Connection, notify: Notify) -> None:
     """Connect again and again until the site is finished, after longer and longer pauses."""
-    instance, pause, reported = secrets.token_hex(16), _FIRST_PAUSE, ""
+    instance, pause = secrets.token_hex(16), _FIRST_PAUSE
+    # a server repeats a request that this site refuses, also after a new connection
+    endings, failures = _NewLines(notify), _NewLines(notify)
     while not site.finished:
         wait_for_server(connection, notify)
-        line = _Stream(site, connection, instance, notify)
+        line = _Stream(site, connection, instance, notify, failures)
         reason = line.run()
         if site.finished:
             return
         if line.welcomed:
-            pause, reported = _FIRST_PAUSE, ""
-        if reason != reported:
-            notify(f"{reason[0].upper()}{reason[1:]}; reconnecting.")
-            reported = reason
+            pause = _FIRST_PAUSE
+            endings.reset()
+        endings(f"{reason[0].upper()}{reason[1:]}; reconnecting.")
         time.sleep(pause * random.uniform(0.5, 1.0))  # many sites do not come back at once
         pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -141,10 +159,15 @@ class _Stream:
     """One connection to the server; ``welcomed`` after the server has accepted the site's key."""
 
     def __init__(
-        self, site: RequestHandler, connection: Connection, instance: str, notify: Notify
+        self,
+        site: RequestHandler,
+        connection: Connection,
+        instance: str,
+        notify: Notify,
+        failures: _NewLines,
     ) -> None:
         self._site, self._connection, self._instance = site, connection, instance
-        self._notify = notify
+        self._notify, self._failures = notify, failures
         self._outgoing: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
         self.welcomed = False
 
@@ -212,7 +235,9 @@ class _Stream:
             if found is None:
                 continue
             number, request = found
-            reply = reply_or_failure(partial(site.reply, request), SiteError, self._notify)
+            reply = reply_or_failure(partial(site.reply, request), SiteError, self._failures)
+            if reply.kind != FAILURE:
+                self._failures.reset()
             self._outgoing.put(pieces(reply, number))
             if site.finished or site.unusable or site.refused:
                 self._close_after(call)
@@ -278,11 +303,9 @@ def check_authority(path: Path) -> None:
 
 def wait_for_server(connection: Connection, notify: Notify) -> None:
     """Wait until the right server responds; report each new reason for waiting once."""
-    reported = ""
+    report = _NewLines(notify)
     while reason := check_server(connection):
-        if reason != reported:
-            reported = reason
-            notify(f"Waiting for the server at {connection.address} ({reason}).")
+        report(f"Waiting for the server at {connection.address} ({reason}).")
         time.sleep(_RETRY_DELAY)
 
 

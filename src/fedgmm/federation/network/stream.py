@@ -148,10 +148,8 @@ def read_greeting(piece: bytes) -> dict[str, Any]:
 def sign(key: ec.EllipticCurvePrivateKey, challenge: str, host: str) -> str:
     """Return the proof that a site has its private key.
 
-    Args:
-        key: of the site.
-        challenge: random hexadecimal digits of the server, used once.
-        host: name by which the site reached the server, so that another server cannot pass it on.
+    It answers the server's random ``challenge``, which is used once. It names the ``host`` by which the
+    site reached the server, so that another server cannot pass it on.
     """
     return key.sign(_statement(challenge, host), ec.ECDSA(hashes.SHA384())).hex()
 

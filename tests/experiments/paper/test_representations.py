@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import save_file
 
 from fedgmm.data.encoders import PixelEncoder, ResNet18Encoder
-from fedgmm.data.representations import (
+from fedgmm.experiments.paper.representations import (
     REPRESENTATIONS,
     Layout,
     Represented,
     StageEncoder,
 )
-from fedgmm.data.representations import represented as represented_tensor
+from fedgmm.experiments.paper.representations import represented as represented_tensor
 from fedgmm.nets.backbones import ResNet18
 
 

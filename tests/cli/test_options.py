@@ -1,0 +1,61 @@
+"""The help of options: all have one, from the docstring of their command or from their type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from fedgmm.cli import app
+from fedgmm.cli.options import Ignore, with_help
+
+
+def commands(group, name=""):
+    """All commands of a group and of the groups within it, by name."""
+    for own, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{name}{own} ")
+        else:
+            yield f"{name}{own}", command
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands(get_command(app))))
+def test_every_option_has_help(name, command):
+    assert command.help
+    assert "Options:" not in command.help
+    assert [option.name for option in command.params if not getattr(option, "help", None)] == []
+
+
+def test_help_comes_from_the_docstring():
+    def show(
+        file: Path,
+        label: Annotated[str, typer.Option()],
+        ignore: Ignore = None,
+        rounds: Annotated[int, typer.Option(min=1)] = 3,
+    ) -> None:
+        """Show a file.
+
+        Options:
+            file: The file: a table.
+            label: The column to predict, such as
+                diagnosis.
+            rounds: Number of rounds.
+        """
+        print(file, label, ignore, rounds)
+
+    small = typer.Typer()
+    small.command()(with_help(show))
+    command = get_command(small)
+    helps = {option.name: getattr(option, "help", None) for option in command.params}
+    assert helps["file"] == "The file: a table."
+    assert helps["label"] == "The column to predict, such as diagnosis."
+    assert helps["rounds"] == "Number of rounds."
+    assert "leave out" in helps["ignore"]
+    assert command.help == "Show a file."
+    result = CliRunner().invoke(small, ["a.csv", "--label", "y", "--ignore", "id"])
+    assert result.stdout.split() == ["a.csv", "y", "['id']", "3"]
+    assert CliRunner().invoke(small, ["a.csv", "--label", "y", "--rounds", "0"]).exit_code == 2
