@@ -65,8 +65,9 @@ _BLOCK_ROWS = 2000  # images in a file of the cache, and of another data set
 
 _RATES = tuple(10.0**exponent for exponent in (0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -2.5))
 _SIZES: dict[str, list[Choice]] = {
-    "fedgmm": [
-        {"components": m1, "learners": m2} for m1, m2 in ((3, 3), (2, 2), (6, 3), (6, 6), (10, 10))
+    "fedgmm": [  # one Gaussian makes FedGMM predict like FedEM
+        {"components": m1, "learners": m2}
+        for m1, m2 in ((3, 3), (1, 3), (2, 2), (6, 3), (6, 6), (10, 10))
     ],
     "fedem": [{"learners": m2} for m2 in (3, 2, 6, 10)],
 }
