@@ -5,6 +5,7 @@ loop trains one linear learner per epoch with a ``DataLoader``, on the pooled ro
 the pooled rows to the end. All three see the same rows; the accuracy is on rows that none has seen.
 
     python benchmarks/embeddings.py            # 100,000 rows of 512 numbers, ten classes
+    python benchmarks/embeddings.py --device cuda
     python benchmarks/embeddings.py --quick    # seconds
 """
 
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="where FedGMM trains: cpu or cuda")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
@@ -38,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     X, y, clients, seen = _rows(options.rows, options.columns)
     results = [
-        _fedgmm(X, y, clients, seen, options.rounds),
+        _fedgmm(X, y, clients, seen, options.rounds, options.device),
         _plain_loop(X, y, seen, options.rounds),
         _logistic_regression(X, y, seen),
     ]
@@ -61,7 +63,7 @@ def _rows(rows: int, columns: int) -> tuple[Any, Any, Any, Any]:
     return X, y, rng.integers(CLIENTS, size=rows), rng.random(rows) > TEST_SHARE
 
 
-def _fedgmm(X: Any, y: Any, clients: Any, seen: Any, rounds: int) -> dict[str, Any]:
+def _fedgmm(X: Any, y: Any, clients: Any, seen: Any, rounds: int, device: str) -> dict[str, Any]:
     from fedgmm import FederatedDataset, train
 
     data = FederatedDataset.from_arrays(X[seen], y[seen], clients[seen], split=(1, 0, 0))
@@ -72,10 +74,11 @@ def _fedgmm(X: Any, y: Any, clients: Any, seen: Any, rounds: int) -> dict[str, A
         cpus.append(time.process_time())
 
     options: dict[str, Any] = {"personal_labels": False, "tol": None, "pca": min(48, X.shape[1])}
+    options["device"] = device
     model = train(data, components=3, learners=3, rounds=rounds, on_round=tick, **options)
     right = model.predict(X[~seen], clients=clients[~seen]) == y[~seen]
     # the first round also includes the start
-    return _result("FedGMM 3 × 3, a round", walls[1:], cpus[1:], right)
+    return _result(f"FedGMM 3 × 3, a round, {device}", walls[1:], cpus[1:], right)
 
 
 def _plain_loop(X: Any, y: Any, seen: Any, epochs: int) -> dict[str, Any]:

@@ -64,12 +64,13 @@ _OTHER = {"cifar10": "cifar100", "cifar100": "cifar10", "femnist": "mnist", "mni
 _BLOCK_ROWS = 2000  # images in a file of the cache, and of another data set
 
 _RATES = tuple(10.0**exponent for exponent in (0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -2.5))
+_LEARNERS = (3, 2, 6, 10)
 _SIZES: dict[str, list[Choice]] = {
-    "fedgmm": [  # one Gaussian makes FedGMM predict like FedEM
+    "fedgmm": [
         {"components": m1, "learners": m2}
-        for m1, m2 in ((3, 3), (1, 3), (2, 2), (6, 3), (6, 6), (10, 10))
+        for m1, m2 in ((3, 3), (2, 2), (6, 3), (6, 6), (10, 10), *((1, m2) for m2 in _LEARNERS))
     ],
-    "fedem": [{"learners": m2} for m2 in (3, 2, 6, 10)],
+    "fedem": [{"learners": m2} for m2 in _LEARNERS],
 }
 _OWN_OPTIONS: dict[str, list[Choice]] = {
     "fedprox": [{"proximal": strength} for strength in (0.1, 0.01)],
@@ -120,13 +121,18 @@ class EmbeddingStudy(ImageStudy):
     def choices(self, method: str) -> list[list[Choice]]:
         """Return learners with rates and starts, then label frequencies, then the method's own choices.
 
-        Rate and start are chosen together, and sizes last, because each depends on those before it.
+        Rate and start are chosen together, and sizes last, because each depends on those before it. With
+        one Gaussian FedGMM predicts like FedEM, so its search contains FedEM's.
         """
         starts: list[Choice] = [{}]
         if method in _SIZES:  # a mixture may start as one learner, which sees all rows
             starts = [
                 {"start": "auto", "warmup": 0},
                 {"start": "split", "warmup": self.rounds // 2},
+            ]
+        if method == "fedgmm":
+            starts = [
+                {**start, "components": m1} for m1 in (self.components, 1) for start in starts
             ]
         found: list[list[Choice]] = [
             [

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli_w
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
@@ -130,6 +129,8 @@ class ServerFolder:
             path.unlink(missing_ok=True)
         training = {k: v for k, v in job.options.record().items() if k != "standardise"}
         config = replace(settings.config, training=training)
+        import tomli_w
+
         text = config.toml() + "\n" + tomli_w.dumps({"federation": settings.record()})
         write_atomically(self.run.config, text.encode())
         write_json(self.run.environment, environment())

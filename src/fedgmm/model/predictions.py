@@ -387,7 +387,9 @@ def _assigned_learners(prediction: Prediction) -> Tensor:
     """Return the learner of every client and, last, the default learner, ``(C + 1,)``; -1 if missing."""
     assignment, default = prediction.assignment, prediction.default_learner
     assert assignment is not None
-    return torch.cat([assignment, assignment.new_tensor([-1 if default is None else default])])
+    learners = next(iter(prediction.learners.values()))
+    found = torch.cat([assignment, assignment.new_tensor([-1 if default is None else default])])
+    return found.to(learners.device)
 
 
 def _for_blocks(rows: int, visit: Callable[[slice], None], device: torch.device) -> None:

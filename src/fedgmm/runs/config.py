@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from fedgmm.core.checks import (
     Count,
     Texts,
@@ -167,6 +165,8 @@ class RunConfig:
             }
         if self.privacy is not None:
             sections["privacy"] = self.privacy.record()
+        import tomli_w
+
         return tomli_w.dumps(sections)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tomli_w
 
 from fedgmm.core.paired import Estimate
 from fedgmm.data.embed import originals
@@ -359,6 +358,8 @@ def _options(sections: Mapping[str, Mapping[str, Any]]) -> str:
         for name, value in values.items():
             if isinstance(value, str) and PurePath(value).is_absolute():
                 values[name] = PurePath(value).name
+    import tomli_w
+
     return tomli_w.dumps(kept)
 
 
