@@ -64,6 +64,14 @@ def test_fedgmm_beats_what_knows_one_rule(rng):
     assert train(data, "fedavg", rounds=30).evaluate().mean_accuracy < 0.7
 
 
+@pytest.mark.parametrize("learner", ["linear", "mlp"])
+def test_with_one_gaussian_fedgmm_is_fedem_by_default(rng, learner):
+    """Also at the start: a learner that is tied to the only Gaussian would get most rows."""
+    data, options = federation(rng), {"learners": 2, "learner": learner, **FAST}
+    ours = train(data, "fedgmm", **{**options, "components": 1})
+    assert np.allclose(predictions(ours, data), predictions(train(data, "fedem", **options), data))
+
+
 def test_it_is_the_package_s_own_door(rng):
     assert fedgmm.train is train
     assert fedgmm.TrainingOptions is TrainingOptions

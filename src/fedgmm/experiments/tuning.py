@@ -8,10 +8,11 @@ The search has three stages:
 3. The best two are trained to the end and compared by accuracy.
 
 The first list is searched like this; if it has several starts of a mixture, or numbers of Gaussians, each
-has its own three stages, because their effect shows late, and their whole runs are compared. Later lists, and a list of only
-two choices, go straight to the third stage, because the effect of independence shows late and label
-frequencies are counted at the end. Training runs resume between stages, and the winner becomes the trial of
-the first seed. Every step writes a file, so an interruption costs one training run at most.
+has its own three stages, because their effect shows late, and their whole runs are compared. Later lists,
+and a list of only two choices, go straight to the third stage, because the effect of independence shows
+late and label frequencies are counted at the end. Training runs resume between stages, and the winner
+becomes the trial of the first seed. Every step writes a file, so an interruption costs one training run at
+most.
 
 Mixtures start as one shared learner, usually for longer than the first two stages. These stages therefore
 judge their options as FedAvg's, which is cheap, and only the third one compares whole mixtures.

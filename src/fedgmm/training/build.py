@@ -77,10 +77,10 @@ def build(options: TrainingOptions, net: Network) -> AnyMethod:
     training = LocalTraining(net, sgd, words.schedule, options.rounds, options.seed, dtype)
     server_lr = options.server_lr or (0.01 if options.server == "adam" else 1.0)
     server = ServerOptimiser(words.server, server_lr, options.server_momentum)
-    start = words.start
-    if start == "auto":
-        start = "tied" if options.algorithm == "fedgmm" else "random"
     components, learners = options.sizes
+    start = words.start
+    if start == "auto":  # one Gaussian cannot tell learners apart
+        start = "tied" if options.algorithm == "fedgmm" and components > 1 else "random"
     density = FederatedGMM(components, words.covariance_type, words.aggregation)
     mixture = FedGMM(
         training,

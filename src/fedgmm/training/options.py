@@ -43,7 +43,7 @@ class TrainingOptions:
             defined by their gradient steps, so they always use SGD. With a budget of privacy, ``"auto"``
             is Newton's method, and ``"sgd"`` is for few rows of many classes.
         start: how learners start: ``"tied"`` to the Gaussians, ``"split"`` from one learner,
-            ``"random"``, or ``"auto"``: tied for FedGMM, random otherwise.
+            ``"random"``, or ``"auto"``: tied for FedGMM with several Gaussians, random otherwise.
         warmup: rounds that first train one shared learner (FedAvg); they count as rounds.
         lr: learning rate of local SGD.
         momentum: momentum of local SGD; it starts at zero in every round.
