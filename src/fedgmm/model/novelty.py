@@ -306,7 +306,8 @@ def file_test(
     rows. With strata, rows are ranked and dealt within each, so shares of the strata do not matter.
 
     The p-value is at least ``1 / (1 + draws)``, and at least ``1 / C(m + n, n)`` for ``n`` rows and ``m``
-    held-out rows: at 5 % one row can speak from 19 held-out rows on, see :func:`rows_to_speak`.
+    held-out rows. So a file of one row can reach 5 % from 19 held-out rows on, see
+    :func:`rows_to_speak`.
 
     Args:
         calibration: scores of held-out rows, ``(m,)``; high means familiar.
