@@ -154,7 +154,7 @@ def client(
 ) -> None:
     """Take part in a federation with the rows of this site. The rows stay here.
 
-    A key NAME.key and a certificate ca.crt are found in the working folder and in --out.
+    Without --key and --ca, the client looks for NAME.key and ca.crt in the working folder and in --out.
 
     The client waits for the server, reconnects if necessary, and ends with the federation.
 

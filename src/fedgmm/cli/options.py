@@ -36,8 +36,8 @@ Ignore = Annotated[list[str] | None, Option(help="Column to leave out. May be re
 Positive = Annotated[
     str | None,
     Option(
-        help="Positive class of two. Default: 1, true or yes beside 0, false or no; otherwise the rarer "
-        "one in training."
+        help="Positive class of two. Default: 1, true or yes if the other class is 0, false or no; "
+        "otherwise the rarer one in training."
     ),
 ]
 Threshold = Annotated[
@@ -80,8 +80,8 @@ Ids = Annotated[
     list[str] | None,
     Option(
         "--id",
-        help="Column that identifies rows: never an input, but in the output of predict and detect. May "
-        "be repeated.",
+        help="Column that identifies rows. It is not an input, but predict and detect repeat it in their "
+        "output. May be repeated.",
     ),
 ]
 OutFile = Annotated[
@@ -110,9 +110,7 @@ Weights = Annotated[
 Size = Annotated[
     int | None, Option(min=8, help="Side in pixels that the network sees. Default: 224.")
 ]
-Download = Annotated[
-    bool, Option("--download", help="Allow the download of weights that are not there.")
-]
+Download = Annotated[bool, Option("--download", help="Allow the download of missing weights.")]
 
 
 def with_help(command: Callable[..., None]) -> Callable[..., None]:

@@ -105,8 +105,8 @@ def embed(
 ) -> None:
     """Turn images or texts into vectors with a frozen encoder, once.
 
-    Every other command takes the Parquet files. If the command is interrupted, run it again: batches
-    that are finished are used.
+    All other commands read the Parquet files that it writes. If it is interrupted, run it again: it
+    reuses the finished batches.
 
     Example: fedgmm embed sites/* --out vectors --weights resnet18.safetensors
 
@@ -220,8 +220,8 @@ def fit(
         learners: Number of learners, or auto to choose it on validation rows. Default: auto for small data,
             otherwise 3.
         learner: Kind of learner: linear or mlp.
-        pca: Principal components of vectors that the Gaussians see beside other columns (without vectors:
-            of all inputs). Default: 48 for longer vectors, else no reduction.
+        pca: Number of principal components by which the Gaussians see the vectors (without vectors: all
+            columns). Default: 48 for longer vectors, else no reduction.
         rounds: Largest number of rounds.
         seed: Seed of all random numbers.
         device: cpu, cuda or auto.
@@ -418,7 +418,7 @@ def evaluate(
         files: Labelled files of known clients; default: the files of the run.
         split: Rows of the run: train, validation or test. Default: test.
         client: Client whose rows the files hold; default: the client column, otherwise the file's name.
-        importance: Show which columns decide, on the rows of the run, as well.
+        importance: Also show how much each column matters for the predictions, on the rows of the run.
     """
     from fedgmm.cli.run_tables import (
         confusion_table,
@@ -581,9 +581,10 @@ def detect(
 ) -> None:
     """Find rows of a file that are unlike the training data.
 
-    The p-value of all rows together tests whether they are drawn like held-out rows: of the client, or
-    within each Gaussian of all clients. It is at most 5 % for 5 % of such files. It is at least
-    1 / C(m + n, n) for n rows and m held-out rows, so with 19 held-out rows one row can speak at 5 %.
+    The command also tests all rows together. If they are drawn like the held-out rows (with --client: of
+    the client; otherwise: of all clients, within each Gaussian), the p-value of the file is at most 5 % in
+    5 % of cases. It is at least 1 / C(m + n, n) for n rows and m held-out rows, so a file of one row
+    needs 19 held-out rows to reach 5 %.
 
     Example: fedgmm detect run/ batch.csv --false-alarm-rate 0.05 --out scores.csv
 

@@ -414,7 +414,7 @@ def reproduce(
         track: Images: paper (the paper's protocol) or tuned (every method tuned).
         learner: Images: linear, mlp, cnn or mobilenet.
         encoder: Images: input of the Gaussians, resnet18 or pixels.
-        encoder_dtype: Images: type of the encoder, float32, bfloat16 or auto.
+        encoder_dtype: Images: type of the encoder's numbers, float32, bfloat16 or auto.
         image_size: Images: width and height for the encoder. Default: 224.
         components: Images: number of Gaussians. Default: 3; novelty chooses it.
         learners: Images: number of learners. Default: 3.

@@ -1,4 +1,6 @@
-"""Means, variances and covariances from sums: the one place where clients' moments are pooled.
+"""Means, variances and covariances of columns, pooled from the sums of clients.
+
+The update of the mixture's own ``μ_m`` and ``Σ_m`` is :func:`fedgmm.core.em.update_gaussians`.
 
 Moments are taken around a centre near the data, so that nothing cancels, and they add up over rows,
 over batches and over clients.

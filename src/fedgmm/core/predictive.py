@@ -56,8 +56,8 @@ class NumberPredictions:
     log_weights: Tensor  # ``log P_c(m|x)``, ``(n, M2)``
     means: Tensor  # ``f_θm(x)``, ``(n, M2)``
     variances: Tensor  # ``σ²_m``, ``(n, M2)``
-    # :meth:`normal_scores` of held-out rows, ``(h,)``, which intervals are calibrated by; ``None``
-    # without any
+    # :meth:`normal_scores` of held-out rows, ``(h,)``, for the calibration of intervals; ``None``
+    # without held-out rows
     held_out: Tensor | None = None
 
     def unscaled(self, scaling: Scaling) -> NumberPredictions:

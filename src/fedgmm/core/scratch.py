@@ -37,7 +37,7 @@ _UNITS = {"b": 0, "kb": 1, "mb": 2, "gb": 3, "tb": 4}
 
 @dataclass
 class _Place:
-    """A folder, and the rest of the file that small arrays share."""
+    """A folder for scratch files, and the unused rest of the file that small arrays share."""
 
     folder: Path
     rest: NDArray[np.uint8]
@@ -165,7 +165,7 @@ def stable_order(codes: NDArray[np.integer], groups: int) -> NDArray[np.int64]:
 
 
 def scratch_file(write: Callable[[IO[bytes]], None]) -> mmap.mmap:
-    """Return a new file as memory, after ``write`` has written it."""
+    """Make a scratch file with ``write`` and return it mapped into memory."""
     place = _place.get()
     assert place is not None
     folder = place.folder

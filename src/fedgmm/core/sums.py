@@ -1,8 +1,9 @@
 """``Sums``: named sums over rows, which clients send and the server adds.
 
-A method declares each of its sums once, with :class:`Sum`: its shape, the values that rows can produce,
-how much one row can change it, and how it travels. The wire format and the checks of received updates are
-written against this declaration and not against a method, and so can masks and noise be.
+Every training method lists its sums in ``declare_sums``, see
+:meth:`fedgmm.methods.fedgmm.FedGMM.declare_sums`. A :class:`Sum` declares the shape of a sum, the values
+that rows can produce, how much one row can change it, and how it travels. The wire format, the checks of
+received updates and the masks use this declaration, so they work for every method.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Sums(Mapping[str, Tensor]):
         return len(self._values)
 
     def __add__(self, other: Sums) -> Sums:
-        """Return the sums over the rows of both."""
+        """Return the sums over the rows of both; gathered entries are put one after the other."""
         added = {
             name: torch.cat([value, other[name]]) if name in self.gathered else value + other[name]
             for name, value in self.items()

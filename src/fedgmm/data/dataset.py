@@ -417,8 +417,8 @@ class FederatedDataset:
         """Return a split by its name."""
         if not isinstance(name, str):
             raise TypeError(
-                f"split must be one of {list(SPLITS)}, got {type(name).__name__}; a data set is the "
-                "second argument, dataset=."
+                f"split must be one of {list(SPLITS)}, got {type(name).__name__}; pass a data set "
+                "as the second argument, dataset=."
             )
         check_choice("split", name, SPLITS)
         rows: LabelledRows = getattr(self, name)
@@ -558,7 +558,7 @@ def _encode_labels(
     except TypeError:
         kinds = sorted({type(label).__name__ for label in labels.tolist()})
         raise ValueError(
-            f"y holds labels that cannot be sorted together: {', '.join(kinds)}."
+            f"y holds labels of types that cannot be sorted together ({', '.join(kinds)}); use one type."
         ) from None
     if task == "auto" and looks_continuous(classes, len(labels)):
         raise ValueError(

@@ -123,7 +123,10 @@ class FeatureMap:
     def attach(
         self, dataset: FederatedDataset, progress: Progress | None = None
     ) -> FederatedDataset:
-        """Return a data set of images with these features; its clients may be new."""
+        """Return a data set of images with the features of this map, which stays the same.
+
+        So the clients may be new ones.
+        """
         rows = encode_splits(dataset, self.encoder, self.cache, progress)
         return with_features(dataset, *(self.project(rows[name]) for name in SPLITS))
 

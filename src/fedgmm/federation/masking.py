@@ -495,7 +495,7 @@ def read_total(exchange: MaskedExchange, declaration: Declaration) -> Sums:
 def check_total(sums: Sums, declaration: Declaration, rows: float) -> None:
     """Raise ``SumsError`` unless rows can have made a total, up to the rounding of fixed point."""
     if rows <= 0:
-        raise SumsError("no rows are behind the total")
+        raise SumsError("the total stands for no rows")
     loose = {
         name: replace(one, rounding=max(one.rounding, _ROUNDING))
         for name, one in declaration.items()

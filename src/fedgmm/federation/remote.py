@@ -704,7 +704,9 @@ def _checked_centroids(reply: Message, sums: Sums, columns: int, clusters: int) 
     if points is None or counts is None:
         raise WireError("its centroids are missing")
     if counts.ndim != 1 or points.shape != (len(counts), columns) or len(counts) > clusters:
-        raise WireError(f"its centroids have shape {points.shape}, not ({clusters}, {columns})")
+        raise WireError(
+            f"its centroids have shape {points.shape}, not (at most {clusters}, {columns})"
+        )
     for array in (points, counts):
         if array.dtype != np.float64 or not np.isfinite(array).all():
             raise WireError("its centroids are not finite float64")

@@ -179,7 +179,7 @@ class _Server:
         self.notify = self.members.notify
 
     def run(self) -> None:
-        """Run everything from the first greeting to the report."""
+        """Run the federation from the first site to the report; resume if there is a checkpoint."""
         stored = self.folder.stored()
         if stored is None:
             training = self._begin()

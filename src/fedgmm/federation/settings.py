@@ -106,7 +106,8 @@ class FederationSettings:
         if self.quorum > self.clients:
             raise ValueError(
                 f"min_clients={self.min_clients} is more than the "
-                f"{counted(self.clients, 'client that is', 'clients that are')} expected."
+                f"{counted(self.clients, 'client that is', 'clients that are')} expected; lower "
+                "min_clients or raise clients."
             )
         if self.is_masked:
             self._check_masks()

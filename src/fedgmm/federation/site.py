@@ -1,9 +1,12 @@
 """A site of a federation: one data owner, which replies to requests about its own rows.
 
 A site can lose its memory at any time: its state is in its folder, and every request carries the rest.
-So a site may be killed at any time, and each request may meet a new process. No row leaves a site, and
-no metric of its model unless it shares metrics. For ``patience`` and the choice of sizes a site sends sums
-of log-likelihoods of its validation rows, if these are at least ``min_rows``.
+So a site may be killed at any time, and each request may meet a new process.
+
+:mod:`fedgmm.federation.server` lists what a site sends for each request. In a round that is the sums of
+the method's ``declare_sums``, such as :meth:`fedgmm.methods.fedgmm.FedGMM.declare_sums`. No row leaves a
+site, and no metric of its model unless it shares metrics. For ``patience`` and the choice of sizes a site
+sends sums of log-likelihoods of its validation rows, if these are at least ``min_rows``.
 """
 
 from __future__ import annotations

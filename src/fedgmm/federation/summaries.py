@@ -104,7 +104,7 @@ def _column(name: str, record: Mapping[str, Any], rows: int) -> ColumnSummary:
     categories = record.get("categories")
     texts = None if categories is None else _texts(categories, what)
     if texts is not None and sum(texts.values()) > rows - missing:
-        raise SummaryError(f"the categories of {what} are more than its rows")
+        raise SummaryError(f"the counts of the categories of {what} add up to more than its rows")
     unlisted = _count(record.get("unlisted", 0), f"unlisted of {what}", rows - missing)
     orders = _orders(record.get("orders", {}), what, rows - missing)
     return ColumnSummary(kind, missing, count, mean, squares, texts, rest, unlisted, orders)

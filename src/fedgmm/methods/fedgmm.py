@@ -9,6 +9,9 @@ FedAvg                none       1
 FedProx               none       1         proximal term in local training
 FedAvg+               none       1         tuned on every client after the last round
 ====================  =========  ========  ==========================================
+
+A round is Algorithm 1 of the paper: ``client_step`` and ``server_step`` call the equations of
+:mod:`fedgmm.core.em` in its order. ``declare_sums`` lists what a client sends.
 """
 
 from __future__ import annotations

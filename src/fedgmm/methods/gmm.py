@@ -1,4 +1,8 @@
-"""The federated Gaussian mixture: shared Gaussians, weights ``π_c`` that stay with the clients."""
+"""The federated Gaussian mixture: shared Gaussians, weights ``π_c`` that stay with the clients.
+
+It is Algorithm 2 of the paper, and the half of FedGMM that is about inputs. The equations are in
+:mod:`fedgmm.core.em` and :mod:`fedgmm.core.gaussians`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Local training of stacked learners by gradient steps, shared by all methods."""
+"""Local training of stacked learners by gradient steps, shared by all methods.
+
+:func:`fedgmm.nets.sgd.train_local` makes the steps. This module groups clients, so that they fit into
+memory.
+"""
 
 from __future__ import annotations
 

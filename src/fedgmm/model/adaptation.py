@@ -1,5 +1,7 @@
 """Weights ``π_c`` of new clients and label frequencies of all; shared parameters stay fixed.
 
+The EM on ``π_c`` is :func:`fedgmm.core.predictive.new_client_weights`. This module chooses its prior.
+
 Few rows say little about the weights of a client that joins a fitted model, so these are shrunk towards
 the federation's. How strongly depends on how much the training clients differ, and on how well labels of
 the new client are predicted from its other rows. Label frequencies are counted in the rows of the clients,

@@ -103,10 +103,12 @@ def _rankings(rows: ScoredRows) -> Rankings:
 
 
 def _metrics(rows: ScoredRows, rankings: Rankings, weights: FloatArray) -> tuple[Values, Values]:
-    """Return the metrics of each client ``(B, C)`` and of all rows ``(B, 1)`` under weights ``(B, n)``."""
-    cells = _starts(
-        rows.codes, rows.labels
-    )  # first row of each pair of client and class that occurs
+    """Return the metrics of each client, ``(B, C)``, and of all rows together, ``(B, 1)``.
+
+    ``weights``, ``(B, n)``, say how often each of the ``B`` bootstrap samples holds a row.
+    """
+    # first row of each pair of client and class that occurs
+    cells = _starts(rows.codes, rows.labels)
     code, (known, label) = rows.codes[cells], np.unique(rows.labels[cells], return_inverse=True)
     factors = {"rows": None, "right": rows.right, "loss": rows.loss, "brier": rows.brier}
     own, pooled = {}, {}
@@ -120,7 +122,7 @@ def _metrics(rows: ScoredRows, rankings: Rankings, weights: FloatArray) -> tuple
     for place, metrics in enumerate(found):
         ranked = [ranking[place].areas(weights) for ranking in rankings]
         if ranked:
-            # mean over the classes that a group has, but not in all its rows
+            # a class has an area only if the group has rows of it and rows of other classes
             areas = map(_mean_of_defined, zip(*ranked, strict=True))
             metrics["auc"], metrics["average_precision"] = areas
     return found

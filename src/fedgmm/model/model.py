@@ -329,7 +329,10 @@ class FederatedModel:
     def check_decision(**chosen: Any) -> None:
         """Raise if a rule for classes is given, such as a threshold, but numbers are predicted."""
         if any(value is not None for value in chosen.values()):
-            raise ValueError("threshold, cost and positive are for classes, not for numbers.")
+            raise ValueError(
+                "threshold, cost and positive are for classes, but this model predicts numbers; leave "
+                "them out."
+            )
 
     # ------------------------------------------------------------------ evaluation
 
@@ -559,12 +562,14 @@ class FederatedModel:
         return replace(result, batch=compare_file(self.calibration, score, scores, rows))
 
     def client_novelty(self, X: Rows, *, client: Any = None, features: Given = None) -> float:
-        """Return the p-value of rows together; small means that they are novel.
+        """Return one p-value for all rows together; a small one means that they are novel.
 
-        The null hypothesis without a client: within each Gaussian the rows are drawn like the held-out
-        rows of all clients, in any shares of the Gaussians. So a client with other weights is not
-        novel. With a client: the rows are drawn like its held-out rows. The size of the test is
-        exact, see :func:`fedgmm.model.novelty.file_test`, which also says how few rows can speak.
+        With a client the null hypothesis is that the rows are drawn like its held-out rows. Without a
+        client it is that the rows of each Gaussian are drawn like held-out rows of that Gaussian. The
+        shares of the Gaussians do not matter, so a client that only has other weights is not novel.
+
+        The false-alarm rate of the test is exact, see :func:`fedgmm.model.novelty.file_test`.
+        :func:`fedgmm.model.novelty.rows_to_speak` returns the fewest rows that can be found novel.
         """
         self._check_score("x", None)
         if not self.calibration:

@@ -1,8 +1,9 @@
 """Novel rows: split-conformal p-values of rows, and a test of a whole file.
 
-The score of a row does not depend on other rows. Thresholds come from held-out rows, either of all clients
-or of one client, so the chosen false-alarm rate holds for new rows drawn like them, however well the model
-fits.
+A row is novel if its p-value is at most the false-alarm rate. So the threshold of its score is a low
+quantile of the scores of held-out rows: of all clients (:func:`conformal_p_values`) or of one client
+(:func:`client_p_values`). The rate then holds for new rows that are drawn like the held-out ones, however
+well the model fits. :func:`flag_novel_rows` compares, and :func:`file_test` tests a whole file.
 """
 
 from __future__ import annotations
@@ -144,8 +145,16 @@ def flag_novel_rows(
 ) -> NoveltyResult:
     """Flag the rows whose conformal p-value is at most ``false_alarm_rate``.
 
-    Rows have scores of a kind ``score``, ``(n,)``, and clients ``codes``, ``(n,)``, whose ``names`` errors
-    use. Warns if there are too few held-out rows for any row without a client to be flagged.
+    Rows without a client are compared with the held-out rows of all clients, others with those of their
+    client. Warns if there are too few held-out rows for any row without a client to be flagged.
+
+    Args:
+        calibration: scores of held-out rows, see ``CALIBRATIONS``.
+        score: kind of the scores.
+        scores: of the rows, ``(n,)``.
+        codes: the client of each row, ``(n,)``; ``NO_CLIENT`` for rows without one.
+        false_alarm_rate: share of ordinary rows that may be flagged.
+        names: names of the clients, for errors.
     """
     check_rate(false_alarm_rate)
     p_values = np.empty(len(scores))
@@ -297,7 +306,8 @@ def file_test(
     rows. With strata, rows are ranked and dealt within each, so shares of the strata do not matter.
 
     The p-value is at least ``1 / (1 + draws)``, and at least ``1 / C(m + n, n)`` for ``n`` rows and ``m``
-    held-out rows: at 5 % one row can speak from 19 held-out rows on, see :func:`rows_to_speak`.
+    held-out rows. So a file of one row can reach 5 % from 19 held-out rows on, see
+    :func:`rows_to_speak`.
 
     Args:
         calibration: scores of held-out rows, ``(m,)``; high means familiar.

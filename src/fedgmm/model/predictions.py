@@ -1,4 +1,6 @@
-"""Rows of a fitted model: checked, scaled, and evaluated for equation (3).
+"""Check and scale rows, and evaluate the terms of equation (3) for them.
+
+The equation itself is :func:`fedgmm.core.predictive.log_class_probabilities`.
 
 Shapes: ``n`` rows, ``C`` clients, ``M1`` Gaussians, ``M2`` learners, ``K`` classes. A client's code is its
 position among the model's clients. Code -1 stands for rows without a client; tables of clients have one

@@ -202,7 +202,9 @@ def _read_facts(path: Path) -> dict[str, Any]:
     # The digest becomes a file name, so anything but hexadecimal digits could leave the folder.
     valid = re.fullmatch("[0-9a-f]{64}", str(facts.get("numbers")))
     if not valid or facts.get("checksum") != _checksum(facts):
-        raise ModelFileError(f"{path} is damaged or was edited: its checksum is wrong.")
+        raise ModelFileError(
+            f"{path} is damaged or was edited: its checksum is wrong; restore the folder."
+        )
     return facts
 
 
@@ -212,7 +214,7 @@ def _read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
 
     data = _read(path)
     if hashlib.sha256(data).hexdigest() != digest:
-        raise ModelFileError(f"{path} is damaged: its checksum is wrong.")
+        raise ModelFileError(f"{path} is damaged: its checksum is wrong; restore the folder.")
     try:
         return from_bytes(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:

@@ -1,4 +1,8 @@
-"""The likelihood ``P_θ(y|x)`` of learners."""
+"""The likelihood ``P_θ(y|x)`` of learners.
+
+Clients train ``θ_mc`` in :mod:`fedgmm.nets.sgd`, and the server averages these to ``θ_m`` in
+:func:`fedgmm.core.em.average_learners`. Exact steps of linear learners are in :mod:`fedgmm.core.newton`.
+"""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ _LOOKUP = ("scalar types: Long", "index out of range")  # in errors of nn.Embedd
 
 @dataclass(frozen=True)
 class ModuleNetwork(OfModules):
-    """A module with stacked parameters, by ``torch.func.vmap`` or in a loop."""
+    """A network that runs copies of a module side by side, by ``torch.func.vmap`` or in a loop."""
 
     # makes a module that maps ``(n, *shape)`` to logits ``(n, K)``. The module or the factory may
     # have the attribute ``integer_inputs = True``; the module then gets int64 inputs.
     factory: ModuleFactory
     input_shape: tuple[int, ...]  # shape of one row
     classes: int
-    seed: int = 0  # of the draw of random constants, the same draw as that of the first learner
+    seed: int = 0  # draws random constants, and the first learner in the same draw
     # constants of a saved model, in place of those that the factory makes
     given: Params | None = field(default=None, compare=False, repr=False)
 
@@ -63,7 +63,7 @@ class ModuleNetwork(OfModules):
 
     @property
     def hints(self) -> TrainingHints:
-        """Batches of equal size where batch normalisation uses them."""
+        """Ask for batches of equal size if the module has batch normalisation."""
         return TrainingHints(even_batches=bool(self._momenta))
 
     # ------------------------------------------------------------------ parameters and constants

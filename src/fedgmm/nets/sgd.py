@@ -1,4 +1,7 @@
-"""Weighted SGD on all clients and learners at once: the update of ``θ_m`` on the clients."""
+"""Weighted SGD on all clients and learners at once: the clients' ``θ_mc`` of the M-step.
+
+The server averages ``θ_mc`` to ``θ_m`` in :func:`fedgmm.core.em.average_learners`.
+"""
 
 from __future__ import annotations
 

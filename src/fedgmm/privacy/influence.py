@@ -66,8 +66,8 @@ def row_weights(rows: Mapping[str, int], max_share: float | None = None) -> dict
             ``1/n``. ``None`` lets a site count for three times the median site, which is a share of
             ``3 / (n + 2)`` beside equal sites. The sizes of fewer than six honest sites say little
             about each other, so there is no such limit. More than 100 times the median's rows are not
-            believed, however many sites there are: the site counts for the median or less, and for the
-            less the more rows it declares.
+            believed, however many sites there are: the site counts for the median or less. The more rows it
+            declares, the less it counts.
     """
     if not rows:
         return {}

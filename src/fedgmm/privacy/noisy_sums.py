@@ -50,7 +50,9 @@ class NoisySums:
     def __post_init__(self) -> None:
         total = sum(part.share for part in self.parts)
         if not math.isclose(total, 1.0):
-            raise ValueError(f"The shares of a release add up to {total:g}, not to one.")
+            raise ValueError(
+                f"The shares of a release add up to {total:g}; they must add up to one."
+            )
 
     @property
     def numbers(self) -> int:

@@ -163,7 +163,7 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
 
     @property
     def directions(self) -> int:
-        """Number of leading directions of the histogram; zero if one Gaussian needs no start."""
+        """Number of directions of the histogram; zero for one Gaussian, which needs no histogram."""
         return min(self.components - 1, 3)
 
     # ------------------------------------------------------------------ the releases
@@ -466,7 +466,10 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         """Raise ``ValueError`` unless the state has as many Gaussians and learners as the method."""
         m1, m2 = self.components, self.base.learners
         if len(shared.gaussians.means) != m1 or count_learners(shared.learners) != m2:
-            raise ValueError("the state has other numbers of Gaussians or learners.")
+            raise ValueError(
+                f"the state has {len(shared.gaussians.means)} Gaussians and "
+                f"{count_learners(shared.learners)} learners, but the method has {m1} and {m2}."
+            )
         if shared.weights.numel() != m1 * m2:
             raise ValueError("the state has another number of weights.")
 

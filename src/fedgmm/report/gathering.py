@@ -537,8 +537,7 @@ def project(
 ) -> Projection:
     """Project Gaussians and clients onto the plane in which the means differ most.
 
-    Means that span only a line or a point leave directions open; those of the largest variance are
-    taken then.
+    If the means span only a line or a point, directions of the largest variance complete the plane.
 
     Args:
         means: ``(M1, d)``, with at least two columns.

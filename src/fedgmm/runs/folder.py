@@ -80,7 +80,7 @@ class RunFolder:
 
     @property
     def other_files(self) -> set[str]:
-        """Names in the folder, without what an attempt leaves that ended before its first step."""
+        """Names in the folder, without the files of a run that ended before its first step."""
         if not self.home.is_dir():
             return set()
         remains = {".lock", "config.toml.part", self.vectors.name}

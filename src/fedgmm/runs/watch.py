@@ -1,6 +1,6 @@
 """``fedgmm watch``: a live page about a run, served from its folder by the standard library.
 
-The page polls ``/state``. Both come from the files of the run folder alone, so a run needs no option to be
+The page polls ``/state``, which reads only the files of the run folder. So a run needs no option to be
 watched, and the page works before the first round, after the last one and after a crash.
 """
 

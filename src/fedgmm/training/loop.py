@@ -114,7 +114,9 @@ def as_callbacks(on_round: Callback | Iterable[Callback] | None) -> tuple[Callba
     found: tuple[Any, ...] = tuple(on_round) if several else (on_round,)  # type: ignore[arg-type]
     for callback in found:
         if not callable(callback):
-            raise TypeError(f"on_round must be a function or several, got {callback!r}.")
+            raise TypeError(
+                f"on_round must be a function or a list of functions, got {callback!r}."
+            )
     return found
 
 

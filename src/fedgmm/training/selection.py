@@ -188,8 +188,8 @@ def label_noise(counts: Sequence[int] | NDArray[np.int64]) -> float:
 
     They vary with the labels, whose variance is ``1 - Σ_k p_k²``: 1/2 for two balanced classes, and
     little if one class is rare. A rare class also limits what a larger size can gain, so without
-    this factor no gain would be large enough. At most 1. ``counts`` are rows of each class; fewer
-    than two without classes.
+    this factor no gain would be large enough. The result is at most 1. ``counts`` are the numbers of rows
+    of each class; without classes there are fewer than two counts, and the result is 1.
     """
     if len(counts) < 2:
         return 1.0

@@ -93,7 +93,7 @@ class StateDecoder:
         return self._plain(hint, path)
 
     def _has(self, path: str) -> bool:
-        """Return whether the file has a part."""
+        """Return whether the file has something at a path or below it."""
         paths = (*self.tensors, *self.values)
         return any(one == path or one.startswith(f"{path}/") for one in paths)
 

@@ -180,7 +180,9 @@ class TableFile:
                 self.header |= own
         if not self.header:
             first = listed([place for place, _ in columns])
-            raise TableError(path, f"no column has a name (the first line is {first}).")
+            raise TableError(
+                path, f"no column has a name (the first line is {first}); write the names into it."
+            )
 
     @property
     def looks_headless(self) -> bool:

@@ -273,7 +273,10 @@ class Tables:
 def _encoded_labels(
     own: ClientsFile, preprocessing: Preprocessing
 ) -> tuple[NDArray[Any], Callable[[slice], NDArray[np.bool_]]]:
-    """Return the label of each row of a file, and a function that finds the labelled among some rows."""
+    """Return the label of each row of a file, and a function that says which rows have one.
+
+    The function maps a slice of the rows to truth values.
+    """
     if preprocessing.labels.scaling is not None:
         numbers = own.numbers()
         return numbers, lambda place: ~np.isnan(numbers[place])

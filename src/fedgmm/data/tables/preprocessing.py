@@ -230,7 +230,10 @@ class Labels:
         return np.array(self.classes)
 
     def encode(self, texts: Iterable[str]) -> tuple[IntArray, list[str]]:
-        """Return the class index of each text, :data:`UNKNOWN` if it is not a class, and those texts."""
+        """Return the class index of each text, and the texts that are not classes.
+
+        The index of these is :data:`UNKNOWN`.
+        """
         read = _label_reader([str(c) for c in self.classes])
         place = {label: index for index, label in enumerate(self.classes)}
         indices, unknown = [], []

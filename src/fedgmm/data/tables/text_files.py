@@ -40,7 +40,7 @@ class Dialect:
 
     Attributes:
         header: column names: as they stand in the first line, as given, or ``column_1`` and so on.
-        separator: the character between values; a blank stands for one or several.
+        separator: the character between values; ``" "`` means one or more blanks.
         decimal_point: ``"."`` or ``","``.
         encoding: the encoding of the characters.
         has_header: whether the first line holds the names.

@@ -31,7 +31,7 @@ class _Recording:
 
 
 class Recorder:
-    """The recordings of one network, which share their memory.
+    """The CUDA graphs of one network, which share their memory.
 
     The tensors that a replay returns are valid until the next replay.
     """
