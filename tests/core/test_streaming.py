@@ -317,17 +317,18 @@ def test_ctrl_c_at_any_instruction(threads, presses):
     """No lane is left behind, nothing hangs, and what comes out is Ctrl-C or the result."""
     threads(2)
     inside, watching, count = [], False, 0
+    started = threading.Event()
 
     def add(_, block):
         nonlocal watching
         if block < 2:  # of the first lane: it waits for the other, and then Ctrl-C may come
-            while not inside:
-                time.sleep(0.0002)
+            assert started.wait(60)  # on a busy machine the other lane may be over by now
             watching = True
             if presses == 2:
                 raise KeyboardInterrupt
         else:
             inside.append(block)
+            started.set()
             time.sleep(0.004)
             inside.pop()
 
@@ -346,6 +347,7 @@ def test_ctrl_c_at_any_instruction(threads, presses):
 
     for point in range(1, 1000):
         watching, count, seen = False, 0, None
+        started.clear()
         before = sys.gettrace()
         sys.settrace(only_here)
         try:
