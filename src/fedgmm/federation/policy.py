@@ -189,9 +189,8 @@ class Policy:
         if state["setup"] != setup:
             raise RefusedRequestError("the server changed the training options of its run.")
         if state["rounds"] != options.get("rounds"):
-            if (
-                self.privacy.is_noised and state["rounds"] is not None
-            ):  # it decides the noise of each
+            # the number of rounds decides the noise of each
+            if self.privacy.is_noised and state["rounds"] is not None:
                 raise RefusedRequestError("the server changed the number of rounds of its run.")
             state["rounds"] = self._checked_rounds(options.get("rounds"))
         self._in_order(request, state)

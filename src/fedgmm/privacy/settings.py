@@ -152,7 +152,8 @@ class Privacy:
     ) -> tuple[FloatArray, FloatArray]:
         """Return the smallest and the largest value of each column, ``(d,)`` each.
 
-        Bounds that are given by name need the ``names`` of the columns.
+        Bounds that are given by name need the ``names`` of the columns; a column without bounds raises
+        ``PrivacyError``.
         """
         if isinstance(self.bounds, dict):
             missing = [name for name in names or () if name not in self.bounds]

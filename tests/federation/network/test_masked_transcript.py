@@ -99,7 +99,7 @@ def record(patch, home, files):
         found.plain.setdefault(who.name, []).append(elements)
         return elements
 
-    patch.setattr("fedgmm.federation.masking.to_fixed", to_fixed)
+    patch.setattr("fedgmm.federation.site.to_fixed", to_fixed)
     port, failed = free_port(), []
 
     def client(name, path):
