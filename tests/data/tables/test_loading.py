@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+from fedgmm.data.tables.inspection import inspect_tables
 from fedgmm.data.tables.loading import agreement, load_federation, read_rows, read_tables
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 
@@ -709,6 +710,20 @@ def test_numbers_that_few_words_make_text_have_a_note(write, load, values, clien
     )
     assert preprocessing.columns[0].role in ("number", "date")
     assert not any("unknown" in note for note in tables.notes)
+
+
+def test_classes_and_categories_that_differ_only_in_case_have_a_note(write, load):
+    def table(no, yes, ward):
+        rows = (f"{i},{ward if i % 3 else 'B'},{yes if i % 2 else no}\n" for i in range(30))
+        return "x,ward,y\n" + "".join(rows)
+
+    paths = [write("a.csv", table("No", "Yes", "A")), write("b.csv", table("no", "YES", "a"))]
+    dataset, _, tables = load(*paths)
+    assert list(dataset.classes) == ["No", "YES", "Yes", "no"]
+    label, ward = (note for note in tables.notes if "upper and lower case" in note)
+    assert "'ward'" in ward or "'ward'" in label
+    assert any("'y' has classes" in note and "'No' and 'no'" in note for note in (label, ward))
+    assert {label, ward} <= set(inspect_tables(read_tables(paths, TableOptions("y"))).warnings)
 
 
 def test_words_beside_few_numbers_are_categories_without_a_note(write, load):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedgmm.data.tables.agreement import DisagreementError, agree_on_columns
+from fedgmm.data.tables.agreement import DisagreementError, agree_on_columns, spelling_notes
 from fedgmm.data.tables.columns import FloatArray
 from fedgmm.data.tables.errors import joined, listed, quoted
 from fedgmm.data.tables.loading import Tables
@@ -127,6 +127,7 @@ def inspect_tables(tables: Tables) -> Inspection:
         except ValueError as error:  # why the labels cannot be learned
             problems = [str(error)]
     of_classes = {} if problems and len(classes) > _MOST_LISTED_CLASSES else classes
+    problems += spelling_notes(f"The label {quoted(tables.options.label)}", of_classes, "classes")
     warnings = [
         *tables.notes,
         *(note for note in notes if note not in tables.notes),
