@@ -47,19 +47,25 @@ def _clients_table(found: Inspection) -> Table:
     rows = sum(client.rows for client in found.clients)
     table = Table(title=f"{counted(len(found.clients), 'client')}, {counted(rows, 'row')}")
     _add_names(table, "client")
-    labels = list(found.classes)[:_MOST_CLASSES]
+    # without base rates the classes cannot be learned, so their counts do not matter
+    labels = list(found.classes)[:_MOST_CLASSES] if found.base_rates else []
+    of_numbers = any(client.target is not None for client in found.clients)
     _add_numbers(table, "rows", "missing", *(escape(f"class {label}") for label in labels))
-    _add_numbers(table, *["other classes"] * (len(found.classes) > len(labels)), "inputs differ by")
+    others = bool(labels) and len(found.classes) > len(labels)
+    _add_numbers(table, *["other classes"] * others, "inputs differ by")
     _add_numbers(table, *["labels differ by"] * bool(labels))
+    _add_numbers(table, *["mean of the label", "deviation"] * of_numbers)
     for client in found.clients[:_MOST_LINES]:
         cells = [escape(client.name), f"{client.rows:,}", percent(client.missing)]
         cells += [f"{client.classes.get(label, 0):,}" for label in labels]
-        if len(found.classes) > len(labels):
+        if others:
             shown = sum(client.classes.get(label, 0) for label in labels)
             cells.append(f"{sum(client.classes.values()) - shown:,}")
         cells.append(f"{client.marginal_shift:.2f} dev.")
         if labels:
             cells.append(percent(client.label_shift))
+        if client.target is not None:
+            cells += [f"{number:.4g}" for number in client.target]
         table.add_row(*cells)
     _add_rest(table, len(found.clients))
     table.caption = (
