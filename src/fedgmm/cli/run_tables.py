@@ -243,7 +243,8 @@ def importance_table(found: Importance) -> Table:
     _add_numbers(table, "importance", "spread over clients")
     signed = None if found.coefficients is None else found.coefficients.mean(0)
     if signed is not None:
-        table.add_column("effect on the log-odds of the positive class", overflow="fold")
+        target = "prediction" if found.of_numbers else "log-odds of the positive class"
+        table.add_column(f"effect on the {target}", overflow="fold")
     for column in found.order[:_MOST_LINES]:
         name = found.columns[column]
         cells = [escape(name), f"{found.mean[column]:.3f}", f"{found.spread[column]:.3f}"]
