@@ -284,7 +284,13 @@ def test_evaluation(model, dataset):
         assert found.r2[index] == pytest.approx(1 - error / y[own].var())
         loss = -model.log_conditional(x[own], y[own], name).mean()
         assert found.log_loss[index] == pytest.approx(loss)
+    for name in ("rmse", "r2"):
+        low, high = found.pooled_intervals[name]
+        assert low < found.pooled[name] < high
+        assert (found.intervals[name][:, 0] < found.intervals[name][:, 1]).all()
     record = found.record()
+    assert record["pooled"]["intervals"]["rmse"] == list(found.pooled_intervals["rmse"])
+    assert f"{found.pooled_intervals['rmse'][0]:.4g}" in record["headline"]
     assert set(record["clients"]) == set(dataset.names)
     assert record["pooled"]["coverage"] == found.pooled["coverage"]
     assert {"rmse", "r2", "coverage"} <= set(found.summary())

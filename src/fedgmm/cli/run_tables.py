@@ -204,18 +204,19 @@ def evaluation_table(found: Evaluation) -> Table:
 
 
 def pooled_table(found: Evaluation) -> Table | None:
-    """Return the metrics of all rows together with their intervals; ``None`` without rows."""
-    if found.predicted is None:
+    """Return the metrics of all rows together with their intervals; ``None`` without intervals."""
+    if not found.pooled_intervals:
         return None
-    decision, title = found.predicted.decision, "all rows together"
+    threshold = None if found.predicted is None else found.predicted.decision.threshold
+    title = "all rows together"
     if found.positive is not None:
         title += f", positive class {escape(str(found.positive))}"
-    if decision.threshold is not None:
-        title += f", predicted from a probability of {decision.threshold:.3g} on"
+    if threshold is not None:
+        title += f", predicted from a probability of {threshold:.3g} on"
     table = Table(title=title)
     table.add_column("metric")
     _add_numbers(table, "value", "95 % interval")
-    first = [found.leading_metric, "base_rate"]
+    first = [name for name in (found.leading_metric, "base_rate") if name in found.pooled]
     for name in [*first, *(one for one in found.pooled if one not in first)]:
         ends = found.pooled_intervals.get(name, ())
         interval = " to ".join(_shown(name, end) for end in ends if np.isfinite(end))
