@@ -574,3 +574,16 @@ def test_file_options_of_a_configuration(tmp_path):
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert config["data"]["missing_values"] == ["-9"]
     assert config["data"]["id"] == ["column_1"]
+
+
+def test_inspection_of_numbers_to_predict(tmp_path):
+    for name, mean in (("a", 100.0), ("b", 200.0)):
+        rows = [{"x": f"{i}", "dose": f"{mean + i / 7:.3f}"} for i in range(60)]
+        write_csv(tmp_path / f"{name}.csv", rows)
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    found = works("inspect", *files, "--label", "dose", "--task", "regression")
+    assert "mean of the label" in " ".join(found.stdout.split())
+    assert "measurement" not in found.stderr
+    unsure = works("inspect", *files, "--label", "dose")
+    assert "--task regression" in unsure.stderr
+    assert "class" not in unsure.stdout

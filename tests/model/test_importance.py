@@ -54,6 +54,22 @@ def test_coefficients_are_those_of_standardised_columns(personal, data):
         assert found.values[client] == pytest.approx(abs(expected))
 
 
+def test_coefficients_of_numbers_are_in_their_unit():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 3)) * [1.0, 5.0, 1.0]
+    y = 30.0 * x[:, 0] - 2.0 * x[:, 1] + 100.0
+    numbers = FederatedDataset.from_arrays(x, y, np.repeat(["a", "b"], 300), task="regression")
+    model = train(numbers, components=1, learners=1, rounds=20, ridge=1e-6)
+    found = model.importance("train")
+    rows = numbers.train.inputs.double().numpy()
+    assert (found.kind, found.of_numbers) == ("coefficients", True)
+    expected = np.array([30.0, -2.0, 0.0]) * rows.std(0)
+    assert found.coefficients[0] == pytest.approx(expected, abs=0.01)
+    assert found.values[0] == pytest.approx(abs(expected), abs=0.01)
+    assert "log-odds" not in found.meaning
+    assert model.importance(kind="permutation").kind == "permutation"
+
+
 def test_columns_of_a_group_count_together(personal, data):
     found = personal.importance("train", columns={"both": [0, 1], "noise": [2]})
     learner = int(personal.prediction.assignment[0])

@@ -74,6 +74,8 @@ def test_one_learner_is_not_personal(rng):
     assert "--learners 3" in one.impersonal
     one.learn_labels()
     assert not one.impersonal
+    average = train(data, "fedavg", personal_labels=False, **{**OPTIONS, "learners": 1})
+    assert "--algorithm fedgmm --learners 3" in average.impersonal  # it has no learners to add
     for algorithm, learners in (("fedgmm", 2), ("local", 1), ("gmm", 1)):
         other = {**OPTIONS, "learners": learners, "personal_labels": False}
         assert not train(data, algorithm, **other).impersonal

@@ -22,7 +22,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from fedgmm.model.bootstrap import resample_r2
+from fedgmm.model.bootstrap import bootstrap_numbers, resample_r2
 from fedgmm.model.decisions import Decision
 from fedgmm.model.metrics import Evaluation, evaluate
 from fedgmm.runs.folder import as_json
@@ -257,6 +257,37 @@ def test_resampled_r2_agrees_with_scikit_learn(rng):
         drawn.append(r2_score(y[rows], predicted[rows]))
     ends = [0.025, 0.975]
     assert np.quantile(found, ends) == pytest.approx(np.quantile(drawn, ends), abs=0.01)
+
+
+def test_intervals_of_numbers_agree_with_a_loop_over_resamples(rng):
+    codes = np.repeat([0, 1, 2], [60, 40, 1])
+    y = rng.normal(size=101) + codes
+    predicted = y + 0.5 * rng.normal(size=101)
+    own, pooled = bootstrap_numbers(codes, y, (y - predicted) ** 2)
+    rows = {0: codes == 0, 1: codes == 1, "all": np.ones(101, dtype=bool)}
+    for name, mine in rows.items():
+        drawn = []
+        for _ in range(2000):
+            chosen = np.concatenate(
+                [
+                    rng.choice(here := np.flatnonzero(mine & (codes == c)), len(here))
+                    for c in range(3)
+                ]
+            )
+            rmse = np.sqrt(np.mean((y - predicted)[chosen] ** 2))
+            drawn.append((rmse, r2_score(y[chosen], predicted[chosen])))
+        expected = np.quantile(drawn, [0.025, 0.975], axis=0)
+        for column, metric in enumerate(("rmse", "r2")):
+            found = pooled[metric][0] if name == "all" else own[metric][name]
+            assert found == pytest.approx(expected[:, column], abs=0.03)
+    assert np.isnan([own["rmse"][2], own["r2"][2]]).all()
+
+
+def test_equal_numbers_have_no_r2():
+    codes, y = np.repeat([0, 1], 10), np.repeat([0.1, 5.3], 10)
+    own, pooled = bootstrap_numbers(codes, y, np.linspace(0, 1, 20))
+    assert np.isnan(own["r2"]).all()
+    assert np.isfinite([*own["rmse"], *pooled["rmse"], *pooled["r2"]]).all()
 
 
 def test_intervals_of_accuracy_cover_as_they_say(rng):

@@ -284,7 +284,13 @@ def test_evaluation(model, dataset):
         assert found.r2[index] == pytest.approx(1 - error / y[own].var())
         loss = -model.log_conditional(x[own], y[own], name).mean()
         assert found.log_loss[index] == pytest.approx(loss)
+    for name in ("rmse", "r2"):
+        low, high = found.pooled_intervals[name]
+        assert low < found.pooled[name] < high
+        assert (found.intervals[name][:, 0] < found.intervals[name][:, 1]).all()
     record = found.record()
+    assert record["pooled"]["intervals"]["rmse"] == list(found.pooled_intervals["rmse"])
+    assert f"{found.pooled_intervals['rmse'][0]:.4g}" in record["headline"]
     assert set(record["clients"]) == set(dataset.names)
     assert record["pooled"]["coverage"] == found.pooled["coverage"]
     assert {"rmse", "r2", "coverage"} <= set(found.summary())
@@ -292,11 +298,11 @@ def test_evaluation(model, dataset):
 
 
 def test_importance_of_columns(model):
-    found = model.importance()
-    assert found.kind == "permutation"
-    assert found.order[0] == 1  # the column of the largest part of y
-    with pytest.raises(ValueError, match="permutation"):
-        model.importance(kind="coefficients")
+    for kind in ("coefficients", "permutation"):
+        found = model.importance(kind=kind)
+        assert found.kind == kind
+        assert found.order[0] == 1  # the column of the largest part of y
+    assert model.importance().kind == "coefficients"
 
 
 def test_real_data_are_not_worse_than_pooled_ridge():

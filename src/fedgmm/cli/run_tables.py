@@ -47,19 +47,25 @@ def _clients_table(found: Inspection) -> Table:
     rows = sum(client.rows for client in found.clients)
     table = Table(title=f"{counted(len(found.clients), 'client')}, {counted(rows, 'row')}")
     _add_names(table, "client")
-    labels = list(found.classes)[:_MOST_CLASSES]
+    # without base rates the classes cannot be learned, so their counts do not matter
+    labels = list(found.classes)[:_MOST_CLASSES] if found.base_rates else []
+    of_numbers = any(client.target is not None for client in found.clients)
     _add_numbers(table, "rows", "missing", *(escape(f"class {label}") for label in labels))
-    _add_numbers(table, *["other classes"] * (len(found.classes) > len(labels)), "inputs differ by")
+    others = bool(labels) and len(found.classes) > len(labels)
+    _add_numbers(table, *["other classes"] * others, "inputs differ by")
     _add_numbers(table, *["labels differ by"] * bool(labels))
+    _add_numbers(table, *["mean of the label", "deviation"] * of_numbers)
     for client in found.clients[:_MOST_LINES]:
         cells = [escape(client.name), f"{client.rows:,}", percent(client.missing)]
         cells += [f"{client.classes.get(label, 0):,}" for label in labels]
-        if len(found.classes) > len(labels):
+        if others:
             shown = sum(client.classes.get(label, 0) for label in labels)
             cells.append(f"{sum(client.classes.values()) - shown:,}")
         cells.append(f"{client.marginal_shift:.2f} dev.")
         if labels:
             cells.append(percent(client.label_shift))
+        if client.target is not None:
+            cells += [f"{number:.4g}" for number in client.target]
         table.add_row(*cells)
     _add_rest(table, len(found.clients))
     table.caption = (
@@ -198,18 +204,19 @@ def evaluation_table(found: Evaluation) -> Table:
 
 
 def pooled_table(found: Evaluation) -> Table | None:
-    """Return the metrics of all rows together with their intervals; ``None`` without rows."""
-    if found.predicted is None:
+    """Return the metrics of all rows together with their intervals; ``None`` without intervals."""
+    if not found.pooled_intervals:
         return None
-    decision, title = found.predicted.decision, "all rows together"
+    threshold = None if found.predicted is None else found.predicted.decision.threshold
+    title = "all rows together"
     if found.positive is not None:
         title += f", positive class {escape(str(found.positive))}"
-    if decision.threshold is not None:
-        title += f", predicted from a probability of {decision.threshold:.3g} on"
+    if threshold is not None:
+        title += f", predicted from a probability of {threshold:.3g} on"
     table = Table(title=title)
     table.add_column("metric")
     _add_numbers(table, "value", "95 % interval")
-    first = [found.leading_metric, "base_rate"]
+    first = [name for name in (found.leading_metric, "base_rate") if name in found.pooled]
     for name in [*first, *(one for one in found.pooled if one not in first)]:
         ends = found.pooled_intervals.get(name, ())
         interval = " to ".join(_shown(name, end) for end in ends if np.isfinite(end))
@@ -237,7 +244,8 @@ def importance_table(found: Importance) -> Table:
     _add_numbers(table, "importance", "spread over clients")
     signed = None if found.coefficients is None else found.coefficients.mean(0)
     if signed is not None:
-        table.add_column("effect on the log-odds of the positive class", overflow="fold")
+        target = "prediction" if found.of_numbers else "log-odds of the positive class"
+        table.add_column(f"effect on the {target}", overflow="fold")
     for column in found.order[:_MOST_LINES]:
         name = found.columns[column]
         cells = [escape(name), f"{found.mean[column]:.3f}", f"{found.spread[column]:.3f}"]

@@ -65,6 +65,7 @@ def inspect(
     missing_values: MissingValues = None,
     date_format: DateFormat = None,
     id_columns: Ids = None,
+    task: Task = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the clients and columns of files, how much clients differ, and possible problems.

@@ -246,15 +246,9 @@ def _intervals(resampled: Values, rows: ScoredRows, groups: IntArray) -> Values:
     if rows.positive is not None:
         counted["sensitivity"] = rows.labels == rows.positive
         counted["specificity"] = rows.labels != rows.positive
-    tails = np.array([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     found = {}
     for name, drawn in resampled.items():
-        values = np.sort(drawn, axis=0)  # NaN comes last
-        last = np.maximum(np.isfinite(values).sum(axis=0)[:, None] - 1, 0)
-        place, group = last * tails, np.arange(values.shape[1])[:, None]
-        first = np.floor(place).astype(np.int64)
-        lower, upper = values[first, group], values[np.minimum(first + 1, last), group]
-        low, high = (lower + (place - first) * (upper - lower)).T.astype(np.float64)
+        low, high = _middle(drawn)
         flat = np.isclose(low, high, rtol=0, atol=1e-6)
         if name in counted:
             n = np.bincount(groups[counted[name]], minlength=len(low))
@@ -267,6 +261,16 @@ def _intervals(resampled: Values, rows: ScoredRows, groups: IntArray) -> Values:
             low, high = np.where(flat, np.nan, low), np.where(flat, np.nan, high)
         found[name] = np.stack([low, high], -1)
     return found
+
+
+def _middle(drawn: FloatArray) -> FloatArray:
+    """Return the ends of the middle 95 % of the defined values ``(B, G)`` of each group, ``(2, G)``."""
+    values = np.sort(drawn, axis=0)  # NaN comes last
+    last = np.maximum(np.isfinite(values).sum(axis=0)[:, None] - 1, 0)
+    place = last * np.array([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    first, group = np.floor(place).astype(np.int64), np.arange(values.shape[1])[:, None]
+    lower, upper = values[first, group], values[np.minimum(first + 1, last), group]
+    return np.asarray((lower + (place - first) * (upper - lower)).T, dtype=np.float64)
 
 
 def resample(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
@@ -294,13 +298,46 @@ def resample_r2(codes: IntArray, y: FloatArray, errors: FloatArray, seed: int = 
         errors: squared errors of their predictions, ``(n,)``.
         seed: of the resamples; predictions of other methods for the same rows are resampled alike.
     """
+    sums = [own.sum(1, keepdims=True) for own in _sums_of_numbers(codes, y, errors, seed)]
+    return np.asarray(_of_numbers(np.concatenate(sums))["r2"][:, 0])
+
+
+def bootstrap_numbers(
+    codes: IntArray, y: FloatArray, errors: FloatArray, seed: int = 0
+) -> tuple[Values, Values]:
+    """Return 95 % intervals of RMSE and R² of each client ``(C, 2)`` and of all rows ``(1, 2)``.
+
+    The arguments are those of :func:`resample_r2`. A client with one row has no interval (NaN).
+    """
+    own, pooled = [], []
+    for sums in _sums_of_numbers(codes, y, errors, seed):
+        own.append(_of_numbers(sums))
+        pooled.append(_of_numbers(sums.sum(1, keepdims=True)))
+    several = (np.bincount(codes) > 1, np.array([len(y) > 1]))
+    intervals = []
+    for drawn, known in zip((_joined(own), _joined(pooled)), several, strict=True):
+        ends = {name: _middle(values).T for name, values in drawn.items()}
+        intervals.append({name: np.where(known[:, None], e, np.nan) for name, e in ends.items()})
+    return intervals[0], intervals[1]
+
+
+def _sums_of_numbers(
+    codes: IntArray, y: FloatArray, errors: FloatArray, seed: int
+) -> Iterator[FloatArray]:
+    """Yield ``Σ (1, y, y², error)`` of each client in blocks of resamples, ``(b, C, 4)``."""
     resamples = min(RESAMPLES, max(_FEWEST_RESAMPLES, _MOST_WORK // len(y)))
-    y = y - y.mean()
-    sums = np.concatenate(
-        [weights @ np.stack([y, y**2, errors], -1) for weights in _draws(codes, resamples, seed)]
-    )
-    total, squares, error = sums.T
-    return 1.0 - _ratio(error, squares - total**2 / len(y))
+    y, starts = y - y.mean(), _starts(codes)
+    parts = [np.ones(len(y)), y, y**2, errors]
+    for weights in _draws(codes, resamples, seed):
+        yield np.stack([np.add.reduceat(weights * one, starts, axis=1) for one in parts], -1)
+
+
+def _of_numbers(sums: FloatArray) -> Values:
+    """Return RMSE and R² from the sums of :func:`_sums_of_numbers`, ``(B, G)`` each."""
+    count, total, squares, error = np.moveaxis(sums, -1, 0)
+    spread = squares - total**2 / count
+    spread = np.where(spread > 1e-12 * squares, spread, 0.0)  # equal numbers, up to rounding
+    return {"rmse": np.sqrt(error / count), "r2": 1.0 - _ratio(error, spread)}
 
 
 def _draws(codes: IntArray, resamples: int, seed: int) -> Iterator[IntArray]:

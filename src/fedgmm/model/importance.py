@@ -16,7 +16,7 @@ from fedgmm.data.dataset import LabelledRows
 from fedgmm.methods.base import Prediction
 from fedgmm.model.metrics import finite_losses
 from fedgmm.model.predictions import client_codes, evaluate_arrays, evaluate_split
-from fedgmm.nets.networks import Dense
+from fedgmm.nets.networks import Dense, function_of
 
 if TYPE_CHECKING:
     from fedgmm.model.model import FederatedModel
@@ -28,6 +28,7 @@ KINDS = ("auto", "coefficients", "permutation")
 
 _MEANINGS = {
     "coefficients": "how far the column moves the log-odds: the standard deviation of its part of them",
+    "numbers": "how far the column moves the prediction: the standard deviation of its part of it",
     "permutation": "how much the log-loss grows if the values of the column are shuffled among the rows "
     "of a client",
 }
@@ -46,9 +47,10 @@ class Importance:
         clients: names of the clients.
         values: ``(C, columns)``; larger values matter more, NaN for a client with too few rows.
         features: names of the columns of the inputs, ``(d,)``.
-        coefficients: change of the log-odds of the positive class per standard deviation of each input,
-            mixed by the weights of each client, ``(C, d)``; ``None`` without linear learners or with
-            several classes.
+        coefficients: change of the log-odds of the positive class, or of the number to predict, per
+            standard deviation of each input, mixed by the weights of each client, ``(C, d)``; ``None``
+            without linear learners or with several classes.
+        of_numbers: whether the model predicts numbers.
     """
 
     kind: str
@@ -57,11 +59,13 @@ class Importance:
     values: FloatArray
     features: tuple[str, ...]
     coefficients: FloatArray | None = None
+    of_numbers: bool = False
 
     @property
     def meaning(self) -> str:
         """The meaning of the values."""
-        return _MEANINGS[self.kind]
+        numbers = self.of_numbers and self.kind == "coefficients"
+        return _MEANINGS["numbers" if numbers else self.kind]
 
     @property
     def _known(self) -> FloatArray:
@@ -112,8 +116,8 @@ def importance_of(
     check_choice("kind", kind, KINDS)
     if len(model.input_shape) != 1 or not model.features_are_inputs:
         raise ValueError(f"importance needs rows of columns, not of shape {model.input_shape}.")
-    net = model.prediction.net
-    linear = isinstance(net, Dense) and not net.hidden  # of classes
+    net, of_numbers = function_of(model.prediction.net), model.target is not None
+    linear = isinstance(net, Dense) and not net.hidden
     if kind == "coefficients" and not linear:
         raise ValueError("Only linear learners have coefficients; use kind='permutation'.")
     features = model.column_names or tuple(f"x{j}" for j in range(model.input_shape[0]))
@@ -123,10 +127,18 @@ def importance_of(
     names = tuple(model.names[code] for code in present)
     if kind != "permutation" and linear:
         x = evaluate_split(model, rows).x.double().cpu().numpy()
-        positive = model.decision().positive
-        positive = 1 if positive is None and len(model.classes) == 2 else positive
-        values, signed = _from_coefficients(model.prediction, x, groups, present, positive)
-        return Importance("coefficients", tuple(groups), names, values, features, signed)
+        weight = model.prediction.learners["0.weight"].double().cpu().numpy()  # (G, K, d)
+        if model.target is not None:
+            scores = weight * float(model.target.scale)
+        elif len(model.classes) == 2:
+            positive = model.decision().positive
+            positive = 1 if positive is None else positive
+            scores = (weight[:, positive] - weight[:, 1 - positive])[:, None]
+        else:
+            scores = weight - weight.mean(1, keepdims=True)
+        values, signed = _from_coefficients(model.prediction, scores, x, groups, present)
+        kind = "coefficients"
+        return Importance(kind, tuple(groups), names, values, features, signed, of_numbers)
     # all rows, or evenly spread ones if that would take too long
     most = min(_MOST_ROWS, max(_FEWEST_ROWS, _MOST_PREDICTIONS // (repeats * len(groups))))
     shown = np.linspace(0, len(rows) - 1, min(len(rows), most)).round().astype(np.int64)
@@ -135,41 +147,38 @@ def importance_of(
     def losses_of(inputs: NDArray[Any]) -> FloatArray:
         evaluated = evaluate_arrays(model, inputs, None).of(codes[shown])
         log_p, _ = evaluated.log_conditional(own_labels)
-        return -log_p if model.target is not None else finite_losses(log_p)
+        return -log_p if of_numbers else finite_losses(log_p)
 
     inputs = rows.inputs.cpu().numpy()[shown]
     values = _from_permutations(
         losses_of, inputs, groups, clients[shown], len(names), repeats, seed
     )
-    return Importance("permutation", tuple(groups), names, values, features)
+    kind = "permutation"
+    return Importance(kind, tuple(groups), names, values, features, of_numbers=of_numbers)
 
 
 def _from_coefficients(
     prediction: Prediction,
+    scores: FloatArray,
     x: FloatArray,
     groups: Mapping[str, Sequence[int]],
     codes: IntArray,
-    positive: int | None,
 ) -> tuple[FloatArray, FloatArray | None]:
-    """Return the importance of each group of columns, and signed coefficients of two classes.
+    """Return the importance of each group of columns, and signed coefficients if there is one score.
 
-    Learner ``m`` adds ``Σ_j w_mj x_j`` over the columns ``j`` of a group to the log-odds, or to the score
-    of each class. The standard deviation of this part over the scaled rows ``x`` ``(n, d)`` is the
-    importance of the group for the learner, and the shares of the learners at the clients ``codes``
-    ``(C,)`` mix the learners: ``(C, groups)``.
+    Learner ``m`` adds ``Σ_j w_mj x_j`` over the columns ``j`` of a group to the log-odds, to the number
+    to predict, or to the score of each class; ``scores``, ``(G, K, d)``, are these ``w``. The standard
+    deviation of this part over the scaled rows ``x`` ``(n, d)`` is the importance of the group for the
+    learner, and the shares of the learners at the clients ``codes`` ``(C,)`` mix the learners:
+    ``(C, groups)``.
     """
-    weight = prediction.learners["0.weight"].double().cpu().numpy()  # (G, K, d)
-    if positive is None:
-        scores = weight - weight.mean(1, keepdims=True)
-    else:
-        scores = (weight[:, positive] - weight[:, 1 - positive])[:, None]
-    learners = np.arange(len(weight))
+    learners = np.arange(len(scores))
     if prediction.assignment is not None:  # share of each learner at each client, (C, G)
         shares = (prediction.assignment.cpu().numpy()[codes, None] == learners).astype(np.float64)
     else:
         assert prediction.client_weights is not None
         pairs = prediction.client_weights.cpu().numpy()[codes]
-        shares = pairs.reshape(len(codes), -1, len(weight)).sum(1)
+        shares = pairs.reshape(len(codes), -1, len(scores)).sum(1)
     parts = []
     for columns in groups.values():
         own = x[:, list(columns)]
@@ -178,7 +187,7 @@ def _from_coefficients(
         variance = np.einsum("gki,ij,gkj->gk", chosen, covariance, chosen)
         parts.append(np.sqrt(np.maximum(variance, 0.0).mean(1)))
     values = shares @ np.stack(parts, axis=1)
-    return values, None if positive is None else shares @ (scores[:, 0] * x.std(0))
+    return values, shares @ (scores[:, 0] * x.std(0)) if scores.shape[1] == 1 else None
 
 
 def _from_permutations(

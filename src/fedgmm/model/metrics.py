@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedgmm.core.predictive import NumberPredictions
 from fedgmm.core.scratch import empty, kept, touched
-from fedgmm.model.bootstrap import ScoredRows, bootstrap, metrics_of
+from fedgmm.model.bootstrap import ScoredRows, bootstrap, bootstrap_numbers, metrics_of
 from fedgmm.model.decisions import Decision, default_positive
 from fedgmm.model.predictions import at_codes
 from fedgmm.wording import counted, percent
@@ -300,6 +300,8 @@ class Evaluation:
     ) -> dict[str, Any]:
         """Return the metrics of one client or of all, why some are undefined, and the confusion matrix."""
         record: dict[str, Any] = {"rows": rows, **own}
+        if self.predicted is None and intervals:
+            record["intervals"] = intervals
         if self.predicted is not None:
             undefined = {name: _REASONS[name] for name, value in own.items() if np.isnan(value)}
             record |= {"intervals": intervals, "undefined": undefined}
@@ -356,6 +358,10 @@ class RegressionEvaluation(Evaluation):
         """The same metrics of all rows together, each predicted with the weights of its client."""
         return self.together
 
+    @cached_property
+    def _bootstrapped(self) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
+        return bootstrap_numbers(*self.row_errors)
+
     def summary(self) -> dict[str, float]:
         """Return the metrics that summarise all clients."""
         return {
@@ -367,9 +373,10 @@ class RegressionEvaluation(Evaluation):
 
     def headline(self) -> str:
         """Return a sentence with the main metrics."""
-        own = self.together
+        own, (low, high) = self.together, self.pooled_intervals["rmse"]
+        interval = f" (95 % interval {low:.4g} to {high:.4g})" if np.isfinite(low) else ""
         return (
-            f"RMSE {own['rmse']:.4g}, R² {own['r2']:.3f}; {100 * self.level:g} % intervals hold "
+            f"RMSE {own['rmse']:.4g}{interval}, R² {own['r2']:.3f}; {100 * self.level:g} % intervals hold "
             f"{percent(own['coverage'])} of the rows."
         )
 
@@ -379,7 +386,11 @@ class RegressionEvaluation(Evaluation):
             "headline": self.headline(),
             "leading_metric": self.leading_metric,
             "level": self.level,
-            "pooled": {"rows": int(self.rows.sum()), **self.together},
+            "pooled": {
+                "rows": int(self.rows.sum()),
+                **self.together,
+                "intervals": {name: list(pair) for name, pair in self.pooled_intervals.items()},
+            },
             "clients": self.client_records(),
         }
 

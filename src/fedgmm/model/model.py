@@ -181,10 +181,12 @@ class FederatedModel:
         if not mixed or self.n_learners > 1 or self.prediction.labels or len(self.names) < 2:
             return ""
         classes = self.target is None
+        method = "" if self.algorithm in ("fedgmm", "fedem") else "--algorithm fedgmm "
+        labels = "or label frequencies (--set personal_labels=true) " * classes
         return (
             f"Nothing is personalised: the model has one learner{' and no label frequencies' * classes}, "
-            "so all clients get the same predictions. If clients differ, several learners (--learners 3) "
-            f"{'or label frequencies (--set personal_labels=true) ' * classes}may help."
+            "so all clients get the same predictions. If clients differ, several learners "
+            f"({method}--learners 3) {labels}may help."
         )
 
     @property

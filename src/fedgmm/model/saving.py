@@ -165,6 +165,11 @@ def load(folder: str | Path, *, learner: ModuleFactory | None = None) -> Federat
     """
     home = Path(folder)
     facts = _read_facts(home / _JSON)
+    options = facts.get("options")
+    if learner is None and isinstance(options, dict) and options.get("learner") == "custom":
+        raise ModelFileError(
+            f"{home} uses a custom learner; pass the function that made it: load(..., learner=...)."
+        )
     tensors = _read_tensors(home / _numbers_file(facts["numbers"]), facts["numbers"])
     try:
         return _build_model(facts, tensors, learner)
@@ -344,8 +349,6 @@ def _network(
     if kind != "custom" and learner is not None:
         raise LearnerError(f"the model has learner={kind!r}; leave learner out.")
     if kind == "custom":
-        if learner is None:
-            raise ModelFileError("it uses a custom learner; pass it: load(..., learner=...).")
         if isinstance(learner, nn.Module) or not callable(learner):
             raise LearnerError(
                 f"it is of type {type(learner).__name__}; pass the function that made the learners in "

@@ -180,7 +180,8 @@ def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> C
 def _test_metrics(evaluation: Evaluation) -> TestMetrics:
     headline, leading, values = evaluation.headline(), evaluation.leading_metric, evaluation.pooled
     if leading == "rmse":
-        return TestMetrics(headline, leading, values, {}, None, math.nan)
+        intervals = evaluation.pooled_intervals
+        return TestMetrics(headline, leading, values, intervals, None, math.nan)
     positive = None if evaluation.positive is None else str(evaluation.positive)
     intervals, constant = evaluation.pooled_intervals, evaluation.constant_accuracy
     return TestMetrics(headline, leading, values, intervals, positive, constant)

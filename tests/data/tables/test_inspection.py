@@ -130,7 +130,19 @@ def test_a_label_that_looks_continuous_has_one_warning(inspected):
     (note,) = [note for note in found.warnings if "'y'" in note]
     assert "--task regression" in note
     assert not any("only one client" in w or "No row" in w for w in found.warnings)
+    assert not any("Other labels" in w for w in found.warnings)
     assert found.base_rates == []
+
+
+def test_numbers_to_predict_have_means_and_no_classes(write, read):
+    paths = [write("a.csv", site([1, 2, 3], [1.5, 2.5, 6.5])), write("b.csv", site([4, 5], [0, 4]))]
+    found = inspect_tables(read(*paths, task="regression"))
+    assert [client.target for client in found.clients] == [
+        pytest.approx((3.5, np.std([1.5, 2.5, 6.5]))),
+        pytest.approx((2.0, 2.0)),
+    ]
+    assert (found.classes, found.base_rates) == ({}, [])
+    assert not any("label" in warning or "class" in warning for warning in found.warnings)
 
 
 def test_columns_that_look_like_ids(inspected):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
 import os
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+from fedgmm.data.tables.inspection import inspect_tables
 from fedgmm.data.tables.loading import agreement, load_federation, read_rows, read_tables
 from fedgmm.data.tables.preprocessing import Preprocessing, TableOptions
 
@@ -682,6 +684,52 @@ def test_a_word_in_a_column_of_numbers_is_shown(write, load, fails):
     assert "'<5'" in message
     assert "--missing-values" in message
     assert load(a, b, missing_values=("<5",))[1].columns[0].role == "number"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [str(20 + i) for i in range(40)],  # few: they would become categories
+        [f"{100 + i / 8}" for i in range(200)],  # many: they would look like names
+        [f"{1 + i % 28:02d}.{1 + i % 12:02d}.1999" for i in range(84)],
+    ],
+)
+@pytest.mark.parametrize("client_column", [None, "site"])
+def test_numbers_that_few_words_make_text_have_a_note(write, load, values, client_column):
+    def table(word):
+        rows = zip([word, word, *values[2:]], itertools.count(), strict=False)
+        return "bp,x,site,y\n" + "".join(f"{v},{i},{i % 2},{i % 3 % 2}\n" for v, i in rows)
+
+    names = "a" if client_column else "ab"
+    paths = [write(f"{name}.csv", table("unknown")) for name in names]
+    _, _, tables = load(*paths, client_column=client_column)
+    (note,) = [note for note in tables.notes if "--missing-values 'unknown'" in note]
+    assert "'bp'" in note
+    _, preprocessing, tables = load(
+        *paths, missing_values=("unknown",), client_column=client_column
+    )
+    assert preprocessing.columns[0].role in ("number", "date")
+    assert not any("unknown" in note for note in tables.notes)
+
+
+def test_classes_and_categories_that_differ_only_in_case_have_a_note(write, load):
+    def table(no, yes, ward):
+        rows = (f"{i},{ward if i % 3 else 'B'},{yes if i % 2 else no}\n" for i in range(30))
+        return "x,ward,y\n" + "".join(rows)
+
+    paths = [write("a.csv", table("No", "Yes", "A")), write("b.csv", table("no", "YES", "a"))]
+    dataset, _, tables = load(*paths)
+    assert list(dataset.classes) == ["No", "YES", "Yes", "no"]
+    label, ward = (note for note in tables.notes if "upper and lower case" in note)
+    assert "'ward'" in ward or "'ward'" in label
+    assert any("'y' has classes" in note and "'No' and 'no'" in note for note in (label, ward))
+    assert {label, ward} <= set(inspect_tables(read_tables(paths, TableOptions("y"))).warnings)
+
+
+def test_words_beside_few_numbers_are_categories_without_a_note(write, load):
+    table = "k,x,y\n" + "".join(f"{k},{i},{i % 2}\n" for i, k in enumerate(["A1", "B", "3"] * 8))
+    _, _, tables = load(write("a.csv", table), write("b.csv", table))
+    assert not any("'k'" in note for note in tables.notes)
 
 
 def test_many_classes_of_few_rows_have_a_note(tmp_path):

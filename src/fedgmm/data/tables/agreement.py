@@ -10,8 +10,9 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +74,7 @@ def agree(
         labels = Labels.of_numbers(options.label, *_pooled(own))
     else:
         labels = Labels.agreed(options.label, [s.labels for s in summaries.values()], options.task)
+        notes += spelling_notes(f"The label {quoted(options.label)}", labels.classes, "classes")
     written = options.written
     return Preprocessing(tuple(columns), labels, options.client_column, options.id, written), notes
 
@@ -183,12 +185,28 @@ def _column_notes(
             f"Column {name} has many categories: all but the {len(column.categories) - 1} most "
             "frequent are joined."
         )
+    notes += spelling_notes(f"Column {name}", column.categories, "categories")
     if all(map(_OTHER_DATE.fullmatch, set(column.categories) - {OTHER})):
         notes.append(
             f"Column {name} looks like dates, such as {column.categories[0]}, but is used as "
             "categories; name the format, such as --date-format %d.%m.%y, or write 2024-12-31."
         )
     return notes
+
+
+def spelling_notes(subject: str, values: Iterable[Any], called: str) -> list[str]:
+    """Return a note if texts such as ``Yes`` and ``yes`` count as different values."""
+    spellings: dict[str, list[str]] = {}
+    for value in values:
+        if isinstance(value, str):
+            spellings.setdefault(" ".join(value.casefold().split()), []).append(value)
+    alike = [found for found in spellings.values() if len(found) > 1]
+    if not alike:
+        return []
+    return [
+        f"{subject} has {called} that differ only in upper and lower case or blanks, such as "
+        f"{quoted(alike[0][0])} and {quoted(alike[0][1])}; if they mean the same, write them alike."
+    ]
 
 
 def _mixed_notes(column: Column, own: Mapping[str, ColumnSummary]) -> list[str]:

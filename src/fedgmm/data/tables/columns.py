@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import IO, Literal
@@ -45,11 +46,16 @@ _DAY_MONTH_YEAR = (
     r"^(?P<a>\d{1,2})[./-](?P<b>\d{1,2})[./-](?P<y>\d{4})(?:[ T](?P<t>\d{1,2}:\d{2}(?::\d{2})?))?$"
 )
 
+_NUMBER_OR_DATE = (
+    r"^([+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?|\d{1,4}[./-]\d{1,2}[./-]\d{1,4}([ T].*)?)$"
+)
+
 LARGEST = 1e140
 """Largest number in training; squares of larger ones could overflow and spoil the whole column."""
 
 _MICROSECONDS_PER_DAY = 86_400e6
 _BLOCK_ROWS = 16_384
+_MOST_WORDS = 100  # of a column; a text column may have millions
 _MOST_SEARCHED = 65_536  # distinct texts that are looked up chunk by chunk
 _FIRST_LOOK = 8  # most text fails in the first values, which is faster than casting all of them
 _WHOLE_WITH_POINT = re.compile(r"([+-]?\d+)\.0*")
@@ -140,6 +146,19 @@ class ColumnValues:
         """Return the codes and their texts."""
         assert self.codes is not None
         return self.codes, self.texts.to_pylist()
+
+    def numbers_and_words(self) -> tuple[int, int, Counter[str]]:
+        """Return how many values are numbers or dates, how many words, and frequent words."""
+        assert self.codes is not None
+        counts = np.zeros(len(self.texts) + 1, dtype=np.int64)  # missing values come first
+        for place in row_blocks(len(self.codes)):
+            np.add.at(counts, self.codes[place] + 1, 1)
+        alike = np.asarray(pc.match_substring_regex(self.texts, _NUMBER_OR_DATE), dtype=bool)
+        words, counts = np.flatnonzero(~alike), counts[1:]
+        most = words[np.argsort(-counts[words], kind="stable")[:_MOST_WORDS]]
+        texts = self.texts.take(most).to_pylist()
+        frequent = Counter(dict(zip(texts, counts[most].tolist(), strict=True)))
+        return int(counts[alike].sum()), int(counts[words].sum()), frequent
 
 
 def without_point(text: str) -> str:

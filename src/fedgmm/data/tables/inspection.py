@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedgmm.data.tables.agreement import DisagreementError, agree_on_columns
+from fedgmm.data.tables.agreement import DisagreementError, agree_on_columns, spelling_notes
 from fedgmm.data.tables.columns import FloatArray
 from fedgmm.data.tables.errors import joined, listed, quoted
 from fedgmm.data.tables.loading import Tables
@@ -45,6 +45,7 @@ class ClientFacts:
             standard deviations: root mean square over columns.
         farthest_column: the column with the largest distance, and that distance.
         label_shift: total variation distance between its labels and those of all clients, 0 to 1.
+        target: mean and deviation of its numbers to predict; ``None`` for classes.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ClientFacts:
     marginal_shift: float
     farthest_column: tuple[str, float] | None
     label_shift: float
+    target: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def inspect_tables(tables: Tables) -> Inspection:
     except DisagreementError as error:
         raise tables.disagreement(error) from None
     owned: dict[str, Counter[str]] = {client: Counter() for client in summaries}
-    if tables.options.label is not None:  # 1 and 1.0 may be the same class
+    of_numbers = tables.options.task == "regression"
+    if tables.options.label is not None and not of_numbers:  # 1 and 1.0 may be the same class
         read = as_classes(text for own in summaries.values() for text in own.labels)
         for client, own in summaries.items():
             for text, count in own.labels.items():
@@ -120,13 +123,14 @@ def inspect_tables(tables: Tables) -> Inspection:
     ]
     facts = _column_facts(columns, summaries, rows)
     problems = []
-    if tables.options.label is not None:
+    if tables.options.label is not None and not of_numbers:
         counts = [own.labels for own in summaries.values()]
         try:
             Labels.agreed(tables.options.label, counts, tables.options.task)
         except ValueError as error:  # why the labels cannot be learned
             problems = [str(error)]
     of_classes = {} if problems and len(classes) > _MOST_LISTED_CLASSES else classes
+    problems += spelling_notes(f"The label {quoted(tables.options.label)}", of_classes, "classes")
     warnings = [
         *tables.notes,
         *(note for note in notes if note not in tables.notes),
@@ -155,6 +159,7 @@ def _client(
             gaps[column.name] = (here.mean - column.mean) / column.scale
     shift = math.sqrt(sum(gap**2 for gap in gaps.values()) / len(gaps)) if gaps else 0.0
     farthest = max(gaps, key=lambda column: abs(gaps[column]), default=None)
+    target = own.target
     mine, all_ = sum(labels.values()), sum(classes.values())
     other = sum(abs(labels.get(n, 0) / mine - classes[n] / all_) for n in classes) if mine else 0.0
     return ClientFacts(
@@ -165,6 +170,7 @@ def _client(
         shift,
         None if farthest is None else (farthest, gaps[farthest]),
         0.5 * other,  # total variation
+        None if target is None else (target.mean, math.sqrt(target.squares / target.count)),
     )
 
 
@@ -253,7 +259,7 @@ def _warnings(
     if far:
         found.append(f"More than {_FAR:g} deviation from the mean of all clients: {joined(far)}.")
     other = [f"{c.name} ({c.label_shift:.2f})" for c in clients if c.label_shift > _OTHER_LABELS]
-    if other:
+    if other and classes:
         found.append(f"Other labels than most clients (shift above 0.5): {joined(other)}.")
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,6 +71,8 @@ ONE_CLIENT = (
 """The note about tables with a single client."""
 
 _MANY_CLASSES, _FEW_ROWS = 50, 30  # a note for more classes with fewer rows each; rules of thumb
+
+_MOST_WORDS = 3  # of a note
 
 _LEFT_OUT = ("row has no label and is left out", "rows have no label and are left out")
 
@@ -361,6 +363,7 @@ def summarise_files(files: list[ClientsFile], options: TableOptions) -> Tables:
     without = {client: s.unlabelled for client, s in summaries.items() if s.unlabelled}
     if without:
         notes.append(f"{counted(sum(without.values()), *_LEFT_OUT)}: at {joined(list(without))}.")
+    notes += _word_notes(files, summaries)
     if len(summaries) == 1:
         notes.append(ONE_CLIENT)
     tables = Tables(summaries, options, files, notes)
@@ -368,6 +371,36 @@ def summarise_files(files: list[ClientsFile], options: TableOptions) -> Tables:
         if not summary.rows:
             raise tables.error(client, "it has no rows with a label; leave it out.")
     return tables
+
+
+def _word_notes(files: Sequence[ClientsFile], summaries: Mapping[str, ClientSummary]) -> list[str]:
+    """Return notes about columns that would hold numbers or dates but for a few words.
+
+    The agreement has a note of its own where only some of the clients have words.
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in dict.fromkeys(name for own in files for name in own.used):
+        own = [one.file.columns[name] for one in files if name in one.used]
+        if name in files[0].options.categorical or {v.kind for v in own} - {"text", "empty"}:
+            continue
+        numbers, others, words = 0, 0, Counter[str]()
+        for values in own:
+            here, not_here, frequent = values.numbers_and_words()
+            numbers, others, words = numbers + here, others + not_here, words + frequent
+        listed_by = [
+            s.columns[name].categories or {} for s in summaries.values() if name in s.columns
+        ]
+        wordless = any(texts and not texts.keys() & words.keys() for texts in listed_by)
+        if words and numbers > others and not wordless:
+            ranked = sorted(words, key=lambda word: (-words[word], word))
+            found.setdefault(tuple(ranked[:_MOST_WORDS]), []).append(name)
+    return [
+        f"{'Column' if len(names) == 1 else 'Columns'} {list_of([quoted(name) for name in names])}: most "
+        f"values are numbers or dates, but words such as {quoted(words[0])} keep them from being read so; "
+        "if the words mean missing values, add "
+        f"{' '.join(f'--missing-values {quoted(word)}' for word in words)}."
+        for words, names in found.items()
+    ]
 
 
 def agreement(tables: Tables) -> Preprocessing:
