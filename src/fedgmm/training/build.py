@@ -79,7 +79,7 @@ def build(options: TrainingOptions, net: Network) -> AnyMethod:
     server = ServerOptimiser(words.server, server_lr, options.server_momentum)
     components, learners = options.sizes
     start = words.start
-    if start == "auto":  # one Gaussian cannot tell learners apart
+    if start == "auto":  # one Gaussian gives no learner rows of its own
         start = "tied" if options.algorithm == "fedgmm" and components > 1 else "random"
     density = FederatedGMM(components, words.covariance_type, words.aggregation)
     mixture = FedGMM(
