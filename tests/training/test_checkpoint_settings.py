@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fedgmm.data.dataset import FederatedDataset
+from fedgmm.training import checkpoint as checkpoints
 from fedgmm.training import local
 from fedgmm.training.checkpoint import (
     FREE_OPTIONS,
@@ -113,6 +114,15 @@ def test_the_same_file_for_other_data(tmp_path):
         assert fingerprint(other) != fingerprint(data)
         with pytest.raises(OtherTrainingError, match="other data"):
             train(other, rounds=3, checkpoint=checkpoint, **SMALL)
+
+
+def test_a_data_set_has_one_fingerprint_whatever_is_hashed_at_once(rng, monkeypatch):
+    x = rng.normal(size=(90, 3))
+    data = FederatedDataset.from_arrays(x, (x[:, 0] > 0).astype(int), np.arange(90) % 3)
+    monkeypatch.setattr(checkpoints, "_SAMPLED_ROWS", 20)
+    whole = fingerprint(data)
+    monkeypatch.setattr(checkpoints, "_HASHED_BYTES", 100)
+    assert fingerprint(data) == whole
 
 
 def test_features_of_their_own_go_on(tmp_path, rng):

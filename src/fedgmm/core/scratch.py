@@ -225,7 +225,13 @@ def taken(values: Tensor, rows: Tensor) -> Tensor:
     """Return ``values[rows]`` for a mask or indices ``(n,)``, in a file if ``values`` are in one."""
     if folder_of(values) is None:
         return values[rows]
-    rows = torch.nonzero(rows).flatten() if rows.dtype == torch.bool else rows
+    if rows.dtype == torch.bool:  # all pages are read, in their order
+        out, first = empty_beside(values, (int(rows.sum()), *values.shape[1:]), values.dtype), 0
+        for block, wanted in zip(blocks_in(values), blocks_in(rows), strict=True):
+            own = block[wanted]
+            out[first : first + len(own)] = own
+            first += len(own)
+        return out
     out = empty_beside(values, (len(rows), *values.shape[1:]), values.dtype)
     for into, own in zip(blocks_in(out), blocks_in(rows), strict=True):
         into.copy_(values[own])

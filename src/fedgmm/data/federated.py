@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.randomness import client_keys
+from fedgmm.core.scratch import taken
 from fedgmm.core.streaming import Block, block_rows, blocks_of
 
 # Matrices with fewer rows are copied into common chunks, because tiny blocks are slow.
@@ -163,11 +164,11 @@ class ClientRows:
     def keep(self, wanted: Tensor) -> ClientRows:
         """Return a copy of the rows where ``wanted`` ``(N,)`` is true; the clients stay the same."""
         chunks = [
-            chunk[wanted[first : first + len(chunk)]]
+            taken(chunk, wanted[first : first + len(chunk)])
             for chunk, first in zip(self.chunks, self._first_rows, strict=False)
         ]
         weights = None if self.weights is None else self.weights[wanted]
-        return ClientRows(tuple(chunks), self.codes[wanted], self.names, weights)
+        return ClientRows(tuple(chunks), taken(self.codes, wanted), self.names, weights)
 
     def with_weights(self, weights: Tensor) -> ClientRows:
         """Return the rows with weights ``(N,)``, without those of weight zero and their clients."""
