@@ -122,7 +122,7 @@ class EmbeddingStudy(ImageStudy):
         """Return learners with rates and starts, then label frequencies, then the method's own choices.
 
         Rate and start are chosen together, and sizes last, because each depends on those before it. With
-        one Gaussian FedGMM predicts like FedEM, so its search contains FedEM's.
+        one Gaussian FedGMM predicts like FedEM, so its lists contain FedEM's.
         """
         starts: list[Choice] = [{}]
         if method in _SIZES:  # a mixture may start as one learner, which sees all rows
@@ -464,7 +464,7 @@ def _markdown(study: EmbeddingStudy, found: dict[str, list[Record]]) -> str:
         "paired over seeds. Every method is tuned alike on validation rows of the first seed: learners",
         f"({', '.join(study.kinds)}) with rates from {max(_RATES):.2g} to {min(_RATES):.2g} (all for",
         f"{early} rounds, the better half for {middle}, two in full; a mixture's like this for each of two",
-        "starts), then label frequencies, then options of its own.",
+        "starts, and FedGMM's with one Gaussian, too), then label frequencies, then options of its own.",
         f"At the edge of the grid: {', '.join(at_edge)}." if at_edge else "",
         "Seconds of a training run, and what a client sends in a round.",
         ""
