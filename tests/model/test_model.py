@@ -55,12 +55,13 @@ def test_one_client_or_one_a_row(rng, algorithm):
     model = train(data, algorithm, rounds=2, lr=0.5)
     x = np.repeat(data.test.inputs.numpy()[:1], 4, axis=0)
     each = model.predict_proba(x, ["rome", "oslo", "bonn", "kiev"])
+    # learners compute in float32, and BLAS adds in an order that depends on the number of rows
     for row, name in zip(each, ["rome", "oslo", "bonn", "kiev"], strict=True):
-        np.testing.assert_allclose(row, model.predict_proba(x[:1], name)[0], atol=1e-12)
+        np.testing.assert_allclose(row, model.predict_proba(x[:1], name)[0], atol=1e-6)
     if algorithm != "local":
         mixed = model.predict_proba(x, pd.Series(["rome", None, "bonn", "kiev"]))
-        np.testing.assert_allclose(mixed[1], model.predict_proba(x[:1])[0], atol=1e-12)
-        np.testing.assert_allclose(mixed[[0, 2, 3]], each[[0, 2, 3]], atol=1e-12)
+        np.testing.assert_allclose(mixed[1], model.predict_proba(x[:1])[0], atol=1e-6)
+        np.testing.assert_allclose(mixed[[0, 2, 3]], each[[0, 2, 3]], atol=1e-6)
 
 
 def test_without_a_client_the_federation_s_weights_decide(model):
