@@ -117,12 +117,14 @@ def test_the_study_writes_both_tables_and_resumes(folder, tmp_path, few_choices,
 
 
 @pytest.mark.parametrize("method", ["fedem", "fedgmm"])
-def test_rate_and_start_are_chosen_together_and_sizes_with_label_frequencies(
+def test_sizes_are_chosen_with_the_start_and_the_rate_again_after_them(
     folder, tmp_path, few_choices, monkeypatch, method
 ):
-    """The best rate depends on the start, which looks bad until the end, and sizes on frequencies."""
-    by_start = {(1.0, "auto"): 50, (0.1, "auto"): 30, (1.0, "split"): 40, (0.1, "split"): 70}
-    by_size = {(2, False): 1, (1, False): 0, (2, True): 2, (1, True): 3}
+    """The best rate depends on the start, which looks bad until the end, and both on the sizes."""
+    by_size = {
+        2: {(1.0, "auto"): 50, (0.1, "auto"): 30, (1.0, "split"): 40, (0.1, "split"): 70},
+        1: {(1.0, "auto"): 90, (0.1, "auto"): 80, (1.0, "split"): 95, (0.1, "split"): 75},
+    }
 
     def early(model):
         return float(model.options["start"] == "auto") + model.options["lr"]
@@ -131,15 +133,15 @@ def test_rate_and_start_are_chosen_together_and_sizes_with_label_frequencies(
         own = model.options
         if len(model.history) < SMALL.rounds:
             return early(model)
-        size = by_size[own["learners"], own["personal_labels"]]
-        return float(by_start[own["lr"], own["start"]] + size)
+        score = by_size[own["learners"]][own["lr"], own["start"]]
+        return float(score + own["personal_labels"])
 
     monkeypatch.setattr(tuning, "validation_score", early)
     monkeypatch.setattr(tuning, "validation_accuracy", late)
-    study = replace(SMALL, methods=(method,), learner="linear")
+    study = replace(SMALL, methods=(method,), learner="linear", components=2, learners=2)
     own = reproduce_embeddings(tmp_path / "out", study, StudyContext(folder))[method][0]
-    assert (own["lr"], own["start"]) == (0.1, "split")
-    assert (own["learners"], own["personal_labels"]) == (1, True)
+    assert (own["lr"], own["start"], own["learners"]) == (1.0, "auto", 1)
+    assert own["personal_labels"]
 
 
 def test_bytes_count_every_number_that_a_client_sends(folder, few_choices):

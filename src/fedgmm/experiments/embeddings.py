@@ -119,33 +119,33 @@ class EmbeddingStudy(ImageStudy):
         return ("linear", "mlp") if self.learner == "auto" else (self.learner,)
 
     def choices(self, method: str) -> list[list[Choice]]:
-        """Return learners with rates and starts, then label frequencies, then the method's own choices.
+        """Return the lists of options that are chosen one after the other.
 
-        Rate and start are chosen together, and sizes last, because each depends on those before it. With
-        one Gaussian FedGMM predicts like FedEM, so its lists contain FedEM's.
+        First learner, rate and, for mixtures, start; then label frequencies; then the method's own
+        options, for mixtures sizes with each start; and last the rate again, given all others.
         """
+        rates: list[Choice] = [{"lr": rate} for rate in _RATES]
         starts: list[Choice] = [{}]
+        own_options = _OWN_OPTIONS.get(method, [])
         if method in _SIZES:  # a mixture may start as one learner, which sees all rows
             starts = [
                 {"start": "auto", "warmup": 0},
                 {"start": "split", "warmup": self.rounds // 2},
             ]
-        if method == "fedgmm":
-            starts = [
-                {**start, "components": m1} for m1 in (self.components, 1) for start in starts
-            ]
+            own_options = [{**start, **sizes} for start in starts for sizes in _SIZES[method]]
         found: list[list[Choice]] = [
             [
-                {"learner": kind, "lr": rate, **start}
+                {"learner": kind, **rate, **start}
                 for start in starts
                 for kind in self.kinds
-                for rate in _RATES
+                for rate in rates
             ]
         ]
         if method in SHARED_LEARNERS:
             found.append([{"personal_labels": own} for own in (False, True)])
-        own_choices = _SIZES.get(method) or _OWN_OPTIONS.get(method)
-        return [*found, own_choices] if own_choices else found
+        if own_options:
+            found.append(own_options)
+        return [*found, rates]
 
     def options(self, method: str, seed: int) -> TrainingOptions:
         """Return the training options of a method, without those that are tuned."""
@@ -463,8 +463,9 @@ def _markdown(study: EmbeddingStudy, found: dict[str, list[Record]]) -> str:
         f"seeds {', '.join(map(str, study.seeds))}. Bold: the best method, and those within noise of it,",
         "paired over seeds. Every method is tuned alike on validation rows of the first seed: learners",
         f"({', '.join(study.kinds)}) with rates from {max(_RATES):.2g} to {min(_RATES):.2g} (all for",
-        f"{early} rounds, the better half for {middle}, two in full; a mixture's like this for each of two",
-        "starts, and FedGMM's with one Gaussian, too), then label frequencies, then options of its own.",
+        f"{early} rounds, the better half for {middle}, two in full; a mixture's for each of two starts),",
+        "then label frequencies, then options of its own (a mixture's sizes with both starts), then the",
+        "rate again.",
         f"At the edge of the grid: {', '.join(at_edge)}." if at_edge else "",
         "Seconds of a training run, and what a client sends in a round.",
         ""

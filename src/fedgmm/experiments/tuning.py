@@ -7,10 +7,10 @@ The search has three stages:
 2. The better half is trained to a quarter of the rounds and compared by accuracy, which tables report.
 3. The best two are trained to the end and compared by accuracy.
 
-The first list is searched like this; if it has several starts of a mixture, or numbers of Gaussians, each
-has its own three stages, because their effect shows late, and their whole runs are compared. Later lists,
-and a list of only two choices, go straight to the third stage, because the effect of independence shows
-late and label frequencies are counted at the end. Training runs resume between stages, and the winner
+The first list is searched like this; if it has several starts of a mixture, each has its own three stages,
+because their effect shows late, and their whole runs are compared. Later lists, and a list of only two
+choices, go straight to the third stage, because the effect of independence shows late and label frequencies
+are counted at the end. Training runs resume between stages, and the winner
 becomes the trial of the first seed. Every step writes a file, so an interruption costs one training run at
 most.
 
@@ -149,8 +149,8 @@ class _Search:
         if self.start.name:
             return self._stages(choices, only_whole=True)
         found: dict[str, Scores] = {}
-        for start in dict.fromkeys(map(_start_of, choices)):
-            own = [choice for choice in choices if _start_of(choice) == start]
+        for start in dict.fromkeys(choice.get("start") for choice in choices):
+            own = [choice for choice in choices if choice.get("start") == start]
             for stage, scores in self._stages(own, only_whole=len(own) <= _IN_FULL).items():
                 found.setdefault(stage, {}).update(scores)
         return found
@@ -217,10 +217,6 @@ class _Search:
 
         score = trial.folder.run_once(name, run, "score", keep_checkpoint=True)["score"]
         return -math.inf if score is None else float(score)
-
-
-def _start_of(choice: Choice) -> tuple[float | str | None, ...]:
-    return tuple(choice.get(name) for name in ("start", "components"))
 
 
 def _train_until(trial: Trial[ImageStudy], dataset: FederatedDataset, until: int) -> FederatedModel:
