@@ -9,19 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from fedgmm.cli.options import (
-    Categorical,
-    ClientColumn,
-    DateFormat,
-    Ids,
-    Ignore,
-    MissingValues,
-    Names,
-    NoHeader,
-    Task,
-    given,
-    table_options,
-)
+from fedgmm.cli.options import ColumnOptions, given
 from fedgmm.cli.output import (
     JsonFlag,
     RoundsBar,
@@ -130,15 +118,8 @@ def compare(
     ctx: typer.Context,
     sources: Annotated[list[str] | None, Argument()] = None,
     label: str | None = None,
-    client_column: ClientColumn = None,
-    categorical: Categorical = None,
-    ignore: Ignore = None,
-    no_header: NoHeader = False,
-    names: Names = None,
-    missing_values: MissingValues = None,
-    date_format: DateFormat = None,
-    id_columns: Ids = None,
-    task: Task = None,
+    *,
+    columns: ColumnOptions,
     methods: str | None = None,
     rounds: Annotated[int | None, Option(min=1)] = None,
     tuning_rounds: Annotated[int | None, Option(min=1)] = None,
@@ -191,9 +172,10 @@ def compare(
         data = data_to_compare(
             sources or ["digits"],
             seed=seed,
-            sizes=given(ctx, "components", "learners"),
+            sizes=given(ctx.params, "components", "learners"),
             notify=notify,
-            **{name: value for name, value in table_options(ctx).items() if name != "seed"},
+            **columns.given(),
+            **given(ctx.params, "label"),
         )
         if not as_json:
             screen().print(str(data.dataset), markup=False)
@@ -429,7 +411,9 @@ def reproduce(
     from rich.markdown import Markdown
 
     _check_options(ctx, experiment)
-    settings = given(ctx, *_OPTIONS[experiment] - {"data_dir", "download", "cache"})
+    settings = given(ctx.params, *_OPTIONS[experiment] - {"data_dir", "download", "cache"})
+    if shift is not None:
+        settings["shift"] = shift
     if seeds is not None:
         settings["seeds"] = tuple(range(seeds))
     if methods is not None:
