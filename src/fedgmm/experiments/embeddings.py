@@ -90,12 +90,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class EmbeddingStudy(ImageStudy):
-    """Settings of the study; see :class:`ImageStudy` for the other attributes.
-
-    Attributes:
-        learner: ``"auto"`` tries linear learners and MLPs; a kind tries that kind only.
-        held_out: share of the clients without whom the second training run is.
-    """
+    """Settings of the study; see :class:`ImageStudy` for the other attributes."""
 
     data_sets: ClassVar[tuple[str, ...]] = (*DATA_SETS, REVIEWS)
 
@@ -105,8 +100,8 @@ class EmbeddingStudy(ImageStudy):
     rounds: int = 60
     tuning_rounds: int = 8
     encoder_dtype: str = "bfloat16"
-    learner: str = "auto"
-    held_out: float = 0.2
+    learner: str = "auto"  # ``"auto"`` tries linear learners and MLPs; a kind tries that kind only
+    held_out: float = 0.2  # share of the clients without whom the second training run is
 
     @property
     def label(self) -> str:
@@ -169,19 +164,13 @@ class EmbeddingStudy(ImageStudy):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedClients:
-    """The clients of a seed, with features for the Gaussians.
+    """The clients of a seed, with features for the Gaussians."""
 
-    Attributes:
-        dataset: all clients and classes.
-        held_out: the clients of the second training run, and those held out of it.
-        novel: vectors of images unlike those of the second run, ``(n, d)``, by their kind.
-        feature_map: gives the features of vectors in the second run.
-    """
-
-    dataset: FederatedDataset
-    held_out: HeldOut
+    dataset: FederatedDataset  # all clients and classes
+    held_out: HeldOut  # the clients of the second training run, and those held out of it
+    # vectors of images unlike those of the second run, ``(n, d)``, by their kind
     novel: dict[str, Tensor]
-    feature_map: FeatureMap
+    feature_map: FeatureMap  # gives the features of vectors in the second run
 
 
 class Preparation:

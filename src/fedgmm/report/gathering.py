@@ -278,21 +278,15 @@ def _as_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TestRows:
-    """Test rows as the methods of a model take them.
-
-    Attributes:
-        inputs: ``(N, *shape)``.
-        features: columns of the Gaussians if they differ from the inputs, ``(N, d)``.
-        owners: the client of each row, as the model knows it, ``(N,)``.
-        codes: the position of that client in the table, ``(N,)``.
-    """
+    """Test rows as the methods of a model take them."""
 
     __test__ = False  # pytest would collect it
 
-    inputs: NDArray[Any]
+    inputs: NDArray[Any]  # ``(N, *shape)``
+    # columns of the Gaussians if they differ from the inputs, ``(N, d)``
     features: NDArray[Any] | None
-    owners: NDArray[Any]
-    codes: IntArray
+    owners: NDArray[Any]  # the client of each row, as the model knows it, ``(N,)``
+    codes: IntArray  # the position of that client in the table, ``(N,)``
 
     @classmethod
     def of(cls, model: FederatedModel, dataset: FederatedDataset) -> TestRows:

@@ -312,17 +312,11 @@ def _quiet(axes: Axes, sides: Sequence[str] = ("top", "right", "bottom", "left")
 
 @dataclass(frozen=True)
 class Strip:
-    """One row of the sheet.
+    """One row of the sheet."""
 
-    Attributes:
-        title: the step that the images show.
-        images: ``(n, channels, height, width)``.
-        captions: one below each image; none if empty.
-    """
-
-    title: str
-    images: ByteArray
-    captions: Sequence[str] = ()
+    title: str  # the step that the images show
+    images: ByteArray  # ``(n, channels, height, width)``
+    captions: Sequence[str] = ()  # one below each image; none if empty
 
 
 def contact_sheet(source: FederatedImages | ImageData, path: Path, columns: int = _COLUMNS) -> Path:

@@ -57,17 +57,13 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Tuning:
-    """A learning rate that was chosen on validation rows.
+    """A learning rate that was chosen on validation rows."""
 
-    Attributes:
-        best: the chosen rate.
-        scores: mean validation log-likelihood of every rate after a short run; minus infinity if
-            training diverged.
-        in_full: the same after all rounds, of the rates that were trained in full.
-    """
-
-    best: float
+    best: float  # the chosen rate
+    # mean validation log-likelihood of every rate after a short run; minus infinity if
+    # training diverged
     scores: dict[float, float]
+    # the same after all rounds, of the rates that were trained in full
     in_full: dict[float, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, float | None]:
@@ -77,27 +73,16 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Contestant:
-    """Result of one method.
+    """Result of one method."""
 
-    Attributes:
-        algorithm: name of the method.
-        learner: kind of its learners.
-        model: trained with the chosen options.
-        evaluation: metrics of every client on the test rows, at the last round.
-        score: mean validation log-likelihood, by which the learner was chosen.
-        seconds: duration of the final training run.
-        tuning: choice of the learning rate; ``None`` if there was none to choose.
-        others: the same method with the other learners.
-    """
-
-    algorithm: str
-    learner: str
-    model: FederatedModel
-    evaluation: Evaluation
-    score: float
-    seconds: float
-    tuning: Tuning | None
-    others: tuple[Contestant, ...] = ()
+    algorithm: str  # name of the method
+    learner: str  # kind of its learners
+    model: FederatedModel  # trained with the chosen options
+    evaluation: Evaluation  # metrics of every client on the test rows, at the last round
+    score: float  # mean validation log-likelihood, by which the learner was chosen
+    seconds: float  # duration of the final training run
+    tuning: Tuning | None  # choice of the learning rate; ``None`` if there was none to choose
+    others: tuple[Contestant, ...] = ()  # the same method with the other learners
 
     @property
     def summary(self) -> dict[str, float]:
@@ -130,16 +115,11 @@ def _finite(scores: Mapping[float, float]) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of all methods on one split of the rows, in the order of their runs.
+    """Results of all methods on one split of the rows, in the order of their runs."""
 
-    Attributes:
-        contestants: one per method.
-        test_per_training_row: number of test rows over that of training rows.
-        pooled: metrics of the models of ``POOLED``; empty if they were not asked for.
-    """
-
-    contestants: list[Contestant] = field(default_factory=list)
-    test_per_training_row: float = 0.0
+    contestants: list[Contestant] = field(default_factory=list)  # one per method
+    test_per_training_row: float = 0.0  # number of test rows over that of training rows
+    # metrics of the models of ``POOLED``; empty if they were not asked for
     pooled: dict[str, Evaluation] = field(default_factory=dict)
 
     def record(self, clients: bool = False) -> list[dict[str, Any]]:
@@ -385,25 +365,16 @@ def pooled_references(dataset: FederatedDataset) -> dict[str, Evaluation]:
 
 @dataclass(frozen=True)
 class DataToCompare:
-    """Rows that methods are compared on.
+    """Rows that methods are compared on."""
 
-    Attributes:
-        dataset: the rows.
-        title: name of the data.
-        options: training options of all methods.
-        again: returns the same data with another seed: another split, or another draw if built in.
-        bayes: accuracy of the Bayes classifier, if it is known.
-        home: run folder that the results belong to, if there is one.
-        notes: remarks about the files.
-    """
-
-    dataset: FederatedDataset
-    title: str
-    options: TrainingOptions
+    dataset: FederatedDataset  # the rows
+    title: str  # name of the data
+    options: TrainingOptions  # training options of all methods
+    # returns the same data with another seed: another split, or another draw if built in
     again: Callable[[int], DataToCompare]
-    bayes: float | None = None
-    home: Path | None = None
-    notes: list[str] = field(default_factory=list)
+    bayes: float | None = None  # accuracy of the Bayes classifier, if it is known
+    home: Path | None = None  # run folder that the results belong to, if there is one
+    notes: list[str] = field(default_factory=list)  # remarks about the files
 
 
 def data_to_compare(
