@@ -19,7 +19,15 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from fedgmm.estimators import FederatedGaussianMixture
-from fedgmm.report.plots import colour_of, draw_ellipses, draw_rows, draw_weights, label_component
+from fedgmm.report.plots import (
+    colour_of,
+    draw_ellipses,
+    draw_rows,
+    draw_weights,
+    label_component,
+    new_figure,
+    save_figure,
+)
 from fedgmm.training.loop import OnRound
 from fedgmm.wording import counted
 
@@ -214,10 +222,7 @@ def plot_demo(result: DemoResult, path: Path) -> Path:
     Returns:
         ``path``.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
-    rows_axes, weights_axes = figure.subplots(1, 2, width_ratios=(1.25, 1.0))
+    figure, (rows_axes, weights_axes) = new_figure((10.5, 4.6), 1, 2, width_ratios=(1.25, 1.0))
     rows = np.concatenate(list(result.data.rows.values()))
     draw_rows(rows_axes, rows, result.labels)
     for component, (mean, covariance) in enumerate(
@@ -233,6 +238,4 @@ def plot_demo(result: DemoResult, path: Path) -> Path:
     draw_weights(
         weights_axes, list(map(str, result.data.rows)), result.weights, result.data.weights
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    return path
+    return save_figure(figure, path, dpi=100)

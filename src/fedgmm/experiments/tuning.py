@@ -228,17 +228,13 @@ def _train_until(trial: Trial[ImageStudy], dataset: FederatedDataset, until: int
     """
     try:
         model = trial.train(dataset, until)
+        if model.history and model.history[-1]["round"] > until:
+            raise OtherTrainingError(f"it is past round {until}")
     except OtherTrainingError as error:
-        raise _other_search(trial, str(error)) from error
-    if model.history and model.history[-1]["round"] > until:
-        raise _other_search(trial, f"it is past round {until}")
+        raise StudyFolderError(
+            f"{trial.checkpoint} belongs to another search ({error}); choose another folder."
+        ) from error
     return model
-
-
-def _other_search(trial: Trial[ImageStudy], reason: str) -> StudyFolderError:
-    return StudyFolderError(
-        f"{trial.checkpoint} belongs to another search ({reason}); choose another folder."
-    )
 
 
 def _label(choice: Choice) -> str:

@@ -257,3 +257,8 @@ def evenly(total: int, most: int) -> IntArray:
     if total <= most:
         return np.arange(total)
     return np.linspace(0, total - 1, most).round().astype(np.int64)
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return a share as text; a dash if it is unknown."""
+    return f"{share:.{digits}%}" if np.isfinite(share) else "–"

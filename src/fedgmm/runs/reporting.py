@@ -21,7 +21,7 @@ from fedgmm.privacy.ledger import LEDGER, Ledger, accounts
 from fedgmm.report.contents import AdaptationRecord, ExampleGroup
 from fedgmm.report.examples import THUMBNAIL, SiteRows, gather_examples
 from fedgmm.report.gathering import gather
-from fedgmm.report.page import metric_text, metric_title, write_report
+from fedgmm.report.page import metric_text, metric_title, templates, write_report
 from fedgmm.runs.config import read_config
 from fedgmm.runs.folder import RunError, RunFolder, read_history, read_json
 from fedgmm.wording import counted
@@ -192,18 +192,9 @@ def write_card(run: FederatedRun, out: str | Path | None = None) -> Path:
 
 def render_card(run: FederatedRun) -> str:
     """Return the model card; it contains no path of this machine."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("fedgmm.report"),
-        autoescape=False,  # that is for HTML
-        finalize=_plain,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"counted": counted, "thousands": lambda number: f"{number:,}"}
-    text = environment.get_template("card.md").render(_facts(run))
+    # Markdown is not escaped like HTML
+    card = templates(_plain, autoescape=False).get_template("card.md")
+    text = card.render(_facts(run))
     for folder in _folders(run):
         text = text.replace(f"{_plain(folder)}/", "").replace(f"{folder}/", "")
     return text

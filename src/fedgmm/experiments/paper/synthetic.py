@@ -22,7 +22,7 @@ from fedgmm.data.synthetic import SyntheticFederation, synthetic
 from fedgmm.experiments.settings import check_methods_and_seeds
 from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value, write_results
 from fedgmm.methods.base import TITLES
-from fedgmm.report.plots import COLOURS, INK
+from fedgmm.report.plots import COLOURS, new_figure, quiet, save_figure
 from fedgmm.runs.comparison import PAPER_GRID, Notify, compare
 from fedgmm.training.local import train
 from fedgmm.wording import counted
@@ -253,10 +253,7 @@ def reproduce_illustration(folder: Path, seed: int = 0) -> Illustration:
 
 def plot_illustration(result: Illustration, path: Path) -> Path:
     """Draw ``P(y = 1|x)`` of both methods and the truth."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, panels = new_figure((9.5, 3.4), 1, 2, sharey=True)
     titles = {
         "fedem": "FedEM: one input density for all",
         "fedgmm": "FedGMM: a density per component",
@@ -266,10 +263,7 @@ def plot_illustration(result: Illustration, path: Path) -> Path:
         axes.plot(result.grid, curve, color=COLOURS[0], linewidth=1.8, label="learned")
         axes.set_title(f"{titles[name]} ({100 * result.accuracy[name]:.1f} %)")
         axes.set_xlabel("x")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(length=0, colors=INK)
+        quiet(axes, ("top", "right", "left"))
     panels[0].set_ylabel("P(y = 1 | x)")
     panels[1].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    return path
+    return save_figure(figure, path, dpi=100)
