@@ -25,7 +25,8 @@ class _OneSentenceErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = _note  # type: ignore[assignment]
+                # without the place in the code
+                warnings.showwarning = lambda message, *_: typer.echo(f"Note: {message}", err=True)
                 return self._invoke_on_first_rank(ctx)
         except (typer.Exit, typer.Abort):
             raise
@@ -62,11 +63,6 @@ class _OneSentenceErrors(TyperGroup):
             return super().invoke(ctx)
 
 
-def _note(message: Warning | str, *_: Any) -> None:
-    """Print a warning without its place in the code."""
-    typer.echo(f"Note: {message}", err=True)
-
-
 def _sentence(error: Exception) -> str:
     """Return the error as one sentence."""
     if isinstance(error, OSError) and error.strerror:
@@ -74,9 +70,8 @@ def _sentence(error: Exception) -> str:
         return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     if isinstance(error, MemoryError):
         return "There is not enough memory; use fewer columns, components or rows."
-    if type(error).__name__ == "OutOfMemoryError" and str(error).startswith(
-        "CUDA"
-    ):  # torch's class
+    # torch's class
+    if type(error).__name__ == "OutOfMemoryError" and str(error).startswith("CUDA"):
         from fedgmm.nets.devices import out_of_memory_reason
 
         return f"{out_of_memory_reason(error)}. Close other programs on the GPU, or use another --device."

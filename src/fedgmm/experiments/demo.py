@@ -98,7 +98,9 @@ def run_demo(clients: int = 8, seed: int = 0, on_round: Iterable[OnRound] = ()) 
     model = FederatedGaussianMixture(
         len(data.means), tol=1e-5, max_iter=MOST_ROUNDS, random_state=seed
     ).fit_with_callbacks(data.rows, on_round=on_round)
-    order = _order_of_truth(model.means_, data.means)
+    # match each true component to a learned one by the distances of their means
+    distances = np.linalg.norm(data.means[:, None] - model.means_[None], axis=-1)
+    order = np.asarray(linear_sum_assignment(distances)[1])
     place = np.argsort(order)
     common, difference = _compare_with_pooled(model, data)
     return DemoResult(
@@ -142,12 +144,6 @@ def _shared_gaussians() -> tuple[FloatArray, FloatArray]:
     deviations = np.array([deviation for _, deviation, _ in _SHAPES])
     factors = rotations.transpose(2, 0, 1) * deviations[:, None, :]
     return np.array([mean for mean, _, _ in _SHAPES]), factors
-
-
-def _order_of_truth(learned: FloatArray, true: FloatArray) -> NDArray[np.int64]:
-    """Match each true component to a learned one by the distances of their means, ``(M,)``."""
-    distances = np.linalg.norm(true[:, None] - learned[None], axis=-1)
-    return np.asarray(linear_sum_assignment(distances)[1])
 
 
 def _compare_with_pooled(

@@ -178,13 +178,12 @@ def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> C
 
 
 def _test_metrics(evaluation: Evaluation) -> TestMetrics:
-    headline, leading, values = evaluation.headline(), evaluation.leading_metric, evaluation.pooled
-    if leading == "rmse":
-        intervals = evaluation.pooled_intervals
-        return TestMetrics(headline, leading, values, intervals, None, math.nan)
-    positive = None if evaluation.positive is None else str(evaluation.positive)
-    intervals, constant = evaluation.pooled_intervals, evaluation.constant_accuracy
-    return TestMetrics(headline, leading, values, intervals, positive, constant)
+    leading, positive, constant = evaluation.leading_metric, None, math.nan
+    if leading != "rmse":
+        positive = None if evaluation.positive is None else str(evaluation.positive)
+        constant = evaluation.constant_accuracy
+    found = evaluation.headline(), leading, evaluation.pooled, evaluation.pooled_intervals
+    return TestMetrics(*found, positive, constant)
 
 
 def _deciding_columns(

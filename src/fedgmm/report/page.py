@@ -259,7 +259,11 @@ def _compared_methods(contents: ReportContents) -> list[dict[str, Any]]:
     methods = [(contents.method, own), *contents.baselines.items()]
     compared = []
     for number, (name, values) in enumerate(methods):
-        known = values[np.isfinite(values)]
+        known, lead = values[np.isfinite(values)], ""
+        if number:
+            ahead = contents.lead(name)  # in percentage points
+            tie = " (tie)" if ahead.within_noise else ""
+            lead = f"{100 * ahead.mean:+.1f}{tie}" if np.isfinite(ahead.mean) else "–"
         compared.append(
             {
                 "name": name,
@@ -270,7 +274,7 @@ def _compared_methods(contents: ReportContents) -> list[dict[str, Any]]:
                 "worst": known.min() if len(known) else np.nan,
                 "below": int((own > values).sum()),  # false where either is unknown
                 "above": int((own < values).sum()),
-                "lead": _lead(contents, name) if number else "",
+                "lead": lead,
             }
         )
     return compared
@@ -348,11 +352,3 @@ def verdict(contents: ReportContents) -> str:
         f"{baseline} is better here: an average client would gain {-points:.1f} percentage points with "
         f"it {interval}, though {as_well} do at least as well with {contents.method}."
     )
-
-
-def _lead(contents: ReportContents, baseline: str) -> str:
-    """Return the difference from a baseline in percentage points, or that it is a tie."""
-    lead = contents.lead(baseline)
-    if not np.isfinite(lead.mean):
-        return "–"
-    return f"{100 * lead.mean:+.1f}" + (" (tie)" if lead.within_noise else "")

@@ -96,9 +96,8 @@ class NoveltyStudy(ImageStudy):
         check_choice("changes", self.changes, CHANGES)
         for name in (self.representation, *self.representation_choices):
             check_choice("representation", name, REPRESENTATIONS)
-        check_integer("left_out", self.left_out, 0)
-        check_integer("scatter_clients", self.scatter_clients, 1)
-        check_integer("scatter_rows", self.scatter_rows, 1)
+        for name, least in (("left_out", 0), ("scatter_clients", 1), ("scatter_rows", 1)):
+            check_integer(name, getattr(self, name), least)
 
     @property
     def density(self) -> dict[str, Any]:

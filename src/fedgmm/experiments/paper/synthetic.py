@@ -7,7 +7,7 @@ rules with the same weights at every ``x``. The density shows which rule applies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -130,7 +130,7 @@ def reproduce_gaussian(
                 [
                     TITLES[method],
                     mean_and_spread(values),
-                    f"{_gap(outcome.bayes, values):.2f}",
+                    f"{100 * (sum(outcome.bayes) - sum(values)) / len(values):.2f}",
                     f"{PAPER_GAUSSIAN[method]:.2f}",
                 ]
                 for method, values in outcome.accuracy.items()
@@ -179,11 +179,6 @@ def reproduce_non_gaussian(
     record = {"size": asdict(size), "outcomes": [asdict(outcome) for outcome in outcomes]}
     write_results(folder, "nongaussian", record, markdown)
     return outcomes
-
-
-def _gap(bayes: Sequence[float], values: Sequence[float]) -> float:
-    """Return the percentage points below Bayes' rule, mean over seeds."""
-    return 100.0 * (sum(bayes) - sum(values)) / len(values)
 
 
 def _footnote(size: Size) -> str:
