@@ -547,7 +547,12 @@ def project(
     _, spreads, directions = np.linalg.svd(deviations, full_matrices=False)
     rank = int((spreads > 1e-9 * (1.0 + np.abs(means).max())).sum())
     axes = directions[: min(rank, 2)].T
-    within = _pooled_covariance(covariances, covariance_type, shares, means.shape[1])
+
+    def matrix(component: int) -> FloatArray:  # one at a time, because they may be large
+        own = covariances if covariance_type == "tied" else covariances[component]
+        return own if own.ndim == 2 else np.diag(np.broadcast_to(own, means.shape[1]))
+
+    within = np.asarray(sum(share * matrix(m) for m, share in enumerate(shares)))  # Σ_m π(m) Σ_m
     if rank < 2:
         axes = np.hstack([axes, _widest_directions(within, axes)[:, : 2 - rank]])
     # An axis and its mirror image are equivalent: make the largest entry positive.
@@ -565,7 +570,7 @@ def project(
     return Projection(
         axes=axes,
         means=(means - centre) @ axes,
-        covariances=_covariances_in_plane(covariances, covariance_type, axes, len(means)),
+        covariances=np.stack([axes.T @ matrix(m) @ axes for m in range(len(means))]),
         shares=shares,
         clients=(client_shares @ means - centre) @ axes,
         strongest=client_shares.argmax(-1),
@@ -574,33 +579,6 @@ def project(
         axis_titles=(first, second),
         missing=tuple((feature_names or ())[j].removesuffix(_MISSING) for j in largest_first),
     )
-
-
-def _pooled_covariance(
-    covariances: FloatArray, covariance_type: str, shares: FloatArray, columns: int
-) -> FloatArray:
-    """Return ``Σ_m π(m) Σ_m``, ``(d, d)``."""
-    match covariance_type:
-        case "full":
-            return np.asarray(np.tensordot(shares, covariances, 1))
-        case "tied":
-            return covariances
-        case _:  # one variance per column, or one for all columns
-            return np.asarray(np.diag(np.ones(columns) * (shares @ covariances)))
-
-
-def _covariances_in_plane(
-    covariances: FloatArray, covariance_type: str, axes: FloatArray, components: int
-) -> FloatArray:
-    """Return ``Aᵀ Σ_m A`` for axes ``A`` ``(d, 2)``: ``(M1, 2, 2)``."""
-    match covariance_type:
-        case "full" | "tied":
-            inside = axes.T @ covariances @ axes
-        case "diag":
-            inside = (axes.T * covariances[:, None]) @ axes
-        case _:
-            inside = covariances[:, None, None] * np.eye(2)
-    return np.asarray(np.broadcast_to(inside, (components, 2, 2)))
 
 
 def _widest_directions(covariance: FloatArray, taken: FloatArray) -> FloatArray:
