@@ -323,7 +323,7 @@ _CODE = {
     Experiment.MEMBERSHIP: ("membership", "MembershipStudy", "reproduce_membership"),
     Experiment.PRIVACY: ("privacy", "PrivacyStudy", "reproduce_privacy"),
 }
-"""Module, settings and function of each experiment; settings are empty if there are none."""
+"""Module, class of settings and function of each experiment; an empty name means no settings."""
 
 
 def reproduce(
