@@ -14,7 +14,7 @@ from fedgmm.data.encoders import PixelEncoder
 from fedgmm.experiments import study as engine
 from fedgmm.experiments import tuning
 from fedgmm.experiments.paper.classification import reproduce_classification
-from fedgmm.experiments.settings import ImageStudy, Variant
+from fedgmm.experiments.settings import ImageStudy
 from fedgmm.experiments.study import (
     Results,
     StudyContext,
@@ -92,8 +92,7 @@ def test_variants_share_the_chosen_options(journal):
     class Sized(ImageStudy):
         def variants(self, method):
             return [
-                Variant(f"{method}-{m1}", f"{m1} Gaussians", replace(self, components=m1))
-                for m1 in (1, 4)
+                (f"{method}-{m1}", f"{m1} Gaussians", replace(self, components=m1)) for m1 in (1, 4)
             ]
 
     study = Sized(**{**FAST, "methods": ("fedgmm",)})

@@ -228,8 +228,8 @@ def _records_by_seed(
     if chosen is None:
         return None
     records: dict[int, list[Record]] = {seed: [] for seed in study.seeds}
-    for seed, variant in product(study.seeds, study.variants(method)):
-        record = folder.read(f"{variant.name}-{seed}")
+    for seed, (name, *_) in product(study.seeds, study.variants(method)):
+        record = folder.read(f"{name}-{seed}")
         if record is None or tuned_options(record, *chosen) != chosen:
             return None
         records[seed].append(record)
@@ -328,10 +328,10 @@ def run_trials(
         federation = cache(partial(prepare, seed))
         for method in study.methods:
             chosen = choose_options(folder, study, method, federation, notify)
-            for variant in study.variants(method):
-                notify(f"{variant.title}, seed {seed}")
-                name = f"{variant.name}-{seed}"
-                trial = Trial(folder, name, variant.study, method, seed, chosen)
+            for prefix, title, settings in study.variants(method):
+                notify(f"{title}, seed {seed}")
+                name = f"{prefix}-{seed}"
+                trial = Trial(folder, name, settings, method, seed, chosen)
                 record = folder.run_once(
                     name,
                     lambda trial=trial, clients=federation: run(trial, clients()),  # type: ignore[misc]

@@ -93,9 +93,9 @@ def _chosen(study: ImageStudy, method: str, record: Record) -> dict[str, Any] | 
 
 def _hand_over_checkpoint(winner: Trial[ImageStudy]) -> None:
     """Rename the winner's checkpoint for the trial with the same settings, or delete it."""
-    for variant in winner.study.variants(winner.method):
-        own = f"{variant.name}-{winner.seed}"
-        if variant.study == winner.study and winner.checkpoint.exists():
+    for name, _, study in winner.study.variants(winner.method):
+        own = f"{name}-{winner.seed}"
+        if study == winner.study and winner.checkpoint.exists():
             if not winner.folder.record_file(own).exists():
                 winner.checkpoint.replace(winner.folder.checkpoint(own))
             break
@@ -145,7 +145,7 @@ class _Search:
     notify: Notify
 
     def run(self, choices: Sequence[Choice]) -> dict[str, Scores]:
-        """Return the scores of each stage."""
+        """Return the scores of each stage; the first list has stages for each start of a mixture."""
         if self.start.name:
             return self._stages(choices, only_whole=True)
         found: dict[str, Scores] = {}

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from fedgmm.core.checks import check_integer
-from fedgmm.experiments.settings import Choice, ImageStudy, Variant
+from fedgmm.experiments.settings import Choice, ImageStudy
 from fedgmm.experiments.study import (
     StudyContext,
     prepare_federation,
@@ -45,10 +45,10 @@ class SensitivityStudy(ImageStudy):
         """Return learning rates only, because tuning independence would hide the effect of the grid."""
         return super().choices(method)[:1]
 
-    def variants(self, method: str) -> list[Variant[Self]]:
+    def variants(self, method: str) -> list[tuple[str, str, Self]]:
         """Return every cell of the grid; all use the rate chosen at ``components`` and ``learners``."""
         return [
-            Variant(
+            (
                 f"{method}-{m1}x{m2}",
                 f"{counted(m1, 'Gaussian')}, {counted(m2, 'learner')}",
                 replace(self, components=m1, learners=m2),
