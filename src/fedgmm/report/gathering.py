@@ -85,7 +85,7 @@ def gather(
     from fedgmm.nets.devices import environment
 
     found = _Gathering(replace(model), dataset)  # only this copy is calibrated
-    metrics = found.test_metrics()
+    weights, densities = found.weight_map(), found.densities()  # both complete the table of clients
     if model.n_learners == 1 and not model.prediction.labels:
         # a flat curve would suggest that more rows might help
         found.absent["adaptation"] = (
@@ -101,19 +101,19 @@ def gather(
         classes=len(model.classes),
         components=0 if model.prediction.gaussians is None else model.n_components,
         learners=model.n_learners,
+        clients=found.clients,
         convergence=convergence(history, found.absent),
         baselines={
             TITLES.get(name, name): _accuracy_by_client(result, dataset.names)
             for name, result in (baselines or {}).items()
         },
         differences={TITLES.get(name, name): one for name, one in (differences or {}).items()},
-        metrics=metrics,
+        metrics=found.test_metrics(),
         deciding=found.deciding_columns(columns),
-        weights=found.weight_map(),
+        weights=weights,
         projection=found.projection(feature_names),
         reliability=found.reliability(),
-        densities=found.densities(),
-        clients=found.clients,  # the parts before complete the table
+        densities=densities,
         adaptations=tuple(adaptations) if replay is None else (replay,),
         replayed=replay is not None,
         configuration=flattened(configuration),
