@@ -251,6 +251,7 @@ def tune(
     from fedgmm.cli.run_tables import tuning_table
     from fedgmm.runs.comparison import PAPER_GRID, built_in_data
     from fedgmm.runs.comparison import tune as tune_method
+    from fedgmm.training.options import TrainingOptions
 
     try:
         rates = tuple(map(float, grid.split(","))) if grid else PAPER_GRID
@@ -262,13 +263,10 @@ def tune(
     with working(as_json) as notify:
         found = tune_method(
             dataset,
-            method,
+            TrainingOptions(algorithm=method, learner=learner, solver="sgd", seed=seed),
             grid=rates,
             rounds=rounds,
             notify=lambda line: notify(f"{method}: {line}"),
-            learner=learner,
-            solver="sgd",
-            seed=seed,
         )
     if as_json:
         print_json({"lr": found.best, "scores": found.record()})

@@ -196,11 +196,8 @@ def _train_tuned(
     def trained(options: TrainingOptions) -> Contestant:
         notify(f"training with rate {options.lr:.3g}")
         started = time.perf_counter()
-        with warnings.catch_warnings():
-            if grid is not None and extend:  # other rates are tried
-                warnings.simplefilter("ignore", DivergenceWarning)
-            model = train(dataset, options=options)
-        pass_on_interrupt(model)
+        # without a warning if other rates are tried
+        model = _trained(dataset, options, quiet=grid is not None and extend)
         seconds = time.perf_counter() - started
         score = validation_score(model) if len(dataset.validation) else 0.0
         found = model.evaluate("test")
@@ -214,15 +211,7 @@ def _train_tuned(
     if grid is None or exact:
         return trained(options)
     short = max(1, options.rounds // 4) if tuning_rounds is None else tuning_rounds
-    tuning = tune(
-        dataset,
-        options.algorithm,
-        grid=grid,
-        rounds=short,
-        extend=extend,
-        options=options,
-        notify=notify,
-    )
+    tuning = tune(dataset, options, grid=grid, rounds=short, extend=extend, notify=notify)
     best = trained(replace(options, lr=tuning.best))
     tried = {tuning.best: best.score}
     centre = None
@@ -240,48 +229,37 @@ def _train_tuned(
 
 def tune(
     dataset: FederatedDataset,
-    algorithm: str,
+    options: TrainingOptions,
     *,
     grid: Sequence[float] = PAPER_GRID,
     rounds: int = 10,
     extend: bool = True,
-    options: TrainingOptions | None = None,
     notify: Notify = lambda _: None,
-    **changes: Any,
 ) -> Tuning:
     """Return the learning rate with the best validation log-likelihood. Test rows are not used.
 
     Args:
         dataset: the clients.
-        algorithm: the method.
+        options: the method and the other options; the warm-up is shortened like the rounds.
         grid: learning rates.
         rounds: rounds of the short run with each rate.
         extend: while the best rate is at an edge of the grid, try the next one beyond it.
-        options: the other options; the warm-up is shortened in proportion to the rounds.
         notify: called with a line before each short run.
-        **changes: fields of :class:`TrainingOptions` that replace those of ``options``.
     """
-    whole = options or TrainingOptions()
-    short = replace(whole, warmup=whole.warmup * rounds // whole.rounds)
+    short = replace(options, rounds=rounds, warmup=options.warmup * rounds // options.rounds)
     scores: dict[float, float] = {}
     wanted = list(dict.fromkeys(map(float, grid)))
     while wanted:
         for lr in wanted:
             notify(f"trying rate {lr:.3g} for {counted(rounds, 'round')}")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DivergenceWarning)
-                model = train(
-                    dataset, algorithm, options=short, **{**changes, "lr": lr, "rounds": rounds}
-                )
-            pass_on_interrupt(model)
-            scores[lr] = validation_score(model)
+            scores[lr] = validation_score(_trained(dataset, replace(short, lr=lr)))
         best = max(scores, key=lambda lr: (scores[lr], -lr))
         beyond = neighbours(best, scores, extend and len(scores) > 1)
         wanted = [lr for lr in beyond if lr not in scores]
     if not any(map(math.isfinite, scores.values())):
         raise ValueError(
-            f"{algorithm} diverged with every lr from {max(scores):g} to {min(scores):g}; scale the "
-            "columns or limit gradients with clip_norm."
+            f"{options.algorithm} diverged with every lr from {max(scores):g} to {min(scores):g}; "
+            "scale the columns or limit gradients with clip_norm."
         )
     return Tuning(best, scores)
 
@@ -300,6 +278,17 @@ def neighbours(rate: float, rates: Iterable[float], extend: bool = True) -> list
         if _SMALLEST_RATE <= beyond <= _LARGEST_RATE:
             found.append(beyond)
     return found
+
+
+def _trained(
+    dataset: FederatedDataset, options: TrainingOptions, quiet: bool = True
+) -> FederatedModel:
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore", DivergenceWarning)
+        model = train(dataset, options=options)
+    pass_on_interrupt(model)
+    return model
 
 
 def pass_on_interrupt(model: FederatedModel) -> None:

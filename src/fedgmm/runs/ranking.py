@@ -83,19 +83,17 @@ class Ranking:
         found = [one for split in self.splits for one in split if one["algorithm"] == algorithm]
         return np.array([one[self.metric] for one in found])
 
-    def _estimate(self, values: NDArray[np.float64], resampled: NDArray[np.float64]) -> Estimate:
-        if len(self.seeds) == 1:
-            return over_resamples(float(values[0]), resampled)
-        return over_splits(values, self.test_per_training_row)
-
     def value(self, algorithm: str) -> Estimate:
         """Return the metric of a method."""
-        return self._estimate(self._values(algorithm), self.resampled[algorithm])
+        return self.difference(algorithm)
 
-    def difference(self, first: str, second: str) -> Estimate:
-        """Return the metric of one method minus that of another on the same rows."""
-        resampled = self.resampled[first] - self.resampled[second]
-        return self._estimate(self._values(first) - self._values(second), resampled)
+    def difference(self, first: str, second: str | None = None) -> Estimate:
+        """Return the metric of a method, minus that of another on the same rows if there is one."""
+        values = self._values(first) - (0.0 if second is None else self._values(second))
+        if len(self.seeds) > 1:
+            return over_splits(values, self.test_per_training_row)
+        resampled = self.resampled[first] - (0.0 if second is None else self.resampled[second])
+        return over_resamples(float(values[0]), resampled)
 
     @cached_property
     def standings(self) -> list[Standing]:
