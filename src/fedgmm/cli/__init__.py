@@ -25,8 +25,7 @@ class _OneSentenceErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             with warnings.catch_warnings():
-                # without the place in the code
-                warnings.showwarning = lambda message, *_: typer.echo(f"Note: {message}", err=True)
+                warnings.showwarning = _note  # type: ignore[assignment]
                 return self._invoke_on_first_rank(ctx)
         except (typer.Exit, typer.Abort):
             raise
@@ -61,6 +60,11 @@ class _OneSentenceErrors(TyperGroup):
             return None
         with leading(ranks):
             return super().invoke(ctx)
+
+
+def _note(message: Warning | str, *_: Any) -> None:
+    """Print a warning without its place in the code."""
+    typer.echo(f"Note: {message}", err=True)
 
 
 def _sentence(error: Exception) -> str:
