@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from fedgmm.cli import app
-from fedgmm.cli.options import Ignore, with_help
+from fedgmm.cli.options import Ids, with_help
 
 
 def commands(group, name=""):
@@ -34,7 +34,7 @@ def test_help_comes_from_the_docstring():
     def show(
         file: Path,
         label: Annotated[str, typer.Option()],
-        ignore: Ignore = None,
+        ids: Ids = None,
         rounds: Annotated[int, typer.Option(min=1)] = 3,
     ) -> None:
         """Show a file.
@@ -45,7 +45,7 @@ def test_help_comes_from_the_docstring():
                 diagnosis.
             rounds: Number of rounds.
         """
-        print(file, label, ignore, rounds)
+        print(file, label, ids, rounds)
 
     small = typer.Typer()
     small.command()(with_help(show))
@@ -54,8 +54,8 @@ def test_help_comes_from_the_docstring():
     assert helps["file"] == "The file: a table."
     assert helps["label"] == "The column to predict, such as diagnosis."
     assert helps["rounds"] == "Number of rounds."
-    assert "leave out" in helps["ignore"]
+    assert "identifies rows" in helps["ids"]
     assert command.help == "Show a file."
-    result = CliRunner().invoke(small, ["a.csv", "--label", "y", "--ignore", "id"])
+    result = CliRunner().invoke(small, ["a.csv", "--label", "y", "--id", "id"])
     assert result.stdout.split() == ["a.csv", "y", "['id']", "3"]
     assert CliRunner().invoke(small, ["a.csv", "--label", "y", "--rounds", "0"]).exit_code == 2

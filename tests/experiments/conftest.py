@@ -23,7 +23,7 @@ def unrendered(request, monkeypatch):
             path.touch()
             return path
 
-        monkeypatch.setattr(plots, "_save", save)
+        monkeypatch.setattr(plots, "save_figure", save)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,10 @@ from fedgmm.data.encoders import PixelEncoder
 from fedgmm.experiments import study as engine
 from fedgmm.experiments import tuning
 from fedgmm.experiments.paper.classification import reproduce_classification
-from fedgmm.experiments.settings import ImageStudy, Variant
+from fedgmm.experiments.settings import ImageStudy
 from fedgmm.experiments.study import (
+    Results,
     StudyContext,
-    describe_divergence,
-    of_method,
     prepare_federation,
     run_study,
     run_trials,
@@ -77,7 +77,7 @@ def test_every_method_runs_on_one_federation_per_seed(journal):
         "run fedgmm-5",
     ]
     assert details[2] == {"method": "fedavg", "seed": 5, "lr": 0.25, "components": 2}
-    assert [one["seed"] for one in of_method(details, "fedgmm")] == [3, 5]
+    assert [one["seed"] for one in details if one["method"] == "fedgmm"] == [3, 5]
 
 
 def test_a_trial_on_file_is_not_run_and_needs_no_federation(journal, tmp_path):
@@ -92,8 +92,7 @@ def test_variants_share_the_chosen_options(journal):
     class Sized(ImageStudy):
         def variants(self, method):
             return [
-                Variant(f"{method}-{m1}", f"{m1} Gaussians", replace(self, components=m1))
-                for m1 in (1, 4)
+                (f"{method}-{m1}", f"{m1} Gaussians", replace(self, components=m1)) for m1 in (1, 4)
             ]
 
     study = Sized(**{**FAST, "methods": ("fedgmm",)})
@@ -124,9 +123,13 @@ def test_a_run_that_diverged_is_named():
         {"method": "fedem", "seed": 0, "stopped": None},
         {"method": "fedgmm", "seed": 2, "stopped": "round 3"},
     ]
-    assert describe_divergence(rows[:1]) == ""
-    assert "FedGMM (seed 2)" in describe_divergence(rows)
-    assert "FedEM" not in describe_divergence(rows)
+
+    def divergence(details):
+        return Results(Path(), TrialFolder(Path()), STUDY, details).divergence()
+
+    assert divergence(rows[:1]) == ""
+    assert "FedGMM (seed 2)" in divergence(rows)
+    assert "FedEM" not in divergence(rows)
 
 
 # ---------------------------------------------------------------------- the clients of a seed
@@ -233,7 +236,7 @@ def test_results_describe_the_clients(tmp_path, femnist):
 def test_the_curve_ends_with_the_round_that_is_reported(tmp_path, femnist, rounds):
     study = replace(FEDAVG, rounds=rounds)
     outcome = reproduce_classification(tmp_path, study, StudyContext(femnist))
-    curve = outcome.details[0]["curve"]
+    curve = outcome["details"][0]["curve"]
     assert len(curve) == rounds
     assert [place for place, value in enumerate(curve, 1) if value is not None] == sorted(
         {5, rounds} if rounds > 5 else {rounds}

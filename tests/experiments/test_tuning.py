@@ -100,7 +100,7 @@ def test_finished_steps_are_not_run_again(tmp_path, femnist, monkeypatch, rounds
             with pytest.raises(PowerCutError):
                 reproduce_classification(tmp_path / "parts", study, StudyContext(femnist))
     outcome = reproduce_classification(tmp_path / "parts", study, StudyContext(femnist))
-    assert outcome.accuracy == expected.accuracy
+    assert outcome["accuracy"] == expected["accuracy"]
     assert sorted(rounds) == once
     assert not list((tmp_path / "parts").rglob("*.safetensors"))
 
@@ -130,7 +130,7 @@ def test_the_better_half_continues_and_its_best_two_to_the_end(tmp_path, femnist
     assert {after for _, after in short} == {LONG.tuning_rounds}
     assert middle == [(2, 3), (3, 3), (1, 3)]
     assert whole == [(3, 12), (2, 12)]
-    assert outcome.details[0]["lr"] == sorted(LONG.grid)[1]
+    assert outcome["details"][0]["lr"] == sorted(LONG.grid)[1]
     assert len(rounds) == 5 * 1 + 3 * 2 + 2 * 9  # nothing is trained twice
 
 
@@ -139,7 +139,7 @@ def test_rates_that_diverge_are_replaced_by_the_next(tmp_path, femnist, judged):
     table |= {1: (9, LOST, 0), 2: (8, 5, LOST), 3: (LOST, 9, 9), 4: (7, 6, 2), 5: (6, 4, 3)}
     outcome = reproduce_classification(tmp_path, LONG, StudyContext(femnist))
     assert looks[5:] == [(1, 3), (2, 3), (4, 3), (5, 3), (4, 12), (2, 12), (5, 12)]
-    assert outcome.details[0]["lr"] == sorted(LONG.grid)[4]
+    assert outcome["details"][0]["lr"] == sorted(LONG.grid)[4]
     written = json.loads((tmp_path / FOLDER / "local-tuning.json").read_text())
     assert list(written["scores"][0]["whole"].values()) == [2.0, None, 3.0]
 
@@ -150,7 +150,7 @@ def test_rates_that_were_dropped_come_last(tmp_path, femnist, judged):
     table |= {k: (k, k, LOST) for k in (5, 4, 3)} | {2: (2, 0, 2), 1: (1, 0, 1)}
     outcome = reproduce_classification(tmp_path, LONG, StudyContext(femnist))
     assert [place for place, after in looks if after == LONG.rounds] == [5, 4, 3, 2, 1]
-    assert outcome.details[0]["lr"] == sorted(LONG.grid)[1]
+    assert outcome["details"][0]["lr"] == sorted(LONG.grid)[1]
 
 
 def test_dropped_rates_leave_no_checkpoints(tmp_path, femnist, judged, monkeypatch):
@@ -171,7 +171,7 @@ def test_dropped_rates_leave_no_checkpoints(tmp_path, femnist, judged, monkeypat
     # the best two diverge at the end, so the third and the fourth replace them
     assert kept[8:-1] == [(12, [4, 5]), (12, [4, 5]), (12, [4, 5]), (12, [3, 4, 5])]
     assert kept[-1] == (None, [])  # the winner's checkpoint now has the name of the trial
-    assert outcome.details[0]["lr"] == sorted(LONG.grid)[2]
+    assert outcome["details"][0]["lr"] == sorted(LONG.grid)[2]
 
 
 def test_a_search_may_be_as_long_as_the_training_run(tmp_path, femnist, judged, rounds):
@@ -251,7 +251,7 @@ def test_damaged_choices_are_made_again_after_they_are_deleted(tmp_path, femnist
             reproduce_classification(tmp_path, LONG, StudyContext(femnist))
         file.unlink()
         again = reproduce_classification(tmp_path, LONG, StudyContext(femnist))
-        assert again.accuracy == expected.accuracy
+        assert again["accuracy"] == expected["accuracy"]
 
 
 @pytest.mark.parametrize(("choices", "extra"), [((2,), 0), ((1,), 1)])

@@ -74,7 +74,7 @@ def axes(monkeypatch):
         drawn.extend(figure.axes)
         return path
 
-    monkeypatch.setattr(plots, "_save", keep)
+    monkeypatch.setattr(plots, "save_figure", keep)
     return drawn
 
 

@@ -33,6 +33,7 @@ from small_runs import SITES, write_sites
 from supervised import federation, two_groups
 
 FAST = {"rounds": 4, "components": 2, "learners": 2}
+FEDAVG = TrainingOptions(algorithm="fedavg")
 
 
 def easy(rng, rows=240):
@@ -50,7 +51,7 @@ def test_the_paper_s_grid():
 
 def test_the_best_rate_on_validation_rows_is_chosen(rng):
     data = easy(rng)
-    found = tune(data, "fedavg", grid=(1e-4, 1e-2, 0.5), rounds=8, extend=False)
+    found = tune(data, FEDAVG, grid=(1e-4, 1e-2, 0.5), rounds=8, extend=False)
     assert found.best == 0.5
     assert list(found.scores) == [1e-4, 1e-2, 0.5]
     for lr, score in found.scores.items():
@@ -62,11 +63,11 @@ def test_the_best_rate_on_validation_rows_is_chosen(rng):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_test_rows_do_not_touch_the_choice(rng, algorithm):
     data = easy(rng)
-    options = {"grid": (0.03, 0.3), "rounds": 2, "solver": "sgd", "components": 2, "learners": 2}
-    first = tune(data, algorithm, **options)
+    options = TrainingOptions(algorithm=algorithm, solver="sgd", components=2, learners=2)
+    first = tune(data, options, grid=(0.03, 0.3), rounds=2)
     data.test.inputs.fill_(1e6)
     data.test.labels.copy_(1 - data.test.labels)
-    again = tune(data, algorithm, **options)
+    again = tune(data, options, grid=(0.03, 0.3), rounds=2)
     assert again.scores == first.scores
 
 
@@ -74,15 +75,15 @@ def test_a_rate_that_diverges_is_never_chosen(rng):
     data = easy(rng)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = tune(data, "fedavg", grid=(1e7, 0.1), rounds=5, learner="mlp")
+        found = tune(data, replace(FEDAVG, learner="mlp"), grid=(1e7, 0.1), rounds=5)
     assert found.scores[1e7] == -float("inf")
     assert found.best == 0.1
 
 
 def test_options_reach_the_trials(rng):
     data = easy(rng)
-    options = TrainingOptions(learner="mlp", seed=3)
-    found = tune(data, "fedavg", grid=(0.1,), rounds=2, options=options)
+    options = replace(FEDAVG, learner="mlp", seed=3)
+    found = tune(data, options, grid=(0.1,), rounds=2)
     expected = train(data, "fedavg", options=options, lr=0.1, rounds=2)
     assert found.scores[0.1] == -expected.evaluate("validation").mean_log_loss
 
@@ -92,24 +93,24 @@ def test_a_trial_warms_up_for_as_long_in_proportion(rng, monkeypatch):
     plain = comparison.train
 
     def watched(*args, **changes):
-        seen.append((changes["options"].warmup, changes["rounds"]))
+        seen.append((changes["options"].warmup, changes["options"].rounds))
         return plain(*args, **changes)
 
     monkeypatch.setattr(comparison, "train", watched)
     options = TrainingOptions(algorithm="fedem", rounds=40, warmup=20, solver="sgd", learners=2)
-    tune(easy(rng), "fedem", grid=(0.1, 0.01), rounds=4, options=options, extend=False)
+    tune(easy(rng), options, grid=(0.1, 0.01), rounds=4, extend=False)
     assert seen == [(2, 4)] * 2
 
 
 def test_numbers_of_numpy_are_numbers(rng):
-    found = tune(easy(rng), "fedavg", grid=(np.float64(0.1),), rounds=2, seed=np.int64(3))
+    found = tune(easy(rng), FEDAVG, grid=(np.float64(0.1),), rounds=2)
     assert found.best == 0.1
 
 
 def test_a_grid_grows_while_its_best_rate_is_at_an_edge(rng):
     """With the rates below, the best one used to be the largest, 0.01."""
     data = easy(rng)
-    found = tune(data, "fedavg", grid=(0.01, 0.001), rounds=4)
+    found = tune(data, FEDAVG, grid=(0.01, 0.001), rounds=4)
     rates = sorted(found.scores)
     np.testing.assert_allclose(np.diff(np.log10(rates)), 1.0)
     assert max(rates) == 10.0 or rates[0] < found.best < rates[-1]

@@ -74,9 +74,8 @@ def _sentence(error: Exception) -> str:
         return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     if isinstance(error, MemoryError):
         return "There is not enough memory; use fewer columns, components or rows."
-    if type(error).__name__ == "OutOfMemoryError" and str(error).startswith(
-        "CUDA"
-    ):  # torch's class
+    # torch's class
+    if type(error).__name__ == "OutOfMemoryError" and str(error).startswith("CUDA"):
         from fedgmm.nets.devices import out_of_memory_reason
 
         return f"{out_of_memory_reason(error)}. Close other programs on the GPU, or use another --device."

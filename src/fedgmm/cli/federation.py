@@ -12,21 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from fedgmm.cli.options import (
-    DateFormat,
-    Download,
-    EncoderName,
-    ImageColumn,
-    MissingValues,
-    Names,
-    NoHeader,
-    Size,
-    TextColumn,
-    Weights,
-    embedding_options,
-    file_options,
-    given,
-)
+from fedgmm.cli.options import EmbeddingOptions, FileOptions, given
 from fedgmm.cli.output import JsonFlag, escaped, print_json, print_notes, screen, sidelines
 
 if TYPE_CHECKING:
@@ -103,7 +89,7 @@ def server(
         from fedgmm.federation.server import check_start
         from fedgmm.federation.settings import read_settings
 
-    settings = read_settings(config, **given(ctx, *_FEDERATION))
+    settings = read_settings(config, **given(ctx.params, *_FEDERATION))
     files = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca, "keys": keys_folder}
     options = read_server_options(config, host=host, port=port, **files, insecure=insecure or None)
     plain = bool(options.get("insecure", False))
@@ -132,10 +118,8 @@ def client(
     min_rows: Annotated[int, Option(min=0)] = 5,
     blur: Annotated[float, Option(min=0.0, max=0.5)] = 0.1,
     categorical: list[str] | None = None,
-    no_header: NoHeader = False,
-    names: Names = None,
-    missing_values: MissingValues = None,
-    date_format: DateFormat = None,
+    *,
+    files: FileOptions,
     min_count: Annotated[int, Option(min=0)] = 5,
     labels: list[str] | None = None,
     max_rounds: Annotated[int | None, Option(min=1)] = None,
@@ -145,12 +129,8 @@ def client(
     min_sites: Annotated[int | None, Option(min=3)] = None,
     forget: Annotated[bool, Option("--forget")] = False,
     images: Annotated[bool, Option("--images")] = False,
-    text: TextColumn = None,
-    encoder: EncoderName = None,
-    image_column: ImageColumn = None,
-    weights: Weights = None,
-    size: Size = None,
-    download: Download = False,
+    text: str | None = None,
+    embedding: EmbeddingOptions,
 ) -> None:
     """Take part in a federation with the rows of this site. The rows stay here.
 
@@ -189,6 +169,7 @@ def client(
         min_sites: Send sums only under masks, and only if this many sites are added up.
         forget: Forget the plan that this folder agreed to; agree to a new one.
         images: The data are images, which are embedded here first; see fedgmm embed.
+        text: Column of texts of the tables.
     """
     with _imports_finish_first():
         from fedgmm.data.embed import Embedding
@@ -222,11 +203,11 @@ def client(
     connection = Connection(
         host, port, ca.resolve() if ca else None, key.resolve() if key else None
     )
-    written = file_options(ctx)
-    embeds = embedding_options(ctx)
-    embedding = None if embeds is None else Embedding(**embeds)
-    if embedding is not None:
-        data = _embedded(data, embedding, out)
+    written = files.given()
+    vectors = embedding.given(text, images)
+    encoded_by = Embedding(**vectors) if vectors else None
+    if encoded_by is not None:
+        data = _embedded(data, encoded_by, out)
     # errors in the data come before any other file is written
     SiteTable.found(tuple(data), name, lambda _: None, FileFormat(**written))
     settings = SiteSettings(
@@ -238,12 +219,14 @@ def client(
         min_rows,
         tuple(categorical or ()),
         **written,
-        **given(ctx, "min_count", "max_rounds", "forget", "blur", "max_epsilon", "max_delta"),
+        **given(
+            ctx.params, "min_count", "max_rounds", "forget", "blur", "max_epsilon", "max_delta"
+        ),
         min_sites=min_sites,
         peers=peers,
         labels=tuple(labels or ()),
         key=connection.key,
-        embedding=embedding,
+        embedding=encoded_by,
     )
     with _sigterm_interrupts(), _log_lines(out) as notify:
         take_part(Site(settings, notify=notify), connection, out, notify=notify)

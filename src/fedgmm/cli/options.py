@@ -1,81 +1,23 @@
-"""Options that several commands have, and how the given ones become settings."""
+"""Options that several commands have, and the help of all options from docstrings."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import fields
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer import Argument, Option
 
+if TYPE_CHECKING:
+    from fedgmm.runs.run import FederatedRun
+
 Files = Annotated[list[str], Argument(help="Files (CSV, TSV, Parquet, npz), folders or patterns.")]
 RunFolderArgument = Annotated[Path, Argument(help="The run folder.", metavar="RUN")]
-ClientColumn = Annotated[
-    str | None,
-    Option(help="Column with the client's name, if a file holds several clients."),
-]
-Categorical = Annotated[
-    list[str] | None,
-    Option(
-        help="Column to treat as categories, even if it has numbers or looks like names. May be repeated."
-    ),
-]
-Task = Annotated[
-    str | None,
-    Option(
-        help="classification, regression, or auto: classification, with an error if the label looks "
-        "like a measurement. Default: auto."
-    ),
-]
-Ignore = Annotated[list[str] | None, Option(help="Column to leave out. May be repeated.")]
-Positive = Annotated[
-    str | None,
-    Option(
-        help="Positive class of two. Default: 1, true or yes if the other class is 0, false or no; "
-        "otherwise the rarer one in training."
-    ),
-]
-Threshold = Annotated[
-    float | None,
-    Option(
-        help="Probability from which on the positive class is predicted, such as 0.2. Default: the most "
-        "likely class."
-    ),
-]
-CostOption = Annotated[
-    str | None,
-    Option(
-        "--cost",
-        help="Cost of a missed positive row if a false alarm costs 1, such as 10; or fn=10,fp=1; or the "
-        "cost of missing a class, such as ill=10,well=1. Predicts the class of smallest expected cost.",
-    ),
-]
-NoHeader = Annotated[
-    bool,
-    Option(
-        "--no-header",
-        help="The first line holds values; the columns are called column_1, column_2 and so on.",
-    ),
-]
-Names = Annotated[
-    list[str] | None,
-    Option(help="Names of the columns of files without a header: a,b,c. May be repeated."),
-]
-MissingValues = Annotated[
-    list[str] | None,
-    Option(
-        "--missing-values",
-        help="Text or number that means a missing value, such as -9. May be repeated.",
-    ),
-]
-DateFormat = Annotated[
-    str | None, Option(help="How dates are written, such as %d.%m.%Y or %m/%d/%y.")
-]
 Ids = Annotated[
     list[str] | None,
     Option(
@@ -87,99 +29,203 @@ Ids = Annotated[
 OutFile = Annotated[
     Path | None, Option("--out", help="CSV, TSV or Parquet file; default: standard output.")
 ]
-EncoderName = Annotated[
-    str | None,
-    Option(
-        "--encoder",
-        help="resnet18, pixels, timm:NAME, wordllama, or sentence-transformers:NAME_OR_FOLDER. Default: "
-        "resnet18 for images, wordllama for texts.",
-    ),
-]
-TextColumn = Annotated[str | None, Option("--text", help="Column of texts of the tables.")]
-ImageColumn = Annotated[
-    str | None,
-    Option(help="Column of the tables that names files of images, relative to the table."),
-]
-Weights = Annotated[
-    Path | None,
-    Option(
-        help="File of the network's weights. Default for resnet18: "
-        "weights/resnet18_imagenet.safetensors in the folder that FEDGMM_DATA names."
-    ),
-]
-Size = Annotated[
-    int | None, Option(min=8, help="Side in pixels that the network sees. Default: 224.")
-]
-Download = Annotated[bool, Option("--download", help="Allow the download of missing weights.")]
+
+
+def given(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return the values that were given, lists as tuples; the others have defaults elsewhere.
+
+    Args:
+        values: options by name, for example the parameters of a command.
+        *names: the options to look at; all without any.
+    """
+    return {
+        name: tuple(values[name]) if isinstance(values[name], list) else values[name]
+        for name in names or values
+        if not (values[name] is None or values[name] is False or values[name] in ([], ()))
+    }
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Format of files.
+
+    Options:
+        no_header: The first line holds values; the columns are called column_1, column_2 and so on.
+        names: Names of the columns of files without a header: a,b,c. May be repeated.
+        missing_values: Text or number that means a missing value, such as -9. May be repeated.
+        date_format: How dates are written, such as %d.%m.%Y or %m/%d/%y.
+    """
+
+    no_header: Annotated[bool, Option("--no-header")] = False
+    names: list[str] | None = None
+    missing_values: list[str] | None = None
+    date_format: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, as fields of ``TableOptions``."""
+        names = [one.strip() for text in self.names or () for one in text.split(",")]
+        return given({**vars(self), "names": names})
+
+
+@dataclass(frozen=True)
+class ColumnOptions:
+    """Columns of files, and the format of the files.
+
+    Options:
+        client_column: Column with the client's name, if a file holds several clients.
+        categorical: Column to treat as categories, even if it has numbers or looks like names. May be
+            repeated.
+        ignore: Column to leave out. May be repeated.
+        task: classification, regression, or auto: classification, with an error if the label looks like a
+            measurement. Default: auto.
+    """
+
+    client_column: str | None = None
+    categorical: list[str] | None = None
+    ignore: list[str] | None = None
+    files: FileOptions = field(default_factory=FileOptions)
+    id_columns: Ids = None
+    task: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, as fields of ``TableOptions``."""
+        found = given({**vars(self), "id": self.id_columns, "files": None, "id_columns": None})
+        return found | self.files.given()
+
+
+@dataclass(frozen=True)
+class EmbeddingOptions:
+    """Encoder of images or texts.
+
+    Options:
+        encoder: resnet18, pixels, timm:NAME, wordllama, or sentence-transformers:NAME_OR_FOLDER. Default:
+            resnet18 for images, wordllama for texts.
+        image_column: Column of the tables that names files of images, relative to the table.
+        weights: File of the network's weights. Default for resnet18:
+            weights/resnet18_imagenet.safetensors in the folder that FEDGMM_DATA names.
+        size: Side in pixels that the network sees. Default: 224.
+        download: Allow the download of missing weights.
+    """
+
+    encoder: str | None = None
+    image_column: str | None = None
+    weights: Path | None = None
+    size: Annotated[int | None, Option(min=8)] = None
+    download: Annotated[bool, Option("--download")] = False
+
+    def given(self, text: str | None, images: bool) -> dict[str, Any]:
+        """Return the options as fields of an ``Embedding``; nothing if nothing is embedded.
+
+        Args:
+            text: the column of texts.
+            images: whether the files are images.
+        """
+        if not images and text is None and self.image_column is None:
+            return {}
+        return given(
+            {
+                "encoder": self.encoder or ("resnet18" if text is None else "wordllama"),
+                "weights": None if self.weights is None else str(self.weights.resolve()),
+                "size": self.size,
+                "text": text,
+                "image": self.image_column,
+                "download": self.download,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class DecisionOptions:
+    """Choice of a class by its probability.
+
+    Options:
+        positive: Positive class of two. Default: 1, true or yes if the other class is 0, false or no;
+            otherwise the rarer one in training.
+        threshold: Probability from which on the positive class is predicted, such as 0.2. Default: the most
+            likely class.
+        cost: Cost of a missed positive row if a false alarm costs 1, such as 10; or fn=10,fp=1; or the cost
+            of missing a class, such as ill=10,well=1. Predicts the class of smallest expected cost.
+    """
+
+    positive: str | None = None
+    threshold: float | None = None
+    cost: str | None = None
+
+    def of(self, run: FederatedRun) -> dict[str, Any]:
+        """Return the options with the classes as the run knows them."""
+        chosen: dict[str, Any] = {"threshold": self.threshold}
+        if self.positive is not None:
+            chosen["positive"] = run.class_named(self.positive)
+        if self.cost is None:
+            return chosen
+        costs: dict[Any, float] = {}
+        for part in self.cost.split(","):
+            name, equals, value = part.rpartition("=")
+            try:
+                number = float(value)
+            except ValueError:
+                raise typer.BadParameter(
+                    f"--cost takes a number, or name=number separated by commas, got {part!r}."
+                ) from None
+            if not equals:
+                return {**chosen, "cost": number}
+            name = name.strip()
+            costs[name if name in ("fn", "fp") else run.class_named(name)] = number
+        return {**chosen, "cost": costs}
+
+
+# ---------------------------------------------------------------------- functions as commands
+
+_LISTING = "\n\nOptions:\n"
 
 
 def with_help(command: Callable[..., None]) -> Callable[..., None]:
-    """Give each option of a command the text that the docstring has about it, and return the command.
+    """Return a function as a command.
 
-    The section ``Options`` of the docstring has one entry per option. So a command is declared like any
-    other function. Options of this module, which several commands have, bring their own help.
+    The section ``Options`` of the docstring has the help of its options, one entry each. A parameter of one
+    of the classes above stands for their fields, which are options, too.
     """
-    about, _, listing = (inspect.getdoc(command) or "").partition("\n\nOptions:\n")
-    hints = get_type_hints(command, include_extras=True)
-    for entry in re.split(r"\n(?=    \w)", listing.rstrip()) if listing else ():
-        name, text = entry.strip().split(": ", 1)
-        kind, *found = (
-            get_args(hints[name]) if get_origin(hints[name]) is Annotated else [hints[name]]
-        )
-        required = inspect.signature(command).parameters[name].default is inspect.Parameter.empty
-        info = copy(found[0]) if found else Argument() if required else Option()  # as in Typer
-        info.help = " ".join(text.split())
-        hints[name] = Annotated[kind, info]
-    command.__doc__, command.__annotations__ = about, hints
-    return command
+    options = list(_options(command))
+
+    def call(**values: Any) -> None:
+        _build(command, values)
+
+    call.__name__ = command.__name__
+    call.__doc__ = (inspect.getdoc(command) or "").partition(_LISTING)[0]
+    call.__annotations__ = {one.name: one.annotation for one in options}
+    call.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return call
 
 
-def given(ctx: typer.Context, *names: str) -> dict[str, Any]:
-    """Return those of the named options that were given; the others have defaults elsewhere.
-
-    The values are those of the parser, in which paths are texts.
-    """
-    return {name: ctx.params[name] for name in names if ctx.params.get(name) is not None}
-
-
-def file_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the options about files that were given, as fields of ``TableOptions``."""
-    found = given(ctx, "no_header", "names", "missing_values", "date_format", "id_columns")
-    found["names"] = [one.strip() for text in found.get("names", ()) for one in text.split(",")]
-    found["id"] = found.pop("id_columns", ())
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in found.items()
-        if value
-    }
+def _options(owner: Any) -> Iterator[inspect.Parameter]:
+    """Return the parameters of a function or class with their help, and fields in place of classes."""
+    listing = (inspect.getdoc(owner) or "").partition(_LISTING)[2]
+    entries = re.split(r"\n(?=    \w)", listing.rstrip()) if listing else []
+    helps = dict(entry.strip().split(": ", 1) for entry in entries)
+    for name, kind, parameter in _parameters(owner):
+        if is_dataclass(kind):
+            yield from _options(kind)
+            continue
+        if name in helps:
+            kind, *found = get_args(kind) if get_origin(kind) is Annotated else [kind]
+            required = parameter.default is parameter.empty
+            info = copy(found[0]) if found else Argument() if required else Option()  # as in Typer
+            info.help = " ".join(helps[name].split())
+            kind = Annotated[kind, info]
+        yield parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=kind)
 
 
-def table_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the options about columns and files that were given, as fields of ``TableOptions``."""
-    from fedgmm.data.tables.preprocessing import TableOptions
-
-    found = given(ctx, *(one.name for one in fields(TableOptions)))
-    found = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in found.items()
-        if value is not False and value not in ((), [])
-    }
-    return found | file_options(ctx)
+def _build(owner: Any, values: dict[str, Any]) -> Any:
+    """Call a function or class with the values of its parameters, of which some are made of others."""
+    return owner(
+        **{
+            name: _build(kind, values) if is_dataclass(kind) else values[name]
+            for name, kind, _ in _parameters(owner)
+        }
+    )
 
 
-def embedding_options(ctx: typer.Context) -> dict[str, Any] | None:
-    """Return the options that were given as those of an ``Embedding``; ``None`` if nothing is embedded."""
-    found = given(ctx, "encoder", "weights", "size", "text", "image_column")
-    if not (ctx.params["images"] or "text" in found or "image_column" in found):
-        return None
-    found.setdefault("encoder", default_encoder(found.get("text")))
-    if "weights" in found:
-        found["weights"] = str(Path(found["weights"]).resolve())
-    if "image_column" in found:
-        found["image"] = found.pop("image_column")
-    return found | ({"download": True} if ctx.params["download"] else {})
-
-
-def default_encoder(text: str | None) -> str:
-    """Return the encoder of images, or of texts if their column is given."""
-    return "resnet18" if text is None else "wordllama"
+def _parameters(owner: Any) -> Iterator[tuple[str, Any, inspect.Parameter]]:
+    hints = get_type_hints(owner, include_extras=True)
+    for name, parameter in inspect.signature(owner).parameters.items():
+        yield name, hints[name], parameter

@@ -11,31 +11,14 @@ import typer
 from typer import Argument, Option
 
 from fedgmm.cli.options import (
-    Categorical,
-    ClientColumn,
-    CostOption,
-    DateFormat,
-    Download,
-    EncoderName,
+    ColumnOptions,
+    DecisionOptions,
+    EmbeddingOptions,
     Files,
     Ids,
-    Ignore,
-    ImageColumn,
-    MissingValues,
-    Names,
-    NoHeader,
     OutFile,
-    Positive,
     RunFolderArgument,
-    Size,
-    Task,
-    TextColumn,
-    Threshold,
-    Weights,
-    default_encoder,
-    embedding_options,
     given,
-    table_options,
 )
 from fedgmm.cli.output import (
     JsonFlag,
@@ -54,18 +37,10 @@ from fedgmm.wording import counted
 
 
 def inspect(
-    ctx: typer.Context,
     files: Files,
     label: str | None = None,
-    client_column: ClientColumn = None,
-    categorical: Categorical = None,
-    ignore: Ignore = None,
-    no_header: NoHeader = False,
-    names: Names = None,
-    missing_values: MissingValues = None,
-    date_format: DateFormat = None,
-    id_columns: Ids = None,
-    task: Task = None,
+    *,
+    columns: ColumnOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the clients and columns of files, how much clients differ, and possible problems.
@@ -80,7 +55,7 @@ def inspect(
     from fedgmm.data.tables.loading import read_tables
     from fedgmm.data.tables.preprocessing import TableOptions
 
-    options = TableOptions(**{"label": None, **table_options(ctx)})
+    options = TableOptions(label, **columns.given())
     with working(as_json) as notify:
         found = inspect_tables(read_tables(files, options, notify))
     if as_json:
@@ -95,13 +70,10 @@ def inspect(
 def embed(
     sources: list[Path],
     out: Annotated[Path, Option()],
-    encoder: EncoderName = None,
-    text: TextColumn = None,
-    image_column: ImageColumn = None,
-    weights: Weights = None,
-    size: Size = None,
+    text: str | None = None,
     device: str = "auto",
-    download: Download = False,
+    *,
+    embedding: EmbeddingOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Turn images or texts into vectors with a frozen encoder, once.
@@ -117,15 +89,14 @@ def embed(
         sources: One source per site: a folder of images with one folder per class, a table, or an npz file
             with an array images.
         out: Folder for one Parquet file per site.
+        text: Column of texts of the tables.
         device: cpu, cuda or auto.
     """
     from rich.progress import Progress, TaskID
 
     from fedgmm.data.embed import Embedding
 
-    chosen = encoder or default_encoder(text)
-    file = None if weights is None else str(weights)
-    settings = Embedding(chosen, file, size, text, image_column, device, download)
+    settings = Embedding(**embedding.given(text, images=True), device=device)
     notes = sidelines()
     with Progress(console=notes, transient=True, disable=as_json or not notes.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
@@ -150,24 +121,13 @@ def fit(
     files: Annotated[list[str] | None, Argument()] = None,
     label: str | None = None,
     out: Path = Path("run"),
-    client_column: ClientColumn = None,
-    categorical: Categorical = None,
-    ignore: Ignore = None,
-    no_header: NoHeader = False,
-    names: Names = None,
-    missing_values: MissingValues = None,
-    date_format: DateFormat = None,
-    id_columns: Ids = None,
-    task: Task = None,
+    *,
+    columns: ColumnOptions,
     memory: str | None = None,
     images: Annotated[bool, Option("--images")] = False,
     label_from_folder: Annotated[bool, Option("--label-from-folder")] = False,
     text: str | None = None,
-    encoder: EncoderName = None,
-    image_column: ImageColumn = None,
-    weights: Weights = None,
-    size: Size = None,
-    download: Download = False,
+    embedding: EmbeddingOptions,
     config: Path | None = None,
     algorithm: str | None = None,
     components: str | None = None,
@@ -243,24 +203,25 @@ def fit(
     sections: dict[str, dict[str, Any]] = (
         read_config(config) if config is not None else {"data": {}, "training": {}, "run": {}}
     )
-    data: dict[str, Any] = {"files": files or None, **table_options(ctx)}
-    training = given(ctx, "algorithm", "learner", "pca", "rounds", "seed", "device")
+    data = columns.given() | given(ctx.params, "files", "label", "memory", "seed")
+    training = given(ctx.params, "algorithm", "learner", "pca", "rounds", "seed", "device")
     training |= {
-        "components": _count("--components", components),
-        "learners": _count("--learners", learners),
+        **({} if components is None else {"components": _count("--components", components)}),
+        **({} if learners is None else {"learners": _count("--learners", learners)}),
         **dict(_assignment(text) for text in set_ or ()),
     }
-    embedding = embedding_options(ctx)
-    if embedding is not None:
-        sections["embedding"] = embedding | given(ctx, "device")
+    vectors = embedding.given(text, images)
+    if vectors:
+        sections["embedding"] = vectors | given(ctx.params, "device")
         if label_from_folder and label is not None:
             raise ValueError("Give either --label or --label-from-folder, not both.")
-        data["label"] = label or (None if image_column or text else "label")
-        data.setdefault("id", ("id",) if image_column is None else (image_column,))
-    sections["data"] |= {name: value for name, value in data.items() if value is not None}
-    sections["training"] |= {name: value for name, value in training.items() if value is not None}
-    sections["run"] |= given(ctx, "checkpoint_every")
-    privacy = given(ctx, "epsilon", "delta", "unit")
+        if label is None and not (embedding.image_column or text):
+            data["label"] = "label"
+        data.setdefault("id", (embedding.image_column or "id",))
+    sections["data"] |= data
+    sections["training"] |= training
+    sections["run"] |= given(ctx.params, "checkpoint_every")
+    privacy = given(ctx.params, "epsilon", "delta", "unit")
     if person_column is not None:
         privacy["person"] = person_column
     if bounds:
@@ -282,9 +243,9 @@ def fit(
     _show_finished(run, as_json)
 
 
-def _count(option: str, text: str | None) -> int | str | None:
+def _count(option: str, text: str) -> int | str:
     """Parse a number or ``auto``."""
-    if text is None or text == "auto":
+    if text == "auto":
         return text
     if not text.isdecimal() or int(text) < 1:
         raise typer.BadParameter(f"{option} must be a number or auto, got {text!r}.")
@@ -395,9 +356,8 @@ def evaluate(
     files: Annotated[list[str] | None, Argument()] = None,
     split: str | None = None,
     client: str | None = None,
-    positive: Positive = None,
-    threshold: Threshold = None,
-    cost: CostOption = None,
+    *,
+    decision: DecisionOptions,
     importance: Annotated[bool, Option("--importance")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -437,7 +397,7 @@ def evaluate(
         raise typer.BadParameter("--client says whose rows the files hold; name the files, too.")
     with working(as_json) as notify:
         opened = open_run(run)
-        chosen = _decision(opened, positive, threshold, cost)
+        chosen = decision.of(opened)
         found = opened.evaluate(files or (), client, split=split or "test", notify=notify, **chosen)
         columns = opened.importance(split or "test", notify=notify) if importance else None
     if as_json:
@@ -454,38 +414,12 @@ def evaluate(
         console.print(importance_table(columns))
 
 
-def _decision(
-    run: Any, positive: str | None, threshold: float | None, cost: str | None
-) -> dict[str, Any]:
-    """Return the options that decide on a class, with the classes as the run knows them."""
-    chosen: dict[str, Any] = {"threshold": threshold}
-    if positive is not None:
-        chosen["positive"] = run.class_named(positive)
-    if cost is None:
-        return chosen
-    costs: dict[Any, float] = {}
-    for part in cost.split(","):
-        name, equals, value = part.rpartition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            raise typer.BadParameter(
-                f"--cost takes a number, or name=number separated by commas, got {part!r}."
-            ) from None
-        if not equals:
-            return {**chosen, "cost": number}
-        name = name.strip()
-        costs[name if name in ("fn", "fp") else run.class_named(name)] = number
-    return {**chosen, "cost": costs}
-
-
 def predict(
     run: RunFolderArgument,
     file: Path,
     client: str | None = None,
-    positive: Positive = None,
-    threshold: Threshold = None,
-    cost: CostOption = None,
+    *,
+    decision: DecisionOptions,
     id_columns: Ids = None,
     out: OutFile = None,
     as_json: JsonFlag = False,
@@ -511,7 +445,7 @@ def predict(
     check_output(out)
     with working(as_json) as notify:
         opened = open_run(run)
-        chosen = _decision(opened, positive, threshold, cost)
+        chosen = decision.of(opened)
         found = opened.predict(file, client, ids=id_columns or (), notify=notify, **chosen)
         if out is not None or not as_json:
             write_columns(found.columns(), out)

@@ -9,19 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from fedgmm.cli.options import (
-    Categorical,
-    ClientColumn,
-    DateFormat,
-    Ids,
-    Ignore,
-    MissingValues,
-    Names,
-    NoHeader,
-    Task,
-    given,
-    table_options,
-)
+from fedgmm.cli.options import ColumnOptions, given
 from fedgmm.cli.output import (
     JsonFlag,
     RoundsBar,
@@ -36,7 +24,7 @@ from fedgmm.wording import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedgmm.experiments.demo import DemoResult
+    from fedgmm.methods.base import RoundInfo
 
 
 class DataSet(StrEnum):
@@ -79,18 +67,34 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)  # fail before any work
     console = Console()
     console.rule("1. A density for clients that do not share their rows")
-    result = _run_demo_with_progress(clients, seed)
+    with RoundsBar(quiet=False) as bar:
+        from fedgmm.experiments.demo import MOST_ROUNDS, demo_table, plot_demo, run_demo
 
-    from fedgmm.experiments.demo import plot_demo
+        def show(number: int, info: RoundInfo) -> None:
+            bar.show({"round": number, "log_likelihood": info.log_likelihood})
 
-    _print_demo(result, plot_demo(result, out / "demo.png"), console)
+        bar.begin(MOST_ROUNDS)
+        result = run_demo(clients, seed, on_round=[show])
+    console.print(demo_table(result))
+    gain = result.log_likelihood - result.common_log_likelihood
+    console.print(
+        "The same model without pooling rows: with common weights, the federated fit differs from "
+        f"scikit-learn on the pooled rows by at most [bold]{result.pooled_difference:.1e}[/] in "
+        "log-likelihood per row, in every round."
+    )
+    console.print(
+        f"Personal weights: log-likelihood of held-out rows {result.log_likelihood:.3f} per row, with "
+        f"common weights {result.common_log_likelihood:.3f}: [bold]{gain:+.3f}[/]."
+    )
+    picture = plot_demo(result, out / "demo.png")
+    console.print(f"Picture: [bold]{picture}[/]", soft_wrap=True)
     _run_story(seed, out, console)
 
 
 def _run_story(seed: int, out: Path, console: Console) -> None:
     """Run and print parts 2 to 4 of the demo."""
+    from fedgmm.cli.run_tables import comparison_table
     from fedgmm.experiments.story import plot_story, run_story
-    from fedgmm.experiments.tables import comparison_table
 
     with console.status("three federations") as status:
         story = run_story(seed, lambda line: status.update(line))
@@ -130,15 +134,8 @@ def compare(
     ctx: typer.Context,
     sources: Annotated[list[str] | None, Argument()] = None,
     label: str | None = None,
-    client_column: ClientColumn = None,
-    categorical: Categorical = None,
-    ignore: Ignore = None,
-    no_header: NoHeader = False,
-    names: Names = None,
-    missing_values: MissingValues = None,
-    date_format: DateFormat = None,
-    id_columns: Ids = None,
-    task: Task = None,
+    *,
+    columns: ColumnOptions,
     methods: str | None = None,
     rounds: Annotated[int | None, Option(min=1)] = None,
     tuning_rounds: Annotated[int | None, Option(min=1)] = None,
@@ -177,7 +174,7 @@ def compare(
         device: cpu, cuda or auto.
         out: Folder for comparison.json. Default: the run folder, if given.
     """
-    from fedgmm.experiments.tables import comparison_table
+    from fedgmm.cli.run_tables import comparison_table
     from fedgmm.methods.base import TITLES
     from fedgmm.runs.comparison import LEARNERS, data_to_compare
     from fedgmm.runs.ranking import compare_splits
@@ -191,9 +188,10 @@ def compare(
         data = data_to_compare(
             sources or ["digits"],
             seed=seed,
-            sizes=given(ctx, "components", "learners"),
+            sizes=given(ctx.params, "components", "learners"),
             notify=notify,
-            **{name: value for name, value in table_options(ctx).items() if name != "seed"},
+            **columns.given(),
+            **given(ctx.params, "label"),
         )
         if not as_json:
             screen().print(str(data.dataset), markup=False)
@@ -250,68 +248,30 @@ def tune(
         rounds: Rounds of each trial.
         learner: The kind of learners.
     """
-    from fedgmm.experiments.tables import tuning_table
+    from fedgmm.cli.run_tables import tuning_table
     from fedgmm.runs.comparison import PAPER_GRID, built_in_data
     from fedgmm.runs.comparison import tune as tune_method
+    from fedgmm.training.options import TrainingOptions
 
-    rates = _rates(grid) if grid else PAPER_GRID
+    try:
+        rates = tuple(map(float, grid.split(","))) if grid else PAPER_GRID
+    except ValueError:
+        raise typer.BadParameter(
+            f"--grid takes learning rates separated by commas, got {grid!r}."
+        ) from None
     dataset, _ = built_in_data(data.value, seed)
     with working(as_json) as notify:
         found = tune_method(
             dataset,
-            method,
+            TrainingOptions(algorithm=method, learner=learner, solver="sgd", seed=seed),
             grid=rates,
             rounds=rounds,
             notify=lambda line: notify(f"{method}: {line}"),
-            learner=learner,
-            solver="sgd",
-            seed=seed,
         )
     if as_json:
         print_json({"lr": found.best, "scores": found.record()})
         return
     screen().print(tuning_table(found, f"{method} on {data.value}"))
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    """Parse learning rates."""
-    try:
-        return tuple(float(rate) for rate in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            f"--grid takes learning rates separated by commas, got {text!r}."
-        ) from None
-
-
-def _run_demo_with_progress(clients: int, seed: int) -> DemoResult:
-    """Run part 1 of the demo with a progress bar."""
-    with RoundsBar(quiet=False) as bar:
-        from fedgmm.experiments.demo import MOST_ROUNDS, run_demo
-        from fedgmm.methods.base import RoundInfo
-
-        def show(number: int, info: RoundInfo) -> None:
-            bar.show({"round": number, "log_likelihood": info.log_likelihood})
-
-        bar.begin(MOST_ROUNDS)
-        return run_demo(clients, seed, on_round=[show])
-
-
-def _print_demo(result: DemoResult, picture: Path, console: Console) -> None:
-    """Print part 1 of the demo."""
-    from fedgmm.experiments.demo import demo_table
-
-    gain = result.log_likelihood - result.common_log_likelihood
-    console.print(demo_table(result))
-    console.print(
-        "The same model without pooling rows: with common weights, the federated fit differs from "
-        f"scikit-learn on the pooled rows by at most [bold]{result.pooled_difference:.1e}[/] in "
-        "log-likelihood per row, in every round."
-    )
-    console.print(
-        f"Personal weights: log-likelihood of held-out rows {result.log_likelihood:.3f} per row, with "
-        f"common weights {result.common_log_likelihood:.3f}: [bold]{gain:+.3f}[/]."
-    )
-    console.print(f"Picture: [bold]{picture}[/]", soft_wrap=True)
 
 
 class Experiment(StrEnum):
@@ -329,42 +289,39 @@ class Experiment(StrEnum):
     EMBEDDINGS = "embeddings"
 
 
-_ON_IMAGES = (
-    Experiment.CLASSIFICATION,
-    Experiment.UNSEEN,
-    Experiment.NOVELTY,
-    Experiment.SENSITIVITY,
-    Experiment.EMBEDDINGS,
-)
 _SIZES = {"clients", "seeds", "rounds", "tuning_rounds", "methods", "device"}
-_OF_IMAGES = {
-    "dataset",
-    "track",
-    "learner",
-    "encoder",
-    "encoder_dtype",
-    "image_size",
-    "components",
-    "learners",
-    "pretrained",
-    "fraction",
-    "data_dir",
-    "download",
-    "cache",
-}
+_FILES = {"data_dir", "download", "cache"}
+_IMAGES = _SIZES | _FILES | {
+    "dataset", "track", "learner", "encoder", "encoder_dtype", "image_size", "components", "learners",
+    "pretrained", "fraction",
+}  # fmt: skip
 _OPTIONS = {
     Experiment.SYNTHETIC: {*_SIZES, "rows"},
     Experiment.NON_GAUSSIAN: {*_SIZES, "rows"},
     Experiment.ILLUSTRATION: set[str](),
-    Experiment.CLASSIFICATION: {*_SIZES, *_OF_IMAGES, "shift"},
-    Experiment.UNSEEN: {*_SIZES, *_OF_IMAGES, "shift"},
-    Experiment.NOVELTY: {*_SIZES, *_OF_IMAGES},  # its shifts are separate settings
-    Experiment.SENSITIVITY: {*_SIZES, *_OF_IMAGES, "shift"},
-    Experiment.EMBEDDINGS: {*_SIZES, *_OF_IMAGES} - {"track", "pretrained"},
+    Experiment.CLASSIFICATION: {*_IMAGES, "shift"},
+    Experiment.UNSEEN: {*_IMAGES, "shift"},
+    Experiment.NOVELTY: _IMAGES,  # its shifts are separate settings
+    Experiment.SENSITIVITY: {*_IMAGES, "shift"},
+    Experiment.EMBEDDINGS: _IMAGES - {"track", "pretrained"},
     Experiment.MEMBERSHIP: {"clients", "rows", "rounds"},
     Experiment.PRIVACY: {"clients", "rows", "seeds", "dataset"},
 }
 """Options of each experiment, besides the folder for its results."""
+
+_CODE = {
+    Experiment.SYNTHETIC: ("paper.synthetic", "Size", "reproduce_gaussian"),
+    Experiment.NON_GAUSSIAN: ("paper.synthetic", "Size", "reproduce_non_gaussian"),
+    Experiment.ILLUSTRATION: ("paper.synthetic", "", "reproduce_illustration"),
+    Experiment.CLASSIFICATION: ("paper.classification", "ImageStudy", "reproduce_classification"),
+    Experiment.UNSEEN: ("paper.unseen", "UnseenStudy", "reproduce_unseen"),
+    Experiment.NOVELTY: ("paper.novelty", "NoveltyStudy", "reproduce_novelty"),
+    Experiment.SENSITIVITY: ("paper.sensitivity", "SensitivityStudy", "reproduce_sensitivity"),
+    Experiment.EMBEDDINGS: ("embeddings", "EmbeddingStudy", "reproduce_embeddings"),
+    Experiment.MEMBERSHIP: ("membership", "MembershipStudy", "reproduce_membership"),
+    Experiment.PRIVACY: ("privacy", "PrivacyStudy", "reproduce_privacy"),
+}
+"""Module, class of settings and function of each experiment; an empty name means no settings."""
 
 
 def reproduce(
@@ -426,26 +383,31 @@ def reproduce(
         cache: Images: folder for encoded images. Default: OUT/encoded.
         device: cpu, cuda or auto.
     """
+    from importlib import import_module
+
     from rich.markdown import Markdown
 
     _check_options(ctx, experiment)
-    settings = given(ctx, *_OPTIONS[experiment] - {"data_dir", "download", "cache"})
+    settings = given(ctx.params, *_OPTIONS[experiment] - _FILES)
+    if shift is not None:
+        settings["shift"] = shift
     if seeds is not None:
         settings["seeds"] = tuple(range(seeds))
     if methods is not None:
         settings["methods"] = tuple(one.strip() for one in methods.split(","))
-    if pretrained is not None:
-        settings["pretrained"] = str(pretrained)
+    if experiment is Experiment.NON_GAUSSIAN:
+        settings.setdefault("clients", 30)
+    if experiment is Experiment.NOVELTY and components is not None:
+        settings["component_choices"] = ()  # the number is given, so novelty does not choose it
     table = out / f"{experiment.value}.md"
     with working() as notify:
-        if experiment in _ON_IMAGES:
+        name, settings_class, function = _CODE[experiment]
+        code = import_module(f"fedgmm.experiments.{name}")
+        study: Any = getattr(code, settings_class)(**settings) if settings_class else None
+        context: Any = notify
+        if "cache" in _OPTIONS[experiment]:
             from fedgmm.experiments.study import StudyContext
 
-            make, run = _study(experiment)
-            if experiment is Experiment.NOVELTY and components is not None:
-                # the number is given, so novelty does not choose it
-                settings["component_choices"] = ()
-            study = make(**settings)
             if download:
                 from fedgmm.data.images.files import load_images
 
@@ -453,10 +415,9 @@ def reproduce(
                 load_images(study.dataset, data_dir, download=True)
             if cache is None and study.encoder != "pixels":  # pixels need no cache
                 cache = out / "encoded"
-            run(out, study, StudyContext(data_dir, cache, notify))
+            context = StudyContext(data_dir, cache, notify)
             table = out / f"{experiment.value}-{study.label}.md"
-        else:
-            _without_images(experiment, out, settings, notify)
+        getattr(code, function)(out, *([] if study is None else [study, context]))
     console = screen()
     console.print(Markdown(table.read_text(encoding="utf-8")))
     console.print(f"Results: [bold]{out}[/]", soft_wrap=True, highlight=False)
@@ -466,65 +427,11 @@ def _check_options(ctx: typer.Context, experiment: Experiment) -> None:
     """Raise if an option was given that the experiment does not have."""
     for option in ctx.command.params:
         name = option.name or ""
-        if name in ("experiment", "out") or name in _OPTIONS[experiment]:
-            continue
         # environment variables may be meant for other commands
         source = ctx.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE":
+        typed = source is not None and source.name == "COMMANDLINE"
+        if not typed or name in {"experiment", "out", *_OPTIONS[experiment]}:
             continue
-        off = ctx.params[name] is False
-        flag = (option.secondary_opts if off else option.opts)[0]
+        flag = (option.secondary_opts if ctx.params[name] is False else option.opts)[0]
         takers = ", ".join(other.value for other in Experiment if name in _OPTIONS[other])
         raise typer.BadParameter(f"{flag} is for {takers}, not for {experiment.value}.")
-
-
-def _study(experiment: Experiment) -> tuple[Any, Any]:
-    """Return the class of a study on images and the function that runs it."""
-    match experiment:
-        case Experiment.CLASSIFICATION:
-            from fedgmm.experiments.paper.classification import reproduce_classification
-            from fedgmm.experiments.settings import ImageStudy
-
-            return ImageStudy, reproduce_classification
-        case Experiment.UNSEEN:
-            from fedgmm.experiments.paper.unseen import UnseenStudy, reproduce_unseen
-
-            return UnseenStudy, reproduce_unseen
-        case Experiment.EMBEDDINGS:
-            from fedgmm.experiments.embeddings import EmbeddingStudy, reproduce_embeddings
-
-            return EmbeddingStudy, reproduce_embeddings
-        case Experiment.NOVELTY:
-            from fedgmm.experiments.paper.novelty import reproduce_novelty
-            from fedgmm.experiments.paper.novelty_setup import NoveltyStudy
-
-            return NoveltyStudy, reproduce_novelty
-        case _:
-            from fedgmm.experiments.paper.sensitivity import SensitivityStudy, reproduce_sensitivity
-
-            return SensitivityStudy, reproduce_sensitivity
-
-
-def _without_images(experiment: Experiment, out: Path, given: dict[str, Any], notify: Any) -> None:
-    """Run an experiment without images."""
-    if experiment is Experiment.ILLUSTRATION:
-        from fedgmm.experiments.paper.synthetic import reproduce_illustration
-
-        reproduce_illustration(out)
-        return
-    if experiment is Experiment.PRIVACY:
-        from fedgmm.experiments.privacy import PrivacyStudy, reproduce_privacy
-
-        reproduce_privacy(out, PrivacyStudy(**given), notify)
-        return
-    if experiment is Experiment.MEMBERSHIP:
-        from fedgmm.experiments.membership import MembershipStudy, reproduce_membership
-
-        reproduce_membership(out, MembershipStudy(**given), notify)
-        return
-    from fedgmm.experiments.paper.synthetic import Size, reproduce_gaussian, reproduce_non_gaussian
-
-    if experiment is Experiment.SYNTHETIC:
-        reproduce_gaussian(out, Size(**given), notify)
-    else:
-        reproduce_non_gaussian(out, Size(**{"clients": 30, **given}), notify)

@@ -556,9 +556,7 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
         ``client`` is one known id for all rows, ``clients`` is one per row. Rows without an id use the
         federation's ``weights_``.
         """
-        return self._evaluate(
-            X, chosen_clients(client, clients), lambda log_joint: log_joint.logsumexp(-1)
-        )
+        return self._evaluate(X, client, clients, lambda log_joint: log_joint.logsumexp(-1))
 
     def score(self, X: Rows, y: object = None, *, client: Id = None, clients: Ids = None) -> float:
         """Return the mean log-likelihood of the rows."""
@@ -566,22 +564,21 @@ class FederatedGaussianMixture(TakesClients, DensityMixin, BaseEstimator):  # ty
 
     def predict(self, X: Rows, *, client: Id = None, clients: Ids = None) -> NDArray[np.int64]:
         """Return the most likely component of every row, ``(n_rows,)``."""
-        given = chosen_clients(client, clients)
-        return self._evaluate(X, given, lambda log_joint: log_joint.argmax(-1))
+        return self._evaluate(X, client, clients, lambda log_joint: log_joint.argmax(-1))
 
     def predict_proba(self, X: Rows, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return the responsibilities of the components for every row, ``(n_rows, n_components)``."""
-        given = chosen_clients(client, clients)
-        return self._evaluate(X, given, lambda log_joint: responsibilities(log_joint)[0])
+        return self._evaluate(X, client, clients, lambda joint: responsibilities(joint)[0])
 
     def predict_log_proba(self, X: Rows, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return the logarithms of :meth:`predict_proba`, also where those are too small for a float."""
-        given = chosen_clients(client, clients)
-        return self._evaluate(X, given, lambda log_joint: log_joint.log_softmax(-1))
+        return self._evaluate(X, client, clients, lambda log_joint: log_joint.log_softmax(-1))
 
-    def _evaluate(self, X: Rows, clients: Ids, reduce: Callable[[Tensor], Tensor]) -> NDArray[Any]:
+    def _evaluate(
+        self, X: Rows, client: Id, clients: Ids, reduce: Callable[[Tensor], Tensor]
+    ) -> NDArray[Any]:
         """Return ``reduce`` of ``log π_c(m) + log N(x; μ_m, Σ_m)``, ``(n_rows, ...)``."""
-        rows = self._rows_to_score(X, clients)
+        rows = self._rows_to_score(X, chosen_clients(client, clients))
         shared, dtype = self._gaussians(rows.device), resolve_dtype(self.dtype)
         log_pi = torch.log(torch.from_numpy(self._weights_table()).to(rows.device))
         found: dict[int, NDArray[Any]] = {}

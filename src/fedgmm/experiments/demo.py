@@ -19,7 +19,15 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from fedgmm.estimators import FederatedGaussianMixture
-from fedgmm.report.plots import colour_of, draw_ellipses, draw_rows, draw_weights, label_component
+from fedgmm.report.plots import (
+    colour_of,
+    draw_ellipses,
+    draw_rows,
+    draw_weights,
+    label_component,
+    new_figure,
+    save_figure,
+)
 from fedgmm.training.loop import OnRound
 from fedgmm.wording import counted
 
@@ -90,7 +98,9 @@ def run_demo(clients: int = 8, seed: int = 0, on_round: Iterable[OnRound] = ()) 
     model = FederatedGaussianMixture(
         len(data.means), tol=1e-5, max_iter=MOST_ROUNDS, random_state=seed
     ).fit_with_callbacks(data.rows, on_round=on_round)
-    order = _order_of_truth(model.means_, data.means)
+    # match each true component to a learned one by the distances of their means
+    distances = np.linalg.norm(data.means[:, None] - model.means_[None], axis=-1)
+    order = np.asarray(linear_sum_assignment(distances)[1])
     place = np.argsort(order)
     common, difference = _compare_with_pooled(model, data)
     return DemoResult(
@@ -134,12 +144,6 @@ def _shared_gaussians() -> tuple[FloatArray, FloatArray]:
     deviations = np.array([deviation for _, deviation, _ in _SHAPES])
     factors = rotations.transpose(2, 0, 1) * deviations[:, None, :]
     return np.array([mean for mean, _, _ in _SHAPES]), factors
-
-
-def _order_of_truth(learned: FloatArray, true: FloatArray) -> NDArray[np.int64]:
-    """Match each true component to a learned one by the distances of their means, ``(M,)``."""
-    distances = np.linalg.norm(true[:, None] - learned[None], axis=-1)
-    return np.asarray(linear_sum_assignment(distances)[1])
 
 
 def _compare_with_pooled(
@@ -214,10 +218,7 @@ def plot_demo(result: DemoResult, path: Path) -> Path:
     Returns:
         ``path``.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
-    rows_axes, weights_axes = figure.subplots(1, 2, width_ratios=(1.25, 1.0))
+    figure, (rows_axes, weights_axes) = new_figure((10.5, 4.6), 1, 2, width_ratios=(1.25, 1.0))
     rows = np.concatenate(list(result.data.rows.values()))
     draw_rows(rows_axes, rows, result.labels)
     for component, (mean, covariance) in enumerate(
@@ -233,6 +234,4 @@ def plot_demo(result: DemoResult, path: Path) -> Path:
     draw_weights(
         weights_axes, list(map(str, result.data.rows)), result.weights, result.data.weights
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    return path
+    return save_figure(figure, path, dpi=100)

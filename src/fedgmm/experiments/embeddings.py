@@ -39,15 +39,12 @@ from fedgmm.experiments.paper.unseen import (
 )
 from fedgmm.experiments.settings import DATA_SETS, Choice, ImageStudy
 from fedgmm.experiments.study import (
+    Results,
     StudyContext,
     check_rows,
     check_trainable,
-    complete_methods,
-    describe_divergence,
-    of_method,
     run_study,
     training_facts,
-    write_study,
 )
 from fedgmm.experiments.tables import markdown_table
 from fedgmm.experiments.trials import Record, Trial
@@ -90,12 +87,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class EmbeddingStudy(ImageStudy):
-    """Settings of the study; see :class:`ImageStudy` for the other attributes.
-
-    Attributes:
-        learner: ``"auto"`` tries linear learners and MLPs; a kind tries that kind only.
-        held_out: share of the clients without whom the second training run is.
-    """
+    """Settings of the study; see :class:`ImageStudy` for the other attributes."""
 
     data_sets: ClassVar[tuple[str, ...]] = (*DATA_SETS, REVIEWS)
 
@@ -105,8 +97,8 @@ class EmbeddingStudy(ImageStudy):
     rounds: int = 60
     tuning_rounds: int = 8
     encoder_dtype: str = "bfloat16"
-    learner: str = "auto"
-    held_out: float = 0.2
+    learner: str = "auto"  # ``"auto"`` tries linear learners and MLPs; a kind tries that kind only
+    held_out: float = 0.2  # share of the clients without whom the second training run is
 
     @property
     def label(self) -> str:
@@ -169,19 +161,13 @@ class EmbeddingStudy(ImageStudy):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedClients:
-    """The clients of a seed, with features for the Gaussians.
+    """The clients of a seed, with features for the Gaussians."""
 
-    Attributes:
-        dataset: all clients and classes.
-        held_out: the clients of the second training run, and those held out of it.
-        novel: vectors of images unlike those of the second run, ``(n, d)``, by their kind.
-        feature_map: gives the features of vectors in the second run.
-    """
-
-    dataset: FederatedDataset
-    held_out: HeldOut
+    dataset: FederatedDataset  # all clients and classes
+    held_out: HeldOut  # the clients of the second training run, and those held out of it
+    # vectors of images unlike those of the second run, ``(n, d)``, by their kind
     novel: dict[str, Tensor]
-    feature_map: FeatureMap
+    feature_map: FeatureMap  # gives the features of vectors in the second run
 
 
 class Preparation:
@@ -311,15 +297,10 @@ def _attach(feature_map: FeatureMap, dataset: FederatedDataset) -> FederatedData
 
 
 def reproduce_embeddings(folder: Path, study: EmbeddingStudy, context: StudyContext) -> Record:
-    """Run the study and write its table into ``folder``.
-
-    Returns:
-        Results of all trials by method.
-    """
-    trials, _ = run_study(folder, "embeddings", study, context, Preparation(), _run_trial)
-    study, details = complete_methods(trials, study)
-    found = {method: of_method(details, method) for method in study.methods}
-    write_study(folder, trials, study, {"details": details}, _markdown(study, found))
+    """Run the study and write its table into ``folder``; return the results of all trials by method."""
+    results = run_study(folder, "embeddings", study, context, Preparation(), _run_trial)
+    found = {method: results.of(method) for method in results.study.methods}
+    results.write({}, _markdown(results, found))
     return found
 
 
@@ -441,8 +422,8 @@ def _chosen(record: Record) -> str:
     return ", ".join(parts)
 
 
-def _markdown(study: EmbeddingStudy, found: dict[str, list[Record]]) -> str:
-    first = leaders(found)
+def _markdown(results: Results[EmbeddingStudy], found: dict[str, list[Record]]) -> str:
+    study, first = results.study, leaders(found)
     rows = []
     for method, own in found.items():
         mark = "**" if method in first else ""
@@ -471,7 +452,7 @@ def _markdown(study: EmbeddingStudy, found: dict[str, list[Record]]) -> str:
         ""
         if study.dataset == REVIEWS
         else "Half of the images are rotated by 90 degrees, flipped and inverted, with permuted labels.",
-        describe_divergence([one for own in found.values() for one in own]),
+        results.divergence(),
     ]
     header = ["method", "accuracy (%)", "chosen on validation rows", "seconds", "kB per round"]
     text = f"# {study.dataset}: vectors of a frozen encoder\n\n{markdown_table(header, rows)}\n"

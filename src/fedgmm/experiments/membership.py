@@ -6,8 +6,8 @@ client's weights, and the rows; it says which rows the model was trained on (:mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,10 +21,9 @@ from fedgmm.data.synthetic import synthetic
 from fedgmm.experiments.tables import markdown_table, write_results
 from fedgmm.privacy.attacks import Success, attack_all, random_halves
 from fedgmm.privacy.settings import Privacy
+from fedgmm.runs.comparison import Notify
 from fedgmm.training.local import train
 from fedgmm.wording import counted
-
-Notify = Callable[[str], None]
 
 _DELTA = 1e-5
 
@@ -83,52 +82,35 @@ def attacked(
 
 
 def reproduce_membership(
-    folder: Path, study: MembershipStudy | None = None, notify: Notify = lambda _: None
+    folder: Path, study: MembershipStudy, notify: Notify = lambda _: None
 ) -> None:
     """Attack models of two data sets at every budget, and write ``membership.md`` and ``.json``."""
-    study = study or MembershipStudy()
     table, record = [], []
-    for name, rows in _data(study).items():
-        for epsilon in study.epsilons:
-            setting = f"{name}, {'no noise' if epsilon is None else f'epsilon={epsilon:g}'}"
-            accuracy, success = attacked(
-                rows,
-                study.models,
-                study.seed,
-                lambda line, setting=setting: notify(f"{setting}: {line}"),  # type: ignore[misc]
-                **_training(study, epsilon, rows),
-            )
-            record.append(
-                {
-                    "data": name,
-                    "epsilon": epsilon,
-                    "accuracy": accuracy,
-                    **{attack: asdict(one) for attack, one in success.items()},
-                }
-            )
-            table.append(_row(record[-1]))
-            notify(" | ".join(table[-1]))
-    header = (
-        "data, rows per model",
-        "ε",
-        "accuracy",
-        "threshold: AUC",
-        "found at 1 %",
-        "likelihood ratio: AUC",
-        "found at 1 %",
-    )
-    text = markdown_table(header, table)
+    for (name, rows), epsilon in product(_data(study).items(), study.epsilons):
+        budget, training = "no noise", dict[str, Any](rounds=study.rounds)
+        if epsilon is not None:
+            budget = f"epsilon={epsilon:g}"
+            training = {"privacy": Privacy(epsilon, _DELTA, bounds=rows.bounds)}
+        accuracy, success = attacked(
+            rows,
+            study.models,
+            study.seed,
+            lambda line, here=f"{name}, {budget}": notify(f"{here}: {line}"),  # type: ignore[misc]
+            components=rows.size[0],
+            learners=rows.size[1],
+            covariance_type="full",
+            **training,
+        )
+        successes = {attack: asdict(one) for attack, one in success.items()}
+        record.append({"data": name, "epsilon": epsilon, "accuracy": accuracy, **successes})
+        cells = [name, "∞" if epsilon is None else f"{epsilon:g}", f"{100 * accuracy:.1f}"]
+        for attack in ("threshold", "likelihood ratio"):
+            cells += [f"{success[attack].auc:.3f}", f"{100 * success[attack].found:.1f}"]
+        table.append(cells)
+        notify(" | ".join(cells))
+    header = ["data, rows per model", "ε", "accuracy", "threshold: AUC", "found at 1 %"]
+    text = markdown_table([*header, "likelihood ratio: AUC", "found at 1 %"], table)
     write_results(folder, "membership", {"study": asdict(study), "settings": record}, text)
-
-
-def _training(study: MembershipStudy, epsilon: float | None, rows: Rows) -> dict[str, Any]:
-    """Return the options of training at a budget."""
-    components, learners = rows.size
-    common: dict[str, Any] = {"components": components, "learners": learners}
-    if epsilon is None:
-        return {**common, "covariance_type": "full", "rounds": study.rounds}
-    privacy = Privacy(epsilon, _DELTA, bounds=rows.bounds)
-    return {**common, "covariance_type": "full", "privacy": privacy}
 
 
 def _data(study: MembershipStudy) -> dict[str, Rows]:
@@ -154,11 +136,3 @@ def _all_rows(
         bounds,
         size,
     )
-
-
-def _row(one: Mapping[str, Any]) -> list[str]:
-    cells = [one["data"], "∞" if one["epsilon"] is None else f"{one['epsilon']:g}"]
-    cells.append(f"{100 * one['accuracy']:.1f}")
-    for attack in ("threshold", "likelihood ratio"):
-        cells += [f"{one[attack]['auc']:.3f}", f"{100 * one[attack]['found']:.1f}"]
-    return cells

@@ -28,6 +28,7 @@ from fedgmm.experiments.tables import markdown_table, mean_and_spread, write_res
 from fedgmm.privacy.accounting import mu_of
 from fedgmm.privacy.noise import noisy
 from fedgmm.privacy.settings import Privacy
+from fedgmm.report.plots import new_figure, save_figure
 from fedgmm.training.local import train
 
 METHODS = {
@@ -205,18 +206,11 @@ def _write(
         },
     }
     write_results(out, "privacy", record, "\n".join(text))
-    _draw(out / "privacy.png", found)
-
-
-def _draw(path: Path, found: dict[str, dict[str, dict[float, list[float]]]]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * len(found), 3.5), layout="constrained")
-    for place, (title, methods) in enumerate(found.items(), 1):
-        axes = figure.add_subplot(1, len(found), place)
+    figure, grid = new_figure((4.5 * len(found), 3.5), 1, len(found), squeeze=False)
+    for axes, (title, methods) in zip(grid[0], found.items(), strict=True):
         for name, per_seed in methods.items():
             means = [100 * float(np.mean(values)) for values in per_seed.values()]
             axes.plot(list(per_seed), means, marker="o", label=METHODS[name])
         axes.set(title=title, xlabel="ε", ylabel="test accuracy (%)", xscale="log")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, out / "privacy.png", dpi=150)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, Literal, Self, TypeVar, get_args
+from typing import ClassVar, Literal, Self, TypeVar, get_args
 
 from fedgmm.core.checks import check_choice, check_distinct, check_integer
 from fedgmm.core.gaussians import COVARIANCE_TYPES
@@ -34,15 +34,6 @@ Choice = dict[str, float | str]
 """Values of training options that are tried together."""
 
 StudyT = TypeVar("StudyT", bound="ImageStudy")
-
-
-@dataclass(frozen=True)
-class Variant(Generic[StudyT]):
-    """One way to train a method in a study; most studies have one per method."""
-
-    name: str  # prefix of its file names; the seed follows
-    title: str  # name in progress messages
-    study: StudyT  # its settings
 
 
 def check_methods_and_seeds(methods: Sequence[str], seeds: Sequence[int]) -> None:
@@ -131,9 +122,12 @@ class ImageStudy:
             found.append([{"personal_labels": own} for own in (False, True)])
         return found
 
-    def variants(self, method: str) -> list[Variant[Self]]:
-        """Return the variants that are trained with each seed, all with the same chosen options."""
-        return [Variant(method, TITLES[method], self)]
+    def variants(self, method: str) -> list[tuple[str, str, Self]]:
+        """Return the ways to train a method with each seed, all with the same chosen options.
+
+        Each has a prefix of its file names, a title for messages, and settings.
+        """
+        return [(method, TITLES[method], self)]
 
     @property
     def label(self) -> str:

@@ -22,7 +22,7 @@ from fedgmm.data.synthetic import synthetic
 from fedgmm.methods.base import TITLES
 from fedgmm.model.model import FederatedModel
 from fedgmm.model.novelty import NoveltyMetrics, novelty_metrics
-from fedgmm.report.plots import COLOURS, INK
+from fedgmm.report.plots import COLOURS, INK, quiet, save_figure
 from fedgmm.runs.comparison import LEARNER_TITLES, LEARNERS, Notify, compare
 from fedgmm.runs.ranking import Ranking, rank
 from fedgmm.training.local import train
@@ -250,9 +250,7 @@ def plot_story(story: Story, path: Path) -> Path:
     _draw_offices(offices_axes, story.offices)
     _draw_images(images_axes, story)
     _draw_novelty(novelty_axes, story.novelty)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    return path
+    return save_figure(figure, path)
 
 
 def _draw_accuracies(axes: Axes, ranking: Ranking, best: float | None = None) -> None:
@@ -282,7 +280,7 @@ def _draw_accuracies(axes: Axes, ranking: Ranking, best: float | None = None) ->
         axes.axvline(100.0 * best, color=COLOURS[1], linestyle="--", linewidth=1.5)
     axes.set_xlim(0, 101)
     axes.set_xlabel("test accuracy (%), mean over clients", color=INK)
-    _frameless(axes)
+    quiet(axes, ("top", "right", "left"))
 
 
 def _draw_offices(axes: Axes, offices: NewOffices) -> None:
@@ -304,8 +302,7 @@ def _draw_offices(axes: Axes, offices: NewOffices) -> None:
     axes.set_xlabel("images that the new office has", color=INK)
     axes.set_ylabel("test accuracy (%)", color=INK)
     axes.set_title("New offices: same digits, other labels")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
+    quiet(axes, ("top", "right"))
 
 
 def _draw_images(axes: Axes, story: Story) -> None:
@@ -329,7 +326,7 @@ def _draw_images(axes: Axes, story: Story) -> None:
     )
     axes.set_xticks([])
     axes.set_title("Digits: plain, changed, novel")
-    _frameless(axes)
+    quiet(axes, ("top", "right", "left"))
 
 
 def _draw_novelty(axes: Axes, novelty: Novelty) -> None:
@@ -349,11 +346,4 @@ def _draw_novelty(axes: Axes, novelty: Novelty) -> None:
     )
     axes.set_ylabel("images", color=INK)
     axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
-
-
-def _frameless(axes: Axes) -> None:
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(length=0, colors=INK)
+    quiet(axes, ("top", "right"))

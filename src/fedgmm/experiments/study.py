@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -150,139 +150,74 @@ def check_rows(rows: int, features: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------- running the trials
+# ---------------------------------------------------------------------- results
 
 
-def run_study(
-    folder: Path,
-    experiment: str,
-    study: StudyT,
-    context: StudyContext,
-    prepare: Callable[[StudyT, int, StudyContext], FederationT],
-    run: Callable[[Trial[StudyT], FederationT], Record],
-    complete: Callable[[TrialFolder, StudyT, StudyContext, Lock], StudyT] | None = None,
-) -> tuple[TrialFolder, list[Record]]:
-    """Run every trial of a study that is not yet in its folder.
+@dataclass(frozen=True)
+class Results(Generic[StudyT]):
+    """Results of the methods whose trials are all in the folder, also if another program ran them."""
 
-    Args:
-        folder: folder of the results; the trials have a folder of their own in it.
-        experiment: first word of the names of the results and of the trials' folder.
-        study: the settings.
-        context: data folder, cache and progress.
-        prepare: prepares the clients of a seed.
-        run: trains and tests a trial and returns its result.
-        complete: chooses settings that the study leaves open; must call its last argument with a seed
-            and the clients before it writes a file.
+    folder: Path  # folder of the tables and figures
+    trials: TrialFolder
+    study: StudyT  # the settings, with these methods in their usual order
+    details: list[Record]  # results of all trials, seed by seed
 
-    Returns:
-        The folder of the trials, and their results, seed by seed.
-    """
-    trials = TrialFolder.open(folder / f"{experiment}-{study.label}", study)
-    fingerprint: str | None = None
+    @classmethod
+    def complete(
+        cls,
+        folder: Path,
+        trials: TrialFolder,
+        study: StudyT,
+        needed: Mapping[str, Sequence[str]] | None = None,
+    ) -> Self:
+        """Find every complete method; ``needed`` names further results that a method must have."""
+        found = {}
+        for method in TITLES:
+            names = (needed or {}).get(method, ())
+            records = _records_by_seed(trials, study, method)
+            if records is not None and all(trials.read(name) is not None for name in names):
+                found[method] = records
+        details = [one for seed in study.seeds for own in found.values() for one in own[seed]]
+        return cls(folder, trials, replace(study, methods=tuple(found)), details)
 
-    def check_images(images: ImageData) -> None:
-        nonlocal fingerprint
-        fingerprint = images.fingerprint
-        trials.check_data(fingerprint)
+    def of(self, method: str) -> list[Record]:
+        """Return the results of one method, in the order of the seeds."""
+        return [one for one in self.details if one["method"] == method]
 
-    def lock(seed: int, dataset: FederatedDataset) -> None:
-        trials.lock(study, fingerprint)
-        trials.describe_clients(seed, dataset)
+    def values(self, method: str, name: str) -> list[Any]:
+        """Return a field of the results of one method, in the order of the seeds."""
+        return [one[name] for one in self.of(method)]
 
-    checked = replace(context, on_images=check_images)
-    completed = study if complete is None else complete(trials, study, checked, lock)
+    def accuracies(self) -> dict[str, list[float]]:
+        """Return the test accuracy of each method by seed, mean over clients in the last round."""
+        return {method: self.values(method, "mean_accuracy") for method in self.study.methods}
 
-    def prepare_seed(seed: int) -> FederationT:
-        federation = prepare(completed, seed, checked)
-        lock(seed, federation.dataset)
-        return federation
+    def picture(self, ending: str = "") -> Path:
+        """Return the path of a figure."""
+        return self.folder / f"{self.trials.path.name}{ending}.png"
 
-    return trials, run_trials(trials, completed, prepare_seed, run, context.notify)
+    def divergence(self) -> str:
+        """Return a sentence that names the trials that diverged, empty if none did."""
+        lost = [
+            f"{TITLES[one['method']]} (seed {one['seed']})"
+            for one in self.details
+            if one["stopped"]
+        ]
+        return f" Diverged, last good round reported: {', '.join(lost)}." if lost else ""
 
+    def write(self, found: Record, markdown: str) -> Record:
+        """Write the fields ``found`` and ``details`` as JSON, and the table as Markdown; return the fields.
 
-def run_trials(
-    folder: TrialFolder,
-    study: StudyT,
-    prepare: Callable[[int], FederationT],
-    run: Callable[[Trial[StudyT], FederationT], Record],
-    notify: Notify,
-) -> list[Record]:
-    """Run every variant of every method with every seed, except trials that are in the folder.
-
-    ``prepare`` is called at most once per seed, and only if a trial has to be run.
-
-    Returns:
-        The results, seed by seed.
-
-    Raises:
-        StudyFolderError: a result was trained with other options than those that were chosen.
-    """
-    records = []
-    for seed in study.seeds:
-        # one federation at a time, because two may not fit into memory
-        federation = cache(partial(prepare, seed))
-        for method in study.methods:
-            chosen = choose_options(folder, study, method, federation, notify)
-            for variant in study.variants(method):
-                notify(f"{variant.title}, seed {seed}")
-                name = f"{variant.name}-{seed}"
-                trial = Trial(folder, name, variant.study, method, seed, chosen)
-                records.append(_run_once(trial, federation, run))
-    return records
-
-
-def _run_once(
-    trial: Trial[StudyT],
-    federation: Callable[[], FederationT],
-    run: Callable[[Trial[StudyT], FederationT], Record],
-) -> Record:
-    record = trial.folder.run_once(trial.name, lambda: run(trial, federation()))
-    used = tuned_options(record, *trial.chosen)
-    if used != trial.chosen:
-        raise StudyFolderError(
-            f"{trial.folder.record_file(trial.name)} was trained with {used}, but "
-            f"tuning chose {trial.chosen}; delete the file to train it again."
-        )
-    return record
-
-
-# ---------------------------------------------------------------------- tables
-
-
-def write_study(
-    folder: Path, trials: TrialFolder, study: ImageStudy, found: Record, markdown: str
-) -> None:
-    """Write the fields ``found`` as JSON and the table as Markdown, both named like ``trials``.
-
-    Both files also describe the clients.
-    """
-    clients = trials.clients(study)
-    if clients:
-        seed, text = next(iter(clients.items()))
-        markdown += f"\nClients of {seed}, with the labels used in training: {text}.\n"
-    record = {"study": asdict(study), "clients": clients, **found}
-    write_results(folder, trials.path.name, record, markdown)
-
-
-def complete_methods(
-    folder: TrialFolder, study: StudyT, needed: Mapping[str, Sequence[str]] | None = None
-) -> tuple[StudyT, list[Record]]:
-    """Find every method whose trials are all in the folder, also if another program ran them.
-
-    ``needed`` names further results without which a method is not complete.
-
-    Returns:
-        The study with the complete methods in their usual order, and the results, seed by seed.
-    """
-    further = needed or {}
-    found = {
-        method: records
-        for method in TITLES
-        if (records := _records_by_seed(folder, study, method)) is not None
-        and all(folder.read(name) is not None for name in further.get(method, ()))
-    }
-    details = [one for seed in study.seeds for own in found.values() for one in own[seed]]
-    return replace(study, methods=tuple(found)), details
+        Both files also describe the clients.
+        """
+        clients = self.trials.clients(self.study)
+        if clients:
+            seed, text = next(iter(clients.items()))
+            markdown += f"\nClients of {seed}, with the labels used in training: {text}.\n"
+        found = {**found, "details": self.details}
+        record = {"study": asdict(self.study), "clients": clients, **found}
+        write_results(self.folder, self.trials.path.name, record, markdown)
+        return found
 
 
 def _records_by_seed(
@@ -293,8 +228,8 @@ def _records_by_seed(
     if chosen is None:
         return None
     records: dict[int, list[Record]] = {seed: [] for seed in study.seeds}
-    for seed, variant in product(study.seeds, study.variants(method)):
-        record = folder.read(f"{variant.name}-{seed}")
+    for seed, (name, *_) in product(study.seeds, study.variants(method)):
+        record = folder.read(f"{name}-{seed}")
         if record is None or tuned_options(record, *chosen) != chosen:
             return None
         records[seed].append(record)
@@ -322,15 +257,92 @@ def describe_options(record: Record) -> str:
     return ", ".join([f"{record['lr']:.3g}", *parts])
 
 
-def describe_divergence(details: Sequence[Record]) -> str:
-    """Return a sentence that names the trials that diverged, empty if none did."""
-    lost = [f"{TITLES[one['method']]} (seed {one['seed']})" for one in details if one["stopped"]]
-    return f" Diverged, last good round reported: {', '.join(lost)}." if lost else ""
+# ---------------------------------------------------------------------- running the trials
 
 
-def of_method(details: Sequence[Record], method: str) -> list[Record]:
-    """Return the results of one method, in the order of the seeds."""
-    return [one for one in details if one["method"] == method]
+def run_study(
+    folder: Path,
+    experiment: str,
+    study: StudyT,
+    context: StudyContext,
+    prepare: Callable[[StudyT, int, StudyContext], FederationT],
+    run: Callable[[Trial[StudyT], FederationT], Record],
+    complete: Callable[[TrialFolder, StudyT, StudyContext, Lock], StudyT] | None = None,
+) -> Results[StudyT]:
+    """Run every trial of a study that is not yet in its folder, and return all complete methods.
+
+    Args:
+        folder: folder of the results; the trials have a folder of their own in it.
+        experiment: first word of the names of the results and of the trials' folder.
+        study: the settings.
+        context: data folder, cache and progress.
+        prepare: prepares the clients of a seed.
+        run: trains and tests a trial and returns its result.
+        complete: chooses settings that the study leaves open; must call its last argument with a seed
+            and the clients before it writes a file.
+    """
+    trials = TrialFolder.open(folder / f"{experiment}-{study.label}", study)
+    fingerprint: str | None = None
+
+    def check_images(images: ImageData) -> None:
+        nonlocal fingerprint
+        fingerprint = images.fingerprint
+        trials.check_data(fingerprint)
+
+    def lock(seed: int, dataset: FederatedDataset) -> None:
+        trials.lock(study, fingerprint)
+        trials.describe_clients(seed, dataset)
+
+    checked = replace(context, on_images=check_images)
+    completed = study if complete is None else complete(trials, study, checked, lock)
+
+    def prepare_seed(seed: int) -> FederationT:
+        federation = prepare(completed, seed, checked)
+        lock(seed, federation.dataset)
+        return federation
+
+    run_trials(trials, completed, prepare_seed, run, context.notify)
+    return Results.complete(folder, trials, completed)
+
+
+def run_trials(
+    folder: TrialFolder,
+    study: StudyT,
+    prepare: Callable[[int], FederationT],
+    run: Callable[[Trial[StudyT], FederationT], Record],
+    notify: Notify,
+) -> list[Record]:
+    """Run every variant of every method with every seed, except trials that are in the folder.
+
+    ``prepare`` is called at most once per seed, and only if a trial has to be run.
+
+    Returns:
+        The results, seed by seed.
+
+    Raises:
+        StudyFolderError: a result was trained with other options than those that were chosen.
+    """
+    records = []
+    for seed in study.seeds:
+        # one federation at a time, because two may not fit into memory
+        federation = cache(partial(prepare, seed))
+        for method in study.methods:
+            chosen = choose_options(folder, study, method, federation, notify)
+            for prefix, title, settings in study.variants(method):
+                notify(f"{title}, seed {seed}")
+                name = f"{prefix}-{seed}"
+                trial = Trial(folder, name, settings, method, seed, chosen)
+                record = folder.run_once(
+                    name,
+                    lambda trial=trial, clients=federation: run(trial, clients()),  # type: ignore[misc]
+                )
+                if (used := tuned_options(record, *chosen)) != chosen:
+                    raise StudyFolderError(
+                        f"{folder.record_file(name)} was trained with {used}, but tuning chose {chosen}; "
+                        "delete the file to train it again."
+                    )
+                records.append(record)
+    return records
 
 
 def features_of(rows: LabelledRows) -> Features:

@@ -63,13 +63,9 @@ class Federation(Protocol):
 
 @dataclass(frozen=True)
 class TrialFolder:
-    """The files of a study's trials.
+    """The files of a study's trials."""
 
-    Attributes:
-        path: the folder; results have the same name.
-    """
-
-    path: Path
+    path: Path  # the folder; results have the same name
 
     @classmethod
     def open(cls, path: Path, study: ImageStudy) -> Self:
@@ -261,23 +257,14 @@ def tuned_options(record: Mapping[str, Any], *further: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Trial(Generic[StudyT]):
-    """One training run of a study.
+    """One training run of a study."""
 
-    Attributes:
-        folder: the folder of all trials.
-        name: name of its files.
-        study: its settings.
-        method: name of the method.
-        seed: seed of the federation and of the training run.
-        chosen: the tuned options.
-    """
-
-    folder: TrialFolder
-    name: str
-    study: StudyT
-    method: str
-    seed: int
-    chosen: dict[str, Any]
+    folder: TrialFolder  # the folder of all trials
+    name: str  # name of its files
+    study: StudyT  # its settings
+    method: str  # name of the method
+    seed: int  # seed of the federation and of the training run
+    chosen: dict[str, Any]  # the tuned options
 
     @property
     def options(self) -> TrainingOptions:

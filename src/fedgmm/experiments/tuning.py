@@ -93,9 +93,9 @@ def _chosen(study: ImageStudy, method: str, record: Record) -> dict[str, Any] | 
 
 def _hand_over_checkpoint(winner: Trial[ImageStudy]) -> None:
     """Rename the winner's checkpoint for the trial with the same settings, or delete it."""
-    for variant in winner.study.variants(winner.method):
-        own = f"{variant.name}-{winner.seed}"
-        if variant.study == winner.study and winner.checkpoint.exists():
+    for name, _, study in winner.study.variants(winner.method):
+        own = f"{name}-{winner.seed}"
+        if study == winner.study and winner.checkpoint.exists():
             if not winner.folder.record_file(own).exists():
                 winner.checkpoint.replace(winner.folder.checkpoint(own))
             break
@@ -145,7 +145,7 @@ class _Search:
     notify: Notify
 
     def run(self, choices: Sequence[Choice]) -> dict[str, Scores]:
-        """Return the scores of each stage."""
+        """Return the scores of each stage; the first list has stages for each start of a mixture."""
         if self.start.name:
             return self._stages(choices, only_whole=True)
         found: dict[str, Scores] = {}
@@ -228,17 +228,13 @@ def _train_until(trial: Trial[ImageStudy], dataset: FederatedDataset, until: int
     """
     try:
         model = trial.train(dataset, until)
+        if model.history and model.history[-1]["round"] > until:
+            raise OtherTrainingError(f"it is past round {until}")
     except OtherTrainingError as error:
-        raise _other_search(trial, str(error)) from error
-    if model.history and model.history[-1]["round"] > until:
-        raise _other_search(trial, f"it is past round {until}")
+        raise StudyFolderError(
+            f"{trial.checkpoint} belongs to another search ({error}); choose another folder."
+        ) from error
     return model
-
-
-def _other_search(trial: Trial[ImageStudy], reason: str) -> StudyFolderError:
-    return StudyFolderError(
-        f"{trial.checkpoint} belongs to another search ({reason}); choose another folder."
-    )
 
 
 def _label(choice: Choice) -> str:

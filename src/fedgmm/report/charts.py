@@ -27,6 +27,7 @@ from fedgmm.report.contents import (
     Series,
     WeightMap,
     evenly,
+    percent,
 )
 from fedgmm.report.plots import COLOURS
 
@@ -92,11 +93,6 @@ def safe_text(text: str, longest: int = _LONGEST_NAME) -> str:
     if len(shown) > longest:
         shown = shown[: longest - 1] + "…"
     return html.escape(shown, quote=False)
-
-
-def percent(share: float, digits: int = 1) -> str:
-    """Return a share as text; a dash if it is unknown."""
-    return f"{share:.{digits}%}" if np.isfinite(share) else "–"
 
 
 def share_range(shares: Sequence[float] | FloatArray) -> list[float]:

@@ -25,143 +25,91 @@ FEW_CLIENTS = 10
 
 @dataclass(frozen=True)
 class ClientTable:
-    """One entry per client, in the order of the data set.
+    """One entry per client, in the order of the data set."""
 
-    Attributes:
-        names: as shown.
-        rows: in all splits, ``(C,)``.
-        train_rows: ``(C,)``.
-        accuracy: on test rows, ``(C,)``; NaN for a client without test rows, here and below. A report of
-            numbers has ``R²`` here and wherever else accuracies are shown.
-        log_loss: ``(C,)``.
-        calibration_error: ``(C,)``.
-        strongest: the pair of component and learner with the largest weight; ``None`` without weights.
-        share: the weight of that pair, ``(C,)``.
-        novel_share: share of the test rows that are flagged as novel, ``(C,)``; ``None`` without flags.
-        row_accuracy: share of all test rows that were predicted correctly; NaN without test rows.
-        auc: on test rows, ``(C,)``; ``None`` if it is not known, here and below.
-        average_precision: ``(C,)``.
-        rmse: of predicted numbers, ``(C,)``.
-        interval: 95 % interval of the accuracy, ``(C, 2)``; NaN where it is unknown.
-    """
-
-    names: tuple[str, ...]
-    rows: IntArray
-    train_rows: IntArray
+    names: tuple[str, ...]  # as shown
+    rows: IntArray  # in all splits, ``(C,)``
+    train_rows: IntArray  # ``(C,)``
+    # on test rows, ``(C,)``; NaN for a client without test rows, here and below. A report of
+    # numbers has ``R²`` here and wherever else accuracies are shown.
     accuracy: FloatArray
-    log_loss: FloatArray
-    calibration_error: FloatArray
+    log_loss: FloatArray  # ``(C,)``
+    calibration_error: FloatArray  # ``(C,)``
+    # the pair of component and learner with the largest weight; ``None`` without weights
     strongest: tuple[str, ...] | None = None
-    share: FloatArray | None = None
+    share: FloatArray | None = None  # the weight of that pair, ``(C,)``
+    # share of the test rows that are flagged as novel, ``(C,)``; ``None`` without flags
     novel_share: FloatArray | None = None
+    # share of all test rows that were predicted correctly; NaN without test rows
     row_accuracy: float = math.nan
+    # on test rows, ``(C,)``; ``None`` if it is not known, here and below
     auc: FloatArray | None = None
-    average_precision: FloatArray | None = None
-    rmse: FloatArray | None = None
+    average_precision: FloatArray | None = None  # ``(C,)``
+    rmse: FloatArray | None = None  # of predicted numbers, ``(C,)``
+    # 95 % interval of the accuracy, ``(C, 2)``; NaN where it is unknown
     interval: FloatArray | None = None
 
 
 @dataclass(frozen=True)
 class TestMetrics:
-    """Metrics of all test rows together.
-
-    Attributes:
-        headline: a sentence with the main metric.
-        leading: name of the main metric: ``"accuracy"``, ``"average_precision"`` if a class is rare, or
-            ``"rmse"`` of numbers.
-        values: metric -> its value.
-        intervals: metric -> its 95 % interval, where there is one.
-        positive: the positive class of two; ``None`` with several classes.
-        constant_accuracy: mean accuracy of guessing each client's most frequent class.
-    """
+    """Metrics of all test rows together."""
 
     __test__ = False  # pytest would collect it
 
-    headline: str
+    headline: str  # a sentence with the main metric
+    # name of the main metric: ``"accuracy"``, ``"average_precision"`` if a class is rare, or
+    # ``"rmse"`` of numbers
     leading: str
-    values: Mapping[str, float]
-    intervals: Mapping[str, tuple[float, float]]
-    positive: str | None
-    constant_accuracy: float
+    values: Mapping[str, float]  # metric -> its value
+    intervals: Mapping[str, tuple[float, float]]  # metric -> its 95 % interval, where there is one
+    positive: str | None  # the positive class of two; ``None`` with several classes
+    constant_accuracy: float  # mean accuracy of guessing each client's most frequent class
 
 
 @dataclass(frozen=True)
 class DecidingColumns:
-    """The columns that matter most, the first one most of all.
+    """The columns that matter most, the first one most of all."""
 
-    Attributes:
-        names: of the columns.
-        mean: importance, mean over clients, ``(columns,)``.
-        least: importance at the client where it is smallest, ``(columns,)``.
-        most: importance at the client where it is largest, ``(columns,)``.
-        total: number of columns, of which the arrays hold some.
-        meaning: of the values, as part of a sentence.
-    """
-
-    names: tuple[str, ...]
-    mean: FloatArray
-    least: FloatArray
-    most: FloatArray
-    total: int
-    meaning: str
+    names: tuple[str, ...]  # of the columns
+    mean: FloatArray  # importance, mean over clients, ``(columns,)``
+    least: FloatArray  # importance at the client where it is smallest, ``(columns,)``
+    most: FloatArray  # importance at the client where it is largest, ``(columns,)``
+    total: int  # number of columns, of which the arrays hold some
+    meaning: str  # of the values, as part of a sentence
 
 
 @dataclass(frozen=True)
 class Series:
-    """A value that was recorded after each round.
+    """A value that was recorded after each round."""
 
-    Attributes:
-        title: of its panel.
-        rounds: ``(R,)``.
-        values: ``(R,)``.
-    """
-
-    title: str
-    rounds: FloatArray
-    values: FloatArray
+    title: str  # of its panel
+    rounds: FloatArray  # ``(R,)``
+    values: FloatArray  # ``(R,)``
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Weights ``π_c`` of clients, similar clients next to each other.
+    """Weights ``π_c`` of clients, similar clients next to each other."""
 
-    Attributes:
-        clients: positions in the table, ``(S,)``.
-        pairs: names of the pairs of component and learner.
-        values: ``(S, pairs)``.
-    """
-
-    clients: IntArray
-    pairs: tuple[str, ...]
-    values: FloatArray
+    clients: IntArray  # positions in the table, ``(S,)``
+    pairs: tuple[str, ...]  # names of the pairs of component and learner
+    values: FloatArray  # ``(S, pairs)``
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Gaussians and clients in two dimensions, in the coordinates of the model.
+    """Gaussians and clients in two dimensions, in the coordinates of the model."""
 
-    Attributes:
-        axes: orthonormal directions of the plane, ``(d, 2)``.
-        means: of the Gaussians, ``(M1, 2)``.
-        covariances: of the Gaussians within the plane, ``(M1, 2, 2)``.
-        shares: the federation's weight of each Gaussian, ``(M1,)``.
-        clients: the mixture mean ``Σ_m1 π_c(m1) μ_m1`` of each client, ``(C, 2)``.
-        strongest: the Gaussian with the largest weight of each client, ``(C,)``.
-        captured: share of the spread that lies in the plane, between 0 and 1.
-        separates: whether the means determined the plane; otherwise the largest variance did.
-        axis_titles: names of the columns that dominate each axis.
-        missing: columns whose missing values are most of what the Gaussians differ in; empty otherwise.
-    """
-
-    axes: FloatArray
-    means: FloatArray
-    covariances: FloatArray
-    shares: FloatArray
-    clients: FloatArray
-    strongest: IntArray
-    captured: float
-    separates: bool
-    axis_titles: tuple[str, str]
+    axes: FloatArray  # orthonormal directions of the plane, ``(d, 2)``
+    means: FloatArray  # of the Gaussians, ``(M1, 2)``
+    covariances: FloatArray  # of the Gaussians within the plane, ``(M1, 2, 2)``
+    shares: FloatArray  # the federation's weight of each Gaussian, ``(M1,)``
+    clients: FloatArray  # the mixture mean ``Σ_m1 π_c(m1) μ_m1`` of each client, ``(C, 2)``
+    strongest: IntArray  # the Gaussian with the largest weight of each client, ``(C,)``
+    captured: float  # share of the spread that lies in the plane, between 0 and 1
+    separates: bool  # whether the means determined the plane; otherwise the largest variance did
+    axis_titles: tuple[str, str]  # names of the columns that dominate each axis
+    # columns whose missing values are most of what the Gaussians differ in; empty otherwise
     missing: tuple[str, ...] = ()
 
 
@@ -170,152 +118,95 @@ class Reliability:
     """Accuracy of predictions by their confidence, in bins that are 0.1 wide.
 
     For numbers: the share of rows that intervals hold, by the level of the intervals.
-
-    Attributes:
-        confidence: mean of each bin that has rows, ``(B,)``.
-        accuracy: share of right predictions, ``(B,)``.
-        counts: rows, ``(B,)``.
-        lower: lower edge of each bin, ``(B,)``.
-        error: mean gap between confidence and accuracy, over rows.
     """
 
-    confidence: FloatArray
-    accuracy: FloatArray
-    counts: IntArray
-    lower: FloatArray
-    error: float
+    confidence: FloatArray  # mean of each bin that has rows, ``(B,)``
+    accuracy: FloatArray  # share of right predictions, ``(B,)``
+    counts: IntArray  # rows, ``(B,)``
+    lower: FloatArray  # lower edge of each bin, ``(B,)``
+    error: float  # mean gap between confidence and accuracy, over rows
 
 
 @dataclass(frozen=True)
 class DensityScatter:
-    """``log P(x)`` and ``log P(y|x)`` of test rows under their own client's weights.
+    """``log P(x)`` and ``log P(y|x)`` of test rows under their own client's weights."""
 
-    Attributes:
-        log_x: ``(n,)``.
-        log_y: ``(n,)``.
-        novel: flagged by ``log P(x)`` under the federation's weights, ``(n,)``; ``None`` without flags.
-        clients: positions in the table, ``(n,)``.
-        total: number of test rows, of which the arrays hold a sample.
-        total_novel: number of test rows that are flagged.
-    """
-
-    log_x: FloatArray
-    log_y: FloatArray
+    log_x: FloatArray  # ``(n,)``
+    log_y: FloatArray  # ``(n,)``
+    # flagged by ``log P(x)`` under the federation's weights, ``(n,)``; ``None`` without flags
     novel: NDArray[np.bool_] | None
-    clients: IntArray
-    total: int
-    total_novel: int
+    clients: IntArray  # positions in the table, ``(n,)``
+    total: int  # number of test rows, of which the arrays hold a sample
+    total_novel: int  # number of test rows that are flagged
 
 
 @dataclass(frozen=True)
 class AdaptationRecord:
-    """A client that joined after training by learning its weights alone.
+    """A client that joined after training by learning its weights alone."""
 
-    Attributes:
-        client: its name.
-        rows: number of its rows that were used, one entry per trial; zero means the federation's
-            own weights.
-        accuracy: on its test rows after each trial; ``None`` without labels to compare with.
-        log_likelihoods: mean over its rows before each iteration of the last trial.
-        labelled: whether its labels were used.
-    """
-
-    client: str
+    client: str  # its name
+    # number of its rows that were used, one entry per trial; zero means the federation's own
+    # weights
     rows: list[int]
+    # on its test rows after each trial; ``None`` without labels to compare with
     accuracy: list[float] | None
-    log_likelihoods: list[float]
-    labelled: bool
+    log_likelihoods: list[float]  # mean over its rows before each iteration of the last trial
+    labelled: bool  # whether its labels were used
 
 
 @dataclass(frozen=True)
 class Example:
-    """An image or a text of a client.
+    """An image or a text of a client."""
 
-    Attributes:
-        name: its id at the site.
-        label: its label as text; empty without one.
-        picture: address of a thumbnail, with its bytes; empty for a text.
-        text: beginning of the text, or the reason why it cannot be shown.
-        remark: shown below it.
-    """
-
-    name: str
-    label: str
-    picture: str
-    text: str
-    remark: str = ""
+    name: str  # its id at the site
+    label: str  # its label as text; empty without one
+    picture: str  # address of a thumbnail, with its bytes; empty for a text
+    text: str  # beginning of the text, or the reason why it cannot be shown
+    remark: str = ""  # shown below it
 
 
 @dataclass(frozen=True)
 class ExampleGroup:
-    """Examples of a client, of a Gaussian or of a learner.
+    """Examples of a client, of a Gaussian or of a learner."""
 
-    Attributes:
-        title: of the group.
-        kind: ``"client"``, ``"Gaussian"`` or ``"learner"``.
-        weights: the largest weights, by the names of their pairs.
-        rows: examples, by the title of their row.
-    """
-
-    title: str
-    kind: str
-    weights: Mapping[str, float]
-    rows: Mapping[str, tuple[Example, ...]]
+    title: str  # of the group
+    kind: str  # ``"client"``, ``"Gaussian"`` or ``"learner"``
+    weights: Mapping[str, float]  # the largest weights, by the names of their pairs
+    rows: Mapping[str, tuple[Example, ...]]  # examples, by the title of their row
 
 
 @dataclass(frozen=True)
 class ReportContents:
-    """All values on the page; a part that does not apply is ``None`` or empty.
+    """All values on the page; a part that does not apply is ``None`` or empty."""
 
-    Attributes:
-        title: of the page.
-        method: the method's name as the paper writes it.
-        classes: number of classes; zero for numbers.
-        components: ``M1``; zero without Gaussians.
-        learners: ``M2``, or the number of assigned learners.
-        clients: one entry each.
-        convergence: one series per panel.
-        baselines: accuracy of the clients under other methods, ``(C,)`` each; NaN where unknown.
-        differences: accuracy of the report's method minus that of another, for each baseline; tested
-            over splits or rows by a comparison, otherwise over clients.
-        metrics: of all test rows together.
-        deciding: the columns that matter most for the predictions.
-        weights: for the heat map.
-        projection: Gaussians and clients in a plane; its clients are those of the table.
-        reliability: of test rows.
-        densities: of test rows.
-        adaptations: of clients that joined after training.
-        replayed: whether the adaptation is that of a known client which joined again.
-        configuration: settings of the run.
-        environment: versions and hardware.
-        notes: warnings and remarks.
-        examples: images or texts, if their owner wants them in the report.
-        impersonal: says why all clients get the same predictions, if they do.
-        absent: section -> the reason why it has no chart.
-    """
-
-    title: str
-    method: str
-    classes: int
-    components: int
-    learners: int
-    clients: ClientTable
-    convergence: tuple[Series, ...] = ()
+    title: str  # of the page
+    method: str  # the method's name as the paper writes it
+    classes: int  # number of classes; zero for numbers
+    components: int  # ``M1``; zero without Gaussians
+    learners: int  # ``M2``, or the number of assigned learners
+    clients: ClientTable  # one entry each
+    convergence: tuple[Series, ...] = ()  # one series per panel
+    # accuracy of the clients under other methods, ``(C,)`` each; NaN where unknown
     baselines: Mapping[str, FloatArray] = field(default_factory=dict)
+    # accuracy of the report's method minus that of another, for each baseline; tested over
+    # splits or rows by a comparison, otherwise over clients
     differences: Mapping[str, Estimate] = field(default_factory=dict)
-    metrics: TestMetrics | None = None
-    deciding: DecidingColumns | None = None
-    weights: WeightMap | None = None
+    metrics: TestMetrics | None = None  # of all test rows together
+    deciding: DecidingColumns | None = None  # the columns that matter most for the predictions
+    weights: WeightMap | None = None  # for the heat map
+    # Gaussians and clients in a plane; its clients are those of the table
     projection: Projection | None = None
-    reliability: Reliability | None = None
-    densities: DensityScatter | None = None
-    adaptations: tuple[AdaptationRecord, ...] = ()
-    replayed: bool = False
-    configuration: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    reliability: Reliability | None = None  # of test rows
+    densities: DensityScatter | None = None  # of test rows
+    adaptations: tuple[AdaptationRecord, ...] = ()  # of clients that joined after training
+    replayed: bool = False  # whether the adaptation is that of a known client which joined again
+    configuration: Mapping[str, str] = field(default_factory=dict)  # settings of the run
+    environment: Mapping[str, str] = field(default_factory=dict)  # versions and hardware
+    notes: tuple[str, ...] = ()  # warnings and remarks
+    # images or texts, if their owner wants them in the report
     examples: tuple[ExampleGroup, ...] = ()
-    impersonal: str = ""
+    impersonal: str = ""  # says why all clients get the same predictions, if they do
+    # section -> the reason why it has no chart
     absent: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -366,3 +257,8 @@ def evenly(total: int, most: int) -> IntArray:
     if total <= most:
         return np.arange(total)
     return np.linspace(0, total - 1, most).round().astype(np.int64)
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return a share as text; a dash if it is unknown."""
+    return f"{share:.{digits}%}" if np.isfinite(share) else "–"

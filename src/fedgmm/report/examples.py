@@ -31,20 +31,14 @@ _EXCERPT = 220  # characters of a text
 
 @dataclass(frozen=True)
 class SiteRows:
-    """The rows of one file, and how to see what they were made of.
+    """The rows of one file, and how to see what they were made of."""
 
-    Attributes:
-        inputs: ``(n, d)``.
-        codes: positions of the rows' clients among those of the model, ``(n,)``.
-        labels: class indices ``(n,)``, -1 where unknown, or numbers; ``None`` without labels.
-        ids: of the rows.
-        load: returns the text, or the image ``(channels, height, width)`` uint8, with an id.
-    """
-
-    inputs: NDArray[np.float32]
-    codes: IntArray
+    inputs: NDArray[np.float32]  # ``(n, d)``
+    codes: IntArray  # positions of the rows' clients among those of the model, ``(n,)``
+    # class indices ``(n,)``, -1 where unknown, or numbers; ``None`` without labels
     labels: IntArray | FloatArray | None
-    ids: Sequence[str]
+    ids: Sequence[str]  # of the rows
+    # returns the text, or the image ``(channels, height, width)`` uint8, with an id
     load: Callable[[str], Any]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,55 +82,37 @@ def gather(
         examples: images or texts to show; see ``fedgmm.report.examples``.
     """
     from fedgmm.methods.base import TITLES
-    from fedgmm.model.metrics import row_losses
     from fedgmm.nets.devices import environment
 
-    absent: dict[str, str] = {}
-    model = replace(model)  # only this copy is calibrated below
-    evaluation = model.evaluate("test", dataset) if len(dataset.test) else None
-    clients = _client_table(dataset, evaluation)
-    reliability = densities = None
-    if evaluation is not None:
-        test, labels = TestRows.of(model, dataset), dataset.test.labels.cpu().numpy()
-        if (seen := evaluation.predicted) is not None:
-            log_p = seen.log_probabilities
-            reliability = reliability_of(np.exp(log_p.max(-1)), log_p.argmax(-1) == seen.labels)
-            log_y = -row_losses(log_p, seen.labels)
-        else:
-            reliability = reliability_of_intervals(model, test, labels)
-            log_y = model.log_conditional(test.inputs, labels, test.owners, features=test.features)
-        densities, clients = density_scatter(model, dataset, test, log_y, clients, absent)
-    else:
-        reason = "The data set has no test rows, so predictions could not be checked."
-        absent |= {"accuracy": reason, "calibration": reason, "densities": reason}
-    weights, clients = weight_map(model, dataset, clients, absent)
+    found = _Gathering(replace(model), dataset)  # only this copy is calibrated
+    weights, densities = found.weight_map(), found.densities()  # both complete the table of clients
     if model.n_learners == 1 and not model.prediction.labels:
         # a flat curve would suggest that more rows might help
-        absent["adaptation"] = (
+        found.absent["adaptation"] = (
             "There is nothing to adapt with one learner: all clients share its rule for the label, so "
             "a new client gets the same predictions with any weights."
         )
         adaptations, replay = (), None
     else:
-        replay = None if adaptations else replay_newcomer(model, dataset, absent)
+        replay = None if adaptations else found.replayed_newcomer()
     return ReportContents(
         title=title,
         method=TITLES.get(model.algorithm, model.algorithm),
         classes=len(model.classes),
         components=0 if model.prediction.gaussians is None else model.n_components,
         learners=model.n_learners,
-        clients=clients,
-        convergence=convergence(history, absent),
+        clients=found.clients,
+        convergence=convergence(history, found.absent),
         baselines={
             TITLES.get(name, name): _accuracy_by_client(result, dataset.names)
             for name, result in (baselines or {}).items()
         },
         differences={TITLES.get(name, name): one for name, one in (differences or {}).items()},
-        metrics=None if evaluation is None else _test_metrics(evaluation),
-        deciding=_deciding_columns(model, dataset, columns, absent),
+        metrics=found.test_metrics(),
+        deciding=found.deciding_columns(columns),
         weights=weights,
-        projection=projection_of(model, dataset, feature_names, absent),
-        reliability=reliability,
+        projection=found.projection(feature_names),
+        reliability=found.reliability(),
         densities=densities,
         adaptations=tuple(adaptations) if replay is None else (replay,),
         replayed=replay is not None,
@@ -139,83 +121,280 @@ def gather(
         notes=tuple(note for note in notes if note != model.impersonal),
         examples=tuple(examples),
         impersonal=model.impersonal,
-        absent=absent,
+        absent=found.absent,
     )
 
 
-def _client_table(dataset: FederatedDataset, evaluation: Evaluation | None) -> ClientTable:
-    train, validation, test = (
-        split.features.rows_per_client.cpu().numpy()
-        for split in (dataset.train, dataset.validation, dataset.test)
-    )
-    numbers, known, intervals = dataset.target is not None, {}, {}
-    if evaluation is not None:
-        known = {**evaluation.metrics, "calibration_error": evaluation.calibration_error}
-        intervals = evaluation.intervals
+class _Gathering:
+    """The parts of a report that come from the model and its clients.
 
-    def filled(values: Any, *shape: int) -> FloatArray:
-        found = np.full((len(test), *shape), np.nan)
-        found[test > 0] = values
-        return found
+    Attributes:
+        clients: the table, which :meth:`weight_map` and :meth:`densities` complete.
+        absent: section -> the reason why it has no chart.
+    """
 
-    def score(name: str) -> FloatArray:
-        return filled(known.get(name, np.nan))
+    def __init__(self, model: FederatedModel, dataset: FederatedDataset) -> None:
+        self.model, self.dataset, self.absent = model, dataset, dict[str, str]()
+        self.evaluation = model.evaluate("test", dataset) if len(dataset.test) else None
+        self.clients = self._client_table()
+        rows = dataset.test
+        self.inputs = rows.inputs.cpu().numpy()
+        self.features = features_of(model, rows) if len(rows) else None
+        self.labels, self.codes = rows.labels.cpu().numpy(), rows.codes.cpu().numpy()
+        # Names may be tuples, from which np.array would make a matrix.
+        names = np.fromiter(rows.names, dtype=object, count=len(rows.names))
+        self.owners = names[self.codes]  # the client of each test row, as the model knows it
+        if self.evaluation is None:
+            reason = "The data set has no test rows, so predictions could not be checked."
+            self.absent |= {"accuracy": reason, "calibration": reason, "densities": reason}
 
-    shown = "r2" if numbers else "accuracy"
-    return ClientTable(
-        distinct_names(dataset.names),
-        train + validation + test,
-        train,
-        score(shown),
-        score("log_loss"),
-        score("calibration_error"),
-        row_accuracy=math.nan if numbers or not evaluation else evaluation.weighted_accuracy,
-        auc=None if numbers else score("auc"),
-        average_precision=None if numbers else score("average_precision"),
-        rmse=score("rmse") if numbers else None,
-        interval=filled(intervals[shown], 2) if shown in intervals else None,
-    )
-
-
-def _test_metrics(evaluation: Evaluation) -> TestMetrics:
-    headline, leading, values = evaluation.headline(), evaluation.leading_metric, evaluation.pooled
-    if leading == "rmse":
-        intervals = evaluation.pooled_intervals
-        return TestMetrics(headline, leading, values, intervals, None, math.nan)
-    positive = None if evaluation.positive is None else str(evaluation.positive)
-    intervals, constant = evaluation.pooled_intervals, evaluation.constant_accuracy
-    return TestMetrics(headline, leading, values, intervals, positive, constant)
-
-
-def _deciding_columns(
-    model: FederatedModel,
-    dataset: FederatedDataset,
-    columns: Mapping[str, Sequence[int]] | None,
-    absent: dict[str, str],
-) -> DecidingColumns | None:
-    if len(model.input_shape) != 1 or not model.features_are_inputs:
-        absent["columns"] = "The inputs are not a table of columns."
-        return None
-    if columns is not None and len(columns) == 1:
-        absent["columns"] = (
-            "All inputs are one column or one vector, so there is nothing to compare."
+    def _client_table(self) -> ClientTable:
+        """Return what the evaluation says about every client."""
+        dataset, evaluation = self.dataset, self.evaluation
+        train, validation, test = (
+            split.features.rows_per_client.cpu().numpy()
+            for split in (dataset.train, dataset.validation, dataset.test)
         )
-        return None
-    split = "test" if len(dataset.test) else "train"
-    found = model.importance(split, dataset, columns=columns, repeats=3)
-    shown = found.order[:MOST_COLUMNS]
-    known = found.values[np.isfinite(found.values).all(1)][:, shown]
-    if not len(known):
-        absent["columns"] = "No client has enough rows to compare columns."
-        return None
-    return DecidingColumns(
-        tuple(found.columns[column] for column in shown),
-        known.mean(0),
-        known.min(0),
-        known.max(0),
-        len(found.columns),
-        found.meaning,
-    )
+        numbers, known, intervals = dataset.target is not None, {}, {}
+        if evaluation is not None:
+            known = {**evaluation.metrics, "calibration_error": evaluation.calibration_error}
+            intervals = evaluation.intervals
+
+        def filled(values: Any, *shape: int) -> FloatArray:
+            found = np.full((len(test), *shape), np.nan)
+            found[test > 0] = values
+            return found
+
+        def score(name: str) -> FloatArray:
+            return filled(known.get(name, np.nan))
+
+        shown = "r2" if numbers else "accuracy"
+        return ClientTable(
+            distinct_names(dataset.names),
+            train + validation + test,
+            train,
+            score(shown),
+            score("log_loss"),
+            score("calibration_error"),
+            row_accuracy=math.nan if numbers or not evaluation else evaluation.weighted_accuracy,
+            auc=None if numbers else score("auc"),
+            average_precision=None if numbers else score("average_precision"),
+            rmse=score("rmse") if numbers else None,
+            interval=filled(intervals[shown], 2) if shown in intervals else None,
+        )
+
+    def test_metrics(self) -> TestMetrics | None:
+        """Return the metrics of all test rows together."""
+        if (evaluation := self.evaluation) is None:
+            return None
+        leading, positive, constant = evaluation.leading_metric, None, math.nan
+        if leading != "rmse":
+            positive = None if evaluation.positive is None else str(evaluation.positive)
+            constant = evaluation.constant_accuracy
+        found = evaluation.headline(), leading, evaluation.pooled, evaluation.pooled_intervals
+        return TestMetrics(*found, positive, constant)
+
+    def deciding_columns(
+        self, columns: Mapping[str, Sequence[int]] | None
+    ) -> DecidingColumns | None:
+        """Return the columns that matter most; without ``columns`` each stands for itself."""
+        model, dataset, absent = self.model, self.dataset, self.absent
+        if len(model.input_shape) != 1 or not model.features_are_inputs:
+            absent["columns"] = "The inputs are not a table of columns."
+            return None
+        if columns is not None and len(columns) == 1:
+            absent["columns"] = (
+                "All inputs are one column or one vector, so there is nothing to compare."
+            )
+            return None
+        split = "test" if len(dataset.test) else "train"
+        found = model.importance(split, dataset, columns=columns, repeats=3)
+        shown = found.order[:MOST_COLUMNS]
+        known = found.values[np.isfinite(found.values).all(1)][:, shown]
+        if not len(known):
+            absent["columns"] = "No client has enough rows to compare columns."
+            return None
+        return DecidingColumns(
+            tuple(found.columns[column] for column in shown),
+            known.mean(0),
+            known.min(0),
+            known.max(0),
+            len(found.columns),
+            found.meaning,
+        )
+
+    def reliability(self) -> Reliability | None:
+        """Return accuracy by confidence, or the share of numbers in intervals of 10 to 90 percent."""
+        from fedgmm.model.metrics import interval_of  # loads torch
+
+        if self.evaluation is None:
+            return None
+        if (seen := self.evaluation.predicted) is not None:
+            log_p = seen.log_probabilities
+            return reliability_of(np.exp(log_p.max(-1)), log_p.argmax(-1) == seen.labels)
+        found = self.model.predict_distribution(self.inputs, self.owners, features=self.features)
+        levels = np.arange(1, _CONFIDENCE_BINS) / _CONFIDENCE_BINS
+        ends = [interval_of(found, level).T for level in levels.tolist()]
+        held = np.array(
+            [((low <= self.labels) & (self.labels <= high)).mean() for low, high in ends]
+        )
+        counts = np.full(len(levels), len(self.labels))
+        return Reliability(levels, held, counts, levels, float(np.abs(levels - held).mean()))
+
+    def densities(self) -> DensityScatter | None:
+        """Return the values of the scatter plot, and complete the table with shares of novel rows.
+
+        A model without calibration is calibrated on the validation rows, which changes the model.
+        """
+        from fedgmm.model.metrics import row_losses
+
+        if self.evaluation is None:
+            return None
+        model, rows = self.model, self.inputs
+        more: dict[str, Any] = {"features": self.features}
+        if model.prediction.gaussians is None:
+            self.absent["densities"] = (
+                "This method does not model the inputs, so there is no log P(x) and no row can be "
+                "flagged as novel."
+            )
+            return None
+        if (seen := self.evaluation.predicted) is not None:
+            log_y = -row_losses(seen.log_probabilities, seen.labels)
+        else:
+            log_y = model.log_conditional(rows, self.labels, self.owners, **more)
+        log_x, novel = model.score_samples(rows, self.owners, **more), None
+        if not model.calibration and len(self.dataset.validation):
+            model.calibrate(self.dataset)
+        if "x" in model.calibration:
+            novel = model.novelty(rows, score="x", false_alarm_rate=FALSE_ALARM_RATE, **more).novel
+            sizes = np.bincount(self.codes, minlength=len(self.clients.names))
+            flagged = np.bincount(self.codes, weights=novel, minlength=len(self.clients.names))
+            share = np.where(sizes > 0, flagged / np.maximum(sizes, 1), np.nan)
+            self.clients = replace(self.clients, novel_share=share)
+        shown = evenly(len(log_x), MOST_POINTS)
+        return DensityScatter(
+            log_x[shown],
+            log_y[shown],
+            None if novel is None else novel[shown],
+            self.codes[shown],
+            len(log_x),
+            0 if novel is None else int(novel.sum()),
+        )
+
+    def replayed_newcomer(self) -> AdaptationRecord | None:
+        """Let the client of median size join again, with more and more of its training rows."""
+        model, dataset, absent = self.model, self.dataset, self.absent
+        if not self._has_mixture_weights:
+            absent["adaptation"] = (
+                "This method has no mixture weights, and those are all that a new client would learn."
+            )
+            return None
+        sizes = dataset.train.features.rows_per_client.cpu().numpy()
+        candidates = np.flatnonzero(dataset.test.features.rows_per_client.cpu().numpy() > 0)
+        if not len(candidates):
+            absent["adaptation"] = "No client has test rows on which to check a new client."
+            return None
+        by_size = candidates[np.argsort(sizes[candidates], kind="stable")]
+        code = int(by_size[(len(by_size) - 1) // 2])
+        name = dataset.names[code]
+        train, test = dataset.train.client(code), dataset.test.client(code)
+        labels, truth = (dataset.labels_of(rows) for rows in (train, test))
+        inputs, features = train.inputs.cpu().numpy(), features_of(model, train)
+        # Shuffle with a fixed seed because rows may be sorted by label; drop labels unknown to the model.
+        order = np.random.default_rng(0).permutation(len(train))
+        if model.target is None:
+            order = order[np.isin(labels[order], model.classes)]
+        counts = sorted({min(n, len(order)) for n in (*_ROWS_OF_A_NEWCOMER, len(order))} - {0})
+        copy = replace(model)  # adapting the copy keeps the client's trained weights
+
+        def accuracy(client: Hashable | None) -> float:
+            owners = np.fromiter([client] * len(test), dtype=object, count=len(test))
+            predicted = copy.predict(
+                test.inputs.cpu().numpy(), owners, features=features_of(model, test)
+            )
+            if model.target is None:
+                return float((predicted == truth).mean())
+            spread = ((truth - truth.mean()) ** 2).sum()  # R² is undefined if all numbers are equal
+            return (
+                float(1.0 - ((truth - predicted) ** 2).sum() / spread) if spread > 0 else math.nan
+            )
+
+        accuracies, log_likelihoods = [accuracy(None)], list[float]()
+        for count in counts:
+            some = order[:count]
+            seen = None if features is None else features[some]
+            log_likelihoods = copy.adapt(
+                name, inputs[some], labels[some], features=seen
+            ).log_likelihoods
+            accuracies.append(accuracy(name))
+        return AdaptationRecord(str(name), [0, *counts], accuracies, log_likelihoods, labelled=True)
+
+    @property
+    def _has_mixture_weights(self) -> bool:
+        """Whether clients mix several pairs; the weight of a single pair is always one."""
+        weights = self.model.prediction.client_weights
+        return weights is not None and weights.shape[1] > 1
+
+    @property
+    def _weights(self) -> FloatArray:
+        """``π_c(m1, m2)`` of the data set's clients, ``(C, M1, M2)``."""
+        position = {name: code for code, name in enumerate(self.model.names)}
+        return np.asarray(
+            self.model.client_weights[[position[name] for name in self.dataset.names]]
+        )
+
+    def weight_map(self) -> WeightMap | None:
+        """Return the heat map, and complete the table with each client's strongest pair."""
+        if not self._has_mixture_weights:
+            self.absent["weights"] = (
+                "Clients have no mixture weights under this method: there is a single learner, or each "
+                "client is assigned to one."
+            )
+            return None
+        weights = self._weights
+        pairs = pair_names(*weights.shape[1:])
+        flat = weights.reshape(len(weights), -1)
+        strongest = tuple(pairs[pair] for pair in flat.argmax(-1))
+        self.clients = replace(self.clients, strongest=strongest, share=flat.max(-1))
+        shown = evenly(len(flat), MOST_CLIENTS_IN_HEAT_MAP)
+        shown = shown[order_by_similarity(flat[shown])]
+        return WeightMap(shown, pairs, flat[shown])
+
+    def projection(self, feature_names: Sequence[str] | None) -> Projection | None:
+        """Return Gaussians and clients in a plane; ``None`` if the model has no such plane."""
+        model, dataset, absent = self.model, self.dataset, self.absent
+        gaussians = model.prediction.gaussians
+        if gaussians is None:
+            absent["projection"] = "This method has no Gaussians to show."
+            return None
+        means = gaussians.means.cpu().numpy()
+        if means.shape[1] < 2:
+            absent["projection"] = (
+                "The Gaussians see a single column, so there is no plane to show."
+            )
+            return None
+        if model.projection is not None:
+            known = dataset.column_names or [f"x{j}" for j in range(model.projection.mean.shape[0])]
+            beside = model.projection.components[model.options["pca"] :].argmax(1).tolist()
+            feature_names = [
+                f"component {j + 1} of the vectors" for j in range(model.options["pca"])
+            ]
+            feature_names += [known[column] for column in beside]
+        elif feature_names is None and model.features_are_inputs:
+            feature_names = dataset.column_names
+        if feature_names is not None and len(feature_names) != means.shape[1]:
+            raise ValueError(
+                f"feature_names has {counted(len(feature_names), 'name')}, but the Gaussians see "
+                f"{counted(means.shape[1], 'column')}; give one name per column."
+            )
+        return project(
+            means,
+            gaussians.covariances.cpu().numpy(),
+            gaussians.covariance_type,
+            model.weights.sum(-1),
+            self._weights.sum(-1),
+            feature_names,
+        )
 
 
 def distinct_names(names: Sequence[Hashable]) -> tuple[str, ...]:
@@ -273,37 +452,6 @@ def _as_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# ---------------------------------------------------------------------- predictions of test rows
-
-
-@dataclass(frozen=True)
-class TestRows:
-    """Test rows as the methods of a model take them.
-
-    Attributes:
-        inputs: ``(N, *shape)``.
-        features: columns of the Gaussians if they differ from the inputs, ``(N, d)``.
-        owners: the client of each row, as the model knows it, ``(N,)``.
-        codes: the position of that client in the table, ``(N,)``.
-    """
-
-    __test__ = False  # pytest would collect it
-
-    inputs: NDArray[Any]
-    features: NDArray[Any] | None
-    owners: NDArray[Any]
-    codes: IntArray
-
-    @classmethod
-    def of(cls, model: FederatedModel, dataset: FederatedDataset) -> TestRows:
-        """Return the test rows of a data set."""
-        rows = dataset.test
-        codes = rows.codes.cpu().numpy()
-        # Names may be tuples, from which np.array would make a matrix.
-        names = np.fromiter(rows.names, dtype=object, count=len(rows.names))
-        return cls(rows.inputs.cpu().numpy(), features_of(model, rows), names[codes], codes)
-
-
 def features_of(model: FederatedModel, rows: LabelledRows) -> NDArray[Any] | None:
     """Return the columns of the Gaussians; ``None`` if they are the inputs or are not needed."""
     if rows.features_are_inputs or model.prediction.gaussians is None:
@@ -326,124 +474,6 @@ def reliability_of(confidence: FloatArray, right: NDArray[np.bool_]) -> Reliabil
     return Reliability(mean_confidence, accuracy, counts, filled / _CONFIDENCE_BINS, error)
 
 
-def reliability_of_intervals(model: FederatedModel, test: TestRows, y: NDArray[Any]) -> Reliability:
-    """Return the share of test rows, with numbers ``y``, that intervals of 10 to 90 percent hold."""
-    from fedgmm.model.metrics import interval_of  # loads torch
-
-    found = model.predict_distribution(test.inputs, test.owners, features=test.features)
-    levels = np.arange(1, _CONFIDENCE_BINS) / _CONFIDENCE_BINS
-    ends = [interval_of(found, level).T for level in levels.tolist()]
-    held = np.array([((low <= y) & (y <= high)).mean() for low, high in ends])
-    counts = np.full(len(levels), len(y))
-    return Reliability(levels, held, counts, levels, float(np.abs(levels - held).mean()))
-
-
-def density_scatter(
-    model: FederatedModel,
-    dataset: FederatedDataset,
-    test: TestRows,
-    log_y: FloatArray,
-    clients: ClientTable,
-    absent: dict[str, str],
-) -> tuple[DensityScatter | None, ClientTable]:
-    """Return the scatter plot's values, and the table with each client's share of novel rows.
-
-    ``log_y`` ``(N,)`` is ``log P(y|x)`` of the test rows.
-    A model without calibration is calibrated on the validation rows, which changes the model.
-    """
-    if model.prediction.gaussians is None:
-        absent["densities"] = (
-            "This method does not model the inputs, so there is no log P(x) and no row can be "
-            "flagged as novel."
-        )
-        return None, clients
-    log_x = model.score_samples(test.inputs, test.owners, features=test.features)
-    novel = None
-    if not model.calibration and len(dataset.validation):
-        model.calibrate(dataset)
-    if "x" in model.calibration:
-        novel = model.novelty(
-            test.inputs, score="x", false_alarm_rate=FALSE_ALARM_RATE, features=test.features
-        ).novel
-        sizes = np.bincount(test.codes, minlength=len(clients.names))
-        flagged = np.bincount(test.codes, weights=novel, minlength=len(clients.names))
-        share = np.where(sizes > 0, flagged / np.maximum(sizes, 1), np.nan)
-        clients = replace(clients, novel_share=share)
-    shown = evenly(len(log_x), MOST_POINTS)
-    scatter = DensityScatter(
-        log_x[shown],
-        log_y[shown],
-        None if novel is None else novel[shown],
-        test.codes[shown],
-        len(log_x),
-        0 if novel is None else int(novel.sum()),
-    )
-    return scatter, clients
-
-
-def replay_newcomer(
-    model: FederatedModel, dataset: FederatedDataset, absent: dict[str, str]
-) -> AdaptationRecord | None:
-    """Let the client of median size join again, with more and more of its training rows."""
-    if not has_mixture_weights(model):
-        absent["adaptation"] = (
-            "This method has no mixture weights, and those are all that a new client would learn."
-        )
-        return None
-    sizes = dataset.train.features.rows_per_client.cpu().numpy()
-    candidates = np.flatnonzero(dataset.test.features.rows_per_client.cpu().numpy() > 0)
-    if not len(candidates):
-        absent["adaptation"] = "No client has test rows on which to check a new client."
-        return None
-    by_size = candidates[np.argsort(sizes[candidates], kind="stable")]
-    code = int(by_size[(len(by_size) - 1) // 2])
-    name = dataset.names[code]
-    train, test = dataset.train.client(code), dataset.test.client(code)
-    labels, truth = (dataset.labels_of(rows) for rows in (train, test))
-    inputs, features = train.inputs.cpu().numpy(), features_of(model, train)
-    # Shuffle with a fixed seed because rows may be sorted by label; drop labels unknown to the model.
-    order = np.random.default_rng(0).permutation(len(train))
-    if model.target is None:
-        order = order[np.isin(labels[order], model.classes)]
-    counts = sorted({min(n, len(order)) for n in (*_ROWS_OF_A_NEWCOMER, len(order))} - {0})
-    copy = replace(model)  # adapting the copy keeps the client's trained weights
-
-    def accuracy(client: Hashable | None) -> float:
-        owners = np.fromiter([client] * len(test), dtype=object, count=len(test))
-        predicted = copy.predict(
-            test.inputs.cpu().numpy(), owners, features=features_of(model, test)
-        )
-        if model.target is None:
-            return float((predicted == truth).mean())
-        spread = ((truth - truth.mean()) ** 2).sum()  # R² is undefined if all numbers are equal
-        return float(1.0 - ((truth - predicted) ** 2).sum() / spread) if spread > 0 else math.nan
-
-    accuracies, log_likelihoods = [accuracy(None)], list[float]()
-    for count in counts:
-        some = order[:count]
-        seen = None if features is None else features[some]
-        log_likelihoods = copy.adapt(
-            name, inputs[some], labels[some], features=seen
-        ).log_likelihoods
-        accuracies.append(accuracy(name))
-    return AdaptationRecord(str(name), [0, *counts], accuracies, log_likelihoods, labelled=True)
-
-
-# ---------------------------------------------------------------------- clients' weights
-
-
-def has_mixture_weights(model: FederatedModel) -> bool:
-    """Return whether clients mix several pairs; the weight of a single pair is always one."""
-    weights = model.prediction.client_weights
-    return weights is not None and weights.shape[1] > 1
-
-
-def _weights_of(model: FederatedModel, dataset: FederatedDataset) -> FloatArray:
-    """Return ``π_c(m1, m2)`` of the data set's clients, ``(C, M1, M2)``."""
-    position = {name: code for code, name in enumerate(model.names)}
-    return np.asarray(model.client_weights[[position[name] for name in dataset.names]])
-
-
 def pair_names(components: int, learners: int) -> tuple[str, ...]:
     """Return names of all ``(m1, m2)``, counted from one; a single component or learner is omitted."""
     if components == 1:
@@ -451,31 +481,6 @@ def pair_names(components: int, learners: int) -> tuple[str, ...]:
     if learners == 1:
         return tuple(f"G{m1 + 1}" for m1 in range(components))
     return tuple(f"G{m1 + 1}·L{m2 + 1}" for m1 in range(components) for m2 in range(learners))
-
-
-def weight_map(
-    model: FederatedModel,
-    dataset: FederatedDataset,
-    clients: ClientTable,
-    absent: dict[str, str],
-) -> tuple[WeightMap | None, ClientTable]:
-    """Return the heat map, and the table with each client's strongest pair."""
-    if not has_mixture_weights(model):
-        absent["weights"] = (
-            "Clients have no mixture weights under this method: there is a single learner, or each "
-            "client is assigned to one."
-        )
-        return None, clients
-    weights = _weights_of(model, dataset)
-    pairs = pair_names(*weights.shape[1:])
-    flat = weights.reshape(len(weights), -1)
-    strongest = tuple(pairs[pair] for pair in flat.argmax(-1))
-    shown = evenly(len(flat), MOST_CLIENTS_IN_HEAT_MAP)
-    shown = shown[order_by_similarity(flat[shown])]
-    return (
-        WeightMap(shown, pairs, flat[shown]),
-        replace(clients, strongest=strongest, share=flat.max(-1)),
-    )
 
 
 def order_by_similarity(values: FloatArray) -> IntArray:
@@ -489,43 +494,6 @@ def order_by_similarity(values: FloatArray) -> IntArray:
 
 
 # ---------------------------------------------------------------------- the plane of the Gaussians
-
-
-def projection_of(
-    model: FederatedModel,
-    dataset: FederatedDataset,
-    feature_names: Sequence[str] | None,
-    absent: dict[str, str],
-) -> Projection | None:
-    """Return Gaussians and clients in a plane; ``None`` if the model has no such plane."""
-    gaussians = model.prediction.gaussians
-    if gaussians is None:
-        absent["projection"] = "This method has no Gaussians to show."
-        return None
-    means = gaussians.means.cpu().numpy()
-    if means.shape[1] < 2:
-        absent["projection"] = "The Gaussians see a single column, so there is no plane to show."
-        return None
-    if model.projection is not None:
-        known = dataset.column_names or [f"x{j}" for j in range(model.projection.mean.shape[0])]
-        beside = model.projection.components[model.options["pca"] :].argmax(1).tolist()
-        feature_names = [f"component {j + 1} of the vectors" for j in range(model.options["pca"])]
-        feature_names += [known[column] for column in beside]
-    elif feature_names is None and model.features_are_inputs:
-        feature_names = dataset.column_names
-    if feature_names is not None and len(feature_names) != means.shape[1]:
-        raise ValueError(
-            f"feature_names has {counted(len(feature_names), 'name')}, but the Gaussians see "
-            f"{counted(means.shape[1], 'column')}; give one name per column."
-        )
-    return project(
-        means,
-        gaussians.covariances.cpu().numpy(),
-        gaussians.covariance_type,
-        model.weights.sum(-1),
-        _weights_of(model, dataset).sum(-1),
-        feature_names,
-    )
 
 
 def project(
@@ -554,7 +522,12 @@ def project(
     _, spreads, directions = np.linalg.svd(deviations, full_matrices=False)
     rank = int((spreads > 1e-9 * (1.0 + np.abs(means).max())).sum())
     axes = directions[: min(rank, 2)].T
-    within = _pooled_covariance(covariances, covariance_type, shares, means.shape[1])
+
+    def matrix(component: int) -> FloatArray:  # one at a time, because they may be large
+        own = covariances if covariance_type == "tied" else covariances[component]
+        return own if own.ndim == 2 else np.diag(np.broadcast_to(own, means.shape[1]))
+
+    within = np.asarray(sum(share * matrix(m) for m, share in enumerate(shares)))  # Σ_m π(m) Σ_m
     if rank < 2:
         axes = np.hstack([axes, _widest_directions(within, axes)[:, : 2 - rank]])
     # An axis and its mirror image are equivalent: make the largest entry positive.
@@ -572,7 +545,7 @@ def project(
     return Projection(
         axes=axes,
         means=(means - centre) @ axes,
-        covariances=_covariances_in_plane(covariances, covariance_type, axes, len(means)),
+        covariances=np.stack([axes.T @ matrix(m) @ axes for m in range(len(means))]),
         shares=shares,
         clients=(client_shares @ means - centre) @ axes,
         strongest=client_shares.argmax(-1),
@@ -581,33 +554,6 @@ def project(
         axis_titles=(first, second),
         missing=tuple((feature_names or ())[j].removesuffix(_MISSING) for j in largest_first),
     )
-
-
-def _pooled_covariance(
-    covariances: FloatArray, covariance_type: str, shares: FloatArray, columns: int
-) -> FloatArray:
-    """Return ``Σ_m π(m) Σ_m``, ``(d, d)``."""
-    match covariance_type:
-        case "full":
-            return np.asarray(np.tensordot(shares, covariances, 1))
-        case "tied":
-            return covariances
-        case _:  # one variance per column, or one for all columns
-            return np.asarray(np.diag(np.ones(columns) * (shares @ covariances)))
-
-
-def _covariances_in_plane(
-    covariances: FloatArray, covariance_type: str, axes: FloatArray, components: int
-) -> FloatArray:
-    """Return ``Aᵀ Σ_m A`` for axes ``A`` ``(d, 2)``: ``(M1, 2, 2)``."""
-    match covariance_type:
-        case "full" | "tied":
-            inside = axes.T @ covariances @ axes
-        case "diag":
-            inside = (axes.T * covariances[:, None]) @ axes
-        case _:
-            inside = covariances[:, None, None] * np.eye(2)
-    return np.asarray(np.broadcast_to(inside, (components, 2, 2)))
 
 
 def _widest_directions(covariance: FloatArray, taken: FloatArray) -> FloatArray:

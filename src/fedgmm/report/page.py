@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -27,6 +27,7 @@ from fedgmm.report.contents import (
     ReportContents,
     evenly,
     mean_of,
+    percent,
 )
 from fedgmm.wording import counted
 
@@ -61,45 +62,50 @@ def render(contents: ReportContents) -> str:
 
     figures = {key: json.loads(figure.to_json()) for key, figure in draw_charts(contents).items()}
     scripts = [_plotly(), _file("report.js")]
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            contents=contents,
-            verdict=verdict(contents),
-            methods=_compared_methods(contents),
-            metrics=_metric_rows(contents),
-            figures=figures,
-            tables=_chart_tables(contents),
-            policy=_policy(scripts),
-            style=_file("report.css"),
-            scripts=scripts,
-        )
+    page = templates().get_template("page.html")
+    return page.render(
+        contents=contents,
+        verdict=verdict(contents),
+        methods=_compared_methods(contents),
+        metrics=_metric_rows(contents),
+        figures=figures,
+        tables=_chart_tables(contents),
+        policy=_policy(scripts),
+        style=_file("report.css"),
+        scripts=scripts,
     )
 
 
 def render_watch(name: str) -> tuple[str, str]:
     """Return the live page of a run as HTML, and the policy to send with it."""
     script = _file("watch.js")
-    page = _environment().get_template("watch.html")
+    page = templates().get_template("watch.html")
     policy = f"{_policy([script])}; connect-src 'self'; frame-ancestors 'none'"
     return page.render(name=name, style=_file("report.css"), script=script), policy
 
 
+def _printable(value: Any) -> Any:
+    """Replace characters that no browser shows or that UTF-8 cannot encode; keep trusted markup."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    shown = _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", value)
+    return shown.encode("utf-8", "replace").decode("utf-8")
+
+
 @cache
-def _environment() -> Environment:
+def templates(finalize: Callable[[Any], Any] = _printable, autoescape: bool = True) -> Environment:
     """Return the templates with the filters and names they use.
 
-    Jinja is imported here because only writing a report needs it.
+    Args:
+        finalize: makes a value safe for the page.
+        autoescape: whether pages are HTML.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    from fedgmm.report.charts import percent
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # only reports need it
 
     environment = Environment(
         loader=PackageLoader("fedgmm.report"),
-        autoescape=True,
-        finalize=_printable,
+        autoescape=autoescape,
+        finalize=finalize,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -119,14 +125,6 @@ def _environment() -> Environment:
         "MOST_POINTS": MOST_POINTS,
     }
     return environment
-
-
-def _printable(value: Any) -> Any:
-    """Replace characters that no browser shows or that UTF-8 cannot encode; keep trusted markup."""
-    if not isinstance(value, str) or hasattr(value, "__html__"):
-        return value
-    shown = _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", value)
-    return shown.encode("utf-8", "replace").decode("utf-8")
 
 
 # ---------------------------------------------------------------------- scripts and their policy
@@ -172,8 +170,6 @@ _MOST_LINES = 200  # of a table beside a chart
 
 def _chart_tables(contents: ReportContents) -> dict[str, _Table]:
     """Return heading and lines of a table for each chart, for readers who do not see the chart."""
-    from fedgmm.report.charts import percent
-
     table, names, found = contents.clients, contents.clients.names, {}
     measure = "R²" if contents.numbers else "accuracy"
     known = np.flatnonzero(np.isfinite(table.accuracy))
@@ -263,7 +259,11 @@ def _compared_methods(contents: ReportContents) -> list[dict[str, Any]]:
     methods = [(contents.method, own), *contents.baselines.items()]
     compared = []
     for number, (name, values) in enumerate(methods):
-        known = values[np.isfinite(values)]
+        known, lead = values[np.isfinite(values)], ""
+        if number:
+            ahead = contents.lead(name)  # in percentage points
+            tie = " (tie)" if ahead.within_noise else ""
+            lead = f"{100 * ahead.mean:+.1f}{tie}" if np.isfinite(ahead.mean) else "–"
         compared.append(
             {
                 "name": name,
@@ -274,7 +274,7 @@ def _compared_methods(contents: ReportContents) -> list[dict[str, Any]]:
                 "worst": known.min() if len(known) else np.nan,
                 "below": int((own > values).sum()),  # false where either is unknown
                 "above": int((own < values).sum()),
-                "lead": _lead(contents, name) if number else "",
+                "lead": lead,
             }
         )
     return compared
@@ -305,8 +305,6 @@ def metric_title(name: str) -> str:
 
 def metric_text(name: str, value: float) -> str:
     """Return the value of a metric as text; a dash if it is not defined."""
-    from fedgmm.report.charts import percent
-
     if name in _SHARES:
         return percent(value)
     return f"{value:{'.4g' if name == 'rmse' else '.3f'}}" if np.isfinite(value) else "–"
@@ -354,11 +352,3 @@ def verdict(contents: ReportContents) -> str:
         f"{baseline} is better here: an average client would gain {-points:.1f} percentage points with "
         f"it {interval}, though {as_well} do at least as well with {contents.method}."
     )
-
-
-def _lead(contents: ReportContents, baseline: str) -> str:
-    """Return the difference from a baseline in percentage points, or that it is a tie."""
-    lead = contents.lead(baseline)
-    if not np.isfinite(lead.mean):
-        return "–"
-    return f"{100 * lead.mean:+.1f}" + (" (tie)" if lead.within_noise else "")

@@ -6,7 +6,7 @@ matplotlib and Pillow are imported when a picture is drawn, and never open a win
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ def draw_rows(axes: Axes, rows: FloatArray, labels: NDArray[np.int64]) -> None:
     size = float(np.clip(20_000 / len(rows), 1.0, 8.0))
     axes.scatter(rows[:, 0], rows[:, 1], s=size, c=colours[labels], alpha=0.35, linewidths=0)
     axes.set_aspect("equal", adjustable="datalim")
-    _quiet(axes)
+    quiet(axes)
 
 
 def draw_ellipses(
@@ -127,7 +127,7 @@ def draw_weights(
     else:
         axes.set_ylabel(counted(len(clients), "client"))
         axes.set_yticks([])
-    _quiet(axes)
+    quiet(axes)
     for component, label in enumerate(axes.get_xticklabels()):
         _write_in_circle(label, component)
     if few:  # white lines between the cells
@@ -151,7 +151,7 @@ def plot_curves(
     """
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = _figure((7.5, 4.6))
+    figure, axes = new_figure((7.5, 4.6))
     for number, (name, curves) in enumerate(runs.items()):
         length = min(map(len, curves))
         values = np.array([curve[:length] for curve in curves], dtype=np.float64)
@@ -185,7 +185,7 @@ def plot_adaptation(
         title: of the figure.
         path: where the PNG is written.
     """
-    figure, axes = _figure((8.2, 4.2))
+    figure, axes = new_figure((8.2, 4.2))
     methods, sources = (list(dict.fromkeys(names)) for names in zip(*curves, strict=True))
     for (method, source), values in curves.items():
         axes.plot(
@@ -208,7 +208,7 @@ def plot_heat_map(
     values: FloatArray, components: Sequence[int], learners: Sequence[int], title: str, path: Path
 ) -> Path:
     """Draw a grid of percentages ``(M1 choices, M2 choices)`` with their numbers."""
-    figure, axes = _figure((6.0, 4.8))
+    figure, axes = new_figure((6.0, 4.8))
     axes.imshow(values, cmap="Blues", aspect="auto")
     middle = (float(values.min()) + float(values.max())) / 2
     for (row, column), value in np.ndenumerate(values):
@@ -226,12 +226,8 @@ def plot_likelihoods(panels: Mapping[str, Mapping[str, FloatArray]], path: Path)
         panels: for each title, the scores of each group, ``(n,)``.
         path: where the PNG is written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
-    for axes, (title, groups) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
+    figure, grid = new_figure((4.2 * len(panels), 3.4), 1, len(panels), squeeze=False)
+    for axes, (title, groups) in zip(grid[0], panels.items(), strict=True):
         low, high = np.percentile(np.concatenate(list(groups.values())), [_TAIL, 100 - _TAIL])
         width = float(high - low) or 1.0
         for number, (name, scores) in enumerate(groups.items()):
@@ -242,8 +238,8 @@ def plot_likelihoods(panels: Mapping[str, Mapping[str, FloatArray]], path: Path)
         axes.set_title(title, color=INK)
         axes.set_xlabel("score, scaled to lie between 0 and 1", color=INK)
         axes.legend(frameon=False)
-        _quiet(axes, ("top", "right"))
-    return _save(figure, path)
+        quiet(axes, ("top", "right"))
+    return save_figure(figure, path)
 
 
 def plot_groups(
@@ -256,7 +252,7 @@ def plot_groups(
         title: of the figure.
         path: where the PNG is written.
     """
-    figure, axes = _figure((6.8, 4.8))
+    figure, axes = new_figure((6.8, 4.8))
     for number, (name, (x, y)) in enumerate(groups.items()):
         step = max(1, len(x) // _MOST_POINTS)
         axes.scatter(
@@ -265,11 +261,12 @@ def plot_groups(
     return _finish(figure, axes, title, "log P(x)", "log P(y|x)", path, marker_scale=3.0)
 
 
-def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
+def new_figure(size: tuple[float, float], *grid: int, **options: Any) -> tuple[Figure, Any]:
+    """Return a figure and its axes, which are an array for a grid of several."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots()
+    return figure, figure.subplots(*grid, **options)
 
 
 def _finish(
@@ -288,17 +285,18 @@ def _finish(
     axes.set_ylabel(y_label, color=INK)
     if legend:
         axes.legend(frameon=False, markerscale=marker_scale)
-    _quiet(axes, ("top", "right"))
-    return _save(figure, path)
+    quiet(axes, ("top", "right"))
+    return save_figure(figure, path)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path, dpi: int = _DPI) -> Path:
+    """Write a figure as PNG and return the path; a missing folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=dpi)
     return path
 
 
-def _quiet(axes: Axes, sides: Sequence[str] = ("top", "right", "bottom", "left")) -> None:
+def quiet(axes: Axes, sides: Sequence[str] = ("top", "right", "bottom", "left")) -> None:
     """Remove these sides of the frame and all tick marks, which distract from the data."""
     for side in sides:
         axes.spines[side].set_visible(False)
@@ -312,17 +310,11 @@ def _quiet(axes: Axes, sides: Sequence[str] = ("top", "right", "bottom", "left")
 
 @dataclass(frozen=True)
 class Strip:
-    """One row of the sheet.
+    """One row of the sheet."""
 
-    Attributes:
-        title: the step that the images show.
-        images: ``(n, channels, height, width)``.
-        captions: one below each image; none if empty.
-    """
-
-    title: str
-    images: ByteArray
-    captions: Sequence[str] = ()
+    title: str  # the step that the images show
+    images: ByteArray  # ``(n, channels, height, width)``
+    captions: Sequence[str] = ()  # one below each image; none if empty
 
 
 def contact_sheet(source: FederatedImages | ImageData, path: Path, columns: int = _COLUMNS) -> Path:

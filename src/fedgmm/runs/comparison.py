@@ -57,17 +57,13 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Tuning:
-    """A learning rate that was chosen on validation rows.
+    """A learning rate that was chosen on validation rows."""
 
-    Attributes:
-        best: the chosen rate.
-        scores: mean validation log-likelihood of every rate after a short run; minus infinity if
-            training diverged.
-        in_full: the same after all rounds, of the rates that were trained in full.
-    """
-
-    best: float
+    best: float  # the chosen rate
+    # mean validation log-likelihood of every rate after a short run; minus infinity if
+    # training diverged
     scores: dict[float, float]
+    # the same after all rounds, of the rates that were trained in full
     in_full: dict[float, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, float | None]:
@@ -77,27 +73,16 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Contestant:
-    """Result of one method.
+    """Result of one method."""
 
-    Attributes:
-        algorithm: name of the method.
-        learner: kind of its learners.
-        model: trained with the chosen options.
-        evaluation: metrics of every client on the test rows, at the last round.
-        score: mean validation log-likelihood, by which the learner was chosen.
-        seconds: duration of the final training run.
-        tuning: choice of the learning rate; ``None`` if there was none to choose.
-        others: the same method with the other learners.
-    """
-
-    algorithm: str
-    learner: str
-    model: FederatedModel
-    evaluation: Evaluation
-    score: float
-    seconds: float
-    tuning: Tuning | None
-    others: tuple[Contestant, ...] = ()
+    algorithm: str  # name of the method
+    learner: str  # kind of its learners
+    model: FederatedModel  # trained with the chosen options
+    evaluation: Evaluation  # metrics of every client on the test rows, at the last round
+    score: float  # mean validation log-likelihood, by which the learner was chosen
+    seconds: float  # duration of the final training run
+    tuning: Tuning | None  # choice of the learning rate; ``None`` if there was none to choose
+    others: tuple[Contestant, ...] = ()  # the same method with the other learners
 
     @property
     def summary(self) -> dict[str, float]:
@@ -130,16 +115,11 @@ def _finite(scores: Mapping[float, float]) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of all methods on one split of the rows, in the order of their runs.
+    """Results of all methods on one split of the rows, in the order of their runs."""
 
-    Attributes:
-        contestants: one per method.
-        test_per_training_row: number of test rows over that of training rows.
-        pooled: metrics of the models of ``POOLED``; empty if they were not asked for.
-    """
-
-    contestants: list[Contestant] = field(default_factory=list)
-    test_per_training_row: float = 0.0
+    contestants: list[Contestant] = field(default_factory=list)  # one per method
+    test_per_training_row: float = 0.0  # number of test rows over that of training rows
+    # metrics of the models of ``POOLED``; empty if they were not asked for
     pooled: dict[str, Evaluation] = field(default_factory=dict)
 
     def record(self, clients: bool = False) -> list[dict[str, Any]]:
@@ -216,11 +196,8 @@ def _train_tuned(
     def trained(options: TrainingOptions) -> Contestant:
         notify(f"training with rate {options.lr:.3g}")
         started = time.perf_counter()
-        with warnings.catch_warnings():
-            if grid is not None and extend:  # other rates are tried
-                warnings.simplefilter("ignore", DivergenceWarning)
-            model = train(dataset, options=options)
-        pass_on_interrupt(model)
+        # without a warning if other rates are tried
+        model = _trained(dataset, options, quiet=grid is not None and extend)
         seconds = time.perf_counter() - started
         score = validation_score(model) if len(dataset.validation) else 0.0
         found = model.evaluate("test")
@@ -234,15 +211,7 @@ def _train_tuned(
     if grid is None or exact:
         return trained(options)
     short = max(1, options.rounds // 4) if tuning_rounds is None else tuning_rounds
-    tuning = tune(
-        dataset,
-        options.algorithm,
-        grid=grid,
-        rounds=short,
-        extend=extend,
-        options=options,
-        notify=notify,
-    )
+    tuning = tune(dataset, options, grid=grid, rounds=short, extend=extend, notify=notify)
     best = trained(replace(options, lr=tuning.best))
     tried = {tuning.best: best.score}
     centre = None
@@ -260,48 +229,37 @@ def _train_tuned(
 
 def tune(
     dataset: FederatedDataset,
-    algorithm: str,
+    options: TrainingOptions,
     *,
     grid: Sequence[float] = PAPER_GRID,
     rounds: int = 10,
     extend: bool = True,
-    options: TrainingOptions | None = None,
     notify: Notify = lambda _: None,
-    **changes: Any,
 ) -> Tuning:
     """Return the learning rate with the best validation log-likelihood. Test rows are not used.
 
     Args:
         dataset: the clients.
-        algorithm: the method.
+        options: the method and the other options; the warm-up is shortened like the rounds.
         grid: learning rates.
         rounds: rounds of the short run with each rate.
         extend: while the best rate is at an edge of the grid, try the next one beyond it.
-        options: the other options; the warm-up is shortened in proportion to the rounds.
         notify: called with a line before each short run.
-        **changes: fields of :class:`TrainingOptions` that replace those of ``options``.
     """
-    whole = options or TrainingOptions()
-    short = replace(whole, warmup=whole.warmup * rounds // whole.rounds)
+    short = replace(options, rounds=rounds, warmup=options.warmup * rounds // options.rounds)
     scores: dict[float, float] = {}
     wanted = list(dict.fromkeys(map(float, grid)))
     while wanted:
         for lr in wanted:
             notify(f"trying rate {lr:.3g} for {counted(rounds, 'round')}")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DivergenceWarning)
-                model = train(
-                    dataset, algorithm, options=short, **{**changes, "lr": lr, "rounds": rounds}
-                )
-            pass_on_interrupt(model)
-            scores[lr] = validation_score(model)
+            scores[lr] = validation_score(_trained(dataset, replace(short, lr=lr)))
         best = max(scores, key=lambda lr: (scores[lr], -lr))
         beyond = neighbours(best, scores, extend and len(scores) > 1)
         wanted = [lr for lr in beyond if lr not in scores]
     if not any(map(math.isfinite, scores.values())):
         raise ValueError(
-            f"{algorithm} diverged with every lr from {max(scores):g} to {min(scores):g}; scale the "
-            "columns or limit gradients with clip_norm."
+            f"{options.algorithm} diverged with every lr from {max(scores):g} to {min(scores):g}; "
+            "scale the columns or limit gradients with clip_norm."
         )
     return Tuning(best, scores)
 
@@ -320,6 +278,17 @@ def neighbours(rate: float, rates: Iterable[float], extend: bool = True) -> list
         if _SMALLEST_RATE <= beyond <= _LARGEST_RATE:
             found.append(beyond)
     return found
+
+
+def _trained(
+    dataset: FederatedDataset, options: TrainingOptions, quiet: bool = True
+) -> FederatedModel:
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore", DivergenceWarning)
+        model = train(dataset, options=options)
+    pass_on_interrupt(model)
+    return model
 
 
 def pass_on_interrupt(model: FederatedModel) -> None:
@@ -385,25 +354,16 @@ def pooled_references(dataset: FederatedDataset) -> dict[str, Evaluation]:
 
 @dataclass(frozen=True)
 class DataToCompare:
-    """Rows that methods are compared on.
+    """Rows that methods are compared on."""
 
-    Attributes:
-        dataset: the rows.
-        title: name of the data.
-        options: training options of all methods.
-        again: returns the same data with another seed: another split, or another draw if built in.
-        bayes: accuracy of the Bayes classifier, if it is known.
-        home: run folder that the results belong to, if there is one.
-        notes: remarks about the files.
-    """
-
-    dataset: FederatedDataset
-    title: str
-    options: TrainingOptions
+    dataset: FederatedDataset  # the rows
+    title: str  # name of the data
+    options: TrainingOptions  # training options of all methods
+    # returns the same data with another seed: another split, or another draw if built in
     again: Callable[[int], DataToCompare]
-    bayes: float | None = None
-    home: Path | None = None
-    notes: list[str] = field(default_factory=list)
+    bayes: float | None = None  # accuracy of the Bayes classifier, if it is known
+    home: Path | None = None  # run folder that the results belong to, if there is one
+    notes: list[str] = field(default_factory=list)  # remarks about the files
 
 
 def data_to_compare(

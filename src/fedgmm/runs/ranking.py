@@ -30,25 +30,16 @@ from fedgmm.wording import counted
 
 @dataclass(frozen=True)
 class Standing:
-    """A method in a ranking.
+    """A method in a ranking."""
 
-    Attributes:
-        algorithm: name of the method.
-        learners: kind of learner -> number of splits in which validation rows chose it.
-        value: its metric, mean over splits; see :class:`Ranking`.
-        lead: its value minus that of the best method, paired.
-        by_learner: mean value with each kind of learner.
-        summary: metrics over all clients, means over splits.
-        rates: the chosen learning rate of each split; ``None`` for exact steps.
-    """
-
-    algorithm: str
+    algorithm: str  # name of the method
+    # kind of learner -> number of splits in which validation rows chose it
     learners: dict[str, int]
-    value: Estimate
-    lead: Estimate
-    by_learner: dict[str, float]
-    summary: dict[str, float]
-    rates: list[float | None]
+    value: Estimate  # its metric, mean over splits; see :class:`Ranking`
+    lead: Estimate  # its value minus that of the best method, paired
+    by_learner: dict[str, float]  # mean value with each kind of learner
+    summary: dict[str, float]  # metrics over all clients, means over splits
+    rates: list[float | None]  # the chosen learning rate of each split; ``None`` for exact steps
 
     @property
     def title(self) -> str:
@@ -63,22 +54,15 @@ class Ranking:
 
     The metric is the mean accuracy over clients. It is the average precision of all test rows together if
     there are two classes and one of them is rare, and their ``R²`` if labels are numbers.
-
-    Attributes:
-        seeds: seed of each split.
-        splits: the record of the comparison on each split.
-        resampled: method -> the metric under resamples of the test rows of the first split, ``(B,)``.
-        metric: ``"mean_accuracy"``, ``"average_precision"`` or ``"r2"``.
-        test_per_training_row: number of test rows over that of training rows.
-        pooled: metrics of the models of ``POOLED``, means over splits.
     """
 
-    seeds: tuple[int, ...]
-    splits: list[list[dict[str, Any]]]
+    seeds: tuple[int, ...]  # seed of each split
+    splits: list[list[dict[str, Any]]]  # the record of the comparison on each split
+    # method -> the metric under resamples of the test rows of the first split, ``(B,)``
     resampled: dict[str, NDArray[np.float64]]
-    metric: str
-    test_per_training_row: float
-    pooled: dict[str, dict[str, float]]
+    metric: str  # ``"mean_accuracy"``, ``"average_precision"`` or ``"r2"``
+    test_per_training_row: float  # number of test rows over that of training rows
+    pooled: dict[str, dict[str, float]]  # metrics of the models of ``POOLED``, means over splits
 
     @property
     def unit(self) -> str:
@@ -101,18 +85,15 @@ class Ranking:
 
     def value(self, algorithm: str) -> Estimate:
         """Return the metric of a method."""
-        values = self._values(algorithm)
-        if len(self.seeds) == 1:
-            return over_resamples(float(values[0]), self.resampled[algorithm])
-        return over_splits(values, self.test_per_training_row)
+        return self.difference(algorithm)
 
-    def difference(self, first: str, second: str) -> Estimate:
-        """Return the metric of one method minus that of another on the same rows."""
-        values = self._values(first) - self._values(second)
-        if len(self.seeds) == 1:
-            resampled = self.resampled[first] - self.resampled[second]
-            return over_resamples(float(values[0]), resampled)
-        return over_splits(values, self.test_per_training_row)
+    def difference(self, first: str, second: str | None = None) -> Estimate:
+        """Return the metric of a method, minus that of another on the same rows if there is one."""
+        values = self._values(first) - (0.0 if second is None else self._values(second))
+        if len(self.seeds) > 1:
+            return over_splits(values, self.test_per_training_row)
+        resampled = self.resampled[first] - (0.0 if second is None else self.resampled[second])
+        return over_resamples(float(values[0]), resampled)
 
     @cached_property
     def standings(self) -> list[Standing]:

@@ -14,14 +14,13 @@ from fedgmm.core.paired import Estimate
 from fedgmm.data.embed import originals
 from fedgmm.data.tables.files import Notify, client_name
 from fedgmm.data.tables.loading import read_rows
-from fedgmm.data.tables.preprocessing import Column
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import DENSITY, TITLES
 from fedgmm.privacy.ledger import LEDGER, Ledger, accounts
 from fedgmm.report.contents import AdaptationRecord, ExampleGroup
 from fedgmm.report.examples import THUMBNAIL, SiteRows, gather_examples
 from fedgmm.report.gathering import gather
-from fedgmm.report.page import metric_text, metric_title, write_report
+from fedgmm.report.page import metric_text, metric_title, templates, write_report
 from fedgmm.runs.config import read_config
 from fedgmm.runs.folder import RunError, RunFolder, read_history, read_json
 from fedgmm.wording import counted
@@ -192,19 +191,15 @@ def write_card(run: FederatedRun, out: str | Path | None = None) -> Path:
 
 def render_card(run: FederatedRun) -> str:
     """Return the model card; it contains no path of this machine."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("fedgmm.report"),
-        autoescape=False,  # that is for HTML
-        finalize=_plain,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"counted": counted, "thousands": lambda number: f"{number:,}"}
-    text = environment.get_template("card.md").render(_facts(run))
-    for folder in _folders(run):
+    card = _Card(run)
+    # Markdown is not escaped like HTML
+    template = templates(_plain, autoescape=False).get_template("card.md")
+    text = template.render(card=card)
+    # notes may name the folders of the data and of the run
+    files = card.sections["data"].get("files", [])
+    paths = [PurePath(file).parent for file in files] + [run.folder.home.resolve().parent]
+    folders = {str(path) for path in paths if path.is_absolute() and path.name}
+    for folder in sorted(folders, key=len, reverse=True):
         text = text.replace(f"{_plain(folder)}/", "").replace(f"{folder}/", "")
     return text
 
@@ -216,230 +211,213 @@ def _plain(value: Any) -> Any:
     return _SPECIAL.sub(r"\\\1", _BLANK.sub(" ", value))
 
 
-def _folders(run: FederatedRun) -> list[str]:
-    """Return the folders of the data and of the run, the longest first; notes may name them."""
-    files = read_config(run.folder.config)["data"].get("files", [])
-    paths = [PurePath(file).parent for file in files] + [run.folder.home.resolve().parent]
-    found = {str(path) for path in paths if path.is_absolute() and path.name}
-    return sorted(found, key=len, reverse=True)
-
-
-def _facts(run: FederatedRun) -> dict[str, Any]:
-    """Return the values that the template shows."""
-    metrics, sections = run.metrics, read_config(run.folder.config)
-    versions = read_json(run.folder.environment)
-    records = [read_json(path) for path in sorted(run.folder.weights.glob("*.json"))]
-    trained = {str(one["client"]): one["rows"] for one in records if one.get("took_part", True)}
-    joined = {str(one["client"]): one["rows"] for one in records if not one.get("took_part", True)}
-    evaluated: dict[str, Any] = metrics["clients"]
-    # a server knows its sites by the bytes they sent, because rows and weights stay with them
-    names = sorted({*trained, *evaluated, *metrics.get("traffic", {})})
-    role = _role(run, sections)
-    shown = _shown_metrics(metrics)
-    return {
-        "title": run.folder.home.resolve().name,
-        "purpose": _purpose(run, names, role),
-        "intended": f"rows like those of {_listed(names)}, each with the model of its own client.",
-        "data": _data(run, sections, trained, joined, len(names)),
-        "columns": [{"name": one.name, "use": _use(one)} for one in run.preprocessing.columns],
-        "method": _method(run, metrics),
-        "options": _options(sections),
-        "headline": f"{metrics.get('headline') or ''} {_rows_of_results(run, metrics)}".strip(),
-        "titles": [metric_title(name) for name in shown],
-        "results": _results(metrics, shown),
-        "more": max(0, len(evaluated) - _MOST_CLIENTS),
-        "limits": _limits(run, metrics),
-        "privacy": _privacy(run, sections),
-        "versions": versions,
-        "command": _COMMANDS[role],
-        "files": [
-            (PurePath(name).name, facts["sha256"])
-            for name, facts in list(versions.get("files", {}).items())[:_MOST_CLIENTS]
-        ],
-    }
-
-
-def _data(
-    run: FederatedRun,
-    sections: Mapping[str, Mapping[str, Any]],
-    trained: Mapping[str, int],
-    joined: Mapping[str, int],
-    clients: int,
-) -> list[str]:
-    model, labels = run.model, run.preprocessing.labels
-    rows = f", {counted(sum(trained.values()), 'row')}" if trained else ""
-    found = [f"{counted(clients, 'client')}{rows}."]
-    if shares := sections["data"].get("split"):
-        kinds = ("training", "validation", "test")
-        parts = (f"{share:.0%} {kind}" for share, kind in zip(shares, kinds, strict=True))
-        found.append(f"Split within each client: {', '.join(parts)}.")
-    if model.target is not None:
-        found.append(f"Predicted number: {labels.name}.")
-    elif model.algorithm != DENSITY:
-        classes = ", ".join(map(str, model.classes.tolist()))
-        found.append(f"Predicted column: {labels.name}, with the classes {classes}.")
-    if joined:
-        own = ", ".join(f"{name} ({counted(int(n), 'row')})" for name, n in joined.items())
-        found.append(
-            f"Weights that were learned after training, and are not in the results: {own}."
-        )
-    return found
-
-
-def _rows_of_results(run: FederatedRun, metrics: Mapping[str, Any]) -> str:
-    """Return a sentence about the rows that the results come from."""
-    if not metrics["clients"]:
-        return "There are no results."
-    if "test" in metrics:
-        unseen = "The results are those of test rows, which Gaussians and learners did not see"
-        columns = "; means and categories of columns come from all rows"
-        return f"{unseen}{columns if run.model.privacy is None else ''}."  # else they are declared
-    if "train" in metrics:
-        return "There are no test rows, so the results are those of training rows and too good."
-    return "The results are mean log densities; compare them within this run only."
-
-
-def _role(run: FederatedRun, sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return whether the folder is that of a run in one process, of a server, or of a site."""
-    if sections["federation"]:
-        return "server"
-    return "site" if (run.folder.home / "audit.jsonl").is_file() else "run"
-
-
-def _purpose(run: FederatedRun, names: list[str], role: str) -> str:
-    model, name = run.model, run.preprocessing.labels.name
-    if model.algorithm == DENSITY:
-        aim = "scores how familiar a row of a table is"
-    else:
-        kind = "class" if model.target is None else "number"
-        aim = f"predicts the column {name} (a {kind}) from the other columns of a row"
-    source = {
-        "run": f"on the rows of {counted(len(names), 'client')}, all read on one machine",
-        "server": f"by a federation of {counted(len(names), 'site')}, whose rows stayed with them",
-        "site": "by a federation, of which this page shows one site",
-    }[role]
-    return f"This model {aim}. It was trained {source}."
-
-
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     more = len(names) - 10
     return ", ".join(names[:10]) + (f" and {counted(more, 'further client')}" if more > 0 else "")
 
 
-def _use(column: Column) -> str:
-    if column.role == "ignored":
-        return f"not used: {column.reason}" if column.reason else "not used"
-    kind = counted(len(column.categories), "category", "categories")
-    use = kind if column.role == "category" else column.role
-    return use + (", and whether it is missing" if column.indicator else "")
+class _Card:
+    """The facts of a run that the template of the model card shows."""
 
-
-def _method(run: FederatedRun, metrics: Mapping[str, Any]) -> str:
-    model = run.model
-    name = "Federated Gaussian mixture" if model.algorithm == DENSITY else TITLES[model.algorithm]
-    parts = [name]
-    if model.prediction.gaussians is not None:
-        kind = model.prediction.gaussians.covariance_type.replace("diag", "diagonal")
-        parts.append(f"{counted(model.n_components, 'Gaussian')} ({kind} covariances)")
-    if model.algorithm != DENSITY:
-        parts.append(f"{counted(model.n_learners, 'learner')} ({model.options.get('learner')})")
-    if model.prediction.labels is not None:
-        parts.append("label frequencies of each client")
-    parts.append(counted(metrics["rounds"], "round"))
-    stopped = f" Training stopped early: {metrics['stopped']}." if metrics.get("stopped") else ""
-    return ", ".join(parts) + "." + stopped
-
-
-def _options(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the configuration without files and addresses; other paths become names."""
-    kept = {name: dict(values) for name, values in sections.items() if name != "server" and values}
-    kept["data"].pop("files", None)
-    for values in kept.values():
-        for name, value in values.items():
-            if isinstance(value, str) and PurePath(value).is_absolute():
-                values[name] = PurePath(value).name
-    import tomli_w
-
-    return tomli_w.dumps(kept)
-
-
-def _shown_metrics(metrics: Mapping[str, Any]) -> list[str]:
-    known = {name for one in metrics["clients"].values() for name in one}
-    wanted = dict.fromkeys([metrics.get("leading_metric"), *_METRICS])
-    return [name for name in wanted if name is not None and name in known]
-
-
-def _results(metrics: Mapping[str, Any], shown: list[str]) -> list[dict[str, Any]]:
-    """Return a row per client, and one for all rows together."""
-    clients = dict(list(metrics["clients"].items())[:_MOST_CLIENTS])
-    if metrics.get("pooled"):
-        clients["all rows"] = metrics["pooled"]
-
-    def text(record: Mapping[str, Any], name: str) -> str:
-        value = metric_text(name, _number(record.get(name)))
-        low, high = map(_number, record.get("intervals", {}).get(name) or (None, None))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            return value
-        return f"{value} ({metric_text(name, low)} to {metric_text(name, high)})"
-
-    return [
-        {"name": name, "values": [f"{int(one['rows']):,}", *(text(one, m) for m in shown)]}
-        for name, one in clients.items()
-    ]
-
-
-def _number(value: Any) -> float:
-    """Return a number of ``metrics.json``, where null stands for NaN."""
-    return math.nan if value is None else float(value)
-
-
-def _limits(run: FederatedRun, metrics: Mapping[str, Any]) -> list[str]:
-    model = run.model
-    few = [name for name, one in metrics["clients"].items() if one["rows"] < _FEW_ROWS]
-    found = [model.impersonal]
-    if few:
-        found.append(
-            f"Fewer than {_FEW_ROWS} rows of results, which are uncertain: {_listed(few)}."
+    def __init__(self, run: FederatedRun) -> None:
+        self.run, self.model, self.labels = run, run.model, run.preprocessing.labels
+        self.title = run.folder.home.resolve().name
+        self.metrics, self.sections = run.metrics, read_config(run.folder.config)
+        self.versions = read_json(run.folder.environment)
+        self.clients: dict[str, Any] = self.metrics["clients"]
+        records = [read_json(path) for path in sorted(run.folder.weights.glob("*.json"))]
+        self.trained, self.joined = (
+            {
+                str(one["client"]): one["rows"]
+                for one in records
+                if one.get("took_part", True) == took
+            }
+            for took in (True, False)
         )
-    if not metrics["clients"]:
-        found.append("No client has test rows, so the quality of predictions is not known.")
-    if model.prediction.gaussians is None:
-        found.append("The model has no density, so it cannot say whether a row is unusual.")
-    elif not model.calibration:
-        found.append("Novelty is not calibrated, so false alarms are not limited to a chosen rate.")
-    found.append("Results are those of one split, and of rows like the training data.")
-    privacy = "Differential privacy: "  # has a section of its own
-    found += [note for note in metrics.get("notes", []) if not note.startswith(privacy)]
-    return [line for line in dict.fromkeys(found) if line]
+        # a server knows its sites by the bytes they sent, because rows and weights stay with them
+        self.names = sorted({*self.trained, *self.clients, *self.metrics.get("traffic", {})})
+        known = {name for one in self.clients.values() for name in one}
+        wanted = dict.fromkeys([self.metrics.get("leading_metric"), *_METRICS])
+        self.shown = [name for name in wanted if name is not None and name in known]
+        # of a run in one process, of a server, or of a site
+        audited = (run.folder.home / "audit.jsonl").is_file()
+        self.role = "server" if self.sections["federation"] else "site" if audited else "run"
+        self.command = _COMMANDS[self.role]
+        self.listed = _listed(self.names)
+        self.titles = [metric_title(name) for name in self.shown]
+        self.more = max(0, len(self.clients) - _MOST_CLIENTS)
 
+    @property
+    def purpose(self) -> str:
+        if self.model.algorithm == DENSITY:
+            aim = "scores how familiar a row of a table is"
+        else:
+            kind = "class" if self.model.target is None else "number"
+            aim = (
+                f"predicts the column {self.labels.name} (a {kind}) from the other columns of a row"
+            )
+        count = len(self.names)
+        source = {
+            "run": f"on the rows of {counted(count, 'client')}, all read on one machine",
+            "server": f"by a federation of {counted(count, 'site')}, whose rows stayed with them",
+            "site": "by a federation, of which this page shows one site",
+        }[self.role]
+        return f"This model {aim}. It was trained {source}."
 
-def _privacy(run: FederatedRun, sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return lines about noise and masks, from the model, the history and the configuration."""
-    spent = [entry["epsilon"] for entry in read_history(run.folder.history) if "epsilon" in entry]
-    found = []
-    home = run.folder.home
-    if (home / LEDGER).is_file():
-        # the last account of a unit is that of all tables
-        totals = {one.unit: one for one in accounts(Ledger.found(home).entries(), _DELTA)}
-        found += [
-            f"Ledger of all runs of this folder: ε = {one.epsilon:.3g} (δ = {_DELTA:g}, per {unit}), "
-            f"{counted(one.releases, 'release')}."
-            for unit, one in totals.items()
+    @property
+    def data(self) -> list[str]:
+        rows = f", {counted(sum(self.trained.values()), 'row')}" if self.trained else ""
+        found = [f"{counted(len(self.names), 'client')}{rows}."]
+        if shares := self.sections["data"].get("split"):
+            kinds = ("training", "validation", "test")
+            parts = (f"{share:.0%} {kind}" for share, kind in zip(shares, kinds, strict=True))
+            found.append(f"Split within each client: {', '.join(parts)}.")
+        if self.model.target is not None:
+            found.append(f"Predicted number: {self.labels.name}.")
+        elif self.model.algorithm != DENSITY:
+            classes = ", ".join(map(str, self.model.classes.tolist()))
+            found.append(f"Predicted column: {self.labels.name}, with the classes {classes}.")
+        if self.joined:
+            own = ", ".join(f"{name} ({counted(int(n), 'row')})" for name, n in self.joined.items())
+            found.append(
+                f"Weights that were learned after training, and are not in the results: {own}."
+            )
+        return found
+
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        found = []
+        for one in self.run.preprocessing.columns:
+            use: str = one.role
+            if one.role == "ignored":
+                use = f"not used: {one.reason}" if one.reason else "not used"
+            elif one.role == "category":
+                use = counted(len(one.categories), "category", "categories")
+            missing = ", and whether it is missing" if one.indicator else ""
+            found.append((one.name, use + missing))
+        return found
+
+    @property
+    def method(self) -> str:
+        model, density = self.model, self.model.algorithm == DENSITY
+        parts = ["Federated Gaussian mixture" if density else TITLES[model.algorithm]]
+        if model.prediction.gaussians is not None:
+            kind = model.prediction.gaussians.covariance_type.replace("diag", "diagonal")
+            parts.append(f"{counted(model.n_components, 'Gaussian')} ({kind} covariances)")
+        if not density:
+            parts.append(f"{counted(model.n_learners, 'learner')} ({model.options.get('learner')})")
+        if model.prediction.labels is not None:
+            parts.append("label frequencies of each client")
+        parts.append(counted(self.metrics["rounds"], "round"))
+        stopped = self.metrics.get("stopped")
+        return f"{', '.join(parts)}." + (f" Training stopped early: {stopped}." if stopped else "")
+
+    @property
+    def options(self) -> str:
+        """The configuration without files and addresses; other paths become names."""
+        import tomli_w
+
+        kept = {name: dict(one) for name, one in self.sections.items() if name != "server" and one}
+        kept["data"].pop("files", None)
+        for values in kept.values():
+            for name, value in values.items():
+                if isinstance(value, str) and PurePath(value).is_absolute():
+                    values[name] = PurePath(value).name
+        return tomli_w.dumps(kept)
+
+    @property
+    def headline(self) -> str:
+        if not self.clients:
+            rows = "There are no results."
+        elif "test" in self.metrics:
+            rows = "The results are those of test rows, which Gaussians and learners did not see"
+            declared = self.model.privacy is not None
+            rows += "." if declared else "; means and categories of columns come from all rows."
+        elif "train" in self.metrics:
+            rows = "There are no test rows, so the results are those of training rows and too good."
+        else:
+            rows = "The results are mean log densities; compare them within this run only."
+        return f"{self.metrics.get('headline') or ''} {rows}".strip()
+
+    @property
+    def results(self) -> list[tuple[str, list[str]]]:
+        """Name and cells of a row per client, and of one for all rows together."""
+        clients = dict(list(self.clients.items())[:_MOST_CLIENTS])
+        if self.metrics.get("pooled"):
+            clients["all rows"] = self.metrics["pooled"]
+
+        def number(value: Any) -> float:
+            return math.nan if value is None else float(value)  # null stands for NaN
+
+        def text(record: Mapping[str, Any], name: str) -> str:
+            value = metric_text(name, number(record.get(name)))
+            low, high = map(number, record.get("intervals", {}).get(name) or (None, None))
+            if not (math.isfinite(low) and math.isfinite(high)):
+                return value
+            return f"{value} ({metric_text(name, low)} to {metric_text(name, high)})"
+
+        return [
+            (name, [f"{int(one['rows']):,}", *(text(one, metric) for metric in self.shown)])
+            for name, one in clients.items()
         ]
-    if run.model.privacy is not None:
-        found.append(f"Differential privacy: {run.model.budget}.")
+
+    @property
+    def limits(self) -> list[str]:
+        model = self.model
+        few = [name for name, one in self.clients.items() if one["rows"] < _FEW_ROWS]
+        found = [model.impersonal]
+        if few:
+            found.append(
+                f"Fewer than {_FEW_ROWS} rows of results, which are uncertain: {_listed(few)}."
+            )
+        if not self.clients:
+            found.append("No client has test rows, so the quality of predictions is not known.")
+        if model.prediction.gaussians is None:
+            found.append("The model has no density, so it cannot say whether a row is unusual.")
+        elif not model.calibration:
+            found.append(
+                "Novelty is not calibrated, so false alarms are not limited to a chosen rate."
+            )
+        found.append("Results are those of one split, and of rows like the training data.")
+        privacy = "Differential privacy: "  # has a section of its own
+        notes = self.metrics.get("notes", [])
+        found += [note for note in notes if not note.startswith(privacy)]
+        return [line for line in dict.fromkeys(found) if line]
+
+    @property
+    def privacy(self) -> list[str]:
+        """Lines about noise and masks, from the model, the history and the configuration."""
+        home, found = self.run.folder.home, []
+        history = read_history(self.run.folder.history)
+        spent = [entry["epsilon"] for entry in history if "epsilon" in entry]
+        if (home / LEDGER).is_file():
+            # the last account of a unit is that of all tables
+            totals = {one.unit: one for one in accounts(Ledger.found(home).entries(), _DELTA)}
+            found += [
+                f"Ledger of all runs of this folder: ε = {one.epsilon:.3g} (δ = {_DELTA:g}, per "
+                f"{unit}), {counted(one.releases, 'release')}."
+                for unit, one in totals.items()
+            ]
+        if self.model.privacy is not None:
+            found += [
+                f"Differential privacy: {self.model.budget}.",
+                "Not covered: the weights of each client, and the results on this page, which are exact.",
+            ]
+        elif spent:
+            found.append(f"Differential privacy: ε = {spent[-1]:.3g} was spent.")
+        elif not found:
+            found.append(
+                "No differential privacy: parameters of the model may reveal something about single "
+                "rows."
+            )
+        if self.sections["privacy"].get("secure_aggregation"):
+            found.append("Secure aggregation: the server saw sums over clients only.")
         found.append(
-            "Not covered: the weights of each client, and the results on this page, which are exact."
+            "The page names clients and columns, and has counts of rows; check both before passing it on."
         )
-    elif spent:
-        found.append(f"Differential privacy: ε = {spent[-1]:.3g} was spent.")
-    elif not found:
-        found.append(
-            "No differential privacy: parameters of the model may reveal something about single rows."
-        )
-    if sections["privacy"].get("secure_aggregation"):
-        found.append("Secure aggregation: the server saw sums over clients only.")
-    found.append(
-        "The page names clients and columns, and has counts of rows; check both before passing it on."
-    )
-    return found
+        return found
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        found = list(self.versions.get("files", {}).items())[:_MOST_CLIENTS]
+        return [(PurePath(name).name, facts["sha256"]) for name, facts in found]

@@ -41,10 +41,10 @@ def runs(monkeypatch):
 def test_all_methods_beside_the_paper(tmp_path, femnist):
     study = ImageStudy(track="tuned", **FAST)
     outcome = reproduce_classification(tmp_path / "out", study, StudyContext(femnist))
-    assert list(outcome.accuracy) == list(TITLES)
+    assert list(outcome["accuracy"]) == list(TITLES)
     name = "classification-femnist-tuned"
     record = json.loads((tmp_path / "out" / f"{name}.json").read_text())
-    assert record["accuracy"] == outcome.accuracy
+    assert record["accuracy"] == outcome["accuracy"]
     assert record["study"]["dataset"] == "femnist"
     table = (tmp_path / "out" / f"{name}.md").read_text()
     assert table.count("\n| ") == 9
@@ -59,7 +59,7 @@ def test_the_numbers_are_those_of_a_plain_training_run(tmp_path, femnist):
     study = ImageStudy(**{**SOME, "track": "paper", "rounds": 8, "tuning_rounds": 1})
     outcome = reproduce_classification(tmp_path / "out", study, StudyContext(femnist))
     federation = prepare_federation(study, 0, StudyContext(femnist)).dataset
-    for one in outcome.details:
+    for one in outcome["details"]:
         options = study.options(one["method"], 0)
 
         def scores(rates, rounds, judge, options=options):
@@ -80,7 +80,7 @@ def test_the_numbers_are_those_of_a_plain_training_run(tmp_path, femnist):
             assert written[stage] == {f"lr {lr:.6g}": score for lr, score in expected.items()}
         assert one["lr"] == best
         accuracy = train(federation, options=options, lr=best).evaluate("test").mean_accuracy
-        assert outcome.accuracy[one["method"]] == [accuracy]
+        assert outcome["accuracy"][one["method"]] == [accuracy]
 
 
 def test_later_options_are_chosen_among_complete_runs_at_the_best_rate(tmp_path, femnist):
@@ -88,7 +88,7 @@ def test_later_options_are_chosen_among_complete_runs_at_the_best_rate(tmp_path,
     outcome = reproduce_classification(tmp_path / "out", study, StudyContext(femnist))
     folder = tmp_path / "out" / "classification-femnist-tuned"
     written = json.loads((folder / "fedgmm-tuning.json").read_text())
-    (one,) = outcome.details
+    (one,) = outcome["details"]
     assert written["chosen"] == tuned_options(one)
     table = (tmp_path / "out" / "classification-femnist-tuned.md").read_text()
     momentum, independence = one["server_momentum"], one["independence"]
@@ -114,7 +114,7 @@ def test_later_options_are_chosen_among_complete_runs_at_the_best_rate(tmp_path,
             model.learn_labels()
             tests.append(model.evaluate("test").mean_accuracy)
             assert comparison.validation_accuracy(model) == labels["whole"]["personal_labels 1"]
-            assert outcome.accuracy["fedgmm"] == [tests[one["personal_labels"]]]
+            assert outcome["accuracy"]["fedgmm"] == [tests[one["personal_labels"]]]
     assert one["personal_labels"] == (
         labels["whole"]["personal_labels 1"] > labels["whole"]["personal_labels 0"]
     )
@@ -137,7 +137,7 @@ def test_the_rest_of_a_study_does_not_train_the_winner_again(tmp_path, femnist, 
     outcome = reproduce_classification(tmp_path / "out", study, StudyContext(femnist))
     # two of the short runs continue
     assert len(rounds) == 2 * len(study.grid) + 2 * (study.rounds - 1)
-    assert len(outcome.details[0]["curve"]) == study.rounds
+    assert len(outcome["details"][0]["curve"]) == study.rounds
 
 
 def test_rates_are_chosen_once_for_all_seeds(tmp_path, femnist, runs):
@@ -145,8 +145,8 @@ def test_rates_are_chosen_once_for_all_seeds(tmp_path, femnist, runs):
     outcome = reproduce_classification(tmp_path / "out", study, StudyContext(femnist))
     # all rates, half of them for longer, two to the end, with labels or not, and one per seed
     assert len(runs) == 2 * len(study.grid) + 5 + 2 + 2 + 2
-    assert len(outcome.accuracy["fedavg"]) == 2
-    first, second = outcome.details
+    assert len(outcome["accuracy"]["fedavg"]) == 2
+    first, second = outcome["details"]
     assert first["lr"] == second["lr"]
     assert first["likelihood"] != second["likelihood"]  # another federation
 
@@ -196,14 +196,14 @@ def test_finished_trials_are_not_run_again(tmp_path, femnist, finished, runs, mo
         reproduce_classification(tmp_path / "out", study, StudyContext(femnist))
     file.unlink()
     again = reproduce_classification(tmp_path / "out", study, StudyContext(femnist))
-    assert again.accuracy == first.accuracy
+    assert again["accuracy"] == first["accuracy"]
 
 
 def test_methods_without_gaussians_need_no_encoder(tmp_path, femnist, finished, monkeypatch):
     study, (_, both) = ImageStudy(**{**SOME, "methods": ("fedavg",)}), finished
     monkeypatch.setattr(engine, "encoder", None)
     alone = reproduce_classification(tmp_path / "alone", study, StudyContext(femnist))
-    assert alone.accuracy["fedavg"] == both.accuracy["fedavg"]
+    assert alone["accuracy"]["fedavg"] == both["accuracy"]["fedavg"]
 
 
 def test_an_interrupted_run_resumes(tmp_path, femnist, monkeypatch):
@@ -224,7 +224,7 @@ def test_an_interrupted_run_resumes(tmp_path, femnist, monkeypatch):
     rounds = trained_rounds(monkeypatch)
     resumed = reproduce_classification(tmp_path / "out", study, StudyContext(femnist))
     assert rounds == [2, *[1, 2] * 9, 3, 3, 1, 2, 3]  # choices, two of them, another independence
-    assert resumed.accuracy == whole.accuracy
+    assert resumed["accuracy"] == whole["accuracy"]
 
 
 def test_methods_may_join_after_an_interruption(tmp_path, femnist, monkeypatch):
@@ -244,8 +244,8 @@ def test_methods_may_join_after_an_interruption(tmp_path, femnist, monkeypatch):
     both = replace(alone, methods=("fedavg", "fedgmm"))
     grown = reproduce_classification(tmp_path / "out", both, StudyContext(femnist))
     whole = reproduce_classification(tmp_path / "whole", alone, StudyContext(femnist))
-    assert grown.accuracy["fedavg"] == whole.accuracy["fedavg"]
-    assert list(grown.accuracy) == ["fedavg", "fedgmm"]
+    assert grown["accuracy"]["fedavg"] == whole["accuracy"]["fedavg"]
+    assert list(grown["accuracy"]) == ["fedavg", "fedgmm"]
 
 
 def methods_in_files(folder, name="classification-femnist-paper"):
@@ -267,8 +267,8 @@ def test_every_complete_method_is_in_the_table(tmp_path, femnist, monkeypatch):
     later = replace(study, methods=("clustered", "fedavg"))
     outcome = reproduce_classification(tmp_path, later, StudyContext(femnist))
     assert methods_in_files(tmp_path) == ["local", "fedavg", "clustered"]  # in the usual order
-    assert outcome.accuracy["local"] == alone.accuracy["local"]
-    assert [one["method"] for one in outcome.details] == ["local", "fedavg", "clustered"]
+    assert outcome["accuracy"]["local"] == alone["accuracy"]["local"]
+    assert [one["method"] for one in outcome["details"]] == ["local", "fedavg", "clustered"]
 
     monkeypatch.setattr(trials, "train", None)
     assert reproduce_classification(tmp_path, study, StudyContext(femnist)) == outcome
@@ -289,7 +289,7 @@ def test_all_seeds_of_a_table_are_the_same(tmp_path, femnist):
     study = ImageStudy(**{**SOME, "track": "paper", "methods": ("local",)})
     reproduce_classification(tmp_path, study, StudyContext(femnist))
     more = replace(study, methods=("fedavg",), seeds=(0, 1))
-    assert list(reproduce_classification(tmp_path, more, StudyContext(femnist)).accuracy) == [
+    assert list(reproduce_classification(tmp_path, more, StudyContext(femnist))["accuracy"]) == [
         "fedavg"
     ]
     assert methods_in_files(tmp_path) == ["fedavg"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from fedgmm.experiments import trials
 from fedgmm.experiments.paper import novelty_setup
 from fedgmm.experiments.paper.novelty import (
     METRICS,
-    NoveltyOutcome,
     familiarity,
     joint_scores,
     load_scores,
@@ -30,10 +30,11 @@ from fedgmm.experiments.paper.novelty_setup import (
     slightly_changed,
     with_study_features,
 )
-from fedgmm.experiments.study import StudyContext
+from fedgmm.experiments.study import Results, StudyContext
 from fedgmm.experiments.trials import (
     DamagedRecordError,
     StudyFolderError,
+    TrialFolder,
     tuned_options,
 )
 from fedgmm.methods.base import TITLES
@@ -107,8 +108,9 @@ def test_missing_or_damaged_scores_are_named(tmp_path, content):
 
 
 def table_of(study):
-    outcome = NoveltyOutcome({"fedgmm": {metric: [0.5] for metric in METRICS}}, {}, {}, [])
-    return results_in_markdown(study, outcome)
+    metrics = {"fedgmm": {metric: [0.5] for metric in METRICS}}
+    results = Results(Path(), TrialFolder(Path()), study, [])
+    return results_in_markdown(results, {"metrics": metrics, "left_out": {}, "perturbed": {}})
 
 
 @pytest.mark.parametrize(
@@ -143,23 +145,23 @@ def finished(tmp_path_factory, mnist):
 
 def test_metrics_are_those_of_the_scores_on_file(finished):
     _, folder, outcome = finished
-    for method, metrics in outcome.metrics.items():
+    for method, metrics in outcome["metrics"].items():
         with np.load(folder / NAME / f"{method}-0.npz") as scores:
             counted = auroc_by_counting(scores["known"], scores["novel"])
             assert len(scores["known"]) == len(scores["novel"])
         assert metrics["auroc"][0] == pytest.approx(counted, abs=1e-6)
     with np.load(folder / NAME / "left-out-0.npz") as scores:
-        assert outcome.left_out["class 1, log P(x)"] == pytest.approx(
+        assert outcome["left_out"]["class 1, log P(x)"] == pytest.approx(
             auroc_by_counting(scores["normal_x"], scores["stranger_x"])
         )
-        assert outcome.left_out["other labels, log P(y|x)"] == pytest.approx(
+        assert outcome["left_out"]["other labels, log P(y|x)"] == pytest.approx(
             auroc_by_counting(scores["normal_y"], scores["relabelled_y"])
         )
     with np.load(folder / NAME / "fedgmm-0.npz") as scores:
         joint = auroc_by_counting(
             scores["known"] + scores["known_y"], scores["changed_x"] + scores["changed_x_y"]
         )
-        assert outcome.perturbed["changed images, log P(x, y)"] == pytest.approx(joint, abs=1e-3)
+        assert outcome["perturbed"]["changed images, log P(x, y)"] == pytest.approx(joint, abs=1e-3)
 
 
 def test_table_and_figures(finished):
@@ -199,8 +201,8 @@ def test_a_finished_study_is_not_run_again(tmp_path, mnist, finished, monkeypatc
 
 def test_scores_of_the_study_by_hand(finished, federation):
     study, folder, outcome = finished
-    options = replace(study.options("fedgmm", 0), **tuned_options(outcome.details[-1]))
-    assert options.algorithm == outcome.details[-1]["method"] == "fedgmm"
+    options = replace(study.options("fedgmm", 0), **tuned_options(outcome["details"][-1]))
+    assert options.algorithm == outcome["details"][-1]["method"] == "fedgmm"
     model = train(federation.dataset, options=options)
     images = federation.dataset.test.inputs.numpy()
     with np.load(folder / NAME / "fedgmm-0.npz") as scores:
@@ -222,7 +224,7 @@ def test_an_unknown_class_is_found(mnist, tmp_path):
     """Its bar lies at a place where no other class has one."""
     study = replace(FIXED, methods=("fedgmm",), rounds=4, track="paper")
     outcome = reproduce_novelty(tmp_path, study, StudyContext(mnist))
-    assert outcome.left_out["class 1, log P(x)"] > 0.95
+    assert outcome["left_out"]["class 1, log P(x)"] > 0.95
 
 
 def test_a_learner_that_does_not_suit_is_refused_before_a_density_is_chosen(tmp_path, mnist):
@@ -254,8 +256,8 @@ def test_methods_without_gaussians_need_no_encoder(tmp_path, mnist, monkeypatch)
     monkeypatch.setattr(novelty_setup, "encoder", None)
     some = replace(study, methods=("local", "fedem"))
     alone = reproduce_novelty(tmp_path / "alone", some, StudyContext(mnist))
-    assert alone.metrics == {method: whole.metrics[method] for method in some.methods}
-    assert not alone.left_out
+    assert alone["metrics"] == {method: whole["metrics"][method] for method in some.methods}
+    assert not alone["left_out"]
     assert not (tmp_path / "alone" / PAPER / "density.json").exists()
     assert json.loads((tmp_path / "alone" / f"{PAPER}.json").read_text())["chosen"] == {}
     assert [picture.stem for picture in (tmp_path / "alone").glob("*.png")] == [
@@ -273,7 +275,7 @@ def test_methods_may_come_one_by_one(tmp_path, mnist, monkeypatch):
         one = replace(study, methods=(method,))
         outcomes[method] = reproduce_novelty(tmp_path, one, StudyContext(mnist))
         chosen = json.loads(record.read_text())["chosen"]
-        seen.append((list(outcomes[method].metrics), chosen))
+        seen.append((list(outcomes[method]["metrics"]), chosen))
     density = json.loads((tmp_path / PAPER / "density.json").read_text())["best"]
     assert seen == [
         (["fedavg"], {}),
@@ -283,14 +285,14 @@ def test_methods_may_come_one_by_one(tmp_path, mnist, monkeypatch):
     table = record.with_suffix(".md").read_text()
     assert "FedGMM has 2 Gaussians" in table
     assert "without class 1 in training" in table
-    assert outcomes["local"].left_out == outcomes["fedgmm"].left_out != {}
-    assert outcomes["local"].perturbed == outcomes["fedgmm"].perturbed != {}
+    assert outcomes["local"]["left_out"] == outcomes["fedgmm"]["left_out"] != {}
+    assert outcomes["local"]["perturbed"] == outcomes["fedgmm"]["perturbed"] != {}
 
     (tmp_path / PAPER / "left-out-0.json").unlink()  # another program is still running it
     monkeypatch.setattr(trials, "train", None)
     rest = reproduce_novelty(tmp_path, replace(study, methods=("fedavg",)), StudyContext(mnist))
-    assert list(rest.metrics) == ["local", "fedavg"]
-    assert not rest.left_out
+    assert list(rest["metrics"]) == ["local", "fedavg"]
+    assert not rest["left_out"]
 
 
 @pytest.mark.usefixtures("quick_choice")
@@ -311,4 +313,4 @@ def test_a_run_resumes_after_a_density_was_chosen(tmp_path, mnist, monkeypatch):
     reproduce_novelty(tmp_path, replace(study, methods=("fedgmm",)), StudyContext(mnist))
     both = replace(study, methods=("fedavg", "fedgmm"))
     outcome = reproduce_novelty(tmp_path, both, StudyContext(mnist))
-    assert list(outcome.metrics) == ["fedavg", "fedgmm"]
+    assert list(outcome["metrics"]) == ["fedavg", "fedgmm"]

@@ -31,10 +31,11 @@ def finished(tmp_path_factory, femnist):
 
 def test_every_cell_is_a_training_run_of_its_own(finished, femnist, monkeypatch):
     folder, outcome = finished
-    assert outcome.accuracy.shape == (1, 2, 2)
+    accuracies = np.array(outcome["accuracy"])
+    assert accuracies.shape == (1, 2, 2)
     federation = prepare_federation(SMALL, 0, StudyContext(femnist)).dataset
-    (lr,) = {one["lr"] for one in outcome.details}
-    for (_, i, j), accuracy in np.ndenumerate(outcome.accuracy):
+    (lr,) = {one["lr"] for one in outcome["details"]}
+    for (_, i, j), accuracy in np.ndenumerate(accuracies):
         options = replace(
             SMALL.options("fedgmm", 0),
             lr=lr,
@@ -43,23 +44,23 @@ def test_every_cell_is_a_training_run_of_its_own(finished, femnist, monkeypatch)
         )
         model = train(federation, options=options)
         assert accuracy == model.evaluate("test").mean_accuracy
-        assert outcome.validation[0, i, j] == model.evaluate("validation").mean_accuracy
-    assert len({str(one["likelihood"]) for one in outcome.details}) == 4
+        assert (
+            outcome["details"][2 * i + j]["validation_accuracy"]
+            == model.evaluate("validation").mean_accuracy
+        )
+    assert len({str(one["likelihood"]) for one in outcome["details"]}) == 4
 
     table = (folder / f"{NAME}.md").read_text()
-    assert (
-        f"| 3 | {100 * outcome.accuracy[0, 1, 0]:.2f} | {100 * outcome.accuracy[0, 1, 1]:.2f} |"
-        in table
-    )
+    assert f"| 3 | {100 * accuracies[0, 1, 0]:.2f} | {100 * accuracies[0, 1, 1]:.2f} |" in table
     assert "| Gaussians | 1 learner | 2 learners |" in table
     record = json.loads((folder / f"{NAME}.json").read_text())
-    np.testing.assert_array_equal(record["accuracy"], outcome.accuracy)
+    np.testing.assert_array_equal(record["accuracy"], outcome["accuracy"])
     assert 3_000 < (folder / f"{NAME}.png").stat().st_size < 150_000
 
     monkeypatch.setattr(trials, "train", None)
     monkeypatch.setattr(engine, "load_images", None)
     again = reproduce_sensitivity(folder, SMALL, StudyContext(femnist))
-    np.testing.assert_array_equal(again.accuracy, outcome.accuracy)
+    np.testing.assert_array_equal(again["accuracy"], outcome["accuracy"])
 
 
 def test_validation_rows_name_the_choice(tmp_path, finished, femnist):

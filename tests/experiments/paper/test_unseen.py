@@ -117,7 +117,7 @@ def finished(tmp_path_factory, femnist):
 
 def test_no_training_run_sees_them(finished):
     _, outcome, seen = finished
-    away = set(outcome.details[0]["newcomers"])
+    away = set(outcome["details"][0]["newcomers"])
     assert len(away) == 2
     # ten choices, half of them for longer, two to the end, and the trial of each method;
     # FedGMM with and without independence, and three of them with and without label frequencies
@@ -210,7 +210,7 @@ def test_tuning_is_one_epoch_from_the_global_learner(femnist):
 
 def test_table_and_curve(finished, femnist, monkeypatch):
     folder, outcome, _ = finished
-    details = {one["method"]: one for one in outcome.details}
+    details = {one["method"]: one for one in outcome["details"]}
     others = {m: [w for w in one["unseen"] if w not in FREQUENCIES] for m, one in details.items()}
     assert others == {
         "fedavg": ["as it is"],
@@ -220,7 +220,7 @@ def test_table_and_curve(finished, femnist, monkeypatch):
     }
     for one in details.values():
         assert (FREQUENCIES[0] in one["unseen"]) == one.get("personal_labels", False)
-        assert list(outcome.accuracy[one["method"]]) == list(one["unseen"])
+        assert list(outcome["accuracy"][one["method"]]) == list(one["unseen"])
     assert any(one.get("personal_labels") for one in details.values())  # else the test is too weak
     gmm = details["fedgmm"]
     assert all(len(curve) == 2 for curve in gmm["adaptation_curves"].values())
@@ -233,7 +233,7 @@ def test_table_and_curve(finished, femnist, monkeypatch):
         start, labelled = model if way in FREQUENCIES else plain, way.startswith("labels")
         by_client = [adapted_accuracy(start, one, labelled) for one in held_out.newcomers]
         assert gmm["unseen"][way] == by_client
-        assert outcome.accuracy["fedgmm"][way] == [pytest.approx(np.mean(by_client))]
+        assert outcome["accuracy"]["fedgmm"][way] == [pytest.approx(np.mean(by_client))]
     assert gmm["unseen"]["as it is"] == [
         accuracy_of(model, one.test, None) for one in held_out.newcomers
     ]
@@ -242,10 +242,10 @@ def test_table_and_curve(finished, femnist, monkeypatch):
     assert table.count("\n| ") == 1 + sum(len(one["unseen"]) for one in details.values())
     row = next(line for line in table.splitlines() if "| FedGMM | weights from labelled" in line)
     assert "| 78.51 |" in row
-    assert f"{100 * outcome.accuracy['fedgmm']['labels'][0]:.2f}" in row
+    assert f"{100 * outcome['accuracy']['fedgmm']['labels'][0]:.2f}" in row
     assert "51.00" in next(line for line in table.splitlines() if "tuned on the adaptation" in line)
     record = json.loads((folder / f"{NAME}.json").read_text())
-    assert record["accuracy"] == outcome.accuracy
+    assert record["accuracy"] == outcome["accuracy"]
     assert 5_000 < (folder / f"{NAME}.png").stat().st_size < 150_000
 
     monkeypatch.setattr(trials, "train", None)
@@ -262,14 +262,14 @@ def test_methods_without_gaussians_need_no_encoder(tmp_path, femnist, monkeypatc
     alone = reproduce_unseen(
         tmp_path / "alone", replace(some, track="paper"), StudyContext(femnist)
     )
-    assert alone.accuracy == {method: whole.accuracy[method] for method in some.methods}
+    assert alone["accuracy"] == {method: whole["accuracy"][method] for method in some.methods}
 
 
 def test_every_complete_method_is_in_the_table(tmp_path, femnist):
     for method in ("fedem", "fedavg"):
         study = replace(SMALL, methods=(method,), track="paper")
         outcome = reproduce_unseen(tmp_path, study, StudyContext(femnist))
-    assert list(outcome.accuracy) == ["fedavg", "fedem"]
+    assert list(outcome["accuracy"]) == ["fedavg", "fedem"]
     table = (tmp_path / "unseen-femnist-paper.md").read_text()
     assert table.index("| FedAvg |") < table.index("| FedEM |")
 
@@ -280,7 +280,7 @@ def test_ways_that_not_all_seeds_have_are_not_in_the_table(tmp_path, femnist, mo
     given = iter([list(FREQUENCIES), [FREQUENCIES[0]]])
     monkeypatch.setattr(unseen, "_adaptations", lambda *_: next(given))
     outcome = reproduce_unseen(tmp_path, study, StudyContext(femnist))
-    assert list(outcome.accuracy["fedgmm"]) == ["as it is", FREQUENCIES[0]]
+    assert list(outcome["accuracy"]["fedgmm"]) == ["as it is", FREQUENCIES[0]]
     table = (tmp_path / f"unseen-{study.label}.md").read_text()
     assert "rows without labels has no row, because only seed 0 has it." in table
 

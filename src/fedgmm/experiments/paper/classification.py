@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fedgmm.experiments.settings import MIXTURES, ImageStudy
 from fedgmm.experiments.study import (
+    Results,
     StudyContext,
-    complete_methods,
-    describe_divergence,
     describe_options,
-    of_method,
     prepare_federation,
     run_study,
     training_facts,
-    write_study,
 )
 from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value
 from fedgmm.experiments.trials import Federation, Record, Trial
@@ -33,36 +29,15 @@ PAPER_ACCURACY = {
 """Test accuracy in the paper's Table 2."""
 
 
-@dataclass(frozen=True)
-class ImageOutcome:
-    """Results of a classification study."""
-
-    # test accuracy by method, one value per seed, mean over clients in the last round
-    accuracy: dict[str, list[float]]
-    details: list[Record]  # results of all trials
-
-
-def reproduce_classification(
-    folder: Path, study: ImageStudy, context: StudyContext
-) -> ImageOutcome:
-    """Run the study and write one row of Table 2 and its curves into ``folder``."""
+def reproduce_classification(folder: Path, study: ImageStudy, context: StudyContext) -> Record:
+    """Run the study and write one row of Table 2 and its curves into ``folder``; return the results."""
     from fedgmm.report.plots import plot_curves
 
-    trials, _ = run_study(folder, "classification", study, context, prepare_federation, _run_trial)
-    study, details = complete_methods(trials, study)
-    accuracy = {
-        method: [one["mean_accuracy"] for one in of_method(details, method)]
-        for method in study.methods
-    }
-    outcome = ImageOutcome(accuracy, details)
-    write_study(folder, trials, study, asdict(outcome), _markdown(study, outcome))
-    curves = {
-        TITLES[method]: [one["curve"] for one in of_method(details, method)]
-        for method in study.methods
-    }
-    title = f"{study.dataset}: accuracy on validation rows"
-    plot_curves(curves, title, folder / f"{trials.path.name}.png")
-    return outcome
+    results = run_study(folder, "classification", study, context, prepare_federation, _run_trial)
+    found = results.write({"accuracy": results.accuracies()}, _markdown(results))
+    curves = {TITLES[method]: results.values(method, "curve") for method in results.study.methods}
+    plot_curves(curves, f"{study.dataset}: accuracy on validation rows", results.picture())
+    return found
 
 
 def _run_trial(trial: Trial[ImageStudy], federation: Federation) -> Record:
@@ -87,21 +62,15 @@ def _describe_models(study: ImageStudy) -> str:
     return " ".join([*parts, f"Every learner is {learner}."])
 
 
-def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
+def _markdown(results: Results[ImageStudy]) -> str:
+    study = results.study
     paper = PAPER_ACCURACY.get(study.dataset, {}) if study.shift else {}
     rows = []
-    for method, values in outcome.accuracy.items():
-        own = of_method(outcome.details, method)
+    for method, values in results.accuracies().items():
+        own = results.of(method)
         seconds = sum(one["seconds"] for one in own) / max(1, sum(one["rounds"] for one in own))
-        rows.append(
-            [
-                TITLES[method],
-                mean_and_spread(values),
-                paper_value(paper.get(method)),
-                describe_options(own[0]),
-                f"{seconds:.2f}",
-            ]
-        )
+        given, options = paper_value(paper.get(method)), describe_options(own[0])
+        rows.append([TITLES[method], mean_and_spread(values), given, options, f"{seconds:.2f}"])
     shift = (
         "Half of the images are rotated by 90 degrees, flipped and inverted, with permuted labels."
         if study.shift
@@ -112,5 +81,5 @@ def _markdown(study: ImageStudy, outcome: ImageOutcome) -> str:
         f"# {study.dataset}: test accuracy, mean over clients ({study.track} track)\n\n"
         + markdown_table(header, rows)
         + f"\n{study.protocol()} {shift} {_describe_models(study)}"
-        f"{describe_divergence(outcome.details)}\n"
+        f"{results.divergence()}\n"
     )

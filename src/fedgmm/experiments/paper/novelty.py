@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,11 @@ from fedgmm.experiments.paper.novelty_setup import (
     slightly_changed,
 )
 from fedgmm.experiments.study import (
+    Results,
     StudyContext,
-    complete_methods,
-    describe_divergence,
     features_of,
-    of_method,
     run_study,
     training_facts,
-    write_study,
 )
 from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value
 from fedgmm.experiments.trials import DamagedRecordError, Record, Trial, tuned_options
@@ -70,30 +67,17 @@ PAPER_METRICS = {
 _WITH_HISTOGRAM = ("fedgmm", "fedem", "fedavg")
 
 
-@dataclass(frozen=True)
-class NoveltyOutcome:
-    """Results of the study."""
+def reproduce_novelty(folder: Path, study: NoveltyStudy, context: StudyContext) -> Record:
+    """Run the study and write Table 3 and its figures into ``folder``.
 
-    # AUROC, average precision and Max-F1 by method, one value per seed
-    metrics: dict[str, dict[str, list[float]]]
-    # AUROC of each score against each kind of outlier in the scatter plot
-    left_out: dict[str, float]
-    perturbed: dict[str, float]  # AUROC of FedGMM's scores against small changes, first seed
-    details: list[Record]  # results of all trials
-
-
-def reproduce_novelty(folder: Path, study: NoveltyStudy, context: StudyContext) -> NoveltyOutcome:
-    """Run the study and write Table 3 and its figures into ``folder``."""
+    Returns:
+        The results: ``metrics`` of ``METRICS`` by method and seed, and AUROCs of each score against each
+        kind of outlier: ``left_out`` of the scatter plot, ``perturbed`` of the first seed.
+    """
     has_density = "fedgmm" in study.methods
-    trials, details = run_study(
-        folder,
-        "novelty",
-        study,
-        context,
-        prepare_novelty,
-        _run_trial,
-        complete=choose_density if has_density else None,
-    )
+    complete = choose_density if has_density else None
+    results = run_study(folder, "novelty", study, context, prepare_novelty, _run_trial, complete)
+    trials = results.trials
     # may also have been chosen by another program that shares the folder
     completed = density_on_file(trials, study)
     first = study.seeds[0]
@@ -101,27 +85,31 @@ def reproduce_novelty(folder: Path, study: NoveltyStudy, context: StudyContext) 
     if has_density:
         assert completed is not None
         context.notify(f"class {study.left_out} left out")
-        chosen = tuned_options(of_method(details, "fedgmm")[0])
+        chosen = tuned_options(results.of("fedgmm")[0])
         trial = Trial(trials, without, completed, "fedgmm", first, chosen)
         checked = replace(context, on_images=lambda images: trials.check_data(images.fingerprint))
         trials.run_once(without, partial(_run_left_out, trial, checked), "auroc")
     needed = [without, *([DENSITY] if study.density_is_chosen else [])]
-    tabulated, details = complete_methods(trials, completed or study, {"fedgmm": needed})
-    study = replace(study, methods=tabulated.methods)
-    metrics = {
-        method: {metric: [one[metric] for one in of_method(details, method)] for metric in METRICS}
-        for method in study.methods
+    tabulated = Results.complete(folder, trials, completed or study, {"fedgmm": needed})
+    methods = tabulated.study.methods
+    found: Record = {
+        "chosen": completed.density if completed else {},
+        "metrics": {
+            method: {metric: tabulated.values(method, metric) for metric in METRICS}
+            for method in methods
+        },
+        "left_out": {},
+        "perturbed": {},
     }
-    left_out: dict[str, float] = {}
-    perturbed: dict[str, float] = {}
-    if "fedgmm" in study.methods and (scatter := trials.read(without)):
-        left_out = scatter["auroc"]
-        perturbed = of_method(details, "fedgmm")[0]["perturbed"]
-    outcome = NoveltyOutcome(metrics, left_out, perturbed, details)
-    found = {"chosen": completed.density if completed else {}, **asdict(outcome)}
-    write_study(folder, trials, study, found, results_in_markdown(tabulated, outcome))
-    draw_figures(folder, trials.path.name, study)
-    return outcome
+    if "fedgmm" in methods and (scatter := trials.read(without)):
+        found["left_out"] = scatter["auroc"]
+        found["perturbed"] = tabulated.of("fedgmm")[0]["perturbed"]
+    markdown = results_in_markdown(tabulated, found)
+    # the file holds the study as it was given, without the chosen density
+    written = replace(tabulated, study=replace(study, methods=methods))
+    found = written.write(found, markdown)
+    draw_figures(folder, trials.path.name, written.study)
+    return found
 
 
 # ---------------------------------------------------------------------- trials
@@ -331,8 +319,9 @@ def draw_figures(folder: Path, name: str, study: NoveltyStudy) -> None:
     )
 
 
-def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome) -> str:
+def results_in_markdown(results: Results[NoveltyStudy], found: Record) -> str:
     """Return the table beside the paper's numbers, and those of a class left out and small changes."""
+    study = results.study
     as_in_paper = study.dataset == "mnist" and study.changes != "none"
     rows = [
         [
@@ -342,7 +331,7 @@ def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome) -> str:
             if as_in_paper
             else paper_value(None),
         ]
-        for method, own in outcome.metrics.items()
+        for method, own in found["metrics"].items()
     ]
     known = {
         "separate": "A quarter of the known images is rotated, flipped and inverted, another quarter "
@@ -356,9 +345,9 @@ def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome) -> str:
         + f"\nNovel images are test images at half their size, rotated by 90 degrees and flipped. {known} "
         "FedGMM scores by log P(x) with the federation's weights, without a label; the others score by "
         "their highest class probability, personalised ones by the highest among clients. "
-        f"{study.protocol()}{describe_divergence(outcome.details)}\n"
+        f"{study.protocol()}{results.divergence()}\n"
     )
-    if "fedgmm" in outcome.metrics:
+    if "fedgmm" in found["metrics"]:
         choice = (
             " Representation, features, Gaussians and reg_covar were chosen on validation rows of the "
             "first seed, by how well a density separates a known class that it was not fitted to from "
@@ -372,10 +361,10 @@ def results_in_markdown(study: NoveltyStudy, outcome: NoveltyOutcome) -> str:
             f"({study.representation}).{choice}\n"
         )
     for title, table in (
-        (f"FedGMM without class {study.left_out} in training", outcome.left_out),
+        (f"FedGMM without class {study.left_out} in training", found["left_out"]),
         (
             "FedGMM against images at 0.8 of their size and rotated, or other labels",
-            outcome.perturbed,
+            found["perturbed"],
         ),
     ):
         if table:

@@ -70,45 +70,34 @@ _DENSITY_ROWS = 20_000  # number of training rows that densities are compared on
 class NoveltyStudy(ImageStudy):
     """Settings of the study; see :class:`ImageStudy` for the other attributes.
 
-    Attributes:
-        dataset: the paper uses MNIST. ``changes`` replaces the setting ``shift``, which is not used.
-        changes: changed images that the clients know: ``"separate"``, as in the paper's appendix, a
-            quarter transformed and another quarter relabelled; ``"joint"``, half of them both
-            transformed and relabelled, as for classification; or ``"none"``.
-        encoder_dtype: ``"auto"`` means ``"float32"`` here, on every device.
-        representation: one of ``REPRESENTATIONS``. FedGMM uses this and the next three settings where
-            the choices below are empty.
-        features: number of features that federated PCA keeps.
-        components: number of Gaussians, ``M1``.
-        reg_covar: added to every variance.
-        representation_choices: candidates, first tried with all of ``feature_choices``.
-        feature_choices: candidates for ``features``.
-        component_choices: candidates, then tried with all of ``reg_covar_choices``.
-        reg_covar_choices: candidates for ``reg_covar``.
-        left_out: the class that is left out for the scatter plot.
-        scatter_clients: number of clients for the scatter plot, at most ``clients``.
-        scatter_rows: number of images of each of them.
+    ``changes`` replaces the setting ``shift``, which is not used, and ``encoder_dtype="auto"`` means
+    ``"float32"`` here, on every device. FedGMM uses ``representation``, ``features``, ``components`` and
+    ``reg_covar`` where their choices are empty.
     """
 
-    dataset: str = "mnist"
+    dataset: str = "mnist"  # that of the paper
+    # changed images that the clients know: ``"separate"``, as in the paper's appendix, a
+    # quarter transformed and another quarter relabelled; ``"joint"``, half of them both
+    # transformed and relabelled, as for classification; or ``"none"``
     changes: Changes = "separate"
-    representation: str = "plain"
+    representation: str = "plain"  # one of ``REPRESENTATIONS``
+    # candidates, first tried with all of ``feature_choices``
     representation_choices: tuple[str, ...] = REPRESENTATIONS
-    feature_choices: tuple[int, ...] = (48, 128, 256)
+    feature_choices: tuple[int, ...] = (48, 128, 256)  # candidates for ``features``
+    # candidates, then tried with all of ``reg_covar_choices``
     component_choices: tuple[int, ...] = (3, 10, 30)
-    reg_covar_choices: tuple[float, ...] = (1e-2, 1e-3)
-    left_out: int = 1
-    scatter_clients: int = 50
-    scatter_rows: int = 500
+    reg_covar_choices: tuple[float, ...] = (1e-2, 1e-3)  # candidates for ``reg_covar``
+    left_out: int = 1  # the class that is left out for the scatter plot
+    scatter_clients: int = 50  # number of clients for the scatter plot, at most ``clients``
+    scatter_rows: int = 500  # number of images of each of them
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("changes", self.changes, CHANGES)
         for name in (self.representation, *self.representation_choices):
             check_choice("representation", name, REPRESENTATIONS)
-        check_integer("left_out", self.left_out, 0)
-        check_integer("scatter_clients", self.scatter_clients, 1)
-        check_integer("scatter_rows", self.scatter_rows, 1)
+        for name, least in (("left_out", 0), ("scatter_clients", 1), ("scatter_rows", 1)):
+            check_integer(name, getattr(self, name), least)
 
     @property
     def density(self) -> dict[str, Any]:

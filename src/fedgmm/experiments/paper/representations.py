@@ -32,16 +32,12 @@ _NO_LENGTH = 1e-6
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of an encoder's row: means of some stages, then deviations of some stages.
+    """The parts of an encoder's row: means of some stages, then deviations of some stages."""
 
-    Attributes:
-        means: number of columns per stage; the last stage is the encoder's own output. Empty means that
-            all columns are.
-        deviations: number of columns per stage; may be empty.
-    """
-
+    # number of columns per stage; the last stage is the encoder's own output. Empty means
+    # that all columns are.
     means: tuple[int, ...] = ()
-    deviations: tuple[int, ...] = ()
+    deviations: tuple[int, ...] = ()  # number of columns per stage; may be empty
 
 
 _STAGES = Layout((128, 256, 512), (64, 128, 256, 512))

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedgmm.core.checks import check_integer
-from fedgmm.experiments.settings import Choice, ImageStudy, Variant
+from fedgmm.experiments.settings import Choice, ImageStudy
 from fedgmm.experiments.study import (
     StudyContext,
-    describe_divergence,
     prepare_federation,
     run_study,
     training_facts,
-    write_study,
 )
 from fedgmm.experiments.tables import markdown_table, mean_and_spread
 from fedgmm.experiments.trials import Federation, Record, Trial
@@ -48,10 +45,10 @@ class SensitivityStudy(ImageStudy):
         """Return learning rates only, because tuning independence would hide the effect of the grid."""
         return super().choices(method)[:1]
 
-    def variants(self, method: str) -> list[Variant[Self]]:
+    def variants(self, method: str) -> list[tuple[str, str, Self]]:
         """Return every cell of the grid; all use the rate chosen at ``components`` and ``learners``."""
         return [
-            Variant(
+            (
                 f"{method}-{m1}x{m2}",
                 f"{counted(m1, 'Gaussian')}, {counted(m2, 'learner')}",
                 replace(self, components=m1, learners=m2),
@@ -60,40 +57,44 @@ class SensitivityStudy(ImageStudy):
         ]
 
 
-@dataclass(frozen=True)
-class SensitivityOutcome:
-    """Accuracies over the grid, mean over clients, ``(seeds, M1 choices, M2 choices)``."""
+def reproduce_sensitivity(folder: Path, study: SensitivityStudy, context: StudyContext) -> Record:
+    """Run the study and write the grid as a table and a heat map into ``folder``.
 
-    accuracy: NDArray[np.float64]  # accuracy on test rows
-    validation: NDArray[np.float64]  # accuracy on validation rows
-    details: list[Record]  # results of all trials
-
-
-def reproduce_sensitivity(
-    folder: Path, study: SensitivityStudy, context: StudyContext
-) -> SensitivityOutcome:
-    """Run the study and write the grid as a table and a heat map into ``folder``."""
+    Returns:
+        The results, with accuracies ``(seeds, M1 choices, M2 choices)``.
+    """
     from fedgmm.report.plots import plot_heat_map
 
-    trials, details = run_study(
-        folder, "sensitivity", study, context, prepare_federation, _run_trial
-    )
+    results = run_study(folder, "sensitivity", study, context, prepare_federation, _run_trial)
     shape = (len(study.seeds), len(study.component_choices), len(study.learner_choices))
-    outcome = SensitivityOutcome(
-        np.array([one["mean_accuracy"] for one in details]).reshape(shape),
-        np.array([one["validation_accuracy"] for one in details]).reshape(shape),
-        details,
+    accuracy, validation = (
+        np.array(results.values("fedgmm", name)).reshape(shape)
+        for name in ("mean_accuracy", "validation_accuracy")
     )
-    found = {"accuracy": outcome.accuracy.tolist(), "details": details}
-    write_study(folder, trials, study, found, _markdown(study, outcome))
-    plot_heat_map(
-        100 * outcome.accuracy.mean(0),
-        study.component_choices,
-        study.learner_choices,
-        f"{study.dataset}: test accuracy (%), mean over clients",
-        folder / f"{trials.path.name}.png",
+    header = ["Gaussians", *(counted(m2, "learner") for m2 in study.learner_choices)]
+    rows = [
+        [str(m1), *map(mean_and_spread, accuracy[:, i].T.tolist())]
+        for i, m1 in enumerate(study.component_choices)
+    ]
+    mean = accuracy.mean(0)
+    i, j = np.unravel_index(validation.mean(0).argmax(), mean.shape)
+    markdown = (
+        f"# {study.dataset}: FedGMM's test accuracy (%) by its numbers of Gaussians and learners "
+        f"({study.track} track)\n\n"
+        + markdown_table(header, rows)
+        + f"\nMean over clients. The best and the worst cell differ by "
+        f"{100 * (mean.max() - mean.min()):.2f} points. Validation rows choose "
+        f"{counted(study.component_choices[i], 'Gaussian')} and "
+        f"{counted(study.learner_choices[j], 'learner')} ({100 * mean[i, j]:.2f} % on test "
+        "rows). The paper prints a figure without numbers and names two and two as the best. "
+        f"{study.protocol()} The whole grid has one learning rate, chosen at {study.components} and "
+        f"{study.learners}.{results.divergence()}\n"
     )
-    return outcome
+    title = f"{study.dataset}: test accuracy (%), mean over clients"
+    choices = study.component_choices, study.learner_choices
+    found = results.write({"accuracy": accuracy.tolist()}, markdown)
+    plot_heat_map(100 * mean, *choices, title, results.picture())
+    return found
 
 
 def _run_trial(trial: Trial[SensitivityStudy], federation: Federation) -> Record:
@@ -108,28 +109,3 @@ def _run_trial(trial: Trial[SensitivityStudy], federation: Federation) -> Record
         **model.evaluate("test").summary(),
         **training_facts(model),
     }
-
-
-def _markdown(study: SensitivityStudy, outcome: SensitivityOutcome) -> str:
-    header = ["Gaussians", *(counted(m2, "learner") for m2 in study.learner_choices)]
-    rows = [
-        [
-            str(m1),
-            *(mean_and_spread(outcome.accuracy[:, i, j].tolist()) for j in range(len(header) - 1)),
-        ]
-        for i, m1 in enumerate(study.component_choices)
-    ]
-    mean = outcome.accuracy.mean(0)
-    i, j = np.unravel_index(outcome.validation.mean(0).argmax(), mean.shape)
-    return (
-        f"# {study.dataset}: FedGMM's test accuracy (%) by its numbers of Gaussians and learners "
-        f"({study.track} track)\n\n"
-        + markdown_table(header, rows)
-        + f"\nMean over clients. The best and the worst cell differ by "
-        f"{100 * (mean.max() - mean.min()):.2f} points. Validation rows choose "
-        f"{counted(study.component_choices[i], 'Gaussian')} and "
-        f"{counted(study.learner_choices[j], 'learner')} ({100 * mean[i, j]:.2f} % on test "
-        "rows). The paper prints a figure without numbers and names two and two as the best. "
-        f"{study.protocol()} The whole grid has one learning rate, chosen at {study.components} and "
-        f"{study.learners}.{describe_divergence(outcome.details)}\n"
-    )

@@ -7,9 +7,8 @@ rules with the same weights at every ``x``. The density shows which rule applies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from fedgmm.data.dataset import FederatedDataset
-from fedgmm.data.synthetic import SyntheticFederation, synthetic
+from fedgmm.data.synthetic import synthetic
 from fedgmm.experiments.settings import check_methods_and_seeds
 from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value, write_results
 from fedgmm.methods.base import TITLES
-from fedgmm.report.plots import COLOURS, INK
+from fedgmm.report.plots import COLOURS, new_figure, quiet, save_figure
 from fedgmm.runs.comparison import PAPER_GRID, Notify, compare
 from fedgmm.training.local import train
 from fedgmm.wording import counted
@@ -85,16 +84,20 @@ class Outcome:
 
 
 def run_setting(
-    setting: str,
-    make: Callable[..., SyntheticFederation],
-    size: Size,
-    notify: Notify,
-    **changes: Any,
+    setting: str, size: Size, notify: Notify, drawn: Mapping[str, Any], **changes: Any
 ) -> Outcome:
-    """Tune and train all methods on one federation per seed."""
+    """Tune and train all methods on one federation per seed.
+
+    Args:
+        setting: its name.
+        size: of the experiment.
+        notify: called with a line before each step.
+        drawn: distribution of the rows, as arguments of :func:`synthetic`.
+        **changes: training options.
+    """
     outcome = Outcome(setting, {method: [] for method in size.methods}, [])
     for seed in size.seeds:
-        federation = make(seed=seed)
+        federation = synthetic(size.clients, size.rows, seed=seed, **drawn)
         outcome.bayes.append(federation.bayes_accuracy())
         comparison = compare(
             federation.dataset,
@@ -115,87 +118,64 @@ def run_setting(
     return outcome
 
 
-def reproduce_gaussian(
-    folder: Path, size: Size | None = None, notify: Notify = lambda _: None
-) -> Outcome:
+def reproduce_gaussian(folder: Path, size: Size, notify: Notify = lambda _: None) -> Outcome:
     """Reproduce the synthetic row of Table 2."""
-    size = size or Size()
-    make = partial(synthetic, size.clients, size.rows)
-    outcome = run_setting("gaussian", make, size, notify)
-    markdown = (
-        f"# Synthetic mixture: test accuracy, mean over {counted(size.clients, 'client')}\n\n"
-        + markdown_table(
-            ["method", "accuracy (%)", "below Bayes", "paper (%)"],
-            [
-                [
-                    TITLES[method],
-                    mean_and_spread(values),
-                    f"{_gap(outcome.bayes, values):.2f}",
-                    f"{PAPER_GAUSSIAN[method]:.2f}",
-                ]
-                for method, values in outcome.accuracy.items()
-            ]
-            + [["Bayes, true parameters", mean_and_spread(outcome.bayes), "", "not given"]],
-        )
-        + _footnote(size)
-    )
-    write_results(folder, "synthetic", {"size": asdict(size), "outcome": asdict(outcome)}, markdown)
+    outcome = run_setting("gaussian", size, notify, {})
+    rows = [
+        [
+            TITLES[method],
+            mean_and_spread(values),
+            f"{100 * (sum(outcome.bayes) - sum(values)) / len(values):.2f}",
+            f"{PAPER_GAUSSIAN[method]:.2f}",
+        ]
+        for method, values in outcome.accuracy.items()
+    ]
+    rows.append(["Bayes, true parameters", mean_and_spread(outcome.bayes), "", "not given"])
+    table = markdown_table(["method", "accuracy (%)", "below Bayes", "paper (%)"], rows)
+    _write(folder, "synthetic", "Synthetic mixture", table, size, {"outcome": asdict(outcome)})
     return outcome
 
 
 def reproduce_non_gaussian(
-    folder: Path, size: Size | None = None, notify: Notify = lambda _: None
+    folder: Path, size: Size, notify: Notify = lambda _: None
 ) -> list[Outcome]:
     """Reproduce the appendix: other distributions for all clients, or for a third of them."""
-    size = size or Size(clients=30)
-    others = size.clients // 3
     outcomes = []
     for kind in ("beta", "laplace"):
-        everywhere = partial(synthetic, size.clients, size.rows, distribution=kind)
-        partly = partial(synthetic, size.clients, size.rows, other=kind, other_clients=others)
-        outcomes.append(run_setting(kind, everywhere, size, notify))
+        outcomes.append(run_setting(kind, size, notify, {"distribution": kind}))
         # a third of the clients has a second family of three components
+        drawn = {"other": kind, "other_clients": size.clients // 3}
         outcomes.append(
-            run_setting(f"{kind}/partial", partly, size, notify, components=6, learners=6)
+            run_setting(f"{kind}/partial", size, notify, drawn, components=6, learners=6)
         )
     rows = []
     for outcome in outcomes:
-        paper = PAPER_NON_GAUSSIAN[outcome.setting]
+        paper, setting = PAPER_NON_GAUSSIAN[outcome.setting], outcome.setting
         rows += [
-            [
-                outcome.setting,
-                TITLES[method],
-                mean_and_spread(values),
-                paper_value(paper.get(method)),
-            ]
+            [setting, TITLES[method], mean_and_spread(values), paper_value(paper.get(method))]
             for method, values in outcome.accuracy.items()
         ]
-        rows.append([outcome.setting, "Bayes", mean_and_spread(outcome.bayes), "not given"])
-    markdown = (
-        f"# Non-Gaussian mixtures: test accuracy, mean over {counted(size.clients, 'client')}\n\n"
-        + markdown_table(["setting", "method", "accuracy (%)", "paper (%)"], rows)
-        + _footnote(size)
-    )
-    record = {"size": asdict(size), "outcomes": [asdict(outcome) for outcome in outcomes]}
-    write_results(folder, "nongaussian", record, markdown)
+        rows.append([setting, "Bayes", mean_and_spread(outcome.bayes), "not given"])
+    table = markdown_table(["setting", "method", "accuracy (%)", "paper (%)"], rows)
+    found = {"outcomes": [asdict(outcome) for outcome in outcomes]}
+    _write(folder, "nongaussian", "Non-Gaussian mixtures", table, size, found)
     return outcomes
 
 
-def _gap(bayes: Sequence[float], values: Sequence[float]) -> float:
-    """Return the percentage points below Bayes' rule, mean over seeds."""
-    return 100.0 * (sum(bayes) - sum(values)) / len(values)
-
-
-def _footnote(size: Size) -> str:
-    rates = ", ".join(f"{rate:.2g}" for rate in size.grid)
-    return (
-        f"\n{counted(size.clients, 'client')}, about {counted(size.rows, 'row')} each "
-        "(60/20/20), d = 32, seeds "
+def _write(
+    folder: Path, name: str, title: str, table: str, size: Size, found: dict[str, Any]
+) -> None:
+    """Write the table with its footnote, and what was found."""
+    clients, rates = counted(size.clients, "client"), ", ".join(f"{lr:.2g}" for lr in size.grid)
+    markdown = (
+        f"# {title}: test accuracy, mean over {clients}\n\n{table}"
+        f"\n{clients}, about {counted(size.rows, 'row')} each (60/20/20), d = 32, seeds "
         f"{', '.join(map(str, size.seeds))}; at most {counted(size.rounds, 'round')}, the last "
         "one is reported. "
         f"Learning rates are chosen on validation rows among {rates} for every method that has one. "
         "The paper does not publish its means and directions, so its numbers come from another draw.\n"
     )
+    write_results(folder, name, {"size": asdict(size), **found}, markdown)
 
 
 # ---------------------------------------------------------------------- two rules on a line
@@ -253,10 +233,7 @@ def reproduce_illustration(folder: Path, seed: int = 0) -> Illustration:
 
 def plot_illustration(result: Illustration, path: Path) -> Path:
     """Draw ``P(y = 1|x)`` of both methods and the truth."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, panels = new_figure((9.5, 3.4), 1, 2, sharey=True)
     titles = {
         "fedem": "FedEM: one input density for all",
         "fedgmm": "FedGMM: a density per component",
@@ -266,10 +243,7 @@ def plot_illustration(result: Illustration, path: Path) -> Path:
         axes.plot(result.grid, curve, color=COLOURS[0], linewidth=1.8, label="learned")
         axes.set_title(f"{titles[name]} ({100 * result.accuracy[name]:.1f} %)")
         axes.set_xlabel("x")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(length=0, colors=INK)
+        quiet(axes, ("top", "right", "left"))
     panels[0].set_ylabel("P(y = 1 | x)")
     panels[1].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    return path
+    return save_figure(figure, path, dpi=100)

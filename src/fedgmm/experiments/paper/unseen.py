@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +23,15 @@ from fedgmm.data.dataset import SPLITS, FederatedDataset, LabelledRows
 from fedgmm.data.federated import ClientRows
 from fedgmm.experiments.settings import ImageStudy
 from fedgmm.experiments.study import (
+    Results,
     StudyContext,
     check_trainable,
-    complete_methods,
     deal_images,
-    describe_divergence,
     describe_options,
     encode,
     features_of,
-    of_method,
     run_study,
     training_facts,
-    write_study,
 )
 from fedgmm.experiments.tables import markdown_table, mean_and_spread, paper_value
 from fedgmm.experiments.trials import Record, Trial
@@ -112,15 +109,6 @@ class HeldOut:
             Newcomer(name, self.adaptation.client(code), self.test.client(code))
             for code, name in enumerate(self.test.names)
         ]
-
-
-@dataclass(frozen=True)
-class UnseenOutcome:
-    """Results of the study."""
-
-    # mean test accuracy of the unseen clients by method and way, one value per seed
-    accuracy: dict[str, dict[str, list[float]]]
-    details: list[Record]  # results of all trials
 
 
 def hold_out_clients(study: UnseenStudy, seed: int, context: StudyContext) -> HeldOut:
@@ -236,29 +224,31 @@ def tuned_model(
 # ---------------------------------------------------------------------- the study
 
 
-def reproduce_unseen(folder: Path, study: UnseenStudy, context: StudyContext) -> UnseenOutcome:
-    """Run the study and write one row of Table 4 and its curve into ``folder``."""
+def reproduce_unseen(folder: Path, study: UnseenStudy, context: StudyContext) -> Record:
+    """Run the study and write one row of Table 4 and its curve into ``folder``.
+
+    Returns:
+        The results, with the mean test accuracy of the unseen clients by method, way and seed.
+    """
     from fedgmm.report.plots import plot_adaptation
 
-    trials, _ = run_study(folder, "unseen", study, context, hold_out_clients, _run_trial)
-    study, details = complete_methods(trials, study)
-    accuracy = {
-        method: {
-            way: [_mean(one["unseen"][way]) for one in of_method(details, method)]
-            for way in _common_ways(of_method(details, method), "unseen")
+    results = run_study(folder, "unseen", study, context, hold_out_clients, _run_trial)
+    accuracy, curves = {}, {}
+    for method in results.study.methods:
+        own = results.of(method)
+        accuracy[method] = {
+            way: [_mean(one["unseen"][way]) for one in own] for way in _common_ways(own, "unseen")
         }
-        for method in study.methods
-    }
-    outcome = UnseenOutcome(accuracy, details)
-    write_study(folder, trials, study, asdict(outcome), _markdown(study, outcome))
-    if curves := _curves(study, details):
-        plot_adaptation(
-            [0, *study.iterations],
-            curves,
-            f"{study.dataset}: clients that did not take part in training",
-            folder / f"{trials.path.name}.png",
-        )
-    return outcome
+        for way in _common_ways(own, "adaptation_curves"):
+            runs = [
+                [_mean(one["unseen"]["as it is"]), *one["adaptation_curves"][way]] for one in own
+            ]
+            curves[TITLES[method], way] = np.mean(runs, axis=0).tolist()
+    found = results.write({"accuracy": accuracy}, _markdown(results, accuracy))
+    if curves:
+        title = f"{study.dataset}: clients that did not take part in training"
+        plot_adaptation([0, *study.iterations], curves, title, results.picture())
+    return found
 
 
 def _run_trial(trial: Trial[UnseenStudy], held_out: HeldOut) -> Record:
@@ -311,58 +301,30 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _curves(study: UnseenStudy, details: list[Record]) -> dict[tuple[str, str], list[float]]:
-    """Return the mean accuracy over seeds after 0 and more iterations, by method and way."""
-    curves = {}
-    for method in study.methods:
-        own = of_method(details, method)
-        for way in _common_ways(own, "adaptation_curves"):
-            runs = [
-                [_mean(one["unseen"]["as it is"]), *one["adaptation_curves"][way]] for one in own
-            ]
-            curves[TITLES[method], way] = np.mean(runs, axis=0).tolist()
-    return curves
-
-
-def _missing_ways(outcome: UnseenOutcome) -> str:
-    """Name the ways without a row in the table, because not all seeds have them."""
-    sentences = []
-    for method, ways in outcome.accuracy.items():
-        own = of_method(outcome.details, method)
-        for way in WAYS:
-            seeds = [one["seed"] for one in own if way in one["unseen"]]
-            if seeds and way not in ways:
-                sentences.append(
-                    f" {TITLES[method]}: {WAYS[way]} has no row, because only seed "
-                    f"{', '.join(map(str, seeds))} has it."
-                )
-    return "".join(sentences)
-
-
-def _markdown(study: UnseenStudy, outcome: UnseenOutcome) -> str:
+def _markdown(results: Results[UnseenStudy], accuracy: dict[str, dict[str, list[float]]]) -> str:
+    study = results.study
     paper = PAPER_ACCURACY.get(study.dataset, {}) if study.shift else {}
-    rows = []
-    for method, ways in outcome.accuracy.items():
-        own = of_method(outcome.details, method)
+    rows, missing = [], ""
+    for method, ways in accuracy.items():
+        own = results.of(method)
         seen = mean_and_spread([one["seen"]["mean_accuracy"] for one in own])
         options = describe_options(own[0])
         for way, values in ways.items():
             given = paper_value(paper.get(method) if way == _PRINTED[method] else None)
             rows.append([TITLES[method], WAYS[way], mean_and_spread(values), given, seen, options])
-    newcomers = counted(len(outcome.details[0]["newcomers"]), "unseen client")
-    header = [
-        "method",
-        "a new client has",
-        "accuracy (%)",
-        "paper (%)",
-        "training clients (%)",
-        "learning rate",
-    ]
+        for way in (way for way in WAYS if way not in ways):
+            if seeds := [str(one["seed"]) for one in own if way in one["unseen"]]:
+                missing += (
+                    f" {TITLES[method]}: {WAYS[way]} has no row, because only seed {', '.join(seeds)} "
+                    "has it."
+                )
+    newcomers = counted(len(results.details[0]["newcomers"]), "unseen client")
+    header = ["method", "a new client has", "accuracy (%)", "paper (%)", "training clients (%)"]
     return (
         f"# {study.dataset}: test accuracy of {newcomers} ({study.track} track)\n\n"
-        + markdown_table(header, rows)
+        + markdown_table([*header, "learning rate"], rows)
         + f"\n{100 * study.held_out:g} % of the clients are held out: no training run and no principal "
         "component uses their rows. Each learns on half of its rows and is tested on the other half; "
         "mean over clients. Training clients are tested on their own test rows. "
-        f"{study.protocol()}{_missing_ways(outcome)}{describe_divergence(outcome.details)}\n"
+        f"{study.protocol()}{missing}{results.divergence()}\n"
     )
