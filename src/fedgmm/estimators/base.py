@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from joblib import effective_n_jobs  # type: ignore[import-untyped]
@@ -32,7 +31,6 @@ from fedgmm.core.streaming import threads
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.data.inputs import encode_clients, row_weights
 from fedgmm.model.model import FederatedModel
-from fedgmm.privacy.settings import Privacy
 from fedgmm.training.checkpoint import Checkpoint, CheckpointError
 from fedgmm.training.local import OnTrainingRound, train
 from fedgmm.training.loop import as_callbacks
@@ -204,62 +202,6 @@ class TrainedEstimator(TakesClients, BaseEstimator):  # type: ignore[misc]
 
     model_: FederatedModel
     _progress: bytes  # of a warm start
-
-    def __init__(
-        self,
-        n_components: int | Literal["auto"] = 3,
-        n_learners: int | Literal["auto"] = 3,
-        *,
-        learner: Any = "linear",
-        algorithm: str = "fedgmm",
-        rounds: int = 100,
-        local_epochs: int = 1,
-        batch_size: int = 128,
-        lr: float = 0.1,
-        solver: str = "auto",
-        start: str = "auto",
-        warmup: int = 0,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        clip_norm: float | None = None,
-        schedule: str = "constant",
-        augment: bool = False,
-        pretrained: str | None = None,
-        covariance_type: str = "full",
-        aggregation: str = "exact",
-        pca: int | None = None,
-        reg_covar: float = 1e-2,
-        ridge: float = 1.0,
-        independence: float = 0.0,
-        personal_labels: bool | Literal["auto"] = "auto",
-        refit: bool = False,
-        server: str = "average",
-        server_lr: float | None = None,
-        server_momentum: float = 0.9,
-        participation: float = 1.0,
-        patience: int | None = None,
-        tol: float | None = 1e-6,
-        proximal: float = 0.1,
-        finetune_epochs: int = 1,
-        penalty: float = 15.0,
-        inner_steps: int = 5,
-        mixing: float = 1.0,
-        standardise: bool = True,
-        device: str = "auto",
-        dtype: str = "float32",
-        precision: str = "full",
-        validation_fraction: float = 0.2,
-        client_column: str | int | None = None,
-        unknown_clients: str = "error",
-        random_state: int | np.random.RandomState | None = None,
-        warm_start: bool = False,
-        n_jobs: int | None = None,
-        verbose: int = 0,
-        verbose_interval: int = 10,
-        on_round: OnTrainingRound | Iterable[OnTrainingRound] | None = None,
-        privacy: Privacy | None = None,
-    ) -> None:
-        keep_parameters(self, locals())
 
     def fit(
         self,
@@ -441,12 +383,6 @@ def keep_parameters(estimator: object, given: Mapping[str, Any]) -> None:
         given: ``locals()`` of its constructor.
     """
     vars(estimator).update({name: value for name, value in given.items() if name != "self"})
-
-
-def extended_signature(init: Callable[..., None], base: Callable[..., None]) -> inspect.Signature:
-    """Return the signature of a constructor that passes all its ``**parameters`` to another one."""
-    own, passed_on = (list(inspect.signature(one).parameters.values()) for one in (init, base))
-    return inspect.Signature([*passed_on, *(one for one in own[:-1] if one not in passed_on)])
 
 
 def refuse_mapping(X: Any) -> None:

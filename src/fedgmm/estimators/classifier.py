@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin
 
-from fedgmm.estimators.base import Id, Ids, TrainedEstimator, extended_signature
+from fedgmm.estimators.base import Id, Ids, TrainedEstimator, keep_parameters
+from fedgmm.privacy.settings import Privacy
+from fedgmm.training.local import OnTrainingRound
 
 FloatArray = NDArray[np.float64]
 
@@ -113,14 +116,57 @@ class FedGMMClassifier(TrainedEstimator, ClassifierMixin, BaseEstimator):  # typ
         n_components: int | Literal["auto"] = 3,
         n_learners: int | Literal["auto"] = 3,
         *,
+        learner: Any = "linear",
+        algorithm: str = "fedgmm",
+        rounds: int = 100,
+        local_epochs: int = 1,
+        batch_size: int = 128,
+        lr: float = 0.1,
+        solver: str = "auto",
+        start: str = "auto",
+        warmup: int = 0,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = None,
+        schedule: str = "constant",
+        augment: bool = False,
+        pretrained: str | None = None,
+        covariance_type: str = "full",
+        aggregation: str = "exact",
+        pca: int | None = None,
+        reg_covar: float = 1e-2,
+        ridge: float = 1.0,
+        independence: float = 0.0,
+        personal_labels: bool | Literal["auto"] = "auto",
+        refit: bool = False,
+        server: str = "average",
+        server_lr: float | None = None,
+        server_momentum: float = 0.9,
+        participation: float = 1.0,
+        patience: int | None = None,
+        tol: float | None = 1e-6,
+        proximal: float = 0.1,
+        finetune_epochs: int = 1,
+        penalty: float = 15.0,
+        inner_steps: int = 5,
+        mixing: float = 1.0,
+        standardise: bool = True,
+        device: str = "auto",
+        dtype: str = "float32",
+        precision: str = "full",
+        validation_fraction: float = 0.2,
         class_weight: dict[Any, float] | Literal["balanced"] | None = None,
-        **parameters: Any,
+        client_column: str | int | None = None,
+        unknown_clients: str = "error",
+        random_state: int | np.random.RandomState | None = None,
+        warm_start: bool = False,
+        n_jobs: int | None = None,
+        verbose: int = 0,
+        verbose_interval: int = 10,
+        on_round: OnTrainingRound | Iterable[OnTrainingRound] | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
-        super().__init__(n_components, n_learners, **parameters)
-        self.class_weight = class_weight
-
-    # scikit-learn reads the names of all parameters from the signature
-    __init__.__signature__ = extended_signature(__init__, TrainedEstimator.__init__)  # type: ignore[attr-defined]
+        keep_parameters(self, locals())
 
     def predict_proba(self, X: ArrayLike, *, client: Id = None, clients: Ids = None) -> FloatArray:
         """Return ``P_c(y|x)`` of every class, ``(n_rows, n_classes)``; see :meth:`predict`."""
