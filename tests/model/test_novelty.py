@@ -21,7 +21,7 @@ from fedgmm.model.novelty import (
     file_test,
     flag_novel_rows,
     novelty_metrics,
-    rows_to_speak,
+    smallest_file,
 )
 from fedgmm.model.saving import load
 from fedgmm.training.local import train
@@ -333,8 +333,8 @@ def test_the_power_of_the_test_of_a_file(rng):
 def test_few_rows_cannot_speak():
     low = np.full(3, -9.0)
     for held_out, rows in ((19, 1), (18, 2), (5, 2), (1, 19)):
-        assert rows_to_speak(held_out, 0.05) == rows
-    assert rows_to_speak(0) is None
+        assert smallest_file(held_out, 0.05) == rows
+    assert smallest_file(0) is None
     known = np.arange(5.0)
     for n in (1, 2, 3):
         found = file_test(known, low[:n])

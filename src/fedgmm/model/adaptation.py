@@ -65,7 +65,8 @@ class Adaptation:
         client: name of the client.
         weights: ``π_c(m1, m2)``, ``(M1, M2)``.
         log_likelihoods: mean log-likelihood before each iteration.
-        note: a sentence for the user if nothing could change or nothing has; ``None`` otherwise.
+        note: for the user if nothing could change, if nothing has, or if a known client has new weights;
+            ``None`` otherwise.
     """
 
     client: Hashable

@@ -307,7 +307,7 @@ def file_test(
 
     The p-value is at least ``1 / (1 + draws)``, and at least ``1 / C(m + n, n)`` for ``n`` rows and ``m``
     held-out rows. So a file of one row can reach 5 % from 19 held-out rows on, see
-    :func:`rows_to_speak`.
+    :func:`smallest_file`.
 
     Args:
         calibration: scores of held-out rows, ``(m,)``; high means familiar.
@@ -365,7 +365,7 @@ def _joined_strata(
     return joined[place_known], joined[place_new]
 
 
-def rows_to_speak(held_out: int, level: float = 0.05) -> int | None:
+def smallest_file(held_out: int, level: float = 0.05) -> int | None:
     """Return the smallest number of rows whose :func:`file_test` can be at most ``level``.
 
     That is the smallest ``n`` with ``1 / C(m + n, n) ≤ level``; ``None`` without held-out rows.

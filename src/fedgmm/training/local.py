@@ -413,16 +413,19 @@ def _with_sizes(
     options: TrainingOptions, dataset: FederatedDataset, checkpoint: Checkpoint | None
 ) -> TrainingOptions:
     """Return the options with numbers in place of ``"auto"``; a run that resumes keeps its numbers."""
-    from fedgmm.training.selection import choose_sizes, local_score, noise_in  # it trains, too
+    from fedgmm.training import selection  # it trains, too
 
+    rows, columns = len(dataset.train), dataset.train.features.columns
     if not options.open_sizes:
+        selection.check_sizes(options, rows)
         return options
     if checkpoint is not None and checkpoint.path.exists():
         stored = read_checkpoint(checkpoint.path).facts["options"]
         return replace(options, **{name: stored[name] for name in options.open_sizes})
-    rows, columns = len(dataset.train), dataset.train.features.columns
-    score, noise = local_score(dataset), noise_in(dataset)
-    chosen, _ = choose_sizes(options, (), rows=rows, columns=columns, score=score, noise=noise)
+    score, noise = selection.local_score(dataset), selection.noise_in(dataset)
+    chosen, _ = selection.choose_sizes(
+        options, (), rows=rows, columns=columns, score=score, noise=noise
+    )
     return chosen
 
 

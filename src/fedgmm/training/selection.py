@@ -123,13 +123,17 @@ def choose_sizes(
                 options = replace(options, ridge=_best_ridge(score, options, notify))
             if "refit" in open_choices:
                 options = replace(options, refit=True)
-    for name in ("components", "learners"):
-        size = getattr(options, name)
-        if size > max(rows, _ALWAYS_ALLOWED):  # it would learn nothing and take very long
+    check_sizes(options, rows)
+    return options, found
+
+
+def check_sizes(options: TrainingOptions, rows: int) -> None:
+    """Raise if there are more Gaussians or learners than training rows: they would learn nothing."""
+    for name, size in zip(("components", "learners"), options.sizes, strict=True):
+        if size > max(rows, _ALWAYS_ALLOWED):
             raise ValueError(
                 f"{name}={size} is more than the {counted(rows, 'training row')}; ask for fewer."
             )
-    return options, found
 
 
 def select_mixture(
