@@ -68,8 +68,8 @@ class _EachOptionOnce(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         seen = set()
         for option in self.make_parser(ctx).parse_args(list(args))[2]:
-            one = option.param_type_name == "option" and not (option.multiple or option.is_flag)
-            if one and option in seen:
+            several = option.multiple or option.nargs != 1 or getattr(option, "is_flag", False)
+            if option in seen and not several:
                 raise typer.BadParameter(f"{option.opts[0]} was given twice; give one value.")
             seen.add(option)
         return super().parse_args(ctx, args)
