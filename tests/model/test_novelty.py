@@ -409,6 +409,22 @@ def test_a_small_client_with_a_region_of_its_own_has_its_own_rate():
     assert np.mean(pooled) > 0.2
 
 
+def test_few_rows_of_a_client_count_beside_those_of_all_clients():
+    """The mean of two conformal p-values; models of earlier versions have the first alone."""
+    _, model, fresh = lonely(0)
+    known, code = model.calibration, model.names.index("small")
+    z = (model.novelty_scores(fresh, client="small") - known["location"][code]) / known["scale"][
+        code
+    ]
+    own = known["standard"][known["standard_client"] == code]
+    assert 70 <= len(own) <= 80
+    both = conformal_p_values(known["standard"], z), conformal_p_values(own, z)
+    found = model.novelty(fresh, client="small").p_values
+    np.testing.assert_allclose(found, (both[0] + both[1]) / 2)
+    del known["standard_client"]
+    np.testing.assert_allclose(model.novelty(fresh, client="small").p_values, both[0])
+
+
 def test_clients_per_row_and_rates_per_client(tmp_path):
     data, model, fresh = lonely(0)
     x, ids = np.concatenate([fresh[:50], fresh[:50]]), np.array(["small"] * 50 + [None] * 50)
