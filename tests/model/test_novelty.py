@@ -412,6 +412,7 @@ def test_a_small_client_with_a_region_of_its_own_has_its_own_rate():
 def test_few_rows_of_a_client_count_beside_those_of_all_clients():
     """The mean of two conformal p-values; models of earlier versions have the first alone."""
     _, model, fresh = lonely(0)
+    model.calibrate()
     known, code = model.calibration, model.names.index("small")
     z = (model.novelty_scores(fresh, client="small") - known["location"][code]) / known["scale"][
         code

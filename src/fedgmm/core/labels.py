@@ -24,10 +24,10 @@ from torch import Tensor
 from fedgmm.core.em import responsibilities
 from fedgmm.core.predictive import log_class_probabilities
 
-PRIORS: tuple[float, ...] = tuple(10.0 ** (power / 2) for power in range(10, 1, -1))
+PRIORS: tuple[float, ...] = tuple(10.0 ** (power / 2) for power in range(10, 0, -1))
 """Candidates for the rows that the federation's frequencies count for; the first is no correction.
 
-None is below ten: a label that a client has not had yet would seem all but impossible.
+None is below three: a label that a client has not had yet would seem all but impossible.
 """
 
 CANDIDATES = tuple((relative, prior) for relative in (False, True) for prior in PRIORS)
