@@ -30,6 +30,22 @@ def test_every_option_has_help(name, command):
     assert [option.name for option in command.params if not getattr(option, "help", None)] == []
 
 
+@pytest.mark.parametrize("options", [["--date-format", "%d.%m.%Y"], ["--label", "y"]])
+def test_an_option_with_one_value_is_given_once(options):
+    result = CliRunner().invoke(app, ["fit", "a.csv", *options, *options])
+    assert result.exit_code == 2
+    assert "twice" in result.stderr
+    many = ["--ignore", "a", "--ignore", "b", "--overwrite", "--overwrite"]
+    assert "twice" not in CliRunner().invoke(app, ["fit", "a.csv", "--label", "y", *many]).stderr
+
+
+@pytest.mark.parametrize("option", ["--components", "--learners"])
+def test_a_size_of_zero_is_refused_with_the_least(option):
+    result = CliRunner().invoke(app, ["fit", "a.csv", "--label", "y", option, "0"])
+    assert result.exit_code == 2
+    assert "at least 1" in result.stderr
+
+
 def test_help_comes_from_the_docstring():
     def show(
         file: Path,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fedgmm.core import labels as module
 from fedgmm.core.labels import (
+    CANDIDATES,
     PRIORS,
     LabelFrequencies,
     add_label_counts,
@@ -43,7 +44,7 @@ def test_counts_by_a_plain_loop():
 def test_frequencies_are_frequencies(seed):
     q, labels, codes, counts = drawn(seed)
     add_label_counts(counts, q, labels, codes)
-    found = label_frequencies(counts, counts.sum(0), 10.0)
+    found = label_frequencies(counts, counts, 10.0)
     for value in (found.clients, found.federation):
         assert (value > 0).all()
         torch.testing.assert_close(value.sum(-1), torch.ones_like(value[..., 0]))
@@ -52,7 +53,7 @@ def test_frequencies_are_frequencies(seed):
 
 def test_frequencies_by_hand():
     counts = torch.tensor([[[30.0, 10.0]], [[0.0, 0.0]]], dtype=torch.float64)
-    found = label_frequencies(counts, torch.tensor([[3.0, 1.0]], dtype=torch.float64), 10.0)
+    found = label_frequencies(counts, torch.tensor([[[3.0, 1.0]]], dtype=torch.float64), 10.0)
     np.testing.assert_allclose(found.federation, [[0.75, 0.25]], atol=1e-4)
     np.testing.assert_allclose(found.clients[0], [[0.75, 0.25]], atol=1e-4)
     np.testing.assert_allclose(found.log_ratios(torch.tensor([1])), 0.0, atol=1e-12)  # without rows
@@ -108,17 +109,23 @@ def test_scores_of_priors_by_brute_force():
     n, m1, m2, classes = 6, 2, 2, 3
     joint = torch.randn(n, m1, m2, generator=generator, dtype=torch.float64)
     log_y = torch.randn(n, m2, classes, generator=generator, dtype=torch.float64).log_softmax(-1)
-    counts = 9 * torch.rand(n, m1 * m2, classes, generator=generator, dtype=torch.float64)
+    counts, answers = (
+        9 * torch.rand(n, m1 * m2, classes, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     shared = torch.rand(m1 * m2, classes, generator=generator, dtype=torch.float64)
     shared /= shared.sum(-1, keepdim=True)
     truth = torch.randint(classes, (n,), generator=generator)
     known = LabelFrequencies(shared[None], shared, 1.0)
-    found = prior_scores(known, counts, joint, log_y, truth)
-    assert found.shape == (len(PRIORS), n)
-    for prior, score in zip(PRIORS, found.sum(1), strict=True):
+    found = prior_scores(known, counts, answers, joint, log_y, truth)
+    assert found.shape == (2 * len(PRIORS), n)
+    for (relative, prior), score in zip(CANDIDATES, found.sum(1), strict=True):
         expected = 0.0
         for i in range(n):
             own = (counts[i] + prior * shared) / (counts[i].sum(-1, keepdim=True) + prior)
+            if relative:
+                own = shared * (counts[i] + prior * shared) / (answers[i] + prior * shared)
+                own = own / own.sum(-1, keepdim=True)
             said = torch.zeros(classes, dtype=torch.float64)
             for a in range(m1):
                 for b in range(m2):
@@ -128,9 +135,27 @@ def test_scores_of_priors_by_brute_force():
         np.testing.assert_allclose(score, expected)
 
 
+def test_relative_frequencies_find_the_constant_of_a_client():
+    """A client whose labels have other odds for the same inputs, wherever its inputs lie."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 0.3 * torch.randn(200_000, generator=generator, dtype=torch.float64) + 1.0
+    own = torch.sigmoid(logits + 0.7)
+    labels = torch.stack([1 - own, own], -1).sum(0)[None, None]
+    said = torch.sigmoid(logits)
+    said = torch.stack([1 - said, said], -1).sum(0)[None, None]
+    rest = torch.full_like(
+        said, said.sum() / 2
+    )  # another client makes the federation's labels even
+    sums = torch.cat([labels, rest]), torch.cat([said, rest])
+    found = label_frequencies(*sums, 10.0, relative=True).log_ratios(torch.tensor([0]))[0, 0]
+    np.testing.assert_allclose(found[1] - found[0], 0.7, atol=0.02)
+    found = label_frequencies(*sums, 10.0).log_ratios(torch.tensor([0]))[0, 0]
+    assert found[1] - found[0] > 1.2
+
+
 def test_the_strongest_prior_changes_nothing():
     counts = torch.tensor([[[30.0, 0.0]]], dtype=torch.float64)
-    even = torch.ones(1, 2, dtype=torch.float64)
+    even = torch.ones(1, 1, 2, dtype=torch.float64)
     ratios = label_frequencies(counts, even, PRIORS[0]).log_ratios(torch.tensor([0]))
     assert ratios.abs().max() < 1e-3
     assert list(PRIORS) == sorted(PRIORS, reverse=True)

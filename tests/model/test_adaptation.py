@@ -220,3 +220,11 @@ def test_a_note_says_that_nothing_has_changed():
     model.prediction = replace(model.prediction, prior_rows=1e9)
     x, y = data.test.inputs.numpy(), data.test.labels.numpy()
     assert "Nothing has changed" in model.adapt("new", x[:20], y[:20]).note
+
+
+def test_a_note_says_that_a_known_client_has_new_weights():
+    data = synthetic(4, 200, components=2, dimensions=3, seed=0).dataset
+    model = train(data, components=2, learners=2, rounds=20)
+    x, y = data.test.inputs.numpy(), data.test.labels.numpy()
+    assert "replaced" not in (model.adapt("new", x, y).note or "")
+    assert "replaced" in model.adapt("new", x[:20], y[:20]).note

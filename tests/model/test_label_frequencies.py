@@ -115,12 +115,13 @@ def test_frequencies_are_expected_rows(rng):
     said = np.einsum("nab,nbk->nabk", asked, everything).reshape(len(x), 4, 2)
     q = prior * np.exp(log_y[:, None])
     q = (q / q.sum((1, 2), keepdims=True)).reshape(len(x), -1)
-    counts, answers = np.zeros((4, 4, 2)), np.zeros((4, 2))
+    counts, answers = np.zeros((2, 4, 4, 2))
     for row, label, code, answer in zip(q, labels, rows.codes.numpy(), said, strict=True):
         counts[code, :, label] += row
-        answers += answer
+        answers[code] += answer
     sums = torch.from_numpy(counts), torch.from_numpy(answers)
-    expected = label_frequencies(*sums, model.prediction.labels.prior_rows)
+    own = model.prediction.labels
+    expected = label_frequencies(*sums, own.prior_rows, relative=own.relative)
     np.testing.assert_allclose(model.prediction.labels.clients, expected.clients)
     np.testing.assert_allclose(model.prediction.labels.federation, expected.federation)
 
@@ -335,6 +336,9 @@ def test_each_cluster_has_frequencies_of_its_own(rng):
         counts = np.bincount(labels[codes == client], minlength=2)
         prior = model.prediction.labels.prior_rows
         own = (counts + prior * known) / (counts.sum() + prior)
+        if model.prediction.labels.relative:
+            said = answers[codes == client, place].sum(0)
+            own = known * (counts + prior * known) / (said + prior * known)
         here = data.test.codes.numpy() == client
         expected = before[here] * own / known
         np.testing.assert_allclose(

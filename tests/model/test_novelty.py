@@ -21,7 +21,7 @@ from fedgmm.model.novelty import (
     file_test,
     flag_novel_rows,
     novelty_metrics,
-    rows_to_speak,
+    smallest_file,
 )
 from fedgmm.model.saving import load
 from fedgmm.training.local import train
@@ -333,8 +333,8 @@ def test_the_power_of_the_test_of_a_file(rng):
 def test_few_rows_cannot_speak():
     low = np.full(3, -9.0)
     for held_out, rows in ((19, 1), (18, 2), (5, 2), (1, 19)):
-        assert rows_to_speak(held_out, 0.05) == rows
-    assert rows_to_speak(0) is None
+        assert smallest_file(held_out, 0.05) == rows
+    assert smallest_file(0) is None
     known = np.arange(5.0)
     for n in (1, 2, 3):
         found = file_test(known, low[:n])
@@ -407,6 +407,23 @@ def test_a_small_client_with_a_region_of_its_own_has_its_own_rate():
     assert min(own) >= 0.02
     assert max(own) <= 0.08
     assert np.mean(pooled) > 0.2
+
+
+def test_few_rows_of_a_client_count_beside_those_of_all_clients():
+    """The mean of two conformal p-values; models of earlier versions have the first alone."""
+    _, model, fresh = lonely(0)
+    model.calibrate()
+    known, code = model.calibration, model.names.index("small")
+    z = (model.novelty_scores(fresh, client="small") - known["location"][code]) / known["scale"][
+        code
+    ]
+    own = known["standard"][known["standard_client"] == code]
+    assert 70 <= len(own) <= 80
+    both = conformal_p_values(known["standard"], z), conformal_p_values(own, z)
+    found = model.novelty(fresh, client="small").p_values
+    np.testing.assert_allclose(found, (both[0] + both[1]) / 2)
+    del known["standard_client"]
+    np.testing.assert_allclose(model.novelty(fresh, client="small").p_values, both[0])
 
 
 def test_clients_per_row_and_rates_per_client(tmp_path):

@@ -162,7 +162,8 @@ def test_train_chooses_sizes(tmp_path):
     model = train(data, components="auto", learners="auto", rounds=20)
     assert (model.n_components, model.n_learners) == (2, 2)
     assert (model.options["components"], model.options["learners"]) == (2, 2)
-    expected = train(data, components=2, learners=2, rounds=20)
+    ridge = model.options["ridge"]
+    expected = train(data, components=2, learners=2, rounds=20, ridge=ridge)
     assert model.history[-1]["log_likelihood"] == expected.history[-1]["log_likelihood"]
 
 
@@ -357,3 +358,50 @@ def test_nothing_to_choose_from():
 )
 def test_covariances_follow_the_rows(rows, columns, components, kind):
     assert suitable_covariance(rows, columns, components) == kind
+
+
+def test_few_rows_choose_by_cross_validation(monkeypatch):
+    """Every row but test rows is held out once, by a model that did not see it."""
+    data = synthetic(4, 60, components=1, dimensions=2, seed=0).dataset
+    seen = []
+
+    def spy(part, **options):
+        seen.append(part)
+        return train(part, **options)
+
+    monkeypatch.setattr("fedgmm.training.selection.train", spy)
+    options = TrainingOptions(components=1, learners=1, rounds=2)
+    assert np.isfinite(local_score(data)(options, "labels"))
+    rows = [{tuple(row) for row in part.validation.inputs.tolist()} for part in seen]
+    others = {tuple(row) for row in data.train.inputs.tolist() + data.validation.inputs.tolist()}
+    assert len(rows) > 1
+    assert set.union(*rows) == others
+    assert sum(map(len, rows)) == len(others)
+    for part, held_out in zip(seen, rows, strict=True):
+        assert not held_out & {tuple(row) for row in part.train.inputs.tolist()}
+        assert part.validation.features.rows_per_client.min() > 0
+    monkeypatch.setattr("fedgmm.training.selection._FEW_ROWS", 1)
+    seen.clear()
+    local_score(data)(options, "labels")
+    assert seen == [data]
+
+
+def test_sites_that_differ_in_their_labels_alone_get_several_learners():
+    """Inputs say nothing about the site, so several Gaussians would only take rows away."""
+    rng = np.random.default_rng(0)
+    sites, slopes = np.repeat(np.arange(4), 250), 1.2 * rng.normal(size=(4, 8))
+    x = rng.normal(size=(1000, 8))
+    y = (x * slopes[sites]).sum(1) + rng.logistic(size=1000) > 0
+    data = FederatedDataset.from_arrays(x, y, sites)
+    found = select_mixture(local_score(data), TrainingOptions(ridge=10.0), rows=len(data.train))
+    assert found.components == 1
+    assert found.learners > 1
+
+
+def test_the_smallest_size_near_the_best_is_taken():
+    def score(options, evidence):
+        return {1: 0.0, 2: 0.03, 3: 0.05, 4: 0.055}.get(options.learners, -1.0)
+
+    given = {"components": 1, "candidates": (1, 2, 3, 4, 5, 6)}
+    assert select_mixture(score, TrainingOptions(), **given, rows=10_000).learners == 3
+    assert select_mixture(score, TrainingOptions(), **given, rows=1_000_000).learners == 4

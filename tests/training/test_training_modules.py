@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -226,6 +228,15 @@ def test_a_loop_is_noted_once(data):
     with pytest.warns(UserWarning, match="slower") as notes:
         train(data, "fedem", **FAST, learner=Dropping)
     assert sum("slower" in str(note.message) for note in notes) == 1
+
+
+@pytest.mark.parametrize(("last", "notes"), [(nn.Softmax(-1), 1), (nn.LogSoftmax(-1), 0)])
+def test_probabilities_in_place_of_logits_are_noted(data, last, notes):
+    """Logarithms of probabilities are logits."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(data, "fedavg", **FAST, learner=lambda: nn.Sequential(nn.Linear(3, 2), last))
+    assert sum("softmax" in str(note.message) for note in found) == notes
 
 
 # ---------------------------------------------------------------------- token ids

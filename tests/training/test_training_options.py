@@ -302,3 +302,9 @@ def test_a_newcomer_is_adapted_with_the_same_pull(rng):
     rows = data.test
     found = model.adapt("new", rows.inputs.numpy(), data.classes[rows.labels.numpy()]).weights
     np.testing.assert_allclose(found, np.outer(found.sum(1), found.sum(0)), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["components", "learners"])
+def test_more_parts_than_rows_are_refused(rng, name):
+    with pytest.raises(ValueError, match=f"{name}=5000"):
+        train(federation(rng), **{**FAST, name: 5000})

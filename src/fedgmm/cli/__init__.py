@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperArgument, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from fedgmm import __version__
 from fedgmm.cli import federation, runs, studies
@@ -60,6 +60,19 @@ class _OneSentenceErrors(TyperGroup):
             return None
         with leading(ranks):
             return super().invoke(ctx)
+
+
+class _EachOptionOnce(TyperCommand):
+    """Refuse an option that is given twice, because the first value would be lost silently."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        seen = set()
+        for option in self.make_parser(ctx).parse_args(list(args))[2]:
+            several = option.multiple or option.nargs != 1 or getattr(option, "is_flag", False)
+            if option in seen and not several:
+                raise typer.BadParameter(f"{option.opts[0]} was given twice; give one value.")
+            seen.add(option)
+        return super().parse_args(ctx, args)
 
 
 def _note(message: Warning | str, *_: Any) -> None:
@@ -140,5 +153,5 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 }  # fmt: skip
 for panel, commands in _COMMANDS.items():
     for command in commands:
-        app.command(rich_help_panel=panel)(with_help(command))
+        app.command(cls=_EachOptionOnce, rich_help_panel=panel)(with_help(command))
 app.add_typer(federation.keys, name="keys", rich_help_panel=_FEDERATION)

@@ -248,7 +248,7 @@ def _count(option: str, text: str) -> int | str:
     if text == "auto":
         return text
     if not text.isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{option} must be a number or auto, got {text!r}.")
+        raise typer.BadParameter(f"{option} must be at least 1, or auto, got {text!r}.")
     return int(text)
 
 

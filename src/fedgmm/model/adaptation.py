@@ -20,12 +20,13 @@ from torch import Tensor
 
 from fedgmm.core.em import add_likelihoods, responsibilities, towards_independence
 from fedgmm.core.labels import (
+    CANDIDATES,
     PRIORS,
     LabelFrequencies,
     add_label_counts,
     guess_label_counts,
     label_frequencies,
-    predicted_label_counts,
+    predicted_labels,
     prior_scores,
 )
 from fedgmm.core.params import count_learners
@@ -66,7 +67,8 @@ class Adaptation:
         client: name of the client.
         weights: ``π_c(m1, m2)``, ``(M1, M2)``.
         log_likelihoods: mean log-likelihood before each iteration.
-        note: a sentence for the user if nothing could change or nothing has; ``None`` otherwise.
+        note: for the user if nothing could change, if nothing has, or if a known client has new weights;
+            ``None`` otherwise.
     """
 
     client: Hashable
@@ -84,6 +86,8 @@ class NewClient:
     # expected rows ``n_c(m, y)``, ``(M1 · M2, K)``; ``None`` if unknown, or if the model has no
     # label frequencies
     label_counts: Tensor | None = None
+    # labels that the learners expect from its inputs, ``(M1 · M2, K)``
+    expected_labels: Tensor | None = None
     labelled: bool = False  # whether the counts come from given labels and not from guesses
 
 
@@ -215,18 +219,25 @@ def adapt_with_labels(
     own = torch.einsum("k,km->m", shares, fits[:, 0])
     if pulled is not None:
         own = pulled(len(labels) * own) / len(labels)
-    counts = None
+    counts = expected = None
     if prediction.labels is not None:
         q, _ = responsibilities(log_likelihood + own.log())
         counts = torch.zeros_like(prediction.labels.federation)
         add_label_counts(counts[None], q, labels, torch.zeros_like(labels))
         in_fold = counts.new_zeros(len(left_out), *counts.shape)
         add_label_counts(in_fold, q[judges], labels[judges], fold)
-        ratios = prediction.labels.log_ratios_from_counts((counts - in_fold).clamp_min(0.0))
+        joint = add_likelihoods(own.log().view_as(start).expand(len(labels), -1, -1).clone(), log_x)
+        each = predicted_labels(joint, log_y)
+        expected = each.sum(0)
+        others = expected - torch.zeros_like(in_fold).index_add_(0, fold, each[judges])
+        ratios = prediction.labels.log_ratios_from_counts(
+            (counts - in_fold).clamp_min(0.0), others.clamp_min(0.0)
+        )
         without = torch.einsum("k,kfab->fab", shares, folded)[fold]
         with_ratios = log_p(without, ratios.view(len(left_out), *start.shape, -1)[fold])
-        counts *= shares_of_models(torch.stack([log_p(without), with_ratios], -1))[1]
-    return NewClient(own.reshape(start.shape), history, counts, labelled=True)
+        share = shares_of_models(torch.stack([log_p(without), with_ratios], -1))[1]
+        counts, expected = share * counts, share * expected
+    return NewClient(own.reshape(start.shape), history, counts, expected, labelled=True)
 
 
 def note_on(prediction: Prediction, client: NewClient) -> str | None:
@@ -263,7 +274,7 @@ def with_client(prediction: Prediction, code: int | None, client: NewClient) -> 
         table = table.clone()
         table[code] = own
     if labels is not None and (code is None or client.labelled):
-        labels = labels.with_client(code, client.label_counts)
+        labels = labels.with_client(code, client.label_counts, client.expected_labels)
     return replace(prediction, client_weights=table, labels=labels)
 
 
@@ -322,22 +333,26 @@ def estimate_label_frequencies(
     """
     log_pi, known = log_weights(prediction), prediction.labels
     counts = log_pi.new_zeros(len(log_pi) - 1, log_pi[0].numel(), prediction.net.classes)
-    predicted = torch.zeros_like(counts[0])
+    expected = torch.zeros_like(counts)
     for block in rows.blocks():
         joint, log_y = _terms(prediction, log_pi, block)
-        predicted += predicted_label_counts(joint, log_y, block.weights)
+        each = predicted_labels(joint, log_y, block.weights)
+        expected.index_add_(0, block.codes, each.to(expected))
         q = _responsibilities(joint, log_y, block)
         add_label_counts(counts, q, block.labels, block.codes)
     if known is not None:
         present = counts.sum((1, 2))[:, None, None] > 0
-        counted = known.from_counts(counts)
+        counted = known.from_counts(counts, expected)
         return replace(known, clients=torch.where(present, counted, known.clients))
 
     judges = held_out or rows
-    uncorrected = label_frequencies(counts, predicted, PRIORS[0])
-    own = gains = _prior_gains(prediction, uncorrected, counts, judges, leave_out=held_out is None)
+    uncorrected = label_frequencies(counts, expected, PRIORS[0])
+    sums_of_clients = (counts, expected)
+    own = gains = _prior_gains(
+        prediction, uncorrected, sums_of_clients, judges, leave_out=held_out is None
+    )
     if if_better and held_out is not None:
-        gains = own + _prior_gains(prediction, uncorrected, counts, rows, leave_out=True)
+        gains = own + _prior_gains(prediction, uncorrected, sums_of_clients, rows, leave_out=True)
     rows_seen, sums, squares = gains
     mean = sums / rows_seen
     scatter = (squares - sums * mean).clamp_min(0.0)
@@ -346,33 +361,36 @@ def estimate_label_frequencies(
     beyond_chance = mean[best] > _STANDARD_ERRORS * error[best]
     if if_better and not (own[1, best] > 0 and beyond_chance):
         return None
-    found = label_frequencies(counts, predicted, PRIORS[best])
+    relative, prior = CANDIDATES[best]
+    found = label_frequencies(counts, expected, prior, relative=relative)
     return replace(found, guess_rows=_guess_rows(replace(prediction, labels=found), judges))
 
 
 def _prior_gains(
     prediction: Prediction,
     frequencies: LabelFrequencies,
-    counts: Tensor,
+    sums_of_clients: tuple[Tensor, Tensor],
     rows: ClientLabels,
     *,
     leave_out: bool,
 ) -> Tensor:
-    """Return rows, gains in ``log P_c(y|x)`` by each of ``PRIORS`` and squared gains, summed, ``(3, P)``.
+    """Return rows, gains in ``log P_c(y|x)`` by ``CANDIDATES`` and squared gains, summed, ``(3, P)``.
 
-    Of many rows every k-th is visited. ``counts`` are ``n_c(m, y)``, ``(C, M, K)``; with ``leave_out`` the
-    rows are among them, so each is left out of them.
+    Of many rows every k-th is visited. ``sums_of_clients`` are counted and expected labels, ``(C, M, K)``;
+    with ``leave_out`` the rows are among them, so each is left out of them.
     """
     log_pi = log_weights(prediction)
-    sums = log_pi.new_zeros(3, len(PRIORS))
+    sums = log_pi.new_zeros(3, len(CANDIDATES))
     for block in rows.blocks(every=-(-len(rows.x) // _MOST_JUDGES)):
         joint, log_y = _terms(prediction, log_pi, block)
-        own = counts[block.codes]
+        own, expected = (one[block.codes] for one in sums_of_clients)
         if leave_out:
             place = torch.arange(len(own), device=own.device)
             own[place, :, block.labels] -= _responsibilities(joint, log_y, block)
+            expected -= predicted_labels(joint, log_y, block.weights).to(expected)
             own.clamp_min_(0.0)
-        scores = prior_scores(frequencies, own, joint, log_y, block.labels)
+            expected.clamp_min_(0.0)
+        scores = prior_scores(frequencies, own, expected, joint, log_y, block.labels)
         gain = scores - scores[0]
         gain = gain if block.weights is None else gain * block.weights.to(gain)
         sums += torch.stack([torch.ones_like(gain).sum(1), gain.sum(1), gain.square().sum(1)])

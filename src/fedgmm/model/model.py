@@ -406,14 +406,16 @@ class FederatedModel:
 
         The weights are shrunk towards the federation's, more strongly if the training clients differ
         little (``prediction.prior_rows``). Labels decide how much the client's own weights count, by
-        cross-validation, so a few rows do no harm. The result has a note if nothing could change.
+        cross-validation, so a few rows do no harm. The result has a note if nothing could change, and
+        if a known client has new weights.
 
         If the model has label frequencies, see :meth:`learn_labels`, the client gets its own. They are
         counted from its labels. For a new client without labels they are guessed from the learners'
         predictions, if guesses helped the known clients.
 
         Args:
-            client: a new name; a known client gets new weights.
+            client: a new name. A known client gets new weights from these rows alone, in place of its
+                earlier ones.
             X: rows of the client.
             y: their labels. Without them only the weights of the Gaussians are learned, and
                 learners keep the federation's shares within each Gaussian. Methods without Gaussians
@@ -431,8 +433,11 @@ class FederatedModel:
         if code is None:
             self.names = [*self.names, client]
         self.prediction = with_client(before, code, found)
-        note = None if self.algorithm == DENSITY else note_on(before, found)
-        return Adaptation(client, found.weights.cpu().numpy(), found.log_likelihoods, note)
+        notes = [] if code is None else [f"Client {client!r} was known: its weights were replaced."]
+        if self.algorithm != DENSITY and (about := note_on(before, found)) is not None:
+            notes.append(about)
+        weights, note = found.weights.cpu().numpy(), " ".join(notes) or None
+        return Adaptation(client, weights, found.log_likelihoods, note)
 
     def learn_labels(
         self, dataset: FederatedDataset | None = None, *, if_better: bool = False
@@ -571,7 +576,7 @@ class FederatedModel:
         shares of the Gaussians do not matter, so a client that only has other weights is not novel.
 
         The false-alarm rate of the test is exact, see :func:`fedgmm.model.novelty.file_test`.
-        :func:`fedgmm.model.novelty.rows_to_speak` returns the fewest rows that can be found novel.
+        :func:`fedgmm.model.novelty.smallest_file` returns the fewest rows that can be found novel.
         """
         self._check_score("x", None)
         if not self.calibration:

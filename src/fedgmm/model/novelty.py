@@ -36,11 +36,13 @@ OWN = "own_"
 """Prefix of scores with the weights of each row's client."""
 
 ROW_CALIBRATIONS = (*SCORES, *(OWN + score for score in SCORES), "client", "gaussian")
-CALIBRATIONS = (*ROW_CALIBRATIONS, "location", "scale", "standard", "clients")
+_SHAPE = ("location", "scale", "standard", "standard_client")
+CALIBRATIONS = (*ROW_CALIBRATIONS, *_SHAPE, "clients")
 """Arrays of a calibration. Per held-out row: the scores with the federation's weights and with those of
 its client, the code of the client, and the most likely Gaussian. Per client: ``location`` and ``scale`` of
-its own ``log P(x)``. ``standard``: own ``log P(x)`` of rows of all clients, standardised by them. Earlier
-versions wrote ``clients``, which is not used."""
+its own ``log P(x)``. ``standard``: own ``log P(x)`` of rows of all clients, standardised by them, and
+``standard_client`` the code of the client of each, which earlier versions did not write. They wrote
+``clients``, which is not used."""
 
 _MANY = 200  # held-out rows of a client that suffice for a threshold of its own: the rate varies by 1.5 %
 _FEW = 8  # rows that location and scale need
@@ -131,7 +133,7 @@ def calibration_of(
         codes = np.concatenate([codes, who[some]])
     shape = standardise(scores, codes, clients)
     if len(shape[2]):
-        found |= dict(zip(("location", "scale", "standard"), shape, strict=True))
+        found |= dict(zip(_SHAPE, shape, strict=True))
     return found
 
 
@@ -205,10 +207,10 @@ def conformal_p_values(calibration: ArrayLike, scores: ArrayLike) -> FloatArray:
 
 def standardise(
     scores: FloatArray, codes: NDArray[np.int64], clients: int
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return location and scale of each client's scores ``(C,)``, and the standardised scores ``(n',)``.
+) -> tuple[FloatArray, FloatArray, FloatArray, NDArray[np.int64]]:
+    """Return location and scale of each client's scores ``(C,)``, standardised scores, and their clients.
 
-    Clients with fewer than eight rows have NaN, and their rows are left out.
+    Clients with fewer than eight rows have NaN, and their rows are left out of the others, ``(n',)``.
     """
     location, scale = np.full((2, clients), np.nan)
     for code in np.unique(codes).tolist():
@@ -217,7 +219,7 @@ def standardise(
             location[code], scale[code] = own.mean(), max(own.std(ddof=1), 1e-12)
     known = np.isfinite(location[codes])
     standard = (scores - location[codes]) / scale[codes]
-    return location, scale, standard[known]
+    return location, scale, standard[known], codes[known]
 
 
 def client_p_values(
@@ -229,8 +231,9 @@ def client_p_values(
     is the chosen one and differs from it by 1.5 % (one standard deviation at 5 %). With ``m`` rows it would
     differ by ``√(α (1 - α) / (m + 2))``, which is 5 % for 20 rows. A client with fewer rows is compared in
     ``log P(x)`` with rows of all clients, after each client's scores were standardised by its own location
-    and scale. Then the rate holds as far as the scores of clients differ in location and scale only; it
-    was seen to differ by 2 %. Other scores have no such common shape, so their few rows must do.
+    and scale, and with all of its own rows. The p-value is the mean of both: the first varies less, and
+    the second does not assume that the scores of clients differ in location and scale only. The rate was
+    seen to differ by 2 %. Other scores have no such common shape, so their few rows must do.
     """
     if "client" not in calibration:
         return None
@@ -240,7 +243,11 @@ def client_p_values(
         if not np.isfinite(location[code]):
             return None
         standard = (scores - location[code]) / calibration["scale"][code]
-        return conformal_p_values(calibration["standard"], standard)
+        p_values = conformal_p_values(calibration["standard"], standard)
+        if "standard_client" in calibration:
+            own = calibration["standard"][calibration["standard_client"] == code]
+            p_values = (p_values + conformal_p_values(own, standard)) / 2
+        return p_values
     return conformal_p_values(held_out, scores) if len(held_out) else None
 
 
@@ -307,7 +314,7 @@ def file_test(
 
     The p-value is at least ``1 / (1 + draws)``, and at least ``1 / C(m + n, n)`` for ``n`` rows and ``m``
     held-out rows. So a file of one row can reach 5 % from 19 held-out rows on, see
-    :func:`rows_to_speak`.
+    :func:`smallest_file`.
 
     Args:
         calibration: scores of held-out rows, ``(m,)``; high means familiar.
@@ -365,7 +372,7 @@ def _joined_strata(
     return joined[place_known], joined[place_new]
 
 
-def rows_to_speak(held_out: int, level: float = 0.05) -> int | None:
+def smallest_file(held_out: int, level: float = 0.05) -> int | None:
     """Return the smallest number of rows whose :func:`file_test` can be at most ``level``.
 
     That is the smallest ``n`` with ``1 / C(m + n, n) ≤ level``; ``None`` without held-out rows.

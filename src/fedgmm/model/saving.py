@@ -40,7 +40,7 @@ _FORMAT_WITHOUT_LABELS = 1  # for models without label frequencies; older versio
 _JSON = "model.json"
 _CLASS_KINDS = "biufUO"  # kinds of labels that JSON can hold
 _LONGEST_LABEL = 4096
-_LABELS = ("clients", "federation", "prior_rows", "guess_rows")
+_LABELS = ("clients", "federation", "prior_rows", "guess_rows", "relative")
 _GAUSSIANS = ("means", "covariances", "precisions_cholesky")
 
 
@@ -421,14 +421,18 @@ def _check_clients(prediction: Prediction, clients: int) -> int:
 
 def _labels(tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> LabelFrequencies:
     """Return the label frequencies ``(C, M, K)``."""
-    clients, federation, prior, guess = (f"labels/{name}" for name in _LABELS)
+    clients, federation, prior, guess, relative = (f"labels/{name}" for name in _LABELS)
     for name, own in ((clients, shape), (federation, shape[1:])):
         _check_shares(tensors, name, *own)
         _require(bool((tensors[name] > 0).all()), name)
     prior_rows = float(_numbers(tensors, prior, 1, positive=True))
     guess_rows = float(_numbers(tensors, guess, 1))
     _require(guess_rows >= 0, guess)
-    return LabelFrequencies(tensors[clients], tensors[federation], prior_rows, guess_rows)
+    # earlier versions have no such number
+    is_relative = relative in tensors and bool(_numbers(tensors, relative, 1) > 0)
+    return LabelFrequencies(
+        tensors[clients], tensors[federation], prior_rows, guess_rows, is_relative
+    )
 
 
 def _calibration(tensors: dict[str, Tensor]) -> dict[str, NDArray[Any]]:

@@ -343,6 +343,11 @@ class ModuleNetwork(OfModules):
                 )
             if not bool(torch.isfinite(out).all()):
                 raise ValueError(f"{kind} returns NaN or infinity for the first rows.")
+        if self.classes > 1 and bool((out >= 0).all() & _close(out.sum(-1), out.new_ones(()))):
+            warnings.warn(
+                f"{kind} returns probabilities; it should return logits, so leave its softmax out.",
+                stacklevel=2,
+            )
         if not out.requires_grad:
             raise ValueError(f"The logits of {kind} do not depend on its trained parameters.")
         for training in (False, True):

@@ -261,7 +261,7 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
 
     Every field of :class:`TrainingOptions` is a keyword of this function, too, such as ``rounds=50``;
     its meaning and its default are described there. ``components="auto"`` and ``learners="auto"``
-    choose the numbers by the validation rows of short runs, and the model's options hold the numbers.
+    choose the numbers, and ``ridge`` if it is not given, by short runs, and the model's options hold them.
 
     Args:
         dataset: the clients.
@@ -342,7 +342,8 @@ def train(  # noqa: D417 (the options are described in TrainingOptions)
     callbacks = as_callbacks(on_round)
 
     def run() -> FederatedModel:
-        complete = _with_sizes(chosen, dataset, checkpoint)
+        free = ["ridge"] if options is None and "ridge" not in given else []
+        complete = _with_sizes(chosen, dataset, checkpoint, free)
         ends = (answers, callbacks, checkpoint, int(watch_accuracy), until, budget)
         job = _LocalTraining(dataset, complete, *ends)
         net = job.net
@@ -410,19 +411,28 @@ def projected(rows: LabelledRows, projection: PCA | None) -> LabelledRows:
 
 
 def _with_sizes(
-    options: TrainingOptions, dataset: FederatedDataset, checkpoint: Checkpoint | None
+    options: TrainingOptions,
+    dataset: FederatedDataset,
+    checkpoint: Checkpoint | None,
+    free: list[str],
 ) -> TrainingOptions:
-    """Return the options with numbers in place of ``"auto"``; a run that resumes keeps its numbers."""
-    from fedgmm.training.selection import choose_sizes, local_score, noise_in  # it trains, too
+    """Return the options with numbers in place of ``"auto"``; a run that resumes keeps its numbers.
 
+    ``free`` options are chosen with the sizes.
+    """
+    from fedgmm.training import selection  # it trains, too
+
+    rows, columns = len(dataset.train), dataset.train.features.columns
     if not options.open_sizes:
+        selection.check_sizes(options, rows)
         return options
     if checkpoint is not None and checkpoint.path.exists():
         stored = read_checkpoint(checkpoint.path).facts["options"]
-        return replace(options, **{name: stored[name] for name in options.open_sizes})
-    rows, columns = len(dataset.train), dataset.train.features.columns
-    score, noise = local_score(dataset), noise_in(dataset)
-    chosen, _ = choose_sizes(options, (), rows=rows, columns=columns, score=score, noise=noise)
+        return replace(options, **{name: stored[name] for name in [*options.open_sizes, *free]})
+    score, noise = selection.local_score(dataset), selection.noise_in(dataset)
+    chosen, _ = selection.choose_sizes(
+        options, free, rows=rows, columns=columns, score=score, noise=noise
+    )
     return chosen
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedgmm.core.gaussians import CovarianceType
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import DENSITY
+from fedgmm.model.model import FederatedModel
 from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
 from fedgmm.training.options import TrainingOptions
 from fedgmm.wording import counted
@@ -35,6 +36,9 @@ _NOISE = 1.0  # a larger size must also gain this over the square root of the tr
 _RIDGES = (1.0, 3.0, 10.0, 30.0)
 _SMALL = 1_000_000  # numbers in the training rows; trials on fewer take well under a minute
 _TRIAL_ROUNDS = 30
+_FEW_ROWS = 1000  # validation rows; fewer choose by chance too often
+_FOLDED_NOISE = 0.25  # of cross-validated scores: about one standard error of a difference
+_FOLDS = 3  # parts of the training and validation rows that are held out in turn
 _ALWAYS_ALLOWED = 10  # Gaussians or learners, even if there are fewer rows
 
 
@@ -90,15 +94,7 @@ def choose_sizes(
     if "covariance_type" in open_choices:
         kind = suitable_covariance(rows, columns, components)
         options = replace(options, covariance_type=kind)
-    found = None
-    if not sizes_given:
-        if score is not None and options.algorithm == "fedgmm" and rows * columns <= _SMALL:
-            found = select_mixture(score, options, rows=rows, noise=noise, notify=notify)
-        if found is not None and found.learners == 1:
-            # labels do not depend on the Gaussians then, but novelty needs more than one of them
-            found = replace(found, components=max(found.components, components))
-    else:
-        # other methods have no Gaussians, or a number of learners of their own
+    if sizes_given:  # other methods have no Gaussians, or a number of learners of their own
         try_components = "components" in open_choices and options.algorithm in ("fedgmm", DENSITY)
         try_learners = "learners" in open_choices and options.algorithm in ("fedgmm", "fedem")
         if (try_components or try_learners) and score is None:
@@ -106,30 +102,44 @@ def choose_sizes(
                 "There are no validation rows to choose by; give the numbers of components and "
                 "learners yourself, or keep validation rows (split)."
             )
-        if score is not None and (try_components or try_learners):
-            found = select_mixture(
-                score,
-                options,
-                components=None if try_components else components,
-                learners=None if try_learners else learners,
-                rows=rows,
-                noise=noise,
-                notify=notify,
-            )
-    if found is not None:
+    else:
+        try_components = options.algorithm == "fedgmm" and rows * columns <= _SMALL
+        try_learners = try_components
+    found = None
+    if score is not None and (try_components or try_learners):
+        exact = options.learner == "linear" and options.algorithm in ("fedgmm", "fedem")
+        try_ridge = exact and "ridge" in open_choices
+        if try_ridge:  # under a weak penalty large sizes would fit too closely
+            one = replace(options, components=1, learners=1)
+            options = replace(options, ridge=_best_ridge(score, one, notify))
+        found = select_mixture(
+            score,
+            options,
+            components=None if try_components else components,
+            learners=None if try_learners else learners,
+            rows=rows,
+            noise=noise,
+            notify=notify,
+        )
+        if not sizes_given and found.learners == 1:
+            # labels do not depend on the Gaussians then, but novelty needs more than one of them
+            found = replace(found, components=max(found.components, components))
         options = replace(options, components=found.components, learners=found.learners)
-        if options.learner == "linear" and options.algorithm in ("fedgmm", "fedem") and score:
-            if "ridge" in open_choices:
-                options = replace(options, ridge=_best_ridge(score, options, notify))
-            if "refit" in open_choices:
-                options = replace(options, refit=True)
-    for name in ("components", "learners"):
-        size = getattr(options, name)
-        if size > max(rows, _ALWAYS_ALLOWED):  # it would learn nothing and take very long
+        if try_ridge and found.learners > 1:
+            options = replace(options, ridge=_best_ridge(score, options, notify))
+        if exact and "refit" in open_choices:
+            options = replace(options, refit=True)
+    check_sizes(options, rows)
+    return options, found
+
+
+def check_sizes(options: TrainingOptions, rows: int) -> None:
+    """Raise if there are more Gaussians or learners than training rows: they would learn nothing."""
+    for name, size in zip(("components", "learners"), options.sizes, strict=True):
+        if size > max(rows, _ALWAYS_ALLOWED):
             raise ValueError(
                 f"{name}={size} is more than the {counted(rows, 'training row')}; ask for fewer."
             )
-    return options, found
 
 
 def select_mixture(
@@ -147,9 +157,10 @@ def select_mixture(
     """Choose ``M1`` and ``M2`` by the likelihood of validation rows after short runs.
 
     The runs have no ``patience``, in one process as over a federation, so the last round is scored.
-    First both grow together until a larger size gains nothing; then the number of learners is
-    searched alone. Smaller numbers win ties, and differences that few rows make by chance count as
-    ties. Numbers in ``options`` are not used, but ``components`` or ``learners`` may be given, and
+    First both grow together until the score stops rising; then the number of learners is searched
+    alone, and once more beside the smallest number of Gaussians, because clients may differ in their
+    labels alone. Smaller numbers win ties, and differences that few rows make by chance count as ties.
+    Numbers in ``options`` are not used, but ``components`` or ``learners`` may be given, and
     ``candidates`` are tried in their order. The other arguments are those of :func:`choose_sizes`.
 
     Labels decide, by ``log P_c(y|x)``, because the likelihood of the inputs keeps growing with more
@@ -172,13 +183,18 @@ def select_mixture(
             scores[m1, m2] = score(replace(options, components=m1, learners=m2), evidence)
         return scores[m1, m2]
 
-    most = max(candidates)
+    most, both = max(candidates), components is None and learners is None
     if components is None:
         components = most = _climb(candidates, lambda m: try_sizes(m, learners or m), gain)
     if learners is None:
         chosen = components
         smaller = [m for m in candidates if m <= max(most, candidates[0])]
         learners = _climb(smaller, lambda m: try_sizes(chosen, m), gain)
+    if both:
+        first = min(candidates)
+        alone = _climb(candidates, lambda m: try_sizes(first, m), gain)
+        if try_sizes(first, alone) > try_sizes(components, learners) + gain:
+            components, learners = first, alone
     try_sizes(components, learners)
     return MixtureSelection(components, learners, scores)
 
@@ -198,12 +214,13 @@ def label_noise(counts: Sequence[int] | NDArray[np.int64]) -> float:
 
 
 def noise_in(dataset: FederatedDataset) -> float:
-    """Return :func:`label_noise` of all rows; 1 for numbers."""
+    """Return :func:`label_noise` of all rows, or 1 for numbers; less if scores are cross-validated."""
+    factor = _FOLDED_NOISE if _is_folded(dataset) else 1.0
     if dataset.target is not None:
-        return 1.0
+        return factor
     splits = (dataset.train, dataset.validation, dataset.test)
     labels = np.concatenate([rows.labels.cpu().numpy() for rows in splits])
-    return label_noise(np.bincount(labels))
+    return label_noise(np.bincount(labels)) * factor
 
 
 def _for_trials(options: TrainingOptions, rounds: int) -> TrainingOptions:
@@ -220,17 +237,15 @@ def _best_ridge(score: Score, options: TrainingOptions, notify: Notify) -> float
 
 
 def _climb(candidates: Sequence[int], score: Callable[[int], float], gain: float) -> int:
-    """Return the first candidate that the next ones do not beat by ``gain``."""
-    best, best_score, behind = candidates[0], score(candidates[0]), 0
-    for candidate in candidates[1:]:
-        found = score(candidate)
-        if found > best_score + gain:
-            best, best_score, behind = candidate, found, 0
-        else:
-            behind += 1
-            if behind >= _PATIENCE:
-                break
-    return best
+    """Try candidates until the score stops rising; return the first within ``gain`` of the best."""
+    found, best, behind = dict[int, float](), -math.inf, 0
+    for candidate in candidates:
+        found[candidate] = score(candidate)
+        behind = 0 if found[candidate] > best else behind + 1
+        best = max(best, found[candidate])
+        if behind >= _PATIENCE:
+            break
+    return next(candidate for candidate in found if found[candidate] >= best - gain)
 
 
 def suitable_covariance(rows: int, columns: int, components: int) -> CovarianceType:
@@ -241,24 +256,57 @@ def suitable_covariance(rows: int, columns: int, components: int) -> CovarianceT
 
 
 def local_score(dataset: FederatedDataset) -> Score | None:
-    """Return a score that trains in this process; ``None`` if there are no validation rows."""
-    rows = dataset.validation
-    if not len(rows):
+    """Return a score that trains in this process; ``None`` if there are no validation rows.
+
+    Few validation rows would choose by chance. Then the score is cross-validated: training and validation
+    rows of every client are dealt to folds, each of which is held out in turn.
+    """
+    if not len(dataset.validation):
         return None
+    parts = _folds(dataset) if _is_folded(dataset) else [dataset]
 
     def score(options: TrainingOptions, evidence: Evidence) -> float:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DivergenceWarning)
-            model = train(dataset, options=options)
-        if model.stopped == INTERRUPTED:
-            raise KeyboardInterrupt
-        if model.stopped:
-            return -math.inf
-        x, labels = rows.inputs.cpu().numpy(), dataset.labels_of(rows)
-        owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
-        own = None if rows.features_are_inputs else torch.cat(rows.features.chunks).cpu().numpy()
-        if evidence == "inputs" and model.prediction.gaussians is not None:
-            return float(model.score_samples(x, owners, features=own).mean())
-        return float(model.log_conditional(x, labels, owners, features=own).mean())
+        total = 0.0
+        for part in parts:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DivergenceWarning)
+                model = train(part, options=options)
+            if model.stopped == INTERRUPTED:
+                raise KeyboardInterrupt
+            if model.stopped:
+                return -math.inf
+            total += float(_held_out_scores(model, part, evidence).sum())
+        return total / sum(len(part.validation) for part in parts)
 
     return score
+
+
+def _is_folded(dataset: FederatedDataset) -> bool:
+    return 0 < len(dataset.validation) < _FEW_ROWS and dataset.train.features_are_inputs
+
+
+def _folds(dataset: FederatedDataset) -> list[FederatedDataset]:
+    """Return data sets whose validation rows are in turn a third of each client's rows but test rows."""
+    rows = dataset.train.join(dataset.validation)
+    lots = np.random.default_rng(0).random(len(rows))
+    order = torch.from_numpy(np.lexsort((lots, rows.codes.cpu().numpy())))
+    fold = torch.empty_like(order)
+    fold[order] = torch.arange(len(rows)) % _FOLDS
+    fold = fold.to(rows.device)
+    return [
+        replace(dataset, train=rows.keep(fold != k), validation=rows.keep(fold == k), persons=None)
+        for k in range(_FOLDS)
+    ]
+
+
+def _held_out_scores(
+    model: FederatedModel, dataset: FederatedDataset, evidence: Evidence
+) -> NDArray[np.float64]:
+    """Return ``log P_c(y|x)``, or ``log P_c(x)``, of the validation rows, ``(n,)``."""
+    rows = dataset.validation
+    x, labels = rows.inputs.cpu().numpy(), dataset.labels_of(rows)
+    owners = np.array([rows.names[code] for code in rows.codes.tolist()], dtype=object)
+    own = None if rows.features_are_inputs else torch.cat(rows.features.chunks).cpu().numpy()
+    if evidence == "inputs" and model.prediction.gaussians is not None:
+        return model.score_samples(x, owners, features=own)
+    return model.log_conditional(x, labels, owners, features=own)
