@@ -23,7 +23,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 # Every run records the versions of its packages, and reading them takes milliseconds each time.
@@ -46,14 +45,22 @@ settings.register_profile(
 settings.register_profile("thorough", settings.get_profile("fedgmm"), max_examples=300)
 settings.load_profile("fedgmm")
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: see test_kernels.py
+
+def pytest_collection():
+    """Prepare a process that collects tests; the one that only distributes them need not import torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = (
+            "1"  # read when Triton is first imported: see test_kernels.py
+        )
 
 
 def pytest_collection_finish():
-    """Leave out modules and tests, which stay to the end, when garbage is collected."""
+    """Leave out modules and tests, which stay to the end, when garbage is collected, and do so seldom."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # young objects seldom die in cycles
 
 
 def pytest_unconfigure():
@@ -107,6 +114,8 @@ def disk():
 @pytest.fixture(scope="session", autouse=True)
 def known_eigenvectors():
     """Keep the eigenvectors of large matrices: studies of the same small images need them often."""
+    import torch
+
     real, known = torch.linalg.eigh, {}
 
     def eigh(matrix):
@@ -124,6 +133,16 @@ def known_eigenvectors():
     torch.linalg.eigh = real
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_resamples():
+    """Make as few bootstrap resamples as large data have, because every run ends with intervals."""
+    from fedgmm.model import bootstrap
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bootstrap, "RESAMPLES", bootstrap._FEWEST_RESAMPLES)
+        yield
+
+
 @pytest.fixture
 def rng():
     return np.random.default_rng(20230723)
@@ -132,6 +151,8 @@ def rng():
 @pytest.fixture
 def threads():
     """Set the number of torch's threads; the old number comes back after the test."""
+    import torch
+
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 from fedgmm.data.tables.loading import load_federation
 from fedgmm.data.tables.preprocessing import TableOptions
@@ -11,6 +13,7 @@ from fedgmm.federation.messages import Failure, Message
 from fedgmm.federation.server import run_federation
 from fedgmm.federation.settings import FederationSettings, SiteSettings
 from fedgmm.federation.site import Site, SiteError
+from fedgmm.federation.site_table import SiteTable
 from fedgmm.methods.gmm import FederatedGMM
 from fedgmm.runs.config import FEDERATION, RunConfig
 
@@ -64,11 +67,16 @@ class InMemorySites:
     def site(self, node):
         if self.fresh or node not in self.sites:
             lines = self.lines.setdefault(self.name_of(node), [])
-            self.sites[node] = site = Site(self.settings[node], notify=lines.append)
-            path = site.table.path
-            unchanged = (node, path, path.stat().st_mtime_ns, path.stat().st_size)
-            site.table = self.tables.setdefault(unchanged, site.table)
+            with patch.object(SiteTable, "found", partial(self._table, node, SiteTable.found)):
+                self.sites[node] = Site(self.settings[node], notify=lines.append)
         return self.sites[node]
+
+    def _table(self, node, found, data, *arguments):
+        """The table that the site had before a restart if its file is the same, or else a new one."""
+        unchanged = (node, *((path, path.stat().st_mtime_ns, path.stat().st_size) for path in data))
+        if unchanged not in self.tables:
+            self.tables[unchanged] = found(data, *arguments)
+        return self.tables[unchanged]
 
     def nodes(self):
         return [node for node in self.settings if self.name_of(node) not in self.gone]

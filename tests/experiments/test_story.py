@@ -23,7 +23,7 @@ def story():
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedgmm.experiments.story._GRID", (0.316,))  # rates are tuned in other tests
-        found = run_story(seed=1, notify=lines.append, methods=("fedavg", "fedgmm"), rounds=24)
+        found = run_story(seed=1, notify=lines.append, methods=("fedavg", "fedgmm"), rounds=16)
     return found, lines
 
 

@@ -46,8 +46,14 @@ def assert_same_model(files, home, tolerance, sites=None, **options):
     return reference, sites, lines
 
 
-@pytest.mark.parametrize("algorithm", METHODS)
-@pytest.mark.parametrize("learner", ["linear", "mlp"])
+@pytest.mark.parametrize(
+    ("algorithm", "learner"),
+    [
+        ("fedgmm", "linear"),
+        *((algorithm, "mlp") for algorithm in METHODS),
+        *(pytest.param(algorithm, "linear", marks=pytest.mark.slow) for algorithm in METHODS[1:]),
+    ],
+)
 def test_gradient_steps_end_with_the_same_parameters(files, tmp_path, algorithm, learner):
     options = {**SIZE, "algorithm": algorithm, "solver": "sgd", "learner": learner}
     assert_same_model(files, tmp_path, 1e-5, **options)
@@ -59,8 +65,14 @@ def test_exact_steps_end_with_the_same_parameters(files, tmp_path, algorithm):
     assert_same_model(files, tmp_path, 1e-10, **options)
 
 
-@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical"])
-@pytest.mark.parametrize("aggregation", ["exact", "paper"])
+@pytest.mark.parametrize(
+    ("kind", "aggregation"),
+    [
+        *((kind, "exact") for kind in ("full", "tied", "diag", "spherical")),
+        ("full", "paper"),
+        *(pytest.param(k, "paper", marks=pytest.mark.slow) for k in ("tied", "diag", "spherical")),
+    ],
+)
 def test_all_covariances_and_aggregations(files, tmp_path, kind, aggregation):
     options = {**SIZE, "covariance_type": kind, "aggregation": aggregation, "dtype": "float64"}
     assert_same_model(files, tmp_path, 1e-10, **options)
@@ -243,7 +255,7 @@ def test_clusters_split_as_in_one_process(tmp_path):
     """Sites whose labels are the other way round leave for a cluster of their own."""
     sizes = dict.fromkeys(("a", "b", "c", "d", "e", "f"), 90)
     files = write_sites(tmp_path / "data", sizes)
-    options = {"algorithm": "clustered", "rounds": 25, "tol": "none", "lr": 0.5}
+    options = {"algorithm": "clustered", "rounds": 12, "tol": "none", "lr": 0.5}
     reference, _, _ = assert_same_model(files, tmp_path, 1e-4, **options)
     assert reference.n_learners > 1
     own = open_run(tmp_path / "server").model

@@ -67,7 +67,7 @@ def dies_at(exchange):
 )
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_server_that_dies_in_any_exchange_ends_the_same(files, tmp_path, algorithm, when):
-    options = {**SIZE, "rounds": 3, "algorithm": algorithm}
+    options = {**SIZE, "rounds": 2, "algorithm": algorithm}
     sites, _ = federate(files, tmp_path / "whole", **options)
     for exchange in range(1, len(sites.asked) + 1):
         home = tmp_path / f"died-{exchange}"
@@ -80,7 +80,7 @@ def test_a_server_that_dies_in_any_exchange_ends_the_same(files, tmp_path, algor
         assert_same_end(home, tmp_path / "whole")
         lost = len(broken.asked) + len(again.asked) - len(sites.asked)
         assert lost <= 1 + (exchange if exchange <= 3 else 1)  # at most one round, and a greeting
-        assert [entry["round"] for entry in history(home)] == [1.0, 2.0, 3.0]
+        assert [entry["round"] for entry in history(home)] == [1.0, 2.0]
 
 
 def with_known_keys(files, home, **settings):
@@ -125,12 +125,14 @@ def dies_again_and_again(make_sites, home, kinds, **options):
     return requests
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_rows": 5, "blur": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.slow), {"min_rows": 5, "blur": 0.1}]
+)
 def test_a_server_may_die_many_times_at_every_request(files, tmp_path, monkeypatch, settings):
     # the id of the run decides the random weights of rows
     same_id = SimpleNamespace(token_hex=lambda size: "ab" * size)
     monkeypatch.setattr("fedgmm.federation.server.secrets", same_id)
-    options = {**SIZE, "rounds": 3}
+    options = {**SIZE, "rounds": 2}
     whole = with_known_keys(files, tmp_path / "whole", **settings)
     federate(files, tmp_path / "whole", sites=whole, **options)
     home = tmp_path / "died"

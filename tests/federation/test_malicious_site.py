@@ -25,6 +25,7 @@ METHODS = {
     "fedavg-mlp": {"algorithm": "fedavg", "learner": "mlp", "lr": 0.5},
 }
 EXACT = {"fedgmm", "fedem"}
+QUICK = {"rounds": 4}
 
 
 def draw_tables(seed, rows, classes=2):
@@ -194,7 +195,8 @@ def undisturbed(tables, tmp_path_factory):
 
     def accuracy(method):
         if method not in found:
-            found[method], _, history = run(tmp_path_factory.mktemp(method) / "run", tables, method)
+            home = tmp_path_factory.mktemp(method) / "run"
+            found[method], _, history = run(home, tables, method, **QUICK)
             assert not any("bounded" in entry for entry in history)
         return found[method]
 
@@ -203,11 +205,11 @@ def undisturbed(tables, tmp_path_factory):
 
 CASES = [
     ("many rows", "fedgmm"),
-    ("many rows", "fedavg"),
+    pytest.param("many rows", "fedavg", marks=pytest.mark.slow),
     ("turned learners", "fedgmm-sgd"),
     ("turned learners", "fedavg-mlp"),
     ("wide summary", "fedgmm"),
-    ("wide summary", "fedavg"),
+    pytest.param("wide summary", "fedavg", marks=pytest.mark.slow),
     ("far away", "fedgmm"),
     ("steep", "fedem"),
     ("NaN", "fedgmm"),
@@ -217,7 +219,7 @@ CASES = [
 
 @pytest.mark.parametrize(("lie", "method"), CASES)
 def test_honest_sites_keep_their_accuracy(tables, tmp_path, undisturbed, lie, method):
-    accuracy, lines, history = run(tmp_path / "run", tables, method, lie)
+    accuracy, lines, history = run(tmp_path / "run", tables, method, lie, **QUICK)
     assert accuracy > undisturbed(method) - 0.03
     if lie != "wrong labels":  # as many as others have: a site with unusual rows
         assert any(LIAR in line and ("count" in line or "dropped" in line) for line in lines)
@@ -261,11 +263,19 @@ def test_clustered_learning_has_no_robust_means():
         federation_settings(6, algorithm="clustered", robust="trimmed")
 
 
-@pytest.mark.parametrize("robust", ["trimmed", "centred"])
-@pytest.mark.parametrize("method", ["fedgmm", "fedavg-mlp"])
+@pytest.mark.parametrize(
+    ("method", "robust"),
+    [
+        ("fedgmm", "centred"),
+        ("fedavg-mlp", "trimmed"),
+        pytest.param("fedgmm", "trimmed", marks=pytest.mark.slow),
+        pytest.param("fedavg-mlp", "centred", marks=pytest.mark.slow),
+    ],
+)
 def test_robust_means_train_and_bound_wrong_labels(tables, tmp_path, undisturbed, robust, method):
-    honest, _, _ = run(tmp_path / "honest", tables, method, robust=robust)
-    accuracy, _, _ = run(tmp_path / "run", tables, method, "wrong labels", robust=robust)
+    options = {**QUICK, "robust": robust}
+    honest, _, _ = run(tmp_path / "honest", tables, method, **options)
+    accuracy, _, _ = run(tmp_path / "run", tables, method, "wrong labels", **options)
     assert min(honest, accuracy) > undisturbed(method) - 0.03
     prediction = open_run(tmp_path / "run/server").model.prediction
     assert all(np.isfinite(value.numpy()).all() for value in prediction.learners.values())

@@ -145,7 +145,7 @@ def test_a_site_keeps_the_state_of_the_best_round(whole):
         assert states_of(home, name) == [best, last - 1, last]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_killed_server_finds_the_same_best_round(files, tmp_path, whole, when):
     home, sites, _ = whole
     options = {**OPTIONS, **METHODS["fedgmm-sgd"]}
@@ -173,21 +173,37 @@ def test_a_killed_server_finds_the_same_best_round(files, tmp_path, whole, when)
                 np.testing.assert_array_equal(found[key], value, err_msg=key)
 
 
+MISSED = {
+    "fedgmm": ("tromso", 2),
+    "fedgmm-sgd": ("tromso", 4),
+    "fedgmm-warmup": ("oslo", 10),
+    "pfedme": ("oslo", 1),
+    "local": ("oslo", 6),
+}
+
+
 @pytest.mark.parametrize(
-    ("method", "site", "best"),
+    ("method", "killed"),
     [
-        ("fedgmm", "tromso", 2),
-        ("fedgmm-sgd", "tromso", 4),
-        ("fedgmm-warmup", "oslo", 10),
-        ("pfedme", "oslo", 1),
-        ("local", "oslo", 6),
+        ("fedgmm", False),
+        ("pfedme", False),
+        ("fedgmm-sgd", True),
+        ("local", True),
+        *(
+            pytest.param(method, False, marks=pytest.mark.slow)
+            for method in ("fedgmm-sgd", "local")
+        ),
+        *(pytest.param(method, True, marks=pytest.mark.slow) for method in ("fedgmm", "pfedme")),
+        *(
+            pytest.param("fedgmm-warmup", killed, marks=pytest.mark.slow)
+            for killed in (False, True)
+        ),
     ],
 )
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_site_that_missed_the_best_round(files, tmp_path, method, site, best, killed):
+def test_a_site_that_missed_the_best_round(files, tmp_path, method, killed):
     """It ends with its own part from before, as a client does that did not reply in one process."""
     options = {**OPTIONS, **METHODS[method], "min_clients": 2}
-    missed = (site, best)
+    missed = site, best = MISSED[method]
     training = {name: value for name, value in options.items() if name != "min_clients"}
     model = in_one_process(files, answers=lambda number, name: (name, number) != missed, **training)
     scores = scores_of(model.history)
@@ -223,6 +239,20 @@ def test_a_federation_without_validation_rows_says_so(files, tmp_path):
         federate(files, tmp_path, **OPTIONS, table={"split": (0.8, 0.0, 0.2)})
 
 
+SCORED = {**OPTIONS, "rounds": 1, "min_clients": 2}
+
+
+@pytest.fixture(scope="module")
+def scores_without_oslo(files, tmp_path_factory):
+    home = tmp_path_factory.mktemp("alone")
+    sites = InMemorySites(files, home)
+    sites.tamper = lambda name, request, reply: (
+        Failure("no reply") if name == "oslo" and request.kind == "score" else reply
+    )
+    federate(files, home, sites=sites, **SCORED)
+    return scores_of(history(home))
+
+
 @pytest.mark.parametrize(
     "lie",
     [
@@ -238,7 +268,7 @@ def test_a_federation_without_validation_rows_says_so(files, tmp_path):
         {"more": 1.0},
     ],
 )
-def test_a_site_cannot_weigh_more_in_a_score(files, tmp_path, lie):
+def test_a_site_cannot_weigh_more_in_a_score(files, tmp_path, scores_without_oslo, lie):
     def lies(name, request, reply):
         if name != "oslo" or request.kind != "score":
             return reply
@@ -246,16 +276,9 @@ def test_a_site_cannot_weigh_more_in_a_score(files, tmp_path, lie):
 
     sites = InMemorySites(files, tmp_path)
     sites.tamper = lies
-    options = {**OPTIONS, "rounds": 1, "min_clients": 2}
-    _, lines = federate(files, tmp_path, sites=sites, **options)
+    _, lines = federate(files, tmp_path, sites=sites, **SCORED)
     assert any("update of oslo is dropped" in line for line in lines)
-    alone = tmp_path / "alone"
-    sites = InMemorySites(files, alone)
-    sites.tamper = lambda name, request, reply: (
-        Failure("no reply") if name == "oslo" and request.kind == "score" else reply
-    )
-    federate(files, alone, sites=sites, **options)
-    assert scores_of(history(tmp_path)) == scores_of(history(alone))
+    assert scores_of(history(tmp_path)) == scores_without_oslo
 
 
 def test_a_late_client_does_not_move_the_best_round(files, tmp_path):

@@ -61,9 +61,18 @@ NUMBERS = {
 }
 METHODS = {**CLASSES, **NUMBERS}
 
-every_method = pytest.mark.parametrize("name", METHODS)
-additive = pytest.mark.parametrize("name", [name for name in METHODS if "clustered" not in name])
-with_gaussians = pytest.mark.parametrize("name", [*FEDGMM, *GMM])
+# The kind of covariance does not depend on the solver, so one of the two is enough by default.
+SLOW = {name for name in FEDGMM if "sgd" in name} - {"fedgmm full exact sgd"}
+
+
+def each(names):
+    marked = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
+every_method = each(METHODS)
+additive = each(name for name in METHODS if "clustered" not in name)
+with_gaussians = each([*FEDGMM, *GMM])
 
 
 def test_no_method_is_missing():
@@ -253,7 +262,7 @@ def check_rounds(method, clients, min_rows):
 
 
 @pytest.mark.filterwarnings("ignore:The covariance")
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.slow), "float32"])
 @every_method
 def test_sums_of_awkward_clients_are_accepted(name, dtype):
     """One row, rows that are all equal, rows far from all others, tiny and huge numbers."""
@@ -419,7 +428,7 @@ def worst_states(method):
     return [(replace(shared, learners=own), first) for own in (undecided, certain)]
 
 
-@pytest.mark.parametrize("clip", [0.5, 20.0])
+@pytest.mark.parametrize("clip", [pytest.param(0.5, marks=pytest.mark.slow), 20.0])
 @additive
 def test_declared_sensitivities_are_within_ten_times_the_worst_case(name, clip):
     method = method_of(name, lr=1e-4)

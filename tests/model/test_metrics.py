@@ -222,6 +222,13 @@ def test_a_few_rows_without_error_do_not_prove_perfection():
     assert "threshold" in alarm.silence  # positive rows are predicted, but the wrong ones
 
 
+@pytest.fixture
+def all_resamples(monkeypatch):
+    """As many resamples as outside the tests."""
+    monkeypatch.setattr("fedgmm.model.bootstrap.RESAMPLES", 1000)
+
+
+@pytest.mark.usefixtures("all_resamples")
 def test_intervals_agree_with_a_loop_over_resamples(rng):
     """The same percentiles from scikit-learn's metrics of resampled rows, up to the noise of resampling."""
     log_p = log_softmax(rng.normal(size=(150, 2)))
@@ -246,6 +253,7 @@ def test_intervals_agree_with_a_loop_over_resamples(rng):
     assert again.pooled_intervals == result.pooled_intervals
 
 
+@pytest.mark.usefixtures("all_resamples")
 def test_resampled_r2_agrees_with_scikit_learn(rng):
     """The same percentiles from a loop over rows that are drawn within each client."""
     y, codes = rng.normal(40, 3, size=150), np.repeat([0, 1], [50, 100])
@@ -259,6 +267,7 @@ def test_resampled_r2_agrees_with_scikit_learn(rng):
     assert np.quantile(found, ends) == pytest.approx(np.quantile(drawn, ends), abs=0.01)
 
 
+@pytest.mark.usefixtures("all_resamples")
 def test_intervals_of_numbers_agree_with_a_loop_over_resamples(rng):
     codes = np.repeat([0, 1, 2], [60, 40, 1])
     y = rng.normal(size=101) + codes
@@ -290,6 +299,7 @@ def test_equal_numbers_have_no_r2():
     assert np.isfinite([*own["rmse"], *pooled["rmse"], *pooled["r2"]]).all()
 
 
+@pytest.mark.usefixtures("all_resamples")
 def test_intervals_of_accuracy_cover_as_they_say(rng):
     """The share of right predictions of 200 clients with 60 rows each: 95 % cover the true 0.7."""
     labels = np.zeros(200 * 60, dtype=int)

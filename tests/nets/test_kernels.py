@@ -46,7 +46,17 @@ def normal(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE)
 
 
-@pytest.mark.parametrize(
+def every_shape_in_float32(names, shapes, bounds):
+    """Parametrise over all shapes; in 16 bits only the first is quick enough, and the rest are slow."""
+    cases = [
+        pytest.param(*shape, dtype, marks=[pytest.mark.slow] * (dtype.itemsize == 2 and number > 0))
+        for dtype in bounds
+        for number, shape in enumerate(shapes)
+    ]
+    return pytest.mark.parametrize((*names, "dtype"), cases)
+
+
+@every_shape_in_float32(
     ("shape", "stride"),
     [
         ((2, 3, 5, 7, 7), 1),
@@ -57,8 +67,8 @@ def normal(*shape):
         ((1, 2, 40, 5, 6), 2),
         ((1, 1, 1, 1, 1), 2),
     ],
+    BOUNDS,
 )
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_depthwise_kernel(shape, stride, dtype):
     groups, channels, rows, height, width = shape
 
@@ -114,10 +124,11 @@ def block(images, weight, bias):
     )
 
 
-@pytest.mark.parametrize(
-    ("colours", "height", "width"), [(1, 8, 8), (2, 5, 5), (3, 6, 9), (4, 4, 4), (1, 7, 4)]
+@every_shape_in_float32(
+    ("colours", "height", "width"),
+    [(1, 8, 8), (2, 5, 5), (3, 6, 9), (4, 4, 4), (1, 7, 4)],
+    PRODUCT_BOUNDS,
 )
-@pytest.mark.parametrize("dtype", PRODUCT_BOUNDS, ids=str)
 def test_pixel_block_kernel(colours, height, width, dtype):
     """Two clients with three learners each, which share their client's images, in two tiles."""
     images = normal(2, 9, colours, height, width).to(dtype)
@@ -130,10 +141,11 @@ def test_pixel_block_kernel(colours, height, width, dtype):
     assert max(map(relative_distance, found, expected)) < PRODUCT_BOUNDS[dtype]
 
 
-@pytest.mark.parametrize(
-    ("groups", "rows", "height", "width"), [(1, 5, 8, 8), (2, 5, 5, 6), (1, 8, 6, 7), (2, 3, 2, 2)]
+@every_shape_in_float32(
+    ("groups", "rows", "height", "width"),
+    [(1, 5, 8, 8), (2, 5, 5, 6), (1, 8, 6, 7), (2, 3, 2, 2)],
+    PRODUCT_BOUNDS,
 )
-@pytest.mark.parametrize("dtype", PRODUCT_BOUNDS, ids=str)
 def test_channel_block_kernel(groups, rows, height, width, dtype):
     """The first and the third case need more than one tile, with even and odd sizes."""
     images = normal(groups, rows, height, width, 16)
@@ -173,7 +185,7 @@ def test_ties_go_to_the_first_corner_and_zeros_have_no_gradient():
             torch.testing.assert_close(own, right.to(own), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("colours", [1, 3])
+@pytest.mark.parametrize("colours", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_small_network_with_and_without_kernels(colours, monkeypatch):
     half = next(dtype for dtype in PRODUCT_BOUNDS if dtype.itemsize == 2)
     net = Convolutional(colours, 9, 5, compute=half)

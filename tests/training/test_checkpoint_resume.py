@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from functools import wraps
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +50,19 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+# By default, these have all variants: one method of all kinds of state, and personal learners.
+WHOLE = ("fedgmm", "clustered", "pfedme")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "variant"),
+    [
+        pytest.param(
+            *case, marks=[pytest.mark.slow] * (case[0] not in WHOLE and case[1] != "all kinds")
+        )
+        for case in product(ALGORITHMS, VARIANTS)
+    ],
+)
 def test_every_method_goes_on_from_every_round_to_the_same_bits(tmp_path, algorithm, variant):
     data, options = data_set(algorithm), {**SMALL, **VARIANTS[variant]}
     model, last, rounds, starts = copies_of(tmp_path, data, algorithm, **options)
@@ -149,7 +161,7 @@ def test_learners_of_ones_own_with_dropout_go_on_exactly(tmp_path, rng):
 
 
 @pytest.mark.usefixtures("thin_mobilenet")
-@pytest.mark.parametrize("server", ["momentum", "adam"])
+@pytest.mark.parametrize("server", [pytest.param("momentum", marks=pytest.mark.slow), "adam"])
 @pytest.mark.parametrize("algorithm", ["fedgmm", "fedem", "fedavg", "clustered", "pfedme"])
 def test_running_statistics_go_on(tmp_path, rng, algorithm, server):
     """Batch normalisation's statistics are in the learners, but not in the server's averages."""
@@ -184,8 +196,13 @@ def interrupt_in(number):
     return stop
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "number"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in WHOLE and case[1] != 3))
+        for case in product(ALGORITHMS, (1, 2, 3, 5))
+    ],
+)
 def test_ctrl_c_writes_the_last_finished_round(tmp_path, algorithm, number):
     data, path = data_set(algorithm), tmp_path / "c"
     options = {**SMALL, "rounds": 5, "warmup": 2, "patience": 3, "server": "momentum"}

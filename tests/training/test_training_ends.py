@@ -188,7 +188,7 @@ def test_history_tells_every_round(rng):
 # ---------------------------------------------------------------------- divergence
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "pfedme"])
+@pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("pfedme", marks=pytest.mark.slow)])
 def test_a_limit_to_gradients_trains_where_clients_have_two_images(rng, algorithm):
     """Batch normalisation of two rows has gradients of a million and more."""
     pictures = rng.integers(0, 256, size=(8, 3, 32, 32)).astype(np.uint8)

@@ -8,12 +8,13 @@ is not sent, and a client with one row sends nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 Start = Literal["kmeans", "k-means++", "random"]
@@ -65,10 +66,16 @@ def server_means(sent: Centroids, components: int, start: Start, seed: int) -> N
         means, _ = kmeans_plusplus(points, components, sample_weight=counts, random_state=seed)
         return np.asarray(means)
     # On several threads the order of scikit-learn's sums varies; one thread always gives the same bits.
-    with threadpool_limits(limits=1, user_api="openmp"):
+    with _openmp().limit(limits=1, user_api="openmp"):
         clustering = KMeans(components, n_init=10, random_state=seed)
         clustering.fit(points, sample_weight=counts)
     return np.asarray(clustering.cluster_centers_, dtype=np.float64)
+
+
+@cache
+def _openmp() -> ThreadpoolController:
+    """Return the libraries of threads, which take milliseconds to find, after scikit-learn's are loaded."""
+    return ThreadpoolController()
 
 
 # ---------------------------------------------------------------------- a start from counts alone

@@ -257,21 +257,23 @@ def _check_value(value: Any, depth: int) -> None:
     """Raise unless a value is plain JSON of limited depth with finite numbers."""
     if depth == 0:
         raise MessageError(f"its facts are nested deeper than {_MOST_DEPTH} levels.")
-    if isinstance(value, Mapping):
-        for name, one in value.items():
-            if not isinstance(name, str):
-                raise MessageError(f"its facts have a name that is not text: {_short(name)}.")
-            _check_value(one, depth - 1)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            _check_value(one, depth - 1)
-    elif isinstance(value, float):
+    if value is None or isinstance(value, str):  # first, because most are
+        return
+    if isinstance(value, float):
         if not math.isfinite(value):
             raise MessageError("its facts hold a number that is not finite.")
     elif isinstance(value, int):
         if abs(value) >= _LARGEST_INTEGER:
             raise MessageError("its facts hold a whole number that is too large.")
-    elif value is not None and not isinstance(value, str):
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _check_value(one, depth - 1)
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            if not isinstance(name, str):
+                raise MessageError(f"its facts have a name that is not text: {_short(name)}.")
+            _check_value(one, depth - 1)
+    else:
         raise MessageError(f"its facts hold a {type(value).__name__}, which is not a JSON value.")
 
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fedgmm.core.scratch import touched
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import AnyMethod
-from fedgmm.training.state_arrays import StateDecoder, StateError, laid_out, take_apart
+from fedgmm.training.state_arrays import StateDecoder, StateError, hints_of, laid_out, take_apart
 
 FORMAT = 1
 """Version of the layout; a newer one is refused."""
@@ -311,7 +311,7 @@ class StoredProgress:
         facts, best = self.facts, self.facts["best"]
         strides = facts["strides"]
         tensors = {n: laid_out(v.to(device), strides.get(n)) for n, v in self.tensors.items()}
-        hints = get_args(get_type_hints(type(method).init)["return"])
+        hints = get_args(hints_of(type(method).init)["return"])
         decoder = StateDecoder(tensors, facts["values"], method.training.net.parameter_shapes)
 
         def state(prefix: str) -> tuple[Any, Any]:

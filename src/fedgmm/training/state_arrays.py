@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from fedgmm.core.params import is_statistic
 from fedgmm.core.server_optimisers import ServerState
+
+hints_of = cache(get_type_hints)
+"""Type hints of a class or function; they are resolved once, because every state needs them."""
 
 
 class StateError(ValueError):
@@ -78,7 +82,7 @@ class StateDecoder:
         if kind is dict:
             return self._parameters(path)
         if is_dataclass(kind) and isinstance(kind, type):
-            own, hints = self, get_type_hints(kind)
+            own, hints = self, hints_of(kind)
             if kind is ServerState:  # running statistics have no moving averages
                 own = replace(
                     self, shapes={n: s for n, s in self.shapes.items() if not is_statistic(n)}
