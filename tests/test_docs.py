@@ -5,6 +5,7 @@
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -52,6 +53,73 @@ def test_the_api_has_every_public_name():
             else getattr(importlib.import_module(module), last)
         )
         assert found.__doc__, name
+
+
+def objects_of_the_api():
+    """Return every documented class and function by name; of a module, those that it defines."""
+    found = {}
+    for kind, name in AUTO.findall(API):
+        if kind == "module":
+            module = importlib.import_module(name)
+            own = {f"{name}.{one}": thing for one, thing in vars(module).items() if one[0] != "_"}
+            found |= {
+                full: thing
+                for full, thing in own.items()
+                if getattr(thing, "__module__", None) == name
+                and (inspect.isclass(thing) or inspect.isfunction(thing))
+            }
+        else:
+            module, _, last = name.rpartition(".")
+            found[name] = getattr(importlib.import_module(module), last)
+    return found
+
+
+def functions_of(name, thing):
+    """Return a function, or the public methods and properties of a class, by full name."""
+    if not inspect.isclass(thing):
+        return {name: thing}
+    members = {one: getattr(value, "fget", value) for one, value in vars(thing).items()}
+    members = {one: getattr(value, "__func__", value) for one, value in members.items()}
+    return {
+        f"{name}.{one}": value
+        for one, value in members.items()
+        if one[0] != "_" and inspect.isfunction(value)
+    }
+
+
+def test_public_functions_and_what_they_return_are_in_the_api():
+    """A member without a docstring would be left out of the page."""
+    things = objects_of_the_api()
+    classes = {thing.__name__ for thing in things.values() if inspect.isclass(thing)}
+    functions = {}
+    for name, thing in things.items():
+        assert thing.__doc__, name
+        functions |= functions_of(name, thing)
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    own = {one for one in re.findall(r"^class (\w+)", source, re.MULTILINE) if one[0] != "_"}
+    own = {one for one in own if not one.endswith("Error")}  # errors.md has them
+    assert len(functions) > 60
+    for name, function in functions.items():
+        assert function.__doc__, name
+        if function.__qualname__ != function.__name__ and name.split(".")[1] not in fedgmm.__all__:
+            continue  # a method of what another one returns
+        returned = set(re.findall(r"\w+", str(function.__annotations__.get("return", ""))))
+        assert returned & own <= classes, name
+
+
+def test_names_that_pages_and_examples_import_are_in_the_api():
+    known = {id(thing) for thing in objects_of_the_api().values()}
+    missing = []
+    for path in [*PAGES, *sorted((ROOT / "examples").glob("*.py"))]:
+        text = path.read_text(encoding="utf-8")
+        for module, names in re.findall(
+            r"^from (fedgmm[\w.]*) import ([\w, ]+)$", text, re.MULTILINE
+        ):
+            for name in names.replace(" ", "").split(","):
+                thing = getattr(importlib.import_module(module), name)
+                if id(thing) not in known and not inspect.ismodule(thing):
+                    missing.append(f"{path.name}: {module}.{name}")
+    assert not missing
 
 
 def test_names_that_pages_mention_are_in_the_api():

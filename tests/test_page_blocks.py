@@ -205,9 +205,9 @@ def image_files(folder: Path) -> None:
 
     from fedgmm.nets.backbones import ResNet18
 
-    write_folders(folder / "sites" / "oslo", 0)
-    write_folders(folder / "sites" / "rome", 1)
-    write_folders(folder / "new_images", 2, images=4)
+    write_folders(folder / "sites" / "oslo", 0, images=14)
+    write_folders(folder / "sites" / "rome", 1, images=14)
+    write_folders(folder / "new_images", 2, images=2)
     torch.manual_seed(0)
     save_file(ResNet18(None).state_dict(), folder / "resnet18.safetensors")
     for site in ("oslo", "rome"):
@@ -240,7 +240,8 @@ A_SERVER = {
     "localhost:9092": f"localhost:{PORT}",
 }
 SERVER_OF_IMAGES = f"""
-mkdir federation keys && cp -r sites/oslo federation/images && cd federation
+mkdir federation keys && cp -r new_images federation && cp -r sites/oslo federation/images
+cd federation
 cp ../resnet18.safetensors . && fedgmm keys certificate --host localhost --out .
 fedgmm keys new oslo && cp oslo.pub ../keys
 cat > settings.toml <<END
@@ -291,7 +292,7 @@ STAND_INS: dict[str, dict[str, StandIn]] = {
             replace={
                 "fedgmm watch run/ ": f"timeout -s INT 8 fedgmm watch run/ --port {PORT} 2> page || true;"
             },
-            after=f"grep -q http://127.0.0.1:{PORT}/ page; wait; test -f run/model/model.safetensors",
+            after=f"grep -q http://127.0.0.1:{PORT}/ page; wait; test -f run/metrics.json",
         )
     },
     "docs/deployment.md": {
@@ -347,7 +348,7 @@ STAND_INS: dict[str, dict[str, StandIn]] = {
             replace={
                 "--nproc-per-node 8": "--nproc-per-node 2",
                 "--nproc-per-node 4": "--nproc-per-node 2",
-                "--nnodes 4": "--nnodes 1",
+                "torchrun --nnodes 4": "mv run first; torchrun --nnodes 1",
                 "host0:29400": f"localhost:{PORT}",
                 "--label diagnosis": "--label diagnosis --rounds 3",
             },
@@ -472,7 +473,7 @@ def test_the_printed_studies_run(tmp_path, monkeypatch):
     weights = backbones.MobileNetV2(1000).state_dict()
     save_file(weights, tmp_path / "mobilenet_v2_imagenet.safetensors")
     small = ["--rounds", "2", "--tuning-rounds", "1", "--seeds", "1", "--encoder", "pixels"]
-    small += ["--components", "2", "--learners", "2", "--features", "4"]
+    small += ["--components", "2", "--learners", "2"]
     lines = [line for block in blocks_of(STUDIES) for line in block.commands]
     assert len(lines) >= 5
     for number, line in enumerate(lines):
