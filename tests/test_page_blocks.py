@@ -473,13 +473,22 @@ def test_the_printed_studies_run(tmp_path, monkeypatch):
     weights = backbones.MobileNetV2(1000).state_dict()
     save_file(weights, tmp_path / "mobilenet_v2_imagenet.safetensors")
     small = ["--rounds", "2", "--tuning-rounds", "1", "--seeds", "1", "--encoder", "pixels"]
-    small += ["--components", "2", "--learners", "2"]
+    small += ["--components", "2", "--learners", "2", "--image-size", "16"]
     lines = [line for block in blocks_of(STUDIES) for line in block.commands]
     assert len(lines) >= 5
     for number, line in enumerate(lines):
         words = shlex.split(line.replace("cuda", "cpu"))[1:]
-        found = works(*words, *small, "--out", f"out{number}")
-        assert "FedGMM" in found.output
+        few = ["--methods", "fedavg"] if "--pretrained" in words else []
+        few += ["--methods", "fedavg,fedgmm"] if "femnist" in words else []
+        works(
+            *words,
+            *small,
+            *(few if words[1] in ("classification", "unseen") else []),
+            "--out",
+            "out",
+        )
+        assert list((tmp_path / "out").glob(f"{words[1]}*.md")), line
+        (tmp_path / "out").rename(f"out{number}")
 
 
 # ---------------------------------------------------------------------- options, without running
