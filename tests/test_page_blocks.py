@@ -21,11 +21,13 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from fedgmm.cli import studies
 from fedgmm.federation.demo import free_port
 from fedgmm.federation.settings import read_settings
 from fedgmm.runs.config import read_config
@@ -466,6 +468,14 @@ def test_the_printed_studies_run(tmp_path, monkeypatch):
     from fedgmm.nets import backbones
 
     monkeypatch.chdir(tmp_path)
+    study_of = studies._study
+
+    def small_study(experiment):
+        make, run = study_of(experiment)
+        few = {"feature_choices": (4,)} if experiment == "novelty" else {}
+        return partial(make, features=4, **few), run
+
+    monkeypatch.setattr(studies, "_study", small_study)
     write_femnist(tmp_path / "data")
     write_mnist(tmp_path / "data", monkeypatch)
     write_cifar10(tmp_path / "data", monkeypatch)
@@ -473,20 +483,14 @@ def test_the_printed_studies_run(tmp_path, monkeypatch):
     weights = backbones.MobileNetV2(1000).state_dict()
     save_file(weights, tmp_path / "mobilenet_v2_imagenet.safetensors")
     small = ["--rounds", "2", "--tuning-rounds", "1", "--seeds", "1", "--encoder", "pixels"]
-    small += ["--components", "2", "--learners", "2", "--image-size", "16"]
+    small += ["--components", "2", "--learners", "2", "--clients", "5"]
     lines = [line for block in blocks_of(STUDIES) for line in block.commands]
     assert len(lines) >= 5
     for number, line in enumerate(lines):
         words = shlex.split(line.replace("cuda", "cpu"))[1:]
-        few = ["--methods", "fedavg"] if "--pretrained" in words else []
-        few += ["--methods", "fedavg,fedgmm"] if "femnist" in words else []
-        works(
-            *words,
-            *small,
-            *(few if words[1] in ("classification", "unseen") else []),
-            "--out",
-            "out",
-        )
+        learner = [] if "--pretrained" in words else ["--learner", "linear"]
+        methods = "fedavg" if "--pretrained" in words else "fedavg,fedgmm"
+        works(*words, *small, *learner, "--methods", methods, "--out", "out")
         assert list((tmp_path / "out").glob(f"{words[1]}*.md")), line
         (tmp_path / "out").rename(f"out{number}")
 
