@@ -284,15 +284,16 @@ clients = 1
 END
 """
 
+UNTIL_SERVED = "for second in $(seq 60); do grep -q http page && break; sleep 1; done; kill $!;"
+
 STAND_INS: dict[str, dict[str, StandIn]] = {
     "README.md": {"make demo": StandIn(replace=DRY_RUN)},
     "CONTRIBUTING.md": {"make test": StandIn(replace=DRY_RUN)},
     "docs/files.md": {
         "fedgmm fit site_*.csv": StandIn(
             before="mkdir watched && cd watched && fedgmm demo --write-files .",
-            # ended by Ctrl-C after some seconds
             replace={
-                "fedgmm watch run/ ": f"timeout -s INT 8 fedgmm watch run/ --port {PORT} 2> page || true;"
+                "fedgmm watch run/ ": f"fedgmm watch run/ --port {PORT} 2> page & {UNTIL_SERVED}"
             },
             after=f"grep -q http://127.0.0.1:{PORT}/ page; wait; test -f run/metrics.json",
         )
@@ -472,7 +473,8 @@ def test_the_printed_studies_run(tmp_path, monkeypatch):
 
     def small_study(experiment):
         make, run = study_of(experiment)
-        few = {"feature_choices": (4,)} if experiment == "novelty" else {}
+        few = {"feature_choices": (4,), "scatter_clients": 2, "scatter_rows": 30}
+        few = few if experiment == "novelty" else {}
         return partial(make, features=4, **few), run
 
     monkeypatch.setattr(studies, "_study", small_study)
