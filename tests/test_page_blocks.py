@@ -492,6 +492,7 @@ def test_the_printed_studies_run(tmp_path, monkeypatch):
         words = shlex.split(line.replace("cuda", "cpu"))[1:]
         learner = [] if "--pretrained" in words else ["--learner", "linear"]
         methods = "fedavg" if "--pretrained" in words else "fedavg,fedgmm"
+        methods = "fedgmm" if "sensitivity" in words else methods
         works(*words, *small, *learner, "--methods", methods, "--out", "out")
         assert list((tmp_path / "out").glob(f"{words[1]}*.md")), line
         (tmp_path / "out").rename(f"out{number}")
