@@ -418,7 +418,7 @@ def test_shell_blocks_run(page, tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         # the programs in the background end with the script
-        ["timeout", "400", "bash", "-e", "-c", f"trap 'kill 0' TERM\n{script_of(page)}"],
+        ["timeout", "900", "bash", "-e", "-c", f"trap 'kill 0' TERM\n{script_of(page)}"],
         cwd=tmp_path,
         env={**os.environ, "PATH": path},
         capture_output=True,
