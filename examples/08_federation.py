@@ -8,6 +8,7 @@ command.
 import argparse
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from fedgmm.data.examples import write_hospitals
-from fedgmm.federation.demo import free_port
 
 SITES = ("oslo", "trondheim", "stavanger")
 SETTINGS = """[data]
@@ -52,7 +52,9 @@ def main(out: Path) -> None:
     (folder / "keys").mkdir()
     for site in SITES:  # a hospital sends its public key to the server's administrator
         shutil.copy(folder / site / f"{site}.pub", folder / "keys")
-    port = str(free_port())
+    with socket.socket() as free:  # any port that is free now
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     tls = ("--tls-cert", "tls/server.crt", "--tls-key", "tls/server.key", "--tls-ca", "tls/ca.crt")
     where = ("--host", "127.0.0.1", "--port", port, "--keys", "keys")
     server = start(folder, "server", "--config", "federation.toml", *where, *tls, "--out", "run")

@@ -204,3 +204,18 @@ def test_vectors_are_trained_on_by_all_sides(tmp_path):
     printed, found = quick_run(SCRIPT.with_name("embeddings.py"), tmp_path)
     assert "LogisticRegression" in printed
     assert all(one["seconds"] > 0 and one["accuracy"] > 0.7 for one in found)
+
+
+@pytest.mark.slow
+def test_endurance_ends_with_the_parameters_of_an_undisturbed_run(tmp_path):
+    _, found = quick_run(SCRIPT.with_name("federation_endurance.py"), tmp_path)
+    assert set(found) >= {"restarts", "kills", "soak"}
+    assert all(found[name]["difference"] <= 1e-10 for name in ("restarts", "kills"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["files.py", "rounds.py"])
+def test_other_benchmarks_print_what_they_measured(script, tmp_path):
+    printed, found = quick_run(SCRIPT.with_name(script), tmp_path)
+    assert printed.strip()
+    assert found

@@ -1,19 +1,19 @@
-"""Documentation pages: their blocks run, their links lead to files and headings, figures are small."""
+"""Documentation pages: links lead to files and headings, the site and the API are complete.
+
+``test_page_blocks.py`` runs their blocks.
+"""
 
 import ast
 import importlib
-import os
+import inspect
 import re
-import shlex
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import fedgmm
-from small_runs import works
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -21,79 +21,10 @@ import check_site  # noqa: E402
 import generate  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)")
 REFERENCE = re.compile(r"`([a-z0-9_/]+(?:/|\.py))(?:::([\w.]+))?`")
 RESULTS = ROOT / "docs" / "results" / "README.md"
 LINKED = [*PAGES, RESULTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-
-
-def python_of(page: Path) -> str:
-    """Return all Python blocks of a page, padded so that errors have the line numbers of the page."""
-    text = page.read_text(encoding="utf-8")
-    lines = [""] * text.count("\n")
-    for block in BLOCK.finditer(text):
-        first = text.count("\n", 0, block.start(1))
-        code = block.group(1).splitlines()
-        lines[first : first + len(code)] = code
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    exec(compile(python_of(page), str(page), "exec"), {"__name__": "__page__"})
-
-
-def shell_of(page: Path) -> str:
-    return "".join(SHELL.findall(page.read_text(encoding="utf-8")))
-
-
-def test_commands_of_the_page_about_files_work(tmp_path, monkeypatch):
-    """Run the printed commands in this process, which need not import torch for each of them."""
-    monkeypatch.chdir(tmp_path)
-    for line in shell_of(ROOT / "docs" / "files.md").splitlines():
-        words = shlex.split(line, comments=True)
-        if words[0] == "cd":
-            monkeypatch.chdir(words[1])
-        else:
-            assert words[0] == "fedgmm"
-            files = [sorted(Path().glob(word)) if "*" in word else [word] for word in words[1:]]
-            # slow tests run the blocks as printed
-            fewer = ["--rounds", "5"] if words[1] == "compare" else []
-            works(*chain.from_iterable(files), *fewer)
-    assert (tmp_path / "hospitals" / "run" / "report.html").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if shell_of(page)], ids=lambda page: page.name
-)
-def test_shell_blocks_run(page, tmp_path):
-    """Run them exactly as printed, in an empty folder, with the command on the path."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-e", "-c", shell_of(page)],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "hospitals" / "run" / "report.html").is_file()
-    assert "Traceback" not in done.stderr
-
-
-def test_the_shell_blocks_show_every_command():
-    text = shell_of(ROOT / "docs" / "files.md")
-    shown = set(re.findall(r"^fedgmm (\w+) ", text, re.MULTILINE))
-    assert shown >= {"demo", "inspect", "fit", "evaluate", "predict", "adapt", "detect", "compare"}
-    assert "report" in shown
-    commands = {line.split("#")[0].strip() for line in text.splitlines()}
-    for page in ("README.md", "docs/index.md"):  # they show the beginning of the same commands
-        lines = shell_of(ROOT / page).splitlines()
-        assert {line.split("#")[0].strip() for line in lines} <= commands
 
 
 @pytest.fixture(scope="session")
@@ -102,62 +33,6 @@ def generated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generated")
     generate.write_pages(folder)
     return folder
-
-
-NOT_RUN = {
-    "CONTRIBUTING.md": "make targets",
-    "README.md": "make targets",
-    "classification.md": "formulas",
-    "deployment.md": "several machines, openssl, systemd",
-    "embeddings.md": "weights of an encoder, and images of your own",
-    "files.md": "a page that is served until Ctrl-C",
-    "images.md": "data sets, and hours on a GPU",
-    "privacy.md": "a federation",
-    "scale.md": "many machines or processes",
-    "speed.md": "measurements",
-}
-"""Pages with commands that no test runs, and why; their options are checked below."""
-
-COMMAND = re.compile(r"^(?:\S*torchrun .*-m )?fedgmm \w+.*$", re.MULTILINE)
-
-
-def command_blocks(page: Path) -> list[str]:
-    """Return the blocks of a page that are not run, but have lines that begin with a command."""
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
-    first_words = re.compile(
-        r"^(fedgmm|make|python|openssl|torchrun|pip|pytest|flwr) ", re.MULTILINE
-    )
-    return [
-        text
-        for kind, text in blocks
-        if kind in ("", "bash", "console") and first_words.search(text)
-    ]
-
-
-def test_blocks_of_commands_are_run_or_marked_with_a_reason():
-    found = {page.name for page in (*PAGES, ROOT / "CONTRIBUTING.md") if command_blocks(page)}
-    assert found <= set(NOT_RUN)
-
-
-def test_options_of_all_shown_commands_exist():
-    options = {
-        name: {
-            one
-            for parameter in command.params
-            for one in (*parameter.opts, *parameter.secondary_opts)
-        }
-        for name, command in generate.commands()
-    }
-    wrong = []
-    for page in PAGES:
-        for block in command_blocks(page):
-            for line in COMMAND.findall(block.replace("\\\n", " ")):
-                words = line.split("#")[0][line.index("fedgmm ") :].split()
-                name = " ".join(words[: 3 if words[1] == "keys" else 2])
-                given = {word.split("=")[0] for word in words if re.match(r"--[a-z]", word)}
-                if name not in options or not given <= options[name]:
-                    wrong.append(f"{page.name}: {line}")
-    assert not wrong
 
 
 # ---------------------------------------------------------------------- the site
@@ -178,6 +53,74 @@ def test_the_api_has_every_public_name():
             else getattr(importlib.import_module(module), last)
         )
         assert found.__doc__, name
+
+
+def objects_of_the_api():
+    """Return every documented class and function by name; of a module, those that it defines."""
+    found = {}
+    for kind, name in AUTO.findall(API):
+        if kind == "module":
+            module = importlib.import_module(name)
+            own = {f"{name}.{one}": thing for one, thing in vars(module).items() if one[0] != "_"}
+            found |= {
+                full: thing
+                for full, thing in own.items()
+                if getattr(thing, "__module__", None) == name
+                and (inspect.isclass(thing) or inspect.isfunction(thing))
+            }
+        else:
+            module, _, last = name.rpartition(".")
+            found[name] = getattr(importlib.import_module(module), last)
+    return found
+
+
+def functions_of(name, thing):
+    """Return a function, or the public methods and properties of a class, by full name."""
+    if not inspect.isclass(thing):
+        return {name: thing}
+    members = {one: getattr(value, "fget", value) for one, value in vars(thing).items()}
+    members = {one: getattr(value, "__func__", value) for one, value in members.items()}
+    return {
+        f"{name}.{one}": value
+        for one, value in members.items()
+        if one[0] != "_" and inspect.isfunction(value)
+    }
+
+
+def test_public_functions_and_what_they_return_are_in_the_api():
+    """A member without a docstring would be left out of the page."""
+    things = objects_of_the_api()
+    classes = {thing.__name__ for thing in things.values() if inspect.isclass(thing)}
+    classes |= {name for _, _, code in generate.equations() for _, name in code}
+    functions = {}
+    for name, thing in things.items():
+        assert thing.__doc__, name
+        functions |= functions_of(name, thing)
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    own = {one for one in re.findall(r"^class (\w+)", source, re.MULTILINE) if one[0] != "_"}
+    own = {one for one in own if not one.endswith("Error")}  # errors.md has them
+    assert len(functions) > 60
+    for name, function in functions.items():
+        assert function.__doc__, name
+        if function.__qualname__ != function.__name__ and name.split(".")[1] not in fedgmm.__all__:
+            continue  # a method of what another one returns
+        returned = set(re.findall(r"\w+", str(function.__annotations__.get("return", ""))))
+        assert returned & own <= classes, name
+
+
+def test_names_that_pages_and_examples_import_are_in_the_api():
+    known = {id(thing) for thing in objects_of_the_api().values()}
+    missing = []
+    for path in [*PAGES, *sorted((ROOT / "examples").glob("*.py"))]:
+        text = path.read_text(encoding="utf-8")
+        for module, names in re.findall(
+            r"^from (fedgmm[\w.]*) import ([\w, ]+)$", text, re.MULTILINE
+        ):
+            for name in names.replace(" ", "").split(","):
+                thing = getattr(importlib.import_module(module), name)
+                if id(thing) not in known and not inspect.ismodule(thing):
+                    missing.append(f"{path.name}: {module}.{name}")
+    assert not missing
 
 
 def test_names_that_pages_mention_are_in_the_api():
@@ -309,11 +252,6 @@ def test_results_are_short_and_every_file_is_cited():
 
     assert text.count("\n") <= 150
     assert kept <= cited
-
-
-def test_there_is_something_to_run():
-    assert "FederatedGaussianMixture" in python_of(ROOT / "docs" / "federated-gmm.md")
-    assert "train(" in python_of(ROOT / "README.md")
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from fedgmm.runs.config import FEDERATION
 
 ROOT = Path(__file__).parents[1]
 DEPLOYMENT = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
-SCALE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def section(title):
@@ -36,19 +34,6 @@ def test_the_table_of_options_is_complete(name, title):
     shown = {option for cell in cells for option in re.findall(r"`(--[a-z-]+)`", cell)}
 
     assert shown == options_of(name) - {"--help"}
-
-
-@pytest.mark.parametrize("page", [DEPLOYMENT, SCALE, README], ids=["deployment", "scale", "README"])
-def test_commands_have_the_options_that_they_are_shown_with(page):
-    blocks = re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    text = "\n".join(blocks).replace("\\\n", " ")
-    lines = [
-        line.split("#")[0] for line in text.splitlines() if re.search(r"\bfedgmm \w+ .*--", line)
-    ]
-    for line in lines:
-        words = line.split("fedgmm ", 1)[1].split()
-        path = words[:2] if words[0] == "keys" else words[:1]
-        assert set(re.findall(r"(--[a-z-]+)", " ".join(words))) <= options_of(*path), line
 
 
 def texts_of_the_source():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from PIL import Image
 
 from fedgmm.data.images import files as images
 
@@ -66,3 +67,30 @@ def write_mnist(folder, monkeypatch, rows=240, classes=4, seed=0):
             header = np.array([0x800 + array.ndim, *array.shape], dtype=">u4").tobytes()
             (raw / f"{part}-{kind}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())
     return pictures, labels
+
+
+def write_cifar10(folder, monkeypatch, rows=160, classes=4, seed=0):
+    """CIFAR-10 in little, bars in all three colours."""
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(classes, size=rows).astype(np.uint8)
+    planes = np.zeros((rows, 3, 32, 32), dtype=np.uint8)
+    planes[:, :, 2:30, 2:30] = bars(labels.astype(int), seed)[:, None]
+    records = np.concatenate([labels[:, None], planes.reshape(rows, -1)], axis=1)
+    sizes = {"data_batch_1.bin": rows - 40, "test_batch.bin": 40}
+    monkeypatch.setattr(images, "_CIFAR10_ROWS", sizes)
+    own = folder / "cifar-10-batches-bin"
+    own.mkdir(parents=True, exist_ok=True)
+    for name, part in zip(sizes, np.split(records, [rows - 40]), strict=True):
+        part.tofile(own / name)
+
+
+def write_folders(folder, seed, images=24):
+    """A site's images, 10 × 10, in a folder per class: its left or its right half is bright."""
+    rng = np.random.default_rng(seed)
+    for number in range(images):
+        label = "left" if number % 2 else "right"
+        pixels = rng.integers(60, size=(10, 10, 3))
+        pixels[:, :5] += 120 * (label == "left")
+        pixels[:, 5:] += 120 * (label == "right")
+        (folder / label).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{number}.png")

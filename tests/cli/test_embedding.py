@@ -6,28 +6,16 @@ import json
 import re
 from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from fedgmm.cli import app
 from in_memory_sites import InMemorySites, federate
 from small_runs import RUNNER
+from tiny_images import write_folders
 
 SIZE = ["--encoder", "pixels", "--size", "8"]
-
-
-def write_site(folder, seed, images=24):
-    rng = np.random.default_rng(seed)
-    for number in range(images):
-        label = "left" if number % 2 else "right"
-        pixels = rng.integers(60, size=(10, 10, 3))
-        pixels[:, :5] += 120 * (label == "left")
-        pixels[:, 5:] += 120 * (label == "right")
-        (folder / label).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{number}.png")
 
 
 def call(*args):
@@ -40,7 +28,7 @@ def call(*args):
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("images")
     for seed, site in enumerate(("oslo", "rome", "lima")):
-        write_site(home / "sites" / site, seed)
+        write_folders(home / "sites" / site, seed)
     (home / "sites" / "oslo" / "left" / "bad.png").write_bytes(b"?")
     sites = [home / "sites" / site for site in ("oslo", "rome")]
     options = ["--components", "2", "--learners", "2", "--rounds", "3", "--pca", "4"]
@@ -112,7 +100,7 @@ def test_a_label_column_and_folders_of_classes_exclude_each_other(tmp_path):
 
 def test_missing_weights_are_explained(tmp_path, monkeypatch):
     monkeypatch.delenv("FEDGMM_DATA", raising=False)
-    write_site(tmp_path / "oslo", 0, 2)
+    write_folders(tmp_path / "oslo", 0, 2)
     result = RUNNER.invoke(app, ["embed", str(tmp_path / "oslo"), "--out", str(tmp_path / "out")])
     assert result.exit_code == 1
     assert "weights" in result.stderr
@@ -120,7 +108,7 @@ def test_missing_weights_are_explained(tmp_path, monkeypatch):
 
 def test_fit_knows_its_weights_by_their_whole_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_site(tmp_path / "oslo", 0, 2)
+    write_folders(tmp_path / "oslo", 0, 2)
     result = RUNNER.invoke(app, ["fit", "oslo", "--images", "--weights", "mine.safetensors"])
     assert result.exit_code == 1
     assert str(tmp_path / "mine.safetensors") in result.stderr
@@ -173,7 +161,7 @@ def test_the_report_shows_excerpts_of_texts(tmp_path):
 
 def test_pictures_need_images_that_are_still_there(home, tmp_path):
     copy = tmp_path / "sites" / "paris"
-    write_site(copy, 7)
+    write_folders(copy, 7)
     options = ["--components", "2", "--learners", "2", "--rounds", "2", "--pca", "4"]
     call(
         "fit", copy, home / "sites" / "rome", "--images", *SIZE, "--out", tmp_path / "run", *options

@@ -25,6 +25,7 @@ from fedgmm.privacy.fixed_point import from_fixed
 from fedgmm.privacy.ledger import Ledger
 from fedgmm.privacy.private_em import Rows
 from fedgmm.privacy.settings import Privacy
+from fedgmm.runs.watch import state_of
 from fedgmm.training import private as in_process
 from in_memory_sites import InMemorySites, Killed, federate, federation_settings
 from small_runs import draw_rows, write_csv
@@ -69,6 +70,7 @@ class Honest:
     def __init__(self, files, home):
         self.home, self.sites = home, usual_sites(files, home)
         self.requests, self.replies, self.trainings = [], [], []
+        self.lines, self.watched = [], []
         self.sites.tamper = self._look
         whole = PrivateTraining.accepted
 
@@ -79,7 +81,11 @@ class Honest:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fedgmm.federation.members.POLL", 0.001)
             patch.setattr(PrivateTraining, "accepted", accepted)
-            self.lines = noised(home, self.sites)
+            noised(home, self.sites, notify=self._line)
+
+    def _line(self, line):
+        self.lines.append(line)
+        self.watched.append(state_of(self.home / "server"))
 
     def _look(self, name, request, reply):
         if name == "site_0":
@@ -143,6 +149,19 @@ def test_models_and_history_have_the_budget(honest):
     assert len(own.history) == 2
     assert not torch.allclose(own.prediction.client_weights, shared.prediction.weights)
     assert torch.equal(own.prediction.gaussians.means, shared.prediction.gaussians.means)
+
+
+def test_the_live_page_of_the_server_has_clients_bytes_and_the_budget(honest):
+    live = [one for one in honest.watched if one["status"] == "training"]
+    assert [len(one["history"]) for one in live][-1] == BUDGET.rounds
+    assert (live[0]["method"], live[0]["federated"]) == ("FedGMM", True)
+    for state in live:
+        last = state["history"][-1]
+        assert last["answered"] == SITES
+        assert 0 < last["epsilon"] <= 50.0 * (1 + 1e-9)
+        assert [one["name"] for one in state["clients"]] == [f"site_{k}" for k in range(SITES)]
+        assert all(one["bytes"] > 0 and not one["problem"] for one in state["clients"])
+        assert state["bytes"] == sum(one["bytes"] for one in state["clients"])
 
 
 @pytest.mark.slow

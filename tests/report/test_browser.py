@@ -540,6 +540,12 @@ def test_the_live_page_follows_a_run(browser, watched, width):
             key,
         )
         assert len(points.split()) == 3, key
+        # equal numbers make a level line, and their caption does not give a range
+        level = len({point.split(",")[1] for point in points.split()}) == 1
+        caption = browser.run(
+            "return document.querySelector('#' + arguments[0] + ' .ends').textContent", key
+        )
+        assert level == ("always" in caption) == (key in ("answered", "bytes")), key
     assert hostile in browser.run(text, "clients")
     assert browser.run("return document.documentElement.scrollWidth") <= width
     write_json(folder.metrics, {"headline": "Accuracy 80.0 %.", "rounds": 3})

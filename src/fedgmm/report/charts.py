@@ -150,7 +150,7 @@ def accuracies(contents: ReportContents) -> Any:
     height = 120 + len(order) * max(28, 14 * methods) if few else 640
     figure = go.Figure(layout=_layout(height, showlegend=methods > 1))
     # marks of one client stand below each other, so that equal values do not hide each other
-    offsets = np.linspace(0.33, -0.33, methods) if few and methods > 1 else np.zeros(methods)
+    offsets = np.linspace(0.28, -0.28, methods) if few and methods > 1 else np.zeros(methods)
     interval = contents.clients.interval
     ends = np.full((len(order), 2), np.nan) if interval is None else interval[order]
     reach = [
@@ -192,7 +192,11 @@ def accuracies(contents: ReportContents) -> Any:
     figure.update_xaxes(title_text=title, tickformat="~%", zeroline=False)
     figure.update_yaxes(zeroline=False, automargin=True, range=[-0.7, len(order) - 0.3])
     if few:
-        figure.update_yaxes(tickvals=np.arange(len(order)), ticktext=names)
+        # lines between the clients, not through them, show which marks belong together
+        between = {"tickvals": np.arange(len(order) + 1) - 0.5, "showgrid": True}
+        figure.update_yaxes(
+            tickvals=np.arange(len(order)), ticktext=names, showgrid=False, minor=between
+        )
     else:
         title = f"clients, sorted by {safe_text(contents.method)}"
         figure.update_yaxes(title_text=title, showticklabels=False, showgrid=False)
@@ -469,7 +473,7 @@ def adaptation(records: Sequence[AdaptationRecord], numbers: bool = False) -> An
     with_accuracy = [one for one in records if one.accuracy]
     with_steps = [one for one in records if one.log_likelihoods]
     titles = [f"{measure.capitalize()} by the number of its rows"] * bool(with_accuracy)
-    titles += ["Log-likelihood by EM iteration of its weights"] * bool(with_steps)
+    titles += ["Log-likelihood by EM iteration"] * bool(with_steps)
     figure = _panels(
         [1.0] * max(len(titles), 1),
         120 + 220 * max(len(titles), 1),

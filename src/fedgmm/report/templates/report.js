@@ -30,6 +30,7 @@
     };
     for (const axis of Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key))) {
       changes[axis + ".gridcolor"] = of("--line");
+      if (layout[axis].minor) changes[axis + ".minor.gridcolor"] = of("--line");
       changes[axis + ".zerolinecolor"] = of("--line");
       changes[axis + ".linecolor"] = of("--line");
     }

@@ -12,9 +12,10 @@
     return number(bytes / 1000 ** power, power ? 1 : 0) + " " + units[power];
   };
   const shown = {
-    log_likelihood: decimal, validation_accuracy: percent, answered: number, bytes: size, epsilon: decimal,
-    seconds: (value) => number(value, 1),
+    log_likelihood: decimal, validation_accuracy: percent, answered: number, bytes: size,
+    epsilon: (value) => number(value, 3), seconds: (value) => number(value, 1),
   };
+  const from_zero = ["answered", "bytes", "epsilon"];
   const titles = {
     log_likelihood: "log-likelihood", validation_accuracy: "accuracy", answered: "clients", bytes: "bytes",
     epsilon: "ε", seconds: "seconds",
@@ -63,7 +64,8 @@
     panel.hidden = !points.length || (key === "bytes" && !points.some((one) => one.bytes));
     if (panel.hidden) return;
     const values = points.map((one) => one[key]);
-    const low = Math.min(...values), high = Math.max(...values);
+    const least = Math.min(...values), high = Math.max(...values);
+    const low = from_zero.includes(key) ? 0 : least;  // otherwise a few bytes more would look like a jump
     const first = points[0].round, last = points[points.length - 1].round;
     const x = (one) => last > first ? 600 * (one.round - first) / (last - first) : 300;
     const y = (one) => high > low ? 170 - 160 * (one[key] - low) / (high - low) : 90;
@@ -71,7 +73,8 @@
     const place = (one) => points.length > 1 ? x(one) : (one.round < first ? 280 : 320);
     panel.querySelector("polyline").setAttribute(
       "points", drawn.map((one) => place(one).toFixed(1) + "," + y(one).toFixed(1)).join(" "));
-    const text = `from ${shown[key](low)} to ${shown[key](high)}, now ${shown[key](values[values.length - 1])}`;
+    const write = shown[key], now = write(values[values.length - 1]);
+    const text = write(least) === write(high) ? `always ${now}` : `${write(least)} to ${write(high)}, now ${now}`;
     panel.querySelector("svg").setAttribute("aria-label", panel.querySelector("h2").textContent + ": " + text);
     fill(panel.querySelector(".ends"), "span", [`round ${first}`, text, `round ${last}`]);
   }
@@ -92,7 +95,7 @@
     by("progress").value = state.status === "finished" ? state.rounds || 1 : last.round || 0;
     const tiles = [
       ["Round", number(last.round || 0), state.rounds ? "of at most " + state.rounds : ""],
-      ["Method", state.method || "–", state.federated ? "federation" : "one machine"],
+      ["Method", state.method || "–", state.method ? (state.federated ? "federation" : "one machine") : ""],
       ["Log-likelihood", number(last.log_likelihood, 3), "of training rows"],
       ["Time", last.seconds == null ? "–" : number(last.seconds, 1) + " s", "of all rounds"],
     ];
