@@ -12,8 +12,7 @@ from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site import Site, SiteError, separable
 from fedgmm.methods.base import Prediction
-from fedgmm.nets.networks import Dense
-from fedgmm.nets.networks import network
+from fedgmm.nets.networks import Dense, network
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
 from fedgmm.privacy.private_em import Rows
 from fedgmm.privacy.private_networks import private_method
