@@ -46,12 +46,7 @@ from fedgmm.federation.messages import (
     one_line,
 )
 from fedgmm.federation.network.keys import signer, verifiers
-from fedgmm.federation.policy import (
-    TRAINING_REQUESTS,
-    LimitError,
-    Limits,
-    Policy,
-)
+from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Policy
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.site_table import SiteTable, public_reason
@@ -138,8 +133,7 @@ class Site:
         self._folder.check()
         self._plan_shown = False
         self._described: tuple[Message, Job] | None = None  # the last request, parsed
-        limits = Limits(settings.max_rounds, settings.max_epsilon, settings.max_delta)
-        self._policy = Policy(settings.out, limits, settings.key)
+        self._policy = Policy(settings)
         if settings.forget:
             self._policy.forget()
         self._row_weights = RowWeights(settings.out / "row_weights.key", settings.blur)
@@ -596,11 +590,10 @@ class Site:
                     weights = self._row_weights.draw(digest, count).numpy()
                 if job.options.algorithm != DENSITY:
                     labels = dataset.labels_of(dataset.validation)
-                    given = model.log_conditional(x, labels, self.name)
-                    values["log_loss"] = float(model.evaluate("validation").log_loss[0])
-                    if self._row_weights.spread:
-                        values["log_loss"] = -float((weights * given).mean().clip(max=0.0))
-                    values["labels"] = float((weights * given).sum())
+                    found = (weights * model.log_conditional(x, labels, self.name)).sum()
+                    if dataset.target is None:  # a probability is one at most, up to rounding
+                        found = min(found, 0.0)
+                    values |= {"labels": float(found), "log_loss": -float(found) / count}
                 if method.mixture is not None:
                     values["inputs"] = float((weights * model.score_samples(x, self.name)).sum())
         if any(map(math.isnan, values.values())):
