@@ -32,8 +32,8 @@ from fedgmm.federation.wire import WireError
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
+    from fedgmm.federation.folders import StartRecord
     from fedgmm.federation.masking import ServerMasks
-    from fedgmm.federation.server_folder import StartRecord
 
 Notify = Callable[[str], None]
 

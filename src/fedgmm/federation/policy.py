@@ -6,7 +6,7 @@ is read and split, the options, the number of rounds, the preprocessing. It then
 to one request per round, in order. A request may be repeated, because messages get lost, but only
 unchanged, so that the reply is the same. Only the owner can make the site forget the plan.
 
-The privacy of a run is part of the plan. The owner's limits (``max_rounds``, ``max_epsilon``, ``max_delta``)
+The privacy of a run is part of the plan. The owner's limits (rounds, ``ε`` and ``δ``)
 are stronger than any request. Those of privacy are for all runs together: a ledger on the site's disk
 counts every noisy release before it leaves.
 

@@ -31,11 +31,11 @@ from fedgmm.core.pca import PCA, FeatureMoments, fit_pca
 from fedgmm.core.randomness import client_keys
 from fedgmm.core.sums import Sum, Sums, SumsError, check_sums, row_counts
 from fedgmm.data.dataset import LabelledRows
+from fedgmm.federation.folders import ServerFolder, numbers_of
 from fedgmm.federation.job import SCORE, Job
 from fedgmm.federation.masking import MaskedExchange, check_total, read_total
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
 from fedgmm.federation.messages import PROTOCOL, Message
-from fedgmm.federation.server_folder import ServerFolder, numbers_of
 from fedgmm.federation.settings import FederationError
 from fedgmm.federation.wire import (
     Arrays,

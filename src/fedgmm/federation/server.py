@@ -3,7 +3,7 @@
 A run waits for the sites, agrees on columns, starts, runs the rounds, and hands out the model. It writes
 a checkpoint after every round. A server that is started again continues with the next round, and ends
 as if it had not stopped. Before the first checkpoint it repeats the requests of the earlier attempt from
-its record (:class:`fedgmm.federation.server_folder.StartRecord`), because sites refuse any others.
+its record (:class:`fedgmm.federation.folders.StartRecord`), because sites refuse any others.
 
 ==============  ================================================================================
 request         reply, beside the site's name and, after ``hello``, its number of training rows
@@ -59,6 +59,12 @@ from fedgmm.data.tables.agreement import DisagreementError, agree, agree_on_kind
 from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.data.tables.summaries import ClientSummary
 from fedgmm.federation.declared import DeclaredColumns, declared_preprocessing
+from fedgmm.federation.folders import (
+    ServerFolder,
+    check_home,
+    checked_metrics,
+    numbers_of,
+)
 from fedgmm.federation.job import (
     Job,
     check_additive,
@@ -72,12 +78,6 @@ from fedgmm.federation.members import Member, Members, Notify
 from fedgmm.federation.messages import PROTOCOL, Failure, Message, Transport
 from fedgmm.federation.private import PrivateTraining
 from fedgmm.federation.remote import RemoteTraining
-from fedgmm.federation.server_folder import (
-    ServerFolder,
-    check_home,
-    checked_metrics,
-    numbers_of,
-)
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries import SummaryError, summary_from_record, table_record
 from fedgmm.methods.base import DivergedError

@@ -33,6 +33,7 @@ from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
 from fedgmm.federation.declared import DeclaredColumns, bounds_of_columns
+from fedgmm.federation.folders import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks, noise_share
 from fedgmm.federation.messages import (
@@ -48,7 +49,6 @@ from fedgmm.federation.messages import (
 from fedgmm.federation.network.keys import signer, verifiers
 from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Policy
 from fedgmm.federation.settings import SiteSettings
-from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.site_table import SiteTable, public_reason
 from fedgmm.federation.summaries import SummaryError, summary_record, table_from_record
 from fedgmm.federation.wire import (
