@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -257,20 +256,23 @@ class StartRecord:
         self._known = {}
         self._path.unlink(missing_ok=True)
 
-    def arrays(self, run: str, what: str) -> dict[str, NDArray[np.float64]] | None:
-        """Return the arrays of a step of the start."""
-        found = self.get("steps", run, what)
-        if found is None:
-            return None
-        return {
-            name: np.array(values, dtype=np.float64).reshape(shape)
-            for name, (shape, values) in found.items()
-        }
+    def recalled(self, run: str, what: str, compute: Callable[[], Arrays]) -> Arrays:
+        """Return float64 arrays of a step of the start, kept by an earlier attempt or computed now."""
+        known = self.get("steps", run, what)
+        if known is not None:
+            return {
+                name: np.array(values, dtype=np.float64).reshape(shape)
+                for name, (shape, values) in known.items()
+            }
+        found = compute()
+        record = {name: (one.shape, one.ravel().tolist()) for name, one in found.items()}
+        self.keep("steps", run, what, value=record)  # JSON keeps every bit of float64
+        return found
 
-    def keep_arrays(self, run: str, what: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
-        """Write the arrays of a step of the start; JSON keeps every bit of float64."""
-        record = {name: (one.shape, one.ravel().tolist()) for name, one in arrays.items()}
-        self.keep("steps", run, what, value=record)
+    def end_start(self, run: str) -> None:
+        """Delete what only the start of a run needs."""
+        for what in ("names", "steps"):
+            self.keep(what, run, value=None)
 
 
 class ServerFolder(_Folder):

@@ -137,11 +137,7 @@ class RemoteTraining:
 
     def recalled(self, what: str, compute: Callable[[], Arrays]) -> Arrays:
         """Return float64 arrays of the start that an earlier attempt left, or compute and keep them."""
-        found = self.members.record.arrays(self.members.run, what)
-        if found is None:
-            found = compute()
-            self.members.record.keep_arrays(self.members.run, what, found)
-        return found
+        return self.members.record.recalled(self.members.run, what, compute)
 
     def starting_names(self) -> tuple[str, ...]:
         """Return the members that the start asks; after a restart, those of the first attempt."""
@@ -508,8 +504,7 @@ class RemoteTraining:
             options={"federation": federation},
         )
         self.folder.save(plain, progress.history)
-        for what in ("names", "steps"):  # the start is over
-            self.members.record.keep(what, self.members.run, value=None)
+        self.members.record.end_start(self.members.run)
 
     def load(self) -> Progress | None:
         """Return the progress in the server's folder, if there is any."""

@@ -612,6 +612,5 @@ def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
         members.run = run
     score = -math.inf if sums is None else sums[evidence] / sums["rows"]
     record.keep("trials", trial, value=score)
-    for what in ("names", "steps"):
-        record.keep(what, trial, value=None)
+    record.end_start(trial)
     return score
