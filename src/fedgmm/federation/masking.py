@@ -20,13 +20,15 @@ from numpy.typing import NDArray
 
 from fedgmm.core.sums import Declaration, Sums, SumsError, check_sums, withhold
 from fedgmm.federation.members import Exchange, Member, Members
-from fedgmm.federation.messages import PROTOCOL, Failure, Message, MessageError
+from fedgmm.federation.messages import Failure, Message, MessageError
+from fedgmm.federation.network.keys import signer, verifiers
 from fedgmm.federation.policy import Policy
+from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.wire import Arrays, WireError, unpack
 from fedgmm.files import write_atomically
 from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed
 from fedgmm.privacy.mask_server import Aggregation
-from fedgmm.privacy.masks import REGISTERED_SIGNATURE, MaskedSite, Roster, Sign, Verify, commit
+from fedgmm.privacy.masks import REGISTERED_SIGNATURE, MaskedSite, Roster, commit
 from fedgmm.privacy.noise import share_of
 from fedgmm.privacy.site_sets import (
     FEWEST_SITES,
@@ -54,28 +56,26 @@ class SiteMasks:
     """The half of a site.
 
     Args:
+        settings: its key, the keys of the other sites, and the fewest sites in a sum.
         policy: the privacy of the plan, and the sums that the site has helped to open.
         keep: called with the purpose, the secret and the vector of every commitment.
-        sign, peers, min_sites: see :class:`MaskedSite`.
     """
 
     def __init__(
         self,
         name: str,
+        settings: SiteSettings,
         policy: Policy,
         keep: Callable[[str, bytes, Elements], None],
-        *,
-        sign: Sign | None,
-        peers: Mapping[str, Verify] | None,
-        min_sites: int,
     ) -> None:
-        self._name, self._sign, self._peers, self._min_sites = name, sign, peers, min_sites
-        self._policy, self._keep = policy, keep
+        self._name, self._policy, self._keep = name, policy, keep
+        self._sign = None if settings.key is None else signer(settings.key)
+        self._peers = None if settings.peers is None else verifiers(settings.peers)
+        self._min_sites = settings.min_sites or FEWEST_SITES
         self._runs: dict[str, MaskedSite] = {}
 
     def _of(self, request: Message) -> MaskedSite:
         run = str(request.facts.get("run"))
-        released = self._policy.released(run)
         if run not in self._runs:
             self._runs[run] = MaskedSite(
                 self._name,
@@ -87,7 +87,7 @@ class SiteMasks:
             )
             for old in list(self._runs)[:-_MOST_RUNS]:
                 del self._runs[old]
-        self._runs[run].released = released
+        self._runs[run].released = self._policy.released(run)
         return self._runs[run]
 
     def reply(self, request: Message) -> Arrays:
@@ -335,7 +335,7 @@ class ServerMasks:
 
     def _facts(self, number: int, later: int | None = None, **facts: Any) -> dict[str, Any]:
         mask = {"number": number, **({} if later is None else {"next": later})}
-        return {"protocol": PROTOCOL, "run": self.members.run, "mask": mask, **facts}
+        return self.members.facts(mask=mask, **facts)
 
     def unmask(
         self, now: Aggregation, later: int, adverts: Mapping[int, NDArray[np.uint8]]

@@ -213,12 +213,12 @@ class Members:
                 found[node] = self.hello(agree)
             else:
                 stranger.informed = True
-                found[node] = Message("refused", {}, self._facts(reason=stranger.reason))
+                found[node] = Message("refused", {}, self.facts(reason=stranger.reason))
         return found
 
     def hello(self, agree: bool, as_categories: Iterable[str] = ()) -> Message:
         """Return a request for the name and, while the federation agrees, the table's summary."""
-        facts = self._facts(agree=agree)
+        facts = self.facts(agree=agree)
         if agree or self.settings.privacy_facts():
             facts["plan"] = self.settings.plan()
         if agree:
@@ -235,7 +235,8 @@ class Members:
         masked = self.settings.is_masked
         return [n for n, m in sorted(self.members.items()) if masked or m.summary is not None]
 
-    def _facts(self, **facts: Any) -> dict[str, Any]:
+    def facts(self, **facts: Any) -> dict[str, Any]:
+        """Return facts of a request, with those that every request has."""
         return {"protocol": PROTOCOL, "run": self.run, **facts}
 
     def ask(
@@ -386,7 +387,7 @@ class Members:
 
     def dismiss(self, reason: str) -> None:
         """Inform all connected sites that there will be no training, and why."""
-        facts = self._facts(reason=reason, ticket=secrets.token_hex(16))
+        facts = self.facts(reason=reason, ticket=secrets.token_hex(16))
         requests = {node: Message("refused", {}, facts) for node in self.transport.nodes()}
         for _ in self.transport.ask(requests, min(_FAREWELL, self.settings.round_timeout)):
             pass

@@ -35,7 +35,7 @@ from fedgmm.federation.folders import ServerFolder, numbers_of
 from fedgmm.federation.job import SCORE, Job
 from fedgmm.federation.masking import MaskedExchange, check_total, read_total
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
-from fedgmm.federation.messages import PROTOCOL, Message
+from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import FederationError
 from fedgmm.federation.wire import (
     Arrays,
@@ -476,7 +476,7 @@ class RemoteTraining:
 
     def message(self, kind: str, arrays: Arrays, facts: Mapping[str, Any]) -> Message:
         """Return a request with the facts that every request has."""
-        common = {"protocol": PROTOCOL, "run": self.members.run, **self.job.facts}
+        common = self.members.facts(**self.job.facts)
         common |= self.members.settings.privacy_facts()
         if self.job.projection_digest is not None:
             common["projection"] = self.job.projection_digest

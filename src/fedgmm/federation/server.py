@@ -75,7 +75,7 @@ from fedgmm.federation.job import (
 )
 from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
 from fedgmm.federation.members import Member, Members, Notify
-from fedgmm.federation.messages import PROTOCOL, Failure, Message, Transport
+from fedgmm.federation.messages import Failure, Message, Transport
 from fedgmm.federation.private import PrivateTraining
 from fedgmm.federation.remote import RemoteTraining
 from fedgmm.federation.settings import FederationError, FederationSettings
@@ -485,9 +485,8 @@ def _agree_masked(members: Members) -> dict[str, Any]:
     settings, table = members.settings, members.settings.config.table
     declared = DeclaredColumns.of(settings.privacy, table)
     declaration = declared.declare_sums()
-    record = table_record(table)
-    facts = {"table": record, "min_rows": settings.min_rows, **settings.privacy_facts()}
-    request = Message("moments", {}, {"protocol": PROTOCOL, "run": members.run, **facts})
+    facts = {"table": table_record(table), "min_rows": settings.min_rows}
+    request = Message("moments", {}, members.facts(**facts, **settings.privacy_facts()))
     exchange = MaskedExchange(members, "columns", lambda _: request)
     failed = exchange.run()
     if failed is not None:

@@ -46,7 +46,6 @@ from fedgmm.federation.messages import (
     digest_of,
     one_line,
 )
-from fedgmm.federation.network.keys import signer, verifiers
 from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Policy
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site_table import SiteTable, public_reason
@@ -73,7 +72,6 @@ from fedgmm.privacy.ledger import LedgerError
 from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
 from fedgmm.privacy.private_method import ROUND, PrivateMixture
 from fedgmm.privacy.settings import Privacy, PrivacyError
-from fedgmm.privacy.site_sets import FEWEST_SITES
 from fedgmm.runs.fitting import NOT_COVERED
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
@@ -138,14 +136,7 @@ class Site:
             self._policy.forget()
         self._row_weights = RowWeights(settings.out / "row_weights.key", settings.blur)
         self._policy.ledger.entries()  # raises if it is damaged or an older copy
-        self._masks = SiteMasks(
-            self.name,
-            self._policy,
-            self._folder.keep_commitment,
-            sign=None if settings.key is None else signer(settings.key),
-            peers=None if settings.peers is None else verifiers(settings.peers),
-            min_sites=settings.min_sites or FEWEST_SITES,
-        )
+        self._masks = SiteMasks(self.name, settings, self._policy, self._folder.keep_commitment)
 
     def reply(self, request: Message) -> Message:
         """Reply to one request, and record what leaves; called for one request at a time.
