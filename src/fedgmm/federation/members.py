@@ -196,19 +196,18 @@ class Members:
 
     def greetings_due(self) -> bool:
         """Return whether a node waits to be greeted, or for the reason of its refusal."""
+        return bool(self._due())
+
+    def _due(self) -> list[str]:
         known = {member.node for member in self.members.values()}
-        return any(self._strangers.get(n, _Stranger()).due for n in self._here() - known)
+        unknown = sorted(self._here() - known)
+        return [node for node in unknown if self._strangers.setdefault(node, _Stranger()).due]
 
     def greetings(self, agree: bool) -> dict[str, Message]:
         """Return requests to unknown nodes for their names; while all ``agree``, for summaries, too."""
-        known = {member.node for member in self.members.values()}
         found: dict[str, Message] = {}
-        for node in self.transport.nodes():
-            if node in known:
-                continue
-            stranger = self._strangers.setdefault(node, _Stranger())
-            if not stranger.due:
-                continue
+        for node in self._due():
+            stranger = self._strangers[node]
             if not stranger.name:
                 found[node] = self.hello(agree)
             else:

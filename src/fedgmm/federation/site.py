@@ -546,17 +546,12 @@ class Site:
         return shared, personal
 
     def _validation(self, job: Job, prediction: Any) -> dict[str, float]:
-        """Return metrics of the received model on the site's validation rows."""
+        """Return how many of the site's validation rows the received model gets right."""
         dataset, _ = self.table.load(job.table, job.preprocessing)
         if not len(dataset.validation) or dataset.target is not None:  # numbers have no accuracy
-            return {"rows": 0, "right": 0.0, "log_loss": 0.0}
+            return {"rows": 0, "right": 0.0}
         found = self._model(job, dataset, prediction).evaluate("validation")
-        rows = int(found.rows[0])
-        return {
-            "rows": rows,
-            "right": float(found.accuracy[0]) * rows,
-            "log_loss": float(found.log_loss[0]),
-        }
+        return {"rows": int(found.rows[0]), "right": float(found.accuracy[0] * found.rows[0])}
 
     def _score(self, request: Message) -> Content:
         """Return sums of log-likelihoods of the validation rows under the received model."""
@@ -621,11 +616,9 @@ class Site:
             return {}, {}
         facts: dict[str, Any] = {"rows": len(rows)}
         if self.settings.share_metrics and dataset.target is None:
-            metrics = self._folder.metrics()
-            own = metrics["clients"].get(self.name, {})
+            own = self._folder.metrics()["clients"].get(self.name, {})
             own = {name: own[name] for name in ("rows", *SHARED_METRICS) if name in own}
-            splits = {n: metrics[n] for n in ("train", "validation", "test") if n in metrics}
-            facts["metrics"] = {"clients": own, **splits}
+            facts["metrics"] = {"clients": own}
         return {}, facts
 
     def _adapt(self, request: Message) -> Content:
