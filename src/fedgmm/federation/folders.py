@@ -62,6 +62,11 @@ _LEFTOVERS = {".lock", "config.toml.part"}
 _START = "federation-start.json"
 
 
+def _training_of(job: Job) -> dict[str, Any]:
+    """Return the options for ``config.toml``."""
+    return {k: v for k, v in job.options.record().items() if k != "standardise"}
+
+
 class _Folder:
     """The run folder of a server or a site."""
 
@@ -78,9 +83,7 @@ class _Folder:
         self, config: RunConfig, job: Job, facts: Mapping[str, Any], more: str = ""
     ) -> None:
         """Write ``config.toml`` with ``more`` sections, facts about the machine, and the preprocessing."""
-        training = {k: v for k, v in job.options.record().items() if k != "standardise"}
-        text = replace(config, training=training).toml() + more
-        write_atomically(self.run.config, text.encode())
+        write_atomically(self.run.config, (config.toml() + more).encode())
         write_json(self.run.environment, {**environment(), **facts})
         write_json(self.run.preprocessing, job.preprocessing.record())
 
@@ -187,7 +190,7 @@ class SiteFolder(_Folder):
         self._states.mkdir(parents=True, exist_ok=True)  # marks the folder as a site's
         client = None if client_name(path) == name else name
         table = replace(job.table, client=client)
-        config = RunConfig((str(path.resolve()),), table, {}, embedding=embedding)
+        config = RunConfig((str(path.resolve()),), table, _training_of(job), embedding=embedding)
         self._write_setup(config, job, {"files": fingerprints([path.resolve()])})
 
     def write_model(self, model: FederatedModel, tables: Tables, notes: list[str]) -> None:
@@ -290,7 +293,7 @@ class ServerFolder(_Folder):
 
         self.clear()
         own = "\n" + tomli_w.dumps({"federation": settings.record()})
-        self._write_setup(settings.config, job, {}, own)
+        self._write_setup(replace(settings.config, training=_training_of(job)), job, {}, own)
         if job.projection is not None:
             self.keep_projection(job.projection_arrays)
 
