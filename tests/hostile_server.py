@@ -6,7 +6,9 @@ import contextlib
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from fedgmm.core.disclosure import cap_shares, common_entries
 from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site import Site, SiteError
@@ -16,9 +18,9 @@ ROWS, COLUMNS = 300, 3
 SHARP = (1e-6, 1.01e-4)  # variances: as small as the server likes, and as small as sites allow
 
 
-def write_table(path: Path) -> Path:
+def write_table(path: Path, seed: int = 7) -> Path:
     """One site's table: three numbers and a label."""
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(seed)
     x = rng.normal(size=(ROWS, COLUMNS)) * [1.0, 2.0, 0.5]
     y = np.where(x[:, 0] + rng.normal(size=ROWS) > 0, "ill", "well")
     lines = ["age,dose,level,state"]
@@ -27,6 +29,31 @@ def write_table(path: Path) -> Path:
     ]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def honest_requests(tables: list[Path], home: Path, **options: object) -> dict[str, Message]:
+    """The requests of an honest run of a thousand rounds, until its first round."""
+    found: dict[str, Message] = {}
+
+    def look(name, request, reply):
+        found.setdefault(request.kind, request)
+        if request.kind == "round":
+            raise Killed
+        return reply
+
+    sites = InMemorySites(tables, home)
+    sites.tamper = look
+    with contextlib.suppress(Killed):
+        federate(tables, home, sites=sites, dtype="float64", rounds=1000, **options)
+    return found
+
+
+def rows_of(site: Site, request: Message, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs of a site's rows as it standardises them, and the codes of their labels."""
+    job = site._job(request)
+    dataset, _ = site.table.load(job.table, job.preprocessing)
+    part = getattr(dataset, split)
+    return part.inputs.numpy().astype(np.float64), part.labels.numpy()
 
 
 class HostileServer:
@@ -51,27 +78,11 @@ class HostileServer:
         self.rows = self._rows()
 
     def _honest(self) -> dict[str, Message]:
-        """The requests of an honest run of a thousand rounds, until its first round."""
-        found: dict[str, Message] = {}
-
-        def look(name, request, reply):
-            found.setdefault(request.kind, request)
-            if request.kind == "round":
-                raise Killed
-            return reply
-
-        sites = InMemorySites([self.table], self.home / "honest")
-        sites.tamper = look
-        options = {"components": 2, "learners": 1, "covariance_type": "full", "rounds": 1000}
-        with contextlib.suppress(Killed):
-            federate([self.table], self.home / "honest", sites=sites, dtype="float64", **options)
-        return found
+        options = {"components": 2, "learners": 1, "covariance_type": "full"}
+        return honest_requests([self.table], self.home / "honest", **options)
 
     def _rows(self) -> np.ndarray:
-        site = self._site()
-        job = site._job(self.honest["round"])
-        dataset, _ = site.table.load(job.table, job.preprocessing)
-        return dataset.train.inputs.numpy().astype(np.float64)
+        return rows_of(self._site(), self.honest["round"], "train")[0]
 
     def _site(self) -> Site:
         self.attacks += 1
@@ -230,3 +241,115 @@ class HostileServer:
         self.average_two(requests // 10)
         self.small_starts(requests // 20)
         self.nearest_means(requests - self.asked - 1)
+
+
+class LinearLabels:
+    """Labels ``y`` in zero and one that several noisy sums ``A y`` tell, in the mean and with its error."""
+
+    def __init__(self, rows: int) -> None:
+        # before anything is known, a label is a half, and its variance is a quarter
+        self.information, self.known = 4.0 * np.eye(rows), np.zeros(rows)
+
+    def add(self, matrix: np.ndarray, values: np.ndarray, noise: np.ndarray) -> None:
+        """Note ``values = A (y - 1/2) + e`` with the covariance ``noise`` of ``e``."""
+        scaled = np.linalg.solve(noise, matrix).T
+        self.information += scaled @ matrix
+        self.known += scaled @ values
+
+    def right(self, labels: np.ndarray) -> float:
+        """The share of labels that are guessed."""
+        return float(((np.linalg.solve(self.information, self.known) > 0) == labels).mean())
+
+    def certain(self) -> int:
+        """Number of labels that are three deviations away from undecided."""
+        guesses = np.linalg.solve(self.information, self.known)
+        return int((np.abs(guesses) > 3 * np.sqrt(np.diag(np.linalg.inv(self.information)))).sum())
+
+
+class LabelThief:
+    """A hostile server that asks for labels: each Gaussian has its rows, and its learner counts them.
+
+    Where a learner is zero, its gradient is the sum of ``(1/2 - y) x`` over the rows of its Gaussian. The
+    server places the Gaussians elsewhere in each round. Of several sites it sees the sum, as with masks.
+    """
+
+    def __init__(self, home: Path, sites: int = 1, groups: int = 3, **settings: object) -> None:
+        tables = [write_table(home / f"site_{k}.csv", 7 + k) for k in range(sites)]
+        options = {"components": groups, "learners": groups, "covariance_type": "diag"}
+        self.groups = groups
+        self.request = honest_requests(tables, home / "honest", **options)["round"]
+        self.min_rows, self.blur = settings.get("min_rows", 5), settings.get("blur", 0.1)
+        self.sites = [
+            Site(SiteSettings((table,), home / f"asked-{table.stem}", **settings))
+            for table in tables
+        ]
+        self.inputs, self.labels = rows_of(self.sites[0], self.request, "train")
+        self.others = rows_of(self.sites[0], self.request, "test")
+        self.random = np.random.default_rng(0)
+        self.asked = 0
+
+    def ask(self, means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ask about a placement of the Gaussians; return ``Σ (y - 1/2) (x, 1)`` and the rows of each."""
+        shape, size = (self.groups, 2), COLUMNS
+        arrays = {
+            "means": means,
+            "covariances": np.full(means.shape, SHARP[1]),
+            "weights": np.eye(self.groups).reshape(-1) / self.groups,
+            "learners/0.weight": np.zeros((*shape, size)),
+            "learners/0.bias": np.zeros(shape),
+        }
+        self.asked += 1
+        facts = {**self.request.facts, "round": self.asked, "since": 0}
+        arrays = {**self.request.arrays, **arrays}
+        replies = [one.reply(Message("round", arrays, facts)).arrays for one in self.sites]
+        gradient = sum(one["learners/gradient"] for one in replies)
+        return gradient.reshape(self.groups, -1) / np.sqrt(2), sum(
+            one["learners/weight"] for one in replies
+        )
+
+    def members(self, means: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """The weights of the first site's rows in each group, as the site computes them."""
+        distance = ((x[:, None] - means) ** 2).sum(-1)
+        while True:
+            nearest = distance.argmin(1)
+            counts = np.bincount(nearest, minlength=self.groups)
+            common = common_entries(torch.tensor(counts), max(1, self.min_rows)).numpy()
+            if (common == (counts > 0)).all():
+                break
+            distance[:, ~common] = np.inf
+        weights = torch.nn.functional.one_hot(torch.from_numpy(nearest), self.groups).double()
+        if self.min_rows:
+            parts = torch.full((*weights.shape, 3), 0.5, dtype=torch.float64)
+            weights = cap_shares(weights, parts, self.min_rows, torch.zeros(3))
+        return weights.numpy()
+
+    def with_inputs(self, rounds: int) -> LinearLabels:
+        """Learn the labels of the first site, whose inputs are known."""
+        found, x = LinearLabels(len(self.inputs)), np.c_[self.inputs, np.ones(len(self.inputs))]
+        for _ in range(rounds):
+            chosen = self.random.choice(len(x), self.groups, replace=False)
+            means = self.inputs[chosen] + 1e-6
+            gradient, _ = self.ask(means)
+            for own, values in zip(self.members(means, self.inputs).T, gradient, strict=True):
+                if own.any():
+                    a = (own[:, None] * x).T
+                    # random weights, and the unknown rows of the other sites
+                    spread = 0.25 * (self.blur**2 + len(self.sites) - 1)
+                    found.add(a, values, spread * a @ a.T + 1e-6 * np.eye(len(a)))
+        return found
+
+    def without_inputs(self, rounds: int) -> tuple[float, float]:
+        """Map the labels over all inputs; return how many it gets right, of trained and of other rows."""
+        guesses = [np.zeros(len(self.labels)), np.zeros(len(self.others[1]))]
+        for _ in range(rounds):
+            means = self.random.normal(size=(self.groups, COLUMNS))
+            gradient, rows = self.ask(means)
+            with np.errstate(all="ignore"):
+                rates = np.where(rows > 0, gradient[:, -1] / rows, 0.0)
+            for guess, x in zip(guesses, (self.inputs, self.others[0]), strict=True):
+                distance = ((x[:, None] - means) ** 2).sum(-1)
+                distance[:, rows <= 0] = np.inf
+                guess += rates[distance.argmin(1)]
+        pairs = zip(guesses, (self.labels, self.others[1]), strict=True)
+        right = [float(((guess > 0) == labels).mean()) for guess, labels in pairs]
+        return right[0], right[1]

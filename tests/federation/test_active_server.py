@@ -1,17 +1,25 @@
-"""A server that chooses every model learns no row of an unmodified site."""
+"""A server that chooses every model learns no row of an unmodified site, and no label of an unknown row."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import LogisticRegression
 
 from fedgmm.core.gaussians import gaussians
 from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.site import Site, SiteError, separable
 from fedgmm.methods.base import Prediction
-from fedgmm.nets.networks import Dense
+from fedgmm.nets.networks import Dense, network
 from fedgmm.privacy.disclosure import ImplausibleModelError, RowWeights, check_model
-from hostile_server import HostileServer
+from fedgmm.privacy.private_em import Rows
+from fedgmm.privacy.private_networks import private_method
+from fedgmm.privacy.settings import Privacy
+from fedgmm.training.build import build
+from fedgmm.training.options import TrainingOptions
+from hostile_server import HostileServer, LabelThief, LinearLabels
 from in_memory_sites import InMemorySites, federate
 
 pytestmark = pytest.mark.usefixtures("blank_reports", "quick_looks")
@@ -50,6 +58,67 @@ def test_the_attacks_find_nothing_by_default(hostile):
     hostile.small_starts(3)
     hostile.nearest_means(3)
     assert hostile.recovered(1e-2) == 0
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_give_no_label_of_unknown_rows_away(tmp_path):
+    """The replies say how labels depend on inputs, and no more about the rows than about others."""
+    thief = LabelThief(tmp_path, groups=24)
+    right, of_others = thief.without_inputs(1000)
+    assert thief.asked == 1000
+    assert right < max(of_others, honest_share(thief)) + 0.05
+
+
+def honest_share(thief):
+    """The share of labels that a model predicts, which is what honest training reveals."""
+    return LogisticRegression().fit(thief.inputs, thief.labels).score(thief.inputs, thief.labels)
+
+
+def test_labels_of_known_inputs_are_not_protected_without_noise(tmp_path):
+    """If this fails, the limit in docs/deployment.md has gone."""
+    thief = LabelThief(tmp_path)
+    found = thief.with_inputs(100)
+    assert found.right(thief.labels) > 0.95
+    assert found.certain() > 150
+
+
+def test_masks_hide_labels_of_known_inputs_from_a_hundred_requests(tmp_path):
+    """The rows of the other sites are unknown; many more requests average them away."""
+    thief = LabelThief(tmp_path, sites=3)
+    assert thief.with_inputs(100).right(thief.labels) < honest_share(thief) + 0.08
+
+
+@pytest.mark.parametrize(("epsilon", "learned"), [(1.0, False), (1e6, True)])
+def test_noise_hides_labels_of_known_inputs(epsilon, learned):
+    """Also from a server that knows all other rows, and places the Gaussians as it likes."""
+    rng, groups, rows = np.random.default_rng(0), 3, 30
+    inputs = torch.from_numpy(rng.uniform(-0.5, 0.5, size=(rows, 2)))
+    labels = (inputs[:, 0] + 0.3 * torch.from_numpy(rng.normal(size=rows)) > 0).long()
+    options = TrainingOptions(components=groups, learners=groups)
+    privacy = Privacy(epsilon, 1e-5, rounds=12, bounds=(-1.0, 1.0))
+    method = private_method(build(options, network("linear", (2,), 2)), privacy)
+    found = LinearLabels(rows)
+    covariances = torch.diag_embed(torch.full((groups, 2), 1e-4, dtype=torch.float64))
+    own = replace(method.blank(2), weights=torch.eye(groups).double().reshape(-1) / groups)
+    for name, mu in method.releases():
+        if name != "round":
+            continue
+        means = inputs[rng.choice(rows, groups, replace=False)]
+        own = replace(own, gaussians=gaussians(means, covariances, "full"))
+
+        def gradient(place, y, own=own, name=name):
+            some = Rows(inputs[place], y, torch.ones(len(y), dtype=torch.float64))
+            return method.contributions(name, own, some)["gradient"].reshape(-1).numpy()
+
+        ill, well = (
+            np.stack([gradient([k], torch.tensor([one])) for k in range(rows)], 1) for one in (1, 0)
+        )
+        sigma = method.layout(name, 2).sensitivity / mu
+        noisy = gradient(slice(None), labels) + sigma * rng.normal(size=len(ill))
+        noise = (sigma**2 + 1e-9) * np.eye(len(ill))
+        found.add(ill - well, noisy - (ill + well).sum(1) / 2, noise)
+    assert (found.certain() > rows / 2) == learned
+    assert (found.right(labels.numpy()) > 0.9) == learned
 
 
 def test_counts_are_zero_or_at_least_min_rows_and_nothing_can_be_subtracted(hostile):

@@ -65,6 +65,30 @@ def test_patience_scores_numbers(files, tmp_path):
     assert open_run(tmp_path / "sites" / "oslo").metrics["test"]["r2"] > 0.9
 
 
+def test_a_blurred_score_of_numbers_is_their_density(tmp_path):
+    """A density may be larger than one, and then its log-loss is negative."""
+    rng, replies = np.random.default_rng(0), []
+    age = rng.normal(size=60)
+    rows = [
+        {"age": f"{a:.6f}", "cost": f"{2 * a + 0.01 * e:.6f}"}
+        for a, e in zip(age, rng.normal(size=60), strict=True)
+    ]
+    path = write_csv(tmp_path / "oslo.csv", rows)
+
+    def look(name, request, reply):
+        if request.kind == "score":
+            replies.append(reply.arrays)
+        return reply
+
+    sites = InMemorySites([path], tmp_path, blur=0.1)
+    sites.tamper = look
+    options = {"components": 1, "learners": 1, "rounds": 3, "patience": 2}
+    federate([path], tmp_path, sites=sites, label="cost", table={"task": "regression"}, **options)
+    last = replies[-1]
+    assert last["log_loss"] < -1.0
+    assert last["log_loss"] == pytest.approx(-last["labels"] / last["rows"])
+
+
 def test_no_number_leaves_a_site():
     own = ColumnSummary("number", 0, 9, 5.0, 2.0)
     record = summary_record(ClientSummary(9, 1, {"x": own}, {"(none)": 9}, own))

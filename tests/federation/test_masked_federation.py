@@ -283,7 +283,7 @@ def test_a_server_that_lost_its_memory_opens_no_sum_without_one_site(six_files, 
     sites.before_ask = die
     with pytest.raises(Killed):  # before the first checkpoint
         masked(six_files, tmp_path, sites=sites, rounds=1)
-    policy = Policy(tmp_path / "sites" / "site_0")
+    policy = Policy(sites.settings["node-0"])
     five = [f"site_{u}" for u in range(5)]
     with pytest.raises(MaskError, match="changed by 1"):
         policy.released("another run").check("moments", five, 2)

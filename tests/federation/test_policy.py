@@ -10,7 +10,6 @@ from fedgmm.data.tables.errors import TableError
 from fedgmm.federation.messages import ERROR_CODES, Message, coded
 from fedgmm.federation.policy import (
     LimitError,
-    Limits,
     Policy,
     RefusedRequestError,
     read_record,
@@ -57,6 +56,10 @@ def site(files, tmp_path):
 
 def ask(site, request, arrays=None, **facts):
     return site.reply(Message(request.kind, arrays or request.arrays, {**request.facts, **facts}))
+
+
+def policy_of(home, **limits):
+    return Policy(SiteSettings((home / "oslo.csv",), home, **limits))
 
 
 def of_kind(requests, kind):
@@ -259,11 +262,11 @@ def test_nothing_leaves_without_a_record(site, honest):
 def test_a_damaged_agreement_is_reported(tmp_path):
     (tmp_path / "agreement.json").write_text("{")
     with pytest.raises(ValueError, match="--forget"):
-        Policy(tmp_path)
+        policy_of(tmp_path)
 
 
 def test_a_refusal_changes_nothing(tmp_path, honest):
-    policy = Policy(tmp_path)
+    policy = policy_of(tmp_path)
     policy.check(honest[0])
     before = (tmp_path / "agreement.json").read_bytes()
     bad = Message("hello", {}, {**honest[0].facts, "table": {"split": [0.9, 0, 0.1]}})
@@ -295,7 +298,7 @@ def release_in(honest):
 
 def agreed(home, honest, limits=None, **privacy):
     home.mkdir(exist_ok=True)
-    policy = Policy(home, limits)
+    policy = policy_of(home, **(limits or {}))
     policy.check(with_privacy(honest[0], **privacy))
     return policy
 
@@ -310,7 +313,7 @@ def test_a_site_with_a_limit_refuses_a_run_without_noise(files, tmp_path, honest
 
 @pytest.mark.parametrize(
     ("limits", "word"),
-    [(Limits(epsilon=1.5), "max-epsilon"), (Limits(epsilon=8, delta=1e-6), "max-delta")],
+    [({"max_epsilon": 1.5}, "max-epsilon"), ({"max_epsilon": 8, "max_delta": 1e-6}, "max-delta")],
 )
 def test_the_owners_limits_beat_the_server(tmp_path, honest, limits, word):
     with pytest.raises(LimitError, match=word):
@@ -319,16 +322,16 @@ def test_the_owners_limits_beat_the_server(tmp_path, honest, limits, word):
 
 def test_a_limit_of_epsilon_alone_allows_no_large_delta(tmp_path, honest):
     with pytest.raises(LimitError, match="max-delta"):
-        agreed(tmp_path, honest, Limits(epsilon=8), delta=0.9)
+        agreed(tmp_path, honest, {"max_epsilon": 8}, delta=0.9)
 
 
 def test_the_limit_counts_earlier_runs(tmp_path, honest):
-    limits = Limits(epsilon=2.5)
+    limits = {"max_epsilon": 2.5}
     policy = agreed(tmp_path / "oslo", honest, limits)
     start = with_privacy(release_in(honest))
     policy.check(start)
     policy.charge(start, Release(mu_of(2.0, 1e-5)), "table")
-    policy = Policy(tmp_path / "oslo", limits)
+    policy = policy_of(tmp_path / "oslo", **limits)
     policy.forget()
     with pytest.raises(LimitError, match="of which 2 is spent"):
         policy.check(with_privacy(honest[0]))
@@ -345,7 +348,7 @@ def test_a_run_does_not_release_more_than_its_plan(tmp_path, honest):
 
 
 def test_a_server_cannot_leave_out_the_noise_of_its_plan(tmp_path, honest):
-    policy = agreed(tmp_path, honest, Limits(epsilon=4.0))
+    policy = agreed(tmp_path, honest, {"max_epsilon": 4.0})
     release = release_in(honest)
     for request in (
         release,
@@ -362,7 +365,7 @@ def test_a_server_cannot_leave_out_the_noise_of_its_plan(tmp_path, honest):
 
 
 def test_a_release_needs_agreed_privacy(tmp_path, honest):
-    policy = Policy(tmp_path)
+    policy = policy_of(tmp_path)
     policy.check(honest[0])
     with pytest.raises(RefusedRequestError, match="no differential privacy"):
         policy.charge(of_kind(honest, "round")[0], Release(0.1), "table")

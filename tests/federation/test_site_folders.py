@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from fedgmm.federation.job import SHARED_METRICS
 from fedgmm.federation.messages import PROTOCOL, Message
 from fedgmm.federation.server import run_federation, serve_model
 from fedgmm.federation.settings import SiteSettings, read_settings
@@ -122,6 +123,10 @@ def test_only_figures_that_were_shared_reach_the_server(finished):
     assert metrics["test"]["mean_accuracy"] == own["test"]["mean_accuracy"]
     for name, _, reply in sent:
         assert ("metrics" in reply.facts or "validation" in reply.facts) <= (name == "oslo")
+        if "metrics" in reply.facts:  # of the test rows only
+            assert set(reply.facts["metrics"]) == {"clients"}
+            assert set(reply.facts["metrics"]["clients"]) == {"rows", *SHARED_METRICS}
+        assert set(reply.facts.get("validation", {})) <= {"rows", "right"}
     rounds = [json.loads(line) for line in (home / "server/history.jsonl").open()]
     assert all(0 <= entry["validation_accuracy"] <= 1 for entry in rounds[:-1])
 

@@ -19,14 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgmm.core.sums import Declaration, Sums, SumsError, check_sums, withhold
-from fedgmm.federation.members import LONGEST_PAUSE, Exchange, Member, Members
-from fedgmm.federation.messages import PROTOCOL, Failure, Message, MessageError
+from fedgmm.federation.members import Exchange, Member, Members
+from fedgmm.federation.messages import Failure, Message, MessageError
+from fedgmm.federation.network.keys import signer, verifiers
 from fedgmm.federation.policy import Policy
+from fedgmm.federation.settings import SiteSettings
 from fedgmm.federation.wire import Arrays, WireError, unpack
 from fedgmm.files import write_atomically
 from fedgmm.privacy.fixed_point import Elements, RangeError, from_fixed
 from fedgmm.privacy.mask_server import Aggregation
-from fedgmm.privacy.masks import REGISTERED_SIGNATURE, MaskedSite, Roster, Sign, Verify, commit
+from fedgmm.privacy.masks import REGISTERED_SIGNATURE, MaskedSite, Roster, commit
 from fedgmm.privacy.noise import share_of
 from fedgmm.privacy.site_sets import (
     FEWEST_SITES,
@@ -54,28 +56,26 @@ class SiteMasks:
     """The half of a site.
 
     Args:
+        settings: its key, the keys of the other sites, and the fewest sites in a sum.
         policy: the privacy of the plan, and the sums that the site has helped to open.
         keep: called with the purpose, the secret and the vector of every commitment.
-        sign, peers, min_sites: see :class:`MaskedSite`.
     """
 
     def __init__(
         self,
         name: str,
+        settings: SiteSettings,
         policy: Policy,
         keep: Callable[[str, bytes, Elements], None],
-        *,
-        sign: Sign | None,
-        peers: Mapping[str, Verify] | None,
-        min_sites: int,
     ) -> None:
-        self._name, self._sign, self._peers, self._min_sites = name, sign, peers, min_sites
-        self._policy, self._keep = policy, keep
+        self._name, self._policy, self._keep = name, policy, keep
+        self._sign = None if settings.key is None else signer(settings.key)
+        self._peers = None if settings.peers is None else verifiers(settings.peers)
+        self._min_sites = settings.min_sites or FEWEST_SITES
         self._runs: dict[str, MaskedSite] = {}
 
     def _of(self, request: Message) -> MaskedSite:
         run = str(request.facts.get("run"))
-        released = self._policy.released(run)
         if run not in self._runs:
             self._runs[run] = MaskedSite(
                 self._name,
@@ -87,7 +87,7 @@ class SiteMasks:
             )
             for old in list(self._runs)[:-_MOST_RUNS]:
                 del self._runs[old]
-        self._runs[run].released = released
+        self._runs[run].released = self._policy.released(run)
         return self._runs[run]
 
     def reply(self, request: Message) -> Arrays:
@@ -219,11 +219,6 @@ class ServerMasks:
     _number: int = 0
     _prepared: Aggregation | None = None
 
-    def resume(self, released: Mapping[str, Any]) -> None:
-        """Take the opened sums of a checkpoint, and those after it."""
-        self._run, self.released = self.members.run, Released(**released)
-        self.released = self._recalled()
-
     @property
     def _file(self) -> Path | None:
         return None if self.log is None else self.log.with_name("opened.json")
@@ -236,15 +231,10 @@ class ServerMasks:
 
     def _recalled(self) -> Released:
         """Return the opened sums of the present run, with the sets of sites of all runs."""
-        known = self.released
-        if self._file is not None and self._file.is_file():
-            record = json.loads(self._file.read_bytes())
-            same = record.pop("run") == self._run
-            known = Released(record["purposes"] if same else {}, record["sets"])
-            if same:
-                known.purposes |= self.released.purposes
-            known.sets += [names for names in self.released.sets if names not in known.sets]
-        return known
+        if self._file is None or not self._file.is_file():
+            return Released(sets=self.released.sets)
+        record = json.loads(self._file.read_bytes())
+        return Released(record["purposes"] if record["run"] == self._run else {}, record["sets"])
 
     def keep(self, purpose: str, name: str, reply: Message) -> None:
         """Append the commitment of a site to the log."""
@@ -266,7 +256,6 @@ class ServerMasks:
         """
         if self._run != self.members.run:
             self._run, self._prepared = self.members.run, None
-            self.released = Released(sets=self.released.sets)
             self.released = self._recalled()
         found, self._prepared = self._prepared, None
         wanted = self._allowed(purpose, names)
@@ -346,7 +335,7 @@ class ServerMasks:
 
     def _facts(self, number: int, later: int | None = None, **facts: Any) -> dict[str, Any]:
         mask = {"number": number, **({} if later is None else {"next": later})}
-        return {"protocol": PROTOCOL, "run": self.members.run, "mask": mask, **facts}
+        return self.members.facts(mask=mask, **facts)
 
     def unmask(
         self, now: Aggregation, later: int, adverts: Mapping[int, NDArray[np.uint8]]
@@ -398,39 +387,26 @@ class MaskedExchange(Exchange):
         discarded: why the last sum could not be opened.
     """
 
+    fewest = FEWEST_SITES
     total: Elements | None = None
     participants: int = 0
     discarded: str = ""
 
-    def run(self) -> str | None:
-        """Repeat the request until the sum of enough sites is open.
+    def _attempt(self, here: list[str], quorum: int) -> bool:
+        """Collect vectors and open their sum; return whether sites were asked.
 
         A sum that cannot be opened is discarded. It is asked again with the same sites only, if any
         site was asked to open it.
-
-        Returns:
-            ``None``, or the reason why there can never be enough: all are here, but training diverged.
         """
-        members, pause = self.members, self.poll
-        assert members.masks is not None
-        while True:
-            if members.greetings_due():
-                members.greet(agree=False)
-            here = self.chosen(tuple(members.connected()))
-            quorum = max(FEWEST_SITES, min(members.settings.quorum, len(members.names)))
-            self.found, self.diverged = set(), []
-            purpose = purpose_of(self.request(here[0])) if here else ""
-            ready = members.masks.take_prepared(purpose, here) if len(here) >= quorum else None
-            if ready is not None and self._sum(members.masks, ready, quorum):
-                return None
-            if self.diverged and not members.missing(members.names):
-                return self.diverged[0]
-            self._remind(members.names, quorum)
-            time.sleep(pause)
-            pause = self.poll if ready is None else min(2 * pause, LONGEST_PAUSE)
-
-    def _sum(self, masks: ServerMasks, now: Aggregation, quorum: int) -> bool:
-        """Collect vectors and open their sum; return whether that succeeded."""
+        masks, self.found = self.members.masks, set()
+        assert masks is not None
+        if self.members.greetings_due():
+            self.members.greet(agree=False)
+        if len(here) < quorum:
+            return False
+        now = masks.take_prepared(purpose_of(self.request(here[0])), here)
+        if now is None:
+            return False
         later, names = masks.next_number(), now.roster.names
         adverts: dict[int, NDArray[np.uint8]] = {}
 
@@ -448,10 +424,10 @@ class MaskedExchange(Exchange):
                 adverts[code] = reply.arrays[PREFIX + "advert"]
             self.note(member, reply)
 
-        here = set(self.members.connected())
+        connected = set(self.members.connected())
         requests = {}
         for code in now.senders:
-            if names[code] in here:
+            if names[code] in connected:
                 plain = self.request(names[code])
                 senders, bundles = now.bundles_for(code)
                 lists = _named(senders=senders, bundles=bundles)
@@ -479,10 +455,13 @@ class MaskedExchange(Exchange):
             if str(error) != self.discarded:
                 self.discarded = str(error)
                 self.members.notify(f"{self.what}: the sum is discarded: {error}")
-            return False
-        self.found = {names[u] for u in now.survivors}
-        self.participants = len(now.participants)
+        else:
+            self.found = {names[u] for u in now.survivors}
+            self.participants = len(now.participants)
         return True
+
+    def _is_done(self, quorum: int) -> bool:
+        return self.total is not None
 
 
 def read_total(exchange: MaskedExchange, declaration: Declaration) -> Sums:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedgmm.core.sums import SumsError
 from fedgmm.data.tables.summaries import ClientSummary
@@ -32,8 +32,8 @@ from fedgmm.federation.wire import WireError
 from fedgmm.wording import counted
 
 if TYPE_CHECKING:
+    from fedgmm.federation.folders import StartRecord
     from fedgmm.federation.masking import ServerMasks
-    from fedgmm.federation.server_folder import StartRecord
 
 Notify = Callable[[str], None]
 
@@ -44,6 +44,7 @@ MOST_ROWS = 10**12  # that a site may declare
 _FAREWELL = 5.0  # seconds for the sites to receive the reason why there is no training
 _LONGEST_SILENCE = 120.0  # seconds for which a node that does not reply is left alone
 _REPEAT_AFTER = 30.0  # seconds after which the missing clients are named again
+_KEPT = ("rows", "since", "best_since", "finished", "founder")  # values of members in checkpoints
 POLL = 0.5  # seconds between two looks at the connected nodes
 LONGEST_PAUSE = 10.0  # seconds between two attempts of a round that is below its quorum
 
@@ -77,21 +78,13 @@ class Member:
 
     def record(self) -> dict[str, Any]:
         """Return the values that a checkpoint keeps."""
-        names = ("rows", "since", "best_since", "finished", "founder")
-        return {**{name: getattr(self, name) for name in names}, "figures": self.metrics}
+        return {**{name: getattr(self, name) for name in _KEPT}, "figures": self.metrics}
 
     @classmethod
     def from_record(cls, name: str, record: Mapping[str, Any]) -> Member:
         """Return a member from the values of a checkpoint."""
-        return cls(
-            name,
-            rows=record["rows"],
-            since=int(record["since"]),
-            best_since=int(record.get("best_since", 0)),
-            finished=bool(record["finished"]),
-            founder=bool(record["founder"]),
-            metrics=record["figures"],
-        )
+        kept = {one: record[one] for one in _KEPT if one in record}
+        return cls(name, metrics=record["figures"], **kept)
 
 
 @dataclass
@@ -203,35 +196,33 @@ class Members:
 
     def greetings_due(self) -> bool:
         """Return whether a node waits to be greeted, or for the reason of its refusal."""
+        return bool(self._due())
+
+    def _due(self) -> list[str]:
         known = {member.node for member in self.members.values()}
-        return any(self._strangers.get(n, _Stranger()).due for n in self._here() - known)
+        unknown = sorted(self._here() - known)
+        return [node for node in unknown if self._strangers.setdefault(node, _Stranger()).due]
 
     def greetings(self, agree: bool) -> dict[str, Message]:
         """Return requests to unknown nodes for their names; while all ``agree``, for summaries, too."""
-        known = {member.node for member in self.members.values()}
         found: dict[str, Message] = {}
-        for node in self.transport.nodes():
-            if node in known:
-                continue
-            stranger = self._strangers.setdefault(node, _Stranger())
-            if not stranger.due:
-                continue
+        for node in self._due():
+            stranger = self._strangers[node]
             if not stranger.name:
                 found[node] = self.hello(agree)
             else:
                 stranger.informed = True
-                found[node] = Message("refused", {}, self._facts(reason=stranger.reason))
+                found[node] = Message("refused", {}, self.facts(reason=stranger.reason))
         return found
 
     def hello(self, agree: bool, as_categories: Iterable[str] = ()) -> Message:
         """Return a request for the name and, while the federation agrees, the table's summary."""
-        facts = self._facts(agree=agree)
-        if self.settings.privacy is not None:
+        facts = self.facts(agree=agree)
+        if agree or self.settings.privacy_facts():
             facts["plan"] = self.settings.plan()
         if agree:
             facts |= {
                 "table": table_record(self.settings.config.table),
-                "plan": self.settings.plan(),
                 "as_categories": sorted(as_categories),
                 "min_rows": self.settings.min_rows,
             }
@@ -243,7 +234,8 @@ class Members:
         masked = self.settings.is_masked
         return [n for n, m in sorted(self.members.items()) if masked or m.summary is not None]
 
-    def _facts(self, **facts: Any) -> dict[str, Any]:
+    def facts(self, **facts: Any) -> dict[str, Any]:
+        """Return facts of a request, with those that every request has."""
         return {"protocol": PROTOCOL, "run": self.run, **facts}
 
     def ask(
@@ -394,7 +386,7 @@ class Members:
 
     def dismiss(self, reason: str) -> None:
         """Inform all connected sites that there will be no training, and why."""
-        facts = self._facts(reason=reason, ticket=secrets.token_hex(16))
+        facts = self.facts(reason=reason, ticket=secrets.token_hex(16))
         requests = {node: Message("refused", {}, facts) for node in self.transport.nodes()}
         for _ in self.transport.ask(requests, min(_FAREWELL, self.settings.round_timeout)):
             pass
@@ -433,6 +425,7 @@ class Exchange:
     note: Note = lambda member, reply: None
     chosen: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda names: names
     poll: float = field(default_factory=lambda: POLL)
+    fewest: ClassVar[int] = 1  # sites whose replies may count together
     may_refuse: bool = False
     found: set[str] = field(default_factory=set)
     dropped: dict[str, str] = field(default_factory=dict)
@@ -441,8 +434,7 @@ class Exchange:
     def run(self) -> str | None:
         """Send the request until there are enough replies.
 
-        Below the quorum it waits without a limit, and names the missing sites. Replies that count
-        are kept meanwhile, because the model does not change before the exchange is over.
+        Below the quorum it waits without a limit, and names the missing sites.
 
         Returns:
             ``None``, or the reason why there can never be enough: all are here, but training diverged.
@@ -450,27 +442,35 @@ class Exchange:
         members, pause = self.members, self.poll
         while True:
             chosen = self.chosen(members.names)
-            quorum = min(members.settings.quorum, len(chosen))
+            quorum = max(self.fewest, min(members.settings.quorum, len(chosen)))
             here = set(members.connected())
-            names = [name for name in chosen if name in here and name not in self.found]
             self.diverged.clear()
-            if names or members.greetings_due():
-                requests = {name: self.request(name) for name in names}
-                for name, reply in members.ask(requests, greet=False):
-                    self._take(name, reply, self.note)
-            if len(self.found) >= quorum > 0:
+            asked = self._attempt([name for name in chosen if name in here], quorum)
+            if self._is_done(quorum):
                 return None
             if self.diverged and not members.missing(chosen):
                 return self.diverged[0]
-            self._remind(chosen, quorum)
+            missing = ", ".join(name for name in chosen if name not in self.found)
+            least = counted(quorum, "client has", "clients have")
+            found = f"{self.what}: {len(self.found)} of at least {least} replied"
+            members.remind(f"{found}; waiting for {missing or 'clients'}")
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE) if names else self.poll
+            pause = min(2 * pause, LONGEST_PAUSE) if asked else self.poll
 
-    def _remind(self, chosen: tuple[str, ...], quorum: int) -> None:
-        missing = ", ".join(name for name in chosen if name not in self.found)
-        least = counted(max(quorum, 1), "client has", "clients have")
-        found = f"{self.what}: {len(self.found)} of at least {least} replied"
-        self.members.remind(f"{found}; waiting for {missing or 'clients'}")
+    def _is_done(self, quorum: int) -> bool:
+        return len(self.found) >= quorum
+
+    def _attempt(self, here: list[str], quorum: int) -> bool:
+        """Ask connected members that have not replied; return whether there were any.
+
+        Replies that count are kept, because the model does not change before the exchange is over.
+        """
+        names = [name for name in here if name not in self.found]
+        if names or self.members.greetings_due():
+            requests = {name: self.request(name) for name in names}
+            for name, reply in self.members.ask(requests, greet=False):
+                self._take(name, reply, self.note)
+        return bool(names)
 
     def _take(self, name: str, reply: Reply, note: Note) -> None:
         """Count one reply, or report the reason why it does not count."""

@@ -6,8 +6,9 @@ is read and split, the options, the number of rounds, the preprocessing. It then
 to one request per round, in order. A request may be repeated, because messages get lost, but only
 unchanged, so that the reply is the same. Only the owner can make the site forget the plan.
 
-The privacy of a run is part of the plan. The owner's limits (:class:`Limits`) are for all runs together:
-a ledger on the site's disk counts every noisy release before it leaves.
+The privacy of a run is part of the plan. The owner's limits (rounds, ``ε`` and ``δ``)
+are stronger than any request. Those of privacy are for all runs together: a ledger on the site's disk
+counts every noisy release before it leaves.
 
 Every request is written to ``audit.jsonl`` before its reply leaves, with the names and shapes of the
 numbers in the reply, or with the reason of the refusal.
@@ -17,12 +18,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedgmm.federation.messages import Message, MessageError, digest_of, hash_of, one_line
+from fedgmm.federation.settings import SiteSettings
 from fedgmm.files import naming, private_folder, write_atomically
 from fedgmm.privacy.accounting import Release, mu_of
 from fedgmm.privacy.ledger import Budget, BudgetError, Entry, Ledger, witness_of
@@ -54,32 +56,13 @@ class LimitError(RefusedRequestError):
     """A request beyond the owner's limits, so that asking again does not help."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The owner's limits, which are stronger than any request.
-
-    Attributes:
-        rounds: rounds of a run; ``None`` allows those of the server's first plan.
-        epsilon: ``ε`` of all runs together; ``None`` allows the server's first plan.
-        delta: ``δ`` of a run, and the one at which ``epsilon`` counts; ``None`` means the plan's, at
-            most 1e-5 if ``epsilon`` is set.
-    """
-
-    rounds: int | None = None
-    epsilon: float | None = None
-    delta: float | None = None
-
-
 class Policy:
-    """The rules of one site, with their state on its disk.
+    """The rules of one site, with their state on its disk."""
 
-    The witness of the ledger lies beside the site's private ``key``.
-    """
-
-    def __init__(self, home: Path, limits: Limits | None = None, key: Path | None = None) -> None:
+    def __init__(self, settings: SiteSettings) -> None:
+        home, self._limits = settings.out, settings
         self._agreement, self.log = home / "agreement.json", home / "audit.jsonl"
-        self._limits = limits or Limits()
-        self.ledger = Ledger(home, witness_of(home, key))
+        self.ledger = Ledger(home, witness_of(home, settings.key))
         self._state = _nothing()
         if self._agreement.is_file():
             try:
@@ -209,7 +192,7 @@ class Policy:
     def _checked_rounds(self, rounds: Any) -> int:
         if type(rounds) is not int:
             raise RefusedRequestError("the request has no number of rounds.")
-        allowed = self._limits.rounds or self._planned("rounds") or self._state.get("rounds")
+        allowed = self._limits.max_rounds or self._planned("rounds") or self._state.get("rounds")
         if allowed is not None and rounds > allowed:
             raise RefusedRequestError(
                 f"the server asks for {rounds} rounds, but this site agreed to {allowed}; its owner can "
@@ -309,28 +292,32 @@ class Policy:
         """Whether texts of errors are hidden: the plan has masks or noise, or the owner set limits."""
         plan = request.facts.get("plan")
         asked = plan.get("privacy") if isinstance(plan, Mapping) else request.facts.get("privacy")
-        limits = self._limits.epsilon, self._limits.delta
-        return bool(asked or self._planned("privacy")) or limits != (None, None)
+        return bool(asked or self._planned("privacy")) or self._is_limited
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether the owner set a limit of privacy, and so sends noisy sums only."""
+        return (self._limits.max_epsilon, self._limits.max_delta) != (None, None)
 
     def _check_privacy(self) -> None:
         """Raise unless the plan's privacy is within the owner's limits, with what was spent before."""
         limits, privacy = self._limits, self.privacy
         if privacy.epsilon is None or privacy.delta is None:
-            if limits.epsilon is not None or limits.delta is not None:
+            if self._is_limited:
                 raise LimitError(
                     "the server's run has no differential privacy, and this site's owner set a limit with "
                     "--max-epsilon or --max-delta, so it sends noisy sums only."
                 )
             return
-        largest = limits.delta
-        if largest is None and limits.epsilon is not None:
+        largest = limits.max_delta
+        if largest is None and limits.max_epsilon is not None:
             largest = _LARGEST_DELTA
         if not privacy.secure_aggregation:
             raise LimitError(
                 "a site adds a part of the noise only, so a run with noise needs secure_aggregation."
             )
         for name, value, most in (
-            ("epsilon", privacy.epsilon, limits.epsilon),
+            ("epsilon", privacy.epsilon, limits.max_epsilon),
             ("delta", privacy.delta, largest),
         ):
             if most is not None and value > most:
@@ -346,9 +333,9 @@ class Policy:
 
     def _limit(self, privacy: Privacy) -> Budget | None:
         """Return the owner's limit for all runs together."""
-        if self._limits.epsilon is None or privacy.delta is None:
+        if self._limits.max_epsilon is None or privacy.delta is None:
             return None
-        return Budget(self._limits.epsilon, self._limits.delta or privacy.delta)
+        return Budget(self._limits.max_epsilon, self._limits.max_delta or privacy.delta)
 
     def charge(self, request: Message, release: Release, table: str) -> None:
         """Count a noisy release from a table on the disk; it may leave afterwards.

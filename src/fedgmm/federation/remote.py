@@ -29,13 +29,13 @@ from fedgmm.core.initialise import (
 from fedgmm.core.params import Params
 from fedgmm.core.pca import PCA, FeatureMoments, fit_pca
 from fedgmm.core.randomness import client_keys
-from fedgmm.core.sums import Declaration, Sum, Sums, SumsError, check_sums, row_counts
+from fedgmm.core.sums import Sum, Sums, SumsError, check_sums, row_counts
 from fedgmm.data.dataset import LabelledRows
+from fedgmm.federation.folders import ServerFolder, numbers_of
 from fedgmm.federation.job import SCORE, Job
 from fedgmm.federation.masking import MaskedExchange, check_total, read_total
 from fedgmm.federation.members import MOST_ROWS, Exchange, Member, Members, declared_rows
-from fedgmm.federation.messages import PROTOCOL, Message
-from fedgmm.federation.server_folder import ServerFolder, numbers_of
+from fedgmm.federation.messages import Message
 from fedgmm.federation.settings import FederationError
 from fedgmm.federation.wire import (
     Arrays,
@@ -137,11 +137,7 @@ class RemoteTraining:
 
     def recalled(self, what: str, compute: Callable[[], Arrays]) -> Arrays:
         """Return float64 arrays of the start that an earlier attempt left, or compute and keep them."""
-        found = self.members.record.arrays(self.members.run, what)
-        if found is None:
-            found = compute()
-            self.members.record.keep_arrays(self.members.run, what, found)
-        return found
+        return self.members.record.recalled(self.members.run, what, compute)
 
     def starting_names(self) -> tuple[str, ...]:
         """Return the members that the start asks; after a restart, those of the first attempt."""
@@ -480,7 +476,7 @@ class RemoteTraining:
 
     def message(self, kind: str, arrays: Arrays, facts: Mapping[str, Any]) -> Message:
         """Return a request with the facts that every request has."""
-        common = {"protocol": PROTOCOL, "run": self.members.run, **self.job.facts}
+        common = self.members.facts(**self.job.facts)
         common |= self.members.settings.privacy_facts()
         if self.job.projection_digest is not None:
             common["projection"] = self.job.projection_digest
@@ -502,16 +498,13 @@ class RemoteTraining:
             "start_bytes": self.start_bytes,
             "medians": self._medians.record(),
         }
-        if self.masks is not None:
-            federation["masks"] = asdict(self.masks.released)
         plain = replace(
             progress,
             history=[numbers_of(entry) for entry in progress.history],
             options={"federation": federation},
         )
         self.folder.save(plain, progress.history)
-        for what in ("names", "steps"):  # the start is over
-            self.members.record.keep(what, self.members.run, value=None)
+        self.members.record.end_start(self.members.run)
 
     def load(self) -> Progress | None:
         """Return the progress in the server's folder, if there is any."""
@@ -531,8 +524,6 @@ class RemoteTraining:
         self._medians = Medians.from_record(known.get("medians", []))
         self.start_bytes = {name: list(own) for name, own in known["start_bytes"].items()}
         self._codes = list(known["clusters"])
-        if self.masks is not None:
-            self.masks.resume(known.get("masks", {}))
 
     def total_traffic(self) -> dict[str, list[int]]:
         """Return the bytes to and from every site, for the start and over all rounds."""
@@ -636,12 +627,18 @@ class RemoteRows:
         """Return sums over the sites' rows, each of which belongs to its nearest mean."""
         assert assignment == "nearest"
         arrays = self._training.recalled("means", lambda: {"means": as_array(current.means)})
-        return self._asked_assigned(method, arrays)
+        return self._opened("assigned", arrays, method)
 
-    def _asked_assigned(self, method: FederatedGMM, arrays: Arrays) -> Sums:
+    def _opened(self, kind: str, arrays: Arrays, method: FederatedGMM) -> Sums:
+        """Return the total of a request's sums; a restarted server recalls it, for masks open it once."""
         training = self._training
-        request = training.message("assigned", arrays, {})
-        return training.summed("start", lambda _: request, method, self.columns, self._chosen)
+
+        def ask() -> Arrays:
+            request = training.message(kind, arrays, {})
+            found = training.summed("start", lambda _: request, method, self.columns, self._chosen)
+            return {name: as_array(value) for name, value in found.items()}
+
+        return Sums({n: as_tensor(one) for n, one in training.recalled(kind, ask).items()})
 
 
 class MaskedRows(RemoteRows):
@@ -653,16 +650,12 @@ class MaskedRows(RemoteRows):
 
     def overall(self) -> Gaussians:
         """Return one diagonal Gaussian over all rows, after the first exchange."""
-        declaration = FederatedGMM(1, "full").declare_sums(self.columns)
-        sums = self._opened("start", {}, declaration)
-        count, mean = sums["gaussians/counts"][0], sums["gaussians/first"][0]
-        if not float(count):
-            raise DivergedError(reason="no site has rows")
-        mean = mean / count
-        self._mean = mean
-        self._covariance = sums["gaussians/second"][0] / count - torch.outer(mean, mean)
+        moments = moments_in(self._opened("start", {}, FederatedGMM(1, "full")))
+        mean = moments.first / moments.counts
+        self._mean = mean[0]
+        self._covariance = moments.second[0] / moments.counts - torch.outer(mean[0], mean[0])
         variances = self._covariance.diagonal().clamp_min(0.0)[None]
-        return Gaussians(mean[None], variances, torch.ones_like(variances), "diag")
+        return Gaussians(mean, variances, torch.ones_like(variances), "diag")
 
     def centroids(self, clusters: int, seed: int) -> Centroids:
         """Return the middles of the cells that have rows, after the second exchange."""
@@ -676,25 +669,18 @@ class MaskedRows(RemoteRows):
         }
         arrays = training.recalled("grid", lambda: made)
         back = arrays.pop("back")
-        sums = self._opened("cells", arrays, {"cells": row_counts(grid_size(k))})
-        counts = sums["cells"].numpy()
+        request = training.message("cells", arrays, {})
+
+        def ask() -> Arrays:
+            declared = {"cells": row_counts(grid_size(k))}
+            return {
+                "cells": training.masked_sums("start", lambda _: request, declared)["cells"].numpy()
+            }
+
+        counts = training.recalled("cells", ask)["cells"]
         here = counts >= 0.5
         points = self._mean.numpy() + grid_points(k)[here] @ back.T
         return Centroids(points, counts[here])
-
-    def _asked_assigned(self, method: FederatedGMM, arrays: Arrays) -> Sums:
-        return self._opened("assigned", arrays, method.declare_sums(self.columns))
-
-    def _opened(self, kind: str, arrays: Arrays, declaration: Declaration) -> Sums:
-        """Return the total of a request's sums, which is opened once."""
-        training = self._training
-
-        def ask() -> Arrays:
-            request = training.message(kind, arrays, {})
-            sums = training.masked_sums("start", lambda _: request, declaration)
-            return {name: as_array(value) for name, value in sums.items()}
-
-        return Sums({n: as_tensor(one) for n, one in training.recalled(kind, ask).items()})
 
 
 def _checked_centroids(reply: Message, sums: Sums, columns: int, clusters: int) -> Centroids:

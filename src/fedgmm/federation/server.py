@@ -3,7 +3,7 @@
 A run waits for the sites, agrees on columns, starts, runs the rounds, and hands out the model. It writes
 a checkpoint after every round. A server that is started again continues with the next round, and ends
 as if it had not stopped. Before the first checkpoint it repeats the requests of the earlier attempt from
-its record (:class:`fedgmm.federation.server_folder.StartRecord`), because sites refuse any others.
+its record (:class:`fedgmm.federation.folders.StartRecord`), because sites refuse any others.
 
 ==============  ================================================================================
 request         reply, beside the site's name and, after ``hello``, its number of training rows
@@ -59,6 +59,12 @@ from fedgmm.data.tables.agreement import DisagreementError, agree, agree_on_kind
 from fedgmm.data.tables.preprocessing import Preprocessing
 from fedgmm.data.tables.summaries import ClientSummary
 from fedgmm.federation.declared import DeclaredColumns, declared_preprocessing
+from fedgmm.federation.folders import (
+    ServerFolder,
+    check_home,
+    checked_metrics,
+    numbers_of,
+)
 from fedgmm.federation.job import (
     Job,
     check_additive,
@@ -69,15 +75,9 @@ from fedgmm.federation.job import (
 )
 from fedgmm.federation.masking import MaskedExchange, ServerMasks, check_total, read_total
 from fedgmm.federation.members import Member, Members, Notify
-from fedgmm.federation.messages import PROTOCOL, Failure, Message, Transport
+from fedgmm.federation.messages import Failure, Message, Transport
 from fedgmm.federation.private import PrivateTraining
 from fedgmm.federation.remote import RemoteTraining
-from fedgmm.federation.server_folder import (
-    ServerFolder,
-    check_home,
-    checked_metrics,
-    numbers_of,
-)
 from fedgmm.federation.settings import FederationError, FederationSettings
 from fedgmm.federation.summaries import SummaryError, summary_from_record, table_record
 from fedgmm.methods.base import DivergedError
@@ -172,7 +172,7 @@ class _Server:
         self.settings, self.folder = settings, folder
         self.members = Members(settings, transport, notify)
         self.members.record = folder.start
-        if settings.is_masked and settings.privacy is not None:
+        if settings.is_masked:
             log = folder.run.home / "commitments.jsonl"
             least = settings.privacy.fewest_changes
             self.members.masks = ServerMasks(self.members, least, log=log)
@@ -347,7 +347,7 @@ def _check_options(settings: FederationSettings) -> None:
     """Raise ``FederationError`` for options that a federation cannot have."""
     try:
         check_for_tables(settings.config.options())
-        if settings.privacy is not None and settings.privacy.is_noised:
+        if settings.privacy.is_noised:
             check_noised(settings.privacy, settings.config.options(), settings.config.table)
             most = fewest_survivors(settings.quorum) - 1
             if settings.privacy.tolerated > most:
@@ -355,7 +355,7 @@ def _check_options(settings: FederationSettings) -> None:
                     f"[privacy] tolerated={settings.privacy.tolerated} sites may collude, but with "
                     f"{settings.quorum} sites in a round at most {most} can."
                 )
-        if settings.is_masked and settings.privacy is not None:
+        if settings.is_masked:
             DeclaredColumns.of(settings.privacy, settings.config.table)
             check_additive(settings.config.options())
     except ValueError as error:
@@ -376,15 +376,13 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
     Returns the training run and notes for the report. A server that died after the agreement takes it from
     the record.
     """
-    settings, record = members.settings, members.record
+    settings, record, noised = members.settings, members.record, members.settings.privacy.is_noised
     _check_options(settings)
-    privacy = settings.privacy
-    noised = privacy if privacy is not None and privacy.is_noised else None
     agreed = record.get("agreement")
     if agreed is None:
         wait_for(members, settings.clients)
-        if noised is not None:  # no row decides the preprocessing
-            preprocessing = declared_preprocessing(noised, settings.config.table)
+        if noised:  # no row decides the preprocessing
+            preprocessing = declared_preprocessing(settings.privacy, settings.config.table)
             agreed = _agreement(members, preprocessing, [], [])
         else:
             agreed = _agree_masked(members) if members.masks is not None else _agree(members)
@@ -395,13 +393,25 @@ def prepare(members: Members) -> tuple[Job, list[str]]:
         members.notify("resuming before the first round")
         members.reunite()
     preprocessing = Preprocessing.from_record(agreed["preprocessing"])
-    if noised is None:
-        return _settled(members, preprocessing, agreed)
-    # nothing is chosen from rows
-    columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
-    members.notify(f"declared {columns} {len(preprocessing.feature_names)}")
     options, table = settings.config.options(), settings.config.table
-    return Job(options, table, preprocessing, settings.precision, privacy=noised), []
+    columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
+    line = f"{'declared' if noised else 'agreed on'} {columns} {len(preprocessing.feature_names)}"
+    if table.label is not None:
+        line += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
+    members.notify(line)
+    job = Job(options, table, preprocessing, settings.precision)
+    if noised:  # nothing is chosen from rows
+        return replace(job, privacy=settings.privacy), []
+    if "pca" not in settings.config.training and has_gaussians(options):
+        options = replace(options, pca=usual_pca(len(preprocessing.vectors), agreed["rows"]))
+    job = replace(job, options=options, min_rows=settings.min_rows)
+    if options.pca is not None:
+        job = replace(job, projection=_principal_components(members, job, agreed["rows"]))
+    options, more = _chosen_options(members, job, agreed)
+    notes = [*agreed["notes"], *more]
+    for note in notes:
+        members.notify(note)
+    return replace(job, options=options), notes
 
 
 def _agreement(
@@ -451,31 +461,6 @@ def _agree(members: Members) -> dict[str, Any]:
     return _agreement(members, preprocessing, [*bounds, *notes], [*settled.values()])
 
 
-def _settled(
-    members: Members, preprocessing: Preprocessing, agreed: Mapping[str, Any]
-) -> tuple[Job, list[str]]:
-    """Return the training run after an agreement, and notes."""
-    settings, table = members.settings, members.settings.config.table
-    width = len(preprocessing.feature_names)
-    options = settings.config.options()
-    if "pca" not in settings.config.training and has_gaussians(options):
-        options = replace(options, pca=usual_pca(len(preprocessing.vectors), agreed["rows"]))
-    job = Job(options, table, preprocessing, settings.precision, settings.min_rows)
-    columns = counted(len(preprocessing.columns), "column, which becomes", "columns, which become")
-    line = f"agreed on {columns} {width}"
-    if table.label is not None:
-        line += f", and {counted(len(preprocessing.labels.classes), 'class', 'classes')}"
-    members.notify(line)
-    if options.pca is not None:
-        projection = _principal_components(members, job, agreed["rows"])
-        job = replace(job, projection=projection)
-    options, more = _chosen_options(members, job, agreed, width)
-    notes = [*agreed["notes"], *more]
-    for note in notes:
-        members.notify(note)
-    return replace(job, options=options), notes
-
-
 def _principal_components(members: Members, job: Job, rows: int) -> PCA:
     """Return the principal components that the Gaussians see, from sums over the sites."""
     most = min(rows, len(job.reduced))
@@ -498,12 +483,10 @@ def _principal_components(members: Members, job: Job, rows: int) -> PCA:
 def _agree_masked(members: Members) -> dict[str, Any]:
     """Agree on the preprocessing from the total of masked sums over declared columns."""
     settings, table = members.settings, members.settings.config.table
-    assert settings.privacy is not None
     declared = DeclaredColumns.of(settings.privacy, table)
     declaration = declared.declare_sums()
-    record = table_record(table)
-    facts = {"table": record, "min_rows": settings.min_rows, **settings.privacy_facts()}
-    request = Message("moments", {}, {"protocol": PROTOCOL, "run": members.run, **facts})
+    facts = {"table": table_record(table), "min_rows": settings.min_rows}
+    request = Message("moments", {}, members.facts(**facts, **settings.privacy_facts()))
     exchange = MaskedExchange(members, "columns", lambda _: request)
     failed = exchange.run()
     if failed is not None:
@@ -569,7 +552,7 @@ def training_rows(rows: Iterable[int], share: float) -> int:
 
 
 def _chosen_options(
-    members: Members, job: Job, agreed: Mapping[str, Any], width: int
+    members: Members, job: Job, agreed: Mapping[str, Any]
 ) -> tuple[TrainingOptions, list[str]]:
     """Return options with everything that was left open, and notes about the choice."""
     config, options = members.settings.config, job.options
@@ -590,7 +573,7 @@ def _chosen_options(
             options,
             [name for name in config.open_choices() if name != "refit"],  # rows stay at the sites
             rows=agreed["rows"],
-            columns=width,
+            columns=job.columns,
             score=score,
             noise=agreed["noise"],
             notify=members.notify,
@@ -628,6 +611,5 @@ def _trial_score(members: Members, job: Job, evidence: Evidence) -> float:
         members.run = run
     score = -math.inf if sums is None else sums[evidence] / sums["rows"]
     record.keep("trials", trial, value=score)
-    for what in ("names", "steps"):
-        record.keep(what, trial, value=None)
+    record.end_start(trial)
     return score

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -91,7 +91,7 @@ class FederationSettings:
     max_share: Annotated[float, number(above=0, most=1)] | None = None
     max_norm: Annotated[float, number(least=1)] | None = None
     robust: Annotated[Robust, one_of(*ROBUST)] = "none"
-    privacy: Privacy | None = None
+    privacy: Privacy = field(default_factory=Privacy)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -111,7 +111,7 @@ class FederationSettings:
             )
         if self.is_masked:
             self._check_masks()
-        if self.privacy is not None and self.privacy.is_noised:  # noise decides no stopping rule
+        if self.privacy.is_noised:  # noise decides no stopping rule
             from fedgmm.training.private import private_rounds
 
             rounds = private_rounds(self.config.options(), self.privacy)
@@ -121,7 +121,7 @@ class FederationSettings:
     @property
     def is_masked(self) -> bool:
         """Whether the server sees sums over sites only."""
-        return self.privacy is not None and self.privacy.secure_aggregation
+        return self.privacy.secure_aggregation
 
     def _check_masks(self) -> None:
         """Raise ``ValueError`` for settings that secure aggregation cannot have."""
@@ -158,7 +158,7 @@ class FederationSettings:
 
     def privacy_facts(self) -> dict[str, Any]:
         """Return the facts about privacy that requests have; none without protection."""
-        return {} if self.privacy is None else {"privacy": self.privacy.record()}
+        return {} if self.privacy == Privacy() else {"privacy": self.privacy.record()}
 
     @property
     def quorum(self) -> int:
@@ -186,7 +186,7 @@ def read_settings(path: Path, **given: Any) -> FederationSettings:
     values = {**sections["federation"], **{k: v for k, v in given.items() if v is not None}}
     try:
         config = config_from(sections, files_needed=False)
-        privacy = Privacy.from_record(sections["privacy"]) if sections["privacy"] else None
+        privacy = Privacy.from_record(sections["privacy"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     if "clients" not in values:

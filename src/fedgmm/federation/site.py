@@ -33,6 +33,7 @@ from fedgmm.data.tables.errors import TableError
 from fedgmm.data.tables.preprocessing import TableOptions
 from fedgmm.data.tables.summaries import look_like_names
 from fedgmm.federation.declared import DeclaredColumns, bounds_of_columns
+from fedgmm.federation.folders import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.job import SCORE, SHARED_METRICS, Job, shared_model
 from fedgmm.federation.masking import MASK_REQUESTS, SiteMasks, noise_share
 from fedgmm.federation.messages import (
@@ -45,15 +46,8 @@ from fedgmm.federation.messages import (
     digest_of,
     one_line,
 )
-from fedgmm.federation.network.keys import signer, verifiers
-from fedgmm.federation.policy import (
-    TRAINING_REQUESTS,
-    LimitError,
-    Limits,
-    Policy,
-)
+from fedgmm.federation.policy import TRAINING_REQUESTS, LimitError, Policy
 from fedgmm.federation.settings import SiteSettings
-from fedgmm.federation.site_folder import RUN_ID, SiteFolder, write_shared_model
 from fedgmm.federation.site_table import SiteTable, public_reason
 from fedgmm.federation.summaries import SummaryError, summary_record, table_from_record
 from fedgmm.federation.wire import (
@@ -78,7 +72,6 @@ from fedgmm.privacy.ledger import LedgerError
 from fedgmm.privacy.noise import SMALLEST_NOISE, noise_elements
 from fedgmm.privacy.private_method import ROUND, PrivateMixture
 from fedgmm.privacy.settings import Privacy, PrivacyError
-from fedgmm.privacy.site_sets import FEWEST_SITES
 from fedgmm.runs.fitting import NOT_COVERED
 from fedgmm.runs.folder import RunError
 from fedgmm.runs.run import open_run
@@ -138,20 +131,12 @@ class Site:
         self._folder.check()
         self._plan_shown = False
         self._described: tuple[Message, Job] | None = None  # the last request, parsed
-        limits = Limits(settings.max_rounds, settings.max_epsilon, settings.max_delta)
-        self._policy = Policy(settings.out, limits, settings.key)
+        self._policy = Policy(settings)
         if settings.forget:
             self._policy.forget()
         self._row_weights = RowWeights(settings.out / "row_weights.key", settings.blur)
         self._policy.ledger.entries()  # raises if it is damaged or an older copy
-        self._masks = SiteMasks(
-            self.name,
-            self._policy,
-            self._folder.keep_commitment,
-            sign=None if settings.key is None else signer(settings.key),
-            peers=None if settings.peers is None else verifiers(settings.peers),
-            min_sites=settings.min_sites or FEWEST_SITES,
-        )
+        self._masks = SiteMasks(self.name, settings, self._policy, self._folder.keep_commitment)
 
     def reply(self, request: Message) -> Message:
         """Reply to one request, and record what leaves; called for one request at a time.
@@ -561,17 +546,12 @@ class Site:
         return shared, personal
 
     def _validation(self, job: Job, prediction: Any) -> dict[str, float]:
-        """Return metrics of the received model on the site's validation rows."""
+        """Return how many of the site's validation rows the received model gets right."""
         dataset, _ = self.table.load(job.table, job.preprocessing)
         if not len(dataset.validation) or dataset.target is not None:  # numbers have no accuracy
-            return {"rows": 0, "right": 0.0, "log_loss": 0.0}
+            return {"rows": 0, "right": 0.0}
         found = self._model(job, dataset, prediction).evaluate("validation")
-        rows = int(found.rows[0])
-        return {
-            "rows": rows,
-            "right": float(found.accuracy[0]) * rows,
-            "log_loss": float(found.log_loss[0]),
-        }
+        return {"rows": int(found.rows[0]), "right": float(found.accuracy[0] * found.rows[0])}
 
     def _score(self, request: Message) -> Content:
         """Return sums of log-likelihoods of the validation rows under the received model."""
@@ -596,11 +576,10 @@ class Site:
                     weights = self._row_weights.draw(digest, count).numpy()
                 if job.options.algorithm != DENSITY:
                     labels = dataset.labels_of(dataset.validation)
-                    given = model.log_conditional(x, labels, self.name)
-                    values["log_loss"] = float(model.evaluate("validation").log_loss[0])
-                    if self._row_weights.spread:
-                        values["log_loss"] = -float((weights * given).mean().clip(max=0.0))
-                    values["labels"] = float((weights * given).sum())
+                    found = (weights * model.log_conditional(x, labels, self.name)).sum()
+                    if dataset.target is None:  # a probability is one at most, up to rounding
+                        found = min(found, 0.0)
+                    values |= {"labels": float(found), "log_loss": -float(found) / count}
                 if method.mixture is not None:
                     values["inputs"] = float((weights * model.score_samples(x, self.name)).sum())
         if any(map(math.isnan, values.values())):
@@ -637,11 +616,9 @@ class Site:
             return {}, {}
         facts: dict[str, Any] = {"rows": len(rows)}
         if self.settings.share_metrics and dataset.target is None:
-            metrics = self._folder.metrics()
-            own = metrics["clients"].get(self.name, {})
+            own = self._folder.metrics()["clients"].get(self.name, {})
             own = {name: own[name] for name in ("rows", *SHARED_METRICS) if name in own}
-            splits = {n: metrics[n] for n in ("train", "validation", "test") if n in metrics}
-            facts["metrics"] = {"clients": own, **splits}
+            facts["metrics"] = {"clients": own}
         return {}, facts
 
     def _adapt(self, request: Message) -> Content:

@@ -15,6 +15,7 @@ _MOST_COLUMNS = 20_000
 _MOST_TEXTS = 4_000
 _LONGEST_TEXT = 2_000
 _MOST_ROWS = 10**12
+_MOMENTS = ("mean", "squares", "mean_rest")
 
 
 class SummaryError(ValueError):
@@ -40,7 +41,7 @@ def summary_record(summary: ClientSummary, min_count: int = 0) -> dict[str, Any]
 
 def _column_record(name: str, column: ColumnSummary, min_count: int = 0) -> dict[str, Any]:
     found = {"name": name, **asdict(column)}
-    found |= {one: _finite(found[one]) for one in ("mean", "squares", "mean_rest")}
+    found |= {one: _finite(found[one]) for one in _MOMENTS}
     if column.categories is not None:
         found["categories"] = {t: n for t, n in column.categories.items() if n >= min_count}
     found["orders"] = {
@@ -98,9 +99,7 @@ def _column(name: str, record: Mapping[str, Any], rows: int) -> ColumnSummary:
         raise SummaryError(f"{what} has an unknown kind")
     missing = _count(record.get("missing"), f"missing of {what}", rows)
     count = _count(record.get("count"), f"count of {what}", rows - missing)
-    mean, squares, rest = (_number(record, name, what) for name in ("mean", "squares", "mean_rest"))
-    if squares < 0:
-        raise SummaryError(f"the squares of {what} are negative")
+    mean, squares, rest = _moments(record, what)
     categories = record.get("categories")
     texts = None if categories is None else _texts(categories, what)
     if texts is not None and sum(texts.values()) > rows - missing:
@@ -118,21 +117,23 @@ def _orders(value: Any, what: str, rows: int) -> dict[str, tuple[int, float, flo
     for order, moments in value.items():
         if not isinstance(moments, list) or len(moments) != 4:
             raise SummaryError(f"{what} has incomplete dates")
-        own = dict(zip(("mean", "squares", "mean_rest"), moments[1:], strict=True))
-        mean, squares, rest = (_number(own, name, what) for name in own)
-        if squares < 0:
-            raise SummaryError(f"the squares of {what} are negative")
-        found[order] = (_count(moments[0], f"count of {what}", rows), mean, squares, rest)
+        count = _count(moments[0], f"count of {what}", rows)
+        found[order] = (count, *_moments(dict(zip(_MOMENTS, moments[1:], strict=True)), what))
     return found
 
 
-def _number(record: Mapping[str, Any], name: str, what: str) -> float:
-    value = record.get(name)
-    if value is None:
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SummaryError(f"{name} of {what} is not a number")
-    return float(value)
+def _moments(record: Mapping[str, Any], what: str) -> tuple[float, float, float]:
+    """Return mean, squares and the rest of the mean."""
+    found = []
+    for name in _MOMENTS:
+        value = record.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+            raise SummaryError(f"{name} of {what} is not a number")
+        found.append(math.inf if value is None else float(value))
+    mean, squares, rest = found
+    if squares < 0:
+        raise SummaryError(f"the squares of {what} are negative")
+    return mean, squares, rest
 
 
 def _count(value: Any, what: str, most: int) -> int:
