@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import log_normal
 from fedgmm.core.moments import Scaling
-from fedgmm.core.scratch import empty_beside
+from fedgmm.core.scratch import blocks_in, empty_beside
 
 _SMALLEST_SHARE = 1e-15  # of a tail; its normal score is -7.9
 _HALVINGS = 60  # of an interval around a quantile; more would not change a float64
@@ -94,9 +94,13 @@ class NumberPredictions:
 
     def normal_scores(self, y: Tensor) -> Tensor:
         """Return ``Φ⁻¹(P_c(Y ≤ y|x))`` of numbers ``(n,)``: standard normal if the model is right."""
-        below = torch.special.ndtr((y.unsqueeze(-1) - self.means) / self.variances.sqrt())
-        share = (self.log_weights.exp() * below).sum(-1)
-        scores: Tensor = torch.special.ndtri(share.clamp(_SMALLEST_SHARE, 1.0 - _SMALLEST_SHARE))
+        scores = empty_beside(self.means, (len(y),), self.means.dtype)
+        terms = (self.means, self.variances, self.log_weights, y, scores)
+        for means, variances, log_weights, own, out in zip(*map(blocks_in, terms), strict=True):
+            numbers = own.to(means.device).unsqueeze(-1)
+            below = torch.special.ndtr((numbers - means) / variances.sqrt())
+            share = (log_weights.exp() * below).sum(-1)
+            out.copy_(torch.special.ndtri(share.clamp(_SMALLEST_SHARE, 1.0 - _SMALLEST_SHARE)))
         return scores
 
     def interval(self, level: float) -> tuple[Tensor, Tensor]:

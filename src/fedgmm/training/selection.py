@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.gaussians import CovarianceType
+from fedgmm.core.scratch import counts_of
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import DENSITY
 from fedgmm.training.local import INTERRUPTED, DivergenceWarning, train
@@ -202,8 +203,8 @@ def noise_in(dataset: FederatedDataset) -> float:
     if dataset.target is not None:
         return 1.0
     splits = (dataset.train, dataset.validation, dataset.test)
-    labels = np.concatenate([rows.labels.cpu().numpy() for rows in splits])
-    return label_noise(np.bincount(labels))
+    counts = [counts_of(rows.labels.cpu().numpy(), len(dataset.classes)) for rows in splits]
+    return label_noise(np.sum(counts, axis=0))
 
 
 def _for_trials(options: TrainingOptions, rounds: int) -> TrainingOptions:

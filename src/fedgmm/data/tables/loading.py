@@ -23,6 +23,7 @@ from fedgmm.core.randomness import client_keys
 from fedgmm.core.scratch import (
     as_bytes,
     available_memory,
+    concatenated,
     counts_of,
     empty,
     gathered,
@@ -118,11 +119,12 @@ class ClientsFile:
             self.clients: NDArray[np.integer] = np.broadcast_to(np.int64(0), file.rows)
             return
         self.clients, self.names = file.columns[options.client_column].categories()
-        if (self.clients < 0).any():
+        without = where(lambda place: self.clients[place] < 0, file.rows)
+        if len(without):
             raise TableError(
                 file.path,
-                f"row {int(np.argmax(self.clients < 0)) + 1} below the header has no client: the "
-                f"column {quoted(options.client_column)} is empty there.",
+                f"row {int(without[0]) + 1} below the header has no client: the column "
+                f"{quoted(options.client_column)} is empty there.",
             )
 
     @property
@@ -230,7 +232,7 @@ class Tables:
             labels.append(gathered(encoded, kept[-1]))
             owners = np.array([place[n] for n in own.names])
             codes.append(gathered(owners, gathered(own.clients, kept[-1])))
-        all_codes, all_labels = _joined(codes), _joined(labels)
+        all_codes, all_labels = concatenated(codes), concatenated(labels)
         options = self.options
         splits = split_rows(all_codes, client_keys(names), options.split, options.seed)
         # the split of each row, and its place within that split
@@ -285,17 +287,6 @@ def _encoded_labels(
     codes, texts = own.labels()
     encoded = gathered(np.append(preprocessing.labels.encode(texts)[0], -1), codes)
     return encoded, lambda place: encoded[place] >= 0
-
-
-def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    """Return arrays one behind the other, and forget them one by one."""
-    out, first = empty(sum(map(len, parts)), parts[0].dtype), 0
-    for number, part in enumerate(parts):
-        for place in row_blocks(len(part)):
-            out[first + place.start : first + place.stop] = part[place]
-        first += len(part)
-        parts[number] = part[:0]
-    return out
 
 
 # ---------------------------------------------------------------------- the files of training
