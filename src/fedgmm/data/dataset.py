@@ -184,7 +184,8 @@ class LabelledRows:
                     touched(2 * value[place].nbytes)
                 first = place.stop
         inputs, labels, codes = joined[:3]
-        features = _features_of(inputs, codes, self.names, *(joined[3:] or [None]))
+        weights = joined[3] if joined[3:] else None
+        features = _features_of(inputs, codes, self.names, weights)
         return replace(self, features=features, inputs=inputs, labels=labels)
 
     def client(self, code: int) -> LabelledRows:

@@ -9,7 +9,7 @@ over the rows of each client and class.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -61,8 +61,8 @@ class ScoredRows:
 
     def at(self, place: slice) -> ScoredRows:
         """Return some of the rows."""
-        arrays = (self.codes, self.labels, self.right, self.loss, self.brier, self.scores)
-        return ScoredRows(*(one[place] for one in arrays), self.ranked, self.positive)
+        names = ("codes", "labels", "right", "loss", "brier", "scores")
+        return replace(self, **{name: getattr(self, name)[place] for name in names})
 
 
 # ---------------------------------------------------------------------- metrics of weighted rows

@@ -228,18 +228,19 @@ class EvaluatedRows:
         if (
             prediction.labels is not None
         ):  # only of clients that have rows: there may be many others
-            codes = (one.unique() for one in blocks_in(who))
-            present = torch.cat([who.new_tensor([NO_CLIENT]), *codes]).unique()
-            ratios, place = prediction.labels.log_ratios(present), present
+            here = who.new_zeros(len(prediction.labels.clients) + 1)
+            for block in blocks_in(who):
+                here[block] = 1
+            present, place = torch.nonzero(here)[:, 0], here.cumsum(0) - 1
+            codes = torch.where(present < len(here) - 1, present, NO_CLIENT)
+            ratios = prediction.labels.log_ratios(codes)
         if prediction.assignment is None:  # all learners, mixed by the weights of each row's client
             log_pi = log_weights(prediction)
             table = None if ratios is None else ratios.view(len(ratios), *log_pi.shape[1:], -1)
 
             def visit_block(rows: slice) -> None:
                 own_x = None if log_x is None else log_x[rows]
-                own_ratios = None
-                if table is not None:
-                    own_ratios = table[torch.searchsorted(place, who[rows])]
+                own_ratios = None if table is None else table[place[who[rows]]]
                 visit(_Part(rows, prediction.learners, log_pi[who[rows]], own_x, own_ratios))
 
             _for_blocks(len(self), visit_block, self.x.device)
@@ -248,10 +249,7 @@ class EvaluatedRows:
         for number in torch.unique(learner_of).tolist():
             learner = {k: value[number : number + 1] for k, value in prediction.learners.items()}
             for rows in torch.split(torch.nonzero(learner_of == number)[:, 0], _ROWS_OF_A_LEARNER):
-                own = None
-                if ratios is not None:
-                    present = torch.searchsorted(place, who[rows])
-                    own = ratios[present, number][:, None, None]
+                own = None if ratios is None else ratios[place[who[rows]], number][:, None, None]
                 nothing = torch.zeros(len(rows), 1, 1, dtype=torch.float64, device=who.device)
                 visit(_Part(rows, learner, nothing, None, own))
 
