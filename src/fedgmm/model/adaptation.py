@@ -36,7 +36,7 @@ from fedgmm.core.predictive import (
     prior_strength,
     shares_of_models,
 )
-from fedgmm.core.scratch import touched
+from fedgmm.core.scratch import counts_of, stable_order, touched
 from fedgmm.methods.base import Prediction
 from fedgmm.model.predictions import EvaluatedRows, log_learners, log_weights
 from fedgmm.nets.learners import at_labels
@@ -384,15 +384,18 @@ def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
     gain beyond chance, because harm to a client without labels could not be noticed.
     """
     labels = prediction.labels
-    clients = torch.nonzero(torch.bincount(rows.codes)).flatten()
+    codes = rows.codes.cpu().numpy()
+    counts = counts_of(codes, len(log_weights(prediction)))
+    order, ends, clients = stable_order(codes, len(counts)), counts.cumsum(), counts.nonzero()[0]
     tried = clients[:: 1 + (len(clients) - 1) // _TRIED_CLIENTS]
     if labels is None or prediction.client_weights is None or len(tried) < 2:
         return 0.0  # only mixtures adapt, and the gain of one client has no standard error
     guessing = replace(prediction, labels=replace(labels, guess_rows=float(len(rows.x))))
     gains = []
     for code in tried:
-        places = torch.nonzero(rows.codes == code).flatten()
-        own = rows.take(places[:: 1 + (len(places) - 1) // _TRIED_ROWS])
+        places = order[ends[code] - counts[code] : ends[code]]
+        some = torch.from_numpy(places[:: 1 + (len(places) - 1) // _TRIED_ROWS])
+        own = rows.take(some.to(rows.codes.device))
         log_y = log_learners(prediction, own.x)
         found = adapt_without_labels(guessing, own.log_x, log_y, _ADAPTATION_ROUNDS)
         assert found.label_counts is not None

@@ -23,6 +23,7 @@ from fedgmm.core.scratch import (
     empty,
     gathered,
     row_blocks,
+    stable_order,
     where,
 )
 from fedgmm.data.dataset import LabelledRows
@@ -222,8 +223,10 @@ def standardise(
     Clients with fewer than eight rows have NaN, and their rows are left out.
     """
     location, scale = np.full((2, clients), np.nan)
-    for code in np.flatnonzero(counts_of(codes, clients) >= _FEW).tolist():
-        own = gathered(scores, where(lambda place: codes[place] == code, len(codes)))  # noqa: B023
+    counts, order = counts_of(codes, clients), stable_order(codes, clients)
+    ends = np.cumsum(counts)
+    for code in np.flatnonzero(counts >= _FEW).tolist():
+        own = gathered(scores, order[ends[code] - counts[code] : ends[code]])
         location[code], scale[code] = own.mean(), max(own.std(ddof=1), 1e-12)
     known = where(lambda place: np.isfinite(location[codes[place]]), len(codes))
     standard = empty(len(known), np.float64)
