@@ -415,9 +415,9 @@ class RegressionEvaluation(Evaluation):
         return f"Evaluation of {counted(len(self.clients), 'client')}: {self.headline()}"
 
 
-def interval_of(predicted: NumberPredictions, level: float) -> FloatArray:
+def interval_of(predicted: NumberPredictions, level: float, z: float | None = None) -> FloatArray:
     """Return the interval of every row, ``(n, 2)``; see :meth:`NumberPredictions.interval`."""
-    return np.stack([end.cpu().numpy() for end in predicted.interval(level)], -1)
+    return np.stack([end.cpu().numpy() for end in predicted.interval(level, z)], -1)
 
 
 def evaluate_numbers(
@@ -434,11 +434,12 @@ def evaluate_numbers(
     """
     y = numbers.cpu().numpy()
     losses, errors, held = (empty(len(y), np.float64) for _ in range(3))
+    z = predicted.normal_score(level)
     for block in _blocks(len(y)):
         found = predicted.rows(block)
         losses[block] = -found.log_density(numbers[block].to(found.means)).cpu().numpy()
         errors[block] = (y[block] - found.mean.cpu().numpy()) ** 2
-        low, high = interval_of(found, level).T
+        low, high = interval_of(found, level, z).T
         held[block] = (low <= y[block]) & (y[block] <= high)
 
     def metrics(codes: IntArray, groups: int) -> dict[str, FloatArray]:
