@@ -314,7 +314,7 @@ def _evaluate(model: FederatedModel, inputs: Tensor, features: Tensor | None) ->
         log_volume = model.scaling.log_volume if model.features_are_inputs else 0.0
     seen = x.flatten(1) if features is None else features.to(parameter.device)
     if model.projection is not None:
-        seen, log_volume = model.projection.apply(x).to(x.dtype), 0.0
+        seen, log_volume = model.projection.apply(x, dtype=x.dtype), 0.0
     largest = min(torch.finfo(parameter.dtype).max ** 0.75, 1e150)
     for rows in (x, seen):
         if not rows.is_floating_point():
