@@ -89,7 +89,9 @@ class PCA:
             deviations = torch.where(empty, largest, self.variances).sqrt()
             directions = directions / torch.where(deviations > 0, deviations, 1.0).to(x.device)
         out = empty_beside(x, (len(x), directions.shape[1]), dtype)
-        for into, block in zip(out.split(_BLOCK_ROWS), x.split(_BLOCK_ROWS), strict=True):
+        for into, block in zip(
+            torch.split(out, _BLOCK_ROWS), torch.split(x, _BLOCK_ROWS), strict=True
+        ):
             into.copy_(matmul(block.double() - mean, directions))
             touched(into.nbytes + block.nbytes)
         return out
