@@ -60,6 +60,24 @@ def test_validation_rows_decide_by_default(rng, algorithm):
     assert model.prediction.labels is None
 
 
+def test_of_many_rows_some_decide(rng, monkeypatch):
+    data, judged = skewed(rng), []
+    scores = module.prior_scores
+    monkeypatch.setattr(
+        module, "prior_scores", lambda *terms: judged.append(len(terms[-1])) or scores(*terms)
+    )
+    everyone = train(data, "fedavg", **OPTIONS)
+    assert sum(judged) == len(data.train) + len(data.validation)
+    judged.clear()
+    monkeypatch.setattr(module, "_MOST_JUDGES", 100)
+    some = train(data, "fedavg", **OPTIONS)
+    assert sum(judged) <= 200
+    x = data.test.inputs.numpy()  # all rows are counted
+    gap = some.predict_proba(x, 0) - everyone.predict_proba(x, 0)
+    assert some.options["personal_labels"] is True
+    assert np.abs(gap).max() < 0.02
+
+
 @pytest.mark.parametrize("options", [{"algorithm": "local"}, {"algorithm": "gmm"}, {"rounds": 1}])
 def test_label_frequencies_stay_out_where_they_cannot_be(rng, options):
     rows = 400 if "algorithm" in options else 20  # the last has too few validation rows

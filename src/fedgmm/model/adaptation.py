@@ -51,6 +51,7 @@ _MOST_FOLDED = 500  # labelled rows that decide between priors; with more the pr
 _UNCHANGED = 5e-3  # largest difference of weights that are called the same
 _ROWS_AT_ONCE = 4096
 _BLOCK_BYTES = 4 * 1024 * 1024  # about as many are read from scratch files
+_MOST_JUDGES = 50_000  # rows that decide between priors of label frequencies; a mean needs no more
 _TRIED_CLIENTS = 100  # clients on which guesses are tried; more would hardly change the estimate
 _TRIED_ROWS = 20_000  # of each of them
 _ADAPTATION_ROUNDS = 200
@@ -296,10 +297,11 @@ class ClientLabels:
         arrays = (self.x, self.log_x, self.labels, self.codes, self.weights)
         return ClientLabels(*(None if one is None else one[which] for one in arrays))  # type: ignore[arg-type]
 
-    def blocks(self) -> Iterator[ClientLabels]:
-        """Yield blocks of rows."""
-        for start in range(0, len(self.x), _ROWS_AT_ONCE):
-            yield self.take(slice(start, start + _ROWS_AT_ONCE))
+    def blocks(self, every: int = 1) -> Iterator[ClientLabels]:
+        """Yield blocks of all rows, or of every k-th row."""
+        step = every * _ROWS_AT_ONCE
+        for start in range(0, len(self.x), step):
+            yield self.take(slice(start, start + step, every))
 
 
 def estimate_label_frequencies(
@@ -358,12 +360,12 @@ def _prior_gains(
 ) -> Tensor:
     """Return rows, gains in ``log P_c(y|x)`` by each of ``PRIORS`` and squared gains, summed, ``(3, P)``.
 
-    ``counts`` are ``n_c(m, y)``, ``(C, M, K)``; with ``leave_out`` the rows are among them, so each is left
-    out of them.
+    Of many rows every k-th is visited. ``counts`` are ``n_c(m, y)``, ``(C, M, K)``; with ``leave_out`` the
+    rows are among them, so each is left out of them.
     """
     log_pi = log_weights(prediction)
     sums = log_pi.new_zeros(3, len(PRIORS))
-    for block in rows.blocks():
+    for block in rows.blocks(every=-(-len(rows.x) // _MOST_JUDGES)):
         joint, log_y = _terms(prediction, log_pi, block)
         own = counts[block.codes]
         if leave_out:

@@ -32,10 +32,10 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 CodeArray = NDArray[np.int32]
 
-MISSING = (
+MISSING = frozenset((
     "", "NA", "N/A", "n/a", "na", "#N/A", "#NA", "<NA>", "?", "nan", "NaN", "NAN", "-nan", "-NaN",
     "null", "NULL", "Null", "None",
-)  # fmt: skip
+))  # fmt: skip
 """Texts that mean a missing value."""
 
 TRUTH = ("false", "true")

@@ -140,11 +140,12 @@ def _is_like(value: str, below: list[str], point: str) -> bool:
     if value in MISSING or value in below:
         return True
     try:
+        own = float(value.replace(point, "."))
         numbers = [float(text.replace(point, ".")) for text in below]
-        return min(numbers) <= float(value.replace(point, ".")) <= max(numbers)
+        return min(numbers) <= own <= max(numbers)
     except ValueError:
-        shape = re.sub(r"\d+", "9", value)
-        return shape != value and shape in {re.sub(r"\d+", "9", text) for text in below}
+        shape = re.compile(re.sub(r"\d+", r"\\d+", re.escape(value)))
+        return shape.pattern != re.escape(value) and any(map(shape.fullmatch, below))
 
 
 def _with_single_blanks(text: str) -> str:
