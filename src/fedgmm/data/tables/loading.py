@@ -138,7 +138,8 @@ class ClientsFile:
         """Read the columns that are not kept yet."""
         options = self.options
         special = {n for n in (options.label, options.client_column) if n is not None}
-        self.file.read({*self.used, *special}, {*self.as_categories, *special})
+        numbers = {options.label} if options.task == "regression" else set()
+        self.file.read({*self.used, *special}, {*self.as_categories, *special} - numbers)
         for name in self.used:
             values = self.file.columns[name]
             if values.numbers is not None:
@@ -569,8 +570,12 @@ def read_rows(
     )
     label, client = preprocessing.labels.name, preprocessing.client_column
     texts = {c.name for c in preprocessing.used if c.role == "category"}
-    texts |= {name for name in (label, client, *ids) if name in file.header}
-    file.read({*texts, *(column.name for column in preprocessing.used)}, texts)
+    as_written = (
+        (client, *ids) if preprocessing.labels.scaling is not None else (label, client, *ids)
+    )
+    texts |= {name for name in as_written if name in file.header}
+    named = {name for name in (label, client, *ids) if name in file.header}
+    file.read({*texts, *named, *(column.name for column in preprocessing.used)}, texts)
     encoded = _encoded(file, preprocessing)
     labels, clients = None, None
     unknown: list[str] = []
