@@ -138,8 +138,10 @@ class ClientsFile:
         """Read the columns that are not kept yet."""
         options = self.options
         special = {n for n in (options.label, options.client_column) if n is not None}
-        numbers = {options.label} if options.task == "regression" else set()
-        self.file.read({*self.used, *special}, {*self.as_categories, *special} - numbers)
+        as_text = {*self.as_categories, *special}
+        if options.task == "regression":
+            as_text -= {options.label}
+        self.file.read({*self.used, *special}, as_text)
         for name in self.used:
             values = self.file.columns[name]
             if values.numbers is not None:
