@@ -75,14 +75,14 @@ class PredictedRows:
         """The same rows, sorted for the computation of metrics."""
         n, positive, width = len(self.codes), self.decision.positive, len(self.classes) + 1
         cells = empty(n, np.int64)
-        for place in _blocks(n):
+        for place in row_blocks(n):
             cells[place] = self.codes[place] * width + self.labels[place]
-        order = stable_order(cells, width * (1 + max(self.codes[p].max() for p in _blocks(n))))
+        order = stable_order(cells, width * (1 + max(self.codes[p].max() for p in row_blocks(n))))
         ranked = tuple(range(len(self.classes))) if positive is None else (positive,)
         codes, labels, right = empty(n, np.int64), empty(n, np.int64), empty(n, np.bool_)
         loss, brier = empty(n, np.float64), empty(n, np.float64)
         scores = empty((n, len(ranked)), np.float64)
-        for place in _blocks(n):
+        for place in row_blocks(n):
             rows = order[place]
             log_proba, own = self.log_probabilities[rows], self.labels[rows]
             codes[place], labels[place] = self.codes[rows], own
