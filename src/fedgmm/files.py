@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,7 +32,9 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_atomically(path: Path, data: bytes, *, shared: bool = False) -> None:
+def write_atomically(
+    path: Path, data: bytes | Iterable[bytes | memoryview], *, shared: bool = False
+) -> None:
     """Write a file so that readers see the old content or the new one, never a part.
 
     The data are written to a draft beside the file, flushed to disk, and renamed. The draft has a
@@ -40,7 +42,7 @@ def write_atomically(path: Path, data: bytes, *, shared: bool = False) -> None:
 
     Args:
         path: the file.
-        data: the new content.
+        data: the new content, whole or in pieces.
         shared: several programs may write the file at once, so each needs its own draft.
     """
     draft = _draft_of(path, shared)
@@ -90,9 +92,9 @@ def _draft_of(path: Path, shared: bool) -> Path:
     return path.with_name(f"{path.name}{owner}.part")
 
 
-def _write_to_disk(path: Path, data: bytes) -> None:
+def _write_to_disk(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
     with naming(path), path.open("wb") as file:
-        file.write(data)
+        file.writelines([data] if isinstance(data, bytes) else data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -36,6 +36,15 @@ def test_arrays_in_a_file_hold_the_same_numbers_and_leave_no_file(large, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_array_in_a_file_is_kept_as_it_is_unless_it_is_copied(large, tmp_path):
+    with scratch.scratch(tmp_path):
+        array = kept(large)
+        assert kept(array) is array
+        other = scratch.copied(array)
+    assert not np.shares_memory(other, array)
+    np.testing.assert_array_equal(other, large)
+
+
 def test_two_arrays_of_one_file_do_not_overlap(tmp_path):
     with scratch.scratch(tmp_path):
         one, other = empty(10_001, np.float32), empty(10_000, np.int64)
@@ -70,18 +79,27 @@ def test_tensors_beside_one_in_a_file_are_in_the_same_folder(large, tmp_path):
 @pytest.mark.parametrize("in_files", [False, True])
 def test_passes_over_rows_give_what_numpy_gives_at_once(rng, tmp_path, monkeypatch, in_files):
     monkeypatch.setattr(scratch, "_BLOCK_ROWS", 1000)
+    monkeypatch.setattr(scratch, "_SORTED_AT_ONCE", 3000)
     codes = rng.integers(0, 7, 40_000)
     values = rng.normal(size=(7, 2))
+    numbers = rng.normal(size=40_000).round(2)  # some are equal
     with scratch.scratch(tmp_path) if in_files else nullcontext():
         taken = scratch.gathered(values, codes)
         order = scratch.stable_order(codes, 8)
         ones = scratch.where(lambda place: codes[place] == 1, len(codes))
         counts = scratch.counts_of(codes, 8)
+        sums = scratch.sums_of(numbers.__getitem__, codes, 8)
+        ordered = scratch.ordered(numbers)
+        twice = scratch.concatenated([codes, codes])
     np.testing.assert_array_equal(taken, values[codes])
     np.testing.assert_array_equal(order, np.argsort(codes, kind="stable"))
     np.testing.assert_array_equal(ones, np.flatnonzero(codes == 1))
     np.testing.assert_array_equal(counts, np.bincount(codes, minlength=8))
-    assert folder_of(torch.from_numpy(taken)) == (tmp_path if in_files else None)
+    np.testing.assert_allclose(sums, np.bincount(codes, numbers, minlength=8), rtol=1e-10)
+    np.testing.assert_array_equal(ordered, np.sort(numbers))
+    np.testing.assert_array_equal(twice, np.concatenate([codes, codes]))
+    for array in (taken, order, ordered, twice):
+        assert folder_of(torch.from_numpy(array)) == (tmp_path if in_files else None)
 
 
 def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ def test_of_many_rows_some_decide(rng, monkeypatch):
     x = data.test.inputs.numpy()  # all rows are counted
     gap = some.predict_proba(x, 0) - everyone.predict_proba(x, 0)
     assert some.options["personal_labels"] is True
-    assert np.abs(gap).max() < 0.02
+    assert np.abs(gap).max() < 0.05
 
 
 @pytest.mark.parametrize("options", [{"algorithm": "local"}, {"algorithm": "gmm"}, {"rounds": 1}])

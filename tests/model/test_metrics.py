@@ -22,6 +22,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
+from fedgmm.model import bootstrap
 from fedgmm.model.bootstrap import bootstrap_numbers, resample_r2
 from fedgmm.model.decisions import Decision
 from fedgmm.model.metrics import Evaluation, evaluate
@@ -371,12 +372,38 @@ def test_metrics_of_many_rows_are_computed_in_blocks(rng, monkeypatch, classes):
     labels[codes == 3] = 1  # a client without other classes has no ranks
     whole = evaluate(log_p, labels, codes, NAMES)
     expected = whole.metrics, whole.pooled
+    intervals, constant = whole.pooled_intervals, whole.constant_accuracy
+    matrices = [whole.confusion_matrix(client) for client in (None, "b")]
     monkeypatch.setattr("fedgmm.model.metrics._ROWS_AT_ONCE", 7)
     monkeypatch.setattr("fedgmm.model.bootstrap._MOST_PLANNED", 7)
     found = evaluate(log_p, labels, codes, NAMES)
     for name, values in expected[0].items():
         np.testing.assert_allclose(found.metrics[name], values, rtol=1e-12, atol=1e-14)
         assert found.pooled[name] == pytest.approx(expected[1][name], rel=1e-12, abs=1e-14)
+    assert found.constant_accuracy == constant
+    for client, matrix in zip((None, "b"), matrices, strict=True):
+        np.testing.assert_array_equal(found.confusion_matrix(client), matrix)
+    assert found.pooled_intervals.keys() == intervals.keys() - {"auc", "average_precision"}
+    for name, ends in found.pooled_intervals.items():
+        assert ends == pytest.approx(intervals[name], abs=0.03)
+
+
+def test_resamples_of_many_rows_are_drawn_in_parts(rng, monkeypatch):
+    """A part gets as many draws as chance gives it, and each client as many as it has rows."""
+    codes = np.repeat([0, 1, 2], [5, 40, 15])
+    drawn = {}
+    for most in (10**6, 7):
+        monkeypatch.setattr(bootstrap, "_MOST_PLANNED", most)
+        resamples = [list(parts) for parts in bootstrap._draws(codes, 2000, 0)]
+        weights = [np.concatenate([own for _, own in parts], axis=1) for parts in resamples]
+        drawn[most] = np.concatenate(weights)
+        assert drawn[most].shape == (2000, 60)
+        counts = np.add.reduceat(drawn[most], [0, 5, 45], axis=1)
+        np.testing.assert_array_equal(counts, np.tile([5, 40, 15], (2000, 1)))
+        assert drawn[most].mean(0) == pytest.approx(1.0, abs=0.12)
+    first = [own[:, 5:25].sum(1) for own in drawn.values()]  # half of a client
+    assert np.std(first, axis=1) == pytest.approx(np.sqrt(40 / 4), rel=0.08)
+    assert [len(list(parts)) for parts in bootstrap._draws(codes, 1, 0)] == [9]
 
 
 def test_metrics_of_many_numbers_are_computed_in_blocks(rng, monkeypatch):
@@ -392,5 +419,8 @@ def test_metrics_of_many_numbers_are_computed_in_blocks(rng, monkeypatch):
     whole = evaluate_numbers(predicted, numbers, codes, NAMES)
     monkeypatch.setattr("fedgmm.model.metrics._ROWS_AT_ONCE", 7)
     found = evaluate_numbers(predicted, numbers, codes, NAMES)
+    monkeypatch.setattr(bootstrap, "_MOST_PLANNED", 7)
+    for name, (low, high) in found.pooled_intervals.items():
+        assert (low, high) == pytest.approx(whole.pooled_intervals[name], rel=0.15)
     for name, values in whole.metrics.items():
         np.testing.assert_allclose(found.metrics[name], values, rtol=1e-12)

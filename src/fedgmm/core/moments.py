@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgmm.core.scratch import blocks_in, empty_beside, folder_of
+from fedgmm.core.scratch import blocks_in, empty_beside
 
 FloatArray = NDArray[np.float64]
 
@@ -113,8 +113,8 @@ class Scaling:
 
 
 def scaled(x: Tensor, scaling: Scaling, dtype: torch.dtype) -> Tensor:
-    """Return ``scaling.apply(x, dtype)``, in blocks and in a scratch file if ``x`` is in one."""
-    if folder_of(x) is None:
+    """Return ``scaling.apply(x, dtype)`` in blocks, in a scratch file if ``x`` is in one."""
+    if x.device.type != "cpu":
         return scaling.apply(x, dtype)
     out = empty_beside(x, tuple(x.shape), dtype)
     for into, block in zip(blocks_in(out), blocks_in(x), strict=True):

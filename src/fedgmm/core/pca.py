@@ -15,6 +15,7 @@ from torch import Tensor
 from fedgmm.core.checks import check_integer
 from fedgmm.core.linalg import matmul, weighted_gram
 from fedgmm.core.moments import scatter_around_means
+from fedgmm.core.scratch import empty_beside, touched
 from fedgmm.wording import counted
 
 _BLOCK_ROWS = 4096
@@ -51,14 +52,18 @@ class FeatureMoments:
         return (scatter + scatter.mT) / (2 * (self.count - 1))
 
 
-def moments_of(rows: Tensor, centre: Tensor) -> FeatureMoments:
-    """Return moments of rows ``(n, d)`` around ``centre`` ``(d,)``; there may be no rows."""
-    centre = centre.to(rows.device, torch.float64)
-    d = rows.shape[1]
+def moments_of(rows: Tensor, centre: Tensor, columns: Sequence[int] = ()) -> FeatureMoments:
+    """Return moments of rows ``(n, d)`` around ``centre`` ``(d,)``; there may be no rows.
+
+    With ``columns`` the rows may have further columns, which are left out.
+    """
+    centre, d = centre.to(rows.device, torch.float64), len(centre)
     first = torch.zeros(d, dtype=torch.float64, device=rows.device)
     second = torch.zeros(d, d, dtype=torch.float64, device=rows.device)
     for block in torch.split(rows, _BLOCK_ROWS):
-        shifted = block.double() - centre
+        own = block[:, list(columns)] if columns else block
+        shifted = own.double() - centre
+        touched(block.nbytes)
         first += shifted.sum(0)
         second += weighted_gram(shifted, shifted)
     return FeatureMoments(len(rows), first, second, centre)
@@ -73,8 +78,8 @@ class PCA:
     components: Tensor
     variances: Tensor  # along them, ``(k,)``; one for a column that is kept
 
-    def apply(self, x: Tensor, whiten: bool = False) -> Tensor:
-        """Return coordinates ``(n, k)``, float64, of rows ``(n, d)``, with variance one if whitened."""
+    def apply(self, x: Tensor, whiten: bool = False, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Return coordinates ``(n, k)`` of rows ``(n, d)``, with variance one if whitened."""
         mean, directions = self.mean.to(x.device), self.components.to(x.device).mT
         if whiten:
             # Dividing by the rounding errors of a direction without spread would send a new row outside
@@ -83,8 +88,13 @@ class PCA:
             empty = self.variances <= largest * len(self.mean) * torch.finfo(torch.float64).eps
             deviations = torch.where(empty, largest, self.variances).sqrt()
             directions = directions / torch.where(deviations > 0, deviations, 1.0).to(x.device)
-        blocks = torch.split(x, _BLOCK_ROWS)
-        return torch.cat([matmul(block.double() - mean, directions) for block in blocks])
+        out = empty_beside(x, (len(x), directions.shape[1]), dtype)
+        for into, block in zip(
+            torch.split(out, _BLOCK_ROWS), torch.split(x, _BLOCK_ROWS), strict=True
+        ):
+            into.copy_(matmul(block.double() - mean, directions))
+            touched(into.nbytes + block.nbytes)
+        return out
 
     def within(self, block: Sequence[int], columns: int) -> PCA:
         """Return the map of rows ``(n, columns)`` to the coordinates of a block and all other columns.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgmm.core.gaussians import log_normal
 from fedgmm.core.moments import Scaling
-from fedgmm.core.scratch import empty_beside
+from fedgmm.core.scratch import blocks_in, empty_beside, ordered
 
 _SMALLEST_SHARE = 1e-15  # of a tail; its normal score is -7.9
 _HALVINGS = 60  # of an interval around a quantile; more would not change a float64
@@ -64,10 +64,12 @@ class NumberPredictions:
         """Return predictions of ``y`` from those of ``(y - mean) / scale``."""
         mean, scale = scaling.mean.to(self.means), scaling.scale.to(self.means)
         shape = tuple(self.means.shape)
-        means, variances = (empty_beside(self.means, shape, mean.dtype) for _ in "mv")
-        torch.mul(self.means, scale, out=means).add_(mean)
-        torch.mul(self.variances, scale**2, out=variances)
-        return replace(self, means=means, variances=variances)
+        found = [empty_beside(self.means, shape, mean.dtype) for _ in range(2)]
+        terms = (self.means, self.variances, *found)
+        for old_means, old_variances, means, variances in zip(*map(blocks_in, terms), strict=True):
+            torch.mul(old_means, scale, out=means).add_(mean)
+            torch.mul(old_variances, scale**2, out=variances)
+        return replace(self, means=found[0], variances=found[1])
 
     def rows(self, place: slice) -> NumberPredictions:
         """Return the predictions of some rows."""
@@ -94,13 +96,26 @@ class NumberPredictions:
 
     def normal_scores(self, y: Tensor) -> Tensor:
         """Return ``Φ⁻¹(P_c(Y ≤ y|x))`` of numbers ``(n,)``: standard normal if the model is right."""
-        below = torch.special.ndtr((y.unsqueeze(-1) - self.means) / self.variances.sqrt())
-        share = (self.log_weights.exp() * below).sum(-1)
-        scores: Tensor = torch.special.ndtri(share.clamp(_SMALLEST_SHARE, 1.0 - _SMALLEST_SHARE))
+        scores = empty_beside(self.means, (len(y),), self.means.dtype)
+        terms = (self.means, self.variances, self.log_weights, y, scores)
+        for means, variances, log_weights, own, out in zip(*map(blocks_in, terms), strict=True):
+            numbers = own.to(means.device).unsqueeze(-1)
+            below = torch.special.ndtr((numbers - means) / variances.sqrt())
+            share = (log_weights.exp() * below).sum(-1)
+            out.copy_(torch.special.ndtri(share.clamp(_SMALLEST_SHARE, 1.0 - _SMALLEST_SHARE)))
         return scores
 
-    def interval(self, level: float) -> tuple[Tensor, Tensor]:
+    def interval(self, level: float, z: float | None = None) -> tuple[Tensor, Tensor]:
         """Return the ends of the interval that holds ``y`` with probability ``level``, ``(n,)`` each.
+
+        ``z`` is :meth:`normal_score` of the level, if it is known.
+        """
+        z = self.normal_score(level) if z is None else z
+        share = float(torch.special.ndtr(torch.tensor(z, dtype=torch.float64)))
+        return self.quantile(1.0 - share), self.quantile(share)
+
+    def normal_score(self, level: float) -> float:
+        """Return the ``z`` of the ends of intervals that hold ``y`` with probability ``level``.
 
         The ends are the quantiles ``Φ(±z)``. By the model ``Φ(z) = (1 + level) / 2``; but ``σ²`` is that of
         the training rows, which is too small if they are few. So with enough held-out rows ``z`` is taken
@@ -112,9 +127,8 @@ class NumberPredictions:
         if self.held_out is not None:
             rank = math.ceil((len(self.held_out) + 1) * level)
             if rank <= len(self.held_out):
-                z = float(self.held_out.abs().sort().values[rank - 1])
-        share = float(torch.special.ndtr(torch.tensor(z, dtype=torch.float64)))
-        return self.quantile(1.0 - share), self.quantile(share)
+                z = float(ordered(self.held_out.abs().cpu().numpy())[rank - 1])
+        return z
 
     def quantile(self, share: float) -> Tensor:
         """Return the ``y`` below which a share of ``P_c(y|x)`` lies, ``(n,)``, by bisection.

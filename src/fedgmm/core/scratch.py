@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 from weakref import ref
@@ -30,6 +31,8 @@ _SMALLEST = 16 * 1024  # bytes; smaller arrays stay in memory
 _COMMON_FILE = 128 * 1024 * 1024  # bytes; smaller arrays share a file, because files are limited
 _MOST_MAPPED = 64 * 1024 * 1024  # bytes that may be used before pages are given back
 _BLOCK_ROWS = 16_384
+_SORTED_AT_ONCE = 250_000
+_SUMMED_AT_ONCE = 250_000
 _BYTES_PER_ROW = 64  # of a few mapped arrays that one pass over rows uses
 
 _UNITS = {"b": 0, "kb": 1, "mb": 2, "gb": 3, "tb": 4}
@@ -98,19 +101,27 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 def kept(values: NDArray[Any]) -> NDArray[Any]:
     """Return an array, or a copy of it in a file if it is large and :func:`scratch` says so."""
-    if not active() or values.nbytes < _SMALLEST or 0 in values.strides:
+    small = values.nbytes < _SMALLEST or 0 in values.strides
+    if not active() or small or _folder_at(values.ctypes.data) is not None:
         return values
+    return copied(values)
+
+
+def copied(values: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy of an array, in a file if it is large and :func:`scratch` says so."""
     out = empty(values.shape, values.dtype)
-    out[:] = values
-    touched(out.nbytes)
+    for place in row_blocks(len(values)):
+        out[place] = values[place]
+        touched(2 * out[place].nbytes)
     return out
 
 
-def row_blocks(rows: int) -> Iterator[slice]:
+def row_blocks(rows: int, at_once: int | None = None) -> Iterator[slice]:
     """Yield runs of rows, so that temporaries stay small and pages are given back."""
-    for first in range(0, rows, _BLOCK_ROWS):
-        yield slice(first, min(first + _BLOCK_ROWS, rows))
-        touched(_BYTES_PER_ROW * _BLOCK_ROWS)
+    size = at_once or _BLOCK_ROWS
+    for first in range(0, rows, size):
+        yield slice(first, min(first + size, rows))
+        touched(_BYTES_PER_ROW * size)
 
 
 def gathered(values: NDArray[Any], rows: NDArray[np.integer]) -> NDArray[Any]:
@@ -140,27 +151,92 @@ def where(wanted: Callable[[slice], NDArray[np.bool_]], rows: int) -> NDArray[np
 
 
 def counts_of(codes: NDArray[np.integer], groups: int) -> NDArray[np.int64]:
-    """Return ``np.bincount(codes, minlength=groups)`` of codes below ``groups``, without copying codes."""
+    """Return ``np.bincount(codes, minlength=groups)`` of codes below ``groups``, in blocks."""
     counts = np.zeros(groups, dtype=np.int64)
     for place in row_blocks(len(codes)):
-        np.add.at(counts, codes[place], 1)
+        counts += np.bincount(codes[place], minlength=groups)
     return counts
+
+
+def sums_of(
+    values: Callable[[slice], NDArray[Any]], codes: NDArray[np.integer], groups: int
+) -> NDArray[np.float64]:
+    """Return the sum of each group of rows, ``(groups,)``; ``values`` is called with runs of rows."""
+    total = np.zeros(groups)
+    for place in row_blocks(len(codes), _SUMMED_AT_ONCE):
+        total += np.bincount(codes[place], values(place), minlength=groups)
+    return total
+
+
+def concatenated(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """Return arrays one behind the other, in a file if large and :func:`scratch` says so.
+
+    They are removed from the list one by one.
+    """
+    out, first = empty(sum(map(len, parts)), parts[0].dtype), 0
+    while parts:
+        part = parts.pop(0)
+        for place in row_blocks(len(part)):
+            out[first + place.start : first + place.stop] = part[place]
+        first += len(part)
+    return out
+
+
+def dealt(
+    parts: Callable[[], Iterator[tuple[NDArray[Any], NDArray[np.integer]]]], groups: int
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return values sorted by group, otherwise in their order, and the end of each group.
+
+    Each call of ``parts`` yields blocks of the values ``(n,)`` and of their groups, which are below
+    ``groups``. The values are in a file if they are large and :func:`scratch` says so.
+    """
+    counts, kind = np.zeros(groups, dtype=np.int64), np.dtype(np.int64)
+    for own, group in parts():
+        counts += np.bincount(group, minlength=groups)
+        kind = own.dtype
+    ends = np.cumsum(counts)
+    free, out = ends - counts, empty(int(counts.sum()), kind)  # the next place of each group
+    for own, group in parts():
+        order = np.argsort(group, kind="stable")
+        ranked = group[order]
+        rank = np.arange(len(own)) - np.searchsorted(ranked, ranked)  # within the group
+        out[free[ranked] + rank] = own[order]
+        free += np.bincount(group, minlength=groups)
+    return out, ends
 
 
 def stable_order(codes: NDArray[np.integer], groups: int) -> NDArray[np.int64]:
     """Return ``np.argsort(codes, kind="stable")`` of codes ``(n,)`` below ``groups``; a file if large."""
     if not active():
         return np.argsort(codes, kind="stable")
-    counts = counts_of(codes, groups)
-    free = np.cumsum(counts) - counts  # the next place of each group
-    out = empty(len(codes), np.int64)
-    for place in row_blocks(len(codes)):
-        own = codes[place]
-        order = np.argsort(own, kind="stable")
-        ranked = own[order]
-        rank = np.arange(len(own)) - np.searchsorted(ranked, ranked)  # within the group
-        out[free[ranked] + rank] = order + place.start
-        np.add.at(free, own, 1)
+
+    def parts() -> Iterator[tuple[NDArray[np.int64], NDArray[np.integer]]]:
+        for place in row_blocks(len(codes)):
+            yield np.arange(place.start, place.stop), codes[place]
+
+    return dealt(parts, groups)[0]
+
+
+def ordered(values: NDArray[Any]) -> NDArray[Any]:
+    """Return ``np.sort(values)`` of numbers ``(n,)``, in a file if large and :func:`scratch` says so.
+
+    Large arrays are dealt to buckets between quantiles of a sample. Then each bucket is sorted.
+    """
+    buckets = -(-len(values) // _SORTED_AT_ONCE)
+    if not active() or buckets < 2:
+        return np.sort(values)
+    step = 1 + len(values) // _BLOCK_ROWS
+    sample = np.sort(np.concatenate([values[p][::step] for p in row_blocks(len(values))]))
+    edges = sample[np.arange(1, buckets) * len(sample) // buckets]
+
+    def parts() -> Iterator[tuple[NDArray[Any], NDArray[np.integer]]]:
+        for place in row_blocks(len(values)):
+            yield values[place], np.searchsorted(edges, values[place])
+
+    out, ends = dealt(parts, buckets)
+    for first, last in pairwise([0, *ends.tolist()]):
+        out[first:last].sort()
+        touched(out[first:last].nbytes)
     return out
 
 
@@ -205,9 +281,10 @@ def touched(size: int) -> None:
 
 def folder_of(values: Tensor) -> Path | None:
     """Return the scratch folder of a tensor; ``None`` if it is in memory."""
-    if not _maps or values.device.type != "cpu":
-        return None
-    address = values.data_ptr()
+    return _folder_at(values.data_ptr()) if values.device.type == "cpu" else None
+
+
+def _folder_at(address: int) -> Path | None:
     return next((one.folder for one in _maps if one.first <= address < one.last), None)
 
 

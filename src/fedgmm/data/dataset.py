@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,10 +17,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from fedgmm.core.checks import check_choice
-from fedgmm.core.moments import Scaling, scaling_of
+from fedgmm.core.moments import Scaling, scaled, scaling_of
 from fedgmm.core.randomness import client_keys, row_uniforms
 from fedgmm.core.scratch import (
+    blocks_in,
     counts_of,
+    dealt,
     empty,
     empty_beside,
     folder_of,
@@ -155,26 +158,34 @@ class LabelledRows:
             self,
             features=self.features.keep(wanted),
             inputs=taken(self.inputs, wanted),
-            labels=self.labels[wanted],
+            labels=taken(self.labels, wanted),
         )
 
     def join(self, other: LabelledRows) -> LabelledRows:
         """Return these rows and other rows of the same clients; features must be the inputs."""
-        codes = torch.cat([self.codes, other.codes])
-        order = codes.argsort(stable=True)
-        weights = [
-            torch.ones(len(one), dtype=torch.float64) if one.weights is None else one.weights
-            for one in (self, other)
+        rows = len(self) + len(other)
+        # both are sorted by client, so a row moves by the rows of the other before it
+        later = [other.offsets[:-1], self.offsets[1:]]
+        values: list[list[Tensor]] = [[one.inputs, one.labels, one.codes] for one in (self, other)]
+        if self.weights is not None or other.weights is not None:
+            for own, one in zip(values, (self, other), strict=True):
+                ones = torch.ones(len(one), dtype=torch.float64, device=self.device)
+                own.append(ones if one.weights is None else one.weights)
+        joined = [
+            empty_beside(self.inputs, (rows, *value.shape[1:]), value.dtype) for value in values[0]
         ]
-        inputs = empty_beside(self.inputs, (len(codes), *self.inputs.shape[1:]), self.inputs.dtype)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=self.device)
-        inputs[place[: len(self)]] = self.inputs
-        inputs[place[len(self) :]] = other.inputs
-        unweighted = self.weights is None and other.weights is None
-        own = None if unweighted else torch.cat([one.to(self.device) for one in weights])[order]
-        features = _features_of(inputs, codes[order], self.names, own)
-        labels = torch.cat([self.labels, other.labels])[order]
+        for own, moved in zip(values, later, strict=True):
+            first = 0
+            for codes in blocks_in(own[2]):
+                place = slice(first, first + len(codes))
+                to = torch.arange(place.start, place.stop, device=self.device) + moved[codes]
+                for into, value in zip(joined, own, strict=True):
+                    into[to] = value[place]
+                    touched(2 * value[place].nbytes)
+                first = place.stop
+        inputs, labels, codes = joined[:3]
+        weights = joined[3] if joined[3:] else None
+        features = _features_of(inputs, codes, self.names, weights)
         return replace(self, features=features, inputs=inputs, labels=labels)
 
     def client(self, code: int) -> LabelledRows:
@@ -429,7 +440,7 @@ class FederatedDataset:
         rows = self.train.to(device)
         if self.target is None:
             return rows
-        return replace(rows, labels=self.target.apply(rows.labels, dtype))
+        return replace(rows, labels=scaled(rows.labels, self.target, dtype))
 
     def labels_of(self, rows: LabelledRows) -> NDArray[Any]:
         """Return the labels of a split as they were given, ``(n,)``."""
@@ -684,21 +695,10 @@ def _shuffle_client(
             own = draws.astype(np.int64)
             yield own << first | positions, own * buckets >> free
 
-    sizes = np.zeros(buckets, dtype=np.int64)
-    for _, bucket in words():
-        sizes += np.bincount(bucket, minlength=buckets)
-    ends = np.cumsum(sizes)
-    place, dealt = ends - sizes, empty(rows, np.int64)
-    for own, bucket in words():
-        order = np.argsort(bucket, kind="stable")
-        ranked = bucket[order]
-        rank = np.arange(len(own)) - np.searchsorted(ranked, ranked)
-        dealt[place[ranked] + rank] = own[order]
-        place += np.bincount(bucket, minlength=buckets)
-    for end, size in zip(ends.tolist(), sizes.tolist(), strict=True):
-        here = slice(end - size, end)
-        out[here] = np.sort(dealt[here]) & ((1 << first) - 1)
-        touched(16 * size)
+    words_of_buckets, ends = dealt(words, buckets)
+    for begin, end in pairwise([0, *ends.tolist()]):
+        out[begin:end] = np.sort(words_of_buckets[begin:end]) & ((1 << first) - 1)
+        touched(16 * (end - begin))
 
 
 def _client_groups(counts: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.randomness import client_keys
-from fedgmm.core.scratch import taken
+from fedgmm.core.scratch import blocks_in, counts_of, taken
 from fedgmm.core.streaming import Block, block_rows, blocks_of
 
 # Matrices with fewer rows are copied into common chunks, because tiny blocks are slow.
@@ -52,7 +52,9 @@ class ClientRows:
     @cached_property
     def rows_per_client(self) -> Tensor:
         """Number of rows of each client, ``N_c``, ``(C,)`` int64."""
-        return torch.bincount(self.codes, minlength=len(self.names))
+        if self.device.type != "cpu":
+            return torch.bincount(self.codes, minlength=len(self.names))
+        return torch.from_numpy(counts_of(self.codes.numpy(), len(self.names)))
 
     @cached_property
     def weight_per_client(self) -> Tensor:
@@ -102,7 +104,8 @@ class ClientRows:
     @cached_property
     def _grouped(self) -> bool:
         """Whether the rows are sorted by client."""
-        return bool((self.codes[1:] >= self.codes[:-1]).all())
+        pairs = zip(blocks_in(self.codes[1:]), blocks_in(self.codes[:-1]), strict=True)
+        return all(bool((later >= earlier).all()) for later, earlier in pairs)
 
     @cached_property
     def _first_rows(self) -> list[int]:

@@ -16,6 +16,7 @@ from fedgmm.core.initialise import (
     nearest,
 )
 from fedgmm.core.randomness import row_uniforms
+from fedgmm.core.scratch import empty
 from fedgmm.core.streaming import Block, accumulate
 from fedgmm.data.federated import ClientRows
 
@@ -102,7 +103,7 @@ def _sample(rows: ClientRows, clusters: int, seed: int, most_rows: int | None) -
     if share.min() >= 1.0:
         return rows
     codes = rows.codes.cpu().numpy()
-    wanted = np.empty(len(rows), dtype=bool)
+    wanted = empty(len(rows), np.bool_)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         place = slice(first, min(first + _ROWS_AT_ONCE, len(rows)))
         own = codes[place]

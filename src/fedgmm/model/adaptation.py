@@ -37,7 +37,7 @@ from fedgmm.core.predictive import (
     prior_strength,
     shares_of_models,
 )
-from fedgmm.core.scratch import touched
+from fedgmm.core.scratch import counts_of, folder_of, stable_order, touched
 from fedgmm.methods.base import Prediction
 from fedgmm.model.predictions import EvaluatedRows, log_learners, log_weights
 from fedgmm.nets.learners import at_labels
@@ -52,6 +52,8 @@ _MOST_FOLDED = 500  # labelled rows that decide between priors; with more the pr
 _UNCHANGED = 5e-3  # largest difference of weights that are called the same
 _ROWS_AT_ONCE = 4096
 _BLOCK_BYTES = 4 * 1024 * 1024  # about as many are read from scratch files
+_APART_AT_ONCE = 500  # rows of scratch files that are far apart
+_BYTES_AROUND = 64 * 1024  # that the system maps around each of them
 _MOST_JUDGES = 50_000  # rows that decide between priors of label frequencies; a mean needs no more
 _TRIED_CLIENTS = 100  # clients on which guesses are tried; more would hardly change the estimate
 _TRIED_ROWS = 20_000  # of each of them
@@ -304,15 +306,29 @@ class ClientLabels:
 
     def take(self, which: slice | Tensor) -> ClientLabels:
         """Return some of the rows."""
-        touched(_BLOCK_BYTES)
         arrays = (self.x, self.log_x, self.labels, self.codes, self.weights)
-        return ClientLabels(*(None if one is None else one[which] for one in arrays))  # type: ignore[arg-type]
+        return ClientLabels(*(None if one is None else _taken(one, which) for one in arrays))  # type: ignore[arg-type]
 
     def blocks(self, every: int = 1) -> Iterator[ClientLabels]:
         """Yield blocks of all rows, or of every k-th row."""
         step = every * _ROWS_AT_ONCE
         for start in range(0, len(self.x), step):
             yield self.take(slice(start, start + step, every))
+
+
+def _taken(values: Tensor, which: slice | Tensor) -> Tensor:
+    """Return some rows; rows of a file that are far apart are read in small parts."""
+    if isinstance(which, slice) and (which.step or 1) == 1:
+        touched(_BLOCK_BYTES)
+    elif folder_of(values) is not None:
+        if isinstance(which, slice):
+            which = torch.arange(*which.indices(len(values)))
+        parts = []
+        for part in torch.split(which, _APART_AT_ONCE):
+            parts.append(values[part])
+            touched(_BYTES_AROUND * len(part))
+        return torch.cat(parts)
+    return values[which]
 
 
 def estimate_label_frequencies(
@@ -404,15 +420,18 @@ def _guess_rows(prediction: Prediction, rows: ClientLabels) -> float:
     gain beyond chance, because harm to a client without labels could not be noticed.
     """
     labels = prediction.labels
-    clients = torch.nonzero(torch.bincount(rows.codes)).flatten()
+    codes = rows.codes.cpu().numpy()
+    counts = counts_of(codes, len(log_weights(prediction)))
+    order, ends, clients = stable_order(codes, len(counts)), counts.cumsum(), counts.nonzero()[0]
     tried = clients[:: 1 + (len(clients) - 1) // _TRIED_CLIENTS]
     if labels is None or prediction.client_weights is None or len(tried) < 2:
         return 0.0  # only mixtures adapt, and the gain of one client has no standard error
     guessing = replace(prediction, labels=replace(labels, guess_rows=float(len(rows.x))))
     gains = []
     for code in tried:
-        places = torch.nonzero(rows.codes == code).flatten()
-        own = rows.take(places[:: 1 + (len(places) - 1) // _TRIED_ROWS])
+        places = order[ends[code] - counts[code] : ends[code]]
+        some = torch.from_numpy(places[:: 1 + (len(places) - 1) // _TRIED_ROWS])
+        own = rows.take(some.to(rows.codes.device))
         log_y = log_learners(prediction, own.x)
         found = adapt_without_labels(guessing, own.log_x, log_y, _ADAPTATION_ROUNDS)
         assert found.label_counts is not None

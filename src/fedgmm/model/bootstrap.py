@@ -8,13 +8,16 @@ over the rows of each client and class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fedgmm.core.scratch import counts_of, gathered, ordered, row_blocks, where
 
 FloatArray = NDArray[Any]  # float64; float32 within a bootstrap
 IntArray = NDArray[np.int64]
@@ -30,6 +33,8 @@ _MOST_PLANNED = 250_000  # rows whose ranks are planned; above, groups are sorte
 _AT_ONCE = 100_000  # numbers of a block, which stays in the cache
 _LEVEL = 0.95
 Rankings = list[tuple["_Ranking", ...]]
+Parts = Iterable[tuple[slice, NDArray[Any]]]
+"""Weights ``(B, n)`` of the rows in ``B`` samples, in one or more runs of the rows."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,17 @@ class ScoredRows:
     def __len__(self) -> int:
         return len(self.codes)
 
+    @cached_property
+    def known(self) -> IntArray:
+        """The classes that rows have, sorted, ``(K,)``."""
+        blocks = row_blocks(len(self), _MOST_PLANNED)
+        return np.unique(np.concatenate([np.unique(self.labels[place]) for place in blocks]))
+
+    def at(self, place: slice) -> ScoredRows:
+        """Return some of the rows."""
+        names = ("codes", "labels", "right", "loss", "brier", "scores")
+        return replace(self, **{name: getattr(self, name)[place] for name in names})
+
 
 # ---------------------------------------------------------------------- metrics of weighted rows
 
@@ -55,14 +71,18 @@ class ScoredRows:
 def metrics_of(rows: ScoredRows) -> tuple[Values, Values]:
     """Return the metrics of each client, ``(C,)`` each, and of all rows together, ``(1,)`` each."""
     large = len(rows) > _MOST_PLANNED
-    ones = np.broadcast_to(1.0, (1, len(rows)))
-    own, pooled = _metrics(rows, [] if large else _rankings(rows), ones)
+    own, pooled = _metrics(rows, [] if large else _rankings(rows), _each_once(rows))
     if large:
-        starts = _starts(rows.codes)
+        starts = np.searchsorted(rows.codes, np.arange(rows.codes[-1] + 1))
         own |= _areas(rows, [slice(*ends) for ends in pairwise([*starts, len(rows)])])
         pooled |= _areas(rows, [slice(0, len(rows))])
     first_own, first_pooled = ({k: v[0] for k, v in found.items()} for found in (own, pooled))
     return first_own, first_pooled
+
+
+def _each_once(rows: ScoredRows) -> Parts:
+    for place in row_blocks(len(rows), _MOST_PLANNED):
+        yield place, np.broadcast_to(1.0, (1, place.stop - place.start))
 
 
 def _areas(rows: ScoredRows, groups: list[slice]) -> Values:
@@ -73,14 +93,15 @@ def _areas(rows: ScoredRows, groups: list[slice]) -> Values:
     found = np.full((len(rows.ranked), 2, 1, len(groups)), np.nan)
     for column, label in enumerate(rows.ranked):
         for number, group in enumerate(groups):
-            mine = rows.labels[group] == label
-            p, n = np.sort(rows.scores[group, column][mine]), rows.scores[group, column][~mine]
+            scores, labels = rows.scores[group, column], rows.labels[group]
+            mine = where(lambda place: labels[place] == label, len(labels))  # noqa: B023
+            others = where(lambda place: labels[place] != label, len(labels))  # noqa: B023
+            p, n = ordered(gathered(scores, mine)), ordered(gathered(scores, others))
             if not len(p) or not len(n):
                 continue
-            n.sort()
             area = precision = 0.0
-            for first in range(0, len(p), _MOST_PLANNED):
-                own = p[first : first + _MOST_PLANNED]
+            for place in row_blocks(len(p)):
+                own = p[place]
                 below = np.searchsorted(n, own)
                 area += float((below + np.searchsorted(n, own, "right")).sum()) / 2
                 p_above = len(p) - np.searchsorted(p, own)
@@ -102,29 +123,39 @@ def _rankings(rows: ScoredRows) -> Rankings:
     ]
 
 
-def _metrics(rows: ScoredRows, rankings: Rankings, weights: FloatArray) -> tuple[Values, Values]:
+def _metrics(rows: ScoredRows, rankings: Rankings, parts: Parts) -> tuple[Values, Values]:
     """Return the metrics of each client, ``(B, C)``, and of all rows together, ``(B, 1)``.
 
-    ``weights``, ``(B, n)``, say how often each of the ``B`` bootstrap samples holds a row.
+    ``parts`` say how often each of the ``B`` bootstrap samples holds a row. With ``rankings`` there is one.
     """
-    # first row of each pair of client and class that occurs
-    cells = _starts(rows.codes, rows.labels)
-    code, (known, label) = rows.codes[cells], np.unique(rows.labels[cells], return_inverse=True)
-    factors = {"rows": None, "right": rows.right, "loss": rows.loss, "brier": rows.brier}
-    own, pooled = {}, {}
-    for name, factor in factors.items():
-        values = weights if factor is None else weights * factor.astype(weights.dtype)
-        own[name] = np.zeros((len(weights), code[-1] + 1, len(known)), weights.dtype)
-        own[name][:, code, label] = np.add.reduceat(values, cells, axis=1)
-        pooled[name] = own[name].sum(1, keepdims=True)
-    positive = None if rows.positive is None else known == rows.positive
+    parts = list(parts) if rankings else parts
+    own = _sums(rows, parts)
+    pooled = {name: value.sum(1, keepdims=True) for name, value in own.items()}
+    positive = None if rows.positive is None else rows.known == rows.positive
     found = _from_sums(own, positive), _from_sums(pooled, positive)
     for place, metrics in enumerate(found):
-        ranked = [ranking[place].areas(weights) for ranking in rankings]
+        ranked = [ranking[place].areas(weights) for ranking in rankings for _, weights in parts]
         if ranked:
             # a class has an area only if the group has rows of it and rows of other classes
             areas = map(_mean_of_defined, zip(*ranked, strict=True))
             metrics["auc"], metrics["average_precision"] = areas
+    return found
+
+
+def _sums(rows: ScoredRows, parts: Parts) -> Values:
+    """Return sums over the rows of each client and known class, ``(B, C, K)`` each."""
+    found: Values = {}
+    for place, weights in parts:
+        own = rows.at(place)
+        # first row of each pair of client and class that occurs
+        cells = _starts(own.codes, own.labels)
+        code, label = own.codes[cells], np.searchsorted(rows.known, own.labels[cells])
+        factors = {"rows": None, "right": own.right, "loss": own.loss, "brier": own.brier}
+        for name, factor in factors.items():
+            values = weights if factor is None else weights * factor.astype(weights.dtype)
+            shape = (len(weights), rows.codes[-1] + 1, len(rows.known))
+            total = found.setdefault(name, np.zeros(shape, weights.dtype))
+            total[:, code, label] += np.add.reduceat(values, cells, axis=1)
     return found
 
 
@@ -233,26 +264,31 @@ def bootstrap(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
     other metrics have no interval (NaN).
     """
     own, pooled = resample(rows, seed)
-    everything = np.zeros_like(rows.codes)
-    return _intervals(own, rows, rows.codes), _intervals(pooled, rows, everything)
+    counts = _sums(rows, _each_once(rows))["rows"][0]
+    counted, every = {"accuracy": counts.sum(-1)}, counts.sum(0)
+    together = {"accuracy": np.array([every.sum()])}
+    if rows.positive is not None:
+        for name, here in (
+            ("sensitivity", rows.known == rows.positive),
+            ("specificity", rows.known != rows.positive),
+        ):
+            counted[name] = counts[:, here].sum(-1)
+            together[name] = np.array([every[here].sum()])
+    return _intervals(own, counted), _intervals(pooled, together)
 
 
-def _intervals(resampled: Values, rows: ScoredRows, groups: IntArray) -> Values:
+def _intervals(resampled: Values, counted: Values) -> Values:
     """Return the middle 95 % of the defined values of each metric, ``(G, 2)``.
 
-    Intervals without width are replaced: of ``n`` rows all are right with probability ``p^n``.
+    Intervals without width are replaced: of ``n`` rows all are right with probability ``p^n``. ``counted``
+    has ``n`` of the metrics that are shares of rows, ``(G,)`` each.
     """
-    counted = {"accuracy": np.ones(len(rows), dtype=bool)}
-    if rows.positive is not None:
-        counted["sensitivity"] = rows.labels == rows.positive
-        counted["specificity"] = rows.labels != rows.positive
     found = {}
     for name, drawn in resampled.items():
         low, high = _middle(drawn)
         flat = np.isclose(low, high, rtol=0, atol=1e-6)
         if name in counted:
-            n = np.bincount(groups[counted[name]], minlength=len(low))
-            bound = ((1 - _LEVEL) / 2) ** (1 / np.maximum(n, 1))
+            bound = ((1 - _LEVEL) / 2) ** (1 / np.maximum(counted[name], 1))
             low, high = (
                 np.where(flat & (low > 0.5), bound, low),
                 np.where(flat & (high < 0.5), 1 - bound, high),
@@ -279,13 +315,18 @@ def resample(rows: ScoredRows, seed: int = 0) -> tuple[Values, Values]:
     Predictions of other methods for the same rows are resampled alike, so differences are paired.
     """
     n, widths = len(rows), max(len(rows.ranked), 1)
-    ranks = n * widths * _FEWEST_RESAMPLES <= _MOST_RANKED
+    large = n > _MOST_PLANNED
+    ranks = not large and n * widths * _FEWEST_RESAMPLES <= _MOST_RANKED
     work = n * (widths if ranks else 1)
     resamples = min(RESAMPLES, max(_FEWEST_RESAMPLES, _MOST_WORK // work))
     rankings = _rankings(rows) if ranks else []
-    # float32 counts exactly, and halves the time
-    drawn = (weights.astype(np.float32) for weights in _draws(rows.codes, resamples, seed))
-    own, pooled = zip(*(_metrics(rows, rankings, weights) for weights in drawn), strict=True)
+    # float32 counts few rows exactly, and halves the time
+    kind = np.float64 if large else np.float32
+    drawn = (
+        ((place, weights.astype(kind)) for place, weights in parts)
+        for parts in _draws(rows.codes, resamples, seed)
+    )
+    own, pooled = zip(*(_metrics(rows, rankings, parts) for parts in drawn), strict=True)
     return _joined(own), _joined(pooled)
 
 
@@ -313,7 +354,7 @@ def bootstrap_numbers(
     for sums in _sums_of_numbers(codes, y, errors, seed):
         own.append(_of_numbers(sums))
         pooled.append(_of_numbers(sums.sum(1, keepdims=True)))
-    several = (np.bincount(codes) > 1, np.array([len(y) > 1]))
+    several = (counts_of(codes, int(codes[-1]) + 1) > 1, np.array([len(y) > 1]))
     intervals = []
     for drawn, known in zip((_joined(own), _joined(pooled)), several, strict=True):
         ends = {name: _middle(values).T for name, values in drawn.items()}
@@ -326,10 +367,17 @@ def _sums_of_numbers(
 ) -> Iterator[FloatArray]:
     """Yield ``Σ (1, y, y², error)`` of each client in blocks of resamples, ``(b, C, 4)``."""
     resamples = min(RESAMPLES, max(_FEWEST_RESAMPLES, _MOST_WORK // len(y)))
-    y, starts = y - y.mean(), _starts(codes)
-    parts = [np.ones(len(y)), y, y**2, errors]
-    for weights in _draws(codes, resamples, seed):
-        yield np.stack([np.add.reduceat(weights * one, starts, axis=1) for one in parts], -1)
+    centre = sum(y[place].sum() for place in row_blocks(len(y), _MOST_PLANNED)) / len(y)
+    for parts in _draws(codes, resamples, seed):
+        total = np.zeros(())
+        for place, weights in parts:
+            own, starts = y[place] - centre, _starts(codes[place])
+            values = [np.ones(len(own)), own, own**2, errors[place]]
+            sums = np.zeros((len(weights), codes[-1] + 1, len(values)))
+            for k, one in enumerate(values):
+                sums[:, codes[place][starts], k] = np.add.reduceat(weights * one, starts, axis=1)
+            total = total + sums
+        yield total
 
 
 def _of_numbers(sums: FloatArray) -> Values:
@@ -340,17 +388,37 @@ def _of_numbers(sums: FloatArray) -> Values:
     return {"rmse": np.sqrt(error / count), "r2": 1.0 - _ratio(error, spread)}
 
 
-def _draws(codes: IntArray, resamples: int, seed: int) -> Iterator[IntArray]:
-    """Yield blocks of resamples: how often each row was drawn among those of its client, ``(b, n)``."""
+def _draws(codes: IntArray, resamples: int, seed: int) -> Iterator[Parts]:
+    """Yield blocks of resamples: how often each row was drawn among those of its client."""
     n, rng = len(codes), np.random.default_rng(seed)
-    sizes = np.bincount(codes)
+    sizes = counts_of(codes, int(codes[-1]) + 1)
+    if n > _MOST_PLANNED:
+        yield from (_drawn_parts(codes, sizes, rng) for _ in range(resamples))
+        return
     size_of, start_of = sizes[codes], (sizes.cumsum() - sizes)[codes]
     block = max(1, _AT_ONCE // n)
     for first in range(0, resamples, block):
         count = min(block, resamples - first)
         drawn = (rng.random((count, n)) * size_of).astype(np.int64) + start_of
         drawn += n * np.arange(count)[:, None]
-        yield np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)
+        yield [(slice(0, n), np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n))]
+
+
+def _drawn_parts(codes: IntArray, sizes: IntArray, rng: np.random.Generator) -> Parts:
+    """Yield one resample of many rows, part by part.
+
+    Of a client with rows in several parts, a part gets a binomial number of the draws that are left.
+    """
+    draws, left = sizes.copy(), sizes.copy()
+    for place in row_blocks(len(codes), _MOST_PLANNED):
+        here = slice(codes[place.start], codes[place.stop - 1] + 1)
+        rows = np.bincount(codes[place] - here.start)
+        count = rng.binomial(draws[here], rows / left[here])
+        draws[here] -= count
+        left[here] -= rows
+        drawn = (rng.random(count.sum()) * np.repeat(rows, count)).astype(np.int64)
+        drawn += np.repeat(rows.cumsum() - rows, count)
+        yield place, np.bincount(drawn, minlength=place.stop - place.start)[None]
 
 
 def _joined(blocks: Sequence[Values]) -> Values:

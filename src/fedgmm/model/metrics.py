@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgmm.core.predictive import NumberPredictions
-from fedgmm.core.scratch import empty, kept, touched
+from fedgmm.core.scratch import (
+    counts_of,
+    empty,
+    gathered,
+    kept,
+    row_blocks,
+    stable_order,
+    sums_of,
+)
 from fedgmm.model.bootstrap import ScoredRows, bootstrap, bootstrap_numbers, metrics_of
 from fedgmm.model.decisions import Decision, default_positive
 from fedgmm.model.predictions import at_codes
@@ -20,6 +28,8 @@ from fedgmm.wording import counted, percent
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+Values = Callable[[slice], NDArray[Any]]
+"""Returns the values of a run of rows."""
 
 RARE = 0.2
 """Share of the positive class below which average precision says more than accuracy."""
@@ -63,13 +73,16 @@ class PredictedRows:
     @cached_property
     def scored(self) -> ScoredRows:
         """The same rows, sorted for the computation of metrics."""
-        order = np.lexsort((self.labels, self.codes))
-        n, positive = len(order), self.decision.positive
+        n, positive, width = len(self.codes), self.decision.positive, len(self.classes) + 1
+        cells = empty(n, np.int64)
+        for place in row_blocks(n):
+            cells[place] = self.codes[place] * width + self.labels[place]
+        order = stable_order(cells, width * (1 + max(self.codes[p].max() for p in row_blocks(n))))
         ranked = tuple(range(len(self.classes))) if positive is None else (positive,)
         codes, labels, right = empty(n, np.int64), empty(n, np.int64), empty(n, np.bool_)
         loss, brier = empty(n, np.float64), empty(n, np.float64)
         scores = empty((n, len(ranked)), np.float64)
-        for place in _blocks(n):
+        for place in row_blocks(n):
             rows = order[place]
             log_proba, own = self.log_probabilities[rows], self.labels[rows]
             codes[place], labels[place] = self.codes[rows], own
@@ -201,11 +214,14 @@ class Evaluation:
         """
         rows = self._need_rows()
         size = len(rows.classes)
-        here = rows.labels < size
-        if client is not None:
-            here &= rows.codes == self.clients.index(client)
-        cells = rows.labels[here] * size + rows.decided[here]
-        return np.bincount(cells, minlength=size * size).reshape(size, size)
+        found = np.zeros(size * size, dtype=np.int64)
+        for place in _blocks(len(rows.labels)):
+            labels, decided = rows.labels[place], rows.decided[place]
+            here = labels < size
+            if client is not None:
+                here &= rows.codes[place] == self.clients.index(client)
+            found += np.bincount(labels[here] * size + decided[here], minlength=size * size)
+        return found.reshape(size, size)
 
     def _need_rows(self) -> PredictedRows:
         if self.predicted is None:
@@ -399,9 +415,9 @@ class RegressionEvaluation(Evaluation):
         return f"Evaluation of {counted(len(self.clients), 'client')}: {self.headline()}"
 
 
-def interval_of(predicted: NumberPredictions, level: float) -> FloatArray:
+def interval_of(predicted: NumberPredictions, level: float, z: float | None = None) -> FloatArray:
     """Return the interval of every row, ``(n, 2)``; see :meth:`NumberPredictions.interval`."""
-    return np.stack([end.cpu().numpy() for end in predicted.interval(level)], -1)
+    return np.stack([end.cpu().numpy() for end in predicted.interval(level, z)], -1)
 
 
 def evaluate_numbers(
@@ -418,38 +434,41 @@ def evaluate_numbers(
     """
     y = numbers.cpu().numpy()
     losses, errors, held = (empty(len(y), np.float64) for _ in range(3))
+    z = predicted.normal_score(level)
     for block in _blocks(len(y)):
         found = predicted.rows(block)
         losses[block] = -found.log_density(numbers[block].to(found.means)).cpu().numpy()
         errors[block] = (y[block] - found.mean.cpu().numpy()) ** 2
-        low, high = interval_of(found, level).T
+        low, high = interval_of(found, level, z).T
         held[block] = (low <= y[block]) & (y[block] <= high)
 
     def metrics(codes: IntArray, groups: int) -> dict[str, FloatArray]:
-        def mean_of(values: FloatArray) -> FloatArray:
+        def mean_of(values: Values) -> FloatArray:
             return _means(values, codes, groups)
 
-        spread, error = mean_of((y - mean_of(y)[codes]) ** 2), mean_of(errors)
+        mean, error = mean_of(y.__getitem__), mean_of(errors.__getitem__)
+        spread = mean_of(lambda place: (y[place] - mean[codes[place]]) ** 2)
         with np.errstate(divide="ignore", invalid="ignore"):
             r2 = np.where(spread > 0, 1.0 - error / spread, np.nan)
         return {
             "rmse": np.sqrt(error),
             "r2": r2,
-            "coverage": mean_of(held),
-            "log_loss": mean_of(losses),
+            "coverage": mean_of(held.__getitem__),
+            "log_loss": mean_of(losses.__getitem__),
         }
 
-    present, codes = _present(codes)
-    own, together = metrics(codes, len(present)), metrics(np.zeros_like(codes), 1)
-    order = np.argsort(codes, kind="stable")
+    present, codes = _present(codes, len(names))
+    own = metrics(codes, len(present))
+    together = metrics(np.broadcast_to(np.int64(0), len(codes)), 1)
+    order = stable_order(codes, len(present))
     return RegressionEvaluation(
         clients=tuple(names[code] for code in present),
-        rows=np.bincount(codes),
+        rows=counts_of(codes, len(present)),
         accuracy=np.full(len(present), np.nan),
         calibration_error=np.abs(own["coverage"] - level),
         level=level,
         together={name: float(value[0]) for name, value in together.items()},
-        row_errors=(codes[order], y[order], errors[order]),
+        row_errors=(gathered(codes, order), gathered(y, order), gathered(errors, order)),
         **own,  # type: ignore[arg-type]
     )
 
@@ -477,21 +496,21 @@ def evaluate(
         decision: turns probabilities into a class; the most likely class by default. If it has no positive
             class, :func:`~fedgmm.model.decisions.default_positive` finds it if there are two classes.
     """
-    present, codes = _present(codes)
+    present, codes = _present(codes, len(names))
     known = tuple(range(log_probabilities.shape[1])) if classes is None else classes
     decision = decision or Decision()
     if len(known) == 2 and decision.positive is None:
-        counts = np.bincount(labels, minlength=2).tolist()
+        counts = counts_of(labels, len(known) + 1).tolist()
         decision = replace(decision, positive=default_positive(known, counts))
-    rows = PredictedRows(log_probabilities, kept(labels), kept(codes), known, decision)
+    rows = PredictedRows(log_probabilities, kept(labels), codes, known, decision)
     losses = empty(len(labels), np.float64)
     for block in _blocks(len(labels)):
         losses[block] = row_losses(log_probabilities[block], labels[block])
     return Evaluation(
         tuple(names[code] for code in present),
-        np.bincount(codes),
-        _means(rows.decided == labels, codes, len(present)),
-        _means(losses, codes, len(present)),
+        counts_of(codes, len(present)),
+        _means(lambda place: rows.decided[place] == labels[place], codes, len(present)),
+        _means(losses.__getitem__, codes, len(present)),
         _calibration_errors(_calibration_bins(rows, rows.codes, len(present))),
         rows,
     )
@@ -510,17 +529,15 @@ def finite_losses(log_probabilities: FloatArray) -> FloatArray:
 # ---------------------------------------------------------------------- helpers
 
 
-def _present(codes: IntArray) -> tuple[IntArray, IntArray]:
+def _present(codes: IntArray, clients: int) -> tuple[IntArray, IntArray]:
     """Return the clients that have rows, and the position of each row's client among them, ``(n,)``."""
-    has_rows = np.bincount(codes) > 0
-    return np.flatnonzero(has_rows), (np.cumsum(has_rows) - 1)[codes]
+    has_rows = counts_of(codes, clients) > 0
+    return np.flatnonzero(has_rows), gathered(np.cumsum(has_rows) - 1, codes)
 
 
 def _blocks(rows: int) -> Iterator[slice]:
     """Yield runs of rows, so that temporaries stay small."""
-    for first in range(0, rows, _ROWS_AT_ONCE):
-        yield slice(first, first + _ROWS_AT_ONCE)
-        touched(64 * _ROWS_AT_ONCE)
+    return row_blocks(rows, _ROWS_AT_ONCE)
 
 
 def _calibration_bins(rows: PredictedRows, groups: IntArray, count: int) -> FloatArray:
@@ -550,18 +567,22 @@ def _base_rates(rows: PredictedRows, groups: IntArray, count: int) -> FloatArray
     positive = rows.decision.positive
     if positive is None:
         return _most_frequent(rows.labels, groups, count)
-    return _means(rows.labels == positive, groups, count)
+    return _means(lambda place: rows.labels[place] == positive, groups, count)
 
 
-def _means(values: NDArray[Any], groups: IntArray, count: int) -> FloatArray:
+def _means(values: Values, groups: IntArray, count: int) -> FloatArray:
     """Return the mean of each group of rows, ``(G,)``; zero without rows."""
-    rows = np.bincount(groups, minlength=count)
-    return np.asarray(np.bincount(groups, values, minlength=count) / np.maximum(rows, 1))
+    return np.asarray(sums_of(values, groups, count) / np.maximum(counts_of(groups, count), 1))
 
 
 def _most_frequent(labels: IntArray, groups: IntArray, count: int) -> FloatArray:
     """Return the share of the most frequent class of each group, ``(G,)``."""
-    pairs, sizes = np.unique(np.stack([groups, labels]), axis=1, return_counts=True)
+    found = [
+        np.unique(np.stack([groups[place], labels[place]]), axis=1, return_counts=True)
+        for place in _blocks(len(labels))
+    ]
+    pairs, sizes = (np.concatenate(parts, axis=-1) for parts in zip(*found, strict=True))
+    pairs, place = np.unique(pairs, axis=1, return_inverse=True)
     largest = np.zeros(count)
-    np.maximum.at(largest, pairs[0], sizes)
-    return largest / np.bincount(groups, minlength=count)
+    np.maximum.at(largest, pairs[0], np.bincount(place.ravel(), sizes))
+    return largest / counts_of(groups, count)

@@ -16,6 +16,7 @@ from fedgmm.core.moments import Scaling
 from fedgmm.core.params import count_learners
 from fedgmm.core.pca import PCA
 from fedgmm.core.predictive import NumberPredictions
+from fedgmm.core.scratch import counts_of
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, codes_of_known_clients, column_order
 from fedgmm.methods.base import DENSITY, SHARED_LEARNERS, Prediction
@@ -139,13 +140,12 @@ class FederatedModel:
         held_out, trained = self.dataset.validation, self.dataset.train
         if self.target is not None and self.interval_scores is None and len(held_out):
             rows = evaluate_split(self, held_out)
-            scores = rows.numbers().normal_scores(held_out.labels.to(rows.x.device))
-            self.interval_scores = scores.cpu().numpy()
+            self.interval_scores = rows.numbers().normal_scores(held_out.labels).cpu().numpy()
         if self.positive is None and len(self.classes) == 2:
-            labels = self.dataset.classes[trained.labels.cpu().numpy()]
-            classes = self.classes.tolist()
-            counts = [int((labels == one).sum()) for one in self.classes]
-            self.positive = classes[default_positive(classes, counts)]
+            classes, known = self.classes.tolist(), self.dataset.classes.tolist()
+            counts = counts_of(trained.labels.cpu().numpy(), len(known)).tolist()
+            own = [counts[known.index(one)] if one in known else 0 for one in classes]
+            self.positive = classes[default_positive(classes, own)]
 
     def __repr__(self) -> str:
         """Return three lines: the method, its size, and the number of rounds."""

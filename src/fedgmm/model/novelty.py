@@ -17,6 +17,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from fedgmm.core.scratch import (
+    concatenated,
+    counts_of,
+    empty,
+    gathered,
+    row_blocks,
+    stable_order,
+    where,
+)
 from fedgmm.data.dataset import LabelledRows
 from fedgmm.data.inputs import NO_CLIENT
 from fedgmm.model.predictions import EvaluatedRows, evaluate_split
@@ -120,17 +129,20 @@ def calibration_of(
             found[prefix + "confidence"] = confidence
         if rows.log_x is not None:
             density = own.log_density()
-            found |= {prefix + "x": density, prefix + "joint": density + conditional}
+            joint = empty(len(density), np.float64)
+            for place in row_blocks(len(joint)):
+                joint[place] = density[place] + conditional[place]
+            found |= {prefix + "x": density, prefix + "joint": joint}
     if rows.log_x is None:
         return found
     found["gaussian"] = rows.most_likely_gaussians()
-    scores, few = found[OWN + "x"], np.bincount(codes, minlength=clients) < _MANY
+    scores, few = found[OWN + "x"], counts_of(codes, clients) < _MANY
     if trained is not None and few.any():
         others = evaluate_split(model, trained)
         who = others.codes.cpu().numpy()
-        some = few[who]
-        scores = np.concatenate([scores, others.log_density_without_itself()[some]])
-        codes = np.concatenate([codes, who[some]])
+        some = where(lambda place: few[who[place]], len(who))
+        scores = concatenated([scores, gathered(others.log_density_without_itself(), some)])
+        codes = concatenated([codes, gathered(who, some)])
     shape = standardise(scores, codes, clients)
     if len(shape[2]):
         found |= dict(zip(_SHAPE, shape, strict=True))
@@ -213,13 +225,17 @@ def standardise(
     Clients with fewer than eight rows have NaN, and their rows are left out of the others, ``(n',)``.
     """
     location, scale = np.full((2, clients), np.nan)
-    for code in np.unique(codes).tolist():
-        own = scores[codes == code]
-        if len(own) >= _FEW:
-            location[code], scale[code] = own.mean(), max(own.std(ddof=1), 1e-12)
-    known = np.isfinite(location[codes])
-    standard = (scores - location[codes]) / scale[codes]
-    return location, scale, standard[known], codes[known]
+    counts, order = counts_of(codes, clients), stable_order(codes, clients)
+    ends = np.cumsum(counts)
+    for code in np.flatnonzero(counts >= _FEW).tolist():
+        own = gathered(scores, order[ends[code] - counts[code] : ends[code]])
+        location[code], scale[code] = own.mean(), max(own.std(ddof=1), 1e-12)
+    known = where(lambda place: np.isfinite(location[codes[place]]), len(codes))
+    standard = empty(len(known), np.float64)
+    for place in row_blocks(len(known)):
+        rows, own = known[place], codes[known[place]]
+        standard[place] = (scores[rows] - location[own]) / scale[own]
+    return location, scale, standard, gathered(codes, known)
 
 
 def client_p_values(

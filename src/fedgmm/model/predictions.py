@@ -28,7 +28,7 @@ from fedgmm.core.predictive import (
     log_learner_weights,
     log_marginal,
 )
-from fedgmm.core.scratch import blocks_in, empty_beside
+from fedgmm.core.scratch import blocks_in, empty, empty_beside, gathered, row_blocks
 from fedgmm.core.streaming import Block, accumulate, blocks_of
 from fedgmm.data.dataset import FederatedDataset, LabelledRows
 from fedgmm.data.inputs import NO_CLIENT, numeric, order_columns
@@ -126,19 +126,23 @@ class EvaluatedRows:
         """Return ``log P_c(x)`` in the units of the unscaled rows, ``(n,)``."""
         log_x, log_pi = self.log_x, log_weights(self.model.prediction)
         assert log_x is not None
-        out = np.empty(len(self))
+        out = empty(len(self), np.float64)
 
         def write(rows: slice) -> None:
-            out[rows] = log_marginal(log_pi[self.codes[rows]], log_x[rows]).cpu().numpy()
+            found = log_marginal(log_pi[self.codes[rows]], log_x[rows]) - self.log_volume
+            out[rows] = found.cpu().numpy()
 
         _for_blocks(len(self), write, log_x.device)
-        return out - self.log_volume
+        return out
 
     def most_likely_gaussians(self) -> IntArray:
         """Return the Gaussian that most likely holds each row under the federation's weights, ``(n,)``."""
-        assert self.log_x is not None
+        log_x, out = self.log_x, empty(len(self), np.int64)
+        assert log_x is not None
         log_pi = log_weights(self.model.prediction)[-1].logsumexp(-1)
-        return np.asarray((self.log_x + log_pi).argmax(-1).cpu().numpy())
+        for rows in row_blocks(len(self)):
+            out[rows] = (log_x[rows] + log_pi).argmax(-1).cpu().numpy()
+        return out
 
     def log_density_without_itself(self) -> FloatArray:
         """Return ``log P_c(x_i)`` of training rows as if each had not been trained on, ``(n,)``.
@@ -149,12 +153,20 @@ class EvaluatedRows:
         log_x, shared, who = self.log_x, self.model.prediction.gaussians, self.codes
         assert log_x is not None
         assert shared is not None
-        own = log_weights(self.model.prediction)[who].logsumexp(-1)
-        q, _ = responsibilities(own + log_x)
-        rows = torch.bincount(who, minlength=int(who.max()) + 1)[who, None]
-        kept = ((rows * own.exp() - q).clamp_min(0.0) / (rows - 1).clamp_min(1)).log()
-        without = log_densities_without(log_x, shared, q.sum(0).clamp_min(1.0), q)
-        return (kept + without).logsumexp(-1).cpu().numpy() - self.log_volume
+        log_pi = log_weights(self.model.prediction).logsumexp(-1)
+        total, counts = log_pi.new_zeros(log_pi.shape[1]), torch.zeros(len(log_pi)).long()
+        counts, out = counts.to(who.device), empty(len(self), np.float64)
+        for place in row_blocks(len(self)):
+            total += responsibilities(log_pi[who[place]] + log_x[place])[0].sum(0)
+            counts += torch.bincount(who[place], minlength=len(counts))
+        for place in row_blocks(len(self)):
+            own, rows = log_pi[who[place]], counts[who[place], None]
+            q, _ = responsibilities(own + log_x[place])
+            kept = ((rows * own.exp() - q).clamp_min(0.0) / (rows - 1).clamp_min(1)).log()
+            without = log_densities_without(log_x[place], shared, total.clamp_min(1.0), q)
+            found = (kept + without).logsumexp(-1) - self.log_volume
+            out[place] = found.cpu().numpy()
+        return out
 
     def log_proba(self) -> FloatArray:
         """Return ``log P_c(y|x)`` of every class, equation (3), ``(n, K)``."""
@@ -199,9 +211,17 @@ class EvaluatedRows:
         Labels are those of :func:`given_labels` or :func:`labels_of`.
         """
         if self.model.target is not None:
-            return self.numbers().log_density(labels.to(self.x.device)).cpu().numpy(), None
-        log_proba = self.log_proba()
-        return at_codes(log_proba, labels.cpu().numpy()), log_proba.max(-1)
+            found, of_labels = self.numbers(), empty(len(self), np.float64)
+            for place in row_blocks(len(self)):
+                own = labels[place].to(self.x.device)
+                of_labels[place] = found.rows(place).log_density(own).cpu().numpy()
+            return of_labels, None
+        log_proba, codes = self.log_proba(), labels.cpu().numpy()
+        of_labels, largest = empty(len(self), np.float64), empty(len(self), np.float64)
+        for place in row_blocks(len(self)):
+            of_labels[place] = at_codes(log_proba[place], codes[place])
+            largest[place] = log_proba[place].max(-1)
+        return of_labels, largest
 
     def _for_parts(self, visit: Callable[[_Part], None]) -> None:
         """Call ``visit`` for parts of the rows, each with the terms of equation (3) that it needs."""
@@ -212,15 +232,19 @@ class EvaluatedRows:
         if (
             prediction.labels is not None
         ):  # only of clients that have rows: there may be many others
-            present, place = torch.unique(who, return_inverse=True)
-            ratios = prediction.labels.log_ratios(present)
+            here = who.new_zeros(len(prediction.labels.clients) + 1)
+            for block in blocks_in(who):
+                here[block] = 1
+            present, place = torch.nonzero(here)[:, 0], here.cumsum(0) - 1
+            codes = torch.where(present < len(here) - 1, present, NO_CLIENT)
+            ratios = prediction.labels.log_ratios(codes)
         if prediction.assignment is None:  # all learners, mixed by the weights of each row's client
             log_pi = log_weights(prediction)
             table = None if ratios is None else ratios.view(len(ratios), *log_pi.shape[1:], -1)
 
             def visit_block(rows: slice) -> None:
                 own_x = None if log_x is None else log_x[rows]
-                own_ratios = None if table is None else table[place[rows]]
+                own_ratios = None if table is None else table[place[who[rows]]]
                 visit(_Part(rows, prediction.learners, log_pi[who[rows]], own_x, own_ratios))
 
             _for_blocks(len(self), visit_block, self.x.device)
@@ -229,7 +253,7 @@ class EvaluatedRows:
         for number in torch.unique(learner_of).tolist():
             learner = {k: value[number : number + 1] for k, value in prediction.learners.items()}
             for rows in torch.split(torch.nonzero(learner_of == number)[:, 0], _ROWS_OF_A_LEARNER):
-                own = None if ratios is None else ratios[place[rows], number][:, None, None]
+                own = None if ratios is None else ratios[place[who[rows]], number][:, None, None]
                 nothing = torch.zeros(len(rows), 1, 1, dtype=torch.float64, device=who.device)
                 visit(_Part(rows, learner, nothing, None, own))
 
@@ -290,7 +314,7 @@ def _evaluate(model: FederatedModel, inputs: Tensor, features: Tensor | None) ->
         log_volume = model.scaling.log_volume if model.features_are_inputs else 0.0
     seen = x.flatten(1) if features is None else features.to(parameter.device)
     if model.projection is not None:
-        seen, log_volume = model.projection.apply(x).to(x.dtype), 0.0
+        seen, log_volume = model.projection.apply(x, dtype=x.dtype), 0.0
     largest = min(torch.finfo(parameter.dtype).max ** 0.75, 1e150)
     for rows in (x, seen):
         if not rows.is_floating_point():
@@ -348,7 +372,7 @@ def labels_of(model: FederatedModel, rows: LabelledRows, data: FederatedDataset)
         return rows.labels
     position = {label: index for index, label in enumerate(model.classes.tolist())}
     lookup = [position.get(label, len(position)) for label in data.classes.tolist()]
-    return torch.tensor(lookup)[rows.labels.cpu()]
+    return torch.from_numpy(gathered(np.array(lookup), rows.labels.cpu().numpy()))
 
 
 def at_codes(log_proba: FloatArray, labels: IntArray) -> FloatArray:
@@ -372,7 +396,7 @@ def client_codes(rows: LabelledRows, names: Sequence[Hashable]) -> IntArray:
             "Add it with adapt()."
         )
     codes = np.array([position[name] for name in rows.names], dtype=np.int64)
-    return np.asarray(codes[rows.codes.cpu().numpy()])
+    return gathered(codes, rows.codes.cpu().numpy())
 
 
 # ---------------------------------------------------------------------- helpers

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fedgmm.core.labels import LabelFrequencies
 from fedgmm.core.moments import Scaling
 from fedgmm.core.params import NOISE, count_learners
 from fedgmm.core.pca import PCA
+from fedgmm.core.scratch import blocks_in
 from fedgmm.files import write_atomically
 from fedgmm.methods.base import Prediction
 from fedgmm.model.model import FederatedModel
@@ -57,26 +58,42 @@ class LearnerError(ModelFileError):
 
 def save(model: FederatedModel, folder: str | Path) -> Path:
     """Write a model into ``folder`` and return the folder."""
-    from safetensors.torch import save as to_bytes
-
-    facts = _facts(model)  # raises for values that cannot be saved, before anything is written
-    data = to_bytes(
-        {
-            name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, value in _tensors(model).items()
-        }
-    )
-    facts["numbers"] = hashlib.sha256(data).hexdigest()
+    facts, digest = _facts(model), hashlib.sha256()  # raises for values that cannot be saved
+    tensors = {name: value.detach().cpu().contiguous() for name, value in _tensors(model).items()}
+    for piece in _pieces(tensors):
+        digest.update(piece)
+    facts["numbers"] = digest.hexdigest()
     facts["checksum"] = _checksum(facts)
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
     numbers = home / _numbers_file(facts["numbers"])
-    write_atomically(numbers, data)
+    write_atomically(numbers, _pieces(tensors))
     write_atomically(home / _JSON, json.dumps(facts, indent=1).encode())
     for old in home.glob(_numbers_file("*")):
         if old != numbers:
             old.unlink(missing_ok=True)
     return home
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield a file of safetensors in pieces; the library would hold scores in scratch files as a whole."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        value, first = tensors[name], end
+        end += value.nbytes
+        kind = str(value.dtype).removeprefix("torch.")
+        for long, short in (("bfloat", "BF"), ("float", "F"), ("uint", "U"), ("int", "I")):
+            kind = kind.replace(long, short)
+        facts = {"dtype": kind.upper(), "shape": list(value.shape), "data_offsets": [first, end]}
+        header[name] = facts
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        for block in blocks_in(tensors[name].reshape(-1).view(torch.uint8)):
+            yield block.numpy().data
 
 
 def _tensors(model: FederatedModel) -> dict[str, Tensor]:

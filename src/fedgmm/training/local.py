@@ -396,16 +396,15 @@ def _principal_components(
             f"pca={options.pca} is more than {counted(len(rows), 'training row')} of "
             f"{counted(len(block), 'column')} can have; use at most {most}."
         )
-    inputs = rows.inputs[:, list(block)] if vectors else rows.inputs
     centre = torch.zeros(len(block), dtype=torch.float64)
-    return fit_pca(moments_of(inputs, centre), options.pca).within(block, *shape)
+    return fit_pca(moments_of(rows.inputs, centre, vectors), options.pca).within(block, *shape)
 
 
 def projected(rows: LabelledRows, projection: PCA | None) -> LabelledRows:
     """Return scaled rows whose Gaussians see principal components, if there is a projection."""
     if projection is None:
         return rows
-    seen = projection.apply(rows.inputs).to(rows.inputs.dtype)
+    seen = projection.apply(rows.inputs, dtype=rows.inputs.dtype)
     features = ClientRows((seen,), rows.codes, rows.names, rows.weights)
     return replace(rows, features=features, features_are_inputs=False)
 
@@ -665,7 +664,8 @@ class _LocalTraining:
         """The data set with every k-th validation row, on the device."""
         rows = self.dataset.validation
         step = max(1, -(-len(rows) // _WATCHED_ROWS))
-        wanted = torch.arange(len(rows), device=rows.device) % step == 0
+        wanted = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        wanted[::step] = True
         return replace(self.dataset, validation=rows.keep(wanted).to(self.rows.device))
 
     # ------------------------------------------------------------------ early ends

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedgmm.core.gaussians import CovarianceType
+from fedgmm.core.scratch import counts_of
 from fedgmm.data.dataset import FederatedDataset
 from fedgmm.methods.base import DENSITY
 from fedgmm.model.model import FederatedModel
@@ -219,8 +220,8 @@ def noise_in(dataset: FederatedDataset) -> float:
     if dataset.target is not None:
         return factor
     splits = (dataset.train, dataset.validation, dataset.test)
-    labels = np.concatenate([rows.labels.cpu().numpy() for rows in splits])
-    return label_noise(np.bincount(labels)) * factor
+    counts = [counts_of(rows.labels.cpu().numpy(), len(dataset.classes)) for rows in splits]
+    return label_noise(np.sum(counts, axis=0)) * factor
 
 
 def _for_trials(options: TrainingOptions, rounds: int) -> TrainingOptions:

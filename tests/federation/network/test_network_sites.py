@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from itertools import chain
 
 import grpc
@@ -285,6 +286,25 @@ def test_large_replies_are_received_a_few_at_a_time(plain, monkeypatch):
         count += 1
     assert count == 8
     assert most <= sites_module._LARGE_REPLIES
+
+
+def test_streams_hold_neither_the_last_request_nor_the_last_reply(plain):
+    sites, connect, _ = plain
+    peer = connect().greet()
+    wait_for(lambda: sites.nodes())
+
+    def reply():
+        number, _ = peer.receive()
+        for piece in pieces(Message("reply", {"x": np.zeros(40_000)}, {}), number):
+            peer.out.put(piece)
+
+    in_background(reply)
+    requests = {node: Message("round", {"x": np.ones(40_000)}) for node in sites.nodes()}
+    held = [weakref.ref(one.arrays["x"]) for one in requests.values()]
+    for _, answer in sites.ask(requests, 10):
+        held.append(weakref.ref(answer.arrays["x"]))
+    del answer, requests
+    wait_for(lambda: not any(one() is not None for one in held))
 
 
 @pytest.mark.parametrize("first", [b"", b"[]", b"{" * 9, b"x" * 9000])

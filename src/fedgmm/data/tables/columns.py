@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedgmm.core.scratch import (
     active,
+    copied,
     empty,
     gathered,
     kept,
@@ -313,7 +314,7 @@ def without_beyond(numbers: FloatArray, largest: float = LARGEST) -> FloatArray:
         beyond = np.abs(numbers[place]) > largest
         if beyond.any():
             if found is numbers:
-                found = kept(numbers.copy())
+                found = copied(numbers)
             found[place][beyond] = np.nan
         touched(numbers[place].nbytes)
     return found

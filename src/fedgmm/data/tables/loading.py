@@ -23,6 +23,7 @@ from fedgmm.core.randomness import client_keys
 from fedgmm.core.scratch import (
     as_bytes,
     available_memory,
+    concatenated,
     counts_of,
     empty,
     gathered,
@@ -118,11 +119,12 @@ class ClientsFile:
             self.clients: NDArray[np.integer] = np.broadcast_to(np.int64(0), file.rows)
             return
         self.clients, self.names = file.columns[options.client_column].categories()
-        if (self.clients < 0).any():
+        without = where(lambda place: self.clients[place] < 0, file.rows)
+        if len(without):
             raise TableError(
                 file.path,
-                f"row {int(np.argmax(self.clients < 0)) + 1} below the header has no client: the "
-                f"column {quoted(options.client_column)} is empty there.",
+                f"row {int(without[0]) + 1} below the header has no client: the column "
+                f"{quoted(options.client_column)} is empty there.",
             )
 
     @property
@@ -136,7 +138,10 @@ class ClientsFile:
         """Read the columns that are not kept yet."""
         options = self.options
         special = {n for n in (options.label, options.client_column) if n is not None}
-        self.file.read({*self.used, *special}, {*self.as_categories, *special})
+        as_text = {*self.as_categories, *special}
+        if options.task == "regression":
+            as_text -= {options.label}
+        self.file.read({*self.used, *special}, as_text)
         for name in self.used:
             values = self.file.columns[name]
             if values.numbers is not None:
@@ -230,7 +235,7 @@ class Tables:
             labels.append(gathered(encoded, kept[-1]))
             owners = np.array([place[n] for n in own.names])
             codes.append(gathered(owners, gathered(own.clients, kept[-1])))
-        all_codes, all_labels = _joined(codes), _joined(labels)
+        all_codes, all_labels = concatenated(codes), concatenated(labels)
         options = self.options
         splits = split_rows(all_codes, client_keys(names), options.split, options.seed)
         # the split of each row, and its place within that split
@@ -285,17 +290,6 @@ def _encoded_labels(
     codes, texts = own.labels()
     encoded = gathered(np.append(preprocessing.labels.encode(texts)[0], -1), codes)
     return encoded, lambda place: encoded[place] >= 0
-
-
-def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    """Return arrays one behind the other, and forget them one by one."""
-    out, first = empty(sum(map(len, parts)), parts[0].dtype), 0
-    for number, part in enumerate(parts):
-        for place in row_blocks(len(part)):
-            out[first + place.start : first + place.stop] = part[place]
-        first += len(part)
-        parts[number] = part[:0]
-    return out
 
 
 # ---------------------------------------------------------------------- the files of training
@@ -578,8 +572,12 @@ def read_rows(
     )
     label, client = preprocessing.labels.name, preprocessing.client_column
     texts = {c.name for c in preprocessing.used if c.role == "category"}
-    texts |= {name for name in (label, client, *ids) if name in file.header}
-    file.read({*texts, *(column.name for column in preprocessing.used)}, texts)
+    as_written = (
+        (client, *ids) if preprocessing.labels.scaling is not None else (label, client, *ids)
+    )
+    texts |= {name for name in as_written if name in file.header}
+    named = {name for name in (label, client, *ids) if name in file.header}
+    file.read({*texts, *named, *(column.name for column in preprocessing.used)}, texts)
     encoded = _encoded(file, preprocessing)
     labels, clients = None, None
     unknown: list[str] = []

@@ -324,41 +324,50 @@ class NetworkSites:
             while True:
                 await line.wake.wait()
                 line.wake.clear()
-                request, number, line.request = line.request, line.pending, None
-                if request is not None and number is not None:
-                    for piece in pieces(request, number):
-                        await context.write(piece)
+                await self._send(line, context)
+
+    async def _send(self, line: _Line, context: Any) -> None:
+        """Send the newest request of a site; afterwards the stream does not hold it."""
+        request, number, line.request = line.request, line.pending, None
+        if request is not None and number is not None:
+            for piece in pieces(request, number):
+                await context.write(piece)
 
     async def _read(self, line: _Line, context: Any) -> None:
         """Put the replies of a site together until its stream ends."""
         assembler = Assembler(self._limit)
-        while True:
-            piece = await context.read()
-            if not isinstance(piece, bytes):
-                return
-            large = len(piece) >= PIECE
-            if large:
-                await self._large.acquire()
-            delivered = False
-            try:
+        while await self._receive(line, context, assembler):
+            pass
+
+    async def _receive(self, line: _Line, context: Any, assembler: Assembler) -> bool:
+        """Read a reply and hand it over; return whether there was one. The stream does not hold it."""
+        piece = await context.read()
+        if not isinstance(piece, bytes):
+            return False
+        large = len(piece) >= PIECE
+        if large:
+            await self._large.acquire()
+        delivered = False
+        try:
+            found = assembler.add(piece)
+            if assembler.missing and assembler.number != line.pending:
+                assembler.drop()
+                _count_unexpected(line)
+            allowed = _PIECE_TIMEOUT + assembler.missing / _SLOWEST
+            deadline = self._loop.time() + allowed
+            while assembler.missing:
+                left = min(_PIECE_TIMEOUT, deadline - self._loop.time())
+                piece = await asyncio.wait_for(context.read(), left)
+                if not isinstance(piece, bytes):
+                    return False
                 found = assembler.add(piece)
-                if assembler.missing and assembler.number != line.pending:
-                    assembler.drop()
-                    _count_unexpected(line)
-                allowed = _PIECE_TIMEOUT + assembler.missing / _SLOWEST
-                deadline = self._loop.time() + allowed
-                while assembler.missing:
-                    left = min(_PIECE_TIMEOUT, deadline - self._loop.time())
-                    piece = await asyncio.wait_for(context.read(), left)
-                    if not isinstance(piece, bytes):
-                        return
-                    found = assembler.add(piece)
-                delivered = found is not None and self._deliver(line, *found, large)
-            except TimeoutError:
-                raise MessageError("it did not arrive completely.") from None
-            finally:
-                if large and not delivered:
-                    self._large.release()
+            delivered = found is not None and self._deliver(line, *found, large)
+        except TimeoutError:
+            raise MessageError("it did not arrive completely.") from None
+        finally:
+            if large and not delivered:
+                self._large.release()
+        return True
 
     def _deliver(self, line: _Line, number: int, reply: Message, large: bool) -> bool:
         """Hand a reply over, unless it is late or no request asked for it."""
