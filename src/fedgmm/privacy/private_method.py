@@ -245,13 +245,17 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         if classes > 1:
             # both factors of (p - y) zᵀ are shortened
             found["gradient"] = ((m2, classes - 1, d + 1), gradient_radius(d))
-        shares = _CLIENT_SHARES if self.centred else _SHARES
-        if m1 == m2 == 1 and classes > 1:
-            shares = _SINGLE_SHARES
+        shares = self.round_shares()
         total = sum(shares[name] for name in found)
         return NoisySums(
             tuple(Part(n, *one, share=shares[n] / total) for n, one in sorted(found.items()))
         )
+
+    def round_shares(self) -> Mapping[str, float]:
+        """Return how the parts of a round share its budget, before those that it lacks are left out."""
+        if self.components == self.base.learners == 1 and self._classes > 1:
+            return _SINGLE_SHARES
+        return _CLIENT_SHARES if self.centred else _SHARES
 
     def contributions(self, name: str, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
         """Return the sums of a release over some rows, which are those of one client for lengths."""
