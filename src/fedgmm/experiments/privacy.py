@@ -35,7 +35,7 @@ METHODS = {
     "fedavg": "FedAvg, noised sums",
     "dp-fedavg": "DP-FedAvg, tuned",
 }
-_CLIPS, _RATES, _ROUNDS = (0.3, 1.0, 3.0), (0.3, 1.0, 3.0, 10.0), (10, 50)
+_CLIPS, _RATES, _ROUNDS = (0.1, 0.3, 1.0, 3.0), (0.3, 1.0, 3.0, 10.0), (10, 25, 50)
 _MOMENTUM = 0.9
 
 
