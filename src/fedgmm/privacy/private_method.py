@@ -77,12 +77,12 @@ _GROWTH = 1.25  # each round's share of the budget, relative to the one before
 _SHARES = {"gradient": 0.75, "second": 0.14, "first": 0.08, "counts": 0.02, "log_likelihood": 0.01}
 # one Gaussian and one learner need no responsibilities, so moments do not help to predict
 _SINGLE_SHARES = {**_SHARES, "gradient": 0.92, "second": 0.03, "first": 0.02}
-# counts of clients are noisier, because clients are fewer than rows
+# clients are fewer than rows, so the many numbers of their covariances suffer most
 _CLIENT_SHARES = {
-    "gradient": 0.55,
-    "second": 0.2,
-    "first": 0.12,
-    "counts": 0.12,
+    "gradient": 0.43,
+    "second": 0.45,
+    "first": 0.06,
+    "counts": 0.05,
     "log_likelihood": 0.01,
 }
 _HOME_ROUNDS = 30  # of EM for a client's own weights
