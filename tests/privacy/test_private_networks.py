@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedgmm import FederatedDataset, Privacy, load, train
+from fedgmm.core.gaussians import gaussians
 from fedgmm.data.synthetic import synthetic
 from fedgmm.privacy.ledger import Ledger
 from fedgmm.privacy.private_em import Rows
@@ -39,10 +40,12 @@ def network(algorithm, learner, shape=(3,), clip_norm=None):
         learners=2,
         learner=learner,
         clip_norm=clip_norm,
+        covariance_type="spherical",
         dtype="float64",
     )
     net = learner_network(options, shape, np.arange(2))
-    return private_method(build(options, net), LOOSE, columns=len(shape) == 1)
+    columns = len(shape) == 1
+    return private_method(build(options, net), LOOSE, columns=columns, descent=learner == "linear")
 
 
 def rows_like(shape, n=7):
@@ -83,12 +86,51 @@ def test_gradients_of_rows_are_those_of_a_loop(algorithm, learner, shape, monkey
     assert float(found.norm()) > 0.1
 
 
-@pytest.mark.parametrize("size", [1e3, 1e200])
-def test_a_row_counts_for_one_with_any_parameters(size):
-    """A server that chooses parameters cannot make a row's sums large or not finite."""
-    method, rows = network("fedgmm", "mlp"), rows_like((3,))
+def test_linear_learners_descend_around_their_centres():
+    """Rows' gradients of ``W (z - c) + b'`` are clipped, and a step along them is one of ``W z + b``."""
+    method, rows = network("fedgmm", "linear", clip_norm=0.5), rows_like((3,))
+    centres = torch.tensor([[2.0, 0.0, 1.0], [0.0, -1.0, 0.0]]).double()
+    weight = torch.linspace(-1, 1, 12).double().reshape(2, 2, 3)
+    bias = torch.tensor([[0.1, -0.2], [0.3, 0.0]]).double()
     shared = method.blank(3)
-    wild = {name: size * value for name, value in shared.learners.items()}
+    pairs = torch.tensor([0.6, 1e-9, 1e-9, 0.4]).double()  # each learner has its own Gaussian
+    means = gaussians(centres, torch.ones(2).double(), "spherical")
+    learners = {"0.weight": weight, "0.bias": bias}
+    shared = replace(shared, gaussians=means, weights=pairs, learners=learners)
+    found = method.contributions(ROUND, shared, rows)["gradient"]
+    expected = torch.zeros_like(found)
+    shifted = (bias + torch.einsum("mkd,md->mk", weight, centres)).requires_grad_()
+    around = weight.clone().requires_grad_()
+    for x, y, own in zip(*rows, strict=True):
+        logits = torch.einsum("mkd,md->mk", around, x - centres) + shifted
+        log_y = torch.log_softmax(logits, -1)[:, y]
+        log_x = -0.5 * (x - centres).square().sum(1)
+        joint = pairs.log().reshape(2, 2) + log_x[:, None] + log_y.detach()
+        q = torch.softmax(joint.flatten(), 0).reshape(2, 2).sum(0)
+        gradients = torch.autograd.grad(-(q * log_y).sum(), [around, shifted])
+        flat = torch.cat([one.flatten() for one in gradients])
+        expected += own * flat * min(1.0, 0.5 / float(flat.norm()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+    step = method._around_zero(found, centres)
+    after = weight - step[:12].reshape(2, 2, 3), bias - step[12:].reshape(2, 2)
+    moved = weight - found[:12].reshape(2, 2, 3), shifted - found[12:].reshape(2, 2)
+    x = rows.inputs
+    torch.testing.assert_close(
+        torch.einsum("mkd,nd->nmk", after[0], x) + after[1],
+        torch.einsum("mkd,nmd->nmk", moved[0], x[:, None] - centres) + moved[1],
+    )
+
+
+@pytest.mark.parametrize("learner", ["linear", "mlp"])
+@pytest.mark.parametrize("size", [1e3, 1e200])
+def test_a_row_counts_for_one_with_any_parameters(size, learner):
+    """A server that chooses parameters cannot make a row's sums large or not finite."""
+    method, rows = network("fedgmm", learner), rows_like((3,))
+    shared = method.blank(3)
+    far = torch.full_like(shared.gaussians.means, 1e6)
+    shared = replace(shared, gaussians=replace(shared.gaussians, means=far))
+    wild = {name: size * (value + 1.0) for name, value in shared.learners.items()}
     layout = method.layout(ROUND, 3)
     for at in range(len(rows.labels)):
         row = Rows(*(part[at : at + 1] for part in rows))

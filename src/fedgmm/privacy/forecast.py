@@ -27,7 +27,7 @@ FINE, HOPELESS = 0.1, 0.15
 
 _AVERAGED = 0.384  # of the budget of all rounds that counts for the last average
 _WRONG = 0.2  # mean length of a shortened (p - y) z along a direction that decides the label
-_HALF = 0.5  # relative noise of covariances that does as much harm as that of gradients
+_SECOND = 0.75  # weight of the relative noise of covariances, against that of gradients
 _EASY = 3  # components up to which a noisy start finds them all; more are harder to separate
 _SPREAD = 0.03  # of clients' contributions beyond that of their rows, relative to a row's bound
 _CLIPPED = 0.7  # of the usual length of a client's contribution, to which longer ones are clipped
@@ -121,7 +121,7 @@ def forecast(
         noise = shrink * bound / math.sqrt(parts["second"].share) / mu
         # a symmetric matrix of noise has eigenvalues up to √(2d) deviations, a diagonal one has one
         noise *= math.sqrt(2.0 * columns) if kind in ("full", "tied") else 1.0
-        found.append(_HALF * noise / (units / (1 if kind == "tied" else method.components)))
+        found.append(_SECOND * noise / (units / (1 if kind == "tied" else method.components)))
     harder = max(method.components, method.base.learners, _EASY) / _EASY
     noise = max(found) * harder
     return Forecast(noise, privacy.epsilon, privacy.delta, privacy.unit, clients, rows)

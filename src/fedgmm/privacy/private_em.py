@@ -42,7 +42,7 @@ from fedgmm.privacy.noisy_sums import clip_rows, from_triangle, triangle
 
 _SMALLEST_VARIANCE = 1e-4  # of a column within [-1, 1]
 _LOWEST, _HIGHEST = 0.02, 16.0  # eigenvalues of a Gaussian's covariance in whitened coordinates
-_CELLS_PER_DIRECTION = {1: 64, 2: 24, 3: 12}
+_CELLS_PER_DIRECTION = {1: 24, 2: 24, 3: 12}
 _REACH = 3.0  # deviations that the histogram covers; rows beyond count for its outer cells
 _SAMPLES = 10_000  # drawn from each released Gaussian for the curvature, over the squared contrasts
 _FEWEST_SAMPLES = 2000

@@ -77,12 +77,12 @@ _GROWTH = 1.25  # each round's share of the budget, relative to the one before
 _SHARES = {"gradient": 0.75, "second": 0.14, "first": 0.08, "counts": 0.02, "log_likelihood": 0.01}
 # one Gaussian and one learner need no responsibilities, so moments do not help to predict
 _SINGLE_SHARES = {**_SHARES, "gradient": 0.92, "second": 0.03, "first": 0.02}
-# counts of clients are noisier, because clients are fewer than rows
+# clients are fewer than rows, so the many numbers of their covariances suffer most
 _CLIENT_SHARES = {
-    "gradient": 0.55,
-    "second": 0.2,
-    "first": 0.12,
-    "counts": 0.12,
+    "gradient": 0.43,
+    "second": 0.45,
+    "first": 0.06,
+    "counts": 0.05,
     "log_likelihood": 0.01,
 }
 _HOME_ROUNDS = 30  # of EM for a client's own weights
@@ -245,13 +245,17 @@ class PrivateMixture(SupervisedMethod[PrivateShared, Tensor]):
         if classes > 1:
             # both factors of (p - y) zᵀ are shortened
             found["gradient"] = ((m2, classes - 1, d + 1), gradient_radius(d))
-        shares = _CLIENT_SHARES if self.centred else _SHARES
-        if m1 == m2 == 1 and classes > 1:
-            shares = _SINGLE_SHARES
+        shares = self.round_shares()
         total = sum(shares[name] for name in found)
         return NoisySums(
             tuple(Part(n, *one, share=shares[n] / total) for n, one in sorted(found.items()))
         )
+
+    def round_shares(self) -> Mapping[str, float]:
+        """Return how the parts of a round share its budget, before those that it lacks are left out."""
+        if self.components == self.base.learners == 1 and self._classes > 1:
+            return _SINGLE_SHARES
+        return _CLIENT_SHARES if self.centred else _SHARES
 
     def contributions(self, name: str, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
         """Return the sums of a release over some rows, which are those of one client for lengths."""

@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from fedgmm.core.em import responsibilities
 from fedgmm.core.gaussians import gaussians
@@ -38,9 +39,17 @@ from fedgmm.privacy.private_em import Mixture, Rows, round_sums
 from fedgmm.privacy.private_method import ROUND, PrivateMixture, PrivateShared
 from fedgmm.privacy.settings import NETWORK_ROUNDS, Privacy, PrivacyError
 
-_CLIP = 1.0  # length of a row's gradient, if the options name none
+_CLIP, _LINEAR_CLIP = 1.0, 0.25  # length of a row's gradient, if the options name none
 _MOMENTUM = 0.9
-_DAMPING = 0.7  # Gaussians of linear learners move by the number of the round to minus this
+# small steps find linear learners by their gradients, and the start finds the Gaussians
+_LINEAR_SHARES = {
+    "gradient": 0.94,
+    "first": 0.03,
+    "second": 0.01,
+    "counts": 0.01,
+    "log_likelihood": 0.01,
+}
+_START_ERROR = 0.01  # variance of the first means
 _LONGER = 10.0  # steps of linear learners, relative to the learning rate
 _WANDER = 0.3  # deviation of a linear learner's weights by all noise, which limits its steps
 _LARGEST_LOGIT = 1e4
@@ -64,6 +73,12 @@ def private_method(
             "LayerNorm."
         )
     return PrivateNetworks(base, privacy, columns)
+
+
+def centres_of(shared: PrivateShared) -> Tensor:
+    """Return the mean input of each learner by the released Gaussians, ``(M2, d)``."""
+    joint = shared.weights.reshape(len(shared.gaussians.means), -1)
+    return (joint / joint.sum(0)).mT @ shared.gaussians.means
 
 
 @dataclass(frozen=True)
@@ -106,7 +121,7 @@ class PrivateNetworks(PrivateMixture):
     @property
     def clip(self) -> float:
         """Length to which a row's gradient is shortened."""
-        return float(self.training.sgd.clip_norm or _CLIP)
+        return float(self.training.sgd.clip_norm or (_LINEAR_CLIP if self.linear else _CLIP))
 
     @property
     def linear(self) -> bool:
@@ -140,6 +155,12 @@ class PrivateNetworks(PrivateMixture):
             )
         )
 
+    def round_shares(self) -> Mapping[str, float]:
+        """Return how the parts of a round share its budget, before those that it lacks are left out."""
+        if self.linear and not self.centred:
+            return _LINEAR_SHARES
+        return super().round_shares()
+
     def contributions(self, name: str, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
         """Return the sums of a release over some rows."""
         if name != ROUND:
@@ -154,9 +175,13 @@ class PrivateNetworks(PrivateMixture):
 
     def _block_sums(self, shared: PrivateShared, rows: Rows) -> dict[str, Tensor]:
         """Return the sums of a round over a block of rows."""
-        n = len(rows.labels)
-        each = {k: v.expand(n, *v.shape).requires_grad_() for k, v in shared.learners.items()}
-        logits = self.training.net.logits(each, self._seen(shared, rows.inputs)[:, None])[:, 0]
+        n, seen = len(rows.labels), self._seen(shared, rows.inputs)
+        each = dict(shared.learners)
+        if self.linear:
+            logits = self.training.net.logits(each, seen)
+        else:
+            each = {k: v.expand(n, *v.shape).requires_grad_() for k, v in each.items()}
+            logits = self.training.net.logits(each, seen[:, None])[:, 0]
         # every sum stays finite and bounded, with any parameters that a client may receive
         logits = logits.nan_to_num().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
         evaluated = _Evaluated(shared.gaussians, shared.weights, {}, logits.detach())
@@ -166,10 +191,28 @@ class PrivateNetworks(PrivateMixture):
         log_y = at_labels(torch.log_softmax(logits, -1), rows.labels)
         q, _ = responsibilities(self._log_joint(shared, rows.inputs, log_y.detach()).flatten(1))
         of_learner = q.reshape(n, -1, self.base.learners).sum(1)
+        if self.linear:
+            centred = seen[:, None] - centres_of(shared)
+            sums["gradient"] = self._linear_gradient(centred, logits, of_learner, rows)
+            return sums
         gradients = torch.autograd.grad(-(of_learner * log_y).sum(), list(each.values()))
         flat = torch.cat([one.flatten(1) for one in gradients], 1).nan_to_num()
         sums["gradient"] = rows.weights @ clip_rows(flat, self.clip * (1.0 - 1e-12))
         return sums
+
+    def _linear_gradient(self, z: Tensor, logits: Tensor, q: Tensor, rows: Rows) -> Tensor:
+        """Return the sum of shortened gradients of ``W z + b``; that of a row is an outer product.
+
+        ``z`` are inputs around the centre of each learner, ``(n, M2, d)``: what all rows of a learner have
+        in common would only make their gradients longer.
+        """
+        error = torch.softmax(logits, -1) - one_hot(rows.labels, logits.shape[-1])[:, None]
+        error = error * q[..., None]
+        length = (error.square().sum(-1) * (1.0 + z.square().sum(-1))).sum(1).sqrt()
+        shorter = (self.clip * (1.0 - 1e-12) / length.clamp_min(1e-300)).clamp_max(1.0)
+        error = error * (rows.weights * shorter)[:, None, None]
+        weight = torch.einsum("nmk,nmd->mkd", error, z)
+        return torch.cat([weight.flatten(), error.sum(0).flatten()])
 
     def _seen(self, shared: PrivateShared, inputs: Tensor) -> Tensor:
         """Return inputs ``(n, d)`` as the networks see them, ``(n, *shape)``."""
@@ -183,7 +226,11 @@ class PrivateNetworks(PrivateMixture):
         assert isinstance(shared, NetworkShared)
         rest = Sums({name: value for name, value in noisy.items() if name != "gradient"})
         number = [name for name, _ in self.plan()[: len(shared.spent)]].count(ROUND)
-        gain = number**-_DAMPING if self.linear and self.base.density else 1.0
+        gain = 1.0
+        if self.linear and self.base.density:
+            # the mean over the rounds; the start counts as one by as much as it is more exact
+            noise = deviation["first"] * self.components / max(float(noisy["counts"].sum()), 1.0)
+            gain = 1.0 / (number + noise**2 / _START_ERROR)
         averaged = {name: value * math.sqrt(gain) for name, value in deviation.items()}
         moved = super()._after_round(shared, rest, averaged)
         assert isinstance(moved, NetworkShared)
@@ -205,9 +252,12 @@ class PrivateNetworks(PrivateMixture):
             # noisy numbers of rows are not in the velocity, where a small one would stay
             rate, per_row = _LONGER * rate / counts, torch.ones_like(counts)
             rate = rate.clamp_max(_WANDER / max(noise, 1e-300))
+        gradients = noisy["gradient"]
+        if self.linear:
+            gradients = self._around_zero(gradients, centres_of(shared))
         learners, velocity, first = {}, [], 0
         for name, value in shared.learners.items():
-            gradient = noisy["gradient"][first : first + value.numel()].reshape(value.shape)
+            gradient = gradients[first : first + value.numel()].reshape(value.shape)
             step, own = (one.reshape(-1, *(1,) * (value.dim() - 1)) for one in (rate, per_row))
             past = shared.velocity[first : first + value.numel()].reshape(value.shape)
             speed = _MOMENTUM * past + gradient / (self.clip * own)
@@ -216,6 +266,14 @@ class PrivateNetworks(PrivateMixture):
             velocity.append(speed.reshape(-1))
             first += value.numel()
         return replace(moved, learners=learners, velocity=torch.cat(velocity))
+
+    def _around_zero(self, gradients: Tensor, centres: Tensor) -> Tensor:
+        """Return the steps of ``W`` and ``b`` that are those of ``W (z - c) + b'``, flattened."""
+        m2, d = centres.shape
+        split = gradients.numel() * d // (d + 1)
+        weight, bias = gradients[:split], gradients[split:]
+        common = torch.einsum("mkd,md->mk", weight.reshape(m2, -1, d), centres)
+        return torch.cat([weight, bias - common.flatten()])
 
     # ------------------------------------------------------------------ the method
 
