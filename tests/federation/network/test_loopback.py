@@ -124,7 +124,8 @@ def test_a_second_process_in_the_same_folder_is_refused(federation, refused):
 
 @pytest.mark.usefixtures("at_home")
 def test_a_port_in_use_is_reported(federation):
-    late = invoke("server", *federation.server_options, "--out", "other_run")
+    options = ["other_run" if one == "run" else one for one in federation.server_options]
+    late = invoke("server", *options)
 
     assert late.exit_code == 1
     assert "choose another --port" in late.stderr
