@@ -365,6 +365,7 @@ def test_metrics_without_rows_are_those_that_are_known(rng):
         result.confusion_matrix()
 
 
+@pytest.mark.usefixtures("all_resamples")
 @pytest.mark.parametrize("classes", [2, 3])
 def test_metrics_of_many_rows_are_computed_in_blocks(rng, monkeypatch, classes):
     log_p, labels, codes = predictions(rng, 200, classes)
