@@ -143,6 +143,23 @@ def few_resamples():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_fold():
+    """Score sizes as on large data, by validation rows alone; :func:`folds` cross-validates instead."""
+    from fedgmm.training import selection
+
+    few = selection._FEW_ROWS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "_FEW_ROWS", 0)
+        yield few
+
+
+@pytest.fixture
+def folds(one_fold, monkeypatch):
+    """Cross-validate the scores of sizes on few rows, as outside the tests."""
+    monkeypatch.setattr("fedgmm.training.selection._FEW_ROWS", one_fold)
+
+
 @pytest.fixture
 def rng():
     return np.random.default_rng(20230723)

@@ -24,6 +24,8 @@ from fedgmm.training.selection import (
 )
 from oracles import as_dict, ragged_ids
 
+pytestmark = pytest.mark.usefixtures("folds")
+
 
 @pytest.fixture
 def planted(rng):
