@@ -61,17 +61,21 @@ _OTHER = {"cifar10": "cifar100", "cifar100": "cifar10", "femnist": "mnist", "mni
 _BLOCK_ROWS = 2000  # images in a file of the cache, and of another data set
 
 _RATES = tuple(10.0**exponent for exponent in (0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -2.5))
-_LEARNERS = (3, 2, 6, 10)
+_LEARNERS = (3, 2, 6, 10, 20, 40)
 _SIZES: dict[str, list[Choice]] = {
     "fedgmm": [
         {"components": m1, "learners": m2}
-        for m1, m2 in ((3, 3), (2, 2), (6, 3), (6, 6), (10, 10), *((1, m2) for m2 in _LEARNERS))
+        for m1, m2 in (
+            *((3, m2) for m2 in _LEARNERS if m2 > 2),
+            *((2, 2), (6, 3), (6, 6), (10, 10)),
+            *((1, m2) for m2 in _LEARNERS),
+        )
     ],
     "fedem": [{"learners": m2} for m2 in _LEARNERS],
 }
 _OWN_OPTIONS: dict[str, list[Choice]] = {
     "fedprox": [{"proximal": strength} for strength in (0.1, 0.01)],
-    "fedavg+": [{"finetune_epochs": epochs} for epochs in (1, 5)],
+    "fedavg+": [{"finetune_epochs": epochs} for epochs in (1, 5, 20)],
     "pfedme": [{"penalty": strength} for strength in (15.0, 1.0)],
 }
 """Choices that only one method has, after its learner, its rate and label frequencies."""
