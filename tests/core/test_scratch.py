@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,21 @@ def test_without_a_folder_arrays_stay_in_memory(large):
     assert not scratch.active()
     assert kept(large) is large
     assert folder_of(torch.from_numpy(empty((40_000, 3), np.float64))) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_of_released_arrays_goes_back_to_the_system():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = resident()
+    arrays = [scratch.released_at_once((50, 10_000), np.float64) for _ in range(10)]
+    for array in arrays:
+        array[:] = 1.0
+    assert resident() - before > 30_000_000
+    arrays.clear()
+    del array
+    assert resident() - before < 5_000_000
 
 
 def test_arrays_in_a_file_hold_the_same_numbers_and_leave_no_file(large, tmp_path):

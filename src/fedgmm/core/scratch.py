@@ -99,6 +99,16 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     return own.view(kind).reshape(shape)
 
 
+def released_at_once(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return an array like ``np.empty`` whose memory goes back to the system as soon as it is not used.
+
+    NumPy's memory of many arrays below 128 kB usually stays with the process.
+    """
+    kind = np.dtype(dtype)
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * kind.itemsize))
+    return np.frombuffer(memory, kind, math.prod(shape)).reshape(shape)
+
+
 def kept(values: NDArray[Any]) -> NDArray[Any]:
     """Return an array, or a copy of it in a file if it is large and :func:`scratch` says so."""
     small = values.nbytes < _SMALLEST or 0 in values.strides

@@ -194,3 +194,16 @@ def test_the_memory_of_a_table_counts_every_entry_of_its_vectors(tmp_path):
     vectors = pa.FixedSizeListArray.from_arrays(np.zeros(100 * 50, dtype=np.float16), 50)
     parquet.write_table(pa.table({"age": np.zeros(100), "v": vectors}), tmp_path / "a.parquet")
     assert memory_needed(tmp_path / "a.parquet") == 24 * 100 * 51
+
+
+def test_numbers_of_a_file_share_memory_that_is_returned_with_them(tmp_path):
+    pd.DataFrame({"age": [1.5, 2.5], "ward": ["a", "b"], "dose": [3, None]}).to_csv(
+        tmp_path / "a.csv", index=False
+    )
+    file = TableFile(tmp_path / "a.csv")
+    file.read(file.header)
+    age, dose = (file.columns[name].numbers for name in ("age", "dose"))
+    np.testing.assert_array_equal(age, [1.5, 2.5])
+    np.testing.assert_array_equal(dose, [3.0, np.nan])
+    assert age.base is not None
+    assert age.base is dose.base

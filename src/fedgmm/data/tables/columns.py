@@ -182,9 +182,16 @@ def stored_kind(kind: pa.DataType) -> Kind | None:
 
 
 def column_values(
-    values: pa.ChunkedArray, written: FileFormat = PLAIN, *, as_text: bool = False
+    values: pa.ChunkedArray,
+    written: FileFormat = PLAIN,
+    *,
+    as_text: bool = False,
+    out: FloatArray | None = None,
 ) -> ColumnValues:
-    """Convert a column of an Arrow table whose type has a :func:`stored_kind`."""
+    """Convert a column of an Arrow table whose type has a :func:`stored_kind`.
+
+    ``out``, ``(n,)``, takes the numbers of a column whose type is one of numbers, dates or truth values.
+    """
     kind = stored_kind(values.type)
     assert kind is not None
     if values.null_count == len(values):
@@ -197,7 +204,7 @@ def column_values(
         texts = _text_values(values, written)
         if texts.kind == "date":
             return texts
-    numbers: FloatArray = empty(len(values), np.float64)
+    numbers = empty(len(values), np.float64) if out is None else out
     first = 0
     for chunk in values.chunks:  # so that temporaries stay small
         own = _days(chunk) if kind == "date" else _finite(chunk.cast(pa.float64(), safe=False))

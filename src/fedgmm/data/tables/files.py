@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedgmm.core.scratch import active
+from fedgmm.core.scratch import active, released_at_once
 from fedgmm.data.tables.columns import (
     PLAIN,
     ColumnValues,
@@ -227,9 +227,11 @@ class TableFile:
             if not table.num_rows:
                 raise TableError(self.path, "it has no rows.")
             self.rows = table.num_rows
+            # pages of columns that hold no numbers are never used
+            numbers = None if active() else released_at_once((len(wanted), self.rows), np.float64)
             columns = table.columns[::-1]
             del table  # each column is released after it is converted
-            for name in wanted:
+            for place, name in enumerate(wanted):
                 values = columns.pop()
                 if any(holds(values.type) for holds in _STORED_TEXT):
                     values = values.cast(pa.string())
@@ -241,7 +243,8 @@ class TableFile:
                     )
                     raise TableError(self.path, problem)
                 text = name in as_text and kind != "empty"
-                found = column_values(values, self.written, as_text=text)
+                out = None if numbers is None else numbers[place]
+                found = column_values(values, self.written, as_text=text, out=out)
                 self.columns[name] = found.on_disk()
         except TableError:
             raise
