@@ -281,13 +281,13 @@ def _assignment(text: str) -> tuple[str, Any]:
     """Parse ``lr=0.03`` into a name and a value, written as in TOML; texts need no quotes."""
     import tomllib
 
+    from fedgmm.core.checks import check_known
     from fedgmm.runs.config import TRAINING
 
     name, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or name not in TRAINING:
-        raise typer.BadParameter(
-            f"--set takes name=value, got {text!r}; the names are {', '.join(sorted(TRAINING))}."
-        )
+    if not equals:
+        raise typer.BadParameter(f"--set takes name=value, such as rounds=50, got {text!r}.")
+    check_known("--set: there is no training option", name, TRAINING, typer.BadParameter)
     try:
         return name, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
