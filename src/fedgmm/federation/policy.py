@@ -138,8 +138,8 @@ class Policy:
         share = split[0] if isinstance(split, (list, tuple)) and split else 0.0
         if not isinstance(share, (int, float)) or share < _SMALLEST_TRAINING_SHARE:
             raise RefusedRequestError(
-                f"the server asks for a training split of {share!r:.20}, and so few rows could be "
-                "recognised; this site takes part with a third of its rows or more."
+                f"the server asks for a training split of {share!r:.20}, in which single rows could be "
+                "recognised; this site takes part with at least a third of its rows."
             )
 
     def _pinned_options(self, request: Message) -> Mapping[str, Any]:
